@@ -1,0 +1,48 @@
+# make demo   set up, then profile, plan and train the digits task with two stage processes
+# make test   set up, then lint, type checks and all tests
+# make check  lint, format and type checks alone
+# make format put the code into the house's format
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+DEMO ?= demo
+
+.PHONY: demo test check lint types tests format clean
+
+demo: $(READY)
+	rm -rf $(DEMO)
+	$(BIN)/tp-profile digits --batch-size 64 -o $(DEMO)/profile.json
+	$(BIN)/tp-plan solve $(DEMO)/profile.json --devices 2 --stages 2 --memory 64MiB \
+	    --variant timeprest --micro-batches 4 -o $(DEMO)/plan.json
+	$(BIN)/tp-plan show $(DEMO)/plan.json
+	$(BIN)/tp-run $(DEMO)/plan.json --epochs 12 --run-dir $(DEMO)/run
+
+test: check tests
+
+check: lint types
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# The package is mapped from the root folder; mypy finds it under its name through a link.
+types: $(READY)
+	@mkdir -p $(VENV)/typing && ln -sfn ../.. $(VENV)/typing/timeprest
+	MYPYPATH=$(VENV)/typing $(BIN)/mypy -p timeprest
+
+tests: $(READY)
+	$(BIN)/pytest -n 2 --dist worksteal
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+$(READY): setup.cfg pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) $(DEMO) build dist *.egg-info
