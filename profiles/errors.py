@@ -1,0 +1,69 @@
+"""Every error of TiMePReSt, drawn once.
+
+    TimeprestError          exit code 1
+    ├── UserError           exit code 2: bad input; the message says what to do
+    │   ├── FileError       a file that is missing, broken or of another kind
+    │   ├── TargetError     a model or task that can't be imported or built
+    │   ├── TraceError      a model that can't be traced
+    │   ├── PlanError       a plan that contradicts its profile, its model or itself
+    │   └── InfeasibleError no plan fits the limits
+    ├── OrderError          an order that breaks its rules (a bug here, or an edited plan)
+    └── RunError            training failed: a worker died or got stuck, or the user's code raised
+
+Messages are one line: what is wrong, where, and what to do about it.
+"""
+
+from __future__ import annotations
+
+
+class TimeprestError(Exception):
+    """Base of all errors raised on purpose."""
+
+    exit_code = 1
+
+
+class UserError(TimeprestError):
+    """The input is at fault; the message names the file, field or layer and the mend."""
+
+    exit_code = 2
+
+
+class FileError(UserError):
+    """A file is missing, unreadable, broken, or of another kind than expected."""
+
+
+class TargetError(UserError):
+    """A model or a task can't be imported or built."""
+
+
+class TraceError(UserError):
+    """A model can't be traced; the message names the user's file and line."""
+
+
+class PlanError(UserError):
+    """A plan contradicts its profile, its model or itself."""
+
+
+class InfeasibleError(UserError):
+    """No plan fits the limits.
+
+    Attributes:
+        stage: the stage that lacks memory in the plan that came closest, or None
+            when memory isn't what is in the way.
+        missing_bytes: bytes by which that stage is over its device's memory, or None.
+    """
+
+    def __init__(
+        self, message: str, *, stage: int | None = None, missing_bytes: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.stage = stage
+        self.missing_bytes = missing_bytes
+
+
+class OrderError(TimeprestError):
+    """An order breaks its own rules: a missing message, a cycle, a micro-batch twice."""
+
+
+class RunError(TimeprestError):
+    """Training failed; the message says which rank, at which operation, and why."""

@@ -1,0 +1,176 @@
+"""The profile: what a model costs, layer by layer. Data only; nothing here imports torch.
+
+Sizes are affine in the micro-batch size m: ``fixed_bytes + bytes_per_sample * m``.
+Times are for a whole micro-batch of the size at hand, in seconds.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from .errors import FileError
+
+FORMAT = "timeprest-profile/1"
+
+Seconds = Annotated[float, Meta(ge=0)]
+Bytes = Annotated[int, Meta(ge=0)]
+BytesPerSample = Annotated[float, Meta(ge=0)]
+Count = Annotated[int, Meta(ge=1)]
+
+
+class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One layer at one micro-batch size."""
+
+    micro_batch: Count
+    """Samples in the micro-batch."""
+    forward_s: Seconds
+    backward_s: Seconds
+    saved_bytes: Bytes
+    """What autograd keeps for the backward, each storage once, parameters left out."""
+    workspace_bytes: Bytes
+    """Largest working set besides what is kept, in the forward or the backward."""
+
+
+class Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A node of the graph: a module under the user's own path, with the operations behind it."""
+
+    name: str
+    kind: str
+    parameter_bytes: Bytes
+    buffer_bytes: Bytes
+    saves: tuple[str, ...]
+    """Names of the `storages` among saved_bytes: tensors that other layers may keep too."""
+    measurements: Annotated[tuple[Measurement, ...], Meta(min_length=1)]
+
+
+class Storage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Memory of a tensor that goes from layer to layer, or into the model."""
+
+    name: str
+    bytes_per_sample: BytesPerSample
+    fixed_bytes: Bytes
+
+
+class Edge(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A tensor that one layer makes and another uses."""
+
+    producer: str
+    consumer: str
+    """A layer's name, or "output": the model's result, needed on the last stage."""
+    tensor: str
+    """Edges of one producer with the same tensor are one message for each receiving stage."""
+    storage: str
+    bytes_per_sample: BytesPerSample
+    fixed_bytes: Bytes
+    needs_grad: bool
+
+
+class ModelInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A tensor that the user's data brings; stages that need it read it themselves."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of one sample, the batch dimension left out."""
+    dtype: str
+    consumers: tuple[str, ...]
+
+
+class OptimizerCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What an optimizer step costs: ``update_fixed_s + update_s_per_byte * parameter bytes``."""
+
+    name: str
+    state_bytes_per_parameter_byte: Annotated[float, Meta(ge=0)]
+    update_fixed_s: Seconds
+    update_s_per_byte: Seconds
+
+
+class Totals(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The whole model in one piece, to hold against the sum of its layers."""
+
+    micro_batch: Count
+    forward_s: Seconds
+    backward_s: Seconds
+    saved_bytes: Bytes
+
+
+class Profile(
+    msgspec.Struct,
+    frozen=True,
+    forbid_unknown_fields=True,
+    kw_only=True,
+    tag_field="format",
+    tag=FORMAT,
+):
+    """A measured model. Layers are in topological order."""
+
+    target: str
+    fingerprint: str
+    """Of the graph: layers, operations, parameter shapes and edges; not of the weights."""
+    device: str
+    threads: Count
+    dtype: str
+    torch_version: str
+    batch_size: Count
+    """Samples in the mini-batch that the micro-batch sizes were chosen for."""
+    micro_batch_sizes: Annotated[tuple[Count, ...], Meta(min_length=1)]
+    inputs: tuple[ModelInput, ...]
+    layers: Annotated[tuple[Layer, ...], Meta(min_length=1)]
+    edges: tuple[Edge, ...]
+    storages: tuple[Storage, ...]
+    tied: tuple[tuple[str, ...], ...]
+    """Groups of layers that share parameters or buffers: each must stay on one stage."""
+    loss: tuple[Measurement, ...]
+    """The loss, on the last stage; empty where the target has none."""
+    optimizer: OptimizerCost
+    whole_model: tuple[Totals, ...]
+
+
+def check_profile(profile: Profile, where: str = "profile") -> Profile:
+    """Return the profile if the planner can rely on it.
+
+    Raises:
+        FileError: a name that is used twice or stands for nothing, an edge against the
+            order of the layers, or measurements that don't match the micro-batch sizes.
+    """
+    position = {layer.name: k for k, layer in enumerate(profile.layers)}
+    storages = {storage.name for storage in profile.storages}
+    sizes = profile.micro_batch_sizes
+    if len(position) != len(profile.layers) or "output" in position:
+        raise FileError(f'{where}: layers: names must be unique, and none may be "output"')
+    if list(sizes) != sorted(set(sizes)):
+        raise FileError(f"{where}: micro_batch_sizes: must rise")
+    for layer in profile.layers:
+        _check_sizes(f"{where}: layer {layer.name!r}", layer.measurements, sizes)
+        for name in layer.saves:
+            if name not in storages:
+                raise FileError(f"{where}: layer {layer.name!r} saves unknown storage {name!r}")
+    if profile.loss:
+        _check_sizes(f"{where}: loss", profile.loss, sizes)
+    for edge in profile.edges:
+        for end in (edge.producer, edge.consumer):
+            if end not in position and not (end == "output" and end == edge.consumer):
+                raise FileError(f"{where}: edge of {edge.tensor!r} names unknown layer {end!r}")
+        if edge.storage not in storages:
+            raise FileError(f"{where}: edge of {edge.tensor!r}: unknown storage {edge.storage!r}")
+        if edge.consumer != "output" and position[edge.producer] >= position[edge.consumer]:
+            raise FileError(
+                f"{where}: edge {edge.producer!r} → {edge.consumer!r}: layers must be listed "
+                "in topological order"
+            )
+    for source in profile.inputs:
+        for name in source.consumers:
+            if name not in position and name != "output":
+                raise FileError(f"{where}: input {source.name!r} names unknown layer {name!r}")
+    for group in profile.tied:
+        for name in group:
+            if name not in position:
+                raise FileError(f"{where}: tied: unknown layer {name!r}")
+    return profile
+
+
+def _check_sizes(where: str, measurements: tuple[Measurement, ...], sizes: tuple[int, ...]) -> None:
+    if tuple(m.micro_batch for m in measurements) != sizes:
+        raise FileError(f"{where}: measurements must be given for micro-batch sizes {list(sizes)}")

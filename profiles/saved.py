@@ -1,0 +1,52 @@
+"""Counting the bytes that autograd keeps for the backward, through saved-tensor hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Identifies the memory behind a tensor as long as that memory is alive."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def storage_bytes(tensor: Tensor) -> int:
+    """Bytes of the whole storage behind a tensor, which a view keeps alive."""
+    return tensor.untyped_storage().nbytes()
+
+
+class SavedBytes:
+    """Context manager that notes every storage saved for backward under it, each once.
+
+    Storages in `ignore` (parameters, buffers) don't count: they are held anyway. The saved
+    tensors themselves are left as they are.
+
+    Attributes:
+        storages: bytes by storage key. Keys stay valid while the graph is alive.
+    """
+
+    def __init__(self, ignore: Iterable[Tensor] = ()) -> None:
+        self.ignored = {storage_key(tensor) for tensor in ignore}
+        self.storages: dict[int, int] = {}
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda kept: kept)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        key = storage_key(tensor)
+        if key and key not in self.ignored:
+            self.storages[key] = storage_bytes(tensor)
+        return tensor
+
+    def __enter__(self) -> SavedBytes:
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._hooks.__exit__(*exception)
+
+    @property
+    def total(self) -> int:
+        """Bytes saved so far."""
+        return sum(self.storages.values())

@@ -1,0 +1,83 @@
+"""Shapes of the values that go from layer to layer, found without computing anything."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from .pieces import encode, kind_of
+from .trace import TracedModel, values
+
+
+@dataclass(frozen=True)
+class ValueSpec:
+    """What a value that crosses a cut looks like for one micro-batch size.
+
+    Attributes:
+        kind: "tensor", "number" or "size"; the last two travel as int64 tensors.
+        shape: of the tensor that travels.
+        needs_grad: whether a gradient comes back for it.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    needs_grad: bool
+
+    @property
+    def numel(self) -> int:
+        """Elements of the tensor that travels."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor that travels."""
+        return self.numel * self.dtype.itemsize
+
+
+class _Recorder(fx.Interpreter):
+    def __init__(self, module: fx.GraphModule, wanted: set[str]) -> None:
+        super().__init__(module)
+        self.wanted = wanted
+        self.found: dict[str, ValueSpec] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if n.name in self.wanted:
+            self.found[n.name] = describe(n.name, result)
+        return result
+
+
+def describe(name: str, value: Any) -> ValueSpec:
+    """The spec of a value at hand. Raises TraceError when it can't cross a cut."""
+    tensor = encode(value, name)
+    return ValueSpec(
+        name, kind_of(value), tuple(tensor.shape), tensor.dtype, bool(tensor.requires_grad)
+    )
+
+
+def value_specs(traced: TracedModel, inputs: Sequence[Tensor]) -> dict[str, ValueSpec]:
+    """Specs of all values that layers take from each other, for inputs of this size.
+
+    The model runs on fake tensors; where an operation has no fake form, for real.
+    """
+    wanted = {value.node.name for value in values(traced)}
+    # Recording happens outside the mode's reach for sizes: encode makes real tensors of them.
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            recorder = _Recorder(traced.module, wanted)
+            recorder.run(*[mode.from_tensor(tensor) for tensor in inputs])
+            return recorder.found
+    except Exception:
+        recorder = _Recorder(traced.module, wanted)
+        recorder.run(*inputs)
+        return recorder.found

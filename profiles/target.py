@@ -1,0 +1,203 @@
+"""From what the user names (`digits`, `file.py:task`, `pkg.module:factory`) to a model."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .errors import TargetError, TimeprestError
+from .task import Task, dataset_size, fetch
+from .zoo import BUILT_IN
+
+_TASK_PARTS = ("model", "data", "loss", "optimizer")
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """A model input given by hand: shape of one sample, dtype, and for integers their bound."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    high: int = 2
+
+    def sample(self, samples: int) -> Tensor:
+        """Random data of shape ``[samples, *shape]``."""
+        shape = (samples, *self.shape)
+        if self.dtype.is_floating_point:
+            return torch.randn(shape, dtype=self.dtype)
+        return torch.randint(0, self.high, shape).to(self.dtype)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model that can be profiled, and trained where `task` isn't None."""
+
+    name: str
+    task: Task | None
+    _factory: Callable[[], Any]
+    _inputs: tuple[InputSpec, ...]
+
+    def model(self, seed: int = 0) -> nn.Module:
+        """Build the model with its initial weights for this seed. Raises TargetError."""
+        torch.manual_seed(seed)
+        model = _call(self.name, "building the model", self._factory)
+        if not isinstance(model, nn.Module):
+            raise TargetError(
+                f"{self.name}: gave a {type(model).__name__} where a torch.nn.Module is needed"
+            )
+        return model
+
+    def sample(self, samples: int) -> tuple[tuple[Tensor, ...], Any]:
+        """Inputs of the model, each ``[samples, ...]``, and the target (None without a task)."""
+        if self.task is None:
+            return tuple(spec.sample(samples) for spec in self._inputs), None
+        task = self.task
+        dataset = _call(self.name, "data('train')", lambda: task.data("train"))
+        size = dataset_size(dataset, "train")
+        indices = [k % size for k in range(samples)]
+        batch: tuple[tuple[Tensor, ...], Any] = _call(
+            self.name, "collating samples", lambda: fetch(dataset, indices)
+        )
+        return batch
+
+
+def parse_input(text: str) -> InputSpec:
+    """``"3x32x32:float32"`` or ``"64:int64:1000"`` (integers below 1000) → InputSpec.
+
+    Raises TargetError when the text can't be read.
+    """
+    parts = text.split(":")
+    try:
+        shape = tuple(int(size) for size in parts[0].split("x") if size)
+        dtype = getattr(torch, parts[1] if len(parts) > 1 else "float32")
+        high = int(parts[2]) if len(parts) > 2 else 2
+        if not isinstance(dtype, torch.dtype) or min(shape, default=1) < 1 or len(parts) > 3:
+            raise ValueError
+        if high < 1:
+            raise ValueError
+    except (ValueError, AttributeError):
+        raise TargetError(
+            f"--input {text!r}: write the shape of one sample and a dtype, like 3x32x32:float32, "
+            "or 64:int64:1000 for integers below 1000"
+        ) from None
+    return InputSpec(shape, dtype, high)
+
+
+def resolve(name: str, inputs: Sequence[InputSpec] = ()) -> Target:
+    """Find the target.
+
+    Args:
+        name: a built-in task (``digits``, ``text``, ``text:FILE``), ``file.py:name`` or
+            ``pkg.module:name``, where name is a task, a task class, a model class or factory.
+        inputs: for targets that aren't tasks, what the model takes.
+
+    Raises:
+        TargetError: it can't be imported or built; the message says where and why.
+    """
+    head, _, tail = name.partition(":")
+    if head in BUILT_IN:
+        task = BUILT_IN[head](tail or None)
+        return Target(name, task, task.model, ())
+    if not tail:
+        raise TargetError(
+            f"{name}: no such target; give {', '.join(sorted(BUILT_IN))}, file.py:NAME or "
+            "pkg.module:NAME"
+        )
+    # From the right: a path may hold a colon, a name can't.
+    head, _, tail = name.rpartition(":")
+    found = _attribute(name, _import(name, head), tail)
+    if inspect.isclass(found) and all(hasattr(found, part) for part in _TASK_PARTS):
+        found = _call(name, f"{tail}()", found)
+    if all(hasattr(found, part) for part in _TASK_PARTS):
+        return Target(name, found, found.model, ())
+    missing = [part for part in _TASK_PARTS if not hasattr(found, part)]
+    if len(missing) < len(_TASK_PARTS) and not isinstance(found, (nn.Module, type)):
+        raise TargetError(f"{name}: a task also needs {', '.join(missing)} (see docs/tasks.md)")
+    if not inputs:
+        raise TargetError(
+            f"{name}: is a model, not a task: say what it takes with --input SHAPE:DTYPE for "
+            "each input, like --input 3x32x32:float32"
+        )
+    if isinstance(found, nn.Module):
+        return Target(name, None, lambda: found, tuple(inputs))
+    if not callable(found):
+        raise TargetError(
+            f"{name}: is a {type(found).__name__}; expected a task, a model or a function "
+            "that makes a model"
+        )
+    return Target(name, None, found, tuple(inputs))
+
+
+def _import(name: str, head: str) -> Any:
+    if not head.endswith(".py"):
+        if str(Path.cwd()) not in sys.path:
+            sys.path.insert(0, str(Path.cwd()))
+        try:
+            return _call(name, "importing it", lambda: importlib.import_module(head))
+        except (ModuleNotFoundError, ValueError) as error:
+            raise TargetError(f"{name}: can't import {head!r}: {error}") from None
+    path = Path(head)
+    if not path.is_file():
+        raise TargetError(f"{name}: no such file: {head}")
+    module_name = f"timeprest_target_{path.stem}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise TargetError(f"{name}: {head} can't be imported as Python")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    # Like a script's folder: the file may import its neighbours.
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    loader = spec.loader
+    _call(name, "importing it", lambda: loader.exec_module(module))
+    return module
+
+
+def _attribute(name: str, module: Any, attribute: str) -> Any:
+    try:
+        return getattr(module, attribute)
+    except AttributeError:
+        public = [key for key in vars(module) if not key.startswith("_")]
+        shown = ", ".join(public[:8]) or "nothing public"
+        raise TargetError(f"{name}: there is no {attribute!r} in it; it has {shown}") from None
+
+
+def _call(name: str, doing: str, function: Callable[[], Any]) -> Any:
+    """Run the user's code; its errors become one line with the user's file and line."""
+    try:
+        return function()
+    except TimeprestError:
+        raise
+    except ModuleNotFoundError as error:
+        raise TargetError(f"{name}: {doing}: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise TargetError(f"{name}: {doing} failed: {describe_error(error)}") from error
+
+
+def describe_error(error: BaseException) -> str:
+    """One line: the last place in the user's code, and what went wrong there."""
+    torch_folder = str(Path(torch.__file__).parent)
+    here = str(Path(__file__).resolve().parent.parent)
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith((torch_folder, here, "<"))
+    ]
+    text = " ".join(str(error).split())
+    reason = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}: {type(error).__name__}: {error.msg}"
+    if not frames:
+        return reason
+    return f"{frames[-1].filename}:{frames[-1].lineno}: {reason}"

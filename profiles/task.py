@@ -1,0 +1,73 @@
+"""The Task protocol: what a user writes once so that a model can be profiled and trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset, default_collate
+
+from .errors import TargetError
+
+Split = Literal["train", "test"]
+
+
+@runtime_checkable
+class Task(Protocol):
+    """A model, its data, its loss and its optimizer.
+
+    A task may also have ``metrics(output, target) -> dict[str, Tensor]``: figures beside the
+    loss for evaluation (such as ``{"accuracy": ...}``), each a mean over the samples given.
+    """
+
+    def model(self) -> nn.Module:
+        """A new model with its initial weights. The seed is set before the call, and every
+        worker calls it: the same seed must give the same weights."""
+
+    def data(self, split: Split) -> Dataset[Any]:
+        """The samples, each ``(inputs, target)``; inputs are a tensor, or a tuple of tensors in
+        the order of the model's arguments. Must have a length and be indexable."""
+
+    def loss(self, output: Any, target: Any) -> Tensor:
+        """The loss of a micro-batch: a mean over its samples, so that uneven ones weigh right."""
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """A new optimizer over one stage's parameters."""
+
+
+def fetch(dataset: Dataset[Any], indices: Sequence[int]) -> tuple[tuple[Tensor, ...], Any]:
+    """Collate the samples at `indices`.
+
+    Returns:
+        The model's inputs, each ``[len(indices), ...]``, and the target, collated alike.
+
+    Raises:
+        TargetError: the samples aren't ``(inputs, target)`` with tensors as inputs.
+    """
+    if isinstance(dataset, TensorDataset):
+        batch: Any = dataset[list(indices)]
+    else:
+        batch = default_collate([dataset[k] for k in indices])
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        raise TargetError(
+            "data(split): every sample must be a pair (inputs, target); with several inputs, "
+            "a tuple of tensors as the first of the pair"
+        )
+    inputs, target = batch
+    inputs = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+    if not all(isinstance(tensor, Tensor) for tensor in inputs):
+        raise TargetError("data(split): the inputs of a sample must be tensors")
+    return inputs, target
+
+
+def dataset_size(dataset: Dataset[Any], split: Split) -> int:
+    """Number of samples. Raises TargetError for a dataset without a length, or an empty one."""
+    try:
+        size = len(dataset)  # type: ignore[arg-type]
+    except TypeError:
+        raise TargetError(f"data({split!r}) has no length; give a map-style Dataset") from None
+    if not size:
+        raise TargetError(f"data({split!r}) is empty")
+    return size

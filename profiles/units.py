@@ -1,0 +1,73 @@
+"""Reading and printing bytes, seconds and bandwidths with their units."""
+
+from __future__ import annotations
+
+import re
+
+from .errors import UserError
+
+_DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+_QUANTITY = re.compile(r"^\s*(\d+(?:\.\d*)?|\.\d+)(?:e([+-]?\d+))?\s*([a-zA-Zµ/]*)\s*$")
+
+
+def _split(text: str, what: str, example: str) -> tuple[float, str]:
+    match = _QUANTITY.match(text)
+    if not match:
+        raise UserError(f"{what}: can't read {text!r}; write it like {example}")
+    number, exponent, unit = match.groups()
+    try:
+        value = float(number) * 10.0 ** int(exponent or 0)
+    except OverflowError:
+        value = float("inf")
+    if value == float("inf"):
+        raise UserError(f"{what}: {text!r} is too large; write it like {example}")
+    return value, unit.lower()
+
+
+def parse_bytes(text: str, what: str = "bytes") -> int:
+    """``"16GiB"``, ``"500MB"``, ``"4096"`` → bytes. Raises UserError naming `what`."""
+    value, unit = _split(text, what, "16GiB, 500MB or 4096")
+    unit = unit.removesuffix("b")
+    factor = _BINARY.get(unit) or _DECIMAL.get(unit)
+    if factor is None:
+        raise UserError(f"{what}: unknown unit in {text!r}; write it like 16GiB, 500MB or 4096")
+    return int(value * factor)
+
+
+def parse_bandwidth(text: str, what: str = "bandwidth") -> float:
+    """``"12GB/s"`` → bytes per second. Raises UserError naming `what`."""
+    bandwidth = parse_bytes(text.strip().removesuffix("/s"), what)
+    if bandwidth <= 0:
+        raise UserError(f"{what}: must be more than 0, not {text!r}; write it like 12GB/s")
+    return float(bandwidth)
+
+
+def parse_seconds(text: str, what: str = "time") -> float:
+    """``"10us"``, ``"0.5ms"``, ``"2"`` → seconds. Raises UserError naming `what`."""
+    value, unit = _split(text, what, "10us, 0.5ms or 2s")
+    factor = _SECONDS.get(unit or "s")
+    if factor is None:
+        raise UserError(f"{what}: unknown unit in {text!r}; write it like 10us, 0.5ms or 2s")
+    return value * factor
+
+
+def format_bytes(count: float) -> str:
+    """Bytes as people read them: ``1536`` → ``"1.5 KiB"``."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def format_seconds(seconds: float) -> str:
+    """Seconds as people read them: ``0.0123`` → ``"12.3 ms"``."""
+    if seconds == 0:
+        return "0 s"
+    for limit, factor, unit in ((1e-3, 1e6, "µs"), (1.0, 1e3, "ms")):
+        if abs(seconds) < limit:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:.0f} s"

@@ -1,0 +1,65 @@
+"""Handwritten digits (scikit-learn's bundled 8×8 images) with a small convolutional network."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+from ..task import Split
+
+
+class DigitsNet(nn.Module):
+    """Three convolutions and two linear layers: ``[m, 1, 8, 8]`` → ``[m, 10]``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 32, 3, padding=1)
+        self.relu1 = nn.ReLU()
+        self.conv2 = nn.Conv2d(32, 64, 3, padding=1)
+        self.relu2 = nn.ReLU()
+        self.pool = nn.MaxPool2d(2)
+        self.conv3 = nn.Conv2d(64, 64, 3, padding=1)
+        self.relu3 = nn.ReLU()
+        self.flatten = nn.Flatten()
+        self.fc1 = nn.Linear(64 * 4 * 4, 128)
+        self.relu4 = nn.ReLU()
+        self.fc2 = nn.Linear(128, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Class scores of a batch of images."""
+        x = self.relu1(self.conv1(images))
+        x = self.pool(self.relu2(self.conv2(x)))
+        x = self.flatten(self.relu3(self.conv3(x)))
+        return self.fc2(self.relu4(self.fc1(x)))  # type: ignore[no-any-return]
+
+
+class Digits:
+    """1,797 images, four in five to train on, the split fixed and the classes in balance."""
+
+    def model(self) -> nn.Module:
+        return DigitsNet()
+
+    def data(self, split: Split) -> TensorDataset:
+        from sklearn.datasets import load_digits
+        from sklearn.model_selection import train_test_split
+
+        digits = load_digits()
+        train_x, test_x, train_y, test_y = train_test_split(
+            digits.images, digits.target, test_size=0.2, random_state=0, stratify=digits.target
+        )
+        x, y = (train_x, train_y) if split == "train" else (test_x, test_y)
+        images = torch.tensor(x, dtype=torch.float32).unsqueeze(1) / 16.0
+        return TensorDataset(images, torch.tensor(y, dtype=torch.int64))
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return functional.cross_entropy(output, target)
+
+    def metrics(self, output: Tensor, target: Tensor) -> dict[str, Tensor]:
+        return {"accuracy": (output.argmax(1) == target).double().mean()}
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
