@@ -1,0 +1,22 @@
+"""What to do about a model's cost: clusters, training systems, orders, simulation, plans.
+
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from .cluster import Cluster, read_cluster, uniform_cluster
+from .plan import Plan, read_plan
+from .search import solve
+from .variants import VARIANTS, Variant
+
+__all__ = [
+    "VARIANTS",
+    "Cluster",
+    "Plan",
+    "Variant",
+    "read_cluster",
+    "read_plan",
+    "solve",
+    "uniform_cluster",
+]

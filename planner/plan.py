@@ -1,0 +1,296 @@
+"""The plan: who runs which layers, in which system, and what that should cost. Data only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from ..profiles.errors import PlanError
+from ..profiles.files import read_file
+from ..profiles.profile import Profile
+from .cluster import Cluster, Network
+from .memory import MemoryByKind
+from .pipeline import Link, Pipeline
+from .stage_costs import Crossing
+from .variants import variant_named
+
+FORMAT = "timeprest-plan/1"
+
+Seconds = Annotated[float, Meta(ge=0)]
+Bytes = Annotated[int, Meta(ge=0)]
+Count = Annotated[int, Meta(ge=1)]
+Index = Annotated[int, Meta(ge=0)]
+
+
+class ProfileReference(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The profile that a plan was made from."""
+
+    target: str
+    fingerprint: str
+    device: str
+    threads: Count
+    dtype: str
+
+
+class PlanStage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A stage. Edit `nodes` to move layers, then let `tp-plan check` say what that does."""
+
+    nodes: Annotated[tuple[str, ...], Meta(min_length=1)]
+    devices: Annotated[tuple[Index, ...], Meta(min_length=1)]
+    """Positions in the cluster's list of devices."""
+    in_flight: Count
+    """Mini-batches that may be in flight here."""
+    recompute: bool = False
+
+
+class PlanEdge(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A tensor that crosses from one stage to another."""
+
+    tensor: str
+    source: Index
+    target: Index
+    bytes_per_micro_batch: Bytes
+    needs_grad: bool
+
+
+class StagePrediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a stage should cost. Forward and backward times are for one micro-batch."""
+
+    forward_s: Seconds
+    backward_s: Seconds
+    update_s: Seconds
+    transfer_s: Seconds
+    """Messages to and from this stage for one micro-batch: latency and wire."""
+    parameter_bytes: Bytes
+    memory_bytes: Bytes
+    memory: MemoryByKind
+    micro_batches_kept: Bytes
+    versions_held: Count
+    version_difference: Bytes
+    """Largest in the steady state."""
+    idle_share: Annotated[float, Meta(ge=0, le=1)]
+
+
+class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What the plan should cost, by simulation."""
+
+    period_s: Seconds
+    """Per mini-batch, in the steady state."""
+    samples_per_s: Seconds
+    speedup: Annotated[float, Meta(ge=0)]
+    """Over one device that runs whole mini-batches."""
+    stages: tuple[StagePrediction, ...]
+
+
+class SolverReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How the plan was found, and what is proven of it."""
+
+    method: str
+    objective_s: Seconds
+    bound_s: Seconds
+    """No plan that was asked for has a shorter period."""
+    gap: Annotated[float, Meta(ge=0)]
+    optimal: bool
+    """True only when proven."""
+    plans_tried: int
+    seconds: Seconds
+
+
+class Plan(
+    msgspec.Struct,
+    frozen=True,
+    forbid_unknown_fields=True,
+    kw_only=True,
+    tag_field="format",
+    tag=FORMAT,
+):
+    """A plan that tp-run can execute."""
+
+    variant: str
+    mini_batch: Count
+    micro_batches: Count
+    profile: ProfileReference
+    cluster: Cluster
+    optimizer_state_factor: Annotated[float, Meta(ge=0)]
+    """Bytes of optimizer state per byte of parameters."""
+    stages: Annotated[tuple[PlanStage, ...], Meta(min_length=1)]
+    edges: tuple[PlanEdge, ...]
+    predicted: Prediction
+    solver: SolverReport
+
+    @property
+    def micro_batch(self) -> int:
+        """Samples in a micro-batch."""
+        return self.mini_batch // self.micro_batches
+
+
+def read_plan(path: str | Path) -> Plan:
+    """Read and check a plan file. Raises FileError or PlanError naming the file and field."""
+    return check_plan(read_file(path, Plan), str(path))
+
+
+def check_plan(plan: Plan, where: str = "plan") -> Plan:
+    """Return the plan if it is consistent in itself; an order can be made from it.
+
+    Raises:
+        PlanError: an unknown system, micro-batches that don't divide the mini-batch, limits
+            that rise along the pipeline, a device twice or none, edges that go backwards, or
+            features of later versions.
+    """
+
+    def fail(what: str) -> PlanError:
+        return PlanError(f"{where}: {what}")
+
+    try:
+        variant = variant_named(plan.variant)
+    except PlanError as error:
+        raise fail(f"variant: {error}") from None
+    if plan.mini_batch % plan.micro_batches:
+        raise fail(f"micro_batches: {plan.micro_batches} don't divide mini_batch {plan.mini_batch}")
+    if variant.whole_mini_batches and plan.micro_batches != 1:
+        raise fail(f"micro_batches: {variant.name} runs whole mini-batches; set it to 1")
+    if len(plan.predicted.stages) != len(plan.stages):
+        raise fail(
+            f"predicted.stages: {len(plan.predicted.stages)} entries for {len(plan.stages)} "
+            "stages; after adding or removing a stage, solve again"
+        )
+    names = [name for stage in plan.stages for name in stage.nodes]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise fail(f"stages: layer {twice[0]!r} stands in two places")
+    used = [device for stage in plan.stages for device in stage.devices]
+    for s, stage in enumerate(plan.stages):
+        if stage.recompute:
+            raise fail(f"stages[{s}].recompute: not available yet; set it to false")
+        if len(stage.devices) != 1:
+            raise fail(f"stages[{s}].devices: replicas are not available yet; give one device")
+        if stage.devices[0] >= len(plan.cluster.devices):
+            raise fail(
+                f"stages[{s}].devices: {stage.devices[0]} isn't one of the "
+                f"{len(plan.cluster.devices)} devices (0 is the first)"
+            )
+        if used.count(stage.devices[0]) > 1:
+            raise fail(f"stages[{s}].devices: device {stage.devices[0]} runs two stages")
+        if s and stage.in_flight > plan.stages[s - 1].in_flight:
+            raise fail(
+                f"stages[{s}].in_flight: {stage.in_flight} is more than stage {s - 1}'s "
+                f"{plan.stages[s - 1].in_flight}; limits must not rise along the pipeline"
+            )
+    if not variant.flushes and plan.stages[-1].in_flight != 1:
+        raise fail(f"stages[{len(plan.stages) - 1}].in_flight: must be 1 on the last stage")
+    for edge in plan.edges:
+        if not edge.source < edge.target < len(plan.stages):
+            raise fail(
+                f"edges: {edge.tensor!r} goes from stage {edge.source} to {edge.target}; "
+                "tensors go to later stages only"
+            )
+    return plan
+
+
+def check_against_profile(plan: Plan, profile: Profile, where: str = "plan") -> None:
+    """Check that the plan is one for this profile, with each layer on exactly one stage.
+
+    Raises PlanError.
+    """
+    if plan.profile.fingerprint != profile.fingerprint:
+        raise PlanError(
+            f"{where}: was made for another model ({plan.profile.target}, fingerprint "
+            f"{plan.profile.fingerprint}) than {profile.target} (fingerprint "
+            f"{profile.fingerprint}); profile and solve again"
+        )
+    check_cut(
+        [stage.nodes for stage in plan.stages],
+        [layer.name for layer in profile.layers],
+        [(edge.producer, edge.consumer) for edge in profile.edges],
+        where,
+    )
+    stage_of = {name: s for s, stage in enumerate(plan.stages) for name in stage.nodes}
+    for group in profile.tied:
+        if len({stage_of[name] for name in group}) > 1:
+            raise PlanError(
+                f"{where}: layers {', '.join(map(repr, group))} share parameters and must be "
+                "on one stage"
+            )
+
+
+def check_cut(
+    stages: Sequence[Sequence[str]],
+    layers: Sequence[str],
+    edges: Sequence[tuple[str, str]],
+    where: str = "plan",
+) -> None:
+    """Check that every layer stands on one stage and no edge goes backwards.
+
+    Raises PlanError naming the layer.
+    """
+    stage_of = {name: s for s, nodes in enumerate(stages) for name in nodes}
+    known = set(layers)
+    for s, nodes in enumerate(stages):
+        for name in nodes:
+            if name not in known:
+                raise PlanError(f"{where}: stages[{s}].nodes: the model has no layer {name!r}")
+    for name in layers:
+        if name not in stage_of:
+            raise PlanError(f"{where}: layer {name!r} stands on no stage")
+    for producer, consumer in edges:
+        if consumer in stage_of and stage_of[producer] > stage_of[consumer]:
+            raise PlanError(
+                f"{where}: layer {consumer!r} on stage {stage_of[consumer]} needs "
+                f"{producer!r} of the later stage {stage_of[producer]}"
+            )
+
+
+def pipeline_of(plan: Plan) -> Pipeline:
+    """What the plan's orders follow from: its own stage times, edges and limits."""
+    predicted = plan.predicted.stages
+    crossed = [
+        Crossing(e.tensor, e.source, e.target, e.bytes_per_micro_batch, e.needs_grad)
+        for e in plan.edges
+    ]
+    return make_pipeline(
+        plan.variant,
+        plan.micro_batches,
+        [(p.forward_s, p.backward_s, p.update_s) for p in predicted],
+        crossed,
+        plan.cluster.network,
+        [stage.in_flight for stage in plan.stages],
+    )
+
+
+def make_pipeline(
+    variant: str,
+    micro_batches: int,
+    times: Sequence[tuple[float, float, float]],
+    crossed: Sequence[Crossing],
+    network: Network,
+    limits: Sequence[int],
+) -> Pipeline:
+    """A pipeline from stage times (forward, backward, update; in s) and what crosses the cuts."""
+    pairs = sorted({(c.source, c.target) for c in crossed})
+    links = []
+    for source, target in pairs:
+        mine = [c for c in crossed if (c.source, c.target) == (source, target)]
+        back = [c for c in mine if c.needs_grad]
+        links.append(
+            Link(
+                source,
+                target,
+                forward_s=network.wire_s(sum(c.nbytes for c in mine)),
+                backward_s=network.wire_s(sum(c.nbytes for c in back)),
+                latency_s=network.latency_s,
+                has_gradient=bool(back),
+            )
+        )
+    return Pipeline(
+        variant=variant_named(variant),
+        micro_batches=micro_batches,
+        forward_s=tuple(t[0] for t in times),
+        backward_s=tuple(t[1] for t in times),
+        update_s=tuple(t[2] for t in times),
+        links=tuple(links),
+        limits=tuple(limits),
+    )

@@ -1,0 +1,83 @@
+"""Checking a plan that people may have edited: everything predicted is made anew."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from ..profiles.profile import Profile
+from ..profiles.units import format_bytes, format_seconds
+from .evaluate import Question, evaluate
+from .plan import Plan, check_against_profile
+from .search import make_plan
+
+
+@dataclass(frozen=True)
+class Recheck:
+    """Attributes:
+    plan: with edges and predictions made anew.
+    changes: what differs from the plan as it was given, for people.
+    over: what breaks a memory limit, or None.
+    """
+
+    plan: Plan
+    changes: tuple[str, ...]
+    over: str | None
+
+
+def recheck(plan: Plan, profile: Profile, where: str = "plan") -> Recheck:
+    """Evaluate the plan's own cut, micro-batches and limits from the profile alone.
+
+    The solver's bound stays as long as it was proven for the same question; a plan whose
+    period is now above it isn't called optimal any more.
+
+    Raises PlanError when the plan contradicts the profile.
+    """
+    check_against_profile(plan, profile, where)
+    # Stage s is evaluated on the device that the plan gives it.
+    devices = tuple(plan.cluster.devices[stage.devices[0]] for stage in plan.stages)
+    seen = msgspec.structs.replace(plan.cluster, devices=devices)
+    question = Question(profile, seen, plan.variant, plan.mini_batch, plan.optimizer_state_factor)
+    found = evaluate(
+        question,
+        [stage.nodes for stage in plan.stages],
+        plan.micro_batches,
+        [stage.in_flight for stage in plan.stages],
+    )
+    period_s = found.prediction.period_s
+    bound_s = plan.solver.bound_s
+    optimal = plan.solver.optimal and period_s <= bound_s * (1 + 1e-9)
+    report = msgspec.structs.replace(
+        plan.solver,
+        objective_s=period_s,
+        gap=0.0 if optimal else (max(period_s / bound_s - 1, 0.0) if bound_s else 1.0),
+        optimal=optimal,
+    )
+    fresh = make_plan(question, found, report)
+    fresh = msgspec.structs.replace(fresh, cluster=plan.cluster, stages=plan.stages)
+    over = [
+        f"stage {s} is {format_bytes(count)} over the limit of its device "
+        f"{seen.devices[s].name!r} ({count} bytes)"
+        for s, count in found.over_limit(seen)
+    ]
+    return Recheck(fresh, tuple(_changes(plan, fresh)), "; ".join(over) or None)
+
+
+def _changes(old: Plan, new: Plan) -> list[str]:
+    lines = []
+    if abs(old.predicted.period_s - new.predicted.period_s) > 1e-9 * new.predicted.period_s:
+        before, after = (format_seconds(p.predicted.period_s) for p in (old, new))
+        lines.append(f"period {before} → {after}")
+    for s, (a, b) in enumerate(zip(old.predicted.stages, new.predicted.stages, strict=True)):
+        if a.memory_bytes != b.memory_bytes:
+            before, after = format_bytes(a.memory_bytes), format_bytes(b.memory_bytes)
+            lines.append(f"stage {s} memory {before} → {after}")
+        if a.version_difference != b.version_difference:
+            lines.append(
+                f"stage {s} version difference {a.version_difference} → {b.version_difference}"
+            )
+    if old.edges != new.edges:
+        before, after = (", ".join(sorted({e.tensor for e in p.edges})) for p in (old, new))
+        lines.append(f"edges {before or 'none'} → {after or 'none'}")
+    return lines

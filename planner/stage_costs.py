@@ -1,0 +1,167 @@
+"""What a stage costs: sums over its layers, and tensors shared among them counted once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..profiles.errors import PlanError
+from ..profiles.profile import Layer, Measurement, Profile
+
+RECEIVES_AHEAD = {"F": 2, "B": 1}
+"""Messages of each kind and link that a stage has buffers posted for, ahead of their use."""
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """One stage at one micro-batch size, on a device of speed 1.
+
+    Attributes:
+        forward_s, backward_s: of one micro-batch; the last stage's hold the loss.
+        kept_bytes: what one micro-batch in flight keeps for its backward.
+        kept_storages: names of the storages among them that other layers may keep too.
+        workspace_bytes: largest working set of any of its layers.
+    """
+
+    forward_s: float
+    backward_s: float
+    update_s: float
+    parameter_bytes: int
+    buffer_bytes: int
+    kept_bytes: int
+    kept_storages: frozenset[str]
+    workspace_bytes: int
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A tensor that goes from one stage to another, once for each micro-batch.
+
+    Attributes:
+        nbytes: for one micro-batch; its gradient is as large where it needs one.
+        storage: the memory behind it, on the stage that makes it.
+    """
+
+    tensor: str
+    source: int
+    target: int
+    nbytes: int
+    needs_grad: bool
+    storage: str = ""
+
+
+def at(measurements: Sequence[Measurement], micro_batch: int) -> Measurement:
+    """Measurement at a micro-batch size, affine between the sizes measured.
+
+    Raises:
+        PlanError: the size lies outside what was measured; nothing is extrapolated.
+    """
+    for m in measurements:
+        if m.micro_batch == micro_batch:
+            return m
+    below = [m for m in measurements if m.micro_batch < micro_batch]
+    above = [m for m in measurements if m.micro_batch > micro_batch]
+    if not below or not above:
+        raise PlanError(
+            f"micro-batches of {micro_batch} samples: the profile measured "
+            f"{measurements[0].micro_batch} to {measurements[-1].micro_batch}; "
+            f"profile again with --micro-batch-sizes that reach {micro_batch}"
+        )
+    low, high = below[-1], above[0]
+    share = (micro_batch - low.micro_batch) / (high.micro_batch - low.micro_batch)
+
+    def between(a: float, b: float) -> float:
+        return a + (b - a) * share
+
+    return Measurement(
+        micro_batch=micro_batch,
+        forward_s=between(low.forward_s, high.forward_s),
+        backward_s=between(low.backward_s, high.backward_s),
+        saved_bytes=round(between(low.saved_bytes, high.saved_bytes)),
+        workspace_bytes=round(between(low.workspace_bytes, high.workspace_bytes)),
+    )
+
+
+def sized(fixed_bytes: int, bytes_per_sample: float, micro_batch: int) -> int:
+    """Bytes of a tensor for a micro-batch of this size."""
+    return round(fixed_bytes + bytes_per_sample * micro_batch)
+
+
+def private_bytes(profile: Profile, layer: Layer, measured: Measurement) -> int:
+    """What a layer keeps besides the storages that other layers may keep too."""
+    storages = {s.name: s for s in profile.storages}
+    shared = sum(
+        sized(storages[n].fixed_bytes, storages[n].bytes_per_sample, measured.micro_batch)
+        for n in layer.saves
+    )
+    return max(measured.saved_bytes - shared, 0)
+
+
+def stage_cost(
+    profile: Profile, names: Sequence[str], micro_batch: int, *, last: bool
+) -> StageCost:
+    """Cost of a stage made of these layers. `last`: it computes the loss too.
+
+    Raises PlanError for a micro-batch size outside what was measured.
+    """
+    inside = set(names)
+    layers = [layer for layer in profile.layers if layer.name in inside]
+    measured = [at(layer.measurements, micro_batch) for layer in layers]
+    kept = sum(private_bytes(profile, la, m) for la, m in zip(layers, measured, strict=True))
+    shared = _shared_storages(profile, layers, micro_batch)
+    kept += sum(shared.values())
+    parameters = sum(layer.parameter_bytes for layer in layers)
+    losses = [at(profile.loss, micro_batch)] if last and profile.loss else []
+    optimizer = profile.optimizer
+    return StageCost(
+        forward_s=sum(m.forward_s for m in (*measured, *losses)),
+        backward_s=sum(m.backward_s for m in (*measured, *losses)),
+        update_s=(
+            optimizer.update_fixed_s + optimizer.update_s_per_byte * parameters
+            if parameters
+            else 0.0
+        ),
+        parameter_bytes=parameters,
+        buffer_bytes=sum(layer.buffer_bytes for layer in layers),
+        kept_bytes=kept + sum(m.saved_bytes for m in losses),
+        kept_storages=frozenset(shared),
+        workspace_bytes=max((m.workspace_bytes for m in (*measured, *losses)), default=0),
+    )
+
+
+def _shared_storages(profile: Profile, layers: Sequence[Layer], micro_batch: int) -> dict[str, int]:
+    """Bytes of each storage that some layer of the stage keeps and others may keep too."""
+    names = {layer.name for layer in layers}
+    made = {edge.storage for edge in profile.edges if edge.producer in names}
+    received: dict[str, dict[str, int]] = {}
+    for edge in profile.edges:
+        if edge.consumer in names and edge.producer not in names:
+            size = sized(edge.fixed_bytes, edge.bytes_per_sample, micro_batch)
+            received.setdefault(edge.storage, {})[edge.tensor] = size
+    storages = {storage.name: storage for storage in profile.storages}
+    kept: dict[str, int] = {}
+    for layer in layers:
+        for name in layer.saves:
+            whole = sized(storages[name].fixed_bytes, storages[name].bytes_per_sample, micro_batch)
+            # What comes over a cut is as large as its message, whatever it was a view of.
+            here = received.get(name, {})
+            kept[name] = sum(here.values()) if here and name not in made else whole
+    return kept
+
+
+def crossings(
+    profile: Profile, stages: Sequence[Sequence[str]], micro_batch: int
+) -> tuple[Crossing, ...]:
+    """Tensors that cross the cuts, each once for each receiving stage, in the graph's order."""
+    stage_of = {name: s for s, names in enumerate(stages) for name in names}
+    stage_of["output"] = len(stages) - 1
+    found: dict[tuple[str, int], Crossing] = {}
+    for edge in profile.edges:
+        source, target = stage_of[edge.producer], stage_of[edge.consumer]
+        if source != target:
+            nbytes = sized(edge.fixed_bytes, edge.bytes_per_sample, micro_batch)
+            found.setdefault(
+                (edge.tensor, target),
+                Crossing(edge.tensor, source, target, nbytes, edge.needs_grad, edge.storage),
+            )
+    return tuple(found.values())
