@@ -1,0 +1,1 @@
+"""Doing it: splitting, weight versions, stages, channels, workers, launching, metrics."""

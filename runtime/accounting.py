@@ -1,0 +1,62 @@
+"""Counting what a stage really holds, operation by operation; the peak is kept by kind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ..planner.memory import MemoryByKind
+
+
+class MemoryAccount:
+    """Bytes of one stage, as the runtime holds them.
+
+    Scratch memory inside operations isn't seen, so `workspace_bytes` is 0 here; compare with
+    a prediction less its workspace.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], buffers: Sequence[Tensor]) -> None:
+        self.parameters = parameters
+        self._weights = sum(_nbytes(t) for t in (*parameters, *buffers))
+        self.peak: MemoryByKind | None = None
+        self.most_versions = 1
+
+    def note(
+        self,
+        *,
+        versions_held: int,
+        versions_bytes: int,
+        activations_bytes: int,
+        boundary_bytes: int,
+        optimizer: torch.optim.Optimizer | None,
+    ) -> None:
+        """Account for this moment."""
+        now = MemoryByKind(
+            weights_bytes=self._weights,
+            versions_bytes=versions_bytes,
+            gradients_bytes=sum(_nbytes(p.grad) for p in self.parameters if p.grad is not None),
+            optimizer_bytes=_state_bytes(optimizer),
+            activations_bytes=activations_bytes,
+            boundary_bytes=boundary_bytes,
+            workspace_bytes=0,
+        )
+        if self.peak is None or now.total > self.peak.total:
+            self.peak = now
+        self.most_versions = max(self.most_versions, versions_held)
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer | None) -> int:
+    if optimizer is None:
+        return 0
+    return sum(
+        _nbytes(value)
+        for values in optimizer.state.values()
+        for value in values.values()
+        if isinstance(value, Tensor) and value.dim()
+    )

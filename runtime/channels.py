@@ -1,0 +1,260 @@
+"""Moving tensors between stages: within one process, or between processes over gloo.
+
+A message is named by its crossing (which tensor, from which stage to which) and its kind,
+forward or gradient. Messages of one crossing and kind arrive in the sequence they were sent.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..planner.operations import BACKWARD, FORWARD
+from ..planner.stage_costs import RECEIVES_AHEAD
+from ..profiles.errors import RunError
+from ..profiles.shapes import ValueSpec
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A tensor between two stages.
+
+    Attributes:
+        number: its position among all crossings; the same on every worker.
+        gradient_micro_batches: micro-batches in one gradient message.
+    """
+
+    number: int
+    spec: ValueSpec
+    source: int
+    target: int
+    gradient_micro_batches: int
+
+    def shape(self, kind: str) -> tuple[int, ...]:
+        """Shape of a message: gradients of several micro-batches come stacked."""
+        if kind == FORWARD:
+            return self.spec.shape
+        return (self.gradient_micro_batches, *self.spec.shape)
+
+    def ends(self, kind: str) -> tuple[int, int]:
+        """Sending and receiving stage of a message of this kind."""
+        if kind == FORWARD:
+            return self.source, self.target
+        return self.target, self.source
+
+
+class PeerError(RunError):
+    """A wait on another stage failed: it is gone, or the bound was reached."""
+
+
+class Channels(Protocol):
+    """What a stage needs to talk to the others."""
+
+    def open(self, forwards: int, gradients: int) -> None:
+        """Announce how many messages of each kind every crossing is going to carry."""
+
+    def send(self, crossing: Crossing, kind: str, tensor: Tensor, *, kept: bool = False) -> None:
+        """Start sending; never waits for the receiver. The tensor must not change any more.
+
+        `kept`: its memory is held for the backward anyway, and doesn't count here.
+        """
+
+    def receive(self, crossing: Crossing, kind: str) -> Tensor:
+        """The next message, waiting for it no longer than the bound. Raises PeerError."""
+
+    def close(self) -> None:
+        """Wait, within the bound, until all that was sent has gone. Raises PeerError."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of posted receive buffers and of messages still being sent."""
+
+
+class LocalChannels:
+    """Queues within one process, for the inline run. One object serves all stages."""
+
+    def __init__(self) -> None:
+        self._queues: dict[tuple[int, str], deque[Tensor]] = {}
+        self._bytes = 0
+
+    def open(self, forwards: int, gradients: int) -> None:
+        """Nothing to prepare."""
+
+    def send(self, crossing: Crossing, kind: str, tensor: Tensor, *, kept: bool = False) -> None:
+        """Copy, as between processes: a receiver may change what it gets."""
+        self._bytes += _nbytes(tensor)
+        self._queues.setdefault((crossing.number, kind), deque()).append(tensor.clone())
+
+    def receive(self, crossing: Crossing, kind: str) -> Tensor:
+        """Raises PeerError when nothing was sent: the sequence is wrong."""
+        waiting = self._queues.get((crossing.number, kind))
+        if not waiting:
+            raise PeerError(f"no {kind} message of {crossing.spec.name!r} has been sent")
+        tensor = waiting.popleft()
+        self._bytes -= _nbytes(tensor)
+        return tensor
+
+    def close(self) -> None:
+        """Nothing is under way."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Of all stages together."""
+        return self._bytes
+
+
+class ProcessChannels:
+    """Messages between processes by torch.distributed; one object per stage.
+
+    Receives are posted ahead. Sends are waited for by a thread of their own for each peer, so
+    that a tensor is let go as soon as it is gone, and computing never waits for a receiver.
+    """
+
+    def __init__(self, stage: int, crossings: Sequence[Crossing], timeout_s: float) -> None:
+        self.stage = stage
+        self.timeout = timedelta(seconds=timeout_s)
+        self._incoming = [
+            (c, kind)
+            for c in crossings
+            for kind in (FORWARD, BACKWARD)
+            if c.ends(kind)[1] == stage and (kind == FORWARD or c.spec.needs_grad)
+        ]
+        self._posted: dict[tuple[int, str], deque[tuple[dist.Work, Tensor]]] = {}
+        self._to_post: dict[tuple[int, str], int] = {}
+        self._senders: dict[int, _Sender] = {}
+
+    def open(self, forwards: int, gradients: int) -> None:
+        """Post the first receives."""
+        for crossing, kind in self._incoming:
+            key = (crossing.number, kind)
+            self._to_post[key] = forwards if kind == FORWARD else gradients
+            self._posted[key] = deque()
+            for _ in range(RECEIVES_AHEAD[kind]):
+                self._post(crossing, kind)
+
+    def _post(self, crossing: Crossing, kind: str) -> None:
+        key = (crossing.number, kind)
+        if not self._to_post[key]:
+            return
+        self._to_post[key] -= 1
+        buffer = torch.empty(crossing.shape(kind), dtype=crossing.spec.dtype)
+        try:
+            work = dist.irecv(buffer, crossing.ends(kind)[0], tag=_tag(crossing, kind))
+        except RuntimeError as error:
+            raise self._lost(crossing.ends(kind)[0], error) from error
+        assert work is not None
+        self._posted[key].append((work, buffer))
+
+    def send(self, crossing: Crossing, kind: str, tensor: Tensor, *, kept: bool = False) -> None:
+        """Hand the message to gloo and its thread."""
+        peer = crossing.ends(kind)[1]
+        sender = self._senders.get(peer)
+        if sender is None:
+            sender = self._senders[peer] = _Sender(self.timeout)
+        if sender.error is not None:
+            raise self._lost(peer, sender.error)
+        kept = kept and tensor.is_contiguous()
+        tensor = tensor.contiguous()
+        try:
+            work = dist.isend(tensor, peer, tag=_tag(crossing, kind))
+        except RuntimeError as error:
+            raise self._lost(peer, error) from error
+        assert work is not None
+        sender.put(work, tensor, 0 if kept else _nbytes(tensor))
+
+    def receive(self, crossing: Crossing, kind: str) -> Tensor:
+        """Wait for the oldest posted receive, and post another one."""
+        work, buffer = self._posted[crossing.number, kind].popleft()
+        try:
+            work.wait(self.timeout)
+        except RuntimeError as error:
+            raise self._lost(crossing.ends(kind)[0], error) from error
+        self._post(crossing, kind)
+        return buffer
+
+    def close(self) -> None:
+        """Wait for the sending threads to run dry."""
+        for peer, sender in self._senders.items():
+            if not sender.drain(self.timeout):
+                raise self._lost(peer, sender.error or TimeoutError("the messages didn't go"))
+
+    @property
+    def held_bytes(self) -> int:
+        """Posted buffers and messages still being sent."""
+        posted = sum(_nbytes(b) for waiting in self._posted.values() for _, b in waiting)
+        return posted + sum(sender.pending_bytes for sender in self._senders.values())
+
+    def _lost(self, peer: int, error: BaseException) -> PeerError:
+        text = str(error)
+        if "Timed out" in text or "timeout" in text or isinstance(error, TimeoutError):
+            bound = self.timeout.total_seconds()
+            why = f"nothing came for {bound:g} s (--timeout)"
+        elif "closed" in text or "reset" in text or "Broken pipe" in text:
+            why = "it is gone"
+        else:
+            why = " ".join(text.split())[:200]
+        return PeerError(f"waiting for stage {peer}: {why}")
+
+
+class _Sender:
+    """A thread that waits for the sends to one peer, in their sequence."""
+
+    def __init__(self, timeout: timedelta) -> None:
+        self.timeout = timeout
+        self.error: BaseException | None = None
+        self.pending_bytes = 0
+        self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)
+        self._count = 0
+        self._queue: queue.SimpleQueue[tuple[dist.Work, Tensor, int]] = queue.SimpleQueue()
+        threading.Thread(target=self._work, daemon=True).start()
+
+    def put(self, work: dist.Work, tensor: Tensor, counted_bytes: int) -> None:
+        """Wait for this send too; hold its tensor until then."""
+        with self._lock:
+            self._count += 1
+            self.pending_bytes += counted_bytes
+        self._queue.put((work, tensor, counted_bytes))
+
+    def drain(self, timeout: timedelta) -> bool:
+        """Wait until all sends are done; False when one failed or the bound was reached."""
+        with self._idle:
+            return (
+                self._idle.wait_for(
+                    lambda: self._count == 0 or self.error is not None, timeout.total_seconds()
+                )
+                and self.error is None
+            )
+
+    def _work(self) -> None:
+        while True:
+            work, tensor, counted_bytes = self._queue.get()
+            try:
+                work.wait(self.timeout)
+            except BaseException as error:
+                with self._idle:
+                    self.error = error
+                    self._idle.notify_all()
+                return
+            with self._idle:
+                self._count -= 1
+                self.pending_bytes -= counted_bytes
+                self._idle.notify_all()
+            del work, tensor
+
+
+def _tag(crossing: Crossing, kind: str) -> int:
+    return 2 * crossing.number + (kind == BACKWARD)
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

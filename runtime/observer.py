@@ -1,0 +1,114 @@
+"""Progress of a run: written down by the last stage, and read by whoever shows it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+import msgspec
+
+from .data import Segment
+from .scores import EpochRecord
+
+
+class Observer(Protocol):
+    """Is told how a run goes on."""
+
+    def mini_batch(self, epoch: int, done: int, of: int, loss: float) -> None:
+        """A mini-batch's forward is done on the last stage."""
+
+    def epoch(self, record: EpochRecord) -> None:
+        """An epoch and its evaluation are done."""
+
+
+class Silent:
+    """An observer that does nothing."""
+
+    def mini_batch(self, epoch: int, done: int, of: int, loss: float) -> None:
+        """Ignored."""
+
+    def epoch(self, record: EpochRecord) -> None:
+        """Ignored."""
+
+
+class MetricsFile:
+    """Writes progress as lines of JSON; of the mini-batches all losses, a few lines a second.
+
+    Every line of kind "mini_batches" holds the losses since the last one.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file: TextIO = path.open("w", encoding="utf-8")
+        self._losses: list[float] = []
+        self._written = 0.0
+
+    def mini_batch(self, epoch: int, done: int, of: int, loss: float) -> None:
+        """Note a loss."""
+        self._losses.append(loss)
+        if done == of or time.monotonic() - self._written > 0.2:
+            self._write(
+                {
+                    "kind": "mini_batches",
+                    "epoch": epoch,
+                    "done": done,
+                    "of": of,
+                    "losses": self._losses,
+                }
+            )
+            self._losses = []
+            self._written = time.monotonic()
+
+    def epoch(self, record: EpochRecord) -> None:
+        """Note an epoch's record."""
+        self._write({"kind": "epoch", **msgspec.to_builtins(record)})
+
+    def _write(self, line: dict[str, Any]) -> None:
+        self._file.write(msgspec.json.encode(line).decode() + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class Tail:
+    """Reads a metrics file while it grows, and passes it on to an observer."""
+
+    def __init__(self, path: Path, observer: Observer) -> None:
+        self.path = path
+        self.observer = observer
+        self._position = 0
+
+    def poll(self) -> None:
+        """Pass on the lines that are new and whole."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._position)
+                new = file.read()
+        except OSError:
+            return
+        whole = new[: new.rfind(b"\n") + 1]
+        self._position += len(whole)
+        for line in whole.splitlines():
+            found = msgspec.json.decode(line)
+            kind = found.pop("kind")
+            if kind == "epoch":
+                self.observer.epoch(msgspec.convert(found, EpochRecord))
+            else:
+                self.observer.mini_batch(
+                    found["epoch"], found["done"], found["of"], found["losses"][-1]
+                )
+
+
+def read_losses(path: Path) -> list[float]:
+    """All training losses of a run, mini-batch by mini-batch."""
+    losses: list[float] = []
+    for line in path.read_bytes().splitlines():
+        found = msgspec.json.decode(line)
+        if found["kind"] == "mini_batches":
+            losses += found["losses"]
+    return losses
+
+
+__all__ = ["MetricsFile", "Observer", "Segment", "Silent", "Tail", "read_losses"]

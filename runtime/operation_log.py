@@ -1,0 +1,28 @@
+"""The log of operations: which weight version each one used, and when it ran."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TextIO
+
+
+class OperationLog:
+    """Lines of JSON, one per operation: op, version, forward_version, start_s, end_s."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: TextIO = path.open("w", encoding="utf-8")
+
+    def write(
+        self, op: str, version: int, forward_version: int | None, start_s: float, end_s: float
+    ) -> None:
+        """Add an operation. Buffered; `close` makes sure that all of it is on disk."""
+        line = {"op": op, "version": version, "start_s": start_s, "end_s": end_s}
+        if forward_version is not None:
+            line["forward_version"] = forward_version
+        self._file.write(json.dumps(line) + "\n")
+
+    def close(self) -> None:
+        """Flush and close."""
+        self._file.close()

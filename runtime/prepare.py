@@ -1,0 +1,169 @@
+"""From a plan and its task to what the workers need; all checks that need no other worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..planner.order_check import check_order
+from ..planner.orders import make_order
+from ..planner.pipeline import Pipeline
+from ..planner.plan import Plan, check_cut, check_plan, pipeline_of
+from ..profiles.errors import PlanError, TargetError, TraceError
+from ..profiles.pieces import Piece, cut
+from ..profiles.shapes import ValueSpec, value_specs
+from ..profiles.target import Target, resolve
+from ..profiles.task import Task, dataset_size
+from ..profiles.trace import TracedModel, fingerprint, tied_layers, trace, values
+from .channels import Crossing
+from .data import Segment, segments
+from .settings import RunSettings
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A plan ready to run.
+
+    Attributes:
+        pieces: per stage, for training; `evaluation_pieces` the same in evaluation mode.
+        specs: of every value that layers take from each other.
+        crossings: what goes between stages; the same list on every worker.
+    """
+
+    plan: Plan
+    settings: RunSettings
+    task: Task
+    pipeline: Pipeline
+    pieces: tuple[Piece, ...]
+    evaluation_pieces: tuple[Piece, ...]
+    specs: dict[str, ValueSpec]
+    crossings: tuple[Crossing, ...]
+    segments: tuple[Segment, ...]
+    inputs: tuple[str, ...]
+
+
+def prepare(plan: Plan, settings: RunSettings) -> Prepared:
+    """Build the model with its seed, check it against the plan and cut it.
+
+    Raises:
+        TargetError: the task can't be imported or built, or has too little data.
+        TraceError: the model can't be traced.
+        PlanError: the plan is for another model, or its stages don't fit together.
+    """
+    check_plan(plan)
+    target = resolve(settings.task)
+    if target.task is None:
+        raise TargetError(
+            f"{settings.task}: is a model, not a task: training needs data, a loss and an "
+            "optimizer too (docs/tasks.md)"
+        )
+    torch.set_num_threads(settings.threads)
+    model = target.model(settings.seed)
+    model.train()
+    traced = trace(model, target.name)
+    _check_model(plan, traced, target)
+    position = {layer.name: k for k, layer in enumerate(traced.layers)}
+    groups = [sorted(position[name] for name in stage.nodes) for stage in plan.stages]
+    inputs, _ = target.sample(plan.micro_batch)
+    specs = value_specs(traced, inputs)
+    crossings = _crossings(plan, traced, groups, specs)
+    pipeline = pipeline_of(plan)
+    prepared = Prepared(
+        plan=plan,
+        settings=settings,
+        task=target.task,
+        pipeline=pipeline,
+        pieces=tuple(cut(traced, groups)),
+        evaluation_pieces=tuple(cut(_trace_for_evaluation(model, target, traced), groups)),
+        specs={name: spec for name, spec in specs.items() if not _is_input(traced, name)},
+        crossings=crossings,
+        segments=segments(plan, settings, dataset_size(target.task.data("train"), "train")),
+        inputs=tuple(node.name for node in traced.inputs),
+    )
+    few = min(3, max(segment.mini_batches for segment in prepared.segments))
+    check_order(pipeline, make_order(pipeline, few), few)
+    return prepared
+
+
+def _is_input(traced: TracedModel, name: str) -> bool:
+    return any(node.name == name for node in traced.inputs)
+
+
+def _trace_for_evaluation(model: nn.Module, target: Target, traced: TracedModel) -> TracedModel:
+    """The model as it is in evaluation mode: tracing fixes what depends on `self.training`."""
+    model.eval()
+    try:
+        evaluation = trace(model, target.name)
+    finally:
+        model.train()
+    same_layers = [la.name for la in evaluation.layers] == [la.name for la in traced.layers]
+    if not same_layers or _names(evaluation) != _names(traced):
+        raise TraceError(
+            f"{target.name}: the model's forward has other layers in evaluation mode than in "
+            "training mode; it can't be evaluated with the pipeline it is trained with"
+        )
+    return evaluation
+
+
+def _names(traced: TracedModel) -> list[str]:
+    return [value.node.name for value in values(traced)]
+
+
+def _check_model(plan: Plan, traced: TracedModel, target: Target) -> None:
+    found = fingerprint(traced)
+    if found != plan.profile.fingerprint:
+        raise PlanError(
+            f"plan: was made for another model: {plan.profile.target} with fingerprint "
+            f"{plan.profile.fingerprint}; {target.name} has {found}. Profile and solve again, or "
+            "name the right task with --task"
+        )
+    names = [layer.name for layer in traced.layers]
+    owner = traced.owner()
+    edges = [
+        (names[owner[value.node]], names[consumer])
+        for value in values(traced)
+        if value.node in owner
+        for consumer in value.consumers
+        if consumer < len(names)
+    ]
+    check_cut([stage.nodes for stage in plan.stages], names, edges)
+    stage_of = {name: s for s, stage in enumerate(plan.stages) for name in stage.nodes}
+    for group in tied_layers(traced):
+        if len({stage_of[names[k]] for k in group}) > 1:
+            shared = ", ".join(repr(names[k]) for k in group)
+            raise PlanError(f"plan: layers {shared} share parameters and must be on one stage")
+
+
+def _crossings(
+    plan: Plan,
+    traced: TracedModel,
+    groups: list[list[int]],
+    specs: dict[str, ValueSpec],
+) -> tuple[Crossing, ...]:
+    stage_of = {layer: s for s, group in enumerate(groups) for layer in group}
+    stage_of[len(traced.layers)] = len(groups) - 1
+    each = plan.micro_batches if _whole_backwards(plan) else 1
+    found: list[Crossing] = []
+    for value in values(traced):
+        if value.producer is None:
+            continue
+        source = stage_of[value.producer]
+        for target in sorted({stage_of[k] for k in value.consumers} - {source}):
+            spec = specs[value.node.name]
+            found.append(Crossing(len(found), spec, source, target, each))
+    mine = {(c.spec.name, c.source, c.target) for c in found}
+    planned = {(e.tensor, e.source, e.target) for e in plan.edges}
+    if mine != planned:
+        odd = sorted(mine ^ planned)[0]
+        raise PlanError(
+            f"plan: edges: {odd[0]!r} from stage {odd[1]} to {odd[2]} "
+            f"{'is missing' if odd in mine else 'is not needed'} for these stages; after editing "
+            "stages, run tp-plan check PLAN --profile PROFILE -o PLAN"
+        )
+    return tuple(found)
+
+
+def _whole_backwards(plan: Plan) -> bool:
+    return pipeline_of(plan).backwards_per_mini_batch == 1

@@ -1,0 +1,147 @@
+"""Running a plan: in a process for each stage, or inline; the end summary."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from statistics import median
+
+from ..planner.plan import Plan
+from ..profiles.errors import FileError
+from .channels import LocalChannels
+from .launch import launch
+from .observer import MetricsFile, Observer, Silent
+from .operation_log import OperationLog
+from .optimizers import check_choice
+from .prepare import Prepared, prepare
+from .run_dir import RunDir
+from .runner import StageRunner
+from .scores import EpochRecord, RunSummary, StageReport
+from .settings import RunSettings
+from .training import Course
+
+
+def run(
+    plan: Plan,
+    settings: RunSettings,
+    run_dir: str | Path,
+    *,
+    inline: bool = False,
+    observer: Observer | None = None,
+) -> RunSummary:
+    """Train by the plan and write everything to the run directory.
+
+    Args:
+        run_dir: a new directory, or one without a run in it.
+        inline: all stages in this process, in simulated order, with the same versions.
+
+    Raises:
+        TargetError, TraceError, PlanError, FileError: found before anything starts.
+        RunError: training failed; the message says which stage, at which operation and why.
+    """
+    if settings.optimizer is not None:
+        check_choice(settings.optimizer)
+    prepared = prepare(plan, settings)
+    where = RunDir(run_dir)
+    where.create(plan, settings)
+    begin = time.perf_counter()
+    collector = _Collector(observer or Silent())
+    if inline:
+        reports = _run_inline(prepared, where, collector)
+    else:
+        launch(where, len(plan.stages), collector)
+        reports = where.read_reports(len(plan.stages))
+    seconds = time.perf_counter() - begin
+    summary = summarize(prepared, collector.epochs, reports, seconds, inline=inline)
+    where.write_summary(summary)
+    return summary
+
+
+class _Collector:
+    """Passes progress on and keeps the epochs' records."""
+
+    def __init__(self, observer: Observer) -> None:
+        self.observer = observer
+        self.epochs: list[EpochRecord] = []
+
+    def mini_batch(self, epoch: int, done: int, of: int, loss: float) -> None:
+        """Pass on."""
+        self.observer.mini_batch(epoch, done, of, loss)
+
+    def epoch(self, record: EpochRecord) -> None:
+        """Keep and pass on."""
+        self.epochs.append(record)
+        self.observer.epoch(record)
+
+
+class _Both:
+    """Two observers as one."""
+
+    def __init__(self, first: Observer, second: Observer) -> None:
+        self.pair = (first, second)
+
+    def mini_batch(self, epoch: int, done: int, of: int, loss: float) -> None:
+        """Tell both."""
+        for observer in self.pair:
+            observer.mini_batch(epoch, done, of, loss)
+
+    def epoch(self, record: EpochRecord) -> None:
+        """Tell both."""
+        for observer in self.pair:
+            observer.epoch(record)
+
+
+def _run_inline(prepared: Prepared, where: RunDir, collector: _Collector) -> list[StageReport]:
+    channels = LocalChannels()
+    logs = [
+        OperationLog(where.operations(s)) if prepared.settings.log_operations else None
+        for s in range(len(prepared.pieces))
+    ]
+    runners = [StageRunner(prepared, s, channels, log) for s, log in enumerate(logs)]
+    try:
+        metrics = MetricsFile(where.metrics)
+    except OSError as error:
+        raise FileError(f"{where.metrics}: can't be written: {error.strerror}") from None
+    course = Course(runners, _Both(metrics, collector), lambda: None)
+    try:
+        course.run()
+    finally:
+        for closing in (*logs, metrics):
+            if closing is not None:
+                closing.close()
+    for runner in runners:
+        where.save_weights(runner.number, runner.stage.state())
+    reports = course.reports()
+    for report in reports:
+        where.write_report(report)
+    return reports
+
+
+def summarize(
+    prepared: Prepared,
+    epochs: list[EpochRecord],
+    reports: list[StageReport],
+    seconds: float,
+    *,
+    inline: bool,
+) -> RunSummary:
+    """Put the stages' figures together."""
+    plan = prepared.plan
+    mini_batches = sum(segment.mini_batches for segment in prepared.segments)
+    # Like the prediction, the measured period is that of stage 0. Inline, stages take turns
+    # in one process: a period there says nothing about the pipeline.
+    periods = [] if inline else reports[0].periods_s
+    trained_s = sum(record.seconds for record in epochs)
+    return RunSummary(
+        variant=plan.variant,
+        mode="inline" if inline else "processes",
+        mini_batch=plan.mini_batch,
+        micro_batches=plan.micro_batches,
+        mini_batches=mini_batches,
+        samples_per_s=mini_batches * plan.mini_batch / trained_s if trained_s else 0.0,
+        seconds=seconds,
+        predicted_period_s=plan.predicted.period_s,
+        measured_period_s=median(periods) if periods else None,
+        epochs=epochs,
+        stages=reports,
+    )

@@ -1,0 +1,129 @@
+"""What a run measures: times and losses of each stage, evaluation figures, the end summary."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from ..planner.memory import MemoryByKind
+from ..profiles.errors import RunError
+from ..profiles.task import Task
+
+
+@dataclass
+class StageScore:
+    """One segment of one stage. Times in seconds on that process's own clock.
+
+    Attributes:
+        updates: when each update ended.
+        losses: mean loss of each mini-batch, on the last stage.
+    """
+
+    compute_s: float = 0.0
+    communication_s: float = 0.0
+    first_s: float | None = None
+    last_s: float = 0.0
+    updates: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+
+    def add(self, begin: float, end: float, *, compute_s: float, communication_s: float) -> None:
+        """Account for one operation, begun (with its waiting) and ended then."""
+        if self.first_s is None:
+            self.first_s = begin
+        self.last_s = end
+        self.compute_s += compute_s
+        self.communication_s += communication_s
+
+    @property
+    def wall_s(self) -> float:
+        """From the first operation's begin to the last one's end."""
+        return self.last_s - (self.first_s if self.first_s is not None else self.last_s)
+
+    @property
+    def period_s(self) -> float | None:
+        """Mean time from update to update; filling and draining are left out."""
+        if len(self.updates) < 2:
+            return None
+        return (self.updates[-1] - self.updates[0]) / (len(self.updates) - 1)
+
+
+class EvaluationScore:
+    """Means over the test samples: the loss, and the task's own metrics."""
+
+    def __init__(self) -> None:
+        self.samples = 0
+        self._sums: dict[str, float] = {}
+
+    def add(self, task: Task, output: Any, target: Any, samples: int) -> None:
+        """Add a micro-batch's figures, weighted by its samples."""
+        with torch.no_grad():
+            figures: dict[str, Any] = {"loss": task.loss(output, target)}
+            metrics = getattr(task, "metrics", None)
+            if metrics is not None:
+                figures.update(metrics(output, target))
+        self.samples += samples
+        for name, value in figures.items():
+            number = value.item() if isinstance(value, Tensor) else value
+            if not isinstance(number, (int, float)):
+                raise RunError(f"the task's metric {name!r} must be a number")
+            self._sums[name] = self._sums.get(name, 0.0) + number * samples
+
+    def means(self) -> dict[str, float]:
+        """By name; "loss" is always among them."""
+        return {name: total / self.samples for name, total in self._sums.items()}
+
+
+class EpochRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One segment of training, and the evaluation behind it."""
+
+    epoch: int
+    mini_batches: int
+    seconds: float
+    """Of training, the evaluation left out."""
+    samples_per_s: float
+    train_loss: float
+    test: dict[str, float]
+
+
+class StageReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What one stage measured over the run."""
+
+    stage: int
+    compute_s: float
+    communication_s: float
+    idle_s: float
+    wall_s: float
+    periods_s: list[float]
+    """Per segment."""
+    peak: MemoryByKind | None
+    rss_peak_bytes: int
+    """Of the whole process, libraries and data included."""
+    versions_held: int
+    version_differences: dict[int, int]
+    """How many backwards saw each difference."""
+
+    @property
+    def idle_share(self) -> float:
+        """Share of the training time in which the stage waited."""
+        return self.idle_s / self.wall_s if self.wall_s else 0.0
+
+
+class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """The end of a run, as it is printed and stored."""
+
+    variant: str
+    mode: str
+    """"processes" or "inline"."""
+    mini_batch: int
+    micro_batches: int
+    mini_batches: int
+    samples_per_s: float
+    seconds: float
+    predicted_period_s: float
+    measured_period_s: float | None
+    epochs: list[EpochRecord]
+    stages: list[StageReport]

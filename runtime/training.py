@@ -1,0 +1,141 @@
+"""The course of a run: segments of training, each drained and followed by an evaluation.
+
+The same course is followed by a stage in its own process and by all stages in one.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from ..planner.operations import Order
+from ..planner.orders import make_order
+from ..planner.simulate import simulate
+from .data import Segment
+from .observer import Observer
+from .runner import StageRunner
+from .scores import EpochRecord, EvaluationScore, StageReport, StageScore
+
+Barrier = Callable[[], None]
+
+
+class Course:
+    """Runs the runners of this process (one, or all of them) through the whole training."""
+
+    def __init__(
+        self, runners: Sequence[StageRunner], observer: Observer, barrier: Barrier
+    ) -> None:
+        self.runners = runners
+        self.prepared = runners[0].prepared
+        self.observer = observer
+        self.barrier = barrier
+        self.scores: list[list[StageScore]] = [[] for _ in runners]
+        self.epochs: list[EpochRecord] = []
+        self._orders: dict[int, Order] = {}
+        # Every stage draws from a random stream of its own, inline as in processes.
+        self._random: list[torch.Tensor] = []
+        for runner in runners:
+            torch.manual_seed(self.prepared.settings.seed * 1_000_003 + runner.number)
+            self._random.append(torch.get_rng_state())
+        for runner in runners:
+            if runner.is_last:
+                runner.on_mini_batch = self._tell
+
+    def run(self) -> None:
+        """Train all segments and evaluate after each."""
+        for segment in self.prepared.segments:
+            self.barrier()
+            self._train(segment)
+            test = self._evaluate() if self.prepared.settings.evaluate else {}
+            for runner, scores in zip(self.runners, self.scores, strict=True):
+                scores.append(runner.score)
+                if runner.is_last:
+                    self._record(segment, runner.score, test)
+
+    def _train(self, segment: Segment) -> None:
+        if segment.mini_batches not in self._orders:
+            self._orders[segment.mini_batches] = make_order(
+                self.prepared.pipeline, segment.mini_batches
+            )
+        order = self._orders[segment.mini_batches]
+        for runner in self.runners:
+            runner.begin(segment)
+        if len(self.runners) == 1:
+            runner = self.runners[0]
+            with self._stream(0):
+                for op in order[runner.number]:
+                    runner.run(op)
+        else:
+            for s, k in simulate(self.prepared.pipeline, order).sequence:
+                with self._stream(s):
+                    self.runners[s].run(order[s][k])
+        for runner in self.runners:
+            runner.finish()
+
+    def _evaluate(self) -> dict[str, float]:
+        score = EvaluationScore()
+        for runner in self.runners:
+            runner.begin_evaluation()
+        for k in range(self.runners[0].evaluations):
+            for runner in self.runners:
+                runner.evaluate(k, score)
+        for runner in self.runners:
+            runner.finish()
+        return score.means() if score.samples else {}
+
+    @contextmanager
+    def _stream(self, position: int) -> Iterator[None]:
+        if len(self.runners) == 1:
+            yield
+            return
+        torch.set_rng_state(self._random[position])
+        yield
+        self._random[position] = torch.get_rng_state()
+
+    def _tell(self, segment: Segment, mini_batch: int, loss: float) -> None:
+        self.observer.mini_batch(segment.epoch, mini_batch + 1, segment.mini_batches, loss)
+
+    def _record(self, segment: Segment, score: StageScore, test: dict[str, float]) -> None:
+        samples = segment.mini_batches * self.prepared.plan.mini_batch
+        record = EpochRecord(
+            epoch=segment.epoch,
+            mini_batches=segment.mini_batches,
+            seconds=score.wall_s,
+            samples_per_s=samples / score.wall_s if score.wall_s else 0.0,
+            train_loss=sum(score.losses) / len(score.losses),
+            test=test,
+        )
+        self.epochs.append(record)
+        self.observer.epoch(record)
+
+    def reports(self) -> list[StageReport]:
+        """What each stage of this process measured."""
+        found = []
+        for runner, scores in zip(self.runners, self.scores, strict=True):
+            wall = sum(score.wall_s for score in scores)
+            compute = sum(score.compute_s for score in scores)
+            communication = sum(score.communication_s for score in scores)
+            found.append(
+                StageReport(
+                    stage=runner.number,
+                    compute_s=compute,
+                    communication_s=communication,
+                    idle_s=max(wall - compute - communication, 0.0),
+                    wall_s=wall,
+                    periods_s=[s.period_s for s in scores if s.period_s is not None],
+                    peak=runner.stage.account.peak,
+                    rss_peak_bytes=_rss_peak_bytes(),
+                    versions_held=runner.stage.account.most_versions,
+                    version_differences=dict(sorted(runner.stage.differences.items())),
+                )
+            )
+        return found
+
+
+def _rss_peak_bytes() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

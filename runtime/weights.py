@@ -1,0 +1,123 @@
+"""Weight versions of a stage: the latest in the parameters themselves, older ones while needed.
+
+Autograd saves the weights that a backward needs inside its graph, and refuses to run when an
+update has changed them in place. Saved-tensor hooks pack every saved tensor that shares memory
+with a parameter as a reference (which parameter, size, stride, offset) and unpack it to the
+version that the training system prescribes for the backward. So no graph holds weights.
+
+Tensors computed from weights (weight norm, autocast copies) are saved as values: the part of a
+backward that goes through them is at the forward's weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..profiles.saved import storage_bytes, storage_key
+
+
+class _Reference(NamedTuple):
+    """A saved view of a parameter."""
+
+    parameter: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class WeightVersions:
+    """The versions of one stage's parameters.
+
+    Attributes:
+        latest: number of the version that the parameters hold.
+        saved: bytes by storage that autograd saved in the last forward, parameters left out.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = list(parameters)
+        self.latest = 0
+        self.saved: dict[int, int] = {}
+        self._older: dict[int, list[Tensor]] = {}
+        self._index = {storage_key(p): k for k, p in enumerate(self.parameters) if p.numel()}
+        self._unpack_from: list[Tensor] = []
+
+    # Keeping versions --------------------------------------------------------------------
+
+    def keep_latest(self) -> None:
+        """Copy the latest weights: an update is about to overwrite them, and they are needed."""
+        copies = [p.detach().clone() for p in self.parameters]
+        self._older[self.latest] = copies
+        self._index.update({storage_key(t): k for k, t in enumerate(copies) if t.numel()})
+
+    def advance(self, needed: set[int]) -> None:
+        """The update is done: the parameters hold the next version; drop what isn't needed."""
+        self.latest += 1
+        self.drop(needed)
+
+    def drop(self, needed: set[int]) -> None:
+        """Let go of older versions that nobody needs any more."""
+        for version in [v for v in self._older if v not in needed]:
+            for tensor in self._older.pop(version):
+                self._index.pop(storage_key(tensor), None)
+
+    @property
+    def held(self) -> int:
+        """Versions held, the latest included."""
+        return 1 + len(self._older)
+
+    @property
+    def older_bytes(self) -> int:
+        """Bytes of the copies."""
+        return sum(storage_bytes(t) for tensors in self._older.values() for t in tensors)
+
+    # Using them --------------------------------------------------------------------------
+
+    @contextmanager
+    def forward(self, version: int) -> Iterator[None]:
+        """Run a forward on a version; what it saves of the weights are references."""
+        live = None
+        if version != self.latest:
+            live = [p.data for p in self.parameters]
+            for p, older in zip(self.parameters, self._older[version], strict=True):
+                p.data = older
+        counted: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor | _Reference:
+            key = storage_key(tensor)
+            k = self._index.get(key)
+            if k is None:
+                counted[key] = storage_bytes(tensor)
+                return tensor
+            return _Reference(k, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
+                yield
+        finally:
+            if live is not None:
+                for p, data in zip(self.parameters, live, strict=True):
+                    p.data = data
+            self.saved = counted
+
+    @contextmanager
+    def backward(self, version: int) -> Iterator[None]:
+        """Run a backward on a version, whatever its forward ran on."""
+        if version == self.latest:
+            self._unpack_from = [p.detach() for p in self.parameters]
+        else:
+            self._unpack_from = self._older[version]
+        try:
+            yield
+        finally:
+            self._unpack_from = []
+
+    def _unpack(self, kept: Tensor | _Reference) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        source = self._unpack_from[kept.parameter]
+        return source.as_strided(kept.size, kept.stride, kept.offset)
