@@ -1,0 +1,43 @@
+"""TiMePReSt: profile, plan and train any PyTorch model as a pipeline.
+
+    profile = timeprest.profile("digits")             what the model costs
+    plan = timeprest.plan(profile, devices=2)         how to cut it
+    summary = timeprest.run(plan, "runs/first")       train it by the plan
+
+Nothing heavy is imported before it is used; planning never imports torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from .face import plan, profile, run
+    from .planner.cluster import Cluster
+    from .planner.plan import Plan
+    from .profiles.profile import Profile
+
+_HOME = {
+    "profile": "face",
+    "plan": "face",
+    "run": "face",
+    "Profile": "profiles.profile",
+    "Cluster": "planner.cluster",
+    "Plan": "planner.plan",
+}
+
+__all__ = ["Cluster", "Plan", "Profile", "__version__", "plan", "profile", "run"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f".{_HOME[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,1 @@
+"""Talking about it: the three commands and what they print."""

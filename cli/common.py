@@ -1,0 +1,110 @@
+"""What the three commands share: consoles, options, and errors as one line."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from .. import __version__
+from ..profiles.errors import TimeprestError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_PLAIN_WIDTH = 100
+
+
+def output() -> Console:
+    """The console for results: stdout, 100 columns wide where it isn't a terminal."""
+    terminal = sys.stdout.isatty()
+    return Console(width=None if terminal else _PLAIN_WIDTH, highlight=False, soft_wrap=False)
+
+
+def errors_as_lines(function: F) -> F:
+    """Turn our errors into one line on stderr and their exit code; Ctrl-C into code 130."""
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except TimeprestError as error:
+            line = " ".join(str(error).split())
+            click.echo(f"{_program()}: {line}", err=True)
+            sys.exit(error.exit_code)
+        except KeyboardInterrupt:
+            click.echo(f"{_program()}: stopped", err=True)
+            sys.exit(130)
+        except BrokenPipeError:
+            # The reader of our output (head, less) has had enough.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(0)
+
+    return wrapped  # type: ignore[return-value]
+
+
+def _program() -> str:
+    return os.path.basename(sys.argv[0]) or "timeprest"
+
+
+def common_options(function: F) -> F:
+    """--json, -q, -v and --version."""
+    for option in (
+        click.version_option(__version__, package_name="timeprest", message="%(version)s"),
+        click.option("--json", "as_json", is_flag=True, help="Print the result as JSON."),
+        click.option("-q", "--quiet", is_flag=True, help="Print errors only."),
+        click.option("-v", "--verbose", is_flag=True, help="Print more."),
+    ):
+        function = option(function)
+    return function
+
+
+class Bar:
+    """A progress bar on stderr; nothing where that isn't a terminal, or `quiet`."""
+
+    def __init__(self, title: str, *, quiet: bool) -> None:
+        self._progress = Progress(
+            TextColumn("{task.fields[title]}"),
+            BarColumn(),
+            TextColumn("{task.description}"),
+            TimeElapsedColumn(),
+            console=Console(stderr=True),
+            transient=True,
+            disable=quiet or not sys.stderr.isatty(),
+        )
+        self._task = self._progress.add_task("", total=None, title=title)
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        """Show what is at hand."""
+        self._progress.update(self._task, description=what, completed=done, total=total)
+
+    def print(self, text: str) -> None:
+        """Print a line above the bar."""
+        self._progress.console.print(text, highlight=False)
+
+    def __enter__(self) -> Bar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._progress.stop()
+
+
+def whole_numbers(text: str | None, option: str) -> list[int] | None:
+    """``"4,8,16"`` → [4, 8, 16]. Raises click.BadParameter."""
+    if text is None:
+        return None
+    try:
+        found = [int(part) for part in text.split(",")]
+        if min(found) < 1:
+            raise ValueError
+    except ValueError:
+        raise click.BadParameter(
+            f"{text!r}: give whole numbers from 1, like 4,8,16", param_hint=option
+        ) from None
+    return found

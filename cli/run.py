@@ -1,0 +1,154 @@
+"""tp-run: train by a plan."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+import msgspec
+
+from ..planner.plan import read_plan
+from ..profiles.errors import UserError
+from .common import Bar, common_options, errors_as_lines, output
+
+if TYPE_CHECKING:
+    from ..runtime.scores import EpochRecord
+    from ..runtime.settings import OptimizerChoice
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("plan_path", metavar="PLAN")
+@click.option(
+    "--task",
+    help="Built-in task, file.py:NAME or pkg.module:NAME.  "
+    "[default: what the plan's profile measured]",
+)
+@click.option("--epochs", type=click.IntRange(1), help="[default: 5]")
+@click.option("--steps", type=click.IntRange(1), help="Mini-batches in all, instead of --epochs.")
+@click.option(
+    "--optimizer",
+    type=click.Choice(["sgd", "adam", "adamw"]),
+    help="Instead of the task's own; needs --lr.",
+)
+@click.option("--lr", type=click.FloatRange(0, min_open=True))
+@click.option("--momentum", type=click.FloatRange(0, 1, max_open=True))
+@click.option("--weight-decay", type=click.FloatRange(0))
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@click.option(
+    "--threads",
+    type=click.IntRange(1),
+    help="Torch's threads for each stage.  [default: as profiled]",
+)
+@click.option(
+    "--inline", is_flag=True, help="All stages in this process, with the same weight versions."
+)
+@click.option(
+    "--evaluate/--no-evaluate",
+    default=True,
+    show_default=True,
+    help="Evaluate on the test data after each epoch.",
+)
+@click.option(
+    "--timeout",
+    type=click.FloatRange(0, min_open=True),
+    help="Longest wait for a message, in seconds.  [default: 60, or 100 periods]",
+)
+@click.option(
+    "--log-operations",
+    is_flag=True,
+    help="Write every operation with its weight version and times to RUN/operations.",
+)
+@click.option("--run-dir", help="[default: runs/VARIANT-DATE-TIME]")
+@common_options
+@errors_as_lines
+def main(
+    plan_path: str,
+    task: str | None,
+    epochs: int | None,
+    steps: int | None,
+    optimizer: str | None,
+    lr: float | None,
+    momentum: float | None,
+    weight_decay: float | None,
+    seed: int,
+    threads: int | None,
+    inline: bool,
+    evaluate: bool,
+    timeout: float | None,
+    log_operations: bool,
+    run_dir: str | None,
+    as_json: bool,
+    quiet: bool,
+    verbose: bool,
+) -> None:
+    """Train by PLAN: a process for each stage on this machine."""
+    if epochs is not None and steps is not None:
+        raise UserError("--epochs, --steps: give one of them")
+    choice = _optimizer(optimizer, lr, momentum, weight_decay)
+    plan = read_plan(plan_path)
+    # Torch takes its time; bad options and plans needn't wait for it.
+    from ..runtime.run import run
+    from ..runtime.settings import RunSettings
+    from .run_tables import epoch_line, summary_lines, summary_table
+
+    settings = RunSettings(
+        task=task or plan.profile.target,
+        epochs=epochs or 5,
+        steps=steps,
+        optimizer=choice,
+        seed=seed,
+        threads=threads or plan.profile.threads,
+        evaluate=evaluate,
+        timeout_s=timeout or max(60.0, 100 * plan.predicted.period_s),
+        log_operations=log_operations,
+    )
+    where = Path(run_dir or f"runs/{plan.variant}-{time.strftime('%Y%m%d-%H%M%S')}")
+    console = output()
+    silent = quiet or as_json
+
+    class Show:
+        """Progress on the terminal: a bar for the epoch, a line for each that is done."""
+
+        def mini_batch(self, epoch: int, done: int, of: int, loss: float) -> None:
+            bar(f"epoch {epoch + 1}: mini-batch {done} of {of}, loss {loss:.4f}", done, of)
+
+        def epoch(self, record: EpochRecord) -> None:
+            if not silent:
+                console.print(epoch_line(record))
+
+    if not silent:
+        how = "inline" if inline else f"{len(plan.stages)} processes"
+        console.print(f"training {settings.task} with {plan.variant}, {how}, in {where}")
+    with Bar(plan.variant, quiet=silent) as bar:
+        summary = run(plan, settings, where, inline=inline, observer=Show())
+    if as_json:
+        click.echo(msgspec.json.encode(summary))
+    elif not quiet:
+        console.print(summary_table(plan, summary))
+        for line in summary_lines(summary):
+            console.print(line)
+        console.print(f"weights, metrics and summary are in {where}")
+
+
+def _optimizer(
+    name: str | None, lr: float | None, momentum: float | None, weight_decay: float | None
+) -> OptimizerChoice | None:
+    from ..runtime.settings import OptimizerChoice
+
+    if name is None:
+        given = {"--lr": lr, "--momentum": momentum, "--weight-decay": weight_decay}
+        extra = [option for option, value in given.items() if value is not None]
+        if extra:
+            raise UserError(f"{', '.join(extra)}: name the --optimizer too")
+        return None
+    if lr is None:
+        raise UserError(f"--optimizer {name}: give its --lr too")
+    return OptimizerChoice(
+        name=name, lr=lr, momentum=momentum or 0.0, weight_decay=weight_decay or 0.0
+    )
+
+
+if __name__ == "__main__":
+    main()

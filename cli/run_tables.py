@@ -1,0 +1,92 @@
+"""The end of a run as people read it."""
+
+from __future__ import annotations
+
+from rich.table import Table
+from rich.text import Text
+
+from ..planner.plan import Plan
+from ..profiles.units import format_bytes, format_seconds
+from ..runtime.scores import EpochRecord, RunSummary
+
+
+def epoch_line(record: EpochRecord) -> str:
+    """One epoch in one line."""
+    figures = "  ".join(
+        f"test {name} {value:.2%}" if name == "accuracy" else f"test {name} {value:.4f}"
+        for name, value in record.test.items()
+    )
+    return (
+        f"epoch {record.epoch + 1:3d}  {record.seconds:6.2f} s  "
+        f"{record.samples_per_s:7.0f} samples/s  train loss {record.train_loss:.4f}  {figures}"
+    )
+
+
+def summary_table(plan: Plan, summary: RunSummary) -> Table:
+    """One row per stage: measured beside predicted."""
+    table = Table(title=f"{summary.variant}, {len(summary.stages)} stages, {summary.mode}")
+    table.add_column("stage", justify="right")
+    for name in (
+        "compute",
+        "comm.",
+        "idle",
+        "idle\npredicted",
+        "peak bytes\nmeasured",
+        "peak bytes\npredicted",
+        "process\nRSS peak",
+        "versions\nheld",
+        "version differences\nseen (how often)",
+    ):
+        table.add_column(name, justify="right")
+    inline = summary.mode == "inline"
+    for report, predicted in zip(summary.stages, plan.predicted.stages, strict=True):
+        seen = ", ".join(f"{d} ({n})" for d, n in report.version_differences.items())
+        # What the runtime can't see (scratch memory inside operations) isn't compared.
+        accounted = predicted.memory_bytes - predicted.memory.workspace_bytes
+        table.add_row(
+            str(report.stage),
+            format_seconds(report.compute_s),
+            format_seconds(report.communication_s),
+            "-" if inline else f"{report.idle_share:.0%}",
+            f"{predicted.idle_share:.0%}",
+            format_bytes(report.peak.total) if report.peak else "-",
+            format_bytes(accounted),
+            format_bytes(report.rss_peak_bytes),
+            f"{report.versions_held} ({predicted.versions_held})",
+            seen,
+        )
+    return table
+
+
+def summary_lines(summary: RunSummary) -> list[Text]:
+    """The run as a whole."""
+    lines = [
+        Text(
+            f"{summary.mini_batches} mini-batches of {summary.mini_batch} in "
+            f"{summary.micro_batches} micro-batches: {summary.samples_per_s:.0f} samples/s, "
+            f"{format_seconds(summary.seconds)} in all, start-up and evaluation included"
+        )
+    ]
+    predicted = format_seconds(summary.predicted_period_s)
+    if summary.measured_period_s is None:
+        lines.append(
+            Text(f"period predicted {predicted}; an inline run takes turns and measures none")
+            if summary.mode == "inline"
+            else Text(f"period predicted {predicted}; too few mini-batches to measure it")
+        )
+    else:
+        ratio = summary.measured_period_s / summary.predicted_period_s
+        lines.append(
+            Text(
+                f"period measured {format_seconds(summary.measured_period_s)}, predicted "
+                f"{predicted} ({ratio:.2f} ×)"
+            )
+        )
+    lines.append(
+        Text(
+            "peak bytes: weights, versions, gradients, optimizer, activations, messages; without "
+            "scratch memory. versions held: measured (predicted).",
+            style="dim",
+        )
+    )
+    return lines
