@@ -12,29 +12,17 @@ from ..planner.operations import op_text
 from ..planner.orders import make_order
 from ..planner.plan import Plan, pipeline_of
 from ..profiles.units import format_bytes, format_seconds
+from .tables import compact_table
 
 
 def stage_table(plan: Plan) -> Table:
     """One row per stage."""
-    table = Table(
-        title=f"{plan.variant}: {len(plan.stages)} stages, mini-batch {plan.mini_batch} in "
-        f"{plan.micro_batches} micro-batches of {plan.micro_batch}"
+    table = compact_table(
+        f"{plan.variant}: {len(plan.stages)} stages, mini-batch {plan.mini_batch} in "
+        f"{plan.micro_batches} micro-batches of {plan.micro_batch}",
+        ["stage", "layers", "device"],
+        ["forward", "backward", "transfer", "memory", "limit", "L", "ver", "d", "idle"],
     )
-    table.add_column("stage", justify="right")
-    table.add_column("layers", overflow="fold", min_width=18)
-    table.add_column("device", overflow="fold")
-    for name in (
-        "forward",
-        "backward",
-        "transfer",
-        "memory",
-        "limit",
-        "in flight",
-        "ver.",
-        "d",
-        "idle",
-    ):
-        table.add_column(name, justify="right")
     for s, (stage, predicted) in enumerate(zip(plan.stages, plan.predicted.stages, strict=True)):
         device = plan.cluster.devices[stage.devices[0]]
         limit = device.memory_bytes
@@ -79,8 +67,8 @@ def verdict(plan: Plan) -> Text:
 def legend() -> Text:
     """What the columns mean."""
     return Text(
-        "forward, backward, transfer: per micro-batch. in flight: mini-batches at most. ver.: "
-        "weight versions held. d: version difference, backward less forward.",
+        "forward, backward, transfer: per micro-batch. L: mini-batches in flight at most. "
+        "ver: weight versions held. d: version difference, backward less forward.",
         style="dim",
     )
 

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import click
 import msgspec
-from rich.table import Table
 
 from ..profiles.errors import UserError
 from ..profiles.files import write_file
 from ..profiles.profile import Profile
 from ..profiles.units import format_bytes, format_seconds
 from .common import Bar, common_options, errors_as_lines, output, whole_numbers
+from .tables import compact_table
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -102,11 +102,11 @@ def main(
 def _print(profile: Profile, path: str, verbose: bool) -> None:
     console = output()
     size = profile.micro_batch_sizes[-1]
-    table = Table(title=f"{profile.target}: {len(profile.layers)} layers, micro-batch of {size}")
-    table.add_column("layer", overflow="fold")
-    table.add_column("kind", overflow="fold")
-    for name in ("parameters", "forward", "backward", "saved"):
-        table.add_column(name, justify="right")
+    table = compact_table(
+        f"{profile.target}: {len(profile.layers)} layers, micro-batch of {size}",
+        ["layer", "kind"],
+        ["parameters", "forward", "backward", "saved"],
+    )
     rows = profile.layers if verbose or len(profile.layers) <= 40 else profile.layers[:40]
     for layer in rows:
         m = layer.measurements[-1]

@@ -8,6 +8,7 @@ from rich.text import Text
 from ..planner.plan import Plan
 from ..profiles.units import format_bytes, format_seconds
 from ..runtime.scores import EpochRecord, RunSummary
+from .tables import compact_table
 
 
 def epoch_line(record: EpochRecord) -> str:
@@ -24,23 +25,13 @@ def epoch_line(record: EpochRecord) -> str:
 
 def summary_table(plan: Plan, summary: RunSummary) -> Table:
     """One row per stage: measured beside predicted."""
-    table = Table(title=f"{summary.variant}, {len(summary.stages)} stages, {summary.mode}")
-    table.add_column("stage", justify="right")
-    for name in (
-        "compute",
-        "comm.",
-        "idle",
-        "idle\npredicted",
-        "peak bytes\nmeasured",
-        "peak bytes\npredicted",
-        "process\nRSS peak",
-        "versions\nheld",
-        "version differences\nseen (how often)",
-    ):
-        table.add_column(name, justify="right")
+    table = compact_table(
+        f"{summary.variant}, {len(summary.stages)} stages, {summary.mode}",
+        ["stage"],
+        ["compute", "comm.", "idle", "(pred.)", "peak", "(pred.)", "RSS", "versions", "(pred.)"],
+    )
     inline = summary.mode == "inline"
     for report, predicted in zip(summary.stages, plan.predicted.stages, strict=True):
-        seen = ", ".join(f"{d} ({n})" for d, n in report.version_differences.items())
         # What the runtime can't see (scratch memory inside operations) isn't compared.
         accounted = predicted.memory_bytes - predicted.memory.workspace_bytes
         table.add_row(
@@ -52,8 +43,8 @@ def summary_table(plan: Plan, summary: RunSummary) -> Table:
             format_bytes(report.peak.total) if report.peak else "-",
             format_bytes(accounted),
             format_bytes(report.rss_peak_bytes),
-            f"{report.versions_held} ({predicted.versions_held})",
-            seen,
+            str(report.versions_held),
+            str(predicted.versions_held),
         )
     return table
 
@@ -82,10 +73,16 @@ def summary_lines(summary: RunSummary) -> list[Text]:
                 f"{predicted} ({ratio:.2f} ×)"
             )
         )
+    for report in summary.stages:
+        seen = ", ".join(
+            f"{difference} in {times}" for difference, times in report.version_differences.items()
+        )
+        lines.append(Text(f"version differences seen on stage {report.stage}: {seen} backwards"))
     lines.append(
         Text(
-            "peak bytes: weights, versions, gradients, optimizer, activations, messages; without "
-            "scratch memory. versions held: measured (predicted).",
+            "peak: weights, older versions, gradients, optimizer, activations, messages; without "
+            "scratch memory. RSS: the whole process, libraries included. versions: of the weights, "
+            "held at once. difference: version of a backward less that of its forward.",
             style="dim",
         )
     )
