@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 from ..profiles.errors import OrderError
@@ -79,13 +80,17 @@ def warm_mini_batches(stages: int) -> int:
 def steady_period_s(timeline: Timeline) -> float:
     """Seconds per mini-batch in the middle of the run, filling and draining left out.
 
+    That of the slowest stage: one that gets no gradients back may run ahead of the others.
     Where updates come in a pattern that repeats every c mini-batches, the mean over whole
     patterns; else the mean over the middle third.
     """
-    ends = [event.end_s for event in timeline.stages[0] if event.op.kind == UPDATE]
+    return max(_period_s([e.end_s for e in s if e.op.kind == UPDATE]) for s in timeline.stages)
+
+
+def _period_s(ends: Sequence[float]) -> float:
     if len(ends) < 3:
         return ends[-1] / len(ends) if ends else 0.0
-    gaps = [b - a for a, b in itertools.pairwise(ends)]
+    gaps = [b - a for a, b in pairwise(ends)]
     middle = gaps[len(gaps) // 3 : max(2 * len(gaps) // 3, len(gaps) // 3 + 1)]
     scale = max(max(middle), 1e-30)
     for cycle in range(1, len(middle) // 2 + 1):

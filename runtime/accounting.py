@@ -19,6 +19,8 @@ class MemoryAccount:
 
     def __init__(self, parameters: Sequence[nn.Parameter], buffers: Sequence[Tensor]) -> None:
         self.parameters = parameters
+        self._gradients = 0
+        self._state = 0
         self._weights = sum(_nbytes(t) for t in (*parameters, *buffers))
         self.peak: MemoryByKind | None = None
         self.most_versions = 1
@@ -31,13 +33,17 @@ class MemoryAccount:
         activations_bytes: int,
         boundary_bytes: int,
         optimizer: torch.optim.Optimizer | None,
+        gradients_changed: bool = True,
     ) -> None:
-        """Account for this moment."""
+        """Account for this moment. `gradients_changed`: since the last time."""
+        if gradients_changed:
+            found = (p.grad for p in self.parameters)
+            self._gradients = sum(_nbytes(grad) for grad in found if grad is not None)
         now = MemoryByKind(
             weights_bytes=self._weights,
             versions_bytes=versions_bytes,
-            gradients_bytes=sum(_nbytes(p.grad) for p in self.parameters if p.grad is not None),
-            optimizer_bytes=_state_bytes(optimizer),
+            gradients_bytes=self._gradients,
+            optimizer_bytes=self._optimizer_bytes(optimizer),
             activations_bytes=activations_bytes,
             boundary_bytes=boundary_bytes,
             workspace_bytes=0,
@@ -46,14 +52,22 @@ class MemoryAccount:
             self.peak = now
         self.most_versions = max(self.most_versions, versions_held)
 
+    def gradients_gone(self) -> None:
+        """The gradients were let go after an update."""
+        self._gradients = 0
+
+    def _optimizer_bytes(self, optimizer: torch.optim.Optimizer | None) -> int:
+        """Counted until the state is there; it doesn't grow after that."""
+        if not self._state and optimizer is not None and optimizer.state:
+            self._state = _state_bytes(optimizer)
+        return self._state
+
 
 def _nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _state_bytes(optimizer: torch.optim.Optimizer | None) -> int:
-    if optimizer is None:
-        return 0
+def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
     return sum(
         _nbytes(value)
         for values in optimizer.state.values()

@@ -128,9 +128,9 @@ def summarize(
     """Put the stages' figures together."""
     plan = prepared.plan
     mini_batches = sum(segment.mini_batches for segment in prepared.segments)
-    # Like the prediction, the measured period is that of stage 0. Inline, stages take turns
-    # in one process: a period there says nothing about the pipeline.
-    periods = [] if inline else reports[0].periods_s
+    # Like the prediction, the measured period is the slowest stage's. Inline, stages take
+    # turns in one process: a period there says nothing about the pipeline.
+    periods = [] if inline else [median(r.periods_s) for r in reports if r.periods_s]
     trained_s = sum(record.seconds for record in epochs)
     return RunSummary(
         variant=plan.variant,
@@ -141,7 +141,7 @@ def summarize(
         samples_per_s=mini_batches * plan.mini_batch / trained_s if trained_s else 0.0,
         seconds=seconds,
         predicted_period_s=plan.predicted.period_s,
-        measured_period_s=median(periods) if periods else None,
+        measured_period_s=max(periods, default=None),
         epochs=epochs,
         stages=reports,
     )

@@ -112,7 +112,7 @@ class Stage:
         self._kept_bytes += micro.saved_bytes
         self._flying[op.mini_batch, op.micro_batch] = micro
         self.weights.drop(self.walk.needed())
-        self._note(boundary_bytes)
+        self._note(boundary_bytes, gradients_changed=False)
         return version, outputs, None if loss is None else loss.detach()
 
     def backward(
@@ -168,6 +168,7 @@ class Stage:
         self._note(boundary_bytes)
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
+        self.account.gradients_gone()
         version = self.walk.update()
         self.weights.advance(needed)
         return version
@@ -232,11 +233,12 @@ class Stage:
                 slot.copy_(inlet.grad)
         return gathered
 
-    def _note(self, boundary_bytes: int) -> None:
+    def _note(self, boundary_bytes: int, *, gradients_changed: bool = True) -> None:
         self.account.note(
             versions_held=self.weights.held,
             versions_bytes=self.weights.older_bytes,
             activations_bytes=self._kept_bytes,
             boundary_bytes=boundary_bytes,
             optimizer=self.optimizer,
+            gradients_changed=gradients_changed,
         )

@@ -1,0 +1,32 @@
+"""Fixtures that many tests share. Tests import the package by its installed name alone."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+# One thread per process: the tests run side by side on two cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+settings.register_profile("house", deadline=None, max_examples=60)
+settings.load_profile("house")
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="session")
+def mlp_target() -> str:
+    """The float64 task that the oracle knows: four linear layers with tanh between them."""
+    return f"{HERE / 'mlp_task.py'}:MLPTask"
+
+
+@pytest.fixture(scope="session")
+def mlp_profile(mlp_target: str):
+    """Its profile; times are set by the tests that need them fixed."""
+    from timeprest.profiles.measure import measure
+    from timeprest.profiles.target import resolve
+
+    return measure(resolve(mlp_target), batch_size=8, micro_batch_sizes=[2, 4, 8], seconds=0)

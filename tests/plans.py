@@ -1,0 +1,61 @@
+"""Making plans for tests: a given cut of a profile with given times, so that orders are known."""
+
+from __future__ import annotations
+
+import itertools
+
+import msgspec
+from timeprest.planner.cluster import uniform_cluster
+from timeprest.planner.evaluate import Question, evaluate
+from timeprest.planner.plan import SolverReport
+from timeprest.planner.search import make_plan
+from timeprest.planner.variants import VARIANTS
+
+REPORT = SolverReport(
+    method="by hand", objective_s=0, bound_s=0, gap=1, optimal=False, plans_tried=0, seconds=0
+)
+
+
+def with_times(profile, forward_s=1e-3, backward_s=2e-3, shares=None):
+    """The profile with times that don't depend on the machine: so much for each sample.
+
+    Args:
+        shares: per layer, how many times as long; 1 by default.
+    """
+    shares = shares or [1] * len(profile.layers)
+    layers = tuple(
+        msgspec.structs.replace(
+            layer,
+            measurements=tuple(
+                msgspec.structs.replace(
+                    m,
+                    forward_s=share * forward_s * m.micro_batch,
+                    backward_s=share * backward_s * m.micro_batch,
+                )
+                for m in layer.measurements
+            ),
+        )
+        for layer, share in zip(profile.layers, shares, strict=True)
+    )
+    optimizer = msgspec.structs.replace(
+        profile.optimizer, update_fixed_s=0.0, update_s_per_byte=0.0
+    )
+    loss = tuple(msgspec.structs.replace(m, forward_s=0.0, backward_s=0.0) for m in profile.loss)
+    return msgspec.structs.replace(profile, layers=layers, optimizer=optimizer, loss=loss)
+
+
+def split_evenly(names, stages):
+    """Layer names in `stages` consecutive groups."""
+    borders = [round(k * len(names) / stages) for k in range(stages + 1)]
+    return [tuple(names[a:b]) for a, b in itertools.pairwise(borders)]
+
+
+def plan_by_hand(profile, variant, stages, micro_batches, limits=None, mini_batch=8, cut=None):
+    """A plan with a given cut and in-flight limits (S − s by default)."""
+    names = [layer.name for layer in profile.layers]
+    groups = cut or split_evenly(names, stages)
+    if limits is None:
+        flushes = VARIANTS[variant].flushes
+        limits = [1 if flushes else stages - s for s in range(stages)]
+    question = Question(profile, uniform_cluster(stages), variant, mini_batch, 1.0)
+    return make_plan(question, evaluate(question, groups, micro_batches, limits), REPORT)

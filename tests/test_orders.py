@@ -1,0 +1,250 @@
+"""Orders, versions and simulation: timetables written out, closed forms, drawn pipelines."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from math import ceil
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from timeprest.planner.operations import Op, op_text, order_text, parse_op, parse_order
+from timeprest.planner.order_check import check_order
+from timeprest.planner.orders import make_order
+from timeprest.planner.pipeline import Link, Pipeline
+from timeprest.planner.simulate import simulate, steady_period_s, warm_mini_batches
+from timeprest.planner.variants import VARIANTS
+from timeprest.planner.versions import version_use
+from timeprest.profiles.errors import OrderError
+
+
+def unit_pipeline(variant, stages, n, limits=None, *, backward=None):
+    """f = β = 1: a mini-batch's backward takes as long as a micro-batch's forward."""
+    each = 1.0 if VARIANTS[variant].backward_unit == "micro" else 1.0 / n
+    return Pipeline(
+        variant=VARIANTS[variant],
+        micro_batches=n,
+        forward_s=(1.0,) * stages,
+        backward_s=(backward or each,) * stages,
+        update_s=(0.0,) * stages,
+        links=tuple(Link(s, s + 1, 0.0, 0.0, 0.0) for s in range(stages - 1)),
+        limits=tuple(limits or [stages - s for s in range(stages)]),
+    )
+
+
+def bound_limits(stages, n):
+    return [1 + ceil(2 * (stages - 1 - s) / (n + 1)) for s in range(stages)]
+
+
+def steady_difference(pipeline, order, stage, count):
+    use = version_use(pipeline.variant, pipeline.micro_batches, order[stage])
+    return set(use.differences[count // 3 : 2 * count // 3])
+
+
+# Written out by hand -----------------------------------------------------------------------
+
+
+def test_one_forward_one_backward_timetable():
+    order = make_order(unit_pipeline("pipedream", 3, 1), 4)
+    assert order_text(order).replace(".0", "").splitlines() == [
+        "0F0 0F1 0F2 0B0 0U0 0F3 0B1 0U1 0B2 0U2 0B3 0U3",
+        "1F0 1F1 1B0 1U0 1F2 1B1 1U1 1F3 1B2 1U2 1B3 1U3",
+        "2F0 2B0 2U0 2F1 2B1 2U1 2F2 2B2 2U2 2F3 2B3 2U3",
+    ]
+
+
+def test_gpipe_timetable():
+    order = make_order(unit_pipeline("gpipe", 2, 2, [1, 1]), 1)
+    assert order_text(order).splitlines() == [
+        "0F0.0 0F0.1 0B0.0 0B0.1 0U0",
+        "1F0.0 1F0.1 1B0.0 1B0.1 1U0",
+    ]
+
+
+def test_nf1b_timetable():
+    """S = 2, N = 2, f = 1, β = 1. Stage 1 runs its backward as soon as it can, from 3 to 4."""
+    order = make_order(unit_pipeline("timeprest", 2, 2), 3)
+    assert order_text(order).splitlines() == [
+        "0F0.0 0F0.1 0F1.0 0F1.1 0B0 0U0 0F2.0 0F2.1 0B1 0U1 0B2 0U2",
+        "1F0.0 1F0.1 1B0 1U0 1F1.0 1F1.1 1B1 1U1 1F2.0 1F2.1 1B2 1U2",
+    ]
+
+
+def test_update_lands_between_the_micro_batches_of_a_mini_batch():
+    """N = 4: stage 0's first update comes while mini-batch 1 is under way there."""
+    pipeline = unit_pipeline("timeprest", 2, 4)
+    order = make_order(pipeline, 3)
+    ops = order_text(order).splitlines()[0].split()
+    assert ops[4:11] == ["0F1.0", "0F1.1", "0B0", "0U0", "0F1.2", "0F1.3", "0F2.0"]
+    pinned = version_use(VARIANTS["timeprest"], 4, order[0])
+    latest = version_use(VARIANTS["v-timeprest"], 4, order[0])
+    # 1F1.2 runs after the update: on the first micro-batch's version, or on the latest.
+    assert (pinned.versions[8], latest.versions[8]) == (0, 1)
+    assert (pinned.most_held, latest.most_held) == (2, 1)
+
+
+# Closed forms ------------------------------------------------------------------------------
+
+UNIT_FACTS = [
+    *((2, n, 1) for n in range(1, 17)),
+    *((3, n, 1) for n in (4, 8)),
+    (4, 4, 2),
+    (4, 8, 1),
+    (4, 16, 1),
+    (8, 8, 2),
+    (8, 16, 1),
+]
+
+
+@pytest.mark.parametrize(("stages", "n", "difference"), UNIT_FACTS)
+def test_unit_time_facts(stages, n, difference):
+    """f = β = 1, no transfer time: period N + 1, and the version difference at stage 0."""
+    count = warm_mini_batches(stages)
+    for limits in (bound_limits(stages, n), None):
+        pipeline = unit_pipeline("timeprest", stages, n, limits)
+        order = make_order(pipeline, count)
+        assert steady_period_s(simulate(pipeline, order)) == pytest.approx(n + 1)
+        assert steady_difference(pipeline, order, 0, count) == {difference}
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
+def test_pipedream_holds_up_to_s_versions(stages):
+    pipeline = unit_pipeline("pipedream", stages, 1)
+    order = make_order(pipeline, 3 * stages)
+    for s, ops in enumerate(order):
+        use = version_use(pipeline.variant, 1, ops)
+        assert use.most_held == stages - s
+        assert set(use.differences) == {0}
+
+
+@pytest.mark.parametrize(("stages", "n"), [(1, 1), (2, 4), (3, 4), (4, 8), (4, 2)])
+def test_gpipe_time_is_the_flow_shop_formula(stages, n):
+    """(N + S − 1)·(f + b) with equal stages and no transfers."""
+    pipeline = replace(unit_pipeline("gpipe", stages, n, [1] * stages), backward_s=(2.0,) * stages)
+    period = steady_period_s(simulate(pipeline, make_order(pipeline, 9)))
+    assert period == pytest.approx((n + stages - 1) * 3.0)
+
+
+# Drawn -------------------------------------------------------------------------------------
+
+times = st.floats(0.01, 10, allow_nan=False)
+
+
+@st.composite
+def pipelines(draw):
+    variant = VARIANTS[draw(st.sampled_from(sorted(VARIANTS)))]
+    stages = draw(st.integers(1, 16))
+    n = 1 if variant.whole_mini_batches else draw(st.integers(1, 64))
+    links = {(s, s + 1) for s in range(stages - 1)}
+    for _ in range(draw(st.integers(0, 3)) if stages > 2 else 0):
+        a = draw(st.integers(0, stages - 2))
+        links.add((a, draw(st.integers(a + 1, stages - 1))))
+    limits = [1]
+    for _ in range(stages - 1):
+        limits.insert(0, limits[0] + draw(st.integers(0, 2)))
+    return Pipeline(
+        variant=variant,
+        micro_batches=n,
+        forward_s=tuple(draw(times) for _ in range(stages)),
+        backward_s=tuple(draw(times) for _ in range(stages)),
+        update_s=(0.0,) * stages,
+        links=tuple(
+            Link(a, b, draw(st.floats(0, 5)), draw(st.floats(0, 5)), 0.1, draw(st.booleans()))
+            for a, b in sorted(links)
+        ),
+        limits=tuple([1] * stages if variant.flushes else limits),
+    )
+
+
+@given(pipelines(), st.integers(1, 5))
+def test_every_order_obeys_its_rules(pipeline, mini_batches):
+    order = make_order(pipeline, mini_batches)
+    check_order(pipeline, order, mini_batches)
+    assert parse_order(order_text(order)) == order
+    assert make_order(pipeline, mini_batches) == order
+
+
+@given(pipelines(), st.integers(2, 6))
+def test_versions_follow_the_table(pipeline, mini_batches):
+    variant = pipeline.variant
+    for ops in make_order(pipeline, mini_batches):
+        use = version_use(variant, pipeline.micro_batches, ops)
+        updates = 0
+        for op, version in zip(ops, use.versions, strict=True):
+            assert version <= updates + (op.kind == "U")
+            if op.kind == "U":
+                updates += 1
+                assert version == updates
+            elif op.kind == "B" and variant.backward_weights == "latest":
+                assert version == updates
+            if op.kind == "F" and variant.forward_weights == "latest":
+                assert version == updates
+        if variant.name in ("v-timeprest", "gpipe"):
+            assert use.most_held == 1
+        if variant.name == "timeprest":
+            assert use.most_held <= 2
+        if variant.backward_weights == "forward" or variant.flushes:
+            assert set(use.differences) == {0}
+
+
+@given(pipelines())
+def test_no_pipeline_is_faster_than_its_busiest_stage(pipeline):
+    timeline = simulate(pipeline, make_order(pipeline, warm_mini_batches(pipeline.stages)))
+    busiest = max(pipeline.work_s(s) for s in range(pipeline.stages))
+    assert steady_period_s(timeline) >= busiest * (1 - 1e-9)
+    for events in timeline.stages:
+        for before, after in itertools.pairwise(events):
+            assert after.start_s >= before.end_s
+
+
+# The checker finds what is wrong -----------------------------------------------------------
+
+
+def _swapped(order, s, a, b):
+    ops = list(order[s])
+    ops[a], ops[b] = ops[b], ops[a]
+    return (*order[:s], tuple(ops), *order[s + 1 :])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda o: (o[0][1:], o[1]), "0B0: runs before 0F0.0|is missing"),
+        (lambda o: ((*o[0], o[0][0]), o[1]), "runs twice"),
+        (lambda o: ((*o[0], Op("F", 9, 0)), o[1]), "not expected"),
+        (lambda o: (o[0][:-1], o[1]), "0U3: is missing"),
+        (lambda o: _swapped(o, 1, 0, 1), "1B0: runs before 1F0.0"),
+        (lambda o: _swapped(o, 0, 0, 1), "same sequence"),
+        (lambda o: o[:1], "stages"),
+    ],
+)
+def test_the_checker_names_what_is_wrong(change, message):
+    pipeline = unit_pipeline("pipedream", 2, 1)
+    order = make_order(pipeline, 4)
+    check_order(pipeline, order, 4)
+    with pytest.raises(OrderError, match=message):
+        check_order(pipeline, change(order), 4)
+
+
+def test_deadlock_is_named():
+    """Both stages wait: 0 wants a gradient before it has sent the activation."""
+    pipeline = replace(unit_pipeline("v-timeprest", 2, 1), limits=(2, 1))
+    order = make_order(pipeline, 2)
+    stuck = tuple(op for op in order[0] if op.kind != "F") + tuple(
+        op for op in order[0] if op.kind == "F"
+    )
+    with pytest.raises(OrderError, match=r"deadlock.*0B0, 1F0\.0"):
+        simulate(pipeline, (stuck, order[1]))
+
+
+@given(st.integers(0, 99), st.sampled_from("FBU"), st.integers(0, 999), st.integers(0, 99))
+def test_operation_text_round_trips(stage, kind, mini_batch, micro_batch):
+    for op in (Op(kind, mini_batch), Op(kind, mini_batch, micro_batch)):
+        assert parse_op(op_text(stage, op)) == (stage, op)
+
+
+@pytest.mark.parametrize("text", ["", "F0", "1X0", "1F", "1F0.", "1F0.0 1F0.1"])
+def test_bad_operation_text_is_refused(text):
+    with pytest.raises(OrderError):
+        parse_op(text)
