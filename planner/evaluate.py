@@ -15,8 +15,8 @@ from .plan import Prediction, StagePrediction, make_pipeline
 from .simulate import (
     idle_shares,
     most_waiting,
+    predicted_period_s,
     simulate,
-    steady_period_s,
     warm_mini_batches,
 )
 from .stage_costs import RECEIVES_AHEAD, Crossing, StageCost, crossings, stage_cost
@@ -86,7 +86,7 @@ def evaluate(
     mini_batches = warm_mini_batches(len(stages))
     order = make_order(pipeline, mini_batches)
     timeline = simulate(pipeline, order)
-    period_s = steady_period_s(timeline)
+    period_s = predicted_period_s(pipeline, timeline)
     memories = [
         walk_memory(
             pipeline.variant,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -162,19 +162,10 @@ def check_plan(plan: Plan, where: str = "plan") -> Plan:
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise fail(f"stages: layer {twice[0]!r} stands in two places")
-    used = [device for stage in plan.stages for device in stage.devices]
+    _check_devices(plan, fail)
     for s, stage in enumerate(plan.stages):
         if stage.recompute:
             raise fail(f"stages[{s}].recompute: not available yet; set it to false")
-        if len(stage.devices) != 1:
-            raise fail(f"stages[{s}].devices: replicas are not available yet; give one device")
-        if stage.devices[0] >= len(plan.cluster.devices):
-            raise fail(
-                f"stages[{s}].devices: {stage.devices[0]} isn't one of the "
-                f"{len(plan.cluster.devices)} devices (0 is the first)"
-            )
-        if used.count(stage.devices[0]) > 1:
-            raise fail(f"stages[{s}].devices: device {stage.devices[0]} runs two stages")
         if s and stage.in_flight > plan.stages[s - 1].in_flight:
             raise fail(
                 f"stages[{s}].in_flight: {stage.in_flight} is more than stage {s - 1}'s "
@@ -189,6 +180,23 @@ def check_plan(plan: Plan, where: str = "plan") -> Plan:
                 "tensors go to later stages only"
             )
     return plan
+
+
+def _check_devices(plan: Plan, fail: Callable[[str], PlanError]) -> None:
+    taken: dict[int, int] = {}
+    for s, stage in enumerate(plan.stages):
+        where = f"stages[{s}].devices"
+        if len(stage.devices) != 1:
+            raise fail(f"{where}: replicas are not available yet; give one device")
+        device = stage.devices[0]
+        if device >= len(plan.cluster.devices):
+            raise fail(
+                f"{where}: {device} isn't one of the {len(plan.cluster.devices)} devices "
+                "(0 is the first)"
+            )
+        if device in taken:
+            raise fail(f"{where}: device {device} runs two stages, {taken[device]} and {s}")
+        taken[device] = s
 
 
 def check_against_profile(plan: Plan, profile: Profile, where: str = "plan") -> None:

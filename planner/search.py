@@ -88,18 +88,16 @@ def solve(
         progress or (lambda *_: None),
     )
     objective = found.prediction.period_s
-    proven = search.lattice.complete and objective <= bound * _SAME
+    proven = objective <= bound * _SAME
     report = SolverReport(
         method="dp",
         objective_s=objective,
-        bound_s=min(bound, objective) if search.lattice.complete else 0.0,
-        gap=max(objective / bound - 1, 0.0) if bound > 0 and search.lattice.complete else 1.0,
+        bound_s=min(bound, objective),
+        gap=0.0 if proven else (objective / bound - 1 if bound > 0 else 1.0),
         optimal=proven,
         plans_tried=search.tried,
         seconds=round(time.perf_counter() - begin, 3),
     )
-    if proven:
-        report = _replace_gap(report)
     return make_plan(question, found, report)
 
 
@@ -137,18 +135,6 @@ def make_plan(question: Question, found: Evaluation, report: SolverReport) -> Pl
             predicted=found.prediction,
             solver=report,
         )
-    )
-
-
-def _replace_gap(report: SolverReport) -> SolverReport:
-    return SolverReport(
-        method=report.method,
-        objective_s=report.objective_s,
-        bound_s=report.bound_s,
-        gap=0.0,
-        optimal=True,
-        plans_tried=report.plans_tried,
-        seconds=report.seconds,
     )
 
 
@@ -232,6 +218,8 @@ class _Search:
 
     def _bound(self, stages: int, micro_batches: int) -> float:
         """No order of any cut into so many stages has a shorter period."""
+        if not self.lattice.complete:
+            return self._share(stages, micro_batches)
         least = [InFlight(self._least_kept(micro_batches), 1)] * stages
         allowed = self._allowed(stages, micro_batches, least)
         # Where tensors skip stages, links share the load in ways the program doesn't see:
@@ -245,12 +233,18 @@ class _Search:
             found = smallest_flush_time(terms, micro_batches)
         return found[0] if found else np.inf
 
+    def _share(self, stages: int, micro_batches: int) -> float:
+        """All the work spread evenly over the devices: a bound for cuts that aren't listed."""
+        t = self.tables(micro_batches)
+        speed = sum(device.speed for device in self.question.cluster.devices[:stages])
+        return float(micro_batches * (t.forward_s[0, -1] + t.backward_s[0, -1])) / speed
+
     def _plans(self, stages: int, micro_batches: int, bound: float) -> Iterator[Evaluation]:
         """Feasible plans for several in-flight limits, until one reaches the bound."""
         seen = set()
         for limits in _limit_candidates(self.variant, stages):
-            for careful in (False, True):
-                cut = self._cut(stages, micro_batches, limits, careful)
+            for held in self._held(stages, micro_batches, limits):
+                cut = self._cut(stages, micro_batches, held)
                 if cut is None or (cut, limits) in seen:
                     continue
                 seen.add((cut, limits))
@@ -278,9 +272,8 @@ class _Search:
         return stages
 
     def _cut(
-        self, stages: int, micro_batches: int, limits: tuple[int, ...], careful: bool
+        self, stages: int, micro_batches: int, held: Sequence[InFlight]
     ) -> tuple[int, ...] | None:
-        held = self._held(stages, micro_batches, limits, careful)
         allowed = self._allowed(stages, micro_batches, held)
         if self.variant.flushes:
             terms = self._flush_terms(stages, micro_batches, allowed, wires=True)
@@ -297,17 +290,24 @@ class _Search:
         return micro_batches
 
     def _held(
-        self, stages: int, micro_batches: int, limits: tuple[int, ...], careful: bool
-    ) -> list[InFlight]:
-        """In flight at the peak: from an order with equal stages, or, careful, at the most."""
+        self, stages: int, micro_batches: int, limits: tuple[int, ...]
+    ) -> Iterator[list[InFlight]]:
+        """Guesses of what is in flight at each stage's peak, before its order is known.
+
+        At the least; as in an order with equal stages; and at the most.
+        """
+        yield [InFlight(self._least_kept(micro_batches), 1)] * stages
         if self.variant.flushes:
-            return [InFlight(micro_batches, 1)] * stages
-        if careful:
-            stashes = self.variant.backward_weights == "forward"
-            return [
-                InFlight(limit * micro_batches, limit if stashes else min(limit, 2))
-                for limit in limits
-            ]
+            return
+        yield self._held_by_equal_stages(stages, micro_batches, limits)
+        stashes = self.variant.backward_weights == "forward"
+        yield [
+            InFlight(limit * micro_batches, limit if stashes else min(limit, 2)) for limit in limits
+        ]
+
+    def _held_by_equal_stages(
+        self, stages: int, micro_batches: int, limits: tuple[int, ...]
+    ) -> list[InFlight]:
         equal = Pipeline(
             variant=self.variant,
             micro_batches=micro_batches,

@@ -87,6 +87,18 @@ def steady_period_s(timeline: Timeline) -> float:
     return max(_period_s([e.end_s for e in s if e.op.kind == UPDATE]) for s in timeline.stages)
 
 
+def predicted_period_s(pipeline: Pipeline, timeline: Timeline) -> float:
+    """The steady period, and never less than the busiest stage's or wire's time.
+
+    Where two stages are nearly as slow, a short simulation may still be filling the buffers
+    between them, and look faster than it stays.
+    """
+    n = pipeline.micro_batches
+    wires = [max(n * link.forward_s, n * link.backward_s) for link in pipeline.links]
+    work = [pipeline.work_s(s) for s in range(pipeline.stages)]
+    return max(steady_period_s(timeline), *work, *wires)
+
+
 def _period_s(ends: Sequence[float]) -> float:
     if len(ends) < 3:
         return ends[-1] / len(ends) if ends else 0.0
