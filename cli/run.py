@@ -111,6 +111,11 @@ def main(
     class Show:
         """Progress on the terminal: a bar for the epoch, a line for each that is done."""
 
+        def begin(self) -> None:
+            if not silent:
+                how = "inline" if inline else f"{len(plan.stages)} processes"
+                console.print(f"training {settings.task} with {plan.variant}, {how}, in {where}")
+
         def mini_batch(self, epoch: int, done: int, of: int, loss: float) -> None:
             bar(f"epoch {epoch + 1}: mini-batch {done} of {of}, loss {loss:.4f}", done, of)
 
@@ -118,9 +123,6 @@ def main(
             if not silent:
                 console.print(epoch_line(record))
 
-    if not silent:
-        how = "inline" if inline else f"{len(plan.stages)} processes"
-        console.print(f"training {settings.task} with {plan.variant}, {how}, in {where}")
     with Bar(plan.variant, quiet=silent) as bar:
         summary = run(plan, settings, where, inline=inline, observer=Show())
     if as_json:

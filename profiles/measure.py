@@ -14,7 +14,7 @@ from .boundary import Inlet
 from .errors import TargetError, TraceError
 from .live_bytes import LiveBytes
 from .optimizer_cost import measure_optimizer
-from .pieces import Piece, cut, kind_of
+from .pieces import Piece, cut, encode
 from .profile import (
     Edge,
     Layer,
@@ -372,7 +372,9 @@ class _Bench:
         return {label for label, _ in self.cases[-1].storages.values()}
 
     def _storages(self) -> tuple[Storage, ...]:
-        by_case = [dict(case.storages.values()) for case in self.cases]
+        by_case = [
+            {**dict(case.storages.values()), **self._number_bytes(case)} for case in self.cases
+        ]
         return tuple(
             Storage(
                 name=label,
@@ -380,6 +382,15 @@ class _Bench:
             )
             for label in by_case[-1]
         )
+
+    def _number_bytes(self, case: _Case) -> dict[str, int]:
+        """Numbers and sizes between layers travel as int64 tensors."""
+        return {
+            value.node.name: storage_bytes(encode(found, value.node.name))
+            for value in self.crossing
+            if value.producer is not None
+            and not isinstance(found := case.values[value.node.name], Tensor)
+        }
 
     def _edges(self) -> tuple[Edge, ...]:
         edges = []
@@ -394,8 +405,7 @@ class _Bench:
                 sizes = [v.numel() * v.element_size() for v in found]
             else:
                 storage = name
-                count = len(last) if kind_of(last) == "size" else 1
-                sizes = [8 * count] * len(found)
+                sizes = [self._number_bytes(case)[name] for case in self.cases]
             for consumer in value.consumers:
                 edges.append(
                     Edge(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import Tensor, fx, nn
 
 from .pieces import encode, kind_of
 from .trace import TracedModel, values
@@ -65,19 +65,40 @@ def describe(name: str, value: Any) -> ValueSpec:
     )
 
 
-def value_specs(traced: TracedModel, inputs: Sequence[Tensor]) -> dict[str, ValueSpec]:
+def value_specs(
+    traced: TracedModel, inputs: Sequence[Tensor], *, fake: bool = True
+) -> dict[str, ValueSpec]:
     """Specs of all values that layers take from each other, for inputs of this size.
 
-    The model runs on fake tensors; where an operation has no fake form, for real.
+    Args:
+        fake: run the model on fake tensors, which takes no memory but two seconds to set up;
+            where an operation has no fake form, it runs for real all the same.
     """
     wanted = {value.node.name for value in values(traced)}
-    # Recording happens outside the mode's reach for sizes: encode makes real tensors of them.
-    try:
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    with _unchanged(traced.module), torch.random.fork_rng(devices=[]):
+        if not fake:
             recorder = _Recorder(traced.module, wanted)
-            recorder.run(*[mode.from_tensor(tensor) for tensor in inputs])
+            recorder.run(*[tensor.clone() for tensor in inputs])
             return recorder.found
-    except Exception:
-        recorder = _Recorder(traced.module, wanted)
-        recorder.run(*inputs)
-        return recorder.found
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        try:
+            with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+                recorder = _Recorder(traced.module, wanted)
+                recorder.run(*[mode.from_tensor(tensor) for tensor in inputs])
+        except Exception:  # an operation without a fake form, of whatever library
+            recorder = _Recorder(traced.module, wanted)
+            recorder.run(*[tensor.clone() for tensor in inputs])
+    return recorder.found
+
+
+@contextmanager
+def _unchanged(module: nn.Module) -> Iterator[None]:
+    """Put every buffer back: looking at shapes must not count as a training step."""
+    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)

@@ -19,6 +19,7 @@ from .errors import TargetError, TimeprestError
 from .task import Task, dataset_size, fetch
 from .zoo import BUILT_IN
 
+_PACKAGE = Path(__file__).resolve().parent.parent
 _TASK_PARTS = ("model", "data", "loss", "optimizer")
 
 
@@ -188,11 +189,11 @@ def _call(name: str, doing: str, function: Callable[[], Any]) -> Any:
 def describe_error(error: BaseException) -> str:
     """One line: the last place in the user's code, and what went wrong there."""
     torch_folder = str(Path(torch.__file__).parent)
-    here = str(Path(__file__).resolve().parent.parent)
+    ours = tuple(str(_PACKAGE / folder) for folder in ("profiles", "planner", "runtime", "cli"))
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith((torch_folder, here, "<"))
+        if not frame.filename.startswith((torch_folder, *ours, "<"))
     ]
     text = " ".join(str(error).split())
     reason = f"{type(error).__name__}: {text}" if text else type(error).__name__

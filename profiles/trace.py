@@ -1,7 +1,8 @@
 """Tracing a model with torch.fx into layers under the user's module names.
 
 A layer is a leaf module (anything of torch.nn but containers) together with the function
-and method calls that follow it up to the next leaf module. Layers are therefore intervals
+and method calls that follow it up to the next leaf module (the first one also takes those
+before it). Layers are therefore intervals
 of one topological order, so that the graph of layers has no cycle, whatever the model.
 """
 
@@ -111,11 +112,15 @@ def _explain(model: nn.Module, target: str, error: Exception) -> str:
 def _group(graph_module: fx.GraphModule) -> tuple[LayerNodes, ...]:
     groups: list[list[fx.Node]] = []
     owner: dict[fx.Node, int] = {}
+    modules = 0
     for node in graph_module.graph.nodes:
         if node.op in ("placeholder", "get_attr", "output"):
             continue
         if node.op == "call_module":
-            groups.append([])
+            # What comes before the first module belongs to that module's layer.
+            if modules or not groups:
+                groups.append([])
+            modules += 1
         # Unpacking a tuple and reading a size belong to whoever made the thing: so no
         # tuple crosses from one layer to another.
         made_by = owner.get(node.args[0]) if _is_unpacking(node) else None
@@ -127,7 +132,7 @@ def _group(graph_module: fx.GraphModule) -> tuple[LayerNodes, ...]:
         owner[node] = made_by
     names: set[str] = set()
     return tuple(
-        LayerNodes(_unique(_layer_name(nodes[0]), names), _kind(graph_module, nodes), tuple(nodes))
+        LayerNodes(_unique(_layer_name(nodes), names), _kind(graph_module, nodes), tuple(nodes))
         for nodes in groups
     )
 
@@ -144,10 +149,11 @@ def _is_unpacking(node: fx.Node) -> bool:
     return node.op == "call_method" and node.target == "size"
 
 
-def _layer_name(node: fx.Node) -> str:
-    if node.op == "call_module":
-        return str(node.target)
-    return node.name
+def _layer_name(nodes: Sequence[fx.Node]) -> str:
+    for node in nodes:
+        if node.op == "call_module":
+            return str(node.target)
+    return nodes[0].name
 
 
 def _unique(name: str, taken: set[str]) -> str:

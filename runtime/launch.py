@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
+
+import psutil
 
 from ..profiles.errors import RunError, TimeprestError, UserError
 from .observer import Observer, Tail
 from .run_dir import RunDir
+
+GRACE_S = 3.0
+"""After the first failure, what the other workers have to end by themselves."""
 
 
 def launch(run_dir: RunDir, stages: int, observer: Observer) -> None:
@@ -56,7 +63,7 @@ def launch(run_dir: RunDir, stages: int, observer: Observer) -> None:
             str(run_dir.path),
             str(Path(folder) / "store"),
         ]
-        with _Watch(Tail(run_dir.metrics, observer)):
+        with _Watch(run_dir, Tail(run_dir.metrics, observer)):
             try:
                 elastic_launch(config, sys.executable)(*command)
             except ChildFailedError as error:
@@ -68,16 +75,33 @@ def launch(run_dir: RunDir, stages: int, observer: Observer) -> None:
 
 
 class _Watch:
-    """Passes progress on from a thread while the launcher has the main one."""
+    """Passes progress on from a thread while the launcher has the main one.
 
-    def __init__(self, tail: Tail) -> None:
+    After a failure the launcher asks the other workers to end, and waits half a minute for
+    one that can't (stopped, or stuck in a call). Here it gets a few seconds.
+    """
+
+    def __init__(self, run_dir: RunDir, tail: Tail) -> None:
+        self.run_dir = run_dir
         self.tail = tail
+        self._failed_at: float | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, daemon=True)
 
     def _work(self) -> None:
         while not self._stop.wait(0.1):
             self.tail.poll()
+            self._end_the_stuck()
+
+    def _end_the_stuck(self) -> None:
+        if self._failed_at is None:
+            if any((self.run_dir.path / "errors").glob("stage*.json")):
+                self._failed_at = time.monotonic()
+        elif time.monotonic() - self._failed_at > GRACE_S:
+            for child in psutil.Process().children():
+                with contextlib.suppress(psutil.Error):
+                    if str(self.run_dir.path) in child.cmdline():
+                        child.kill()
 
     def __enter__(self) -> None:
         self._thread.start()

@@ -15,6 +15,9 @@ from .scores import EpochRecord
 class Observer(Protocol):
     """Is told how a run goes on."""
 
+    def begin(self) -> None:
+        """All checks have passed; training begins."""
+
     def mini_batch(self, epoch: int, done: int, of: int, loss: float) -> None:
         """A mini-batch's forward is done on the last stage."""
 
@@ -24,6 +27,9 @@ class Observer(Protocol):
 
 class Silent:
     """An observer that does nothing."""
+
+    def begin(self) -> None:
+        """Ignored."""
 
     def mini_batch(self, epoch: int, done: int, of: int, loss: float) -> None:
         """Ignored."""
@@ -42,6 +48,9 @@ class MetricsFile:
         self._file: TextIO = path.open("w", encoding="utf-8")
         self._losses: list[float] = []
         self._written = 0.0
+
+    def begin(self) -> None:
+        """Nothing to note."""
 
     def mini_batch(self, epoch: int, done: int, of: int, loss: float) -> None:
         """Note a loss."""

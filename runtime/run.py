@@ -44,8 +44,9 @@ def run(
     prepared = prepare(plan, settings)
     where = RunDir(run_dir)
     where.create(plan, settings)
-    begin = time.perf_counter()
     collector = _Collector(observer or Silent())
+    collector.begin()
+    begin = time.perf_counter()
     if inline:
         reports = _run_inline(prepared, where, collector)
     else:
@@ -64,6 +65,10 @@ class _Collector:
         self.observer = observer
         self.epochs: list[EpochRecord] = []
 
+    def begin(self) -> None:
+        """Pass on."""
+        self.observer.begin()
+
     def mini_batch(self, epoch: int, done: int, of: int, loss: float) -> None:
         """Pass on."""
         self.observer.mini_batch(epoch, done, of, loss)
@@ -79,6 +84,11 @@ class _Both:
 
     def __init__(self, first: Observer, second: Observer) -> None:
         self.pair = (first, second)
+
+    def begin(self) -> None:
+        """Tell both."""
+        for observer in self.pair:
+            observer.begin()
 
     def mini_batch(self, epoch: int, done: int, of: int, loss: float) -> None:
         """Tell both."""

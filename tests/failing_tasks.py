@@ -1,0 +1,31 @@
+"""A task whose optimizer fails at its 5th step on one rank; the environment says where and how."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import torch
+from mlp_task import MLPTask
+
+
+class _TrapSGD(torch.optim.SGD):
+    steps = 0
+
+    def step(self, closure=None):
+        self.steps += 1
+        how, rank = os.environ["TRAP"].split(":")
+        if self.steps == 5 and os.environ.get("RANK") == rank:
+            if how == "raise":
+                raise ValueError("the trap went off")
+            if how == "exit":
+                os._exit(3)
+            os.kill(os.getpid(), getattr(signal, how))
+        return super().step(closure)
+
+
+class TrapTask(MLPTask):
+    """The MLP with a trap in its optimizer."""
+
+    def optimizer(self, parameters):
+        return _TrapSGD(parameters, lr=0.05)

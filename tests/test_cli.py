@@ -1,0 +1,185 @@
+"""The commands as users run them: what they print, what they write, and how they fail."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BIN = Path(sys.executable).parent
+
+
+def call(*arguments, cwd, code=0, timeout=170):
+    """Run a command; returns the finished process."""
+    command = [str(BIN / arguments[0]), *map(str, arguments[1:])]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    return done
+
+
+def one_line(done):
+    """The only line on stderr."""
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1, done.stderr
+    return lines[0]
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory):
+    """A folder with a profile and a plan of the digits task, made by the commands."""
+    folder = tmp_path_factory.mktemp("digits")
+    done = call(
+        *("tp-profile", "digits", "--batch-size", 32, "--micro-batch-sizes", "8,32"),
+        *("--seconds", 0.5, "-o", "profile.json"),
+        cwd=folder,
+    )
+    assert "conv1" in done.stdout
+    assert "whole model" in done.stdout
+    done = call(
+        *("tp-plan", "solve", "profile.json", "-o", "plan.json", "--stages", 2),
+        *("--micro-batches", 4, "--memory", "32MiB"),
+        cwd=folder,
+    )
+    assert "proven optimal" in done.stdout
+    return folder
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(180)
+def test_the_demo_learns_the_digits(digits):
+    """Two processes, timeprest, N = 4: at least 97 % after 12 epochs, and the whole summary."""
+    done = call("tp-run", "plan.json", "--epochs", 12, "--run-dir", "run", cwd=digits)
+    summary = json.loads((digits / "run" / "summary.json").read_text())
+    assert summary["variant"] == "timeprest"
+    assert summary["mode"] == "processes"
+    assert summary["micro_batches"] == 4
+    assert summary["epochs"][-1]["test"]["accuracy"] >= 0.97
+    assert len(summary["stages"]) == 2
+    assert summary["measured_period_s"] > 0
+    assert all(stage["peak"]["weights_bytes"] > 0 for stage in summary["stages"])
+    for word in ("period measured", "predicted", "idle", "peak", "versions", "differences seen"):
+        assert word in done.stdout
+    assert max(len(line) for line in done.stdout.splitlines()) <= 100
+    assert (digits / "run" / "weights" / "stage1.safetensors").exists()
+
+
+def test_show_prints_stages_and_operations(digits):
+    done = call("tp-plan", "show", "plan.json", "--operations", 6, cwd=digits)
+    assert "0F0.0 0F0.1 0F0.2 0F0.3" in done.stdout
+    assert max(len(line) for line in done.stdout.splitlines()) <= 100
+    as_json = json.loads(call("tp-plan", "show", "plan.json", "--json", cwd=digits).stdout)
+    assert as_json == json.loads((digits / "plan.json").read_text())
+    for name in ("method", "objective_s", "bound_s", "optimal"):
+        assert name in as_json["solver"]
+    assert as_json["predicted"]["stages"][0]["memory_bytes"] > 0
+    assert call("tp-plan", "show", "plan.json", "-q", cwd=digits).stdout == ""
+
+
+def test_inline_run_as_json(digits):
+    done = call(
+        *("tp-run", "plan.json", "--inline", "--steps", 3, "--json", "--run-dir", "inline"),
+        *("--optimizer", "adam", "--lr", "0.001"),
+        cwd=digits,
+    )
+    summary = json.loads(done.stdout)
+    assert summary["mode"] == "inline"
+    assert summary["mini_batches"] == 3
+    assert summary["measured_period_s"] is None
+
+
+def test_an_edited_plan_is_checked_and_runs(digits):
+    """Move a layer by hand, let check make the plan whole, run it."""
+    plan = json.loads((digits / "plan.json").read_text())
+    first, second = plan["stages"]
+    second["nodes"].insert(0, first["nodes"].pop())
+    (digits / "edited.json").write_text(json.dumps(plan))
+    run = ("tp-run", "edited.json", "--inline", "--steps", 1, "--run-dir", "edited")
+    assert "tp-plan check" in one_line(call(*run, cwd=digits, code=2))
+    done = call(
+        *("tp-plan", "check", "edited.json", "--profile", "profile.json", "-o", "edited.json"),
+        cwd=digits,
+    )
+    assert "changed: edges" in done.stdout
+    call(*run, cwd=digits)
+
+
+UNTRACEABLE = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+    def forward(self, x):
+        if x.sum() > 0:
+            return self.layer(x)
+        return x
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("tp-plan solve none.json", "none.json: no such file"),
+        ("tp-plan show none.json", "none.json: no such file"),
+        ("tp-run none.json", "none.json: no such file"),
+        ("tp-plan show broken.json", "broken.json: not valid JSON"),
+        ("tp-run broken.json", "broken.json: not valid JSON"),
+        ("tp-plan solve plan.json", "plan.json: not a profile file"),
+        ("tp-run profile.json", "profile.json: not a plan file"),
+        ("tp-plan solve profile.json --variant zigzag", "unknown system 'zigzag'"),
+        ("tp-plan solve profile.json --memory 1MB", "lacks"),
+        ("tp-plan solve profile.json --memory lots", "memory: can't read 'lots'"),
+        ("tp-plan solve profile.json --bandwidth 0GB/s", "bandwidth: must be more than 0"),
+        ("tp-plan solve profile.json --stages many", "--stages 'many'"),
+        ("tp-plan solve profile.json --cluster none.toml", "none.toml: no such file"),
+        ("tp-plan solve profile.json -o /proc/none/plan.json", "can't be written"),
+        ("tp-profile nothing", "nothing: no such target"),
+        ("tp-profile no.such.module:net", "No module named"),
+        ("tp-profile net.py:Missing --input 3", "there is no 'Missing'"),
+        ("tp-profile net.py:Net", "--input"),
+        ("tp-profile net.py:Net --input 3", "net.py:10"),
+        ("tp-run plan.json --task text", "another model"),
+        ("tp-run plan.json --epochs 1 --steps 2", "give one of them"),
+        ("tp-run plan.json --optimizer sgd", "--lr"),
+        ("tp-run plan.json --lr 0.1", "--optimizer"),
+        ("tp-run plan.json --task net.py:Net", "--input|is a model, not a task"),
+    ],
+)
+def test_bad_input_is_one_line_and_code_2(command, message, digits):
+    (digits / "broken.json").write_text("{")
+    (digits / "net.py").write_text(UNTRACEABLE)
+    before = {path.name for path in digits.iterdir()}
+    done = call(*command.split(), cwd=digits, code=2)
+    line = one_line(done)
+    assert any(part in line for part in message.split("|")), line
+    assert done.stdout == ""
+    # Nothing half-written is left behind.
+    after = {path.name for path in digits.iterdir()}
+    assert after - before <= {"__pycache__"}
+
+
+def test_too_little_memory_names_the_stage_and_the_bytes(digits):
+    done = call("tp-plan", "solve", "profile.json", "--memory", "1MB", cwd=digits, code=2)
+    assert "on stage" in done.stderr
+    assert "bytes" in done.stderr
+
+
+def test_usage_errors_have_code_2(digits):
+    commands = ("tp-plan solve", "tp-run plan.json --epochs 0", "tp-profile digits --threads x")
+    for command in commands:
+        done = call(*command.split(), cwd=digits, code=2)
+        assert "Usage" in done.stderr
+
+
+def test_plan_starts_without_torch(digits):
+    code = (
+        "import sys; from timeprest.cli.plan import main; "
+        "main(['show', 'plan.json'], standalone_mode=False); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=digits, check=True, capture_output=True)

@@ -1,0 +1,343 @@
+"""Tracing, cutting and measuring: pieces equal the whole, bytes are exact, errors name lines."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from models import EXAMPLES, Branches, Tied, flat
+from timeprest.planner.downsets import lattice_of
+from timeprest.planner.stage_costs import stage_cost
+from timeprest.profiles.boundary import Inlet
+from timeprest.profiles.errors import TargetError, TraceError
+from timeprest.profiles.measure import measure
+from timeprest.profiles.pieces import cut, decode, encode
+from timeprest.profiles.saved import SavedBytes
+from timeprest.profiles.shapes import value_specs
+from timeprest.profiles.target import InputSpec, Target, parse_input, resolve
+from timeprest.profiles.trace import fingerprint, tied_layers, trace
+
+HERE = Path(__file__).parent
+
+
+def build(name):
+    torch.manual_seed(0)
+    make, inputs = EXAMPLES[name]
+    return make().double(), inputs
+
+
+def as_target(name):
+    """The example as a target that brings its own data."""
+    make, inputs = EXAMPLES[name]
+
+    class Fixed(InputSpec):
+        def sample(self, samples):
+            torch.manual_seed(1)
+            return inputs(samples)[self.high]
+
+    count = len(inputs(1))
+    specs = tuple(Fixed((), torch.float64, k) for k in range(count))
+    return Target(name, None, lambda: make().double(), specs)
+
+
+def run_pieces(traced, groups, inputs, seed, fake=True):
+    """Forward and backward piece by piece, each in a graph of its own; as the stages will."""
+    specs = value_specs(traced, inputs, fake=fake)
+    pieces = cut(traced, groups)
+    known = dict(zip((node.name for node in traced.inputs), inputs, strict=True))
+    entries, outputs = [], []
+    torch.manual_seed(seed)
+    for piece in pieces:
+        inlets, arguments = {}, []
+        for name in piece.inputs:
+            value = known[name]
+            spec = specs.get(name)
+            if spec is not None and spec.needs_grad:
+                inlets[name] = Inlet()
+                # A copy, as after a transfer.
+                value = inlets[name].admit(value.clone())
+            elif spec is not None:
+                value = decode(value, spec.kind)
+            arguments.append(value)
+        out = piece.module(*arguments)
+        for name, value in zip(piece.outputs, out, strict=False):
+            known[name] = encode(value, name).detach()
+            assert tuple(known[name].shape) == specs[name].shape
+            assert known[name].dtype == specs[name].dtype
+        entries.append(inlets)
+        outputs.append(out)
+    result = outputs[-1][-1]
+    grads = {}
+    loss = sum(t.square().sum() for t in flat(result))
+    for piece, inlets, out in reversed(list(zip(pieces, entries, outputs, strict=True))):
+        roots = [(loss, None)] if piece.has_result else []
+        for name, value in zip(piece.outputs, out, strict=False):
+            if name in grads:
+                roots.append((value, grads.pop(name)))
+        if roots:
+            torch.autograd.backward([r for r, _ in roots], [g for _, g in roots])
+        for name, inlet in inlets.items():
+            if inlet.grad is not None:
+                grads[name] = grads[name] + inlet.grad if name in grads else inlet.grad
+    return result, loss
+
+
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sampled_from([n for n in EXAMPLES if n != "tied"]), st.data())
+def test_pieces_equal_the_whole_wherever_it_is_cut(name, data):
+    model, inputs = build(name)
+    batch = inputs(4)
+    whole = copy.deepcopy(model)
+    torch.manual_seed(7)
+    wanted = whole(*[t.clone() for t in batch])
+    wanted_loss = sum(t.square().sum() for t in flat(wanted))
+    wanted_loss.backward()
+    traced = trace(model)
+    count = len(traced.layers)
+    places = data.draw(st.sets(st.integers(1, count - 1), max_size=3))
+    borders = [0, *sorted(places), count]
+    groups = [list(range(a, b)) for a, b in itertools.pairwise(borders)]
+    result, loss = run_pieces(traced, groups, batch, seed=7, fake=data.draw(st.booleans()))
+    torch.testing.assert_close(loss, wanted_loss, rtol=1e-12, atol=1e-12)
+    for got, want in zip(flat(result), flat(wanted), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    gradients = {n: p.grad for n, p in whole.named_parameters()}
+    for n, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, gradients[n], rtol=1e-10, atol=1e-10)
+    for (n, got), (_, want) in zip(model.named_buffers(), whole.named_buffers(), strict=True):
+        torch.testing.assert_close(got, want, msg=n)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_saved_bytes_are_what_autograd_holds(name):
+    """Sum over the profile's stages of a whole model = hooks around the plain model."""
+    profile = measure(as_target(name), batch_size=4, micro_batch_sizes=[2, 4], seconds=0)
+    model, inputs = build(name)
+    for size in (2, 4):
+        batch = inputs(size)
+        with SavedBytes(ignore=[*model.parameters(), *model.buffers()]) as saved:
+            result = model(*batch)
+        assert flat(result)
+        total = next(w.saved_bytes for w in profile.whole_model if w.micro_batch == size)
+        assert total == saved.total
+        names = [layer.name for layer in profile.layers]
+        assert stage_cost(profile, names, size, last=True).kept_bytes == saved.total
+
+
+def test_stage_bytes_are_what_the_pieces_hold():
+    """Wherever the model is cut, the predicted kept bytes equal those of the running piece."""
+    profile = measure(as_target("residual"), batch_size=4, micro_batch_sizes=[2, 4], seconds=0)
+    model, inputs = build("residual")
+    traced = trace(model)
+    names = [layer.name for layer in traced.layers]
+    state = [*model.parameters(), *model.buffers()]
+    for border in range(1, len(names)):
+        first, second = cut(traced, [range(border), range(border, len(names))])
+        known = dict(zip((n.name for n in traced.inputs), inputs(4), strict=True))
+        for piece, layers in ((first, names[:border]), (second, names[border:])):
+            with SavedBytes(ignore=state) as saved:
+                arguments = [
+                    Inlet().admit(known[n].clone())
+                    if isinstance(known[n], torch.Tensor) and known[n].requires_grad
+                    else known[n]
+                    for n in piece.inputs
+                ]
+                out = piece.module(*arguments)
+            known.update(zip(piece.outputs, out, strict=False))
+            cost = stage_cost(profile, layers, 4, last=piece is second)
+            assert cost.kept_bytes == saved.total, (border, layers)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_layers_have_the_users_names_and_all_parameters(name):
+    model, _ = build(name)
+    profile = measure(as_target(name), batch_size=2, micro_batch_sizes=[1, 2], seconds=0)
+    children = {n for n, m in model.named_modules() if n and not list(m.children())}
+    assert {layer.name for layer in profile.layers} <= children
+    total = sum(p.numel() * p.element_size() for p in model.parameters())
+    assert sum(layer.parameter_bytes for layer in profile.layers) == total
+    assert all(m.forward_s >= 0 for layer in profile.layers for m in layer.measurements)
+
+
+def test_edges_carry_bytes_and_gradients():
+    profile = measure(as_target("sizes"), batch_size=4, micro_batch_sizes=[2, 4], seconds=0)
+    edges = {(e.producer, e.consumer, e.tensor): e for e in profile.edges}
+    (embedded,) = [
+        e for (p, c, _), e in edges.items() if (p, c) == ("embed", "mix") and not e.needs_grad
+    ][-1:]
+    assert embedded.bytes_per_sample == 0
+    assert embedded.fixed_bytes == 3 * 8
+    (mixed,) = [e for (p, c, _), e in edges.items() if (p, c) == ("mix", "recur")]
+    assert (mixed.bytes_per_sample, mixed.fixed_bytes) == (5 * 6 * 8, 0)
+    assert mixed.needs_grad
+    assert profile.inputs[0].dtype == "int64"
+    assert profile.inputs[0].shape == (5,)
+
+
+def test_tied_layers_are_found_and_kept_together():
+    traced = trace(Tied())
+    assert [traced.layers[k].name for k in tied_layers(traced)[0]] == ["embed", "head"]
+    profile = measure(as_target("tied"), batch_size=2, micro_batch_sizes=[2], seconds=0)
+    assert profile.tied == (("embed", "head"),)
+    assert len(lattice_of(profile).member) == 2
+
+
+def test_fingerprint_survives_a_restart_and_changes_with_the_model():
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]);"
+        "from models import Residual; from timeprest.profiles.trace import *;"
+        "print(fingerprint(trace(Residual())))"
+    )
+    command = [sys.executable, "-c", code, str(HERE)]
+    other = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    torch.manual_seed(5)
+    model = EXAMPLES["residual"][0]()
+    assert fingerprint(trace(model)) == other
+    changed = copy.deepcopy(model)
+    changed.right = torch.nn.Conv2d(4, 4, 3, padding=1)
+    assert fingerprint(trace(changed)) != other
+    padded = copy.deepcopy(model)
+    padded.left.padding = (2, 2)
+    assert fingerprint(trace(padded)) != other
+
+
+def test_an_untraceable_model_is_blamed_on_its_own_line():
+    with pytest.raises(TraceError) as caught:
+        trace(Branches())
+    line = (
+        (HERE / "models.py")
+        .read_text()
+        .splitlines()
+        .index("        if x.sum() > 0:  # the line that an error must name")
+    )
+    assert f"models.py:{line + 1}" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+# Targets -----------------------------------------------------------------------------------
+
+USER_FILE = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+def net():
+    return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+
+def breaks():
+    raise ValueError("bad luck")
+
+class Task:
+    def model(self): return net()
+    def data(self, split): return TensorDataset(torch.randn(20, 3), torch.randn(20, 2))
+    def loss(self, output, target): return ((output - target) ** 2).mean()
+    def optimizer(self, parameters): return torch.optim.SGD(parameters, lr=0.1)
+
+class Vector(Task):
+    def loss(self, output, target): return output - target
+
+class NoOptimizer:
+    def model(self): return net()
+    def data(self, split): return None
+
+half = NoOptimizer()
+three = 3
+wide = nn.Linear(30, 2)
+"""
+
+
+@pytest.fixture
+def user_file(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(USER_FILE)
+    return path
+
+
+def test_a_users_task_and_factory_are_profiled(user_file):
+    profile = measure(resolve(f"{user_file}:Task"), batch_size=4, seconds=0)
+    assert [layer.name for layer in profile.layers] == ["_0", "_1", "_2"] or [
+        layer.name for layer in profile.layers
+    ] == ["0", "1", "2"]
+    assert profile.loss
+    found = resolve(f"{user_file}:net", [parse_input("3:float32")])
+    assert not measure(found, batch_size=4, seconds=0).loss
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nothing", "no such target; give digits, text"),
+        ("no_such_file.py:x", "no such file"),
+        ("no.such.module:x", "No module named 'no'"),
+        ("{file}:missing", "there is no 'missing' in it; it has"),
+        ("{file}:three", "is a model, not a task|is a int"),
+        ("{file}:half", "also needs loss, optimizer"),
+        ("{file}:net", "say what it takes with --input"),
+        ("digits:x", "takes no argument"),
+        ("text:/no/such/text", "can't be read"),
+    ],
+)
+def test_bad_targets_are_named(name, message, user_file):
+    with pytest.raises(TargetError, match=message) as caught:
+        resolve(name.format(file=user_file))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "inputs", "message"),
+    [
+        ("breaks", ["3"], "mine.py:10: ValueError: bad luck"),
+        ("wide", ["3"], "failed on its own inputs"),
+        ("Vector", [], "loss must give one number"),
+        ("three", ["3"], "expected a task"),
+    ],
+)
+def test_the_users_own_errors_are_one_line(name, inputs, message, user_file):
+    with pytest.raises(TargetError, match=message) as caught:
+        measure(
+            resolve(f"{user_file}:{name}", [parse_input(text) for text in inputs]),
+            batch_size=2,
+            seconds=0,
+        )
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_with_a_syntax_error_is_named(tmp_path):
+    (tmp_path / "broken.py").write_text("def f(:\n")
+    with pytest.raises(TargetError, match=r"broken\.py:1: SyntaxError"):
+        resolve(f"{tmp_path / 'broken.py'}:f")
+
+
+@pytest.mark.parametrize("text", ["", "3:float33", "3x-1", "axb", "3:int64:0", "3:int64:1:2"])
+def test_bad_inputs_are_named(text):
+    if not text:
+        assert parse_input(text).shape == ()
+        return
+    with pytest.raises(TargetError, match="--input"):
+        parse_input(text)
+
+
+@pytest.mark.parametrize("name", ["digits", "text"])
+def test_built_in_tasks_profile(name):
+    profile = measure(resolve(name), batch_size=4, micro_batch_sizes=[2, 4], seconds=0)
+    assert profile.loss
+    assert profile.optimizer.state_bytes_per_parameter_byte == (1.0 if name == "digits" else 2.0)
+    assert profile.target == name
+
+
+def test_text_learns_from_any_file(tmp_path):
+    path = tmp_path / "verse.txt"
+    path.write_text("so much depends upon a red wheel barrow\n" * 100)
+    task = resolve(f"text:{path}").task
+    inputs, target = task.data("train")[0]
+    assert (inputs[1:] == target[:-1]).all()
+    path.write_text("short")
+    with pytest.raises(TargetError, match="only 5 characters"):
+        resolve(f"text:{path}")

@@ -1,0 +1,78 @@
+"""The house rules that a machine can check."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+RANK = {"profiles": 0, "planner": 1, "runtime": 2, "cli": 3}
+DATA_MODULES = {"errors", "units", "files", "profile"}
+
+
+def imports_of(path):
+    """(folder, module) of every import between the package's folders."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level == 2:
+            parts = (node.module or "").split(".")
+            names = [a.name for a in node.names] if len(parts) == 1 else [parts[1]]
+            for name in names:
+                yield parts[0], name
+
+
+@pytest.mark.parametrize("folder", RANK)
+def test_arrows_run_one_way(folder):
+    for path in (ROOT / folder).glob("*.py"):
+        for other, module in imports_of(path):
+            if other in RANK:
+                assert RANK[other] < RANK[folder], f"{path}: imports {other}"
+            if folder == "planner" and other == "profiles":
+                assert module in DATA_MODULES, f"{path}: imports profiles.{module}"
+
+
+@pytest.mark.parametrize(
+    "module", ["timeprest", "timeprest.planner", "timeprest.cli.plan", "timeprest.profiles"]
+)
+def test_planning_never_imports_torch(module):
+    code = f"import {module}, sys; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_systems_differ_in_their_table_alone():
+    """No branch on a system's name outside the table."""
+    names = ("timeprest", "v-timeprest", "pipedream", "gpipe")
+    for folder in RANK:
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Compare):
+                    for part in ast.walk(node):
+                        if isinstance(part, ast.Constant) and part.value in names:
+                            raise AssertionError(f"{path}:{node.lineno}: compares with a system")
+
+
+def test_public_names():
+    import timeprest
+
+    assert sorted(timeprest.__all__) == [
+        "Cluster",
+        "Plan",
+        "Profile",
+        "__version__",
+        "plan",
+        "profile",
+        "run",
+    ]
+    assert all(hasattr(timeprest, name) for name in timeprest.__all__)
+    assert dir(timeprest) == sorted(timeprest.__all__)
+    with pytest.raises(AttributeError, match="nothing"):
+        timeprest.nothing  # noqa: B018
+
+
+def test_no_file_of_the_package_has_grown_too_large():
+    for folder in RANK:
+        for path in (ROOT / folder).rglob("*.py"):
+            assert len(path.read_text().splitlines()) <= 520, path
