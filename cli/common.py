@@ -83,9 +83,13 @@ class Bar:
         """Show what is at hand."""
         self._progress.update(self._task, description=what, completed=done, total=total)
 
-    def print(self, text: str) -> None:
-        """Print a line above the bar."""
-        self._progress.console.print(text, highlight=False)
+    def print(self, *lines: Any) -> None:
+        """Print results while the bar is shown: above it where both are on a terminal."""
+        console = self._progress.console
+        if self._progress.disable or not sys.stdout.isatty():
+            console = output()
+        for line in lines:
+            console.print(line, highlight=False)
 
     def __enter__(self) -> Bar:
         self._progress.start()

@@ -12,14 +12,15 @@ from ..planner.operations import op_text
 from ..planner.orders import make_order
 from ..planner.plan import Plan, pipeline_of
 from ..profiles.units import format_bytes, format_seconds
-from .tables import compact_table
+from .tables import compact_table, counted
 
 
 def stage_table(plan: Plan) -> Table:
     """One row per stage."""
     table = compact_table(
-        f"{plan.variant}: {len(plan.stages)} stages, mini-batch {plan.mini_batch} in "
-        f"{plan.micro_batches} micro-batches of {plan.micro_batch}",
+        f"{plan.variant}: {counted(len(plan.stages), 'stage', 'stages')}, mini-batch "
+        f"{plan.mini_batch} in {counted(plan.micro_batches, 'micro-batch', 'micro-batches')} of "
+        f"{plan.micro_batch}",
         ["stage", "layers", "device"],
         ["forward", "backward", "transfer", "memory", "limit", "L", "ver", "d", "idle"],
     )

@@ -91,6 +91,7 @@ def main(
     # Torch takes its time; bad options and plans needn't wait for it.
     from ..runtime.run import run
     from ..runtime.settings import RunSettings
+    from .plan_tables import operations, stage_table
     from .run_tables import epoch_line, summary_lines, summary_table
 
     settings = RunSettings(
@@ -114,14 +115,16 @@ def main(
         def begin(self) -> None:
             if not silent:
                 how = "inline" if inline else f"{len(plan.stages)} processes"
-                console.print(f"training {settings.task} with {plan.variant}, {how}, in {where}")
+                bar.print(f"training {settings.task} with {plan.variant}, {how}, in {where}")
+                if verbose:
+                    bar.print(stage_table(plan), operations(plan, 16))
 
         def mini_batch(self, epoch: int, done: int, of: int, loss: float) -> None:
             bar(f"epoch {epoch + 1}: mini-batch {done} of {of}, loss {loss:.4f}", done, of)
 
         def epoch(self, record: EpochRecord) -> None:
             if not silent:
-                console.print(epoch_line(record))
+                bar.print(epoch_line(record))
 
     with Bar(plan.variant, quiet=silent) as bar:
         summary = run(plan, settings, where, inline=inline, observer=Show())

@@ -8,7 +8,7 @@ from rich.text import Text
 from ..planner.plan import Plan
 from ..profiles.units import format_bytes, format_seconds
 from ..runtime.scores import EpochRecord, RunSummary
-from .tables import compact_table
+from .tables import compact_table, counted
 
 
 def epoch_line(record: EpochRecord) -> str:
@@ -54,7 +54,8 @@ def summary_lines(summary: RunSummary) -> list[Text]:
     lines = [
         Text(
             f"{summary.mini_batches} mini-batches of {summary.mini_batch} in "
-            f"{summary.micro_batches} micro-batches: {summary.samples_per_s:.0f} samples/s, "
+            f"{counted(summary.micro_batches, 'micro-batch', 'micro-batches')}: "
+            f"{summary.samples_per_s:.0f} samples/s, "
             f"{format_seconds(summary.seconds)} in all, start-up and evaluation included"
         )
     ]

@@ -22,3 +22,8 @@ def compact_table(title: str, left: Sequence[str], right: Sequence[str]) -> Tabl
     for name in right:
         table.add_column(name, justify="right", no_wrap=True)
     return table
+
+
+def counted(number: int, one: str, many: str) -> str:
+    """``counted(2, "stage", "stages")`` → ``"2 stages"``."""
+    return f"{number} {one if number == 1 else many}"

@@ -34,11 +34,14 @@ def launch(run_dir: RunDir, stages: int, observer: Observer) -> None:
     """
     # Sharing a TCP store between the launcher and its workers would listen on every address.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    for name in ("torch.distributed.elastic", "torch.distributed.run"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    # What it logs of failures is told by the report; each of its modules has its own logger.
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
 
     with tempfile.TemporaryDirectory(prefix="timeprest-") as folder:
         config = LaunchConfig(

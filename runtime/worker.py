@@ -29,8 +29,8 @@ def main(arguments: list[str]) -> int:
     """Run one stage. Returns the exit code; why it failed stands in the run directory."""
     run_dir, store_path = RunDir(arguments[0]), arguments[1]
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    # The launcher decides what Ctrl-C does, and tells the workers.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C ends a worker at once, without a traceback; the launcher says that it was stopped.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         _work(run_dir, store_path, rank, world_size)
     except TimeprestError as error:

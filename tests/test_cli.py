@@ -35,7 +35,7 @@ def digits(tmp_path_factory):
     """A folder with a profile and a plan of the digits task, made by the commands."""
     folder = tmp_path_factory.mktemp("digits")
     done = call(
-        *("tp-profile", "digits", "--batch-size", 32, "--micro-batch-sizes", "8,32"),
+        *("tp-profile", "digits", "--batch-size", 64, "--micro-batch-sizes", "16,64"),
         *("--seconds", 0.5, "-o", "profile.json"),
         cwd=folder,
     )

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -10,6 +13,7 @@ import psutil
 import pytest
 from plans import plan_by_hand, with_times
 from timeprest.profiles.errors import FileError, RunError
+from timeprest.profiles.files import write_file
 from timeprest.runtime.observer import Silent
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import RunSettings
@@ -78,3 +82,26 @@ def test_a_run_directory_is_never_overwritten(mlp_profile, mlp_target, tmp_path)
     run(plan, settings, tmp_path / "run", inline=True)
     with pytest.raises(FileError, match="holds a run already"):
         run(plan, settings, tmp_path / "run", inline=True)
+
+
+@pytest.mark.processes
+def test_ctrl_c_ends_the_run_at_once(mlp_profile, mlp_target, tmp_path):
+    """SIGINT while workers train: exit code 130, one line, no worker left."""
+    plan = plan_by_hand(with_times(mlp_profile), "timeprest", 2, 4)
+    write_file(tmp_path / "plan.json", plan)
+    tp_run = Path(sys.executable).parent / "tp-run"
+    command = [tp_run, "plan.json", "--epochs", "100000", "--no-evaluate", "--run-dir", "run"]
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    with subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as process:
+        deadline = time.monotonic() + 60
+        while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        begin = time.monotonic()
+        _, stderr = process.communicate(timeout=60)
+    assert time.monotonic() - begin < 20
+    assert process.returncode == 130
+    assert stderr.strip().splitlines() == ["tp-run: stopped"]
+    assert not workers("run")

@@ -68,4 +68,4 @@ class Digits:
         return {"accuracy": (output.argmax(1) == target).double().mean()}
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, lr=0.02, momentum=0.9)
+        return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
