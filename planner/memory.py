@@ -67,14 +67,17 @@ def boundary_buffers(
         waiting: for each receiving stage, forward messages that await their sending at once.
 
     Returns:
-        Posted receives and activations awaiting their sending, held all the time; and the
+        Posted receives and messages awaiting their sending, held all the time; and the
         gradients, received and made, that a backward has at hand.
     """
     always = working = 0
     for c in crossed:
         if c.target == stage:
             always += RECEIVES_AHEAD[FORWARD] * c.nbytes
-            working += c.nbytes * gradient_micro_batches if c.needs_grad else 0
+            if c.needs_grad:
+                # One gradient may still be waiting for its sending while the next is made.
+                always += c.nbytes * gradient_micro_batches
+                working += c.nbytes * gradient_micro_batches
         if c.source == stage:
             if c.storage not in kept_storages:
                 always += c.nbytes * waiting.get(c.target, 1)

@@ -344,7 +344,7 @@ class _Search:
         t = self.tables(micro_batches)
         unit = micro_batches if self.variant.backward_unit == "mini" else 1
         copies = 1 + held.versions + self.question.optimizer_state_factor
-        incoming = RECEIVES_AHEAD["F"] * t.in_bytes + unit * t.in_grad_bytes
+        incoming = RECEIVES_AHEAD["F"] * t.in_bytes + 2 * unit * t.in_grad_bytes
         # Activations awaiting their sending often are kept anyway; the walk counts the rest.
         outgoing = (RECEIVES_AHEAD["B"] + 1) * unit * t.out_grad_bytes
         return (

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from .task import Task, dataset_size, fetch
 from .zoo import BUILT_IN
 
 _PACKAGE = Path(__file__).resolve().parent.parent
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 _TASK_PARTS = ("model", "data", "loss", "optimizer")
 
 
@@ -143,10 +145,7 @@ def _import(name: str, head: str) -> Any:
     if not head.endswith(".py"):
         if str(Path.cwd()) not in sys.path:
             sys.path.insert(0, str(Path.cwd()))
-        try:
-            return _call(name, "importing it", lambda: importlib.import_module(head))
-        except (ModuleNotFoundError, ValueError) as error:
-            raise TargetError(f"{name}: can't import {head!r}: {error}") from None
+        return _call(name, "importing it", lambda: importlib.import_module(head))
     path = Path(head)
     if not path.is_file():
         raise TargetError(f"{name}: no such file: {head}")
@@ -169,8 +168,14 @@ def _attribute(name: str, module: Any, attribute: str) -> Any:
     try:
         return getattr(module, attribute)
     except AttributeError:
-        public = [key for key in vars(module) if not key.startswith("_")]
-        shown = ", ".join(public[:8]) or "nothing public"
+        public = [
+            key
+            for key, value in vars(module).items()
+            if not key.startswith("_")
+            and not inspect.ismodule(value)
+            and getattr(value, "__module__", module.__name__) == module.__name__
+        ]
+        shown = ", ".join(public[:8]) or "nothing of its own"
         raise TargetError(f"{name}: there is no {attribute!r} in it; it has {shown}") from None
 
 
@@ -188,12 +193,11 @@ def _call(name: str, doing: str, function: Callable[[], Any]) -> Any:
 
 def describe_error(error: BaseException) -> str:
     """One line: the last place in the user's code, and what went wrong there."""
-    torch_folder = str(Path(torch.__file__).parent)
     ours = tuple(str(_PACKAGE / folder) for folder in ("profiles", "planner", "runtime", "cli"))
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith((torch_folder, *ours, "<"))
+        if not frame.filename.startswith((*ours, *_LIBRARIES, "<"))
     ]
     text = " ".join(str(error).split())
     reason = f"{type(error).__name__}: {text}" if text else type(error).__name__
