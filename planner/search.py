@@ -21,7 +21,13 @@ from .cut_tables import CutTables, Matrix, cut_tables
 from .downsets import Lattice, lattice_of
 from .evaluate import Evaluation, Question, evaluate
 from .orders import make_order
-from .partition import FlushTerms, smallest_bottleneck, smallest_flush_time
+from .partition import (
+    FlushTerms,
+    flush_bound,
+    flush_time,
+    smallest_bottleneck,
+    smallest_flush_time,
+)
 from .pipeline import Link, Pipeline
 from .plan import (
     Plan,
@@ -191,21 +197,23 @@ class _Search:
     ) -> tuple[Evaluation, float]:
         """The best evaluation, and the lower bound over all that was asked for."""
         cases = [(s, n) for s in stage_counts for n in micro_counts]
-        bounds = []
+        bounds = {}
         for done, (s, n) in enumerate(cases):
             progress(f"bounds: {s} stages, {n} micro-batches", done, 2 * len(cases))
-            bounds.append((self._bound(s, n), s, n))
+            bounds[s, n] = self._bound(s, n)
         best: Evaluation | None = None
-        for done, (bound, s, n) in enumerate(sorted(bounds)):
+        for done, (s, n) in enumerate(sorted(bounds, key=lambda case: (bounds[case], case))):
             progress(f"plans: {s} stages, {n} micro-batches", len(cases) + done, 2 * len(cases))
-            if not np.isfinite(bound) or (best and bound * _SAME >= best.prediction.period_s):
+            ceiling = best.prediction.period_s if best else np.inf
+            if not np.isfinite(bounds[s, n]) or bounds[s, n] * _SAME >= ceiling:
                 break
-            for evaluation in self._plans(s, n, bound):
+            bounds[s, n] = max(bounds[s, n], self._slow_bound(s, n))
+            for evaluation in self._plans(s, n, bounds[s, n]):
                 if best is None or _better(evaluation, best):
                     best = evaluation
         if best is None:
             raise self._infeasible(stage_counts, micro_counts)
-        return self._tighten(best), min(bound for bound, _, _ in bounds)
+        return self._tighten(best), min(bounds.values())
 
     def tables(self, micro_batches: int) -> CutTables:
         """Stage costs for this micro-batch count; made once."""
@@ -220,18 +228,27 @@ class _Search:
         """No order of any cut into so many stages has a shorter period."""
         if not self.lattice.complete:
             return self._share(stages, micro_batches)
-        least = [InFlight(self._least_kept(micro_batches), 1)] * stages
-        allowed = self._allowed(stages, micro_batches, least)
-        # Where tensors skip stages, links share the load in ways the program doesn't see:
-        # transfers are then left out of the bound.
-        wires = self._pure_chain
-        if not self.variant.flushes or not self.lattice.ordered:
-            loads = self._loads(stages, micro_batches, allowed, wires=wires)
-            found = smallest_bottleneck(loads)
-        else:
-            terms = self._flush_terms(stages, micro_batches, allowed, wires=wires)
-            found = smallest_flush_time(terms, micro_batches)
+        if self.variant.flushes and self.lattice.ordered:
+            return flush_bound(self._least_terms(stages, micro_batches), micro_batches)
+        allowed = self._allowed(stages, micro_batches, self._least_held(stages, micro_batches))
+        loads = self._loads(stages, micro_batches, allowed, wires=self._pure_chain)
+        found = smallest_bottleneck(loads)
         return found[0] if found else np.inf
+
+    def _slow_bound(self, stages: int, micro_batches: int) -> float:
+        """A sharper bound where one is known; made only for what the quick one can't exclude."""
+        if not (self.variant.flushes and self.lattice.ordered and self.lattice.complete):
+            return 0.0
+        terms = self._least_terms(stages, micro_batches)
+        found = _best_flush_cut(terms, micro_batches)
+        return found[0] if found else np.inf
+
+    def _least_terms(self, stages: int, micro_batches: int) -> list[FlushTerms]:
+        held = self._least_held(stages, micro_batches)
+        allowed = self._allowed(stages, micro_batches, held)
+        # Where tensors skip layers, links share the load in ways the program doesn't see:
+        # transfers are then left out of the bound.
+        return self._flush_terms(stages, micro_batches, allowed, wires=self._pure_chain)
 
     def _share(self, stages: int, micro_batches: int) -> float:
         """All the work spread evenly over the devices: a bound for cuts that aren't listed."""
@@ -277,7 +294,7 @@ class _Search:
         allowed = self._allowed(stages, micro_batches, held)
         if self.variant.flushes:
             terms = self._flush_terms(stages, micro_batches, allowed, wires=True)
-            found = smallest_flush_time(terms, micro_batches)
+            found = _best_flush_cut(terms, micro_batches)
         else:
             loads = self._loads(stages, micro_batches, allowed, wires=True)
             tables = self.tables(micro_batches)
@@ -285,9 +302,9 @@ class _Search:
             found = smallest_bottleneck(loads, [crossing] * stages)
         return tuple(found[1]) if found else None
 
-    def _least_kept(self, micro_batches: int) -> int:
-        """Micro-batches whose activations any order of this system keeps at once, at least."""
-        return micro_batches
+    def _least_held(self, stages: int, micro_batches: int) -> list[InFlight]:
+        """What any order of any system has at its peak: a mini-batch, when its backward begins."""
+        return [InFlight(micro_batches, 1)] * stages
 
     def _held(
         self, stages: int, micro_batches: int, limits: tuple[int, ...]
@@ -296,7 +313,7 @@ class _Search:
 
         At the least; as in an order with equal stages; and at the most.
         """
-        yield [InFlight(self._least_kept(micro_batches), 1)] * stages
+        yield self._least_held(stages, micro_batches)
         if self.variant.flushes:
             return
         yield self._held_by_equal_stages(stages, micro_batches, limits)
@@ -442,7 +459,7 @@ class _Search:
         closest: tuple[int, int, Evaluation] | None = None
         for stages in stage_counts:
             for n in micro_counts:
-                least = InFlight(self._least_kept(n), 1)
+                least = self._least_held(stages, n)[0]
                 memory = np.where(self.tables(n).valid, self.memory(n, least), np.inf)
                 limits = [self.question.cluster.devices[s].memory_bytes for s in range(stages)]
                 over = [
@@ -474,6 +491,21 @@ class _Search:
             stage=stage,
             missing_bytes=missing_bytes,
         )
+
+
+def _best_flush_cut(
+    terms: Sequence[FlushTerms], micro_batches: int
+) -> tuple[float, list[int]] | None:
+    """The exact program, below what a cut with balanced stages reaches."""
+    loads = [
+        np.where(np.isfinite(term.total_s), term.forward_s + term.backward_s, np.inf)
+        for term in terms
+    ]
+    balanced = smallest_bottleneck(loads, [term.total_s for term in terms])
+    if balanced is None:
+        return None
+    ceiling = flush_time(terms, micro_batches, balanced[1])
+    return smallest_flush_time(terms, micro_batches, ceiling)
 
 
 def _better(found: Evaluation, best: Evaluation) -> bool:

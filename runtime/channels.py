@@ -79,37 +79,53 @@ class Channels(Protocol):
         """Bytes of posted receive buffers and of messages still being sent."""
 
 
-class LocalChannels:
-    """Queues within one process, for the inline run. One object serves all stages."""
+class Mailbox:
+    """Messages within one process that wait to be received; shared by all its stages."""
 
     def __init__(self) -> None:
-        self._queues: dict[tuple[int, str], deque[Tensor]] = {}
-        self._bytes = 0
+        self.queues: dict[tuple[int, str], deque[Tensor]] = {}
+        self.waiting_bytes: dict[int, int] = {}
+
+
+class LocalChannels:
+    """Queues within one process, for the inline run; one object for each stage."""
+
+    def __init__(self, stage: int, mailbox: Mailbox) -> None:
+        self.stage = stage
+        self._mailbox = mailbox
 
     def open(self, forwards: int, gradients: int) -> None:
         """Nothing to prepare."""
 
     def send(self, crossing: Crossing, kind: str, tensor: Tensor, *, kept: bool = False) -> None:
-        """Copy, as between processes: a receiver may change what it gets."""
-        self._bytes += _nbytes(tensor)
-        self._queues.setdefault((crossing.number, kind), deque()).append(tensor.clone())
+        """Copy, as between processes: a receiver may change what it gets.
+
+        And lay it out anew: what is drawn at random (dropout) follows the order in memory.
+        """
+        copy = tensor.clone(memory_format=torch.contiguous_format)
+        self._mailbox.queues.setdefault((crossing.number, kind), deque()).append(copy)
+        self._count(crossing.ends(kind)[1], _nbytes(tensor))
 
     def receive(self, crossing: Crossing, kind: str) -> Tensor:
         """Raises PeerError when nothing was sent: the sequence is wrong."""
-        waiting = self._queues.get((crossing.number, kind))
+        waiting = self._mailbox.queues.get((crossing.number, kind))
         if not waiting:
             raise PeerError(f"no {kind} message of {crossing.spec.name!r} has been sent")
         tensor = waiting.popleft()
-        self._bytes -= _nbytes(tensor)
+        self._count(self.stage, -_nbytes(tensor))
         return tensor
 
     def close(self) -> None:
         """Nothing is under way."""
 
+    def _count(self, stage: int, change: int) -> None:
+        counts = self._mailbox.waiting_bytes
+        counts[stage] = counts.get(stage, 0) + change
+
     @property
     def held_bytes(self) -> int:
-        """Of all stages together."""
-        return self._bytes
+        """Messages that wait for this stage."""
+        return self._mailbox.waiting_bytes.get(self.stage, 0)
 
 
 class ProcessChannels:

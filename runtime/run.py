@@ -8,7 +8,7 @@ from statistics import median
 
 from ..planner.plan import Plan
 from ..profiles.errors import FileError
-from .channels import LocalChannels
+from .channels import LocalChannels, Mailbox
 from .launch import launch
 from .observer import MetricsFile, Observer, Silent
 from .operation_log import OperationLog
@@ -102,12 +102,14 @@ class _Both:
 
 
 def _run_inline(prepared: Prepared, where: RunDir, collector: _Collector) -> list[StageReport]:
-    channels = LocalChannels()
+    mailbox = Mailbox()
     logs = [
         OperationLog(where.operations(s)) if prepared.settings.log_operations else None
         for s in range(len(prepared.pieces))
     ]
-    runners = [StageRunner(prepared, s, channels, log) for s, log in enumerate(logs)]
+    runners = [
+        StageRunner(prepared, s, LocalChannels(s, mailbox), log) for s, log in enumerate(logs)
+    ]
     try:
         metrics = MetricsFile(where.metrics)
     except OSError as error:

@@ -57,5 +57,6 @@ def plan_by_hand(profile, variant, stages, micro_batches, limits=None, mini_batc
     if limits is None:
         flushes = VARIANTS[variant].flushes
         limits = [1 if flushes else stages - s for s in range(stages)]
-    question = Question(profile, uniform_cluster(stages), variant, mini_batch, 1.0)
+    factor = profile.optimizer.state_bytes_per_parameter_byte
+    question = Question(profile, uniform_cluster(stages), variant, mini_batch, factor)
     return make_plan(question, evaluate(question, groups, micro_batches, limits), REPORT)

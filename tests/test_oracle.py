@@ -141,11 +141,13 @@ def test_the_oracle_tells_systems_apart(mlp_profile, mlp_target):
         assert max(np.abs(a[name] - b[name]).max() for name in a) > 1e-5
 
 
-def test_gpipe_is_plain_training_loss_by_loss(mlp_profile, mlp_target, tmp_path):
+@pytest.mark.processes
+@pytest.mark.parametrize("inline", [True, False])
+def test_gpipe_is_plain_training_loss_by_loss(inline, mlp_profile, mlp_target, tmp_path):
     """S = 3, N = 4, against a loop that anyone would write."""
     plan = plan_by_hand(with_times(mlp_profile), "gpipe", 3, 4)
     settings_ = RunSettings(task=mlp_target, steps=STEPS, evaluate=False)
-    run(plan, settings_, tmp_path / "run", inline=True)
+    run(plan, settings_, tmp_path / "run", inline=inline)
     task = resolve(mlp_target).task
     torch.manual_seed(0)
     model = task.model()

@@ -12,7 +12,7 @@ from timeprest.planner.orders import make_order
 from timeprest.profiles.live_bytes import LiveBytes
 from timeprest.profiles.measure import measure
 from timeprest.profiles.target import resolve
-from timeprest.runtime.channels import LocalChannels
+from timeprest.runtime.channels import LocalChannels, Mailbox
 from timeprest.runtime.prepare import prepare
 from timeprest.runtime.runner import StageRunner
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
@@ -169,8 +169,8 @@ def test_copies_of_the_weights_counted_in_bytes(
     for s, nbytes in sizes.items():
         with _CopiesOf(nbytes) as live:
             prepared = prepare(plan, settings)
-            channels = LocalChannels()
-            runners = [StageRunner(prepared, k, channels) for k in range(4)]
+            mailbox = Mailbox()
+            runners = [StageRunner(prepared, k, LocalChannels(k, mailbox)) for k in range(4)]
             start = live.now
             seen = _train_counting(prepared, runners, s, live)
         # What tracing and the model itself hold besides doesn't change during the run.
