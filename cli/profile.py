@@ -8,7 +8,7 @@ import click
 import msgspec
 
 from ..profiles.errors import UserError
-from ..profiles.files import write_file
+from ..profiles.files import check_writable, write_file
 from ..profiles.profile import Profile
 from ..profiles.units import format_bytes, format_seconds
 from .common import Bar, common_options, errors_as_lines, output, whole_numbers
@@ -78,6 +78,7 @@ def main(
         raise UserError(
             f"--micro-batch-sizes: {max(sizes)} is more than the mini-batch of {batch_size}"
         )
+    check_writable(path)
     # Torch takes its time; bad options needn't wait for it.
     from ..profiles.measure import measure
     from ..profiles.target import parse_input, resolve

@@ -57,6 +57,18 @@ def write_file(path: str | Path, value: msgspec.Struct) -> None:
     write_bytes(path, text + b"\n")
 
 
+def check_writable(path: str | Path) -> None:
+    """Raise FileError now if `path` couldn't be written at the end of long work."""
+    path = Path(path)
+    folder = path.parent
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    if path.is_dir():
+        raise FileError(f"{path}: is a folder; give the name of a file")
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise FileError(f"{path}: can't be written: {folder} isn't a folder one can write to")
+
+
 def write_bytes(path: str | Path, data: bytes) -> None:
     """Write `data` to a temporary file beside `path`, then rename it there."""
     path = Path(path)

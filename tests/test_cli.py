@@ -141,6 +141,8 @@ class Net(nn.Module):
         ("tp-plan solve profile.json --stages many", "--stages 'many'"),
         ("tp-plan solve profile.json --cluster none.toml", "none.toml: no such file"),
         ("tp-plan solve profile.json -o /proc/none/plan.json", "can't be written"),
+        ("tp-profile digits -o /dev/null/profile.json", "/dev/null isn't a folder"),
+        ("tp-profile digits -o .", "is a folder; give the name of a file"),
         ("tp-profile nothing", "nothing: no such target"),
         ("tp-profile no.such.module:net", "No module named"),
         ("tp-profile net.py:Missing --input 3", "there is no 'Missing'"),
