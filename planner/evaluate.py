@@ -11,7 +11,17 @@ from .memory import StageMemory, walk_memory
 from .operations import FORWARD
 from .orders import make_order
 from .pipeline import Pipeline
-from .plan import Prediction, StagePrediction, make_pipeline
+from .plan import (
+    Plan,
+    PlanEdge,
+    PlanStage,
+    Prediction,
+    ProfileReference,
+    SolverReport,
+    StagePrediction,
+    check_plan,
+    make_pipeline,
+)
 from .simulate import (
     idle_shares,
     most_waiting,
@@ -164,3 +174,40 @@ def _one_device_s(question: Question) -> float:
     cost = stage_cost(profile, names, size, last=True)
     rounds = question.mini_batch / size
     return (cost.forward_s + cost.backward_s) * rounds + cost.update_s
+
+
+def make_plan(question: Question, found: Evaluation, report: SolverReport) -> Plan:
+    """The plan file's content for an evaluated cut."""
+    profile = question.profile
+    return check_plan(
+        Plan(
+            variant=question.variant,
+            mini_batch=question.mini_batch,
+            micro_batches=found.micro_batches,
+            profile=ProfileReference(
+                target=profile.target,
+                fingerprint=profile.fingerprint,
+                device=profile.device,
+                threads=profile.threads,
+                dtype=profile.dtype,
+            ),
+            cluster=question.cluster,
+            optimizer_state_factor=question.optimizer_state_factor,
+            stages=tuple(
+                PlanStage(nodes=names, devices=(s,), in_flight=limit)
+                for s, (names, limit) in enumerate(zip(found.stages, found.limits, strict=True))
+            ),
+            edges=tuple(
+                PlanEdge(
+                    tensor=c.tensor,
+                    source=c.source,
+                    target=c.target,
+                    bytes_per_micro_batch=c.nbytes,
+                    needs_grad=c.needs_grad,
+                )
+                for c in found.crossed
+            ),
+            predicted=found.prediction,
+            solver=report,
+        )
+    )

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated
 
 import msgspec
-from msgspec import Meta
 
+from ..profiles.profile import Bytes
 from .operations import BACKWARD, FORWARD, Op
 from .stage_costs import RECEIVES_AHEAD, Crossing, StageCost
 from .variants import Variant
 from .versions import VersionWalk
-
-Bytes = Annotated[int, Meta(ge=0)]
 
 
 class MemoryByKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

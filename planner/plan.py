@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from ..profiles.errors import PlanError
 from ..profiles.files import read_file
-from ..profiles.profile import Profile
+from ..profiles.profile import Bytes, Count, Profile, Seconds
 from .cluster import Cluster, Network
 from .memory import MemoryByKind
 from .pipeline import Link, Pipeline
@@ -20,9 +20,6 @@ from .variants import variant_named
 
 FORMAT = "timeprest-plan/1"
 
-Seconds = Annotated[float, Meta(ge=0)]
-Bytes = Annotated[int, Meta(ge=0)]
-Count = Annotated[int, Meta(ge=1)]
 Index = Annotated[int, Meta(ge=0)]
 
 

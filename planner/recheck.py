@@ -8,9 +8,8 @@ import msgspec
 
 from ..profiles.profile import Profile
 from ..profiles.units import format_bytes, format_seconds
-from .evaluate import Question, evaluate
+from .evaluate import Question, evaluate, make_plan
 from .plan import Plan, check_against_profile
-from .search import make_plan
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,42 +16,15 @@ from ..profiles.errors import InfeasibleError, PlanError
 from ..profiles.profile import Profile
 from ..profiles.units import format_bytes
 from .cluster import Cluster
-from .cut_tables import CutTables, Matrix, cut_tables
+from .cut_finder import CutFinder
 from .downsets import Lattice, lattice_of
-from .evaluate import Evaluation, Question, evaluate
-from .orders import make_order
-from .partition import (
-    FlushTerms,
-    flush_bound,
-    flush_time,
-    smallest_bottleneck,
-    smallest_flush_time,
-)
-from .pipeline import Link, Pipeline
-from .plan import (
-    Plan,
-    PlanEdge,
-    PlanStage,
-    ProfileReference,
-    SolverReport,
-    check_plan,
-)
-from .simulate import warm_mini_batches
-from .stage_costs import RECEIVES_AHEAD
+from .evaluate import Evaluation, Question, evaluate, make_plan
+from .plan import Plan, SolverReport
 from .variants import Variant, variant_named
-from .versions import version_use
 
 Progress = Callable[[str, int, int], None]
 
 _SAME = 1 + 1e-9
-
-
-@dataclass(frozen=True)
-class InFlight:
-    """What a stage holds at its order's peak, as far as it is known before the cut."""
-
-    micro_batches: int
-    versions: int
 
 
 def solve(
@@ -107,43 +79,6 @@ def solve(
     return make_plan(question, found, report)
 
 
-def make_plan(question: Question, found: Evaluation, report: SolverReport) -> Plan:
-    """The plan file's content for an evaluated cut."""
-    profile = question.profile
-    return check_plan(
-        Plan(
-            variant=question.variant,
-            mini_batch=question.mini_batch,
-            micro_batches=found.micro_batches,
-            profile=ProfileReference(
-                target=profile.target,
-                fingerprint=profile.fingerprint,
-                device=profile.device,
-                threads=profile.threads,
-                dtype=profile.dtype,
-            ),
-            cluster=question.cluster,
-            optimizer_state_factor=question.optimizer_state_factor,
-            stages=tuple(
-                PlanStage(nodes=names, devices=(s,), in_flight=limit)
-                for s, (names, limit) in enumerate(zip(found.stages, found.limits, strict=True))
-            ),
-            edges=tuple(
-                PlanEdge(
-                    tensor=c.tensor,
-                    source=c.source,
-                    target=c.target,
-                    bytes_per_micro_batch=c.nbytes,
-                    needs_grad=c.needs_grad,
-                )
-                for c in found.crossed
-            ),
-            predicted=found.prediction,
-            solver=report,
-        )
-    )
-
-
 def _stage_counts(question: Question, lattice: Lattice, asked: int | None) -> Iterator[int]:
     devices, layers = len(question.cluster.devices), len(question.profile.layers)
     most = min(devices, layers, len(lattice.member) - 1)
@@ -189,8 +124,8 @@ class _Search:
         self.question = question
         self.variant = variant_named(question.variant)
         self.lattice = lattice
+        self.finder = CutFinder(question, lattice)
         self.tried = 0
-        self._tables: dict[int, CutTables] = {}
 
     def run(
         self, stage_counts: Sequence[int], micro_counts: Sequence[int], progress: Progress
@@ -200,14 +135,14 @@ class _Search:
         bounds = {}
         for done, (s, n) in enumerate(cases):
             progress(f"bounds: {s} stages, {n} micro-batches", done, 2 * len(cases))
-            bounds[s, n] = self._bound(s, n)
+            bounds[s, n] = self.finder.bound(s, n)
         best: Evaluation | None = None
         for done, (s, n) in enumerate(sorted(bounds, key=lambda case: (bounds[case], case))):
             progress(f"plans: {s} stages, {n} micro-batches", len(cases) + done, 2 * len(cases))
             ceiling = best.prediction.period_s if best else np.inf
             if not np.isfinite(bounds[s, n]) or bounds[s, n] * _SAME >= ceiling:
                 break
-            bounds[s, n] = max(bounds[s, n], self._slow_bound(s, n))
+            bounds[s, n] = max(bounds[s, n], self.finder.slow_bound(s, n))
             for evaluation in self._plans(s, n, bounds[s, n]):
                 if best is None or _better(evaluation, best):
                     best = evaluation
@@ -215,56 +150,10 @@ class _Search:
             raise self._infeasible(stage_counts, micro_counts)
         return self._tighten(best), min(bounds.values())
 
-    def tables(self, micro_batches: int) -> CutTables:
-        """Stage costs for this micro-batch count; made once."""
-        size = self.question.mini_batch // micro_batches
-        if size not in self._tables:
-            self._tables[size] = cut_tables(self.question.profile, self.lattice, size)
-        return self._tables[size]
-
-    # One stage count and micro-batch count -------------------------------------------------
-
-    def _bound(self, stages: int, micro_batches: int) -> float:
-        """No order of any cut into so many stages has a shorter period."""
-        if not self.lattice.complete:
-            return self._share(stages, micro_batches)
-        if self.variant.flushes and self.lattice.ordered:
-            return flush_bound(self._least_terms(stages, micro_batches), micro_batches)
-        allowed = self._allowed(stages, micro_batches, self._least_held(stages, micro_batches))
-        loads = self._loads(stages, micro_batches, allowed, wires=self._pure_chain)
-        found = smallest_bottleneck(loads)
-        return found[0] if found else np.inf
-
-    def _slow_bound(self, stages: int, micro_batches: int) -> float:
-        """A sharper bound where one is known; made only for what the quick one can't exclude."""
-        if not (self.variant.flushes and self.lattice.ordered and self.lattice.complete):
-            return 0.0
-        terms = self._least_terms(stages, micro_batches)
-        found = _best_flush_cut(terms, micro_batches)
-        return found[0] if found else np.inf
-
-    def _least_terms(self, stages: int, micro_batches: int) -> list[FlushTerms]:
-        held = self._least_held(stages, micro_batches)
-        allowed = self._allowed(stages, micro_batches, held)
-        # Where tensors skip layers, links share the load in ways the program doesn't see:
-        # transfers are then left out of the bound.
-        return self._flush_terms(stages, micro_batches, allowed, wires=self._pure_chain)
-
-    def _share(self, stages: int, micro_batches: int) -> float:
-        """All the work spread evenly over the devices: a bound for cuts that aren't listed."""
-        t = self.tables(micro_batches)
-        speed = sum(device.speed for device in self.question.cluster.devices[:stages])
-        return float(micro_batches * (t.forward_s[0, -1] + t.backward_s[0, -1])) / speed
-
     def _plans(self, stages: int, micro_batches: int, bound: float) -> Iterator[Evaluation]:
         """Feasible plans for several in-flight limits, until one reaches the bound."""
-        seen = set()
         for limits in _limit_candidates(self.variant, stages):
-            for held in self._held(stages, micro_batches, limits):
-                cut = self._cut(stages, micro_batches, held)
-                if cut is None or (cut, limits) in seen:
-                    continue
-                seen.add((cut, limits))
+            for cut in self.finder.cuts(stages, micro_batches, limits):
                 found = self._evaluate(cut, micro_batches, limits)
                 if not found.over_limit(self.question.cluster):
                     yield found
@@ -276,166 +165,7 @@ class _Search:
         self, cut: tuple[int, ...], micro_batches: int, limits: Sequence[int]
     ) -> Evaluation:
         self.tried += 1
-        return evaluate(self.question, self._names(cut), micro_batches, limits)
-
-    def _names(self, cut: Sequence[int]) -> list[list[str]]:
-        names = [layer.name for layer in self.question.profile.layers]
-        member = self.lattice.member
-        stages, below = [], np.zeros(len(names), dtype=np.bool_)
-        for downset in cut:
-            inside = member[downset] & ~below
-            stages.append([names[k] for k in np.flatnonzero(inside)])
-            below = member[downset]
-        return stages
-
-    def _cut(
-        self, stages: int, micro_batches: int, held: Sequence[InFlight]
-    ) -> tuple[int, ...] | None:
-        allowed = self._allowed(stages, micro_batches, held)
-        if self.variant.flushes:
-            terms = self._flush_terms(stages, micro_batches, allowed, wires=True)
-            found = _best_flush_cut(terms, micro_batches)
-        else:
-            loads = self._loads(stages, micro_batches, allowed, wires=True)
-            tables = self.tables(micro_batches)
-            crossing = tables.in_bytes + tables.in_grad_bytes
-            found = smallest_bottleneck(loads, [crossing] * stages)
-        return tuple(found[1]) if found else None
-
-    def _least_held(self, stages: int, micro_batches: int) -> list[InFlight]:
-        """What any order of any system has at its peak: a mini-batch, when its backward begins."""
-        return [InFlight(micro_batches, 1)] * stages
-
-    def _held(
-        self, stages: int, micro_batches: int, limits: tuple[int, ...]
-    ) -> Iterator[list[InFlight]]:
-        """Guesses of what is in flight at each stage's peak, before its order is known.
-
-        At the least; as in an order with equal stages; and at the most.
-        """
-        yield self._least_held(stages, micro_batches)
-        if self.variant.flushes:
-            return
-        yield self._held_by_equal_stages(stages, micro_batches, limits)
-        stashes = self.variant.backward_weights == "forward"
-        yield [
-            InFlight(limit * micro_batches, limit if stashes else min(limit, 2)) for limit in limits
-        ]
-
-    def _held_by_equal_stages(
-        self, stages: int, micro_batches: int, limits: tuple[int, ...]
-    ) -> list[InFlight]:
-        equal = Pipeline(
-            variant=self.variant,
-            micro_batches=micro_batches,
-            forward_s=(1.0,) * stages,
-            backward_s=(2.0,) * stages,
-            update_s=(0.0,) * stages,
-            links=tuple(Link(s, s + 1, 0.0, 0.0, 0.0) for s in range(stages - 1)),
-            limits=limits,
-        )
-        held = []
-        for ops in make_order(equal, warm_mini_batches(stages)):
-            kept = most = 0
-            for op in ops:
-                if op.kind == "F":
-                    kept += 1
-                elif op.kind == "B":
-                    kept -= micro_batches if op.micro_batch is None else 1
-                most = max(most, kept)
-            use = version_use(self.variant, micro_batches, ops)
-            held.append(InFlight(most, use.most_held))
-        return held
-
-    # Matrices ------------------------------------------------------------------------------
-
-    @property
-    def _pure_chain(self) -> bool:
-        """Every tensor goes to the next layer alone, so that a cut has one link."""
-        names = [layer.name for layer in self.question.profile.layers]
-        following = dict(zip(names, [*names[1:], "output"], strict=True))
-        return all(e.consumer == following[e.producer] for e in self.question.profile.edges)
-
-    def memory(self, micro_batches: int, held: InFlight) -> Matrix:
-        """Peak bytes of every possible stage with this much in flight."""
-        t = self.tables(micro_batches)
-        unit = micro_batches if self.variant.backward_unit == "mini" else 1
-        copies = 1 + held.versions + self.question.optimizer_state_factor
-        incoming = RECEIVES_AHEAD["F"] * t.in_bytes + 2 * unit * t.in_grad_bytes
-        # Activations awaiting their sending often are kept anyway; the walk counts the rest.
-        outgoing = (RECEIVES_AHEAD["B"] + 1) * unit * t.out_grad_bytes
-        return (
-            copies * t.parameter_bytes
-            + t.buffer_bytes
-            + held.micro_batches * t.kept_bytes
-            + t.workspace_bytes
-            + incoming
-            + outgoing
-        )
-
-    def _allowed(
-        self, stages: int, micro_batches: int, held: Sequence[InFlight]
-    ) -> list[np.ndarray[tuple[int, int], np.dtype[np.bool_]]]:
-        valid = self.tables(micro_batches).valid
-        allowed = []
-        for s in range(stages):
-            limit = self.question.cluster.devices[s].memory_bytes
-            fits = (
-                valid if limit is None else valid & (self.memory(micro_batches, held[s]) <= limit)
-            )
-            allowed.append(fits)
-        return allowed
-
-    def _loads(
-        self,
-        stages: int,
-        micro_batches: int,
-        allowed: Sequence[np.ndarray[tuple[int, int], np.dtype[np.bool_]]],
-        *,
-        wires: bool,
-    ) -> list[Matrix]:
-        """Per stage, busy time per mini-batch of the device, or of the wire below it."""
-        t = self.tables(micro_batches)
-        network = self.question.cluster.network
-        loads = []
-        for s in range(stages):
-            speed = self.question.cluster.devices[s].speed
-            work = micro_batches * (t.forward_s + t.backward_s) + t.update_s
-            load = work / speed
-            if wires and s:
-                for crossing in (t.in_bytes, t.in_grad_bytes):
-                    wire = micro_batches * crossing / network.bandwidth_bytes_per_s
-                    load = np.maximum(load, wire)
-            loads.append(np.where(allowed[s], load, np.inf))
-        return loads
-
-    def _flush_terms(
-        self,
-        stages: int,
-        micro_batches: int,
-        allowed: Sequence[np.ndarray[tuple[int, int], np.dtype[np.bool_]]],
-        *,
-        wires: bool,
-    ) -> list[FlushTerms]:
-        t = self.tables(micro_batches)
-        network = self.question.cluster.network
-        terms = []
-        for s in range(stages):
-            speed = self.question.cluster.devices[s].speed
-            forward, backward = t.forward_s / speed, t.backward_s / speed
-            total = forward + backward
-            if wires and s:
-                wire = t.in_bytes / network.bandwidth_bytes_per_s
-                wire_back = t.in_grad_bytes / network.bandwidth_bytes_per_s
-                total = total + wire + wire_back + 2 * network.latency_s
-                forward, backward = np.maximum(forward, wire), np.maximum(backward, wire_back)
-            if s == 0:
-                # Stage 0's backwards end last; the others update while it still works.
-                total = total + t.update_s / speed
-            terms.append(FlushTerms(np.where(allowed[s], total, np.inf), forward, backward))
-        return terms
-
-    # After the search ----------------------------------------------------------------------
+        return evaluate(self.question, self.finder.names(cut), micro_batches, limits)
 
     def _tighten(self, best: Evaluation) -> Evaluation:
         """Smallest in-flight limits that keep the period."""
@@ -459,19 +189,11 @@ class _Search:
         closest: tuple[int, int, Evaluation] | None = None
         for stages in stage_counts:
             for n in micro_counts:
-                least = self._least_held(stages, n)[0]
-                memory = np.where(self.tables(n).valid, self.memory(n, least), np.inf)
-                limits = [self.question.cluster.devices[s].memory_bytes for s in range(stages)]
-                over = [
-                    np.maximum(memory - limit, 0) if limit is not None else memory * 0
-                    for limit in limits
-                ]
-                over = [np.where(np.isfinite(memory), o, np.inf) for o in over]
-                found = smallest_bottleneck(over)
-                if found is None:
+                cut = self.finder.closest_cut(stages, n)
+                if cut is None:
                     continue
                 narrow = _limit_candidates(self.variant, stages)[-1]
-                tried = self._evaluate(tuple(found[1]), n, narrow)
+                tried = self._evaluate(cut, n, narrow)
                 missing = tried.over_limit(self.question.cluster)
                 if missing:
                     stage, count = max(missing, key=lambda item: item[1])
@@ -491,21 +213,6 @@ class _Search:
             stage=stage,
             missing_bytes=missing_bytes,
         )
-
-
-def _best_flush_cut(
-    terms: Sequence[FlushTerms], micro_batches: int
-) -> tuple[float, list[int]] | None:
-    """The exact program, below what a cut with balanced stages reaches."""
-    loads = [
-        np.where(np.isfinite(term.total_s), term.forward_s + term.backward_s, np.inf)
-        for term in terms
-    ]
-    balanced = smallest_bottleneck(loads, [term.total_s for term in terms])
-    if balanced is None:
-        return None
-    ceiling = flush_time(terms, micro_batches, balanced[1])
-    return smallest_flush_time(terms, micro_batches, ceiling)
 
 
 def _better(found: Evaluation, best: Evaluation) -> bool:

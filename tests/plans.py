@@ -6,9 +6,8 @@ import itertools
 
 import msgspec
 from timeprest.planner.cluster import uniform_cluster
-from timeprest.planner.evaluate import Question, evaluate
+from timeprest.planner.evaluate import Question, evaluate, make_plan
 from timeprest.planner.plan import SolverReport
-from timeprest.planner.search import make_plan
 from timeprest.planner.variants import VARIANTS
 
 REPORT = SolverReport(

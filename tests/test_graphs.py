@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from plain import train_plainly
 from plans import plan_by_hand, with_times
 from timeprest.profiles.measure import measure
 from timeprest.profiles.target import resolve
-from timeprest.runtime.data import Samples
 from timeprest.runtime.observer import read_losses
 from timeprest.runtime.run import run
 from timeprest.runtime.run_dir import load_weights
@@ -46,18 +46,7 @@ def test_gpipe_on_a_graph_is_plain_training(stages, graph_profile, tmp_path):
     name = f"{FILE}:GraphTask"
     summary = run(plan, RunSettings(task=name, steps=STEPS), tmp_path / "run", inline=True)
     task = resolve(name).task
-    torch.manual_seed(0)
-    model = task.model()
-    optimizer = task.optimizer(list(model.parameters()))
-    samples = Samples(task, "train", plan.mini_batch, seed=0)
-    losses = []
-    for b in range(STEPS):
-        inputs, target = samples.train(0, b, 1, 0)
-        optimizer.zero_grad()
-        loss = task.loss(model(*inputs), target)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses, model = train_plainly(name, plan.mini_batch, STEPS)
     assert read_losses(tmp_path / "run" / "metrics.jsonl") == pytest.approx(losses, abs=1e-10)
     state = load_weights(tmp_path / "run")
     for key, weight in model.state_dict().items():

@@ -11,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oracle import Adam, Momentum, Oracle
+from plain import train_plainly
 from plans import plan_by_hand, split_evenly, with_times
 from timeprest.planner.operations import order_text
 from timeprest.planner.orders import make_order
@@ -148,19 +149,7 @@ def test_gpipe_is_plain_training_loss_by_loss(inline, mlp_profile, mlp_target, t
     plan = plan_by_hand(with_times(mlp_profile), "gpipe", 3, 4)
     settings_ = RunSettings(task=mlp_target, steps=STEPS, evaluate=False)
     run(plan, settings_, tmp_path / "run", inline=inline)
-    task = resolve(mlp_target).task
-    torch.manual_seed(0)
-    model = task.model()
-    optimizer = task.optimizer(list(model.parameters()))
-    samples = Samples(task, "train", plan.mini_batch, seed=0)
-    losses = []
-    for b in range(STEPS):
-        inputs, target = samples.train(0, b, 1, 0)
-        optimizer.zero_grad()
-        loss = task.loss(model(*inputs), target)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses, model = train_plainly(mlp_target, plan.mini_batch, STEPS)
     np.testing.assert_allclose(
         read_losses(tmp_path / "run" / "metrics.jsonl"), losses, rtol=0, atol=1e-10
     )

@@ -1,0 +1,25 @@
+"""Plain training, as anyone would write it: what flush systems must equal."""
+
+from __future__ import annotations
+
+import torch
+from timeprest.profiles.target import resolve
+from timeprest.runtime.data import Samples
+
+
+def train_plainly(target, mini_batch, steps):
+    """Losses of all mini-batches, and the model, after `steps` with seed 0 in one process."""
+    task = resolve(target).task
+    torch.manual_seed(0)
+    model = task.model()
+    optimizer = task.optimizer(list(model.parameters()))
+    samples = Samples(task, "train", mini_batch, seed=0)
+    losses = []
+    for b in range(steps):
+        inputs, wanted = samples.train(0, b, 1, 0)
+        optimizer.zero_grad()
+        loss = task.loss(model(*inputs), wanted)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, model
