@@ -203,6 +203,12 @@ class ProcessChannels:
             if not sender.drain(self.timeout):
                 raise self._lost(peer, sender.error or TimeoutError("the messages didn't go"))
 
+    def end(self) -> None:
+        """End the sending threads, after the last `close`. A thread that is still there when
+        the interpreter ends may take the process down with it."""
+        for sender in self._senders.values():
+            sender.end(self.timeout)
+
     @property
     def held_bytes(self) -> int:
         """Posted buffers and messages still being sent."""
@@ -231,8 +237,9 @@ class _Sender:
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._count = 0
-        self._queue: queue.SimpleQueue[tuple[dist.Work, Tensor, int]] = queue.SimpleQueue()
-        threading.Thread(target=self._work, daemon=True).start()
+        self._queue: queue.SimpleQueue[tuple[dist.Work, Tensor, int] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._thread.start()
 
     def put(self, work: dist.Work, tensor: Tensor, counted_bytes: int) -> None:
         """Wait for this send too; hold its tensor until then."""
@@ -251,9 +258,14 @@ class _Sender:
                 and self.error is None
             )
 
+    def end(self, timeout: timedelta) -> None:
+        """Let the thread run dry and end."""
+        self._queue.put(None)
+        self._thread.join(timeout.total_seconds())
+
     def _work(self) -> None:
-        while True:
-            work, tensor, counted_bytes = self._queue.get()
+        while (item := self._queue.get()) is not None:
+            work, tensor, counted_bytes = item
             try:
                 work.wait(self.timeout)
             except BaseException as error:
@@ -265,7 +277,7 @@ class _Sender:
                 self._count -= 1
                 self.pending_bytes -= counted_bytes
                 self._idle.notify_all()
-            del work, tensor
+            del item, work, tensor
 
 
 def _tag(crossing: Crossing, kind: str) -> int:

@@ -44,11 +44,12 @@ def main(arguments: list[str]) -> int:
         message = f"stage {rank}: {describe_error(error)}"
         run_dir.write_error(rank, message, from_peer=False, exit_code=1)
         return _leave(1)
-    return 0
+    return _leave(0)
 
 
 def _leave(code: int) -> int:
-    """End at once: threads and sockets that wait for a peer must not keep the process alive."""
+    """End at once: whatever still waits for a peer must not keep the process alive, nor crash
+    it while the interpreter is taken down."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -81,6 +82,7 @@ def _work(run_dir: RunDir, store_path: str, rank: int, world_size: int) -> None:
     for report in course.reports():
         run_dir.write_report(report)
     _barrier(rank)()
+    channels.end()
     dist.destroy_process_group()
 
 
