@@ -59,7 +59,7 @@ def verdict(plan: Plan) -> Text:
         proof = f"lower bound {format_seconds(solver.bound_s)}, gap {solver.gap:.1%}"
     return Text(
         f"period {format_seconds(predicted.period_s)} per mini-batch, "
-        f"{predicted.samples_per_s:.0f} samples/s, {predicted.speedup:.2f} × one device; "
+        f"{predicted.samples_per_s:.0f} samples/s, {predicted.speedup:.2f} × one device\n"
         f"{solver.method}: {proof}, {solver.plans_tried} plans in "
         f"{format_seconds(solver.seconds)}"
     )

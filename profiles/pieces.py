@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from .errors import TraceError
-from .trace import OUTPUT, TracedModel, nodes_in, values
+from .trace import TracedModel, nodes_in, values
 
 
 @dataclass(frozen=True)
@@ -131,6 +131,3 @@ def kind_of(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return "tensor"
     return "size" if isinstance(value, torch.Size) else "number"
-
-
-__all__ = ["OUTPUT", "Piece", "cut", "decode", "encode", "kind_of"]

@@ -8,7 +8,6 @@ from typing import Any, Protocol, TextIO
 
 import msgspec
 
-from .data import Segment
 from .scores import EpochRecord
 
 
@@ -118,6 +117,3 @@ def read_losses(path: Path) -> list[float]:
         if found["kind"] == "mini_batches":
             losses += found["losses"]
     return losses
-
-
-__all__ = ["MetricsFile", "Observer", "Segment", "Silent", "Tail", "read_losses"]
