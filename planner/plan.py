@@ -217,8 +217,8 @@ def check_against_profile(plan: Plan, profile: Profile, where: str = "plan") -> 
     for group in profile.tied:
         if len({stage_of[name] for name in group}) > 1:
             raise PlanError(
-                f"{where}: layers {', '.join(map(repr, group))} share parameters and must be "
-                "on one stage"
+                f"{where}: layers {', '.join(map(repr, group))} must be on one stage: they "
+                "share parameters, or one changes in place what the others use"
             )
 
 

@@ -18,7 +18,7 @@ from .trace import OUTPUT, fingerprint, state_of_layer, tied_layers
 
 def assemble(bench: Bench, threads: int) -> Profile:
     """The profile that a bench's measurements make."""
-    tied = tied_layers(bench.traced)
+    tied = sorted({*tied_layers(bench.traced), *bench.bound_by_changes()})
     parameter = next(bench.model.parameters())
     return Profile(
         target=bench.target.name,

@@ -64,6 +64,7 @@ class Bench:
         self.crossing = values(traced)
         self.names = [layer.name for layer in traced.layers]
         self.cases = [Case(size, *target.sample(size)) for size in sizes]
+        self.in_place: list[tuple[int, str]] = []
         self.overhead: list[tuple[float, float]] = []
 
     def run(self, seconds: float, progress: Progress) -> None:
@@ -99,10 +100,15 @@ class Bench:
             zip((node.name for node in self.traced.inputs), case.inputs, strict=False)
         )
         inputs = dict(env)
-        for piece in (*self.pieces, None):
+        self.in_place = []
+        for k, piece in enumerate((*self.pieces, None)):
             with SavedBytes(ignore=state) as saved:
                 if piece is not None:
-                    out = piece.module(*[env[name] for name in piece.inputs])
+                    entries = {name: env[name] for name in piece.inputs}
+                    before = _versions(entries)
+                    out = piece.module(*entries.values())
+                    changed = _versions(entries).items() - before.items()
+                    self.in_place += [(k, name) for name, _ in sorted(changed)]
                     env.update(zip(piece.outputs, out, strict=True))
                 else:
                     case.result = self.result.module(*[env[name] for name in self.result.inputs])[0]
@@ -115,6 +121,28 @@ class Bench:
                 label = f"input:{name}" if name in inputs else name
                 case.storages.setdefault(key, (label, storage_bytes(value)))
         case.values = env
+
+    def bound_by_changes(self) -> set[tuple[int, ...]]:
+        """Layers that must stay together because one changes in place what the others use.
+
+        On different stages, they would see copies from before and after the change.
+        """
+        values = self.cases[0].values
+        keys = {n: storage_key(v) for n, v in values.items() if isinstance(v, Tensor)}
+        groups = set()
+        for k, name in self.in_place:
+            same = [
+                value
+                for value in self.crossing
+                if keys.get(value.node.name) == keys[name]
+                and (value.producer is None or value.producer < k)
+            ]
+            makers = {value.producer for value in same if value.producer is not None}
+            others = {c for value in same for c in value.consumers} - makers - {k}
+            if others:
+                # Together they share one tensor, their own stage's or one copy of it.
+                groups.add(tuple(sorted(c for c in others | {k} if c < len(self.pieces))))
+        return {group for group in groups if len(group) > 1}
 
     def _check_loss(self, loss: Any) -> None:
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
@@ -223,6 +251,11 @@ class Bench:
         begin = clock()
         torch.autograd.backward(outs, grads)
         return middle - start, clock() - begin
+
+
+def _versions(entries: dict[str, Any]) -> dict[str, int]:
+    """How often each tensor has been changed in place."""
+    return {name: value._version for name, value in entries.items() if isinstance(value, Tensor)}
 
 
 def _distinct(tensors: list[Tensor]) -> list[Tensor]:

@@ -121,7 +121,8 @@ class Profile(
     edges: tuple[Edge, ...]
     storages: tuple[Storage, ...]
     tied: tuple[tuple[str, ...], ...]
-    """Groups of layers that share parameters or buffers: each must stay on one stage."""
+    """Groups of layers that must each stay on one stage: they share parameters or buffers, or
+    one of them changes in place what the others use."""
     loss: tuple[Measurement, ...]
     """The loss, on the last stage; empty where the target has none."""
     optimizer: OptimizerCost

@@ -29,6 +29,22 @@ class Residual(nn.Module):
         return self.head(self.pool(x).view(x.size(0), -1))
 
 
+class PreActivation(nn.Module):
+    """The in-place ReLU changes what the skip adds later: part of the model's meaning."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Linear(4, 4)
+        self.relu = nn.ReLU(inplace=True)
+        self.body = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        x = self.stem(x)
+        y = self.body(self.relu(x))
+        return self.head(torch.tanh(y) + x)
+
+
 class Sizes(nn.Module):
     """Sizes and a shape that are read in one layer and used in others."""
 
@@ -105,6 +121,7 @@ class Plain(nn.Module):
 
 EXAMPLES = {
     "residual": (Residual, lambda m: (torch.randn(m, 3, 6, 6, dtype=torch.float64),)),
+    "changes": (PreActivation, lambda m: (torch.randn(m, 4, dtype=torch.float64),)),
     "sizes": (Sizes, lambda m: (torch.randint(0, 13, (m, 5)),)),
     "two inputs": (
         TwoInputs,

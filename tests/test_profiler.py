@@ -90,7 +90,7 @@ def run_pieces(traced, groups, inputs, seed, fake=True):
 
 
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.sampled_from([n for n in EXAMPLES if n != "tied"]), st.data())
+@given(st.sampled_from([n for n in EXAMPLES if n not in ("tied", "changes")]), st.data())
 def test_pieces_equal_the_whole_wherever_it_is_cut(name, data):
     model, inputs = build(name)
     batch = inputs(4)
@@ -187,6 +187,23 @@ def test_tied_layers_are_found_and_kept_together():
     profile = measure(as_target("tied"), batch_size=2, micro_batch_sizes=[2], seconds=0)
     assert profile.tied == (("embed", "head"),)
     assert len(lattice_of(profile).member) == 2
+
+
+def test_a_change_in_place_that_others_see_keeps_layers_together():
+    """Cut anywhere the profile allows, the pieces mean the whole; elsewhere they wouldn't."""
+    profile = measure(as_target("changes"), batch_size=4, micro_batch_sizes=[4], seconds=0)
+    assert profile.tied == (("relu", "body"),)
+    assert measure(as_target("residual"), batch_size=2, micro_batch_sizes=[2], seconds=0).tied == ()
+    model, inputs = build("changes")
+    batch = inputs(4)
+    wanted = copy.deepcopy(model)(*batch)
+    traced = trace(model)
+    ends = {tuple(int(k) for k in row.nonzero()[0]) for row in lattice_of(profile).member}
+    assert ends == {(), (0,), (0, 1, 2), (0, 1, 2, 3)}
+    result, _ = run_pieces(traced, [[0], [1, 2], [3]], batch, seed=0)
+    torch.testing.assert_close(result, wanted)
+    apart, _ = run_pieces(trace(build("changes")[0]), [[0], [1], [2, 3]], batch, seed=0)
+    assert not torch.allclose(apart, wanted)
 
 
 def test_fingerprint_survives_a_restart_and_changes_with_the_model():
