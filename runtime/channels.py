@@ -71,6 +71,13 @@ class Channels(Protocol):
     def receive(self, crossing: Crossing, kind: str) -> Tensor:
         """The next message, waiting for it no longer than the bound. Raises PeerError."""
 
+    def throttle(self, most: int) -> None:
+        """Wait, within the bound, until no peer has more than `most` messages still to take.
+
+        Training is held back by its in-flight limits; a pass of forwards alone by this.
+        Raises PeerError.
+        """
+
     def close(self) -> None:
         """Wait, within the bound, until all that was sent has gone. Raises PeerError."""
 
@@ -114,6 +121,9 @@ class LocalChannels:
         tensor = waiting.popleft()
         self._count(self.stage, -_nbytes(tensor))
         return tensor
+
+    def throttle(self, most: int) -> None:
+        """Nothing is under way."""
 
     def close(self) -> None:
         """Nothing is under way."""
@@ -197,11 +207,15 @@ class ProcessChannels:
         self._post(crossing, kind)
         return buffer
 
+    def throttle(self, most: int) -> None:
+        """Wait for the sending threads to come down to so many messages each."""
+        for peer, sender in self._senders.items():
+            if not sender.wait_for(most, self.timeout):
+                raise self._lost(peer, sender.error or TimeoutError("the messages didn't go"))
+
     def close(self) -> None:
         """Wait for the sending threads to run dry."""
-        for peer, sender in self._senders.items():
-            if not sender.drain(self.timeout):
-                raise self._lost(peer, sender.error or TimeoutError("the messages didn't go"))
+        self.throttle(0)
 
     def end(self) -> None:
         """End the sending threads, after the last `close`. A thread that is still there when
@@ -248,12 +262,12 @@ class _Sender:
             self.pending_bytes += counted_bytes
         self._queue.put((work, tensor, counted_bytes))
 
-    def drain(self, timeout: timedelta) -> bool:
-        """Wait until all sends are done; False when one failed or the bound was reached."""
+    def wait_for(self, most: int, timeout: timedelta) -> bool:
+        """Wait until at most so many sends are left; False after a failure or the bound."""
         with self._idle:
             return (
                 self._idle.wait_for(
-                    lambda: self._count == 0 or self.error is not None, timeout.total_seconds()
+                    lambda: self._count <= most or self.error is not None, timeout.total_seconds()
                 )
                 and self.error is None
             )

@@ -19,6 +19,9 @@ from .prepare import Prepared
 from .scores import EvaluationScore, StageScore
 from .stage import Stage
 
+EVALUATION_AHEAD = 8
+"""Messages that a stage may have under way to each peer while it evaluates."""
+
 OnMiniBatch = Callable[[Segment, int, float], None]
 """Called on the last stage with the segment, the mini-batch in it, and its mean loss."""
 
@@ -183,6 +186,7 @@ class StageRunner:
                 values = self._named(inputs)
             for c in self.incoming:
                 values[c.spec.name] = self.channels.receive(c, FORWARD)
+            self.channels.throttle(EVALUATION_AHEAD)
             outputs, result = self.stage.evaluate(values)
             for c in self.outgoing:
                 self.channels.send(c, FORWARD, outputs[c.spec.name])
