@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 @click.option("--lr", type=click.FloatRange(0, min_open=True))
 @click.option("--momentum", type=click.FloatRange(0, 1, max_open=True))
 @click.option("--weight-decay", type=click.FloatRange(0))
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@click.option("--seed", type=click.IntRange(0, 2**40), default=0, show_default=True)
 @click.option(
     "--threads",
     type=click.IntRange(1),

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from .cut_tables import CutTables, Matrix, cut_tables
 from .downsets import Lattice
 from .evaluate import Question
+from .operations import BACKWARD, FORWARD
 from .orders import make_order
 from .partition import (
     FlushTerms,
@@ -113,6 +114,7 @@ class CutFinder:
         return tuple(found[1]) if found else None
 
     def names(self, cut: Sequence[int]) -> list[list[str]]:
+        """Layer names of each stage of a cut."""
         names = [layer.name for layer in self.question.profile.layers]
         member = self.lattice.member
         stages, below = [], np.zeros(len(names), dtype=np.bool_)
@@ -172,9 +174,9 @@ class CutFinder:
         for ops in make_order(equal, warm_mini_batches(stages)):
             kept = most = 0
             for op in ops:
-                if op.kind == "F":
+                if op.kind == FORWARD:
                     kept += 1
-                elif op.kind == "B":
+                elif op.kind == BACKWARD:
                     kept -= micro_batches if op.micro_batch is None else 1
                 most = max(most, kept)
             use = version_use(self.variant, micro_batches, ops)
@@ -195,9 +197,9 @@ class CutFinder:
         t = self.tables(micro_batches)
         unit = micro_batches if self.variant.backward_unit == "mini" else 1
         copies = 1 + held.versions + self.question.optimizer_state_factor
-        incoming = RECEIVES_AHEAD["F"] * t.in_bytes + 2 * unit * t.in_grad_bytes
+        incoming = RECEIVES_AHEAD[FORWARD] * t.in_bytes + 2 * unit * t.in_grad_bytes
         # Activations awaiting their sending often are kept anyway; the walk counts the rest.
-        outgoing = (RECEIVES_AHEAD["B"] + 1) * unit * t.out_grad_bytes
+        outgoing = (RECEIVES_AHEAD[BACKWARD] + 1) * unit * t.out_grad_bytes
         return (
             copies * t.parameter_bytes
             + t.buffer_bytes

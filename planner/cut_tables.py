@@ -112,10 +112,13 @@ def _fill_pairs(
     for layer in profile.layers:
         for name in layer.saves:
             saves[position[layer.name], stored[name]] = 1
-    storage_bytes = np.array(
-        [sized(s.fixed_bytes, s.bytes_per_sample, micro_batch) for s in profile.storages],
-        dtype=np.float64,
-    ).reshape(-1)
+    # A stage that receives a view holds its message alone: at the least, that is kept.
+    held = {s.name: sized(s.fixed_bytes, s.bytes_per_sample, micro_batch) for s in profile.storages}
+    for e in tensors.values():
+        held[e.storage] = min(
+            held[e.storage], sized(e.fixed_bytes, e.bytes_per_sample, micro_batch)
+        )
+    storage_bytes = np.array(list(held.values()), dtype=np.float64).reshape(-1)
     rows = member.astype(np.int32)
     # The model's result is needed on the last stage: by what completes the full downset.
     with_result = np.concatenate([rows, rows.all(axis=1, keepdims=True)], axis=1)

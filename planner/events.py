@@ -60,8 +60,7 @@ class Clock:
             for link in self.successors[stage]:
                 self._send(stage, link.target, op, end, link.forward_s, link.latency_s)
         elif op.kind == BACKWARD:
-            pipeline = self.pipeline
-            each = pipeline.micro_batches // pipeline.backwards_per_mini_batch
+            each = self.pipeline.micro_batches_per_backward
             for link in self.predecessors[stage]:
                 if link.has_gradient:
                     wire_s = link.backward_s * each

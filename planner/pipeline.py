@@ -57,10 +57,14 @@ class Pipeline:
         """N where the backward's unit is the micro-batch, else 1."""
         return self.micro_batches if self.variant.backward_unit == "micro" else 1
 
+    @property
+    def micro_batches_per_backward(self) -> int:
+        """Micro-batches that one backward works through, and one gradient message holds."""
+        return self.micro_batches // self.backwards_per_mini_batch
+
     def backward_op_s(self, stage: int) -> float:
         """Duration of one backward operation: of a micro-batch or of a whole mini-batch."""
-        micro_batches_each = self.micro_batches // self.backwards_per_mini_batch
-        return self.backward_s[stage] * micro_batches_each
+        return self.backward_s[stage] * self.micro_batches_per_backward
 
     def work_s(self, stage: int) -> float:
         """Busy time per mini-batch: no pipeline completes them faster than its busiest stage."""

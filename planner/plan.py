@@ -20,6 +20,9 @@ from .variants import variant_named
 
 FORMAT = "timeprest-plan/1"
 
+MAX_MICRO_BATCHES = 4096
+"""An order lists every micro-batch: more in one mini-batch aren't planned or run."""
+
 Index = Annotated[int, Meta(ge=0)]
 
 
@@ -148,6 +151,8 @@ def check_plan(plan: Plan, where: str = "plan") -> Plan:
         raise fail(f"variant: {error}") from None
     if plan.mini_batch % plan.micro_batches:
         raise fail(f"micro_batches: {plan.micro_batches} don't divide mini_batch {plan.mini_batch}")
+    if plan.micro_batches > MAX_MICRO_BATCHES:
+        raise fail(f"micro_batches: {plan.micro_batches} are more than {MAX_MICRO_BATCHES}")
     if variant.whole_mini_batches and plan.micro_batches != 1:
         raise fail(f"micro_batches: {variant.name} runs whole mini-batches; set it to 1")
     if len(plan.predicted.stages) != len(plan.stages):

@@ -19,7 +19,7 @@ from .cluster import Cluster
 from .cut_finder import CutFinder
 from .downsets import Lattice, lattice_of
 from .evaluate import Evaluation, Question, evaluate, make_plan
-from .plan import Plan, SolverReport
+from .plan import MAX_MICRO_BATCHES, Plan, SolverReport
 from .variants import Variant, variant_named
 
 Progress = Callable[[str, int, int], None]
@@ -107,16 +107,21 @@ def _micro_batch_counts(question: Question, asked: int | None) -> Iterator[int]:
         asked = 1
     if asked is not None and batch % asked:
         raise PlanError(f"--micro-batches {asked}: doesn't divide the mini-batch of {batch}")
-    divisors = [n for n in range(1, batch + 1) if batch % n == 0]
-    counts = [asked] if asked is not None else divisors
-    measured = [n for n in counts if sizes[0] <= batch // n <= sizes[-1]]
-    if not measured:
+    within = [m for m in range(sizes[0], sizes[-1] + 1) if batch % m == 0]
+    counts = sorted(batch // m for m in within if asked in (None, batch // m))
+    if not counts:
+        size = f"of {batch // asked} samples " if asked else ""
         raise PlanError(
-            f"mini-batch {batch}: micro-batches of {sorted(batch // n for n in counts)} samples "
-            f"are asked for, the profile measured {sizes[0]} to {sizes[-1]}; profile again with "
-            "--batch-size and --micro-batch-sizes that reach them"
+            f"mini-batch {batch}: micro-batches {size}are asked for that the profile didn't "
+            f"measure: it has {sizes[0]} to {sizes[-1]} samples; profile again with --batch-size "
+            "and --micro-batch-sizes that reach them"
         )
-    yield from measured
+    if counts[0] > MAX_MICRO_BATCHES:
+        raise PlanError(
+            f"mini-batch {batch}: would have {counts[0]} micro-batches; {MAX_MICRO_BATCHES} are "
+            "the most"
+        )
+    yield from (n for n in counts if n <= MAX_MICRO_BATCHES)
 
 
 class _Search:
@@ -147,7 +152,7 @@ class _Search:
                 if best is None or _better(evaluation, best):
                     best = evaluation
         if best is None:
-            raise self._infeasible(stage_counts, micro_counts)
+            best = self._closest(stage_counts, micro_counts)
         return self._tighten(best), min(bounds.values())
 
     def _plans(self, stages: int, micro_batches: int, bound: float) -> Iterator[Evaluation]:
@@ -182,10 +187,11 @@ class _Search:
                 best = found
         return best
 
-    def _infeasible(
-        self, stage_counts: Sequence[int], micro_counts: Sequence[int]
-    ) -> InfeasibleError:
-        """Find the cut that comes closest, and say what it lacks."""
+    def _closest(self, stage_counts: Sequence[int], micro_counts: Sequence[int]) -> Evaluation:
+        """The cut that comes closest to fitting, if it does fit after all.
+
+        Raises InfeasibleError saying what it lacks.
+        """
         closest: tuple[int, int, Evaluation] | None = None
         for stages in stage_counts:
             for n in micro_counts:
@@ -195,16 +201,17 @@ class _Search:
                 narrow = _limit_candidates(self.variant, stages)[-1]
                 tried = self._evaluate(cut, n, narrow)
                 missing = tried.over_limit(self.question.cluster)
-                if missing:
-                    stage, count = max(missing, key=lambda item: item[1])
-                    if closest is None or count < closest[1]:
-                        closest = (stage, count, tried)
+                if not missing:
+                    return tried
+                stage, count = max(missing, key=lambda item: item[1])
+                if closest is None or count < closest[1]:
+                    closest = (stage, count, tried)
         if closest is None:
-            return InfeasibleError("no plan fits: the graph can't be cut as asked")
+            raise InfeasibleError("no plan fits: the graph can't be cut as asked")
         stage, missing_bytes, tried = closest
         names = tried.stages[stage]
         limit = self.question.cluster.devices[stage].memory_bytes or 0
-        return InfeasibleError(
+        raise InfeasibleError(
             f"no plan fits: the closest ({len(tried.stages)} stages, {tried.micro_batches} "
             f"micro-batches) lacks {missing_bytes} bytes ({format_bytes(missing_bytes)}) on "
             f"stage {stage} ({names[0]} … {names[-1]}): it needs "

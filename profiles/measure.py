@@ -59,8 +59,8 @@ def measure(
             f"{target.name}: the data gives {len(target.sample(1)[0])} inputs, but the model's "
             f"forward takes {len(traced.inputs)}"
         )
-    bench = Bench(target, model, traced, sizes, batch_size)
     try:
+        bench = Bench(target, model, traced, sizes, batch_size)
         bench.run(seconds, progress or (lambda *_: None))
     except (TargetError, TraceError):
         raise

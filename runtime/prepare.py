@@ -11,10 +11,10 @@ from ..planner.order_check import check_order
 from ..planner.orders import make_order
 from ..planner.pipeline import Pipeline
 from ..planner.plan import Plan, check_cut, check_plan, pipeline_of
-from ..profiles.errors import PlanError, TargetError, TraceError
+from ..profiles.errors import PlanError, TargetError, TimeprestError, TraceError
 from ..profiles.pieces import Piece, cut
 from ..profiles.shapes import ValueSpec, value_specs
-from ..profiles.target import Target, resolve
+from ..profiles.target import Target, describe_error, resolve
 from ..profiles.task import Task, dataset_size
 from ..profiles.trace import TracedModel, fingerprint, tied_layers, trace, values
 from .channels import Crossing
@@ -71,9 +71,16 @@ def prepare(plan: Plan, settings: RunSettings) -> Prepared:
     groups = [sorted(position[name] for name in stage.nodes) for stage in plan.stages]
     inputs, _ = target.sample(plan.micro_batch)
     whole_bytes = sum(stage.memory_bytes for stage in plan.predicted.stages)
-    specs = value_specs(traced, inputs, fake=whole_bytes > _SMALL_BYTES)
-    crossings = _crossings(plan, traced, groups, specs)
+    try:
+        specs = value_specs(traced, inputs, fake=whole_bytes > _SMALL_BYTES)
+    except TimeprestError:
+        raise
+    except Exception as error:  # the user's model runs here
+        raise TargetError(
+            f"{target.name}: the model failed on its own inputs: {describe_error(error)}"
+        ) from error
     pipeline = pipeline_of(plan)
+    crossings = _crossings(plan, traced, groups, specs, pipeline.micro_batches_per_backward)
     prepared = Prepared(
         plan=plan,
         settings=settings,
@@ -145,10 +152,10 @@ def _crossings(
     traced: TracedModel,
     groups: list[list[int]],
     specs: dict[str, ValueSpec],
+    gradient_micro_batches: int,
 ) -> tuple[Crossing, ...]:
     stage_of = {layer: s for s, group in enumerate(groups) for layer in group}
     stage_of[len(traced.layers)] = len(groups) - 1
-    each = plan.micro_batches if _whole_backwards(plan) else 1
     found: list[Crossing] = []
     for value in values(traced):
         if value.producer is None:
@@ -156,7 +163,7 @@ def _crossings(
         source = stage_of[value.producer]
         for target in sorted({stage_of[k] for k in value.consumers} - {source}):
             spec = specs[value.node.name]
-            found.append(Crossing(len(found), spec, source, target, each))
+            found.append(Crossing(len(found), spec, source, target, gradient_micro_batches))
     mine = {(c.spec.name, c.source, c.target) for c in found}
     planned = {(e.tensor, e.source, e.target) for e in plan.edges}
     if mine != planned:
@@ -167,7 +174,3 @@ def _crossings(
             "stages, run tp-plan check PLAN --profile PROFILE -o PLAN"
         )
     return tuple(found)
-
-
-def _whole_backwards(plan: Plan) -> bool:
-    return pipeline_of(plan).backwards_per_mini_batch == 1

@@ -172,7 +172,9 @@ class StageRunner:
 
     def begin_evaluation(self) -> None:
         """Get ready for one pass over the test data."""
-        self.channels.open(self.evaluations, 0)
+        self.last_op = f"{self.number} evaluation"
+        with self._explained():
+            self.channels.open(self.evaluations, 0)
 
     def evaluate(self, k: int, score: EvaluationScore) -> None:
         """Forward of the k-th test micro-batch; the last stage adds to the score."""

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from graph_task import GraphTask
 from plain import train_plainly
 from plans import plan_by_hand, with_times
+from timeprest.profiles.errors import RunError
 from timeprest.profiles.measure import measure
 from timeprest.profiles.target import resolve
 from timeprest.runtime.observer import read_losses
@@ -102,3 +104,20 @@ def test_processes_equal_inline_with_dropout_and_skips(dropout_profile, tmp_path
     inline, processes = (load_weights(tmp_path / mode) for mode in ("inline", "processes"))
     for key, weight in inline.items():
         torch.testing.assert_close(processes[key], weight, rtol=0, atol=1e-10)
+
+
+class NoTestData(GraphTask):
+    """Training data alone."""
+
+    def data(self, split):
+        if split == "test":
+            raise OSError("no test data here")
+        return super().data(split)
+
+
+def test_missing_test_data_is_one_line(graph_profile, tmp_path):
+    """Whatever the user's data raises before an evaluation names the stage and the place."""
+    plan = plan_by_hand(graph_profile, "gpipe", 2, 4)
+    settings = RunSettings(task=f"{__file__}:NoTestData", steps=1)
+    with pytest.raises(RunError, match=r"stage 0, at 0 evaluation: .*OSError: no test data here"):
+        run(plan, settings, tmp_path / "run", inline=True)

@@ -196,6 +196,8 @@ def test_tied_layers_stay_together():
         ({"micro_batches": 3}, "doesn't divide"),
         ({"stages": 5}, "only 2 devices"),
         ({"mini_batch": 64, "micro_batches": 4}, "profile again with"),
+        ({"mini_batch": 4 * 10**12}, "4096 are the most"),
+        ({"mini_batch": 10**12 + 39}, "profile again with|are the most"),
         ({"variant": "pipedream", "micro_batches": 2}, "whole mini-batches"),
     ],
 )
@@ -260,6 +262,7 @@ def edited(plan, path, change):
     [
         (lambda d: d.update(variant="x"), "unknown system 'x'"),
         (lambda d: d.update(micro_batches=3), "don't divide"),
+        (lambda d: d.update(micro_batches=8192, mini_batch=8192), "more than 4096"),
         (lambda d: d["stages"][0].update(nodes=[]), r"stages\[0\]\.nodes|\.nodes"),
         (lambda d: d["stages"][0].update(nodes=["n0", "n2"]), "two places"),
         (lambda d: d["stages"][1].update(in_flight=9), "must not rise"),
