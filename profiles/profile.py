@@ -15,6 +15,22 @@ from .errors import FileError
 
 FORMAT = "timeprest-profile/1"
 
+FRONT_ENDS = {
+    "fx": "torch.fx symbolic tracing",
+    "export": "torch.export with a free batch dimension",
+    "export-static": "torch.export, one graph for each micro-batch size",
+    "sequential": "the children of an nn.Sequential",
+    "onnx": "the graph of an ONNX file",
+}
+"""Ways to find a model's graph, and what messages call them."""
+
+IMPORTED = {
+    "pipedream": "PipeDream's graph.txt",
+    "placement": "a workload of the NeurIPS'20 placement paper",
+    "piper": "a workload of the NeurIPS'21 planner (Piper)",
+}
+"""Profiles made elsewhere: costs without a model, so they can be planned but not run."""
+
 Seconds = Annotated[float, Meta(ge=0)]
 Bytes = Annotated[int, Meta(ge=0)]
 BytesPerSample = Annotated[float, Meta(ge=0)]
@@ -32,6 +48,8 @@ class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """What autograd keeps for the backward, each storage once, parameters left out."""
     workspace_bytes: Bytes
     """Largest working set besides what is kept, in the forward or the backward."""
+    relative_error: Annotated[float, Meta(ge=0)] | None = None
+    """Standard error of forward_s + backward_s over their sum; None where nothing was timed."""
 
 
 class Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -109,9 +127,18 @@ class Profile(
     target: str
     fingerprint: str
     """Of the graph: layers, operations, parameter shapes and edges; not of the weights."""
+    front_end: str = "fx"
+    """How the graph was found: one of FRONT_ENDS, or of IMPORTED for a profile made elsewhere."""
+    refusals: tuple[str, ...] = ()
+    """Why the front ends tried before that one couldn't take the model."""
+    granularity: str = "layer"
+    """"layer", "op", or name patterns of the modules that are one layer each."""
     device: str
+    """"cpu", "cuda", or "meta:" and the device spec: computed, not measured."""
     threads: Count
     dtype: str
+    autocast: str | None = None
+    """Dtype of torch.autocast while measuring; None: off."""
     torch_version: str
     batch_size: Count
     """Samples in the mini-batch that the micro-batch sizes were chosen for."""
@@ -127,6 +154,13 @@ class Profile(
     """The loss, on the last stage; empty where the target has none."""
     optimizer: OptimizerCost
     whole_model: tuple[Totals, ...]
+    assumptions: tuple[str, ...] = ()
+    """What wasn't measured but taken to be so, a sentence each."""
+
+    @property
+    def can_run(self) -> bool:
+        """Whether there is a model behind it that tp-run could train."""
+        return self.front_end not in IMPORTED
 
 
 def check_profile(profile: Profile, where: str = "profile") -> Profile:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 def storage_key(tensor: Tensor) -> int:
     """Identifies the memory behind a tensor as long as that memory is alive."""
-    return tensor.untyped_storage().data_ptr()
+    return int(tensor.untyped_storage()._cdata)
 
 
 def storage_bytes(tensor: Tensor) -> int:
@@ -35,8 +35,9 @@ class SavedBytes:
 
     def _pack(self, tensor: Tensor) -> Tensor:
         key = storage_key(tensor)
-        if key and key not in self.ignored:
-            self.storages[key] = storage_bytes(tensor)
+        size = storage_bytes(tensor)
+        if size and key not in self.ignored:
+            self.storages[key] = size
         return tensor
 
     def __enter__(self) -> SavedBytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from .errors import TargetError
+from .tracing.call import Call
 
 Split = Literal["train", "test"]
 
@@ -27,8 +28,9 @@ class Task(Protocol):
         worker calls it: the same seed must give the same weights."""
 
     def data(self, split: Split) -> Dataset[Any]:
-        """The samples, each ``(inputs, target)``; inputs are a tensor, or a tuple of tensors in
-        the order of the model's arguments. Must have a length and be indexable."""
+        """The samples, each ``(inputs, target)``; inputs are a tensor, a tuple of tensors in the
+        order of the model's arguments, or a dict of tensors by the arguments' names. Must have
+        a length and be indexable."""
 
     def loss(self, output: Any, target: Any) -> Tensor:
         """The loss of a micro-batch: a mean over its samples, so that uneven ones weigh right."""
@@ -46,6 +48,12 @@ def fetch(dataset: Dataset[Any], indices: Sequence[int]) -> tuple[tuple[Tensor, 
     Raises:
         TargetError: the samples aren't ``(inputs, target)`` with tensors as inputs.
     """
+    call, target = fetch_call(dataset, indices)
+    return call.tensors, target
+
+
+def fetch_call(dataset: Dataset[Any], indices: Sequence[int]) -> tuple[Call, Any]:
+    """Like `fetch`, with the names of the arguments that the inputs are for."""
     if isinstance(dataset, TensorDataset):
         # With a tensor as index, a third of the time that a list takes.
         batch: Any = dataset[torch.tensor(indices)]
@@ -54,13 +62,18 @@ def fetch(dataset: Dataset[Any], indices: Sequence[int]) -> tuple[tuple[Tensor, 
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         raise TargetError(
             "data(split): every sample must be a pair (inputs, target); with several inputs, "
-            "a tuple of tensors as the first of the pair"
+            "a tuple or dict of tensors as the first of the pair"
         )
     inputs, target = batch
-    inputs = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+    names: tuple[str | None, ...]
+    if isinstance(inputs, Mapping):
+        names, inputs = tuple(inputs), tuple(inputs.values())
+    else:
+        inputs = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+        names = (None,) * len(inputs)
     if not all(isinstance(tensor, Tensor) for tensor in inputs):
         raise TargetError("data(split): the inputs of a sample must be tensors")
-    return inputs, target
+    return Call(inputs, names), target
 
 
 def dataset_size(dataset: Dataset[Any], split: Split) -> int:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from .errors import TraceError
-from .trace import TracedModel, nodes_in, values
+from ..errors import TraceError
+from .graph import TracedModel, nodes_in, values
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,8 @@ def _build(
         return copies[node]
 
     inside = {node for k in group for node in traced.layers[k].nodes}
+    if has_result:
+        inside |= _packing(traced)
     for node in traced.module.graph.nodes:
         if node in inside:
             for source in node.all_input_nodes:
@@ -95,6 +97,16 @@ def _build(
     graph.output(result)
     module = fx.GraphModule(traced.module, graph)
     return Piece(module, tuple(n.name for n in takes), tuple(n.name for n in gives), has_result)
+
+
+def _packing(traced: TracedModel) -> set[fx.Node]:
+    """The nodes that build the result's container."""
+    owned = traced.owner()
+    return {
+        node
+        for node in traced.module.graph.nodes
+        if node not in owned and node.op not in ("placeholder", "get_attr", "output")
+    }
 
 
 def encode(value: Any, name: str) -> torch.Tensor:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
+from .graph import TracedModel, values
 from .pieces import encode, kind_of
-from .trace import TracedModel, values
+from .state import unchanged
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def value_specs(
             where an operation has no fake form, it runs for real all the same.
     """
     wanted = {value.node.name for value in values(traced)}
-    with _unchanged(traced.module), torch.random.fork_rng(devices=[]):
+    with unchanged(traced.module):
         if not fake:
             recorder = _Recorder(traced.module, wanted)
             recorder.run(*[tensor.clone() for tensor in inputs])
@@ -90,15 +90,3 @@ def value_specs(
             recorder = _Recorder(traced.module, wanted)
             recorder.run(*[tensor.clone() for tensor in inputs])
     return recorder.found
-
-
-@contextmanager
-def _unchanged(module: nn.Module) -> Iterator[None]:
-    """Put every buffer back: looking at shapes must not count as a training step."""
-    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in before:
-                buffer.copy_(value)

@@ -1,0 +1,1 @@
+"""What each layer costs: bytes counted, times measured or computed."""

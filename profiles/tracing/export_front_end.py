@@ -1,0 +1,139 @@
+"""Front end: torch.export. Takes what symbolic tracing can't: shapes and None are at hand."""
+
+from __future__ import annotations
+
+import inspect
+import io
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from .call import Call
+from .graph import TracedModel, output_node
+from .grouping import Home, group
+from .packing import put_together, take_apart
+
+_PREFIX = "model."
+
+
+class _Flat(nn.Module):
+    """The model as export takes it: a tuple of tensors in, a flat tuple of tensors out."""
+
+    def __init__(self, model: nn.Module, call: Call, found: list[Any]) -> None:
+        super().__init__()
+        self.model = model
+        self.training = model.training
+        self._call = call
+        self._found = found
+
+    def forward(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        leaves, structure = take_apart(self._call.of(self.model, tensors))
+        self._found.append(structure)
+        return leaves
+
+
+def trace_export(
+    model: nn.Module, call: Call, granularity: str, *, free_batch: bool
+) -> TracedModel:
+    """Export `model`. Raises whatever torch.export or the user's forward raises.
+
+    Args:
+        call: inputs to export with; two samples or more where the batch is free.
+        free_batch: leave the first dimension of every input open; else the graph takes
+            only as many samples as `call` has.
+    """
+    shapes = tuple({0: torch.export.Dim.DYNAMIC} if t.dim() else None for t in call.tensors)
+    structures: list[Any] = []
+    with _silent():
+        program = torch.export.export(
+            _Flat(model, call, structures),
+            (call.tensors,),
+            dynamic_shapes=(shapes,) if free_batch else None,
+            strict=False,
+        )
+        # The checks of input shapes would be an operation of nobody's.
+        checks = "check_guards" in inspect.signature(program.module).parameters
+        exported = program.module(check_guards=False) if checks else program.module()
+    graph, attributes = _copy(exported, model, call, structures[-1])
+    module = fx.GraphModule(attributes, graph, type(model).__name__)
+    module.training = model.training
+    layers = group(graph, granularity, _homes, model)
+    inputs = tuple(node for node in graph.nodes if node.op == "placeholder")
+    only_size = None if free_batch else call.tensors[0].shape[0]
+    front_end = "export" if free_batch else "export-static"
+    return TracedModel(module, layers, inputs, front_end, granularity, only_size)
+
+
+def _copy(
+    exported: fx.GraphModule, model: nn.Module, call: Call, structure: Any
+) -> tuple[fx.Graph, dict[str, Any]]:
+    """The exported graph over the user's own parameters, with the user's result."""
+    own = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+    signature = list(inspect.signature(model.forward).parameters)
+    labels = [
+        name or (signature[k] if k < len(signature) else f"input_{k}")
+        for k, name in enumerate(call.names)
+    ]
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    attributes: dict[str, Any] = {}
+    inputs = [node for node in exported.graph.nodes if node.op == "placeholder"]
+    for node, label in zip(inputs, labels, strict=True):
+        copies[node] = graph.placeholder(label)
+    for node in exported.graph.nodes:
+        if node.op == "get_attr":
+            path = str(node.target)
+            target = path.removeprefix(_PREFIX)
+            found = own.get(target)
+            attributes[target] = _attribute(exported, path) if found is None else found
+            copies[node] = graph.create_node("get_attr", target, name=node.name)
+        elif node.op == "call_function":
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    (leaves,) = output_node(exported.graph).args
+    nodes = tuple(copies[leaf] for leaf in leaves)  # type: ignore[union-attr, index]
+    graph.output(put_together(graph, structure, nodes))
+    return graph, attributes
+
+
+def _attribute(module: nn.Module, path: str) -> Any:
+    value: Any = module
+    for part in path.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _homes(node: fx.Node) -> list[Home]:
+    stack = node.meta.get("nn_module_stack") or {}
+    found = []
+    for call, (path, kind) in stack.items():
+        if path.startswith(_PREFIX):
+            name = kind if isinstance(kind, str) else kind.__name__
+            found.append(
+                Home(path.removeprefix(_PREFIX).split("@")[0], name.split(".")[-1], f"{call}{path}")
+            )
+    return found
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Export warns of attributes that cuDNN's modules set and logs what it may refuse anyway."""
+    loggers = [logging.getLogger(name) for name in ("torch.export", "torch._export", "torch.fx")]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        # It prints the graph that it has so far to stderr when it gives up.
+        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -1,0 +1,173 @@
+"""From a model to a graph of layers: the front ends, tried in order."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import TraceError
+from ..profile import FRONT_ENDS
+from .call import Call
+from .export_front_end import trace_export
+from .fx_front_end import trace_fx
+from .graph import TracedModel
+from .grouping import LAYER, check_granularity
+from .onnx_front_end import trace_onnx
+from .packing import take_apart
+from .sequential_front_end import trace_sequential
+from .state import unchanged
+
+TRACE_SAMPLES = 2
+"""Samples in the batch that a model is traced with; torch.export would take a 1 for fixed."""
+
+_ADVICE = re.compile(
+    r"For more information|If you're using|\(unhinted|Caused by|To help you debug|"
+    r"The following call|User Stack|Potential framework code"
+)
+_MAX_REASON = 200
+
+_ORDER = ("fx", "export", "export-static", "sequential")
+
+_TRACERS: dict[str, Callable[[nn.Module, Call, str], TracedModel]] = {
+    "fx": lambda model, call, granularity: trace_fx(model, call.names, granularity),
+    "export": lambda *arguments: trace_export(*arguments, free_batch=True),
+    "export-static": lambda *arguments: trace_export(*arguments, free_batch=False),
+    "sequential": trace_sequential,
+    "onnx": trace_onnx,
+}
+
+
+def trace(
+    model: nn.Module,
+    target: str = "the model",
+    call: Call | None = None,
+    *,
+    front_end: str | None = None,
+    granularity: str = LAYER,
+    verify: bool = True,
+) -> TracedModel:
+    """Find the graph of a model's layers.
+
+    Args:
+        call: inputs of a small batch; without them torch.fx alone is tried, with all
+            arguments of the forward as inputs.
+        front_end: take this one (profile.FRONT_ENDS) instead of trying them in order.
+        granularity: what makes a layer (grouping.py).
+        verify: hold the graph's result against the model's own on `call`; a front end whose
+            graph computes something else is passed over.
+
+    Raises:
+        TraceError: no front end takes the model. The message names the line of the user's
+            code and why each one refused.
+    """
+    check_granularity(model, granularity)
+    if call is None:
+        return _checked(_attempt_plain(model, target, granularity), target)
+    refusals: list[str] = []
+    failures: list[Exception] = []
+    order = (front_end,) if front_end else _ORDER
+    # What the model itself gives, for the same random numbers.
+    wanted = _run(model, model, call) if verify else None
+    for name in order:
+        try:
+            with unchanged(model):
+                # Fresh tensors: torch.export leaves marks on those that it is given.
+                fresh = Call(tuple(t.clone() for t in call.tensors), call.names)
+                traced = _TRACERS[name](model, fresh, granularity)
+            if verify:
+                _compare(_run(model, traced.module, Call(call.tensors, _by_position(call))), wanted)
+        except Exception as error:  # the user's forward runs here: anything may come out
+            if name != "sequential" or isinstance(model, nn.Sequential):
+                refusals.append(f"{FRONT_ENDS[name]}: {_reason(error)}")
+                failures.append(error)
+            continue
+        found = TracedModel(**{**vars(traced), "refusals": tuple(refusals)})
+        return _checked(found, target)
+    raise TraceError(_explain(model, target, refusals, failures)) from failures[0]
+
+
+def _by_position(call: Call) -> tuple[None, ...]:
+    return (None,) * len(call.names)
+
+
+def _attempt_plain(model: nn.Module, target: str, granularity: str) -> TracedModel:
+    try:
+        return trace_fx(model, None, granularity)
+    except Exception as error:  # as above
+        reason = f"{FRONT_ENDS['fx']}: {_reason(error)}"
+        raise TraceError(_explain(model, target, [reason], [error])) from error
+
+
+def _checked(traced: TracedModel, target: str) -> TracedModel:
+    if not traced.layers:
+        raise TraceError(f"{target}: the traced model has no operation; there is nothing to cut")
+    return traced
+
+
+def _run(model: nn.Module, module: nn.Module, call: Call) -> list[Any]:
+    """The tensors that a module gives, with the model's buffers put back after it."""
+    with unchanged(model), torch.no_grad():
+        torch.manual_seed(0)
+        leaves, _ = take_apart(call.of(module, [t.clone() for t in call.tensors]))
+    return [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+
+def _compare(found: Sequence[Any], wanted: Sequence[Any] | None) -> None:
+    """Raise TraceError where the graph's result isn't the model's."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    assert wanted is not None
+    if len(found) != len(wanted):
+        raise TraceError(f"its graph gives {len(found)} tensors, the model {len(wanted)}")
+    for mine, own in zip(found, wanted, strict=True):
+        if not isinstance(own, Tensor) or isinstance(own, FakeTensor):
+            continue
+        loose = 1e-3 if own.dtype in (torch.float16, torch.bfloat16) else 1e-5
+        same = mine.shape == own.shape and torch.allclose(
+            mine.double(), own.double(), rtol=loose * 10, atol=loose, equal_nan=True
+        )
+        if not same:
+            raise TraceError(
+                "its graph computes something else than the model does: the forward depends on "
+                "what a trace can't see (random branches, or values it remembers)"
+            )
+
+
+def _reason(error: Exception) -> str:
+    """The gist of an error: torch's go on with advice for their own callers."""
+    text = " ".join(str(error).split())
+    if "Constraints violated" in text:
+        return "the forward fixes the batch size (int(x.shape[0]), a loop over samples, or so)"
+    text = _ADVICE.split(text)[0].strip().rstrip(".! ")
+    if len(text) > _MAX_REASON:
+        text = text[:_MAX_REASON].rsplit(" ", 1)[0] + " …"
+    return text or type(error).__name__
+
+
+def _explain(
+    model: nn.Module, target: str, refusals: Sequence[str], failures: Sequence[Exception]
+) -> str:
+    torch_folder = str(Path(torch.__file__).parent)
+    here = str(Path(__file__).parent)
+    where = f"{target} ({type(model).__name__}.forward)"
+    for error in failures:
+        frames = [
+            frame
+            for frame in traceback.extract_tb(error.__traceback__)
+            if not frame.filename.startswith((torch_folder, here, "<"))
+        ]
+        if frames:
+            where = f"{frames[-1].filename}:{frames[-1].lineno}: `{frames[-1].line}`"
+            break
+    return (
+        f"{where}: no front end takes this ({'; '.join(refusals)}). Make the forward independent "
+        "of tensor values (no `if`, loop or Python conversion on them), keep that part whole "
+        "with --granularity NAME-PATTERN of a module around it, or make the model an "
+        "nn.Sequential of such parts"
+    )

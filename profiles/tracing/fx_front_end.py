@@ -1,0 +1,68 @@
+"""Front end: torch.fx symbolic tracing. Keeps modules whole, takes any batch size."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx, nn
+
+from .graph import TracedModel
+from .grouping import Home, group, matches
+
+
+class _Tracer(fx.Tracer):
+    """Traces a call with exactly the arguments given; the others keep their defaults."""
+
+    def __init__(self, names: Sequence[str | None] | None, granularity: str) -> None:
+        super().__init__()
+        self.names = names
+        self.granularity = granularity
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        whole: bool = super().is_leaf_module(m, module_qualified_name)
+        return whole or matches(module_qualified_name, self.granularity)
+
+    def create_args_for_root(
+        self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
+    ) -> tuple[Callable[..., Any], list[Any]]:
+        if self.names is None:
+            found: tuple[Callable[..., Any], list[Any]] = super().create_args_for_root(
+                root_fn, is_module, concrete_args
+            )
+            return found
+        own = list(inspect.signature(inspect.unwrap(root_fn)).parameters)[1:]
+        positional, named = [], {}
+        for k, name in enumerate(self.names):
+            label = name or (own[k] if k < len(own) else f"input_{k}")
+            proxy = self.create_proxy("placeholder", label, (), {})
+            if name is None:
+                positional.append(proxy)
+            else:
+                named[name] = proxy
+
+        def call(*args: Any) -> Any:
+            return root_fn(*args, **named)
+
+        return call, [self.root, *positional]
+
+
+def homes(node: fx.Node) -> list[Home]:
+    """The module calls around a node, as the tracer noted them."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return [Home(path, kind.__name__, call) for call, (path, kind) in stack.items()]
+
+
+def trace_fx(model: nn.Module, names: Sequence[str | None] | None, granularity: str) -> TracedModel:
+    """Trace `model` symbolically. Raises whatever the user's forward raises on proxies.
+
+    Args:
+        names: of the inputs, None for one that goes by position; None instead of a list:
+            every argument of the forward is an input.
+    """
+    graph = _Tracer(names, granularity).trace(model)
+    module = fx.GraphModule(model, graph)
+    layers = group(graph, granularity, homes, model)
+    inputs = tuple(node for node in graph.nodes if node.op == "placeholder")
+    return TracedModel(module, layers, inputs, "fx", granularity)

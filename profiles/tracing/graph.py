@@ -1,0 +1,156 @@
+"""A traced model: torch.fx nodes in layers under the user's module names, and queries over them.
+
+Layers are intervals of one topological order, so that the graph of layers has no cycle,
+whatever the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from ..saved import storage_key
+
+OUTPUT = "output"
+"""Stands for the model's result where a consumer's name is asked for."""
+
+
+@dataclass(frozen=True)
+class LayerNodes:
+    """One layer: its name (the user's module path), what it is, and its fx nodes in order."""
+
+    name: str
+    kind: str
+    nodes: tuple[fx.Node, ...]
+
+
+@dataclass(frozen=True)
+class TracedModel:
+    """A model as a graph of layers.
+
+    Attributes:
+        module: the fx GraphModule; it shares its parameters with the user's model.
+        layers: in topological order.
+        inputs: the placeholders, in the order of the model's arguments.
+        front_end: how the graph was found (profile.FRONT_ENDS).
+        granularity: what makes a layer (grouping.py).
+        only_size: the only number of samples that the graph takes; None: any.
+        refusals: why the front ends that were tried before couldn't take the model.
+
+    Nodes that no layer has build the result's container (a dataclass) and belong to the result.
+    """
+
+    module: fx.GraphModule
+    layers: tuple[LayerNodes, ...]
+    inputs: tuple[fx.Node, ...]
+    front_end: str = "fx"
+    granularity: str = "layer"
+    only_size: int | None = None
+    refusals: tuple[str, ...] = ()
+
+    def owner(self) -> dict[fx.Node, int]:
+        """The position of the layer that each node belongs to."""
+        return {node: k for k, layer in enumerate(self.layers) for node in layer.nodes}
+
+    @property
+    def result(self) -> fx.Node:
+        """The graph's output node."""
+        return output_node(self.module.graph)
+
+
+def output_node(graph: fx.Graph) -> fx.Node:
+    """The node that returns the graph's result."""
+    found: fx.Node = next(node for node in reversed(graph.nodes) if node.op == "output")
+    return found
+
+
+def operation_name(node: fx.Node) -> str:
+    """What a call_function or call_method node calls, in one word."""
+    if isinstance(node.target, str):
+        return node.target
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.name.split("::")[-1]
+    return getattr(node.target, "__name__", type(node.target).__name__)
+
+
+@dataclass(frozen=True)
+class Value:
+    """A value that crosses from one layer (or the model's inputs) to others."""
+
+    node: fx.Node
+    producer: int | None
+    """Position of the producing layer; None for an input of the model."""
+    consumers: tuple[int, ...]
+    """Positions of the consuming layers, rising; len(layers) stands for the model's result."""
+
+
+def values(traced: TracedModel) -> tuple[Value, ...]:
+    """All values that some layer, or the model's result, takes from elsewhere; in order.
+
+    Parameters and buffers fetched by name (get_attr) aren't among them: they stay with the
+    layers that use them.
+    """
+    owner = traced.owner()
+    end = len(traced.layers)
+    found = []
+    for node in traced.module.graph.nodes:
+        if node.op != "placeholder" and node not in owner:
+            continue
+        producer = owner.get(node)
+        consumers = {owner.get(user, end) for user in node.users}
+        consumers.discard(producer if producer is not None else -1)
+        if consumers:
+            found.append(Value(node, producer, tuple(sorted(consumers))))
+    return tuple(found)
+
+
+def state_of_layer(traced: TracedModel, layer: LayerNodes) -> dict[str, Tensor]:
+    """Parameters and buffers that a layer uses, by their names in the model."""
+    state: dict[str, Tensor] = {}
+    for node in layer.nodes:
+        if node.op == "call_module":
+            module = traced.module.get_submodule(str(node.target))
+            for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+                state[f"{node.target}.{name}"] = tensor
+        for source in node.all_input_nodes:
+            if source.op == "get_attr":
+                found = fetch_attribute(traced.module, str(source.target))
+                if isinstance(found, Tensor):
+                    state[str(source.target)] = found
+    return state
+
+
+def fetch_attribute(module: nn.Module, path: str) -> Any:
+    """The parameter, buffer or constant at a dotted path."""
+    value: Any = module
+    for part in path.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def tied_layers(traced: TracedModel) -> tuple[tuple[int, ...], ...]:
+    """Groups of layers (positions, rising) that share a parameter or a buffer."""
+    users: dict[int, set[int]] = {}
+    for k, layer in enumerate(traced.layers):
+        for tensor in state_of_layer(traced, layer).values():
+            if tensor.numel():
+                users.setdefault(storage_key(tensor), set()).add(k)
+    return tuple(sorted({tuple(sorted(group)) for group in users.values() if len(group) > 1}))
+
+
+def nodes_in(value: Any) -> Iterator[fx.Node]:
+    """The fx nodes inside a nest of tuples, lists, dicts and slices."""
+    if isinstance(value, fx.Node):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from nodes_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from nodes_in(item)
+    elif isinstance(value, slice):
+        yield from nodes_in((value.start, value.stop, value.step))

@@ -1,0 +1,51 @@
+"""Running a cut model by hand, the way the stages will."""
+
+from __future__ import annotations
+
+import torch
+from models import flat
+from timeprest.profiles.boundary import Inlet
+from timeprest.profiles.tracing.pieces import cut, decode, encode
+from timeprest.profiles.tracing.shapes import value_specs
+
+
+def run_pieces(traced, groups, inputs, seed, fake=True, leaves=flat):
+    """Forward and backward piece by piece, each in a graph of its own; as the stages will."""
+    specs = value_specs(traced, inputs, fake=fake)
+    pieces = cut(traced, groups)
+    known = dict(zip((node.name for node in traced.inputs), inputs, strict=True))
+    entries, outputs = [], []
+    torch.manual_seed(seed)
+    for piece in pieces:
+        inlets, arguments = {}, []
+        for name in piece.inputs:
+            value = known[name]
+            spec = specs.get(name)
+            if spec is not None and spec.needs_grad:
+                inlets[name] = Inlet()
+                # A copy, as after a transfer.
+                value = inlets[name].admit(value.clone())
+            elif spec is not None:
+                value = decode(value, spec.kind)
+            arguments.append(value)
+        out = piece.module(*arguments)
+        for name, value in zip(piece.outputs, out, strict=False):
+            known[name] = encode(value, name).detach()
+            assert tuple(known[name].shape) == specs[name].shape
+            assert known[name].dtype == specs[name].dtype
+        entries.append(inlets)
+        outputs.append(out)
+    result = outputs[-1][-1]
+    grads = {}
+    loss = sum(t.square().sum() for t in leaves(result))
+    for piece, inlets, out in reversed(list(zip(pieces, entries, outputs, strict=True))):
+        roots = [(loss, None)] if piece.has_result else []
+        for name, value in zip(piece.outputs, out, strict=False):
+            if name in grads:
+                roots.append((value, grads.pop(name)))
+        if roots:
+            torch.autograd.backward([r for r, _ in roots], [g for _, g in roots])
+        for name, inlet in inlets.items():
+            if inlet.grad is not None:
+                grads[name] = grads[name] + inlet.grad if name in grads else inlet.grad
+    return result, loss
