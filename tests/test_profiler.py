@@ -13,16 +13,18 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models import EXAMPLES, Branches, Tied, flat
+from pieces_by_hand import run_pieces
 from timeprest.planner.downsets import lattice_of
 from timeprest.planner.stage_costs import stage_cost
 from timeprest.profiles.boundary import Inlet
 from timeprest.profiles.errors import TargetError, TraceError
-from timeprest.profiles.measure import measure
-from timeprest.profiles.pieces import cut, decode, encode
+from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.saved import SavedBytes
-from timeprest.profiles.shapes import value_specs
 from timeprest.profiles.target import InputSpec, Target, parse_input, resolve
-from timeprest.profiles.trace import fingerprint, tied_layers, trace
+from timeprest.profiles.tracing.fingerprint import fingerprint
+from timeprest.profiles.tracing.front_ends import trace
+from timeprest.profiles.tracing.graph import tied_layers
+from timeprest.profiles.tracing.pieces import cut
 
 HERE = Path(__file__).parent
 
@@ -45,48 +47,6 @@ def as_target(name):
     count = len(inputs(1))
     specs = tuple(Fixed((), torch.float64, k) for k in range(count))
     return Target(name, None, lambda: make().double(), specs)
-
-
-def run_pieces(traced, groups, inputs, seed, fake=True):
-    """Forward and backward piece by piece, each in a graph of its own; as the stages will."""
-    specs = value_specs(traced, inputs, fake=fake)
-    pieces = cut(traced, groups)
-    known = dict(zip((node.name for node in traced.inputs), inputs, strict=True))
-    entries, outputs = [], []
-    torch.manual_seed(seed)
-    for piece in pieces:
-        inlets, arguments = {}, []
-        for name in piece.inputs:
-            value = known[name]
-            spec = specs.get(name)
-            if spec is not None and spec.needs_grad:
-                inlets[name] = Inlet()
-                # A copy, as after a transfer.
-                value = inlets[name].admit(value.clone())
-            elif spec is not None:
-                value = decode(value, spec.kind)
-            arguments.append(value)
-        out = piece.module(*arguments)
-        for name, value in zip(piece.outputs, out, strict=False):
-            known[name] = encode(value, name).detach()
-            assert tuple(known[name].shape) == specs[name].shape
-            assert known[name].dtype == specs[name].dtype
-        entries.append(inlets)
-        outputs.append(out)
-    result = outputs[-1][-1]
-    grads = {}
-    loss = sum(t.square().sum() for t in flat(result))
-    for piece, inlets, out in reversed(list(zip(pieces, entries, outputs, strict=True))):
-        roots = [(loss, None)] if piece.has_result else []
-        for name, value in zip(piece.outputs, out, strict=False):
-            if name in grads:
-                roots.append((value, grads.pop(name)))
-        if roots:
-            torch.autograd.backward([r for r, _ in roots], [g for _, g in roots])
-        for name, inlet in inlets.items():
-            if inlet.grad is not None:
-                grads[name] = grads[name] + inlet.grad if name in grads else inlet.grad
-    return result, loss
 
 
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -209,7 +169,8 @@ def test_a_change_in_place_that_others_see_keeps_layers_together():
 def test_fingerprint_survives_a_restart_and_changes_with_the_model():
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]);"
-        "from models import Residual; from timeprest.profiles.trace import *;"
+        "from models import Residual; from timeprest.profiles.tracing.front_ends import trace;"
+        "from timeprest.profiles.tracing.fingerprint import fingerprint;"
         "print(fingerprint(trace(Residual())))"
     )
     command = [sys.executable, "-c", code, str(HERE)]
@@ -290,7 +251,7 @@ def test_a_users_task_and_factory_are_profiled(user_file):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("nothing", "no such target; give digits, text"),
+        ("nothing", "no such target; give alexnet, .*digits"),
         ("no_such_file.py:x", "no such file"),
         ("no.such.module:x", "No module named 'no'"),
         ("{file}:missing", "there is no 'missing' in it; it has"),

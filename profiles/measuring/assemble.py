@@ -7,25 +7,43 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from .bench import Bench, Case
-from .pieces import encode
-from .profile import Edge, Layer, Measurement, ModelInput, Profile, Storage, Totals
-from .saved import storage_bytes, storage_key
-from .trace import OUTPUT, fingerprint, state_of_layer, tied_layers
+from ..profile import (
+    Edge,
+    Layer,
+    Measurement,
+    ModelInput,
+    OptimizerCost,
+    Profile,
+    Storage,
+    Totals,
+)
+from ..saved import storage_key
+from ..tracing.graph import OUTPUT, state_of_layer, tied_layers
+from .bench import Bench
+from .timing import relative_error
 
 
-def assemble(bench: Bench, threads: int) -> Profile:
+def assemble(
+    bench: Bench, *, threads: int, optimizer: OptimizerCost, graph_fingerprint: str
+) -> Profile:
     """The profile that a bench's measurements make."""
-    tied = sorted({*tied_layers(bench.traced), *bench.bound_by_changes()})
+    traced, first = bench.traced, bench.cases[0]
+    bound = first.held.bound_by_changes(first.crossing, len(bench.names))
+    tied = sorted({*tied_layers(traced), *bound})
     parameter = next(bench.model.parameters())
+    platform = bench.platform
     return Profile(
         target=bench.target.name,
-        fingerprint=fingerprint(bench.traced),
-        device="cpu",
+        fingerprint=graph_fingerprint,
+        front_end=traced.front_end,
+        refusals=traced.refusals,
+        granularity=traced.granularity,
+        device=platform.name,
         threads=threads,
-        dtype=str(parameter.dtype).removeprefix("torch."),
+        dtype=_name(parameter.dtype),
+        autocast=_name(platform.autocast) if platform.autocast else None,
         torch_version=torch.__version__.split("+")[0],
         batch_size=bench.batch_size,
         micro_batch_sizes=bench.sizes,
@@ -34,17 +52,28 @@ def assemble(bench: Bench, threads: int) -> Profile:
         edges=_edges(bench),
         storages=_storages(bench),
         tied=tuple(tuple(bench.names[k] for k in group) for group in tied),
-        loss=_measurements(bench, len(bench.pieces)) if bench.target.task else (),
-        optimizer=bench.optimizer,
+        loss=_measurements(bench, len(bench.names)) if bench.target.task else (),
+        optimizer=optimizer,
         whole_model=tuple(
             Totals(
                 micro_batch=case.size,
                 forward_s=_rounded(median(f for f, _ in case.whole)),
                 backward_s=_rounded(median(b for _, b in case.whole)),
-                saved_bytes=sum({k: v for s in case.saved for k, v in s.items()}.values()),
+                saved_bytes=case.held.total,
             )
             for case in bench.cases
         ),
+        assumptions=_assumptions(bench),
+    )
+
+
+def _assumptions(bench: Bench) -> tuple[str, ...]:
+    spec = bench.platform.spec
+    if spec is None:
+        return ()
+    return (
+        f"Nothing was run: times are the roofline of {spec.name} ({spec.source}), bytes are "
+        "those that PyTorch's CPU operations would keep.",
     )
 
 
@@ -52,119 +81,95 @@ def _measurements(bench: Bench, k: int) -> tuple[Measurement, ...]:
     # What it costs to call an empty piece isn't the layer's own.
     call_s = median(f for f, _ in bench.overhead)
     engine_s = median(b for _, b in bench.overhead)
-    return tuple(
-        Measurement(
-            micro_batch=case.size,
-            forward_s=_rounded(max(median(r[k] for r in case.forward_s) - call_s, 0.0)),
-            backward_s=_rounded(max(median(r[k] for r in case.backward_s) - engine_s, 0.0)),
-            saved_bytes=sum(case.saved[k].values()),
-            workspace_bytes=case.workspace[k],
+    found = []
+    for case in bench.cases:
+        forward_s = [times[k] for times in case.forward_s]
+        backward_s = [times[k] for times in case.backward_s]
+        both = [f + b for f, b in zip(forward_s, backward_s, strict=True)]
+        found.append(
+            Measurement(
+                micro_batch=case.size,
+                forward_s=_rounded(max(median(forward_s) - call_s, 0.0)),
+                backward_s=_rounded(max(median(backward_s) - engine_s, 0.0)),
+                saved_bytes=sum(case.held.saved[k].values()),
+                workspace_bytes=case.workspace[k],
+                relative_error=None if bench.platform.computed else round(relative_error(both), 4),
+            )
         )
-        for case in bench.cases
-    )
+    return tuple(found)
 
 
 def _layers(bench: Bench) -> tuple[Layer, ...]:
     seen: set[int] = set()
-    shared = _shared(bench)
+    held = bench.cases[-1].held
     layers = []
     for k, nodes in enumerate(bench.traced.layers):
         sizes = {"parameter": 0, "buffer": 0}
         for tensor in state_of_layer(bench.traced, nodes).values():
             # Tied tensors count once, where they are used first.
-            if isinstance(tensor, Tensor) and storage_key(tensor) not in seen:
+            if storage_key(tensor) not in seen:
                 seen.add(storage_key(tensor))
                 what = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
                 sizes[what] += tensor.numel() * tensor.element_size()
-        case = bench.cases[-1]
         layers.append(
             Layer(
                 name=nodes.name,
                 kind=nodes.kind,
                 parameter_bytes=sizes["parameter"],
                 buffer_bytes=sizes["buffer"],
-                saves=tuple(
-                    sorted(
-                        case.storages[key][0]
-                        for key in case.saved[k]
-                        if key in case.storages and case.storages[key][0] in shared
-                    )
-                ),
+                saves=tuple(sorted(key for key in held.saved[k] if isinstance(key, str))),
                 measurements=_measurements(bench, k),
             )
         )
     return tuple(layers)
 
 
-def _shared(bench: Bench) -> set[str]:
-    """Names of the storages that go between layers."""
-    return {label for label, _ in bench.cases[-1].storages.values()}
-
-
 def _storages(bench: Bench) -> tuple[Storage, ...]:
-    by_case = [
-        {**dict(case.storages.values()), **_number_bytes(bench, case)} for case in bench.cases
-    ]
+    by_case = [case.held.storages for case in bench.cases]
     return tuple(
-        Storage(
-            name=label,
-            **_affine(bench.sizes, [sizes.get(label, 0) for sizes in by_case]),
-        )
-        for label in by_case[-1]
+        Storage(name=name, **_affine(bench.sizes, [sizes.get(name, 0) for sizes in by_case]))
+        for name in by_case[-1]
     )
-
-
-def _number_bytes(bench: Bench, case: Case) -> dict[str, int]:
-    """Numbers and sizes between layers travel as int64 tensors."""
-    return {
-        value.node.name: storage_bytes(encode(found, value.node.name))
-        for value in bench.crossing
-        if value.producer is not None
-        and not isinstance(found := case.values[value.node.name], Tensor)
-    }
 
 
 def _edges(bench: Bench) -> tuple[Edge, ...]:
     edges = []
-    for value in bench.crossing:
+    for value in bench.cases[-1].crossing:
         if value.producer is None:
             continue
-        name = value.node.name
-        found = [case.values[name] for case in bench.cases]
-        last = found[-1]
-        if isinstance(last, Tensor):
-            storage = bench.cases[-1].storages[storage_key(last)][0]
-            sizes = [v.numel() * v.element_size() for v in found]
-        else:
-            storage = name
-            sizes = [_number_bytes(bench, case)[name] for case in bench.cases]
+        found = [case.held.crossings[value.node.name] for case in bench.cases]
         for consumer in value.consumers:
             edges.append(
                 Edge(
                     producer=bench.names[value.producer],
                     consumer=bench.names[consumer] if consumer < len(bench.names) else OUTPUT,
-                    tensor=name,
-                    storage=storage,
-                    needs_grad=isinstance(last, Tensor) and last.requires_grad,
-                    **_affine(bench.sizes, sizes),
+                    tensor=value.node.name,
+                    storage=found[-1].storage,
+                    needs_grad=found[-1].needs_grad,
+                    **_affine(bench.sizes, [crossing.nbytes for crossing in found]),
                 )
             )
     return tuple(edges)
 
 
 def _inputs(bench: Bench) -> tuple[ModelInput, ...]:
-    used = {value.node: value.consumers for value in bench.crossing if value.producer is None}
+    case = bench.cases[-1]
+    used = {value.node: value.consumers for value in case.crossing if value.producer is None}
     return tuple(
         ModelInput(
             name=node.name,
             shape=tuple(tensor.shape[1:]),
-            dtype=str(tensor.dtype).removeprefix("torch."),
+            dtype=_name(tensor.dtype),
             consumers=tuple(
                 bench.names[k] if k < len(bench.names) else OUTPUT for k in used.get(node, ())
             ),
         )
-        for node, tensor in zip(bench.traced.inputs, bench.cases[-1].inputs, strict=False)
+        for node, tensor in zip(bench.traced.inputs, case.inputs, strict=False)
     )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _affine(sizes: Sequence[int], found: Sequence[int]) -> dict[str, Any]:

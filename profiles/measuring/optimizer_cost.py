@@ -9,7 +9,7 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
-from .profile import OptimizerCost
+from ..profile import OptimizerCost
 
 _STEPS = 7
 

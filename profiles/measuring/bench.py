@@ -1,0 +1,274 @@
+"""A target on the bench: every layer at every micro-batch size, bytes first and then times."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.utils._pytree import tree_leaves
+
+from ..boundary import Inlet
+from ..saved import storage_bytes
+from ..target import Target
+from ..tracing.call import Call
+from ..tracing.graph import TracedModel, Value, values
+from ..tracing.pieces import Piece, cut
+from .clocks import Clock
+from .held_bytes import Held, count_held
+from .platforms import Meter, Platform
+from .step_in_pieces import Phase, Step
+from .timing import worst_error
+
+Progress = Callable[[str, float, float], None]
+"""Called with what is at hand, how much is done and how much there is in all."""
+
+_LONG_ROUND_S = 2.0
+"""Of rounds that take longer, fewer are made."""
+_MIN_ROUNDS, _MIN_LONG_ROUNDS = 5, 3
+_MAX_ROUNDS = 200
+_EMPTY_CALLS = 5
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A graph in pieces, one for each layer, and one behind them that makes the result."""
+
+    traced: TracedModel
+    pieces: tuple[Piece, ...]
+    result: Piece
+    crossing: tuple[Value, ...]
+
+
+def parts_of(traced: TracedModel) -> Parts:
+    """Cut a graph between all its layers."""
+    *pieces, result = cut(traced, [*([k] for k in range(len(traced.layers))), []])
+    return Parts(traced, tuple(pieces), result, values(traced))
+
+
+class Case:
+    """All that belongs to one micro-batch size: inputs at hand, and what was measured."""
+
+    def __init__(self, size: int, call: Call, target: Any, parts: Parts) -> None:
+        self.size = size
+        self.inputs = call.tensors
+        self.target = target
+        self.traced = parts.traced
+        self.pieces = parts.pieces
+        self.result = parts.result
+        self.crossing = parts.crossing
+        self.held: Held
+        self.workspace: list[int] = []
+        self.forward_s: list[list[float]] = []
+        self.backward_s: list[list[float]] = []
+        self.whole: list[tuple[float, float]] = []
+
+
+class Bench:
+    """Measures a target; `assemble` makes a profile of what is found here."""
+
+    def __init__(
+        self,
+        target: Target,
+        model: nn.Module,
+        platform: Platform,
+        cases: Sequence[Case],
+        batch_size: int,
+        progress: Progress | None,
+    ) -> None:
+        self.target = target
+        self.model = model
+        self.platform = platform
+        self.cases = list(cases)
+        self.batch_size = batch_size
+        self.progress = progress
+        self.traced = self.cases[-1].traced
+        self.sizes = tuple(case.size for case in cases)
+        self.names = [layer.name for layer in self.traced.layers]
+        self.overhead: list[tuple[float, float]] = []
+
+    @property
+    def parts(self) -> list[str]:
+        """Names of what is measured: the layers, and the loss where there is one."""
+        return [*self.names, *(["loss"] if self.target.task else [])]
+
+    def run(self, seconds: float, error: float) -> None:
+        """Count bytes; then time in rounds until times are sure, or the seconds are over."""
+        for case in self.cases:
+            case.held = count_held(case, self.model, self.target, self.platform)
+            self._count_workspace(case)
+        with self.platform.clock() as clock:
+            self._time(clock, seconds, error)
+
+    def _tell(self, what: str, done: float, total: float) -> None:
+        if self.progress is not None:
+            self.progress(what, done, total)
+
+    def _step(self, case: Case) -> Step:
+        task = self.target.task
+        return Step(
+            pieces=case.pieces,
+            result=case.result,
+            inputs=tuple(node.name for node in case.traced.inputs),
+            loss=None if task is None else lambda result: task.loss(result, case.target),
+            forward_context=self.platform.forward_context,
+        )
+
+    def _forget_gradients(self) -> None:
+        for p in self.model.parameters():
+            p.grad = None
+
+    # Bytes -------------------------------------------------------------------------------
+
+    def _count_workspace(self, case: Case) -> None:
+        self._forget_gradients()
+        case.workspace = [0] * len(self.parts)
+        with self.platform.meter() as meter:
+            say = f"bytes at micro-batch size {case.size}"
+            self._step(case).run(case.inputs, _WorkspaceProbe(self, case, meter, say))
+        self._forget_gradients()
+
+    # Time --------------------------------------------------------------------------------
+
+    def _time(self, clock: Clock, seconds: float, error: float) -> None:
+        begin = time.perf_counter()
+        if self.platform.computed:
+            self._round(clock, keep=True, done=0.0)
+            return
+        self._round(clock, keep=False, done=0.0)
+        long = time.perf_counter() - begin > _LONG_ROUND_S
+        if not long:
+            self._round(clock, keep=False, done=0.0)
+        least = _MIN_LONG_ROUNDS if long else _MIN_ROUNDS
+        for k in range(_MAX_ROUNDS):
+            elapsed = time.perf_counter() - begin
+            if k >= least and (elapsed > seconds or self.worst_error() <= error):
+                break
+            share = max(elapsed / seconds if seconds else 0.0, k / _MAX_ROUNDS)
+            self._round(clock, keep=True, done=min(share, 1.0))
+
+    def worst_error(self) -> float:
+        """Largest relative error of a heavy layer at any size, of the rounds so far."""
+        found = 0.0
+        for case in self.cases:
+            pairs = [
+                [f + b for f, b in zip(fs, bs, strict=True)]
+                for fs, bs in zip(case.forward_s, case.backward_s, strict=True)
+            ]
+            found = max(found, worst_error(list(zip(*pairs, strict=True))))
+        return found
+
+    def _round(self, clock: Clock, *, keep: bool, done: float) -> None:
+        """All sizes once, so that what slows the machine for a while hits all alike."""
+        for case in self.cases:
+            # A mini-batch in one micro-batch never adds to a gradient that is there already.
+            if case.size == self.batch_size:
+                self._forget_gradients()
+            probe = _TimeProbe(self, clock, f"micro-batch size {case.size}", done)
+            self._step(case).run(case.inputs, probe)
+            if case.size == self.batch_size:
+                self._forget_gradients()
+            whole = self._time_whole(case, clock)
+            empty = _time_empty(clock, self.platform.device)
+            if keep:
+                forward_s, backward_s = probe.seconds()
+                case.forward_s.append(forward_s)
+                case.backward_s.append(backward_s)
+                case.whole.append(whole)
+                self.overhead.append(empty)
+
+    def _time_whole(self, case: Case, clock: Clock) -> tuple[float, float]:
+        inputs = [tensor.clone() for tensor in case.inputs]
+        start = clock.mark()
+        with self.platform.forward_context():
+            result = case.traced.module(*inputs)
+            if self.target.task is not None:
+                outs = [self.target.task.loss(result, case.target)]
+            else:
+                leaves = tree_leaves(result)
+                outs = [v for v in leaves if isinstance(v, Tensor) and v.requires_grad]
+        middle = clock.mark()
+        grads = [torch.ones_like(v) for v in outs]
+        begin = clock.mark()
+        torch.autograd.backward(outs, grads)
+        end = clock.mark()
+        clock.settle()
+        return clock.seconds(start, middle), clock.seconds(begin, end)
+
+
+class _WorkspaceProbe:
+    """Notes each layer's largest working set besides what it is given and what it leaves."""
+
+    def __init__(self, bench: Bench, case: Case, meter: Meter, say: str) -> None:
+        self.bench, self.case, self.meter, self.say = bench, case, meter, say
+        self.base = 0
+
+    def before(self, k: int, phase: Phase, arriving: Sequence[Tensor]) -> None:
+        self.bench._tell(f"{self.say}, {self.bench.parts[k]}", 0, 1)
+        self.meter.reset_peak()
+        self.base = self.meter.live - sum(storage_bytes(t) for t in arriving)
+
+    def after(self, k: int, phase: Phase) -> None:
+        left = self.meter.live if phase == "F" else self.base
+        used = self.meter.peak - left
+        self.case.workspace[k] = max(self.case.workspace[k], used, 0)
+
+
+class _TimeProbe:
+    """Takes a mark before and after everything."""
+
+    def __init__(self, bench: Bench, clock: Clock, say: str, done: float) -> None:
+        self.clock, self.say, self.done, self.bench = clock, say, done, bench
+        self.parts = bench.parts
+        self.marks: dict[tuple[int, Phase], list[Any]] = {}
+
+    def before(self, k: int, phase: Phase, arriving: Sequence[Tensor]) -> None:
+        self.bench._tell(f"{self.say}, {self.parts[k]}", self.done, 1)
+        self.marks[k, phase] = [self.clock.mark()]
+
+    def after(self, k: int, phase: Phase) -> None:
+        self.marks[k, phase].append(self.clock.mark())
+
+    def seconds(self) -> tuple[list[float], list[float]]:
+        """Forward and backward of every part; 0 for a layer without a backward."""
+        self.clock.settle()
+        found: dict[Phase, list[float]] = {"F": [], "B": []}
+        for phase, times in found.items():
+            for k in range(len(self.parts)):
+                marks = self.marks.get((k, phase))
+                times.append(self.clock.seconds(*marks) if marks else 0.0)
+        return found["F"], found["B"]
+
+
+def _time_empty(clock: Clock, device: torch.device) -> tuple[float, float]:
+    """Seconds of calling an empty GraphModule, and of a backward through nothing.
+
+    The shortest of several: a layer's time must not lose more than the call really costs.
+    """
+    calls, backwards = [], []
+    for _ in range(_EMPTY_CALLS):
+        entry = Inlet().admit(torch.zeros(1, device=device))
+        start = clock.mark()
+        out = _EMPTY(entry)
+        middle = clock.mark()
+        edges, grads = [get_gradient_edge(out[0])], [torch.ones_like(out[0])]
+        begin = clock.mark()
+        torch.autograd.backward(edges, grads)
+        end = clock.mark()
+        calls.append((start, middle))
+        backwards.append((begin, end))
+    clock.settle()
+    return min(clock.seconds(*c) for c in calls), min(clock.seconds(*b) for b in backwards)
+
+
+def _empty_module() -> torch.fx.GraphModule:
+    graph = torch.fx.Graph()
+    graph.output((graph.placeholder("x"),))
+    return torch.fx.GraphModule(nn.Module(), graph)
+
+
+_EMPTY = _empty_module()

@@ -1,0 +1,139 @@
+"""Device specs: what a data sheet says of a device, shipped or from a user's TOML file.
+
+A shipped spec gives a lower bound on time: no kernel reaches the peaks of a data sheet, and real
+runs are slower. A user's file may say which share of them real kernels reach::
+
+    name = "A100, as our kernels use it"
+    memory_bytes = "80GB"
+    memory_bandwidth_bytes_per_s = "2039GB/s"
+    peak_flops_per_s = { float32 = 19.5e12, tf32 = 156e12, bfloat16 = 312e12 }
+    launch_s = "5us"
+    source = "data sheet; shares measured on large matrix products and copies"
+    matmul = "tf32"
+    compute_efficiency = 0.7
+    memory_efficiency = 0.85
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from ..errors import FileError
+from ..units import parse_bandwidth, parse_bytes, parse_seconds
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+Rate = Annotated[float, Meta(gt=0)]
+Share = Annotated[float, Meta(gt=0, le=1)]
+
+_SHIPPED = Path(__file__).with_name("device_specs.toml")
+_UNITS: dict[str, Callable[[str, str], float]] = {
+    "memory_bytes": parse_bytes,
+    "memory_bandwidth_bytes_per_s": parse_bandwidth,
+    "launch_s": parse_seconds,
+}
+
+
+class PeakFlops(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Dense floating-point operations per second, by dtype."""
+
+    float32: Rate
+    tf32: Rate | None = None
+    """float32 tensors on the matrix units, rounded to TF32; None: the device has no such mode."""
+    float16: Rate | None = None
+    """None, here and below: no units of its own, reckoned at the peak of float32."""
+    bfloat16: Rate | None = None
+
+
+class DeviceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One device by its data sheet."""
+
+    name: Annotated[str, Meta(min_length=1)]
+    memory_bytes: Annotated[int, Meta(ge=1)]
+    memory_bandwidth_bytes_per_s: Rate
+    peak_flops_per_s: PeakFlops
+    launch_s: Annotated[float, Meta(ge=0)]
+    """Seconds that starting a kernel costs: an assumption, not from a data sheet."""
+    source: Annotated[str, Meta(min_length=1)]
+    """Where the figures are printed."""
+    matmul: Literal["float32", "tf32"] = "float32"
+    """"tf32": float32 matrix products and convolutions go at that peak, whatever torch's flags."""
+    compute_efficiency: Share = 1.0
+    """Share of the peak that matrix products and convolutions reach."""
+    memory_efficiency: Share = 1.0
+    """Share of the bandwidth that kernels reach."""
+
+
+def shipped_specs() -> dict[str, DeviceSpec]:
+    """All devices that come with the package, by the name to call them by."""
+    return {name: _spec(table, f"device {name!r}") for name, table in _read_toml(_SHIPPED).items()}
+
+
+def load_spec(name_or_path: str) -> DeviceSpec:
+    """A shipped device by its name (in any case), or the spec in a TOML file of the user's.
+
+    Raises FileError naming the file and the field, or the known names.
+    """
+    shipped = _read_toml(_SHIPPED)
+    name = name_or_path.strip().lower()
+    if name in shipped:
+        return _spec(shipped[name], f"device {name!r}")
+    path = Path(name_or_path)
+    if path.suffix.lower() != ".toml" and not path.is_file():
+        raise FileError(
+            f"no device {name_or_path!r}: give one of {', '.join(sorted(shipped))}, or a TOML "
+            "file with the same fields"
+        )
+    return _spec(_read_toml(path), str(path))
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise FileError(f"{path}: no such file; describe the device there") from None
+    except OSError as error:
+        raise FileError(f"{path}: can't be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise FileError(f"{path}: not valid TOML: {error}") from None
+    return found
+
+
+def _spec(table: Mapping[str, Any], where: str) -> DeviceSpec:
+    if not isinstance(table, Mapping):
+        raise FileError(f"{where}: must be a table")
+    fields = dict(table)
+    for field, parse in _UNITS.items():
+        if isinstance(fields.get(field), str):
+            fields[field] = parse(fields[field], f"{where}: {field}")
+    # TOML writes 80e9 as a float.
+    memory = fields.get("memory_bytes")
+    if isinstance(memory, float) and memory.is_integer():
+        fields["memory_bytes"] = int(memory)
+    _check_finite(fields, where)
+    try:
+        spec = msgspec.convert(fields, DeviceSpec)
+    except msgspec.ValidationError as error:
+        raise FileError(f"{where}: {error}") from None
+    if spec.matmul == "tf32" and spec.peak_flops_per_s.tf32 is None:
+        raise FileError(f"{where}: matmul: tf32 needs a peak_flops_per_s.tf32")
+    return spec
+
+
+def _check_finite(fields: Mapping[str, Any], where: str) -> None:
+    """TOML knows inf and nan, and inf would pass for a positive rate."""
+    for field, value in fields.items():
+        if isinstance(value, Mapping):
+            _check_finite(value, f"{where}: {field}")
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise FileError(f"{where}: {field}: must be a finite number, not {value}")

@@ -1,0 +1,146 @@
+"""Who keeps what for the backward: one forward of the whole model, layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from ..errors import TargetError
+from ..saved import SavedBytes, storage_bytes, storage_key
+from ..target import Target
+from ..tracing.graph import Value
+from ..tracing.pieces import encode
+from .platforms import Platform
+
+if TYPE_CHECKING:
+    from .bench import Case
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A value that goes between layers, or into the model, at one micro-batch size.
+
+    Attributes:
+        nbytes: of the message that carries it.
+        storage: name of the memory behind it.
+    """
+
+    nbytes: int
+    storage: str
+    needs_grad: bool
+
+
+@dataclass(frozen=True)
+class Held:
+    """What one forward leaves behind.
+
+    Attributes:
+        saved: for each layer, and the result with its loss at the end, bytes by storage; the
+            keys tell storages apart, named ones by their name.
+        storages: bytes of the named storages: those of values that cross.
+        crossings: by the value's name.
+        in_place: (layer, value): the layer changes the value in place.
+    """
+
+    saved: tuple[dict[str | int, int], ...]
+    storages: dict[str, int]
+    crossings: dict[str, Crossing]
+    in_place: tuple[tuple[int, str], ...]
+
+    @property
+    def total(self) -> int:
+        """Bytes that autograd keeps for the whole model."""
+        return sum({key: size for saved in self.saved for key, size in saved.items()}.values())
+
+    def bound_by_changes(self, crossing: Sequence[Value], layers: int) -> set[tuple[int, ...]]:
+        """Layers that must stay together because one changes in place what the others use.
+
+        On different stages, they would see copies from before and after the change.
+        """
+        groups = set()
+        for k, name in self.in_place:
+            same = [
+                value
+                for value in crossing
+                if self.crossings[value.node.name].storage == self.crossings[name].storage
+                and (value.producer is None or value.producer < k)
+            ]
+            makers = {value.producer for value in same if value.producer is not None}
+            others = {c for value in same for c in value.consumers} - makers - {k}
+            if others:
+                # Together they share one tensor, their own stage's or one copy of it.
+                groups.add(tuple(sorted(c for c in others | {k} if c < layers)))
+        return {group for group in groups if len(group) > 1}
+
+
+def count_held(case: Case, model: nn.Module, target: Target, platform: Platform) -> Held:
+    """Run the forward once, all layers in one graph, and note what autograd keeps.
+
+    Raises TargetError when the loss isn't one number that depends on the parameters.
+    """
+    state = [*model.parameters(), *model.buffers()]
+    names = [node.name for node in case.traced.inputs]
+    env: dict[str, Any] = dict(zip(names, (t.clone() for t in case.inputs), strict=False))
+    saved_by: list[dict[int, int]] = []
+    in_place: list[tuple[int, str]] = []
+    with platform.forward_context():
+        for k, piece in enumerate(case.pieces):
+            with SavedBytes(ignore=state) as saved:
+                entries = {name: env[name] for name in piece.inputs}
+                before = _versions(entries)
+                out = piece.module(*entries.values())
+            changed = _versions(entries).items() - before.items()
+            in_place += [(k, name) for name, _ in sorted(changed)]
+            env.update(zip(piece.outputs, out, strict=True))
+            saved_by.append(saved.storages)
+        with SavedBytes(ignore=state) as saved:
+            result = case.result.module(*[env[name] for name in case.result.inputs])[0]
+            loss = target.task.loss(result, case.target) if target.task is not None else None
+        saved_by.append(saved.storages)
+    if target.task is not None:
+        _check_loss(target, loss)
+    return _describe(env, set(names), saved_by, in_place)
+
+
+def _describe(
+    env: dict[str, Any],
+    inputs: set[str],
+    saved_by: list[dict[int, int]],
+    in_place: list[tuple[int, str]],
+) -> Held:
+    """Names in place of addresses, which mean nothing once the tensors are gone."""
+    labels: dict[int, str] = {}
+    storages: dict[str, int] = {}
+    crossings = {}
+    for name, value in env.items():
+        label = f"input:{name}" if name in inputs else name
+        if isinstance(value, Tensor):
+            key = storage_key(value)
+            if key not in labels:
+                labels[key] = label
+                storages[label] = storage_bytes(value)
+            nbytes = value.numel() * value.element_size()
+            crossings[name] = Crossing(nbytes, labels[key], value.requires_grad)
+        else:
+            # Numbers and sizes between layers travel as int64 tensors.
+            storages[label] = storage_bytes(encode(value, name))
+            crossings[name] = Crossing(storages[label], label, False)
+    saved = tuple({labels.get(key, key): n for key, n in found.items()} for found in saved_by)
+    return Held(saved, storages, crossings, tuple(in_place))
+
+
+def _check_loss(target: Target, loss: Any) -> None:
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        raise TargetError(
+            f"{target.name}: loss must give one number that depends on the parameters "
+            f"(a mean over the samples), not {type(loss).__name__} "
+            f"{list(loss.shape) if isinstance(loss, Tensor) else ''}".rstrip()
+        )
+
+
+def _versions(entries: dict[str, Any]) -> dict[str, int]:
+    """How often each tensor has been changed in place."""
+    return {name: value._version for name, value in entries.items() if isinstance(value, Tensor)}

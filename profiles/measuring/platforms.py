@@ -1,0 +1,147 @@
+"""Where a model is profiled: on the CPU, on a GPU, or on a device that isn't there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import UserError
+from .clocks import Clock, ComputedClock, CpuClock, CudaClock
+from .device_specs import DeviceSpec, load_spec
+from .live_bytes import LiveBytes
+
+META = "meta"
+AUTOCAST = ("bfloat16", "float16")
+
+
+class Meter(Protocol):
+    """Bytes of all tensors alive: now, and at most since the last reset."""
+
+    @property
+    def live(self) -> int: ...
+
+    @property
+    def peak(self) -> int: ...
+
+    def reset_peak(self) -> None: ...
+
+
+class CudaMeter:
+    """What PyTorch's CUDA allocator has handed out, scratch memory of operations included."""
+
+    @property
+    def live(self) -> int:
+        return torch.cuda.memory_allocated()
+
+    @property
+    def peak(self) -> int:
+        return torch.cuda.max_memory_allocated()
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats()
+
+
+@dataclass(frozen=True)
+class Platform:
+    """A device to profile on.
+
+    Attributes:
+        name: as the profile says it: "cpu", "cuda", "meta:NAME".
+        device: torch's device for the tensors; on a device that isn't there, fake CPU ones.
+        spec: of the device that isn't there; else None.
+        autocast: dtype of torch.autocast for the forwards; None: off.
+    """
+
+    name: str
+    device: torch.device
+    spec: DeviceSpec | None = None
+    autocast: torch.dtype | None = None
+    _fake: Any = field(default=None, repr=False)
+
+    @property
+    def computed(self) -> bool:
+        """Nothing is run: times are computed, and the same every time."""
+        return self.spec is not None
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """What building the model and all work with it runs under."""
+        with self._fake if self._fake is not None else nullcontext():
+            yield
+
+    @contextmanager
+    def clock(self) -> Iterator[Clock]:
+        """A clock that runs while the context lasts."""
+        if self.spec is not None:
+            from .roofline import Roofline
+
+            with Roofline(self.spec) as counter:
+                yield ComputedClock(counter)
+        elif self.device.type == "cuda":
+            yield CudaClock()
+        else:
+            yield CpuClock()
+
+    @contextmanager
+    def meter(self) -> Iterator[Meter]:
+        """A meter of memory that runs while the context lasts."""
+        if self.device.type == "cuda":
+            yield CudaMeter()
+        else:
+            with LiveBytes() as live:
+                yield live
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """What forwards run under."""
+        if self.autocast is None:
+            return nullcontext()
+        # With its cache of cast weights, two layers that share weights would share a graph.
+        return torch.autocast(self.device.type, self.autocast, cache_enabled=False)
+
+    def place(self, tensor: Tensor) -> Tensor:
+        """The tensor on this device."""
+        if self._fake is not None:
+            found: Tensor = self._fake.from_tensor(tensor)
+            return found
+        return tensor.to(self.device)
+
+    def place_model(self, build: Callable[[], nn.Module]) -> nn.Module:
+        """Build a model here."""
+        model = build()
+        return model.to(self.device) if self.device.type == "cuda" else model
+
+
+def platform_of(device: str, spec: str | None = None, autocast: str | None = None) -> Platform:
+    """The platform for "cpu", "cuda" or "meta".
+
+    Args:
+        spec: of the device that isn't there: a shipped one's name, or a TOML file.
+        autocast: "bfloat16" or "float16".
+
+    Raises:
+        UserError: no such device here, or options that don't go together.
+    """
+    if (spec is not None) != (device == META):
+        raise UserError(
+            "--spec: goes with --device meta"
+            if spec
+            else "--device meta: say which device to reckon with: --spec NAME, or --spec FILE"
+        )
+    if autocast is not None and autocast not in AUTOCAST:
+        raise UserError(f"--autocast {autocast!r}: give one of {', '.join(AUTOCAST)}")
+    dtype = getattr(torch, autocast) if autocast else None
+    if device == META:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        found = load_spec(str(spec))
+        name = str(spec) if not str(spec).endswith(".toml") else found.name
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        return Platform(f"{META}:{name}", torch.device("cpu"), found, dtype, fake)
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: there is no CUDA device here; take --device cpu")
+    return Platform(device, torch.device(device), None, dtype)

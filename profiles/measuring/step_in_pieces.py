@@ -1,0 +1,158 @@
+"""One training step of a model layer by layer, each layer in an autograd graph of its own.
+
+All forwards come first and then all backwards, as in a real step: so caches and the allocator
+are as they will be in training, and every layer gets the gradient it really gets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._pytree import tree_leaves
+
+from ..boundary import Inlet
+from ..tracing.pieces import Piece
+
+Phase = Literal["F", "B"]
+
+
+class Probe(Protocol):
+    """Is told when a layer's forward or backward is about to run, and when it has run.
+
+    Layers are counted from 0; the loss comes after the last.
+    """
+
+    def before(self, k: int, phase: Phase, arriving: Sequence[Tensor]) -> None:
+        """`arriving`: for a backward, the gradients of the layer's outputs."""
+
+    def after(self, k: int, phase: Phase) -> None: ...
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step in pieces is made of.
+
+    Attributes:
+        pieces: one for each layer.
+        result: the piece behind them that makes the model's result.
+        inputs: names of the model's inputs.
+        loss: of a result; None: the result's tensors get gradients of ones.
+        forward_context: what forwards run under, such as autocast.
+    """
+
+    pieces: tuple[Piece, ...]
+    result: Piece
+    inputs: tuple[str, ...]
+    loss: Callable[[Any], Tensor] | None
+    forward_context: Callable[[], AbstractContextManager[Any]]
+
+    def run(self, tensors: Sequence[Tensor], probe: Probe) -> None:
+        """Run it once; gradients of the parameters accumulate."""
+        walk = _Walk(self, dict(zip(self.inputs, (t.clone() for t in tensors), strict=False)))
+        with self.forward_context():
+            for k in range(len(self.pieces)):
+                walk.forward(k, probe)
+            roots = walk.result(probe)
+        walk.first_backward(roots, probe)
+        for k in reversed(range(len(self.pieces))):
+            walk.backward(k, probe)
+
+
+@dataclass
+class _Graph:
+    """What a layer's backward needs: where gradients enter and where they leave."""
+
+    edges: dict[str, GradientEdge] = field(default_factory=dict)
+    inlets: dict[str, Inlet] = field(default_factory=dict)
+
+
+class _Walk:
+    def __init__(self, step: Step, inputs: dict[str, Any]) -> None:
+        self.step = step
+        self.values = inputs
+        self.needs_grad = {n: t.requires_grad for n, t in inputs.items()}
+        self.graphs: list[_Graph] = []
+        self.gradients: dict[str, Tensor] = {}
+        self.last_use: dict[str, int] = {}
+        for k, piece in enumerate((*step.pieces, step.result)):
+            self.last_use.update(dict.fromkeys(piece.inputs, k))
+
+    def _admit(self, k: int, piece: Piece) -> tuple[_Graph, list[Any]]:
+        graph = _Graph()
+        arguments = []
+        for name in piece.inputs:
+            value = self.values[name]
+            if self.last_use[name] == k:
+                del self.values[name]
+            if self.needs_grad.get(name):
+                graph.inlets[name] = Inlet()
+                value = graph.inlets[name].admit(value)
+            arguments.append(value)
+        return graph, arguments
+
+    def forward(self, k: int, probe: Probe) -> None:
+        piece = self.step.pieces[k]
+        graph, arguments = self._admit(k, piece)
+        probe.before(k, "F", ())
+        out = piece.module(*arguments)
+        probe.after(k, "F")
+        for name, value in zip(piece.outputs, out, strict=True):
+            if isinstance(value, Tensor):
+                self.needs_grad[name] = value.requires_grad
+                if value.requires_grad:
+                    graph.edges[name] = get_gradient_edge(value)
+                value = value.detach()
+            if name in self.last_use:
+                self.values[name] = value
+        self.graphs.append(graph)
+
+    def result(self, probe: Probe) -> list[Tensor]:
+        end = len(self.step.pieces)
+        graph, arguments = self._admit(end, self.step.result)
+        self.graphs.append(graph)
+        found = self.step.result.module(*arguments)[0]
+        if self.step.loss is None:
+            leaves = [v for v in tree_leaves(found) if isinstance(v, Tensor) and v.requires_grad]
+            return list({id(leaf): leaf for leaf in leaves}.values())
+        probe.before(end, "F", ())
+        loss = self.step.loss(found)
+        probe.after(end, "F")
+        return [loss]
+
+    def first_backward(self, roots: list[Tensor], probe: Probe) -> None:
+        grads = [torch.ones_like(root) for root in roots]
+        timed = self.step.loss is not None
+        end = len(self.step.pieces)
+        if timed:
+            probe.before(end, "B", ())
+        torch.autograd.backward(roots, grads)
+        if timed:
+            probe.after(end, "B")
+        roots.clear()
+        self._collect(self.graphs.pop())
+
+    def backward(self, k: int, probe: Probe) -> None:
+        graph = self.graphs.pop()
+        found = [(e, self.gradients.pop(n)) for n, e in graph.edges.items() if n in self.gradients]
+        if not found:
+            return
+        edges, gradients = [e for e, _ in found], [g for _, g in found]
+        del found
+        probe.before(k, "B", gradients)
+        torch.autograd.backward(edges, gradients)
+        probe.after(k, "B")
+        self._collect(graph)
+
+    def _collect(self, graph: _Graph) -> None:
+        """Gradients for the layers before; those of one tensor's consumers add up."""
+        for name, inlet in graph.inlets.items():
+            if inlet.grad is not None:
+                known = self.gradients.get(name)
+                self.gradients[name] = inlet.grad if known is None else known + inlet.grad
+                inlet.grad = None
