@@ -1,0 +1,1 @@
+"""Importers: models from files as traceable torch modules."""

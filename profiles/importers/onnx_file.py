@@ -1,0 +1,223 @@
+"""Reading an ONNX file into plain data: nodes, inputs, and constants as torch tensors.
+
+The only module that imports `onnx`, and only when a file is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import FileError, TargetError
+
+# The numbers are onnx.TensorProto.DataType's.
+_DTYPES = {
+    1: torch.float32,
+    2: torch.uint8,
+    3: torch.int8,
+    5: torch.int16,
+    6: torch.int32,
+    7: torch.int64,
+    9: torch.bool,
+    10: torch.float16,
+    11: torch.float64,
+    16: torch.bfloat16,
+}
+_PROTOBUF_LIMIT_BYTES = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class FileNode:
+    """One ONNX node. Its name is its first output's where the file gives none."""
+
+    name: str
+    op_type: str
+    domain: str
+    inputs: tuple[str, ...]
+    """Names of values; "" for an optional input left out."""
+    outputs: tuple[str, ...]
+    attributes: Mapping[str, Any]
+    """Numbers, strings, lists of them, and torch tensors."""
+
+
+@dataclass(frozen=True)
+class FileInput:
+    """A graph input; `dims` are sizes, names of free dimensions, or None for nameless ones."""
+
+    name: str
+    dims: tuple[int | str | None, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class OnnxFile:
+    """What a file says, without what its outputs don't need."""
+
+    path: str
+    opset: int
+    nodes: tuple[FileNode, ...]
+    inputs: tuple[FileInput, ...]
+    outputs: tuple[str, ...]
+    initializers: Mapping[str, Tensor]
+
+
+def read_file(path: str | Path) -> OnnxFile:
+    """Read the file and its external data.
+
+    Raises:
+        FileError: it is missing, broken, too large, no ONNX, or its external data is missing.
+        TargetError: `onnx` isn't installed, or the graph holds what can't be imported.
+    """
+    try:
+        import onnx
+    except ImportError as error:
+        raise TargetError(
+            f"{path}: reading ONNX needs the onnx package; install timeprest[onnx]"
+        ) from error
+    model = _load(Path(path), onnx)
+    graph = model.graph
+    if graph.sparse_initializer:
+        raise TargetError(f"{path}: holds sparse initializers, which can't be imported")
+    outputs = tuple(value.name for value in graph.output)
+    protos, needed = _live_nodes(graph.node, outputs)
+    nodes = tuple(_node(str(path), proto, onnx) for proto in protos)
+    constants = {proto.name for proto in graph.initializer}
+    return OnnxFile(
+        path=str(path),
+        opset=_opset(str(path), model),
+        nodes=nodes,
+        inputs=tuple(
+            _input(str(path), value) for value in graph.input if value.name not in constants
+        ),
+        outputs=outputs,
+        initializers={
+            proto.name: _tensor(str(path), proto, onnx)
+            for proto in graph.initializer
+            if proto.name in needed
+        },
+    )
+
+
+def dtype_of(number: int) -> torch.dtype | None:
+    """The torch dtype for ONNX's number of a tensor type; None where there is none."""
+    return _DTYPES.get(number)
+
+
+def _load(path: Path, onnx: ModuleType) -> Any:
+    if not path.is_file():
+        raise FileError(f"{path}: no such file")
+    if path.stat().st_size > _PROTOBUF_LIMIT_BYTES:
+        raise FileError(
+            f"{path}: is larger than 2 GiB, more than an ONNX file can hold; save its weights as "
+            "external data"
+        )
+    try:
+        model = onnx.load(str(path), format="protobuf", load_external_data=False)
+    except Exception as error:  # protobuf's own error types differ between its versions
+        raise FileError(f"{path}: is no ONNX file: {_first_line(error)}") from error
+    if not model.ir_version or not model.opset_import or not model.graph.output:
+        raise FileError(f"{path}: is no ONNX file: it holds no graph with an output")
+    try:
+        onnx.external_data_helper.load_external_data_for_model(model, str(path.parent))
+    except Exception as error:
+        raise FileError(f"{path}: its external data can't be read: {_first_line(error)}") from error
+    if model.functions:
+        import onnx.inliner
+
+        model = onnx.inliner.inline_local_functions(model)
+    return model
+
+
+def _first_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+def _opset(path: str, model: Any) -> int:
+    versions = [o.version for o in model.opset_import if o.domain in ("", "ai.onnx")]
+    if not versions:
+        raise TargetError(f"{path}: uses no operators of the standard ONNX domain")
+    return int(versions[0])
+
+
+def _live_nodes(protos: Any, outputs: tuple[str, ...]) -> tuple[list[Any], set[str]]:
+    """Nodes that the outputs need, in the file's order; and the names of all needed values."""
+    needed = set(outputs)
+    live = []
+    for proto in reversed(protos):
+        if needed.intersection(proto.output):
+            live.append(proto)
+            needed.update(proto.input)
+    return live[::-1], needed - {""}
+
+
+def _node(path: str, proto: Any, onnx: ModuleType) -> FileNode:
+    name = proto.name or proto.output[0]
+    attributes: dict[str, Any] = {}
+    for attribute in proto.attribute:
+        kinds = onnx.AttributeProto
+        if attribute.type in (kinds.GRAPH, kinds.GRAPHS):
+            raise TargetError(
+                f"{path}: node {name!r} is a {proto.op_type!r}, which holds a graph of its own "
+                "(control flow); export the model without it"
+            )
+        value = onnx.helper.get_attribute_value(attribute)
+        if attribute.type == kinds.TENSOR:
+            value = _tensor(path, value, onnx)
+        elif attribute.type == kinds.STRING:
+            value = value.decode()
+        elif attribute.type == kinds.STRINGS:
+            value = [item.decode() for item in value]
+        elif attribute.type in (kinds.INTS, kinds.FLOATS):
+            value = list(value)
+        elif attribute.type not in (kinds.INT, kinds.FLOAT):
+            raise TargetError(
+                f"{path}: node {name!r} is a {proto.op_type!r}: its attribute "
+                f"{attribute.name!r} is of a kind that can't be imported"
+            )
+        attributes[attribute.name] = value
+    domain = "" if proto.domain == "ai.onnx" else proto.domain
+    return FileNode(
+        name, proto.op_type, domain, tuple(proto.input), tuple(proto.output), attributes
+    )
+
+
+def _tensor(path: str, proto: Any, onnx: ModuleType) -> Tensor:
+    dtype = _DTYPES.get(proto.data_type)
+    if dtype is None:
+        kind = onnx.TensorProto.DataType.Name(proto.data_type)
+        raise TargetError(f"{path}: the constant {proto.name!r} is of type {kind}: not supported")
+    try:
+        array = onnx.numpy_helper.to_array(proto)
+    except Exception as error:
+        raise FileError(
+            f"{path}: the constant {proto.name!r} is broken: {_first_line(error)}"
+        ) from error
+    if dtype == torch.bfloat16:  # numpy has no such type; float32 holds it exactly
+        return torch.tensor(array.astype("float32")).to(dtype)
+    return torch.tensor(array)
+
+
+def _input(path: str, value: Any) -> FileInput:
+    kind = value.type.tensor_type
+    if not value.type.HasField("tensor_type"):
+        raise TargetError(f"{path}: input {value.name!r} isn't a tensor")
+    dtype = _DTYPES.get(kind.elem_type)
+    if dtype is None:
+        raise TargetError(f"{path}: input {value.name!r} has an element type without a torch dtype")
+    if not kind.HasField("shape"):
+        raise TargetError(
+            f"{path}: input {value.name!r} has no shape; export the model with its input shapes"
+        )
+    dims: list[int | str | None] = []
+    for dim in kind.shape.dim:
+        if dim.HasField("dim_value"):
+            dims.append(int(dim.dim_value))
+        else:
+            dims.append(dim.dim_param or None)
+    return FileInput(value.name, tuple(dims), dtype)

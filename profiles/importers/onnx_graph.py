@@ -1,0 +1,286 @@
+"""Building the torch.fx graph of an ONNX file: its values, names, constants and their folding.
+
+Each new fx node is tried at once on tensors without data, for two batch sizes: this gives
+every value's shape, which operators need to know, and shows what depends on the batch.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ..errors import TargetError
+from .onnx_batch import BatchAxis, find_batch
+from .onnx_file import FileNode, OnnxFile
+from .onnx_functions import beside
+from .onnx_values import Constant, Dynamic, Operand, Setting, can_train, map_operands, operands_in
+
+PROBE_BATCH, OTHER_PROBE_BATCH = 11, 13
+"""The second batch size each node is tried with (the other where the file's is the first)."""
+
+_LITERAL_LIMIT = 64
+"""Elements; larger constants in shape arithmetic are buffers."""
+
+
+class GraphBuilder:
+    """The graph under construction.
+
+    Attributes:
+        batch: the batch size in the file, 1 where it is free.
+        fixed: whether the file fixes it.
+        values: what the ONNX names stand for.
+    """
+
+    def __init__(self, file: OnnxFile, batch: int, fixed: bool) -> None:
+        self.file, self.batch, self.fixed = file, batch, fixed
+        probe = PROBE_BATCH if batch != PROBE_BATCH else OTHER_PROBE_BATCH
+        self.batches = (batch, probe)
+        self.values: dict[str, Operand] = {}
+        self.uses = Counter(name for node in file.nodes for name in node.inputs)
+        self.uses.update(file.outputs)
+        self._root = nn.Module()
+        self._graph = fx.Graph()
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._taken = {*dir(fx.GraphModule(nn.Module(), fx.Graph()))}
+        self._attributes: dict[int, str] = {}
+        self._origin: FileNode | None = None
+
+    def add_input(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
+        """A placeholder whose samples have this shape."""
+        node = self._graph.create_node("placeholder", identifier(name), name=identifier(name))
+        with self._mode:
+            small, large = (torch.empty((m, *shape), dtype=dtype) for m in self.batches)
+        self.values[name] = Dynamic(node, (small, large), BatchAxis(0))
+
+    def constant(self, name: str, tensor: Tensor, trainable: bool) -> Constant:
+        """A constant under an ONNX name; only float tensors with dimensions can be trained."""
+        return Constant(tensor, trainable and can_train(tensor), self.uses[name] > 1, name)
+
+    def begin(self, node: FileNode) -> None:
+        """All fx nodes from here on belong to this ONNX node."""
+        self._origin = node
+
+    def fail(self, reason: str) -> TargetError:
+        """An error about the ONNX node at hand."""
+        node = self._origin
+        if node is None:
+            return TargetError(f"{self.file.path}: {reason}")
+        return TargetError(f"{self.file.path}: node {node.name!r} is a {node.op_type!r}: {reason}")
+
+    def call(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        moves: bool = False,
+        reshapes: bool = False,
+        batch: BatchAxis | None = None,
+    ) -> Any:
+        """A call of `function`, folded to a constant where its arguments are constants.
+
+        Args:
+            args: operands, settings (plain or Setting), or nests of them.
+            moves: it only moves elements about, so that shape arithmetic that comes out the
+                same for both batch sizes doesn't depend on the batch and is folded too.
+            reshapes: its result has each element once, so that folding it into a parameter
+                that nothing else uses leaves the same model to train.
+            batch: the batch's place in the result, where the caller knows it.
+
+        Returns:
+            An operand; for a function with a tuple of results, a tuple of them.
+        """
+        operands = list(operands_in(args))
+        if all(isinstance(x, Constant) for x in operands):
+            trainable = [x for x in operands if x.trainable]
+            if not trainable or (reshapes and not any(x.shared for x in trainable)):
+                return self._fold(function, args, bool(trainable))
+        lowered = map_operands(args, self._lowering(operands))
+        node = self._create(
+            "call_function", function, tuple(map_operands(lowered, lambda x: x.node))
+        )
+        result = self._settle(node, function, lowered, operands, batch)
+        if moves and isinstance(result, Dynamic) and (value := result.fixed) is not None:
+            return Constant(value, False, True, node.name)
+        return result
+
+    def module(self, module: nn.Module, *operands: Operand) -> Any:
+        """A call of `module`, which becomes a submodule under the ONNX node's name."""
+        assert self._origin is not None
+        path = self._unique(self._origin.name)
+        self._root.add_module(path, module)
+        lowered = [self._on_device(x) for x in operands]
+        node = self._create("call_module", path, tuple(x.node for x in lowered))
+        # Tried in evaluation, lest batch statistics be needed or changed.
+        return self._settle(node, module.eval(), lowered, operands, None)
+
+    def finish(self) -> fx.GraphModule:
+        """The module, in training mode, without nodes and constants that turned out unused."""
+        self._origin = None
+        results = []
+        for name in self.file.outputs:
+            if name not in self.values:
+                raise self.fail(f"no node makes the output {name!r}")
+            results.append(self._on_device(self.values[name]).node)
+        self._graph.output(results[0] if len(results) == 1 else tuple(results))
+        for node in reversed(self._graph.nodes):
+            if node.op not in ("placeholder", "output") and not node.users:
+                self._graph.erase_node(node)
+        module = fx.GraphModule(self._root, self._graph)
+        module.graph.lint()
+        return module.train()
+
+    def _fold(self, function: Callable[..., Any], args: Any, trainable: bool) -> Any:
+        assert self._origin is not None
+        with torch.no_grad():
+            result = function(*map_operands(args, lambda x: x.tensor))
+        outputs = self._origin.outputs
+        if isinstance(result, Tensor):
+            return self.constant(outputs[0], result.contiguous(), trainable)
+        return tuple(
+            self.constant(name, part.contiguous(), trainable)
+            for name, part in zip(outputs, result, strict=False)
+        )
+
+    def _lowering(self, operands: Sequence[Any]) -> Callable[[Any], Dynamic]:
+        """How this call's operands become fx nodes: all on the host, or all on the device."""
+        data = [x for x in operands if not isinstance(x, Setting)]
+        host = all(
+            x.host
+            if isinstance(x, Dynamic)
+            else not x.trainable and x.tensor.numel() <= _LITERAL_LIMIT
+            for x in data
+        )
+        if host:
+            return self._on_host
+        lowered = {id(x): self._on_device(x) for x in data}
+        device = next(x for x in lowered.values() if not x.host)
+
+        def lower(x: Any) -> Dynamic:
+            if isinstance(x, Setting):
+                return x.value
+            own = lowered[id(x)]
+            if not own.host:
+                return own
+            node = self._create("call_function", beside, (own.node, device.node))
+            return self._settle(node, beside, (own, device), (), None)  # type: ignore[no-any-return]
+
+        return lower
+
+    def _on_host(self, x: Any) -> Dynamic:
+        if isinstance(x, Setting):
+            return x.value
+        if isinstance(x, Dynamic):
+            return x
+        # A literal, not a buffer: it must stay on the CPU when the model moves.
+        node = self._create("call_function", torch.tensor, (x.tensor.tolist(),))
+        node.kwargs = {"dtype": x.tensor.dtype}
+        return Dynamic(node, (x.tensor, x.tensor), None)
+
+    def _on_device(self, x: Operand) -> Dynamic:
+        """The fx node of an operand; constants are fetched from the module."""
+        if isinstance(x, Dynamic):
+            return x
+        state = x.state
+        path = self._attributes.get(id(state))
+        if path is None:
+            path = self._attributes[id(state)] = self._unique(x.name)
+            if isinstance(state, nn.Parameter):
+                self._root.register_parameter(path, state)
+            else:
+                self._root.register_buffer(path, state)
+        node = self._create("get_attr", path, ())
+        fake = self._mode.from_tensor(state)
+        return Dynamic(node, (fake, fake), None)
+
+    def _create(self, op: str, target: Any, args: tuple[Any, ...]) -> fx.Node:
+        if op == "get_attr" or self._origin is None:
+            name = str(target)
+        else:
+            name = identifier(self._origin.name)
+        node = self._graph.create_node(op, target, args, name=name)
+        if self._origin is not None:
+            node.meta["onnx"] = (self._origin.name, self._origin.op_type)
+        return node
+
+    def _settle(
+        self,
+        node: fx.Node,
+        function: Callable[..., Any],
+        args: Any,
+        operands: Iterable[Any],
+        batch: BatchAxis | None,
+    ) -> Any:
+        small = self._try(function, args, 0)
+        large = self._try(function, args, 1)
+        if not isinstance(small, Tensor):
+            return self._unpack(node, small, large, operands)
+        origins = [x for x in operands if isinstance(x, Dynamic) and x.carries_batch]
+        result = Dynamic(node, (small, large), batch)
+        if result.host:
+            return result
+        if origins and self.fixed and not result.carries_batch:
+            raise self.fail(
+                "it mixes or drops the samples of a batch (the first dimension of the inputs is "
+                "the batch); export the model with a free batch dimension"
+            )
+        if batch is None:
+            found = [x.batch for x in origins if x.batch is not None]
+            batch = find_batch(small.shape, large.shape, self.batches, found)
+        return Dynamic(node, (small, large), batch)
+
+    def _unpack(
+        self, node: fx.Node, small: Any, large: Any, operands: Iterable[Any]
+    ) -> tuple[Dynamic, ...]:
+        parts = []
+        for k in range(len(small)):
+            part = self._create("call_function", operator.getitem, (node, k))
+            whole = Dynamic(node, (small, large), None)
+            parts.append(self._settle(part, operator.getitem, (whole, k), operands, None))
+        return tuple(parts)
+
+    def _try(self, function: Callable[..., Any], args: Any, k: int) -> Any:
+        with torch.no_grad(), _quiet():
+            try:
+                return function(*map_operands(args, lambda x: x.probes[k]))
+            except Exception as error:  # torch's checks of shapes and dtypes raise anything
+                reason = " ".join(str(error).split())[:200] or type(error).__name__
+                if k == 0:
+                    raise self.fail(f"torch can't compute it: {reason}") from error
+                raise self.fail(
+                    f"works for a batch of {self.batches[0]} only ({reason}); export the model "
+                    "with a free batch dimension"
+                ) from error
+
+    def _unique(self, name: str) -> str:
+        base = candidate = identifier(name)
+        k = 0
+        while candidate in self._taken:
+            k += 1
+            candidate = f"{base}_{k}"
+        self._taken.add(candidate)
+        return candidate
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torch prints a traceback for each error on tensors without data; ours is one line."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+def identifier(name: str) -> str:
+    """`name` as an identifier: letters, digits and _, with no digit first."""
+    text = re.sub(r"[^0-9A-Za-z_]", "_", name)
+    return text if re.match(r"[A-Za-z_]", text) else f"n{text}"

@@ -1,0 +1,275 @@
+"""Operators that become layers: convolutions, pooling, products with weights, norms, dropout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from . import onnx_functions as functions
+from .onnx_modules import ChannelNorm, FlatSoftmax, Gemm, MatMul
+from .onnx_operation import Handler, Operation
+from .onnx_values import Constant, Operand
+from .onnx_windows import Layers, Window, average_pool, crop, max_pool, padded
+
+_CONVOLUTIONS: Layers = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_TRANSPOSED: Layers = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_BATCH_NORMS: Layers = (nn.BatchNorm1d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_INSTANCE_NORMS: Layers = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+_AVERAGES: Layers = (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d)
+_MAXIMA: Layers = (nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d)
+
+
+def _constants(op: Operation, first: int, end: int) -> list[Constant] | None:
+    """Inputs first … end (those that are given), where all are constants."""
+    found = [op.optional(k) for k in range(first, end)]
+    constants = [x for x in found if isinstance(x, Constant)]
+    return constants if len(constants) == sum(x is not None for x in found) else None
+
+
+def activation(make: Callable[[Operation], nn.Module]) -> Handler:
+    """A layer of one input and no weights."""
+
+    def handle(op: Operation) -> Operand:
+        module = make(op)
+        x = op.input(0)
+        if isinstance(x, Constant) and not x.trainable:
+            return op.call(module, x)  # no layer: it is folded
+        return op.module(module, op.input(0))
+
+    return handle
+
+
+def convolution(op: Operation) -> Operand:
+    weights = _constants(op, 1, 3)
+    shape = op.shape(1)
+    rank = len(shape) - 2
+    if not 1 <= rank <= 3:
+        raise op.fail(f"has {rank} spatial dimensions; 1 to 3 can be imported")
+    window = Window.of(op, shape[2:])
+    groups = op.attribute("group", 1)
+    if weights is None:
+        settings = (window.pads, window.strides, window.dilations, groups)
+        return op.call(functions.convolve, op.input(0), op.input(1), op.optional(2), *settings)
+    layer = _CONVOLUTIONS[rank - 1](
+        shape[1] * groups,
+        shape[0],
+        window.kernel,
+        window.strides,
+        window.begins if window.symmetric else 0,
+        window.dilations,
+        groups,
+        bias=len(weights) > 1,
+        device="meta",
+    )
+    op.assign(layer, "weight", weights[0])
+    op.assign(layer, "bias", weights[1] if len(weights) > 1 else None)
+    return op.module(layer if window.symmetric else padded(layer, window, 0.0), op.input(0))
+
+
+def transposed_convolution(op: Operation) -> Operand:
+    weights = _constants(op, 1, 3)
+    if weights is None:
+        raise op.fail("its weight isn't a constant, which can't be imported")
+    shape = op.shape(1)
+    rank = len(shape) - 2
+    if not 1 <= rank <= 3:
+        raise op.fail(f"has {rank} spatial dimensions; 1 to 3 can be imported")
+    extra = tuple(op.attribute("output_padding", [0] * rank))
+    window = Window.of_transposed(op, shape[2:], extra)
+    groups = op.attribute("group", 1)
+    layer = _TRANSPOSED[rank - 1](
+        shape[0],
+        shape[1] * groups,
+        window.kernel,
+        window.strides,
+        window.begins if window.symmetric else 0,
+        extra,
+        groups,
+        bias=len(weights) > 1,
+        dilation=window.dilations,
+        device="meta",
+    )
+    op.assign(layer, "weight", weights[0])
+    op.assign(layer, "bias", weights[1] if len(weights) > 1 else None)
+    return op.module(layer if window.symmetric else crop(layer, window), op.input(0))
+
+
+def global_pool(layers: Layers, largest: bool) -> Handler:
+    """A pool over all spatial dimensions."""
+
+    def handle(op: Operation) -> Operand:
+        rank = len(op.shape()) - 2
+        if 1 <= rank <= 3:
+            return op.module(layers[rank - 1](1), op.input(0))
+        return op.call(functions.global_pool, op.input(0), largest)
+
+    return handle
+
+
+def gemm(op: Operation) -> Operand:
+    alpha, beta = op.attribute("alpha", 1.0), op.attribute("beta", 1.0)
+    transpose_a, transpose_b = bool(op.attribute("transA", 0)), bool(op.attribute("transB", 0))
+    op.ignore("broadcast")  # before opset 7: what is now always so
+    weights = _constants(op, 1, 3)
+    if weights is None or isinstance(op.input(0), Constant):
+        settings = (alpha, beta, transpose_a, transpose_b)
+        return op.call(functions.gemm, op.input(0), op.input(1), op.optional(2), *settings)
+    weight, bias = weights[0], weights[1] if len(weights) > 1 else None
+    rows, columns = op.shape(1)
+    plain = alpha == 1 and not transpose_a and transpose_b
+    layer: nn.Module
+    if plain and (bias is None or (beta == 1 and tuple(bias.tensor.shape) == (rows,))):
+        layer = nn.Linear(columns, rows, bias=bias is not None, device="meta")
+    else:
+        layer = Gemm(alpha, beta, transpose_a, transpose_b)
+    op.assign(layer, "weight", weight)
+    op.assign(layer, "bias", bias)
+    return op.module(layer, op.input(0))
+
+
+def matrix_product(op: Operation) -> Operand:
+    x, weight = op.input(0), op.input(1)
+    if isinstance(weight, Constant) and weight.trainable and not isinstance(x, Constant):
+        layer = MatMul()
+        op.assign(layer, "weight", weight)
+        return op.module(layer, x)
+    return op.call(_matmul, x, weight)
+
+
+def _matmul(x: Tensor, y: Tensor) -> Tensor:
+    return x @ y
+
+
+def batch_norm(op: Operation) -> Operand:
+    eps = op.attribute("epsilon", 1e-5)
+    op.require("spatial", 1)
+    op.ignore("is_test", "training_mode")  # the module's own mode decides
+    momentum = 1 - op.attribute("momentum", 0.9)
+    constants = _constants(op, 1, 5)
+    rank = len(op.shape())
+    if constants is None:
+        return op.call(functions.normalize_batch, *(op.input(k) for k in range(5)), eps)
+    if not 2 <= rank <= 5 or len(constants) < 4:
+        raise op.fail(f"its input has {rank} dimensions; 2 to 5 can be imported")
+    scale, bias, mean, variance = constants
+    layer = _BATCH_NORMS[rank - 2](len(mean.tensor), eps, momentum)
+    op.assign(layer, "weight", scale)
+    op.assign(layer, "bias", bias)
+    # Copies: training changes them in place, each layer its own.
+    layer.register_buffer("running_mean", mean.tensor.clone())
+    layer.register_buffer("running_var", variance.tensor.clone())
+    return op.module(layer, op.input(0))
+
+
+def layer_norm(op: Operation) -> Operand:
+    shape = op.shape()
+    axis = op.axis(op.attribute("axis", -1))
+    eps = op.attribute("epsilon", 1e-5)
+    op.ignore("stash_type")  # the precision of inner sums
+    batch = op.batch_dim()
+    if batch is not None and batch >= axis:
+        raise op.fail("normalizes over the batch dimension, which can't be imported")
+    constants = _constants(op, 1, 3)
+    if constants is None or any(tuple(x.tensor.shape) != shape[axis:] for x in constants):
+        operands = (op.input(0), op.input(1), op.optional(2))
+        return op.call(functions.normalize_layer, *operands, axis, eps)
+    layer = nn.LayerNorm(shape[axis:], eps, bias=len(constants) > 1, device="meta")
+    op.assign(layer, "weight", constants[0])
+    op.assign(layer, "bias", constants[1] if len(constants) > 1 else None)
+    return op.module(layer, op.input(0))
+
+
+def instance_norm(op: Operation) -> Operand:
+    eps = op.attribute("epsilon", 1e-5)
+    constants = _constants(op, 1, 3)
+    rank = len(op.shape())
+    if constants is None or len(constants) != 2 or not 3 <= rank <= 5:
+        raise op.fail("needs constant weights and 1 to 3 spatial dimensions to be imported")
+    layer = _INSTANCE_NORMS[rank - 3](op.shape()[1], eps, affine=True)
+    op.assign(layer, "weight", constants[0])
+    op.assign(layer, "bias", constants[1])
+    return op.module(layer, op.input(0))
+
+
+def group_norm(op: Operation) -> Operand:
+    eps, groups = op.attribute("epsilon", 1e-5), op.attribute("num_groups")
+    op.ignore("stash_type")
+    constants = _constants(op, 1, 3)
+    channels = op.shape()[1]
+    if constants is None or any(len(x.tensor) != channels for x in constants):
+        operands = (op.input(0), op.input(1), op.input(2))
+        return op.call(functions.normalize_groups, *operands, groups, eps)
+    layer = nn.GroupNorm(groups, channels, eps, device="meta")
+    op.assign(layer, "weight", constants[0])
+    op.assign(layer, "bias", constants[1])
+    return op.module(layer, op.input(0))
+
+
+def channel_norm(op: Operation) -> Operand:
+    size = op.attribute("size")
+    alpha, beta = op.attribute("alpha", 1e-4), op.attribute("beta", 0.75)
+    bias = op.attribute("bias", 1.0)
+    layer = nn.LocalResponseNorm if size % 2 else ChannelNorm
+    return op.module(layer(size, alpha, beta, bias), op.input(0))
+
+
+def softmax(log: bool) -> Handler:
+    """Softmax or its logarithm, over one dimension or (before opset 13) all from one on."""
+
+    def handle(op: Operation) -> Operand:
+        old = op.opset < 13
+        shape = op.shape()
+        axis = op.axis(op.attribute("axis", 1 if old else -1))
+        if op.builder.fixed and op.batch_dim() == axis:
+            raise op.fail(f"its axis {axis} is the batch, so that it mixes samples")
+        flat = old and any(size != 1 for size in shape[axis + 1 :])
+        layer: nn.Module
+        if flat:
+            layer = FlatSoftmax(axis, log)
+        else:
+            layer = nn.LogSoftmax(axis) if log else nn.Softmax(axis)
+        return op.module(layer, op.input(0))
+
+    return handle
+
+
+def dropout(op: Operation) -> Operand:
+    op.ignore("seed", "is_test")
+    ratio = op.known(1, "ratio") if op.opset >= 12 else op.attribute("ratio", 0.5)
+    return op.module(nn.Dropout(0.5 if ratio is None else ratio), op.input(0))
+
+
+def _gelu(op: Operation) -> nn.Module:
+    return nn.GELU(op.attribute("approximate", "none"))
+
+
+LAYERS: dict[str, Handler] = {
+    "AveragePool": average_pool,
+    "BatchNormalization": batch_norm,
+    "Celu": activation(lambda op: nn.CELU(op.attribute("alpha", 1.0))),
+    "Conv": convolution,
+    "ConvTranspose": transposed_convolution,
+    "Dropout": dropout,
+    "Elu": activation(lambda op: nn.ELU(op.attribute("alpha", 1.0))),
+    "Gelu": activation(_gelu),
+    "Gemm": gemm,
+    "GlobalAveragePool": global_pool(_AVERAGES, False),
+    "GlobalMaxPool": global_pool(_MAXIMA, True),
+    "GroupNormalization": group_norm,
+    "HardSwish": activation(lambda op: nn.Hardswish()),
+    "InstanceNormalization": instance_norm,
+    "LRN": channel_norm,
+    "LayerNormalization": layer_norm,
+    "LeakyRelu": activation(lambda op: nn.LeakyReLU(op.attribute("alpha", 0.01))),
+    "LogSoftmax": softmax(True),
+    "MatMul": matrix_product,
+    "MaxPool": max_pool,
+    "Mish": activation(lambda op: nn.Mish()),
+    "Relu": activation(lambda op: nn.ReLU()),
+    "Sigmoid": activation(lambda op: nn.Sigmoid()),
+    "Softmax": softmax(False),
+    "Softplus": activation(lambda op: nn.Softplus()),
+    "Softsign": activation(lambda op: nn.Softsign()),
+    "Tanh": activation(lambda op: nn.Tanh()),
+}

@@ -1,0 +1,188 @@
+"""The table of operators: ONNX's name → what puts it into the graph; and the arithmetic ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import onnx_functions as functions
+from .onnx_layers import LAYERS
+from .onnx_operation import Handler, Operation
+from .onnx_resize import RESIZING
+from .onnx_shaping import SHAPING
+from .onnx_values import Constant, Dynamic, Operand
+
+
+def elementwise(function: Callable[..., Tensor]) -> Handler:
+    """A function of all the inputs."""
+
+    def handle(op: Operation) -> Operand:
+        op.require("broadcast", 0, 1)  # before opset 7: as today where 1 and no axis
+        return op.call(function, *(op.input(k) for k in range(len(op.inputs))))
+
+    return handle
+
+
+def arithmetic(function: Callable[..., Tensor]) -> Handler:
+    """A function of two tensors, of which a constant second one may be a Python number."""
+
+    def handle(op: Operation) -> Operand:
+        op.require("broadcast", 0, 1)
+        x, y = op.input(0), op.input(1)
+        if isinstance(x, Dynamic) and not x.host and _is_number(y, dims=0):
+            return op.call(function, x, op.setting(1))
+        return op.call(function, x, y)
+
+    return handle
+
+
+def _is_number(value: Operand, dims: int) -> bool:
+    """Whether it is a constant of one element and at most so many dimensions."""
+    if not isinstance(value, Constant):
+        return False
+    return value.tensor.numel() == 1 and value.tensor.dim() <= dims
+
+
+def power(op: Operation) -> Operand:
+    x, y = op.input(0), op.input(1)
+    if isinstance(y, Constant):
+        if isinstance(x, Dynamic) and not x.host and _is_number(y, dims=len(op.shape())):
+            return op.call(functions.power, x, y.tensor.item())
+        # An exponent is a setting: its gradient doesn't exist below zero.
+        y = Constant(y.tensor, False, True, y.name)
+    return op.call(functions.power, x, y)
+
+
+def clip(op: Operation) -> Operand:
+    if op.opset < 11:
+        bounds: list[Any] = [op.attribute("min"), op.attribute("max")]
+    else:
+        bounds = [op.setting(1), op.setting(2)]
+        # Scalars, but some files give them one dimension.
+        bounds = [b[0] if isinstance(b, tuple) and len(b) == 1 else b for b in bounds]
+    if bounds == [None, None]:
+        return op.input(0)
+    return op.call(torch.clamp, op.input(0), *bounds)
+
+
+def modulo(op: Operation) -> Operand:
+    function = torch.fmod if op.attribute("fmod", 0) else torch.remainder
+    return op.call(function, op.input(0), op.input(1))
+
+
+def reduction(function: Callable[..., Tensor], axes_input_since: int = 18) -> Handler:
+    """Over axes that are an attribute, and since some opset an input."""
+
+    def handle(op: Operation) -> Operand:
+        keep = bool(op.attribute("keepdims", 1))
+        if op.opset >= axes_input_since:
+            axes = op.known(1, "axes")
+        else:
+            axes = op.attribute("axes")
+        nothing = op.attribute("noop_with_empty_axes", 0)
+        if not axes and nothing:
+            return op.input(0)
+        chosen = tuple(op.axis(axis) for axis in axes) if axes else None
+        return op.call(function, op.input(0), chosen, keep)
+
+    return handle
+
+
+def arg_of(function: Callable[..., Tensor]) -> Handler:
+    """The place of the largest or smallest entry along an axis."""
+
+    def handle(op: Operation) -> Operand:
+        op.require("select_last_index", 0)
+        axis = op.axis(op.attribute("axis", 0))
+        return op.call(function, op.input(0), axis, bool(op.attribute("keepdims", 1)))
+
+    return handle
+
+
+def cumulative_sum(op: Operation) -> Operand:
+    exclusive, reverse = bool(op.attribute("exclusive", 0)), bool(op.attribute("reverse", 0))
+    axis = op.known(1, "axis")
+    axis = op.axis(axis[0] if isinstance(axis, tuple) else axis)
+    return op.call(functions.cumulative_sum, op.input(0), axis, exclusive, reverse)
+
+
+def einsum(op: Operation) -> Operand:
+    operands = (op.input(k) for k in range(len(op.inputs)))
+    return op.call(torch.einsum, op.attribute("equation"), *operands)
+
+
+def hard_sigmoid(op: Operation) -> Operand:
+    settings = (op.attribute("alpha", 0.2), op.attribute("beta", 0.5))
+    return op.call(functions.hard_sigmoid, op.input(0), *settings)
+
+
+def scaled_elu(op: Operation) -> Operand:
+    # ONNX's defaults are the float32 values of Klambauer et al. 2017, equation 2.
+    alpha = op.attribute("alpha", 1.6732632423543772)
+    gamma = op.attribute("gamma", 1.0507009873554805)
+    return op.call(functions.scaled_elu, op.input(0), alpha, gamma)
+
+
+OPERATORS: dict[str, Handler] = {
+    **LAYERS,
+    **SHAPING,
+    **RESIZING,
+    "Abs": elementwise(torch.abs),
+    "Add": arithmetic(torch.add),
+    "And": elementwise(torch.logical_and),
+    "ArgMax": arg_of(torch.argmax),
+    "ArgMin": arg_of(torch.argmin),
+    "Ceil": elementwise(torch.ceil),
+    "Clip": clip,
+    "Cos": elementwise(torch.cos),
+    "CumSum": cumulative_sum,
+    "Div": arithmetic(functions.divide),
+    "Einsum": einsum,
+    "Equal": arithmetic(torch.eq),
+    "Erf": elementwise(torch.erf),
+    "Exp": elementwise(torch.exp),
+    "Floor": elementwise(torch.floor),
+    "Greater": arithmetic(torch.gt),
+    "GreaterOrEqual": arithmetic(torch.ge),
+    "HardSigmoid": hard_sigmoid,
+    "IsInf": elementwise(torch.isinf),
+    "IsNaN": elementwise(torch.isnan),
+    "Less": arithmetic(torch.lt),
+    "LessOrEqual": arithmetic(torch.le),
+    "Log": elementwise(torch.log),
+    "Max": elementwise(functions.maximum),
+    "Mean": elementwise(functions.average),
+    "Min": elementwise(functions.minimum),
+    "Mod": modulo,
+    "Mul": arithmetic(torch.mul),
+    "Neg": elementwise(torch.neg),
+    "Not": elementwise(torch.logical_not),
+    "Or": elementwise(torch.logical_or),
+    "PRelu": elementwise(functions.parametric_relu),
+    "Pow": power,
+    "Range": elementwise(functions.counting),
+    "Reciprocal": elementwise(torch.reciprocal),
+    "ReduceL1": reduction(functions.reduce_l1),
+    "ReduceL2": reduction(functions.reduce_l2),
+    "ReduceLogSum": reduction(functions.reduce_log_sum),
+    "ReduceLogSumExp": reduction(functions.reduce_log_sum_exp),
+    "ReduceMax": reduction(functions.reduce_max),
+    "ReduceMean": reduction(functions.reduce_mean),
+    "ReduceMin": reduction(functions.reduce_min),
+    "ReduceProd": reduction(functions.reduce_prod),
+    "ReduceSum": reduction(functions.reduce_sum, axes_input_since=13),
+    "ReduceSumSquare": reduction(functions.reduce_sum_square),
+    "Round": elementwise(torch.round),
+    "Selu": scaled_elu,
+    "Sign": elementwise(torch.sign),
+    "Sin": elementwise(torch.sin),
+    "Sqrt": elementwise(torch.sqrt),
+    "Sub": arithmetic(torch.sub),
+    "Sum": elementwise(functions.total),
+    "Where": elementwise(torch.where),
+    "Xor": elementwise(torch.logical_xor),
+}
+"""Operators of the standard domain that can be imported."""
