@@ -1,0 +1,99 @@
+"""Profiles of published planners: recognising their files, and importing them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ..errors import FileError
+from ..files import MAX_FILE_BYTES
+from ..profile import Profile
+from .pipedream import import_pipedream
+from .piper import import_piper
+from .placement import import_placement
+
+_OURS = re.compile(rb'\s*\{\s*"format"\s*:\s*"timeprest-')
+_KINDS = (
+    "expected PipeDream's graph.txt, or a workload of the NeurIPS'20 placement paper (nodes with "
+    "fpgaLatency) or of the NeurIPS'21 planner (nodes with TMPCs)"
+)
+
+
+def is_foreign(path: str | Path) -> bool:
+    """Whether `import_profile` is the one to read this, or to say what is wrong with it.
+
+    True for .txt and .json files but our own, which begin with their format's name. What can't be
+    read counts by its suffix, unless it has a colon, as ``text:FILE`` has.
+    """
+    path = Path(path)
+    if path.suffix.lower() not in (".txt", ".json"):
+        return False
+    try:
+        if path.is_file():
+            with path.open("rb") as file:
+                return not _OURS.match(file.read(256))
+    except (OSError, ValueError):
+        pass
+    return ":" not in str(path)
+
+
+def import_profile(
+    path: str | Path,
+    *,
+    batch_size: int | None = None,
+    micro_batch_sizes: Sequence[int] | None = None,
+) -> Profile:
+    """Read a profile that another planner's authors published.
+
+    Args:
+        batch_size: samples in a mini-batch. PipeDream's times are for so many; in the other
+            files a sample is all that their times are for, and 1 is the default.
+        micro_batch_sizes: sizes to list besides the file's own, with costs in proportion.
+
+    Raises:
+        FileError: no such file, of another kind, or malformed; names the line or the place.
+        TargetError: a batch size is missing, or the sizes contradict each other.
+    """
+    text = _read(Path(path))
+    where = str(path)
+    if text.lstrip()[:1] not in (b"{", b"["):
+        try:
+            lines = text.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise FileError(f"{where}: isn't text: {error}; {_KINDS}") from None
+        return import_pipedream(where, lines, batch_size, micro_batch_sizes)
+    try:
+        found = msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise FileError(f"{where}: not valid JSON: {error}") from None
+    nodes = found.get("nodes") if isinstance(found, dict) else None
+    if not isinstance(nodes, list) or not nodes:
+        raise FileError(f"{where}: $.nodes: has no list of nodes; {_KINDS}")
+    if _some_node_has(nodes, "TMPCs"):
+        return import_piper(where, text, batch_size, micro_batch_sizes)
+    if _some_node_has(nodes, "fpgaLatency"):
+        return import_placement(where, text, batch_size, micro_batch_sizes)
+    raise FileError(f"{where}: $.nodes: of an unknown kind; {_KINDS}")
+
+
+def _some_node_has(nodes: Sequence[Any], field: str) -> bool:
+    return any(isinstance(node, dict) and field in node for node in nodes)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        if not path.exists():
+            raise FileError(f"{path}: no such file; {_KINDS}")
+        # A pipe would wait for somebody to write to it.
+        if not path.is_file():
+            raise FileError(f"{path}: isn't a file; {_KINDS}")
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise FileError(f"{path}: larger than {MAX_FILE_BYTES >> 20} MiB; not read")
+        return path.read_bytes()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise FileError(f"{path}: can't be read: {reason}") from None

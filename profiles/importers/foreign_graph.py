@@ -1,0 +1,263 @@
+"""What the importers of published planners' files share: a graph of costs, made a profile.
+
+Such files give each node's cost at one size. `Sizes` says what samples that size stands for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from ..errors import FileError, TargetError
+from ..profile import (
+    Edge,
+    Layer,
+    Measurement,
+    ModelInput,
+    OptimizerCost,
+    Profile,
+    Storage,
+    Totals,
+    check_profile,
+)
+
+MAX_BYTES = 2**44
+MAX_SECONDS = 1e9
+"""What one layer may cost: more isn't a model, and its sums may not fit a file's numbers."""
+
+MIN_SECONDS = 1e-30
+"""Shorter times count as none: rates made of them would be infinite."""
+
+MAX_SAMPLES = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Attributes:
+    given: samples in the micro-batch that the file's numbers are for.
+    batch_size: samples in the mini-batch.
+    listed: the profile's micro-batch sizes, rising; `given` is among them.
+    """
+
+    given: int
+    batch_size: int
+    listed: tuple[int, ...]
+
+    @property
+    def assumption(self) -> tuple[str, ...]:
+        """What is assumed for the sizes that the file says nothing of."""
+        if len(self.listed) == 1:
+            return ()
+        return (
+            f"The file's numbers are for {self.given} samples; at other micro-batch sizes times "
+            "and bytes were taken to be proportional.",
+        )
+
+
+def choose_sizes(
+    where: str, given: int, batch_size: int | None, asked: Sequence[int] | None
+) -> Sizes:
+    """The profile's sizes: those asked for, and the one that the file's numbers are for.
+
+    Raises TargetError for sizes below 1, or above the mini-batch.
+    """
+    listed = tuple(sorted({given, *(asked or ())}))
+    batch_size = listed[-1] if batch_size is None else batch_size
+    if listed[0] < 1 or batch_size < 1:
+        raise TargetError(f"{where}: sizes of batches must be 1 or more")
+    if batch_size > MAX_SAMPLES:
+        raise TargetError(f"{where}: a mini-batch of {batch_size} samples is too large")
+    if listed[-1] > batch_size:
+        raise TargetError(
+            f"{where}: micro-batches of {listed[-1]} samples are more than the mini-batch of "
+            f"{batch_size}; give a larger --batch-size or smaller --micro-batch-sizes"
+        )
+    return Sizes(given, batch_size, listed)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A layer at the size that the file's numbers are for.
+
+    Attributes:
+        saves: storages among its saved bytes that other layers may keep too.
+        grows: saved bytes grow with the samples.
+    """
+
+    name: str
+    kind: str
+    forward_s: float
+    backward_s: float
+    saved_bytes: int = 0
+    parameter_bytes: int = 0
+    buffer_bytes: int = 0
+    saves: tuple[str, ...] = ()
+    grows: bool = True
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor, in bytes at the size that the file's numbers are for.
+
+    Attributes:
+        storage: its memory, which several tensors may share.
+        grows: it grows with the samples.
+    """
+
+    name: str
+    storage: str
+    nbytes: float
+    needs_grad: bool
+    grows: bool = True
+
+
+def make_profile(
+    where: str,
+    front_end: str,
+    sizes: Sizes,
+    costs: Sequence[Cost],
+    uses: Iterable[tuple[str, str, Tensor]],
+    *,
+    dtype: str = "unknown",
+    inputs: tuple[ModelInput, ...] = (),
+    storage_bytes: dict[str, float] | None = None,
+    assumptions: Iterable[str],
+) -> Profile:
+    """Put a profile together.
+
+    Args:
+        where: the file, for messages, and the profile's target.
+        costs: the layers in topological order.
+        uses: (producer, consumer, tensor).
+        storage_bytes: of storages that are larger than the tensors in them.
+
+    Raises:
+        FileError: layers whose bytes get out of bounds at the sizes asked for.
+    """
+    edges, storages = _edges(where, sizes, uses, storage_bytes or {})
+    layers = tuple(_layer(where, cost, sizes) for cost in costs)
+    return check_profile(
+        Profile(
+            target=where,
+            fingerprint=_fingerprint(front_end, layers, edges),
+            front_end=front_end,
+            device="imported",
+            threads=1,
+            dtype=dtype,
+            torch_version="",
+            batch_size=sizes.batch_size,
+            micro_batch_sizes=sizes.listed,
+            inputs=inputs,
+            layers=layers,
+            edges=edges,
+            storages=storages,
+            tied=(),
+            loss=(),
+            optimizer=OptimizerCost(
+                name="none",
+                state_bytes_per_parameter_byte=0.0,
+                update_fixed_s=0.0,
+                update_s_per_byte=0.0,
+            ),
+            whole_model=tuple(_totals(layers, k, m) for k, m in enumerate(sizes.listed)),
+            assumptions=(
+                *sizes.assumption,
+                *assumptions,
+                "The whole model's figures are the sums of its layers'; working memory besides "
+                "what is kept was left out.",
+                "Optimizer steps were taken to cost no time and to hold no state; "
+                "--optimizer-state sets the state.",
+            ),
+        ),
+        where,
+    )
+
+
+def _layer(where: str, cost: Cost, sizes: Sizes) -> Layer:
+    measurements = []
+    for m in sizes.listed:
+        share = m / sizes.given
+        saved = cost.saved_bytes * (share if cost.grows else 1)
+        if saved > MAX_BYTES or share * max(cost.forward_s, cost.backward_s) > MAX_SECONDS:
+            raise FileError(f"{where}: {cost.name}: costs too much with {m} samples; give fewer")
+        measurements.append(
+            Measurement(
+                micro_batch=m,
+                forward_s=_seconds(cost.forward_s * share),
+                backward_s=_seconds(cost.backward_s * share),
+                saved_bytes=round(saved),
+                workspace_bytes=0,
+            )
+        )
+    return Layer(
+        name=cost.name,
+        kind=cost.kind,
+        parameter_bytes=cost.parameter_bytes,
+        buffer_bytes=cost.buffer_bytes,
+        saves=cost.saves,
+        measurements=tuple(measurements),
+    )
+
+
+def _seconds(seconds: float) -> float:
+    return seconds if seconds >= MIN_SECONDS else 0.0
+
+
+def _edges(
+    where: str,
+    sizes: Sizes,
+    uses: Iterable[tuple[str, str, Tensor]],
+    storage_bytes: dict[str, float],
+) -> tuple[tuple[Edge, ...], tuple[Storage, ...]]:
+    edges: dict[tuple[str, str], Edge] = {}
+    storages: dict[str, Storage] = {}
+
+    def affine(nbytes: float, grows: bool) -> dict[str, Any]:
+        if grows:
+            return {"bytes_per_sample": nbytes / sizes.given, "fixed_bytes": 0}
+        return {"bytes_per_sample": 0.0, "fixed_bytes": round(nbytes)}
+
+    most = sizes.listed[-1]
+    for producer, consumer, tensor in uses:
+        if tensor.grows and tensor.nbytes * most / sizes.given > MAX_BYTES:
+            raise FileError(f"{where}: {tensor.name}: is too large with {most} samples; give fewer")
+        edges.setdefault(
+            (tensor.name, consumer),
+            Edge(
+                producer=producer,
+                consumer=consumer,
+                tensor=tensor.name,
+                storage=tensor.storage,
+                needs_grad=tensor.needs_grad,
+                **affine(tensor.nbytes, tensor.grows),
+            ),
+        )
+        whole = storage_bytes.get(tensor.storage, tensor.nbytes)
+        storages.setdefault(
+            tensor.storage, Storage(name=tensor.storage, **affine(whole, tensor.grows))
+        )
+    return tuple(edges.values()), tuple(storages.values())
+
+
+def _totals(layers: Sequence[Layer], k: int, micro_batch: int) -> Totals:
+    measured = [layer.measurements[k] for layer in layers]
+    return Totals(
+        micro_batch=micro_batch,
+        forward_s=math.fsum(m.forward_s for m in measured),
+        backward_s=math.fsum(m.backward_s for m in measured),
+        saved_bytes=sum(m.saved_bytes for m in measured),
+    )
+
+
+def _fingerprint(front_end: str, layers: Sequence[Layer], edges: Sequence[Edge]) -> str:
+    parts = (
+        front_end,
+        [(la.name, la.kind, la.parameter_bytes, la.buffer_bytes) for la in layers],
+        [(e.producer, e.consumer, e.tensor, e.needs_grad) for e in edges],
+    )
+    return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:32]
