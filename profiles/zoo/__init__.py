@@ -1,11 +1,14 @@
-"""Built-in tasks: real data that needs no download.
+"""Built-in tasks: real data that needs no download, and well-known nets on synthetic samples.
 
-Adding one: a module here with a class that follows `profiles.task.Task`, and a line in BUILT_IN.
+Adding one: a module here with a class that follows `profiles.task.Task`, and a line in BUILT_IN;
+for a net on synthetic samples, a module with `make_task(name, argument)` and a line in MODULES.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from importlib import import_module
 
 from ..errors import TargetError
 from ..task import Task
@@ -25,5 +28,39 @@ def _text(argument: str | None) -> Task:
     return Text(argument)
 
 
-BUILT_IN: dict[str, Callable[[str | None], Task]] = {"digits": _digits, "text": _text}
+MODULES = {
+    "alexnet": "alexnet",
+    "bert-base": "bert",
+    "bert-large": "bert",
+    "densenet121": "densenet",
+    "gnmt": "gnmt",
+    "gpt2": "gpt2",
+    "gpt2-large": "gpt2",
+    "gpt2-medium": "gpt2",
+    "gpt2-xl": "gpt2",
+    "hf": "hf",
+    "inception_v3": "inception",
+    "mlp": "mlp",
+    "resnet101": "resnet",
+    "resnet152": "resnet",
+    "resnet18": "resnet",
+    "resnet50": "resnet",
+    "vgg11": "vgg",
+    "vgg16": "vgg",
+    "vgg19": "vgg",
+}
+"""The module here that makes the task of each net."""
+
+
+def _net(name: str, argument: str | None) -> Task:
+    # Imported when asked for: a command that names one net needs no other.
+    task: Task = import_module(f".{MODULES[name]}", __name__).make_task(name, argument)
+    return task
+
+
+BUILT_IN: dict[str, Callable[[str | None], Task]] = {
+    "digits": _digits,
+    "text": _text,
+    **{name: partial(_net, name) for name in MODULES},
+}
 """Maker of each built-in task; it gets what stands behind the colon of the target, if anything."""
