@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -45,11 +46,22 @@ class Network(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         return count / self.bandwidth_bytes_per_s
 
 
+class AllReduce(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A sum over processes as measured: latency + bytes of the tensor / bandwidth."""
+
+    processes: Annotated[int, Meta(ge=2)]
+    """How many took part; other numbers of processes take other times."""
+    latency_s: Annotated[float, Meta(ge=0)]
+    bandwidth_bytes_per_s: Annotated[float, Meta(gt=0)]
+
+
 class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Devices in the order in which stages are laid over them."""
 
     devices: Annotated[tuple[Device, ...], Meta(min_length=1)]
     network: Network
+    all_reduce: AllReduce | None = None
+    """None: not measured."""
 
 
 def uniform_cluster(
@@ -77,21 +89,39 @@ def uniform_cluster(
 def read_cluster(path: str | Path) -> Cluster:
     """Read a cluster from TOML (docs/files.md has an example).
 
-    Raises FileError naming the file and the field.
+    Raises FileError or UserError naming the file and the field.
     """
     path = Path(path)
+    found = _read_toml(path)
+    known = ("devices", "network", "all_reduce")
+    unknown = sorted(set(found) - set(known))
+    if unknown:
+        raise FileError(f"{path}: unknown table {unknown[0]!r}; known: {', '.join(known)}")
+    built: dict[str, Any] = {"devices": _devices(path, found.get("devices"))}
+    network = _table(path, "network", found.get("network", {}), {"bandwidth", "latency"})
+    defaults = {"bandwidth": DEFAULT_BANDWIDTH, "latency": DEFAULT_LATENCY}
+    built["network"] = _link(path, "network", defaults | network)
+    if "all_reduce" in found:
+        built["all_reduce"] = _all_reduce(path, found["all_reduce"])
     try:
-        found = tomllib.loads(path.read_text(encoding="utf-8"))
+        return msgspec.convert(built, Cluster)
+    except msgspec.ValidationError as error:
+        raise FileError(f"{path}: {error}") from None
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+        return found
     except FileNotFoundError:
         raise FileError(f"{path}: no such file; describe the cluster there, or use flags") from None
     except OSError as error:
         raise FileError(f"{path}: can't be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FileError(f"{path}: not valid TOML: {error}") from None
-    unknown = set(found) - {"devices", "network"}
-    if unknown:
-        raise FileError(f"{path}: unknown table {sorted(unknown)[0]!r}; known: devices, network")
-    listed = found.get("devices")
+
+
+def _devices(path: Path, listed: Any) -> list[dict[str, Any]]:
     if not isinstance(listed, list) or not listed:
         raise FileError(f"{path}: [[devices]]: give one or more devices")
     devices: list[dict[str, Any]] = []
@@ -109,20 +139,28 @@ def read_cluster(path: str | Path) -> Cluster:
             if count > 1 or "name" not in fields:
                 name += str(len(devices))
             devices.append({**device, "name": name})
-    network = _table(path, "network", found.get("network", {}), {"bandwidth", "latency"})
-    bandwidth = str(network.get("bandwidth", DEFAULT_BANDWIDTH))
-    latency = str(network.get("latency", DEFAULT_LATENCY))
-    built = {
-        "devices": devices,
-        "network": {
-            "bandwidth_bytes_per_s": parse_bandwidth(bandwidth, f"{path}: network.bandwidth"),
-            "latency_s": parse_seconds(latency, f"{path}: network.latency"),
-        },
+    return devices
+
+
+def _all_reduce(path: Path, value: Any) -> dict[str, Any]:
+    needed = ("processes", "latency", "bandwidth")
+    fields = _table(path, "all_reduce", value, set(needed))
+    missing = [name for name in needed if name not in fields]
+    if missing:
+        raise FileError(f"{path}: all_reduce.{missing[0]}: is missing; or leave all_reduce out")
+    processes = fields["processes"]
+    if type(processes) is not int or processes < 2:
+        raise FileError(f"{path}: all_reduce.processes: give a whole number from 2")
+    return {"processes": processes, **_link(path, "all_reduce", fields)}
+
+
+def _link(path: Path, where: str, fields: dict[str, Any]) -> dict[str, float]:
+    return {
+        "bandwidth_bytes_per_s": parse_bandwidth(
+            str(fields["bandwidth"]), f"{path}: {where}.bandwidth"
+        ),
+        "latency_s": parse_seconds(str(fields["latency"]), f"{path}: {where}.latency"),
     }
-    try:
-        return msgspec.convert(built, Cluster)
-    except msgspec.ValidationError as error:
-        raise FileError(f"{path}: {error}") from None
 
 
 def _table(path: Path, where: str, value: Any, known: set[str]) -> dict[str, Any]:
@@ -134,3 +172,51 @@ def _table(path: Path, where: str, value: Any, known: set[str]) -> dict[str, Any
             f"{path}: {where}: unknown field {unknown[0]!r}; known: {', '.join(sorted(known))}"
         )
     return value
+
+
+def measured_cluster(
+    device: str, network: Network, all_reduce: AllReduce, notes: Sequence[str]
+) -> str:
+    """The TOML of a cluster whose links were measured, as `read_cluster` takes it.
+
+    Args:
+        device: what the devices are called, up to their numbers: "cpu". There is one for each
+            process of the all-reduce.
+        notes: lines for the comment at the top.
+    """
+    lines = [
+        *(f"# {note}".rstrip() for note in notes),
+        "",
+        "[[devices]]",
+        f'name = "{device}"',
+        f"count = {all_reduce.processes}",
+        '# Memory was not measured. Say what each device has: memory = "..."',
+        "",
+        "[network]",
+        f'bandwidth = "{write_bandwidth(network.bandwidth_bytes_per_s)}"',
+        f'latency = "{write_latency(network.latency_s)}"',
+        "",
+        "[all_reduce]",
+        f"processes = {all_reduce.processes}",
+        f'bandwidth = "{write_bandwidth(all_reduce.bandwidth_bytes_per_s)}"',
+        f'latency = "{write_latency(all_reduce.latency_s)}"',
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def write_bandwidth(bytes_per_s: float) -> str:
+    """Bytes per second to three digits, as `parse_bandwidth` reads them: ``"4.31GB/s"``."""
+    units = ((1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"), (1.0, "B/s"))
+    return _three_digits(bytes_per_s, units)
+
+
+def write_latency(seconds: float) -> str:
+    """Seconds to three digits, as `parse_seconds` reads them: ``"52.1us"``."""
+    return _three_digits(seconds, ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns")))
+
+
+def _three_digits(value: float, units: Sequence[tuple[float, str]]) -> str:
+    # Rounded before the unit is chosen: 999.6us is 1ms.
+    value = float(f"{value:.3g}")
+    factor, name = next((unit for unit in units if value >= unit[0]), units[-1])
+    return f"{value / factor:g}{name}"

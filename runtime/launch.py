@@ -10,6 +10,8 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -22,15 +24,41 @@ GRACE_S = 3.0
 """After the first failure, what the other workers have to end by themselves."""
 
 
+@dataclass(frozen=True)
+class Workers:
+    """Local processes that are started together.
+
+    Attributes:
+        module: what each one runs; its arguments are the directory and the store's file.
+        where: their directory, with what they note of failures, and their logs.
+        label: how a rank is named in messages; {0} is the rank.
+        logs_kept: the directory stays, so that a message may send the user to the logs; where
+            it doesn't, the last line of a log stands in the message.
+    """
+
+    module: str
+    where: RunDir
+    count: int
+    label: str = "stage {0} (rank {0})"
+    logs_kept: bool = True
+
+
 def launch(run_dir: RunDir, stages: int, observer: Observer) -> None:
     """Run all stages of a prepared run directory and wait for their end.
-
-    When one worker dies, the launcher ends the others within seconds.
 
     Raises:
         RunError: a worker failed; the message says which one, at which operation and why.
         UserError: the same, where the user's input is the cause.
         KeyboardInterrupt: the user stopped the run; all workers have ended.
+    """
+    workers = Workers(module=f"{__package__}.worker", where=run_dir, count=stages)
+    run_workers(workers, Tail(run_dir.metrics, observer).poll)
+
+
+def run_workers(workers: Workers, poll: Callable[[], None]) -> None:
+    """Start workers and wait for their end, calling `poll` from a thread a few times a second.
+
+    When one worker dies, the launcher ends the others within seconds. Raises as `launch`.
     """
     # Sharing a TCP store between the launcher and its workers would listen on every address.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -47,7 +75,7 @@ def launch(run_dir: RunDir, stages: int, observer: Observer) -> None:
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
-            nproc_per_node=stages,
+            nproc_per_node=workers.count,
             run_id="timeprest",
             # Rendezvous and store are files: nothing listens but gloo, on the loopback device.
             rdzv_backend="c10d",
@@ -57,20 +85,15 @@ def launch(run_dir: RunDir, stages: int, observer: Observer) -> None:
             max_restarts=0,
             monitor_interval=0.1,
             logs_specs=DefaultLogsSpecs(
-                log_dir=str(run_dir.path / "logs"), redirects=Std.ALL, tee=Std.NONE
+                log_dir=str(workers.where.path / "logs"), redirects=Std.ALL, tee=Std.NONE
             ),
         )
-        command = [
-            "-m",
-            f"{__package__}.worker",
-            str(run_dir.path),
-            str(Path(folder) / "store"),
-        ]
-        with _Watch(run_dir, Tail(run_dir.metrics, observer)):
+        command = ["-m", workers.module, str(workers.where.path), str(Path(folder) / "store")]
+        with _Watch(workers.where, poll) as watch:
             try:
                 elastic_launch(config, sys.executable)(*command)
             except ChildFailedError as error:
-                raise _explain(run_dir, stages, error) from error
+                raise _explain(workers, error, watch.killed) from error
             except SignalException as stopped:
                 if stopped.sigval == signal.SIGINT:
                     raise KeyboardInterrupt from stopped
@@ -84,16 +107,17 @@ class _Watch:
     one that can't (stopped, or stuck in a call). Here it gets a few seconds.
     """
 
-    def __init__(self, run_dir: RunDir, tail: Tail) -> None:
+    def __init__(self, run_dir: RunDir, poll: Callable[[], None]) -> None:
         self.run_dir = run_dir
-        self.tail = tail
+        self.poll = poll
+        self.killed: set[int] = set()
         self._failed_at: float | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, daemon=True)
 
     def _work(self) -> None:
         while not self._stop.wait(0.1):
-            self.tail.poll()
+            self.poll()
             self._end_the_stuck()
 
     def _end_the_stuck(self) -> None:
@@ -101,31 +125,45 @@ class _Watch:
             if any((self.run_dir.path / "errors").glob("stage*.json")):
                 self._failed_at = time.monotonic()
         elif time.monotonic() - self._failed_at > GRACE_S:
-            for child in psutil.Process().children():
-                with contextlib.suppress(psutil.Error):
-                    if str(self.run_dir.path) in child.cmdline():
-                        child.kill()
+            self._kill_workers()
 
-    def __enter__(self) -> None:
+    def _kill_workers(self) -> list[psutil.Process]:
+        found = []
+        for child in psutil.Process().children():
+            with contextlib.suppress(psutil.Error):
+                if str(self.run_dir.path) in child.cmdline():
+                    self.killed.add(child.pid)
+                    child.kill()
+                    found.append(child)
+        return found
+
+    def __enter__(self) -> _Watch:
         self._thread.start()
+        return self
 
     def __exit__(self, *exception: object) -> None:
         self._stop.set()
         self._thread.join()
-        self.tail.poll()
+        # A signal that comes while the launcher starts a worker can make it forget that one.
+        psutil.wait_procs(self._kill_workers(), timeout=GRACE_S)
+        self.poll()
 
 
-def _explain(run_dir: RunDir, stages: int, error: BaseException) -> TimeprestError:
-    """The first cause: a stage's own error before the errors of those who waited for it."""
-    noted = run_dir.read_errors(stages)
+def _explain(workers: Workers, error: BaseException, killed: set[int]) -> TimeprestError:
+    """The first cause: a worker's own error before the errors of those who waited for it.
+
+    `killed`: processes that were ended from here, which isn't a cause.
+    """
+    noted = workers.where.read_errors(workers.count)
     failures = getattr(error, "failures", {})
     silent = [
         (rank, failure)
         for rank, failure in failures.items()
-        if not any(e["stage"] == rank for e in noted) and failure.exitcode != -signal.SIGTERM
+        if not any(e["stage"] == rank for e in noted)
+        and failure.exitcode != -signal.SIGTERM
+        and failure.pid not in killed
     ]
     own = [e for e in noted if not e["from_peer"]]
-    logs = run_dir.path / "logs"
     if own:
         kind: type[TimeprestError] = UserError if own[0]["exit_code"] == 2 else RunError
         return kind(own[0]["message"])
@@ -137,7 +175,21 @@ def _explain(run_dir: RunDir, stages: int, error: BaseException) -> TimeprestErr
             else f"ended with exit code {failure.exitcode}"
         )
         others = f"; {noted[0]['message']}" if noted else ""
-        return RunError(f"stage {rank} (rank {rank}) {how}{others}. Its output is in {logs}")
+        printed = _printed(workers, "Its output is", rank)
+        return RunError(f"{workers.label.format(rank)} {how}{others}{printed}")
+    printed = _printed(workers, "What the workers printed is")
     if noted:
-        return RunError(f"{noted[0]['message']}. What the workers printed is in {logs}")
-    return RunError(f"the run failed: {error}. What the workers printed is in {logs}")
+        return RunError(f"{noted[0]['message']}{printed}")
+    return RunError(f"the run failed: {error}{printed}")
+
+
+def _printed(workers: Workers, what: str, rank: int | None = None) -> str:
+    """Where the logs are; where they aren't kept, the last line of that rank's errors."""
+    logs = workers.where.path / "logs"
+    if workers.logs_kept:
+        return f". {what} in {logs}"
+    for path in logs.rglob(f"{rank}/stderr.log"):
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+        last = [line for line in lines if line.strip()][-1:]
+        return "".join(f". Its last words: {line.strip()[:200]}" for line in last)
+    return ""

@@ -1,0 +1,350 @@
+"""Links: the fit, the cluster file, and measuring between real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import msgspec
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from timeprest.cli.common import errors_as_lines
+from timeprest.cli.links import cluster_text, links_command, report_of
+from timeprest.planner.cluster import Cluster, read_cluster, write_bandwidth, write_latency
+from timeprest.planner.link_fit import LinkPoint, error_of_median, fit_link, typical_pair
+from timeprest.profiles.errors import RunError, UserError
+from timeprest.profiles.units import parse_bandwidth, parse_seconds
+from timeprest.runtime.links import MESSAGE_BYTES, LinkTimes, measure_links
+
+FEW = (4096, 262144, 16777216)
+
+
+def points(seconds, sizes=MESSAGE_BYTES):
+    """Points with the times that `seconds` gives for each size."""
+    return [
+        LinkPoint(message_bytes=n, seconds=seconds(n), error=0.01, repetitions=9) for n in sizes
+    ]
+
+
+def squares(latency_s, bandwidth, found):
+    """What the fit minimizes."""
+    return sum(((latency_s + p.message_bytes / bandwidth) / p.seconds - 1) ** 2 for p in found)
+
+
+@given(st.floats(1e-7, 1e-2), st.floats(1e6, 1e11))
+def test_exact_times_give_back_their_latency_and_bandwidth(latency_s, bandwidth):
+    fit = fit_link(points(lambda n: latency_s + n / bandwidth))
+    assert fit.latency_s == pytest.approx(latency_s, rel=1e-6)
+    assert fit.bandwidth_bytes_per_s == pytest.approx(bandwidth, rel=1e-6)
+    assert fit.ratios == pytest.approx([1.0] * len(MESSAGE_BYTES))
+
+
+@given(
+    st.floats(1e-6, 1e-3),
+    st.floats(1e7, 1e10),
+    st.lists(st.floats(0.7, 1.4), min_size=len(MESSAGE_BYTES), max_size=len(MESSAGE_BYTES)),
+)
+def test_noisy_times_are_fitted_best_within_the_bounds(latency_s, bandwidth, noise):
+    """No neighbour within the bounds has smaller squares, and no point is far off."""
+    factor = dict(zip(MESSAGE_BYTES, noise, strict=True))
+    found = points(lambda n: (latency_s + n / bandwidth) * factor[n])
+    fit = fit_link(found)
+    best = squares(fit.latency_s, fit.bandwidth_bytes_per_s, found)
+    assert best <= squares(latency_s, bandwidth, found) + 1e-9
+    assert fit.latency_s >= 0
+    for more in (0.99, 1.01):
+        assert best <= squares(fit.latency_s * more, fit.bandwidth_bytes_per_s, found) + 1e-9
+        assert best <= squares(fit.latency_s, fit.bandwidth_bytes_per_s * more, found) + 1e-9
+    assert best <= squares(1e-8, fit.bandwidth_bytes_per_s, found) + 1e-3
+
+
+def test_a_link_without_latency_has_none_rather_than_less():
+    """Times that rise faster than the size: the best line would cross zero below zero."""
+    fit = fit_link(points(lambda n: n**1.2 / 1e9))
+    assert fit.latency_s == 0
+    assert fit.bandwidth_bytes_per_s > 0
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        points(lambda n: 1e-3, sizes=[4096]),
+        points(lambda n: 1e-3),
+        points(lambda n: 1 / n),
+        points(lambda n: 0.0),
+    ],
+    ids=["one size", "all the same", "falling", "none"],
+)
+def test_times_that_hold_no_bandwidth_are_refused(found):
+    with pytest.raises(RunError, match=r"two sizes|measure again"):
+        fit_link(found)
+
+
+def test_the_typical_pair_is_the_median_one():
+    slow, middle, fast = (points(lambda n, k=k: k * n * 1e-9) for k in (9, 2, 1))
+    typical = typical_pair([slow, fast, middle])
+    assert [p.seconds for p in typical] == [p.seconds for p in middle]
+    assert typical[0].repetitions == 27
+
+
+def test_the_error_of_a_median_is_its_own_spread():
+    """Against the spread of medians of many samples of a uniform distribution, 1.5 to 2.5."""
+    import random
+
+    source = random.Random(0)
+    draws = [[source.uniform(1.5, 2.5) for _ in range(49)] for _ in range(400)]
+    medians = [sorted(d)[24] for d in draws]
+    spread = (sum((m - 2) ** 2 for m in medians) / len(medians)) ** 0.5 / 2
+    said = sum(error_of_median(d) for d in draws) / len(draws)
+    assert said == pytest.approx(spread, rel=0.15)
+    assert error_of_median([3.0] * 5) == 0
+
+
+@given(st.floats(1e3, 1e14), st.floats(1e-9, 1e3))
+def test_amounts_are_written_as_they_are_read(bandwidth, seconds):
+    assert parse_bandwidth(write_bandwidth(bandwidth)) == pytest.approx(bandwidth, rel=6e-3)
+    assert parse_seconds(write_latency(seconds)) == pytest.approx(seconds, rel=6e-3)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(4.312e9, "4.31GB/s"), (999.7e6, "1GB/s"), (12.0, "12B/s")]
+)
+def test_bandwidths_as_text(value, text):
+    assert write_bandwidth(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(52.1e-6, "52.1us"), (0.0, "0ns"), (0.9996e-3, "1ms"), (2.5, "2.5s")]
+)
+def test_latencies_as_text(value, text):
+    assert write_latency(value) == text
+
+
+def times_by_hand(pairs=1):
+    link, all_reduce = points(lambda n: 5e-5 + n / 2e9), points(lambda n: 5e-4 + n / 1e9)
+    return LinkTimes(
+        processes=pairs + 1,
+        device="cpu",
+        backend="gloo",
+        pairs=(tuple(link),) * pairs,
+        all_reduce=tuple(all_reduce),
+    )
+
+
+@pytest.mark.parametrize("pairs", [1, 3])
+def test_the_cluster_file_reads_back(pairs, tmp_path):
+    path = tmp_path / "cluster.toml"
+    path.write_text(cluster_text(report_of(times_by_hand(pairs), str(path))))
+    cluster = read_cluster(path)
+    assert [device.name for device in cluster.devices] == [f"cpu{k}" for k in range(pairs + 1)]
+    assert all(device.memory_bytes is None for device in cluster.devices)
+    assert cluster.network.latency_s == pytest.approx(5e-5)
+    assert cluster.network.bandwidth_bytes_per_s == pytest.approx(2e9)
+    assert cluster.all_reduce is not None
+    assert cluster.all_reduce.processes == pairs + 1
+    assert cluster.all_reduce.latency_s == pytest.approx(5e-4)
+    assert cluster.all_reduce.bandwidth_bytes_per_s == pytest.approx(1e9)
+    # Every measured point stands in the comments, for both.
+    comments = [line for line in path.read_text().splitlines() if line.startswith("#")]
+    assert all(sum(str(n) in line.split() for line in comments) == 2 for n in MESSAGE_BYTES)
+    assert max(len(line) for line in comments) <= 100
+
+
+def test_clusters_of_older_plans_still_load():
+    old = b'{"devices":[{"name":"a"}],"network":{"bandwidth_bytes_per_s":1e9,"latency_s":0.0}}'
+    assert msgspec.json.decode(old, type=Cluster).all_reduce is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("processes = 2\nlatency = '1us'", r"all_reduce\.bandwidth: is missing"),
+        ("processes = 1\nlatency = '1us'\nbandwidth = '1GB/s'", r"all_reduce\.processes: give"),
+        ("processes = true\nlatency = '1us'\nbandwidth = '1GB/s'", r"all_reduce\.processes: give"),
+        ("processes = 2\nlatency = '1x'\nbandwidth = '1GB/s'", r"all_reduce\.latency: unknown"),
+        ("processes = 2\nlatency = '1us'\nbandwidth = '0'", r"all_reduce\.bandwidth: must be"),
+        ("ring = 2", r"all_reduce: unknown field 'ring'"),
+    ],
+)
+def test_a_broken_all_reduce_is_named(text, message, tmp_path):
+    path = tmp_path / "cluster.toml"
+    path.write_text(f"[[devices]]\n[all_reduce]\n{text}\n")
+    with pytest.raises(UserError, match=message) as caught:
+        read_cluster(path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "processes", "device", "message"),
+    [
+        ("c.toml", 1, "cpu", "processes: give 2 to"),
+        ("c.toml", 10**9, "cpu", "processes: give 2 to"),
+        ("c.toml", 2, "abacus", "cpu or cuda, not 'abacus'"),
+        ("c.toml", 64, "cuda", "need a GPU each"),
+        (".", 2, "cpu", "is a folder"),
+        ("/dev/null/c.toml", 2, "cpu", "/dev/null isn't a folder"),
+    ],
+)
+def test_bad_options_end_before_anything_starts(
+    path, processes, device, message, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=message):
+        links_command(path, processes=processes, device=device, quiet=False, as_json=False)
+    assert not list(tmp_path.iterdir())
+
+
+def link_workers(parent):
+    """The processes below one that measure links, by their rank."""
+    found = {}
+    for process in psutil.Process(parent).children(recursive=True):
+        try:
+            if "timeprest.runtime.link_worker" in process.cmdline():
+                found[process.environ()["RANK"]] = process
+        except (psutil.Error, KeyError):
+            continue  # It has just ended, or just begun.
+    return [found[rank] for rank in sorted(found)]
+
+
+def alive(process):
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+def once(action):
+    """A progress callback that does something once: measuring has begun then."""
+    done = []
+
+    def progress(what, count, of):
+        if not done:
+            done.append(what)
+            action()
+
+    return progress
+
+
+@pytest.mark.processes
+def test_the_command_measures_writes_and_prints(tmp_path, monkeypatch, capsys):
+    """Two processes over gloo, few sizes; they listen on the loopback device alone."""
+    seen = set()
+
+    def look():
+        for process in link_workers(os.getpid()):
+            listening = (c for c in process.net_connections() if c.status == psutil.CONN_LISTEN)
+            seen.update(c.laddr.ip for c in listening)
+
+    def measure_few(processes, device, *, progress):
+        return measure_links(processes, device, message_bytes=FEW, cap_s=0.1, progress=once(look))
+
+    monkeypatch.setattr("timeprest.runtime.links.measure_links", measure_few)
+    path = tmp_path / "cluster.toml"
+    links_command(str(path), processes=2, device="cpu", quiet=False, as_json=False)
+    assert seen == {"127.0.0.1"}
+    cluster = read_cluster(path)
+    assert len(cluster.devices) == 2
+    # Between what no machine reaches and what would be no link.
+    assert 1e6 < cluster.network.bandwidth_bytes_per_s < 1e12
+    assert cluster.network.latency_s < 0.1
+    assert cluster.all_reduce is not None
+    assert cluster.all_reduce.processes == 2
+    printed = capsys.readouterr().out
+    assert max(len(line) for line in printed.splitlines()[:-1]) <= 100
+    for word in ("4.0 KiB", "256.0 KiB", "16.0 MiB", "half round trip", "all-reduce of 2: "):
+        assert word in printed
+    assert f"wrote {path}; next: tp-plan solve PROFILE --cluster {path}" in printed
+    assert not link_workers(os.getpid())
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        (signal.SIGKILL, r"^process 1 was killed by SIGKILL(; process 0: .*)?$"),
+        (signal.SIGSTOP, r"^process 0: waiting for .*: nothing came for 2 s$"),
+    ],
+)
+def test_a_lost_worker_ends_the_measurement(how, message):
+    lost = []
+
+    def lose():
+        lost.append(time.monotonic())
+        link_workers(os.getpid())[1].send_signal(how)
+
+    with pytest.raises(RunError, match=message) as caught:
+        measure_links(2, message_bytes=FEW, cap_s=60, timeout_s=2, progress=once(lose))
+    assert time.monotonic() - lost[0] < 25
+    assert caught.value.exit_code == 1
+    assert "\n" not in str(caught.value)
+    assert not link_workers(os.getpid())
+
+
+COMMAND = """
+from timeprest.cli.common import errors_as_lines
+from timeprest.cli.links import links_command
+errors_as_lines(links_command)("c.toml", processes=2, device="cpu", quiet=False, as_json=True)
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("whom", "how", "code", "message"),
+    [
+        ("command", signal.SIGINT, 130, "-c: stopped"),
+        ("worker", signal.SIGKILL, 1, "-c: process 1 was killed by SIGKILL"),
+    ],
+)
+def test_the_command_ends_in_one_line_without_file_or_worker(whom, how, code, message, tmp_path):
+    command = [sys.executable, "-c", COMMAND]
+    with subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        deadline = time.monotonic() + 60
+        while len(link_workers(process.pid)) < 2 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        workers = link_workers(process.pid)
+        target = process if whom == "command" else workers[1]
+        target.send_signal(how)
+        begin = time.monotonic()
+        out, err = process.communicate(timeout=40)
+    assert time.monotonic() - begin < 30
+    assert process.returncode == code
+    assert out == ""
+    (line,) = err.strip().splitlines()
+    assert line.startswith(message)
+    assert not list(tmp_path.iterdir())
+    assert len(workers) == 2
+    assert not any(alive(worker) for worker in workers)
+
+
+def test_json_is_one_object_and_a_failure_writes_nothing(monkeypatch, tmp_path, capsys):
+    path = tmp_path / "c.toml"
+
+    def command():
+        errors_as_lines(links_command)(
+            str(path), processes=2, device="cpu", quiet=False, as_json=True
+        )
+
+    monkeypatch.setattr("timeprest.runtime.links.measure_links", lambda *a, **k: times_by_hand())
+    command()
+    found = msgspec.json.decode(capsys.readouterr().out)
+    assert found["processes"] == 2
+    assert found["link"]["bandwidth_bytes_per_s"] == pytest.approx(2e9)
+    assert [p["message_bytes"] for p in found["link"]["points"]] == list(MESSAGE_BYTES)
+    assert len(found["pairs"]) == 1
+    path.unlink()
+
+    def fail(*arguments, **options):
+        raise RunError("process 1 was killed by SIGKILL")
+
+    monkeypatch.setattr("timeprest.runtime.links.measure_links", fail)
+    with pytest.raises(SystemExit) as ended:
+        command()
+    assert ended.value.code == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert len(printed.err.strip().splitlines()) == 1
+    assert not path.exists()
