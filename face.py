@@ -36,7 +36,7 @@ def profile(
     Raises:
         TargetError, TraceError: the model can't be imported, built or traced.
     """
-    from .profiles.measure import measure
+    from .profiles.measuring.measure import measure
     from .profiles.target import parse_input, resolve
 
     return measure(

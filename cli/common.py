@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -18,12 +19,20 @@ from ..profiles.errors import TimeprestError
 F = TypeVar("F", bound=Callable[..., Any])
 
 _PLAIN_WIDTH = 100
+_REFRESH_S = 0.1
 
 
 def output() -> Console:
     """The console for results: stdout, 100 columns wide where it isn't a terminal."""
     terminal = sys.stdout.isatty()
-    return Console(width=None if terminal else _PLAIN_WIDTH, highlight=False, soft_wrap=False)
+    # Names such as "net.py:Llama:" aren't emoji, and those with brackets aren't styles.
+    return Console(
+        width=None if terminal else _PLAIN_WIDTH,
+        highlight=False,
+        soft_wrap=False,
+        emoji=False,
+        markup=False,
+    )
 
 
 def errors_as_lines(function: F) -> F:
@@ -73,14 +82,19 @@ class Bar:
             BarColumn(),
             TextColumn("{task.description}"),
             TimeElapsedColumn(),
-            console=Console(stderr=True),
+            console=Console(stderr=True, emoji=False, markup=False),
             transient=True,
             disable=quiet or not sys.stderr.isatty(),
         )
+        self._shown_at = 0.0
         self._task = self._progress.add_task("", total=None, title=title)
 
-    def __call__(self, what: str, done: int, total: int) -> None:
-        """Show what is at hand."""
+    def __call__(self, what: str, done: float, total: float) -> None:
+        """Show what is at hand; called at every step, so only a few times a second."""
+        now = time.monotonic()
+        if self._progress.disable or now - self._shown_at < _REFRESH_S:
+            return
+        self._shown_at = now
         self._progress.update(self._task, description=what, completed=done, total=total)
 
     def print(self, *lines: Any) -> None:

@@ -19,7 +19,7 @@ from ..planner.search import solve as solve_plan
 from ..planner.variants import VARIANTS, variant_named
 from ..profiles.errors import UserError
 from ..profiles.files import read_file, write_file
-from ..profiles.profile import Profile, check_profile
+from ..profiles.profile import IMPORTED, Profile, check_profile
 from .common import Bar, common_options, errors_as_lines, output
 from .plan_tables import legend, operations, stage_table, verdict
 
@@ -106,7 +106,9 @@ def solve(
         click.echo(msgspec.json.encode(plan))
     elif not quiet:
         _print(plan, 16 if verbose else 0)
-        output().print(f"wrote {path}; next: tp-run {path}")
+        imported = plan.profile.front_end in IMPORTED
+        then = "it can't be run: its profile was imported" if imported else f"next: tp-run {path}"
+        output().print(f"wrote {path}; {then}")
 
 
 def _cluster(

@@ -1,161 +1,195 @@
-"""tp-profile: measure a model → a profile file."""
+"""tp-profile: measure a model → a profile file; or the links between processes → a cluster file."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import click
 import msgspec
 
 from ..profiles.errors import UserError
 from ..profiles.files import check_writable, write_file
-from ..profiles.profile import Profile
-from ..profiles.units import format_bytes, format_seconds
+from ..profiles.importers.foreign import import_profile, is_foreign
+from ..profiles.profile import FRONT_ENDS, Profile
 from .common import Bar, common_options, errors_as_lines, output, whole_numbers
-from .tables import compact_table
+from .profile_tables import print_profile
+
+
+def _options(function: Any) -> Any:
+    for option in reversed(
+        (
+            click.argument("target", required=False),
+            click.option("-o", "--output", "path", help="Default: profile.json."),
+            click.option(
+                "--batch-size",
+                type=click.IntRange(1),
+                help="Samples in a mini-batch. Default: 64.",
+            ),
+            click.option(
+                "--micro-batch-sizes",
+                metavar="LIST",
+                help="Sizes to measure, like 4,8,16. Default: the mini-batch and its halves.",
+            ),
+            click.option(
+                "--device",
+                type=click.Choice(["cpu", "cuda", "meta"]),
+                default="cpu",
+                show_default=True,
+                help="meta: run nothing, reckon with --spec.",
+            ),
+            click.option(
+                "--spec",
+                metavar="NAME|FILE",
+                help="With --device meta: the device to reckon with, by its data sheet.",
+            ),
+            click.option(
+                "--threads",
+                type=click.IntRange(1),
+                default=1,
+                show_default=True,
+                help="Torch's threads; each stage will run with as many.",
+            ),
+            click.option(
+                "--autocast",
+                type=click.Choice(["bfloat16", "float16"]),
+                help="Run forwards under torch.autocast with this dtype.",
+            ),
+            click.option(
+                "--granularity",
+                default="layer",
+                show_default=True,
+                metavar="layer|op|PATTERN",
+                help="What makes a layer: a leaf module, an operation, or a module whose name "
+                "matches (h.*, or several with commas).",
+            ),
+            click.option(
+                "--front-end",
+                type=click.Choice([name for name in FRONT_ENDS if name != "onnx"]),
+                help="How to find the graph. Default: the first that can.",
+            ),
+            click.option(
+                "--input",
+                "inputs",
+                multiple=True,
+                metavar="SHAPE:DTYPE",
+                help="What a model that isn't a task takes, one sample: 3x32x32:float32, "
+                "64:int64:1000 for integers below 1000, or by name mask=64:int64. Once for each "
+                "input.",
+            ),
+            click.option(
+                "--seconds",
+                type=click.FloatRange(0),
+                default=15.0,
+                show_default=True,
+                help="Time to spend on timing at most; 3 to 5 rounds are made in any case.",
+            ),
+            click.option(
+                "--relative-error",
+                type=click.FloatRange(0, 1, min_open=True),
+                default=0.05,
+                show_default=True,
+                help="Stop when every layer with 1 % of the time is known so well.",
+            ),
+            click.option(
+                "--links",
+                is_flag=True,
+                help="Measure the links between local processes instead → cluster.toml.",
+            ),
+            click.option(
+                "--processes",
+                type=click.IntRange(2),
+                default=2,
+                show_default=True,
+                help="With --links: how many.",
+            ),
+        )
+    ):
+        function = option(function)
+    return function
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("target")
-@click.option("-o", "--output", "path", default="profile.json", show_default=True)
-@click.option(
-    "--batch-size",
-    type=click.IntRange(1),
-    default=64,
-    show_default=True,
-    help="Samples in a mini-batch.",
-)
-@click.option(
-    "--micro-batch-sizes",
-    metavar="LIST",
-    help="Sizes to measure, like 4,8,16. Default: the mini-batch and its halves.",
-)
-@click.option("--device", type=click.Choice(["cpu"]), default="cpu", show_default=True)
-@click.option(
-    "--threads",
-    type=click.IntRange(1),
-    default=1,
-    show_default=True,
-    help="Torch's threads; each stage will run with as many.",
-)
-@click.option(
-    "--input",
-    "inputs",
-    multiple=True,
-    metavar="SHAPE:DTYPE",
-    help="What a model that isn't a task takes, one sample: 3x32x32:float32, or "
-    "64:int64:1000 for integers below 1000. Once for each input.",
-)
-@click.option(
-    "--seconds",
-    type=click.FloatRange(0),
-    default=8.0,
-    show_default=True,
-    help="Time to spend on timing; at least 5 rounds are made.",
-)
+@_options
 @common_options
 @errors_as_lines
 def main(
-    target: str,
-    path: str,
-    batch_size: int,
-    micro_batch_sizes: str | None,
-    device: str,
-    threads: int,
-    inputs: Sequence[str],
-    seconds: float,
+    target: str | None,
+    path: str | None,
+    links: bool,
+    processes: int,
     as_json: bool,
     quiet: bool,
     verbose: bool,
+    **options: Any,
 ) -> None:
     """Measure TARGET layer by layer and write a profile file.
 
-    TARGET: a built-in task (digits, text, text:FILE), file.py:NAME or pkg.module:NAME, where
-    NAME is a task, a model, or a function that makes a model.
+    TARGET: a built-in task or model (digits, text:FILE, vgg16, resnet50:size=64, gpt2,
+    hf:bert …), file.py:NAME or pkg.module:NAME, where NAME is a task, a model, or a function
+    that makes one; model.onnx; or a profile that another planner published (PipeDream's
+    graph.txt, JSON workloads).
     """
-    sizes = whole_numbers(micro_batch_sizes, "--micro-batch-sizes")
-    if sizes and max(sizes) > batch_size:
-        raise UserError(
-            f"--micro-batch-sizes: {max(sizes)} is more than the mini-batch of {batch_size}"
-        )
-    check_writable(path)
-    # Torch takes its time; bad options needn't wait for it.
-    from ..profiles.measure import measure
-    from ..profiles.target import parse_input, resolve
+    if links:
+        if target is not None:
+            raise UserError("--links: measures this machine and takes no TARGET")
+        from .links import links_command
 
-    found = resolve(target, [parse_input(text) for text in inputs])
-    with Bar(f"profiling {target}", quiet=quiet) as bar:
-        profile = measure(
-            found,
-            batch_size=batch_size,
-            micro_batch_sizes=sizes,
-            threads=threads,
-            seconds=seconds,
-            progress=bar,
+        links_command(
+            path or "cluster.toml",
+            processes=processes,
+            device=options["device"],
+            quiet=quiet,
+            as_json=as_json,
         )
+        return
+    if target is None:
+        raise click.UsageError("Missing argument 'TARGET'.")
+    path = path or "profile.json"
+    check_writable(path)
+    sizes = whole_numbers(options["micro_batch_sizes"], "--micro-batch-sizes")
+    if sizes and options["batch_size"] and max(sizes) > options["batch_size"]:
+        raise UserError(
+            f"--micro-batch-sizes: {max(sizes)} is more than the mini-batch of "
+            f"{options['batch_size']}"
+        )
+    if Path(target).is_file() and is_foreign(target):
+        profile = import_profile(target, batch_size=options["batch_size"], micro_batch_sizes=sizes)
+    else:
+        profile = _measure(target, sizes, options, quiet=quiet)
     write_file(path, profile)
     if as_json:
         click.echo(msgspec.json.encode(profile))
     elif not quiet:
-        _print(profile, path, verbose)
+        console = output()
+        print_profile(console, profile, verbose=verbose)
+        console.print(f"wrote {path}; next: tp-plan solve {path}")
 
 
-def _print(profile: Profile, path: str, verbose: bool) -> None:
-    console = output()
-    size = profile.micro_batch_sizes[-1]
-    table = compact_table(
-        f"{profile.target}: {len(profile.layers)} layers, micro-batch of {size}",
-        ["layer", "kind"],
-        ["parameters", "forward", "backward", "saved"],
-    )
-    rows = profile.layers if verbose or len(profile.layers) <= 40 else profile.layers[:40]
-    for layer in rows:
-        m = layer.measurements[-1]
-        table.add_row(
-            layer.name,
-            layer.kind,
-            format_bytes(layer.parameter_bytes),
-            format_seconds(m.forward_s),
-            format_seconds(m.backward_s),
-            format_bytes(m.saved_bytes),
+def _measure(
+    target: str, sizes: Sequence[int] | None, options: dict[str, Any], *, quiet: bool
+) -> Profile:
+    # Torch takes its time; bad options needn't wait for it.
+    from ..profiles.measuring.measure import measure
+    from ..profiles.measuring.platforms import platform_of
+    from ..profiles.target import parse_input, resolve
+
+    platform = platform_of(options["device"], options["spec"], options["autocast"])
+    found = resolve(target, [parse_input(text) for text in options["inputs"]])
+    with Bar(f"profiling {target}", quiet=quiet) as bar:
+        return measure(
+            found,
+            batch_size=options["batch_size"] or max(sizes or [64]),
+            micro_batch_sizes=sizes,
+            platform=platform,
+            threads=options["threads"],
+            front_end=options["front_end"],
+            granularity=options["granularity"],
+            seconds=options["seconds"],
+            error=options["relative_error"],
+            progress=bar,
         )
-    if len(rows) < len(profile.layers):
-        table.add_row(f"… {len(profile.layers) - len(rows)} more (-v)", "", "", "", "", "")
-    if profile.loss:
-        m = profile.loss[-1]
-        table.add_row(
-            "loss",
-            "",
-            "",
-            format_seconds(m.forward_s),
-            format_seconds(m.backward_s),
-            format_bytes(m.saved_bytes),
-        )
-    table.add_section()
-    whole = profile.whole_model[-1]
-    table.add_row(
-        "whole model",
-        "measured in one piece",
-        format_bytes(sum(layer.parameter_bytes for layer in profile.layers)),
-        format_seconds(whole.forward_s),
-        format_seconds(whole.backward_s),
-        format_bytes(whole.saved_bytes),
-    )
-    console.print(table)
-    ratios = ", ".join(f"{m}: {ratio:.2f}" for m, ratio in layer_sum_ratios(profile))
-    console.print(f"sum of layers / whole model, by micro-batch size: {ratios}")
-    console.print(f"wrote {path}; next: tp-plan solve {path}")
-
-
-def layer_sum_ratios(profile: Profile) -> list[tuple[int, float]]:
-    """For each micro-batch size, the layers' times added up over the whole model's."""
-    ratios = []
-    for k, whole in enumerate(profile.whole_model):
-        parts = [layer.measurements[k] for layer in profile.layers]
-        parts += [profile.loss[k]] if profile.loss else []
-        total = sum(m.forward_s + m.backward_s for m in parts)
-        ratios.append((whole.micro_batch, total / (whole.forward_s + whole.backward_s)))
-    return ratios
 
 
 if __name__ == "__main__":

@@ -187,9 +187,12 @@ def make_plan(question: Question, found: Evaluation, report: SolverReport) -> Pl
             profile=ProfileReference(
                 target=profile.target,
                 fingerprint=profile.fingerprint,
+                front_end=profile.front_end,
+                granularity=profile.granularity,
                 device=profile.device,
                 threads=profile.threads,
                 dtype=profile.dtype,
+                autocast=profile.autocast,
             ),
             cluster=question.cluster,
             optimizer_state_factor=question.optimizer_state_factor,

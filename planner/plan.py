@@ -31,9 +31,12 @@ class ProfileReference(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
     target: str
     fingerprint: str
+    front_end: str = "fx"
+    granularity: str = "layer"
     device: str
     threads: Count
     dtype: str
+    autocast: str | None = None
 
 
 class PlanStage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -9,7 +9,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from .errors import TargetError, TimeprestError
-from .task import Task, dataset_size, fetch
+from .task import Task, dataset_size, fetch_call
+from .tracing.call import Call
 from .zoo import BUILT_IN
 
 _PACKAGE = Path(__file__).resolve().parent.parent
@@ -27,28 +28,38 @@ _TASK_PARTS = ("model", "data", "loss", "optimizer")
 
 @dataclass(frozen=True)
 class InputSpec:
-    """A model input given by hand: shape of one sample, dtype, and for integers their bound."""
+    """A model input given by hand: shape of one sample, dtype, and for integers their bound.
+
+    Attributes:
+        name: of the forward's argument; None: by position.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     high: int = 2
+    name: str | None = None
 
     def sample(self, samples: int) -> Tensor:
         """Random data of shape ``[samples, *shape]``."""
         shape = (samples, *self.shape)
-        if self.dtype.is_floating_point:
+        if self.dtype.is_floating_point or self.dtype.is_complex:
             return torch.randn(shape, dtype=self.dtype)
         return torch.randint(0, self.high, shape).to(self.dtype)
 
 
 @dataclass(frozen=True)
 class Target:
-    """A model that can be profiled, and trained where `task` isn't None."""
+    """A model that can be profiled, and trained where `task` isn't None.
+
+    Attributes:
+        front_end: the only one that the model is for; None: they are tried in order.
+    """
 
     name: str
     task: Task | None
     _factory: Callable[[], Any]
     _inputs: tuple[InputSpec, ...]
+    front_end: str | None = None
 
     def model(self, seed: int = 0) -> nn.Module:
         """Build the model with its initial weights for this seed. Raises TargetError."""
@@ -62,38 +73,45 @@ class Target:
 
     def sample(self, samples: int) -> tuple[tuple[Tensor, ...], Any]:
         """Inputs of the model, each ``[samples, ...]``, and the target (None without a task)."""
+        call, target = self.call(samples)
+        return call.tensors, target
+
+    def call(self, samples: int) -> tuple[Call, Any]:
+        """Like `sample`, with the names of the arguments that the inputs are for."""
         if self.task is None:
-            return tuple(spec.sample(samples) for spec in self._inputs), None
+            tensors = tuple(spec.sample(samples) for spec in self._inputs)
+            return Call(tensors, tuple(spec.name for spec in self._inputs)), None
         task = self.task
         dataset = _call(self.name, "data('train')", lambda: task.data("train"))
         size = dataset_size(dataset, "train")
         indices = [k % size for k in range(samples)]
-        batch: tuple[tuple[Tensor, ...], Any] = _call(
-            self.name, "collating samples", lambda: fetch(dataset, indices)
+        batch: tuple[Call, Any] = _call(
+            self.name, "collating samples", lambda: fetch_call(dataset, indices)
         )
         return batch
 
 
 def parse_input(text: str) -> InputSpec:
-    """``"3x32x32:float32"`` or ``"64:int64:1000"`` (integers below 1000) → InputSpec.
+    """``"3x32x32:float32"``, ``"64:int64:1000"`` (integers below 1000) or ``"mask=64:int64"``.
 
     Raises TargetError when the text can't be read.
     """
-    parts = text.split(":")
+    name, equals, described = text.rpartition("=")
+    parts = described.split(":")
     try:
         shape = tuple(int(size) for size in parts[0].split("x") if size)
         dtype = getattr(torch, parts[1] if len(parts) > 1 else "float32")
         high = int(parts[2]) if len(parts) > 2 else 2
         if not isinstance(dtype, torch.dtype) or min(shape, default=1) < 1 or len(parts) > 3:
             raise ValueError
-        if high < 1:
+        if high < 1 or (equals and not name.isidentifier()):
             raise ValueError
     except (ValueError, AttributeError):
         raise TargetError(
             f"--input {text!r}: write the shape of one sample and a dtype, like 3x32x32:float32, "
-            "or 64:int64:1000 for integers below 1000"
+            "64:int64:1000 for integers below 1000, or with the argument's name mask=64:int64"
         ) from None
-    return InputSpec(shape, dtype, high)
+    return InputSpec(shape, dtype, high, name or None)
 
 
 def resolve(name: str, inputs: Sequence[InputSpec] = ()) -> Target:
@@ -101,20 +119,25 @@ def resolve(name: str, inputs: Sequence[InputSpec] = ()) -> Target:
 
     Args:
         name: a built-in task (``digits``, ``text``, ``text:FILE``), ``file.py:name`` or
-            ``pkg.module:name``, where name is a task, a task class, a model class or factory.
+            ``pkg.module:name``, where name is a task, a task class, a model class or factory;
+            or an ONNX file.
         inputs: for targets that aren't tasks, what the model takes.
 
     Raises:
         TargetError: it can't be imported or built; the message says where and why.
     """
+    # Those that go by position come first, as in any call.
+    inputs = sorted(inputs, key=lambda spec: spec.name is not None)
     head, _, tail = name.partition(":")
     if head in BUILT_IN:
         task = BUILT_IN[head](tail or None)
         return Target(name, task, task.model, ())
+    if name.endswith(".onnx"):
+        return _onnx(name, inputs)
     if not tail:
         raise TargetError(
-            f"{name}: no such target; give {', '.join(sorted(BUILT_IN))}, file.py:NAME or "
-            "pkg.module:NAME"
+            f"{name}: no such target; give {', '.join(sorted(BUILT_IN))}, file.py:NAME, "
+            "pkg.module:NAME or model.onnx"
         )
     # From the right: a path may hold a colon, a name can't.
     head, _, tail = name.rpartition(":")
@@ -139,6 +162,19 @@ def resolve(name: str, inputs: Sequence[InputSpec] = ()) -> Target:
             "that makes a model"
         )
     return Target(name, None, found, tuple(inputs))
+
+
+def _onnx(name: str, inputs: Sequence[InputSpec]) -> Target:
+    """An ONNX file. Inputs given by hand, in its order, replace what it says of its own."""
+    from .importers.onnx_model import import_onnx
+
+    found = import_onnx(name)
+    own = tuple(InputSpec(spec.shape, spec.dtype) for spec in found.inputs)
+    if inputs and len(inputs) != len(own):
+        raise TargetError(f"{name}: takes {len(own)} inputs, but --input was given {len(inputs)}")
+    given = tuple(replace(spec, name=None) for spec in inputs) or own
+    # Read again for every model: training must not start from what profiling left behind.
+    return Target(name, None, lambda: import_onnx(name).module, given, "onnx")
 
 
 def _import(name: str, head: str) -> Any:

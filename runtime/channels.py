@@ -21,7 +21,7 @@ from torch import Tensor
 from ..planner.operations import BACKWARD, FORWARD
 from ..planner.stage_costs import RECEIVES_AHEAD
 from ..profiles.errors import RunError
-from ..profiles.shapes import ValueSpec
+from ..profiles.tracing.shapes import ValueSpec
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,14 @@ from ..planner.orders import make_order
 from ..planner.pipeline import Pipeline
 from ..planner.plan import Plan, check_cut, check_plan, pipeline_of
 from ..profiles.errors import PlanError, TargetError, TimeprestError, TraceError
-from ..profiles.pieces import Piece, cut
-from ..profiles.shapes import ValueSpec, value_specs
+from ..profiles.profile import IMPORTED
 from ..profiles.target import Target, describe_error, resolve
 from ..profiles.task import Task, dataset_size
-from ..profiles.trace import TracedModel, fingerprint, tied_layers, trace, values
+from ..profiles.tracing.fingerprint import fingerprint
+from ..profiles.tracing.front_ends import TRACE_SAMPLES, trace
+from ..profiles.tracing.graph import TracedModel, tied_layers, values
+from ..profiles.tracing.pieces import Piece, cut
+from ..profiles.tracing.shapes import ValueSpec, value_specs
 from .channels import Crossing
 from .data import Segment, segments
 from .settings import RunSettings
@@ -56,6 +59,7 @@ def prepare(plan: Plan, settings: RunSettings) -> Prepared:
         PlanError: the plan is for another model, or its stages don't fit together.
     """
     check_plan(plan)
+    _check_profiled(plan)
     target = resolve(settings.task)
     if target.task is None:
         raise TargetError(
@@ -65,8 +69,7 @@ def prepare(plan: Plan, settings: RunSettings) -> Prepared:
     torch.set_num_threads(settings.threads)
     model = target.model(settings.seed)
     model.train()
-    traced = trace(model, target.name)
-    _check_model(plan, traced, target)
+    traced = _trace_for_training(plan, model, target)
     position = {layer.name: k for k, layer in enumerate(traced.layers)}
     groups = [sorted(position[name] for name in stage.nodes) for stage in plan.stages]
     inputs, _ = target.sample(plan.micro_batch)
@@ -87,7 +90,7 @@ def prepare(plan: Plan, settings: RunSettings) -> Prepared:
         task=target.task,
         pipeline=pipeline,
         pieces=tuple(cut(traced, groups)),
-        evaluation_pieces=tuple(cut(_trace_for_evaluation(model, target, traced), groups)),
+        evaluation_pieces=tuple(cut(_trace_for_evaluation(plan, model, target, traced), groups)),
         specs={name: spec for name, spec in specs.items() if not _is_input(traced, name)},
         crossings=crossings,
         segments=segments(plan, settings, dataset_size(target.task.data("train"), "train")),
@@ -102,11 +105,49 @@ def _is_input(traced: TracedModel, name: str) -> bool:
     return any(node.name == name for node in traced.inputs)
 
 
-def _trace_for_evaluation(model: nn.Module, target: Target, traced: TracedModel) -> TracedModel:
+def _check_profiled(plan: Plan) -> None:
+    """Refuse what a profile can be of, and a run can't."""
+    made_from = plan.profile
+    if made_from.front_end in IMPORTED:
+        raise PlanError(
+            f"plan: was made from {IMPORTED[made_from.front_end]} ({made_from.target}): costs "
+            "without a model, which can be planned and shown but not run. Profile a model of your "
+            "own with tp-profile"
+        )
+    if made_from.autocast is not None:
+        raise PlanError(
+            f"plan: was made from a profile under autocast ({made_from.autocast}), and training "
+            "under autocast isn't there yet: profile again without --autocast"
+        )
+
+
+def _trace(plan: Plan, model: nn.Module, target: Target, samples: int) -> TracedModel:
+    """The graph as the profiler found it."""
+    return trace(
+        model,
+        target.name,
+        target.call(samples)[0],
+        front_end=plan.profile.front_end,
+        granularity=plan.profile.granularity,
+        verify=False,
+    )
+
+
+def _trace_for_training(plan: Plan, model: nn.Module, target: Target) -> TracedModel:
+    traced = _trace(plan, model, target, TRACE_SAMPLES)
+    _check_model(plan, traced, target)
+    if traced.only_size not in (None, plan.micro_batch):
+        traced = _trace(plan, model, target, plan.micro_batch)
+    return traced
+
+
+def _trace_for_evaluation(
+    plan: Plan, model: nn.Module, target: Target, traced: TracedModel
+) -> TracedModel:
     """The model as it is in evaluation mode: tracing fixes what depends on `self.training`."""
     model.eval()
     try:
-        evaluation = trace(model, target.name)
+        evaluation = _trace(plan, model, target, traced.only_size or TRACE_SAMPLES)
     finally:
         model.train()
     same_layers = [la.name for la in evaluation.layers] == [la.name for la in traced.layers]

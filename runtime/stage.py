@@ -15,10 +15,10 @@ from ..planner.variants import Variant
 from ..planner.versions import VersionWalk
 from ..profiles.boundary import Inlet
 from ..profiles.errors import RunError
-from ..profiles.pieces import Piece, decode, encode
 from ..profiles.saved import storage_key
-from ..profiles.shapes import ValueSpec
 from ..profiles.task import Task
+from ..profiles.tracing.pieces import Piece, decode, encode
+from ..profiles.tracing.shapes import ValueSpec
 from .accounting import MemoryAccount
 from .optimizers import make_optimizer
 from .settings import OptimizerChoice

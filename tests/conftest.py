@@ -27,7 +27,7 @@ def mlp_target() -> str:
 @pytest.fixture(scope="session")
 def mlp_profile(mlp_target: str):
     """Its profile; times are set by the tests that need them fixed."""
-    from timeprest.profiles.measure import measure
+    from timeprest.profiles.measuring.measure import measure
     from timeprest.profiles.target import resolve
 
     return measure(resolve(mlp_target), batch_size=8, micro_batch_sizes=[2, 4, 8], seconds=0)

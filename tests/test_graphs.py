@@ -10,7 +10,7 @@ from graph_task import GraphTask
 from plain import train_plainly
 from plans import plan_by_hand, with_times
 from timeprest.profiles.errors import RunError
-from timeprest.profiles.measure import measure
+from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
 from timeprest.runtime.observer import read_losses
 from timeprest.runtime.run import run

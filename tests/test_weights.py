@@ -9,8 +9,8 @@ import torch
 from plans import plan_by_hand, with_times
 from timeprest.planner.operations import BACKWARD
 from timeprest.planner.orders import make_order
-from timeprest.profiles.live_bytes import LiveBytes
-from timeprest.profiles.measure import measure
+from timeprest.profiles.measuring.live_bytes import LiveBytes
+from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
 from timeprest.runtime.channels import LocalChannels, Mailbox
 from timeprest.runtime.prepare import prepare

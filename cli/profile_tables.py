@@ -1,0 +1,88 @@
+"""What tp-profile prints of a profile."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from ..profiles.profile import FRONT_ENDS, IMPORTED, Measurement, Profile
+from ..profiles.units import format_bytes, format_seconds
+from .tables import compact_table
+
+MAX_ROWS = 40
+
+
+def print_profile(console: Console, profile: Profile, *, verbose: bool) -> None:
+    """The layers with their costs, the whole model, and how far to trust them."""
+    size = profile.micro_batch_sizes[-1]
+    table = compact_table(
+        f"{profile.target}: {len(profile.layers)} layers, micro-batch of {size}",
+        ["layer", "kind"],
+        ["parameters", "forward", "backward", "±", "saved"],
+    )
+    # Names whole as far as they fit: kinds can be cut short.
+    longest = max(len(layer.name) for layer in profile.layers)
+    table.columns[0].min_width = min(longest, 38)
+    table.columns[1].no_wrap = True
+    table.columns[1].overflow = "ellipsis"
+    rows = profile.layers if verbose else profile.layers[:MAX_ROWS]
+    for layer in rows:
+        table.add_row(
+            layer.name,
+            layer.kind,
+            format_bytes(layer.parameter_bytes),
+            *_cells(layer.measurements[-1]),
+        )
+    if len(rows) < len(profile.layers):
+        table.add_row(f"… {len(profile.layers) - len(rows)} more (-v)")
+    if profile.loss:
+        table.add_row("loss", "", "", *_cells(profile.loss[-1]))
+    table.add_section()
+    whole = profile.whole_model[-1]
+    table.add_row(
+        "whole model",
+        "measured in one piece" if profile.can_run else "sum of the layers",
+        format_bytes(sum(layer.parameter_bytes for layer in profile.layers)),
+        format_seconds(whole.forward_s),
+        format_seconds(whole.backward_s),
+        "",
+        format_bytes(whole.saved_bytes),
+    )
+    console.print(table)
+    _print_trust(console, profile)
+
+
+def _cells(m: Measurement) -> tuple[str, str, str, str]:
+    error = "" if m.relative_error is None else f"{m.relative_error:.0%}"
+    return (
+        format_seconds(m.forward_s),
+        format_seconds(m.backward_s),
+        error,
+        format_bytes(m.saved_bytes),
+    )
+
+
+def _print_trust(console: Console, profile: Profile) -> None:
+    if profile.can_run:
+        console.print(f"graph: {FRONT_ENDS[profile.front_end]}; {profile.granularity} granularity")
+        for refusal in profile.refusals:
+            console.print(f"  not by {refusal}")
+        ratios = ", ".join(f"{m}: {ratio:.2f}" for m, ratio in layer_sum_ratios(profile))
+        console.print(f"sum of layers / whole model, by micro-batch size: {ratios}")
+        if any(m.relative_error is not None for m in profile.layers[0].measurements):
+            console.print("±: standard error of forward + backward")
+    else:
+        console.print(f"from {IMPORTED[profile.front_end]}: can be planned, but not run")
+    for assumption in profile.assumptions:
+        console.print(f"assumed: {assumption}")
+
+
+def layer_sum_ratios(profile: Profile) -> list[tuple[int, float]]:
+    """For each micro-batch size, the layers' times added up over the whole model's."""
+    ratios = []
+    for k, whole in enumerate(profile.whole_model):
+        parts = [layer.measurements[k] for layer in profile.layers]
+        parts += [profile.loss[k]] if profile.loss else []
+        total = sum(m.forward_s + m.backward_s for m in parts)
+        one = whole.forward_s + whole.backward_s
+        ratios.append((whole.micro_batch, total / one if one else 1.0))
+    return ratios
