@@ -1,6 +1,7 @@
 # make demo   set up, then profile, plan and train the digits task with two stage processes
 # make test   set up, then lint, type checks and all tests
 # make check  lint, format and type checks alone
+# make model-table  profile the models of docs/models.md anew (a quarter of an hour)
 # make format put the code into the house's format
 
 PYTHON ?= python3
@@ -9,7 +10,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO ?= demo
 
-.PHONY: demo test check lint types tests format clean
+.PHONY: demo test check lint types tests format model-table clean
 
 demo: $(READY)
 	rm -rf $(DEMO)
@@ -34,6 +35,9 @@ types: $(READY)
 
 tests: $(READY)
 	$(BIN)/pytest -n 2 --dist worksteal
+
+model-table: $(READY)
+	$(BIN)/python docs/model_table.py
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

@@ -20,30 +20,40 @@ def profile(
     *,
     batch_size: int = 64,
     micro_batch_sizes: Sequence[int] | None = None,
+    device: str = "cpu",
+    spec: str | None = None,
+    autocast: str | None = None,
     threads: int = 1,
+    granularity: str = "layer",
     inputs: Sequence[str] = (),
-    seconds: float = 8.0,
+    seconds: float = 15.0,
 ) -> Profile:
     """Measure a target (`tp-profile`).
 
     Args:
-        target: a built-in task, ``file.py:name`` or ``pkg.module:name``.
+        target: a built-in task or model, ``file.py:name``, ``pkg.module:name`` or an ONNX file.
         batch_size: samples in a mini-batch.
         micro_batch_sizes: sizes to measure, in samples.
+        device: "cpu", "cuda", or "meta" to reckon with a device `spec` without running.
+        autocast: dtype of torch.autocast, "bfloat16" or "float16"; None: off.
+        granularity: "layer", "op", or name patterns of modules that are one layer each.
         inputs: for a model that isn't a task, ``SHAPE:DTYPE`` of each of its inputs.
-        seconds: to spend on timing.
+        seconds: to spend on timing at most.
 
     Raises:
         TargetError, TraceError: the model can't be imported, built or traced.
     """
     from .profiles.measuring.measure import measure
+    from .profiles.measuring.platforms import platform_of
     from .profiles.target import parse_input, resolve
 
     return measure(
         resolve(target, [parse_input(text) for text in inputs]),
         batch_size=batch_size,
         micro_batch_sizes=micro_batch_sizes,
+        platform=platform_of(device, spec, autocast),
         threads=threads,
+        granularity=granularity,
         seconds=seconds,
     )
 

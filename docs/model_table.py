@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent
 COMMAND = Path(sys.executable).parent / "tp-profile"
@@ -30,7 +31,12 @@ NETS = [
     ("Inception-v3", "inception_v3", 4, "3×299×299"),
     ("DenseNet-121", "densenet121", 8, "3×224×224"),
     ("GPT-2 (124 M)", "gpt2:length=128", 4, "128 tokens"),
-    ("GPT-2 shape", "gpt2:layers=8,width=256,heads=8,vocabulary=1000,length=64", 16, "8 × 256, 64 tokens"),
+    (
+        "GPT-2 shape",
+        "gpt2:layers=8,width=256,heads=8,vocabulary=1000,length=64",
+        16,
+        "8 × 256, 64 tokens",
+    ),
     ("BERT-base", "bert-base", 4, "128 tokens"),
     ("GNMT-like", "gnmt:layers=4,width=512,length=20", 16, "4 + 4 × 512, 20 tokens"),
 ]
@@ -48,15 +54,19 @@ def onnx_models() -> list[tuple[str, str, int, str]]:
     return [(path.stem, str(path), 2, "ONNX file") for path in sorted(folder.glob("*.onnx"))]
 
 
-def profile(target: str, batch: int) -> tuple[dict, float]:
+def profile(target: str, batch: int) -> tuple[dict[str, Any], float]:
     """The profile, and the seconds that the whole command took."""
     sizes = ",".join(str(size) for size in sorted({max(batch // 2, 1), batch}))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "profile.json"
         begin = time.perf_counter()
         subprocess.run(
-            [COMMAND, target, "-q", "--batch-size", str(batch), "--micro-batch-sizes", sizes]
-            + ["-o", path],
+            [
+                COMMAND,
+                target,
+                *f"-q --batch-size {batch} --micro-batch-sizes {sizes} -o".split(),
+                path,
+            ],
             check=True,
         )
         return json.loads(path.read_text()), time.perf_counter() - begin
@@ -92,8 +102,12 @@ def main() -> None:
     import torch
 
     rows = [row(*model) for model in [*NETS, *HUGGING_FACE, *onnx_models()]]
-    page = (HERE / "models.head.md").read_text().format(
-        cores=os.cpu_count(), machine=platform.machine(), torch=torch.__version__.split("+")[0]
+    page = (
+        (HERE / "models.head.md")
+        .read_text()
+        .format(
+            cores=os.cpu_count(), machine=platform.machine(), torch=torch.__version__.split("+")[0]
+        )
     )
     (HERE / "models.md").write_text(page + "\n".join(rows) + "\n")
 

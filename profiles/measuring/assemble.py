@@ -26,9 +26,14 @@ from .timing import relative_error
 
 
 def assemble(
-    bench: Bench, *, threads: int, optimizer: OptimizerCost, graph_fingerprint: str
+    bench: Bench,
+    *,
+    threads: int,
+    optimizer: OptimizerCost,
+    graph_fingerprint: str,
+    assumptions: tuple[str, ...] = (),
 ) -> Profile:
-    """The profile that a bench's measurements make."""
+    """The profile that a bench's measurements make. `assumptions`: made before them."""
     traced, first = bench.traced, bench.cases[0]
     bound = first.held.bound_by_changes(first.crossing, len(bench.names))
     tied = sorted({*tied_layers(traced), *bound})
@@ -63,7 +68,7 @@ def assemble(
             )
             for case in bench.cases
         ),
-        assumptions=_assumptions(bench),
+        assumptions=(*assumptions, *_assumptions(bench)),
     )
 
 
@@ -78,11 +83,11 @@ def _assumptions(bench: Bench) -> tuple[str, ...]:
 
 
 def _measurements(bench: Bench, k: int) -> tuple[Measurement, ...]:
-    # What it costs to call an empty piece isn't the layer's own.
-    call_s = median(f for f, _ in bench.overhead)
-    engine_s = median(b for _, b in bench.overhead)
     found = []
     for case in bench.cases:
+        # What it costs to call an empty piece isn't the layer's own.
+        call_s = median(case.empty_s["F"] or [0.0])
+        engine_s = median(case.empty_s["B"] or [0.0])
         forward_s = [times[k] for times in case.forward_s]
         backward_s = [times[k] for times in case.backward_s]
         both = [f + b for f, b in zip(forward_s, backward_s, strict=True)]

@@ -21,7 +21,7 @@ from ..tracing.pieces import Piece, cut
 from .clocks import Clock
 from .held_bytes import Held, count_held
 from .platforms import Meter, Platform
-from .step_in_pieces import Phase, Step
+from .step_in_pieces import Phase, Probe, Step
 from .timing import worst_error
 
 Progress = Callable[[str, float, float], None]
@@ -31,7 +31,8 @@ _LONG_ROUND_S = 2.0
 """Of rounds that take longer, fewer are made."""
 _MIN_ROUNDS, _MIN_LONG_ROUNDS = 5, 3
 _MAX_ROUNDS = 200
-_EMPTY_CALLS = 5
+_EMPTY_CALLS = 24
+"""Calls of an empty piece in one step, spread over its layers."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,8 @@ class Case:
         self.forward_s: list[list[float]] = []
         self.backward_s: list[list[float]] = []
         self.whole: list[tuple[float, float]] = []
+        self.empty_s: dict[Phase, list[float]] = {"F": [], "B": []}
+        """Seconds of calling a piece without a layer in it, amid the others."""
 
 
 class Bench:
@@ -89,7 +92,6 @@ class Bench:
         self.traced = self.cases[-1].traced
         self.sizes = tuple(case.size for case in cases)
         self.names = [layer.name for layer in self.traced.layers]
-        self.overhead: list[tuple[float, float]] = []
 
     @property
     def parts(self) -> list[str]:
@@ -100,8 +102,12 @@ class Bench:
         """Count bytes; then time in rounds until times are sure, or the seconds are over."""
         for case in self.cases:
             case.held = count_held(case, self.model, self.target, self.platform)
-            self._count_workspace(case)
         with self.platform.clock() as clock:
+            if self.platform.computed:
+                self._compute(clock)
+                return
+            for case in self.cases:
+                self._count_workspace(case)
             self._time(clock, seconds, error)
 
     def _tell(self, what: str, done: float, total: float) -> None:
@@ -132,13 +138,26 @@ class Bench:
             self._step(case).run(case.inputs, _WorkspaceProbe(self, case, meter, say))
         self._forget_gradients()
 
+    def _compute(self, clock: Clock) -> None:
+        """Bytes and computed times in one step: both are the same every time."""
+        for case in self.cases:
+            self._forget_gradients()
+            case.workspace = [0] * len(self.parts)
+            say = f"micro-batch size {case.size}"
+            with self.platform.meter() as meter:
+                times = _TimeProbe(self, clock, say, 0.0)
+                both = _Probes((_WorkspaceProbe(self, case, meter, say), times))
+                self._step(case).run(case.inputs, both)
+            forward_s, backward_s = times.seconds()
+            case.forward_s.append(forward_s)
+            case.backward_s.append(backward_s)
+            self._forget_gradients()
+            case.whole.append(self._time_whole(case, clock))
+
     # Time --------------------------------------------------------------------------------
 
     def _time(self, clock: Clock, seconds: float, error: float) -> None:
         begin = time.perf_counter()
-        if self.platform.computed:
-            self._round(clock, keep=True, done=0.0)
-            return
         self._round(clock, keep=False, done=0.0)
         long = time.perf_counter() - begin > _LONG_ROUND_S
         if not long:
@@ -173,13 +192,13 @@ class Bench:
             if case.size == self.batch_size:
                 self._forget_gradients()
             whole = self._time_whole(case, clock)
-            empty = _time_empty(clock, self.platform.device)
             if keep:
                 forward_s, backward_s = probe.seconds()
                 case.forward_s.append(forward_s)
                 case.backward_s.append(backward_s)
                 case.whole.append(whole)
-                self.overhead.append(empty)
+                for phase, times in probe.empty_seconds().items():
+                    case.empty_s[phase] += times
 
     def _time_whole(self, case: Case, clock: Clock) -> tuple[float, float]:
         inputs = [tensor.clone() for tensor in case.inputs]
@@ -198,6 +217,21 @@ class Bench:
         end = clock.mark()
         clock.settle()
         return clock.seconds(start, middle), clock.seconds(begin, end)
+
+
+class _Probes:
+    """Several probes at once; the last is the innermost."""
+
+    def __init__(self, probes: Sequence[Probe]) -> None:
+        self.probes = probes
+
+    def before(self, k: int, phase: Phase, arriving: Sequence[Tensor]) -> None:
+        for probe in self.probes:
+            probe.before(k, phase, arriving)
+
+    def after(self, k: int, phase: Phase) -> None:
+        for probe in reversed(self.probes):
+            probe.after(k, phase)
 
 
 class _WorkspaceProbe:
@@ -225,6 +259,9 @@ class _TimeProbe:
         self.clock, self.say, self.done, self.bench = clock, say, done, bench
         self.parts = bench.parts
         self.marks: dict[tuple[int, Phase], list[Any]] = {}
+        # Between layers, where caches are as warm as they are for the layers' own calls.
+        self.stride = -(-len(self.parts) // _EMPTY_CALLS)
+        self.empty_marks: dict[Phase, list[tuple[Any, Any]]] = {"F": [], "B": []}
 
     def before(self, k: int, phase: Phase, arriving: Sequence[Tensor]) -> None:
         self.bench._tell(f"{self.say}, {self.parts[k]}", self.done, 1)
@@ -232,6 +269,27 @@ class _TimeProbe:
 
     def after(self, k: int, phase: Phase) -> None:
         self.marks[k, phase].append(self.clock.mark())
+        if k % self.stride == 0 and not self.bench.platform.computed:
+            self.empty_marks[phase].append(self._empty(phase))
+
+    def _empty(self, phase: Phase) -> tuple[Any, Any]:
+        """Call an empty piece, or its backward."""
+        entry = Inlet().admit(torch.zeros(1, device=self.bench.platform.device))
+        if phase == "F":
+            start = self.clock.mark()
+            _EMPTY(entry)
+            return start, self.clock.mark()
+        edges, grads = [get_gradient_edge(entry)], [torch.ones_like(entry)]
+        start = self.clock.mark()
+        torch.autograd.backward(edges, grads)
+        return start, self.clock.mark()
+
+    def empty_seconds(self) -> dict[Phase, list[float]]:
+        """What the empty pieces took."""
+        return {
+            phase: [self.clock.seconds(*pair) for pair in pairs]
+            for phase, pairs in self.empty_marks.items()
+        }
 
     def seconds(self) -> tuple[list[float], list[float]]:
         """Forward and backward of every part; 0 for a layer without a backward."""
@@ -242,27 +300,6 @@ class _TimeProbe:
                 marks = self.marks.get((k, phase))
                 times.append(self.clock.seconds(*marks) if marks else 0.0)
         return found["F"], found["B"]
-
-
-def _time_empty(clock: Clock, device: torch.device) -> tuple[float, float]:
-    """Seconds of calling an empty GraphModule, and of a backward through nothing.
-
-    The shortest of several: a layer's time must not lose more than the call really costs.
-    """
-    calls, backwards = [], []
-    for _ in range(_EMPTY_CALLS):
-        entry = Inlet().admit(torch.zeros(1, device=device))
-        start = clock.mark()
-        out = _EMPTY(entry)
-        middle = clock.mark()
-        edges, grads = [get_gradient_edge(out[0])], [torch.ones_like(out[0])]
-        begin = clock.mark()
-        torch.autograd.backward(edges, grads)
-        end = clock.mark()
-        calls.append((start, middle))
-        backwards.append((begin, end))
-    clock.settle()
-    return min(clock.seconds(*c) for c in calls), min(clock.seconds(*b) for b in backwards)
 
 
 def _empty_module() -> torch.fx.GraphModule:

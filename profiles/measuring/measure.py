@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,14 +24,18 @@ RELATIVE_ERROR = 0.05
 SECONDS = 15.0
 
 
-def default_sizes(batch_size: int) -> tuple[int, ...]:
-    """Micro-batch sizes to measure: the mini-batch and its halves down to a sixteenth."""
-    sizes = {batch_size}
-    size = batch_size
-    while size % 2 == 0 and len(sizes) < 5:
-        size //= 2
-        sizes.add(size)
-    return tuple(sorted(sizes))
+def default_sizes(batch_size: int, platform: Platform | None = None) -> tuple[int, ...]:
+    """Micro-batch sizes to measure: the mini-batch and its halves down to a sixteenth.
+
+    Computed times are nearly affine in the size: there, of more than three the second and
+    the fourth are left out.
+    """
+    sizes = [batch_size]
+    while sizes[-1] % 2 == 0 and len(sizes) < 5:
+        sizes.append(sizes[-1] // 2)
+    if platform is not None and platform.computed and len(sizes) > 3:
+        sizes = [sizes[0], sizes[2], sizes[-1]]
+    return tuple(sorted(set(sizes)))
 
 
 def measure(
@@ -66,18 +70,22 @@ def measure(
         TargetError: the model can't be built, or fails on its own inputs.
         TraceError: no front end takes the model.
     """
-    sizes = tuple(sorted(set(micro_batch_sizes or default_sizes(batch_size))))
     platform = platform or platform_of("cpu")
+    sizes = tuple(sorted(set(micro_batch_sizes or default_sizes(batch_size, platform))))
     torch.set_num_threads(threads)
     calls = {size: target.call(size) for size in {TRACE_SAMPLES, *sizes}}
+    # The importer of ONNX files works on the constants' values.
+    model = platform.build(lambda: target.model(seed), first=target.front_end == "onnx")
+    model.train()
+    if not any(p.requires_grad for p in model.parameters()):
+        raise TargetError(f"{target.name}: the model has no parameter to train")
     with platform.working():
-        model = platform.place_model(lambda: target.model(seed))
-        model.train()
-        if not any(p.requires_grad for p in model.parameters()):
-            raise TargetError(f"{target.name}: the model has no parameter to train")
         placed = {size: _placed(platform, *found) for size, found in calls.items()}
         call = placed[TRACE_SAMPLES][0]
         _try(target, model, call)
+        left_out: tuple[str, ...] = ()
+        if micro_batch_sizes is None and len(sizes) > 1 and sizes[0] == 1:
+            sizes, left_out = _without_ones(target, model, placed, sizes)
         if progress is not None:
             progress("finding the graph", 0, 1)
         traced = trace(
@@ -104,9 +112,27 @@ def measure(
         except Exception as failure:  # the user's model and loss run here
             raise _failed(target, failure) from failure
         profile = assemble(
-            bench, threads=threads, optimizer=optimizer, graph_fingerprint=print_of_graph
+            bench,
+            threads=threads,
+            optimizer=optimizer,
+            graph_fingerprint=print_of_graph,
+            assumptions=left_out,
         )
     return check_profile(profile)
+
+
+def _without_ones(
+    target: Target,
+    model: nn.Module,
+    placed: Mapping[int, tuple[Call, Any]],
+    sizes: tuple[int, ...],
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """The sizes without 1 where the model refuses it, as BatchNorm over one value does."""
+    try:
+        _try(target, model, placed[1][0])
+    except TargetError as refusal:
+        return sizes[1:], (f"Micro-batches of 1 were left out: {refusal}.",)
+    return sizes, ()
 
 
 def _placed(platform: Platform, call: Call, target: Any) -> tuple[Call, Any]:
@@ -166,4 +192,5 @@ def _optimizer(bench: Bench) -> OptimizerCost:
         [t for t in state_of_layer(bench.traced, layer).values() if isinstance(t, nn.Parameter)]
         for layer in bench.traced.layers
     ]
-    return measure_optimizer(make, list(bench.model.parameters()), groups)
+    with bench.platform.clock() as clock:
+        return measure_optimizer(make, list(bench.model.parameters()), groups, clock)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from statistics import median
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..profile import OptimizerCost
+from .clocks import Clock
 
 _STEPS = 7
 
@@ -18,6 +18,7 @@ def measure_optimizer(
     make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None,
     parameters: Sequence[nn.Parameter],
     groups: Sequence[Sequence[nn.Parameter]],
+    clock: Clock,
 ) -> OptimizerCost:
     """Step an optimizer over all parameters and over the smallest layer's, with zero gradients.
 
@@ -32,8 +33,8 @@ def measure_optimizer(
         key=lambda group: _bytes(group) or float("inf"),
         default=trained,
     )
-    optimizer, whole_s = _time_step(make, trained)
-    _, small_s = _time_step(make, small or trained)
+    optimizer, whole_s = _time_step(make, trained, clock)
+    _, small_s = _time_step(make, small or trained, clock)
     state = sum(
         value.numel() * value.element_size()
         for values in optimizer.state.values()
@@ -57,15 +58,18 @@ def _bytes(parameters: Iterable[Tensor]) -> int:
 def _time_step(
     make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
     parameters: Sequence[nn.Parameter],
+    clock: Clock,
 ) -> tuple[torch.optim.Optimizer, float]:
     for p in parameters:
         p.grad = torch.zeros_like(p)
     optimizer = make(list(parameters))
     times = []
     for _ in range(_STEPS):
-        start = time.perf_counter()
+        start = clock.mark()
         optimizer.step()
-        times.append(time.perf_counter() - start)
+        end = clock.mark()
+        clock.settle()
+        times.append(clock.seconds(start, end))
     for p in parameters:
         p.grad = None
     return optimizer, median(times[2:])

@@ -9,8 +9,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
-from ..errors import UserError
+from ..errors import TargetError, UserError
 from .clocks import Clock, ComputedClock, CpuClock, CudaClock
 from .device_specs import DeviceSpec, load_spec
 from .live_bytes import LiveBytes
@@ -110,10 +111,33 @@ class Platform:
             return found
         return tensor.to(self.device)
 
-    def place_model(self, build: Callable[[], nn.Module]) -> nn.Module:
-        """Build a model here."""
-        model = build()
-        return model.to(self.device) if self.device.type == "cuda" else model
+    def build(self, make: Callable[[], nn.Module], *, first: bool) -> nn.Module:
+        """Build a model here.
+
+        On a device that isn't there it takes no memory, unless building looks at values.
+
+        Args:
+            first: build it with real tensors and place it then.
+        """
+        if self._fake is None:
+            return make().to(self.device)
+        if not first:
+            try:
+                with self.working():
+                    return make()
+            except TargetError as failure:
+                if not isinstance(failure.__cause__, DataDependentOutputException):
+                    raise
+        model = make()
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    # A fake of a parameter is a parameter; shared ones stay shared.
+                    module._parameters[name] = self.place(parameter)  # type: ignore[assignment]
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = self.place(buffer)
+        return model
 
 
 def platform_of(device: str, spec: str | None = None, autocast: str | None = None) -> Platform:

@@ -6,6 +6,7 @@ are as they will be in training, and every layer gets the gradient it really get
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -78,7 +79,7 @@ class _Walk:
         self.values = inputs
         self.needs_grad = {n: t.requires_grad for n, t in inputs.items()}
         self.graphs: list[_Graph] = []
-        self.gradients: dict[str, Tensor] = {}
+        self.gradients: dict[str, list[Tensor]] = {}
         self.last_use: dict[str, int] = {}
         for k, piece in enumerate((*step.pieces, step.result)):
             self.last_use.update(dict.fromkeys(piece.inputs, k))
@@ -142,17 +143,19 @@ class _Walk:
         found = [(e, self.gradients.pop(n)) for n, e in graph.edges.items() if n in self.gradients]
         if not found:
             return
-        edges, gradients = [e for e, _ in found], [g for _, g in found]
+        edges, arrived = [e for e, _ in found], [g for _, g in found]
         del found
-        probe.before(k, "B", gradients)
+        probe.before(k, "B", [gradient for parts in arrived for gradient in parts])
+        # Those of one tensor's consumers add up; whoever made the tensor pays for it.
+        gradients = [functools.reduce(torch.add, parts) for parts in arrived]
+        arrived.clear()
         torch.autograd.backward(edges, gradients)
         probe.after(k, "B")
         self._collect(graph)
 
     def _collect(self, graph: _Graph) -> None:
-        """Gradients for the layers before; those of one tensor's consumers add up."""
+        """Gradients for the layers before."""
         for name, inlet in graph.inlets.items():
             if inlet.grad is not None:
-                known = self.gradients.get(name)
-                self.gradients[name] = inlet.grad if known is None else known + inlet.grad
+                self.gradients.setdefault(name, []).append(inlet.grad)
                 inlet.grad = None

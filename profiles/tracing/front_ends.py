@@ -83,7 +83,7 @@ def trace(
             if verify:
                 _compare(_run(model, traced.module, Call(call.tensors, _by_position(call))), wanted)
         except Exception as error:  # the user's forward runs here: anything may come out
-            if name != "sequential" or isinstance(model, nn.Sequential):
+            if name != "sequential" or front_end or isinstance(model, nn.Sequential):
                 refusals.append(f"{FRONT_ENDS[name]}: {_reason(error)}")
                 failures.append(error)
             continue
