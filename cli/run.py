@@ -116,6 +116,8 @@ def main(
             if not silent:
                 how = "inline" if inline else f"{len(plan.stages)} processes"
                 bar.print(f"training {settings.task} with {plan.variant}, {how}, in {where}")
+                if plan.profile.device != "cpu":
+                    bar.print(f"predictions are for {plan.profile.device}; this runs on the CPU")
                 if verbose:
                     bar.print(stage_table(plan), operations(plan, 16))
 

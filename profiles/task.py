@@ -67,7 +67,9 @@ def fetch_call(dataset: Dataset[Any], indices: Sequence[int]) -> tuple[Call, Any
     inputs, target = batch
     names: tuple[str | None, ...]
     if isinstance(inputs, Mapping):
-        names, inputs = tuple(inputs), tuple(inputs.values())
+        # By name, since samples may list them in any order.
+        names = tuple(sorted(inputs))
+        inputs = tuple(inputs[name] for name in names)
     else:
         inputs = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
         names = (None,) * len(inputs)

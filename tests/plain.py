@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import torch
 from timeprest.profiles.target import resolve
+from timeprest.profiles.tracing.call import Call
 from timeprest.runtime.data import Samples
 
 
 def train_plainly(target, mini_batch, steps):
     """Losses of all mini-batches, and the model, after `steps` with seed 0 in one process."""
-    task = resolve(target).task
+    found = resolve(target)
+    task, names = found.task, found.call(1)[0].names
     torch.manual_seed(0)
     model = task.model()
     optimizer = task.optimizer(list(model.parameters()))
@@ -18,7 +20,7 @@ def train_plainly(target, mini_batch, steps):
     for b in range(steps):
         inputs, wanted = samples.train(0, b, 1, 0)
         optimizer.zero_grad()
-        loss = task.loss(model(*inputs), wanted)
+        loss = task.loss(Call(inputs, names).of(model), wanted)
         loss.backward()
         optimizer.step()
         losses.append(loss.item())

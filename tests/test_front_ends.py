@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import flat
 from pieces_by_hand import run_pieces
+from small_models import ZOO
 from timeprest.profiles.errors import TraceError
 from timeprest.profiles.tracing.call import Call
 from timeprest.profiles.tracing.fingerprint import fingerprint
@@ -188,3 +192,31 @@ def test_an_unknown_object_in_the_result_is_named():
 def test_flat_takes_what_take_apart_takes():
     value = {"a": torch.ones(1), "b": [torch.zeros(2), None, 3]}
     assert [t.numel() for t in flat(value)] == [t.numel() for t in leaves_of(value)]
+
+
+@pytest.mark.parametrize(
+    "name", ["hf:t5", "gpt2:layers=2,width=16,heads=2,vocabulary=30,context=8"]
+)
+def test_fingerprints_survive_a_restart(name):
+    """Another process with other hash seeds finds the same graph; another width another one."""
+    if name.startswith("hf:"):
+        pytest.importorskip("transformers", reason="needs timeprest[hf]")
+    code = (
+        "import sys; from timeprest.profiles.tracing.fingerprint import fingerprint;"
+        "from timeprest.profiles.tracing.front_ends import trace;"
+        "from timeprest.profiles.target import resolve; target = resolve(sys.argv[1]);"
+        "print(fingerprint(trace(target.model(int(sys.argv[2])), 'it', target.call(2)[0])))"
+    )
+
+    def found(target, seed):
+        return subprocess.run(
+            [sys.executable, "-c", code, target, str(seed)],
+            env={**os.environ, "PYTHONHASHSEED": str(seed)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+
+    assert found(name, 1) == found(name, 2)
+    wider = name.replace("width=16", "width=32") if "width" in name else f"{name},d_model=128"
+    assert found(wider, 1) != found(name, 1)

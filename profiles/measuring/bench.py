@@ -92,6 +92,7 @@ class Bench:
         self.traced = self.cases[-1].traced
         self.sizes = tuple(case.size for case in cases)
         self.names = [layer.name for layer in self.traced.layers]
+        self._turn = False
 
     @property
     def parts(self) -> list[str]:
@@ -184,14 +185,17 @@ class Bench:
     def _round(self, clock: Clock, *, keep: bool, done: float) -> None:
         """All sizes once, so that what slows the machine for a while hits all alike."""
         for case in self.cases:
-            # A mini-batch in one micro-batch never adds to a gradient that is there already.
-            if case.size == self.batch_size:
-                self._forget_gradients()
             probe = _TimeProbe(self, clock, f"micro-batch size {case.size}", done)
-            self._step(case).run(case.inputs, probe)
-            if case.size == self.batch_size:
-                self._forget_gradients()
-            whole = self._time_whole(case, clock)
+            # By turns the one first and the other, so that neither always finds caches warmer.
+            self._turn = not self._turn
+            for layers in (self._turn, not self._turn):
+                # A mini-batch in one micro-batch never adds to a gradient that is there already.
+                if case.size == self.batch_size:
+                    self._forget_gradients()
+                if layers:
+                    self._step(case).run(case.inputs, probe)
+                else:
+                    whole = self._time_whole(case, clock)
             if keep:
                 forward_s, backward_s = probe.seconds()
                 case.forward_s.append(forward_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -177,7 +178,7 @@ def _for_size(traced: TracedModel, model: nn.Module, target: Target, call: Call)
             f"{target.name}: has other layers at {size} samples than at {traced.only_size}: its "
             "forward depends on the batch size; give one size with --micro-batch-sizes"
         )
-    return found
+    return replace(found, refusals=traced.refusals)
 
 
 def _optimizer(bench: Bench) -> OptimizerCost:

@@ -1,0 +1,112 @@
+"""Tasks whose models need another front end than symbolic tracing; in float64."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+
+class Named(Dataset):
+    """Samples whose inputs go by the arguments' names."""
+
+    def __init__(self, seed):
+        generator = torch.Generator().manual_seed(seed)
+        self.x = torch.randn(40, 4, generator=generator, dtype=torch.float64)
+        self.scale = torch.rand(40, 8, generator=generator, dtype=torch.float64)
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, k):
+        return {"scale": self.scale[k], "x": self.x[k]}, self.x[k].sum()
+
+
+class Alone(Named):
+    """The same with one input, by position."""
+
+    def __getitem__(self, k):
+        return self.x[k], self.x[k].sum()
+
+
+class Shapes(nn.Module):
+    """Looks at shapes: torch.export alone takes it."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(4, 8)
+        self.b = nn.Linear(8, 8)
+        self.c = nn.Linear(8, 1)
+
+    def forward(self, x, unused=None, scale=None):
+        y = torch.tanh(self.a(x))
+        if scale is not None and x.shape[1] == 4 and x.shape[0] > 0:
+            y = y * scale
+        return {"sum": self.c(torch.relu(self.b(y)) + y).squeeze(-1)}
+
+
+class Fixed(nn.Module):
+    """Fixes the batch size: a graph for each."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(4, 8)
+        self.b = nn.Linear(4, 4)
+        self.c = nn.Linear(8, 1)
+
+    def forward(self, x):
+        samples = int(x.shape[0])
+        y = torch.tanh(self.a(x)).view(samples, 2, 4)
+        return {"sum": self.c(self.b(y).view(samples, 8)).squeeze(-1)}
+
+
+class Hidden(nn.Module):
+    """Control flow on the value of a weight: nothing traces it."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.linear(x)
+        return torch.tanh(y) if float(self.linear.weight.abs().sum()) > 0 else y
+
+
+class Last(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 1)
+
+    def forward(self, x):
+        return {"sum": self.linear(x).squeeze(-1)}
+
+
+class ByExport:
+    data_class = Named
+
+    def model(self):
+        return Shapes().double()
+
+    def data(self, split):
+        return self.data_class(1 if split == "train" else 2)
+
+    def loss(self, output, target):
+        return (output["sum"] - target).square().mean()
+
+    def optimizer(self, parameters):
+        return torch.optim.SGD(parameters, lr=0.02, momentum=0.9)
+
+
+class ByStaticExport(ByExport):
+    data_class = Alone
+
+    def model(self):
+        return Fixed().double()
+
+
+class ByChildren(ByExport):
+    data_class = Alone
+
+    def model(self):
+        blocks = [nn.Linear(4, 8), nn.Sequential(Hidden(), nn.ReLU()), Hidden(), Last()]
+        return nn.Sequential(*blocks).double()
