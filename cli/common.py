@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Column
 
 from .. import __version__
 from ..profiles.errors import TimeprestError
@@ -80,7 +81,11 @@ class Bar:
         self._progress = Progress(
             TextColumn("{task.fields[title]}"),
             BarColumn(),
-            TextColumn("{task.description}"),
+            # Of one width, so that the bar keeps its own.
+            TextColumn(
+                "{task.description}",
+                table_column=Column(width=44, no_wrap=True, overflow="ellipsis"),
+            ),
             TimeElapsedColumn(),
             console=Console(stderr=True, emoji=False, markup=False),
             transient=True,

@@ -16,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import flat
 from pieces_by_hand import run_pieces
-from small_models import ZOO
 from timeprest.profiles.errors import TraceError
 from timeprest.profiles.tracing.call import Call
 from timeprest.profiles.tracing.fingerprint import fingerprint

@@ -528,3 +528,18 @@ def test_layers_are_leaves_of_torch():
             own = dict(module.named_parameters(recurse=False))
             assert not own or type(module).__module__.startswith("torch.nn"), path
     assert isinstance(on_meta("mlp").fc1, nn.Linear)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert-base"])
+def test_a_head_may_have_weights_of_its_own(name):
+    """Then it needn't share the embedding's stage: one more matrix, and nothing is tied."""
+    shape = "layers=1,width=8,heads=2,vocabulary=20,context=8,length=8"
+    counts = []
+    for tied in (1, 0):
+        task = BUILT_IN[name](f"{shape},tied={tied}")
+        model = task.model()
+        counts.append(sum(p.numel() for p in model.parameters()))
+        inputs, target = default_collate([task.data("train")[k] for k in range(2)])
+        inputs = inputs if isinstance(inputs, (list, tuple)) else [inputs]
+        task.loss(model(*inputs), target).backward()
+    assert counts[1] - counts[0] == 20 * 8

@@ -20,6 +20,7 @@ LIMITS = {
     "vocabulary": (8, 2**20),
     "context": (4, 2**20),
     "length": (4, 2**20),
+    "tied": (0, 1),
 }
 """Least and greatest value of integers; those not named here: 1 and 2²⁰."""
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from .arguments import check_heads, check_length, parse
 from .attention import SelfAttention
-from .initial import embedding, linear
+from .initial import embedding, linear, normal
 from .synthetic import (
     Sampler,
     SyntheticTask,
@@ -32,7 +32,10 @@ PADDING_ID, MASK_ID, FIRST_ID = 0, 1, 2
 
 @dataclass(frozen=True)
 class BertSettings:
-    """Shape of the model, and the length of the samples."""
+    """Shape of the model, and the length of the samples.
+
+    With `tied` 0 the head has weights of its own, so that it needn't share the embedding's stage.
+    """
 
     layers: int = 12
     width: int = 768
@@ -41,6 +44,7 @@ class BertSettings:
     context: int = 512
     dropout: float = 0.1
     length: int = 128
+    tied: int = 1
 
 
 SIZES = {
@@ -120,7 +124,9 @@ class BertForPreTraining(nn.Module):
         self.gelu = nn.GELU()
         self.norm = nn.LayerNorm(width, EPSILON)
         self.decoder = nn.Linear(width, settings.vocabulary, device="meta")
-        self.decoder.weight = self.bert.word_embeddings.weight
+        own = (settings.vocabulary, width)
+        shared = self.bert.word_embeddings.weight
+        self.decoder.weight = shared if settings.tied else normal(own, DEVIATION)
         self.decoder.bias = nn.Parameter(torch.zeros(settings.vocabulary))
 
     def forward(self, tokens: Tensor, token_types: Tensor, mask: Tensor) -> dict[str, Tensor]:

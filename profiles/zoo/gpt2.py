@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from .arguments import check_heads, check_length, parse
 from .attention import SelfAttention
-from .initial import embedding, linear
+from .initial import embedding, linear, normal
 from .synthetic import SyntheticTask, adamw, next_tokens, token_accuracy, token_loss
 
 DEVIATION = 0.02
@@ -18,7 +18,10 @@ DEVIATION = 0.02
 
 @dataclass(frozen=True)
 class GPT2Settings:
-    """Shape of the model; `length` of the samples is the context where it is None."""
+    """Shape of the model; `length` of the samples is the context where it is None.
+
+    With `tied` 0 the head has weights of its own, so that it needn't share the embedding's stage.
+    """
 
     layers: int = 12
     width: int = 768
@@ -27,6 +30,7 @@ class GPT2Settings:
     context: int = 1024
     dropout: float = 0.1
     length: int | None = None
+    tied: int = 1
 
 
 SIZES = {
@@ -81,7 +85,8 @@ class GPT2(nn.Module):
         self.h = nn.Sequential(*[Block(settings) for _ in range(settings.layers)])
         self.ln_f = nn.LayerNorm(width)
         self.lm_head = nn.Linear(width, settings.vocabulary, bias=False, device="meta")
-        self.lm_head.weight = self.wte.weight
+        own = (settings.vocabulary, width)
+        self.lm_head.weight = self.wte.weight if settings.tied else normal(own, DEVIATION)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Scores of the next token at every position."""
