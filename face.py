@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from .planner.cluster import Cluster, uniform_cluster
 from .planner.plan import Plan
 from .planner.search import solve
+from .profiles.importers.foreign import import_profile, is_foreign
 from .profiles.profile import Profile
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 def profile(
     target: str,
     *,
-    batch_size: int = 64,
+    batch_size: int | None = None,
     micro_batch_sizes: Sequence[int] | None = None,
     device: str = "cpu",
     spec: str | None = None,
@@ -31,8 +32,9 @@ def profile(
     """Measure a target (`tp-profile`).
 
     Args:
-        target: a built-in task or model, ``file.py:name``, ``pkg.module:name`` or an ONNX file.
-        batch_size: samples in a mini-batch.
+        target: a built-in task or model, ``file.py:name``, ``pkg.module:name``, an ONNX file, or
+            a profile that another planner published, which is imported with the batch sizes.
+        batch_size: samples in a mini-batch; by default the largest micro-batch size, or 64.
         micro_batch_sizes: sizes to measure, in samples.
         device: "cpu", "cuda", or "meta" to reckon with a device `spec` without running.
         autocast: dtype of torch.autocast, "bfloat16" or "float16"; None: off.
@@ -42,14 +44,17 @@ def profile(
 
     Raises:
         TargetError, TraceError: the model can't be imported, built or traced.
+        FileError: a published profile or a device spec can't be read.
     """
+    if Path(target).is_file() and is_foreign(target):
+        return import_profile(target, batch_size=batch_size, micro_batch_sizes=micro_batch_sizes)
     from .profiles.measuring.measure import measure
     from .profiles.measuring.platforms import platform_of
     from .profiles.target import parse_input, resolve
 
     return measure(
         resolve(target, [parse_input(text) for text in inputs]),
-        batch_size=batch_size,
+        batch_size=batch_size or max(micro_batch_sizes or [64]),
         micro_batch_sizes=micro_batch_sizes,
         platform=platform_of(device, spec, autocast),
         threads=threads,

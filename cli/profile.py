@@ -171,10 +171,13 @@ def _measure(
     target: str, sizes: Sequence[int] | None, options: dict[str, Any], *, quiet: bool
 ) -> Profile:
     # Torch takes its time; bad options needn't wait for it.
+    from ..profiles.allocator import keep_freed_memory
     from ..profiles.measuring.measure import measure
     from ..profiles.measuring.platforms import platform_of
     from ..profiles.target import parse_input, resolve
 
+    # As the stages do: what is measured here is to come true there.
+    keep_freed_memory()
     platform = platform_of(options["device"], options["spec"], options["autocast"])
     found = resolve(target, [parse_input(text) for text in options["inputs"]])
     with Bar(f"profiling {target}", quiet=quiet) as bar:

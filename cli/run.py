@@ -10,6 +10,7 @@ import click
 import msgspec
 
 from ..planner.plan import read_plan
+from ..profiles.allocator import keep_freed_memory
 from ..profiles.errors import UserError
 from .common import Bar, common_options, errors_as_lines, output
 
@@ -128,6 +129,9 @@ def main(
             if not silent:
                 bar.print(epoch_line(record))
 
+    if inline:
+        # As the stages' own processes do.
+        keep_freed_memory()
     with Bar(plan.variant, quiet=silent) as bar:
         summary = run(plan, settings, where, inline=inline, observer=Show())
     if as_json:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..profiles.allocator import keep_freed_memory
 from ..profiles.errors import TimeprestError
 from ..profiles.target import describe_error
 from .channels import PeerError, ProcessChannels
@@ -29,6 +30,7 @@ def main(arguments: list[str]) -> int:
     """Run one stage. Returns the exit code; why it failed stands in the run directory."""
     run_dir, store_path = RunDir(arguments[0]), arguments[1]
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    keep_freed_memory()
     # Ctrl-C ends a worker at once, without a traceback; the launcher says that it was stopped.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:

@@ -184,10 +184,10 @@ class Bench:
 
     def _round(self, clock: Clock, *, keep: bool, done: float) -> None:
         """All sizes once, so that what slows the machine for a while hits all alike."""
+        # By turns the one first and the other, so that neither always finds caches warmer.
+        self._turn = not self._turn
         for case in self.cases:
             probe = _TimeProbe(self, clock, f"micro-batch size {case.size}", done)
-            # By turns the one first and the other, so that neither always finds caches warmer.
-            self._turn = not self._turn
             for layers in (self._turn, not self._turn):
                 # A mini-batch in one micro-batch never adds to a gradient that is there already.
                 if case.size == self.batch_size:
