@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from .call import Call
-from .graph import TracedModel, output_node
+from .graph import TracedModel, fetch_attribute, output_node
 from .grouping import Home, group
 from .packing import put_together, take_apart
 
@@ -93,7 +93,7 @@ def _copy(
             path = str(node.target)
             target = path.removeprefix(_PREFIX)
             found = own.get(target)
-            attributes[target] = _attribute(exported, path) if found is None else found
+            attributes[target] = fetch_attribute(exported, path) if found is None else found
             copies[node] = graph.create_node("get_attr", target, name=node.name)
         elif node.op == "call_function":
             copies[node] = graph.node_copy(node, copies.__getitem__)
@@ -101,13 +101,6 @@ def _copy(
     nodes = tuple(copies[leaf] for leaf in leaves)  # type: ignore[union-attr, index]
     graph.output(put_together(graph, structure, nodes))
     return graph, attributes
-
-
-def _attribute(module: nn.Module, path: str) -> Any:
-    value: Any = module
-    for part in path.split("."):
-        value = getattr(value, part)
-    return value
 
 
 def _homes(node: fx.Node) -> list[Home]:
