@@ -13,7 +13,7 @@ from .downsets import Lattice
 from .evaluate import Question
 from .operations import BACKWARD, FORWARD
 from .orders import make_order
-from .partition import (
+from .chain_program import (
     FlushTerms,
     flush_bound,
     flush_time,

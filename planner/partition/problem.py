@@ -1,0 +1,199 @@
+"""The cut as its solvers see it: numbers for layers and tensors, and what makes a stage's load.
+
+A cut is a rising chain of downsets of the layer graph, from the empty one to the full one; the
+stage X between downsets a and b holds the layers of b less those of a. The solvers look for the
+chain, and an option for each of its stages, whose largest stage load is smallest, where every
+stage fits its devices' memory. Which system is trained, and by whose cost model, is all in the
+numbers: `planner.relaxation` makes them for our own systems, `planner.cost_models` for published
+planners.
+
+Index letters: a, b downsets; X a stage; r its replicas; k devices from its first one to the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Vector = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """What layers exchange. A stage that has some of its ends, but not all, takes part.
+
+    The stage's traffic over its lower cut is that of tensors with an end in a and an end in X;
+    over its upper cut that of tensors with no end in a, one in X and one beyond b. A tensor that
+    passes the stage by costs it nothing; one that several of its layers use counts once.
+
+    Attributes:
+        ends: bit mask of the layers that make or use it. Bit n, of n layers, stands for the
+            model's result: it lies beyond every downset but the full one.
+        lower_s, upper_s: what it adds to the stage's wire time, per period.
+        lower_bytes, upper_bytes: what it adds to the stage's memory, whatever is in flight.
+        kept_bytes: what the stage above the cut keeps of it per unit in flight, in modes that
+            keep their inputs (`Mode.inputs_kept`).
+    """
+
+    ends: int
+    lower_s: float = 0.0
+    upper_s: float = 0.0
+    lower_bytes: float = 0.0
+    upper_bytes: float = 0.0
+    kept_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Memory that several layers keep, counted once in a stage that has any of them.
+
+    Attributes:
+        ends: bit mask of those layers.
+        nbytes: per unit in flight.
+    """
+
+    ends: int
+    nbytes: float
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A way to run a stage: plainly, or with its activations computed again.
+
+    Attributes:
+        name: "plain", "recompute".
+        compute_s: per layer, [n]: what its replicas share, per period.
+        fixed_bytes: per layer, [n]: held whatever is in flight.
+        flight_bytes: per layer, [n]: held for each unit in flight.
+        shared_in_flight: how many times `Shared` bytes count per unit in flight.
+        shared_once: how many times they count besides.
+        inputs_kept: how many times tensors' `kept_bytes` count per unit in flight.
+    """
+
+    name: str
+    compute_s: Vector
+    fixed_bytes: Vector
+    flight_bytes: Vector
+    shared_in_flight: float = 1.0
+    shared_once: float = 0.0
+    inputs_kept: float = 0.0
+
+
+@dataclass(frozen=True)
+class Option:
+    """How many devices a stage takes, and in which mode it runs."""
+
+    replicas: int
+    mode: int = 0
+    """Position in the problem's modes."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """What an option means at a place in the list of devices.
+
+    Attributes:
+        speed: of its slowest device.
+        memory_bytes: of its smallest device; infinite without a limit.
+        sync_s, sync_s_per_byte: of summing gradients over its replicas, per period: a constant,
+            and for each byte of parameters.
+        lower_scale, upper_scale: what the wire times of the stage's cuts are multiplied with.
+        units: in flight at the stage's peak, each with its `flight_bytes`.
+        copies: of the parameters, with gradients, optimizer state and older versions.
+    """
+
+    speed: float = 1.0
+    memory_bytes: float = float("inf")
+    sync_s: float = 0.0
+    sync_s_per_byte: float = 0.0
+    lower_scale: float = 1.0
+    upper_scale: float = 1.0
+    units: float = 1.0
+    copies: float = 1.0
+
+
+@dataclass(frozen=True)
+class StageProblem:
+    """Everything a solver needs. Stage X between a and b, with option o, at place p, has
+
+        busy = (compute[mode](X) / r + serial(X) + serial_fixed if X has parameters) / speed
+             + sync + sync_per_byte · parameters(X)
+        wire = lower_scale · lower(X) + upper_scale · upper(X)
+        load = before(a) + after(layers beyond b) + (max(busy, wire) if overlap else busy + wire)
+        bytes = fixed[mode](X) + copies · parameters(X)
+              + units · (flight[mode](X) + shared_in_flight · shared(X) + inputs_kept · kept(X))
+              + shared_once · shared(X) + lower_bytes(X) + upper_bytes(X)
+              + max workspace of a layer of X
+
+    where a layer's number is added up over the layers of a set, and a tensor's as `Tensor` says.
+    An option is allowed where its bytes are within its place's memory.
+
+    Attributes:
+        names: of the n layers, in topological order.
+        needs: per layer, bit mask of the layers it uses; all come before it.
+        together: bit masks of layers that must share a stage.
+        tensors, shared, modes, options: as above.
+        parameter_bytes, serial_s, workspace_bytes, before_s, after_s: per layer, [n].
+        serial_fixed_s: once for a stage with parameters.
+        overlap: transfers run beside computing.
+        devices: K, how many there are. A stage with r replicas whose first device is the k-th
+            from the end takes the devices from there on; devices may be left out.
+        place: (option's position, k) → Place; pure. Called with replicas ≤ k ≤ devices.
+        stages: how many stages the chain must have; None: any number.
+        pins: layer → the stage it must be on, 0 the first; only where `stages` is given.
+    """
+
+    names: tuple[str, ...]
+    needs: tuple[int, ...]
+    tensors: tuple[Tensor, ...]
+    modes: tuple[Mode, ...]
+    options: tuple[Option, ...]
+    parameter_bytes: Vector
+    devices: int
+    place: Callable[[int, int], Place]
+    together: tuple[int, ...] = ()
+    shared: tuple[Shared, ...] = ()
+    serial_s: Vector | None = None
+    serial_fixed_s: float = 0.0
+    workspace_bytes: Vector | None = None
+    before_s: Vector | None = None
+    after_s: Vector | None = None
+    overlap: bool = True
+    stages: int | None = None
+    pins: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def layers(self) -> int:
+        """n."""
+        return len(self.names)
+
+    @property
+    def full(self) -> int:
+        """Bit mask of all layers."""
+        return (1 << self.layers) - 1
+
+
+@dataclass(frozen=True)
+class ChosenStage:
+    """One stage of an answer.
+
+    Attributes:
+        layers: bit mask.
+        option: position in the problem's options.
+        k: devices from its first one to the end of the list, itself included.
+    """
+
+    layers: int
+    option: int
+    k: int
+
+
+@dataclass(frozen=True)
+class Cut:
+    """An answer: stages from the input side on, and their largest load in s."""
+
+    stages: tuple[ChosenStage, ...]
+    objective_s: float
