@@ -8,11 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .cut_tables import CutTables, Matrix, cut_tables
-from .downsets import Lattice
-from .evaluate import Question
-from .operations import BACKWARD, FORWARD
-from .orders import make_order
 from .chain_program import (
     FlushTerms,
     flush_bound,
@@ -20,6 +15,11 @@ from .chain_program import (
     smallest_bottleneck,
     smallest_flush_time,
 )
+from .cut_tables import CutTables, Matrix, cut_tables
+from .downsets import Lattice
+from .evaluate import Question
+from .operations import BACKWARD, FORWARD
+from .orders import make_order
 from .pipeline import Link, Pipeline
 from .simulate import warm_mini_batches
 from .stage_costs import RECEIVES_AHEAD
