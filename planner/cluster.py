@@ -2,44 +2,59 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
-from ..profiles.errors import FileError
+from ..profiles.errors import FileError, UserError
 from ..profiles.units import parse_bandwidth, parse_bytes, parse_seconds
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
-# What gloo gives between two processes of one machine.
-DEFAULT_BANDWIDTH = "4GB/s"
-DEFAULT_LATENCY = "50us"
-
-MAX_DEVICES = 65536
+from .cluster_file import DEFAULT_BANDWIDTH as DEFAULT_BANDWIDTH
+from .cluster_file import DEFAULT_LATENCY as DEFAULT_LATENCY
+from .cluster_file import MAX_DEVICES as MAX_DEVICES
+from .cluster_file import read_fields
 
 
-class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+def _none() -> None:
+    return None
+
+
+def _one() -> float:
+    return 1.0
+
+
+# Below, omit_defaults leaves out of the JSON what plans of a flat cluster never had. A default that
+# a function makes isn't left out: these fields were always there.
+
+
+class Device(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True
+):
     """One device; a stage runs on it."""
 
     name: str
-    memory_bytes: Annotated[int, Meta(ge=1)] | None = None
+    memory_bytes: Annotated[int, Meta(ge=1)] | None = msgspec.field(default_factory=_none)
     """None: no limit."""
-    speed: Annotated[float, Meta(gt=0)] = 1.0
+    speed: Annotated[float, Meta(gt=0)] = msgspec.field(default_factory=_one)
     """Relative to the device that was profiled: 2 halves every time."""
+    machine: Annotated[str, Meta(min_length=1)] | None = None
+    """Name of the machine it is in. Devices without one are together in a machine of their own."""
 
 
-class Network(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The link between any two devices; full duplex, and transfers overlap computing."""
+class Network(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True
+):
+    """The link between two devices: a message of n bytes takes latency + n / bandwidth."""
 
     bandwidth_bytes_per_s: Annotated[float, Meta(gt=0)]
+    """In each direction; in both together when half duplex."""
     latency_s: Annotated[float, Meta(ge=0)]
+    half_duplex: bool = False
+    """Messages of both directions take turns on one wire."""
+    overlap: bool = True
+    """Transfers overlap computing; else a device that sends or receives computes nothing."""
 
     def wire_s(self, count: float) -> float:
         """Seconds that `count` bytes keep the wire busy, latency left out."""
@@ -54,14 +69,84 @@ class AllReduce(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     latency_s: Annotated[float, Meta(ge=0)]
     bandwidth_bytes_per_s: Annotated[float, Meta(gt=0)]
 
+    def seconds(self, nbytes: float) -> float:
+        """Seconds that summing a tensor of `nbytes` takes."""
+        return self.latency_s + nbytes / self.bandwidth_bytes_per_s
 
-class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Devices in the order in which stages are laid over them."""
+
+class Cluster(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True
+):
+    """Devices in the order in which stages are laid over them; methods take their positions."""
 
     devices: Annotated[tuple[Device, ...], Meta(min_length=1)]
     network: Network
-    all_reduce: AllReduce | None = None
+    """Between devices of one machine."""
+    all_reduce: AllReduce | None = msgspec.field(default_factory=_none)
     """None: not measured."""
+    between_machines: Network | None = None
+    """Between devices of different machines. None: `network` is between any two devices."""
+
+    @property
+    def flat(self) -> bool:
+        """All devices are in one machine."""
+        first = self.devices[0].machine
+        return all(device.machine == first for device in self.devices)
+
+    @property
+    def uniform(self) -> bool:
+        """All devices have the same memory and speed."""
+        first = self.devices[0]
+        return all(
+            device.memory_bytes == first.memory_bytes and device.speed == first.speed
+            for device in self.devices
+        )
+
+    def link(self, a: int, b: int) -> Network:
+        """The link between devices `a` and `b`, the same in both directions."""
+        return self._link(self.devices[a].machine != self.devices[b].machine)
+
+    def _link(self, crossing: bool) -> Network:
+        return self.between_machines if crossing and self.between_machines else self.network
+
+    def wire(self, a: int, b: int) -> Hashable:
+        """What a message from device `a` to device `b` keeps busy: equal wires take turns.
+
+        Inside a machine each ordered pair of devices has a wire of its own. Between machines all
+        devices share one for each ordered pair of machines. A half-duplex wire is that of both
+        directions.
+        """
+        here, there = self.devices[a].machine or "", self.devices[b].machine or ""
+        if here == there:
+            return (min(a, b), max(a, b)) if self.network.half_duplex else (a, b)
+        if self._link(True).half_duplex:
+            return min(here, there), max(here, there)
+        return here, there
+
+    def all_reduce_s(self, devices: Sequence[int], nbytes: float) -> float:
+        """Seconds until each of `devices` has the sum of their tensors of `nbytes` bytes.
+
+        As measured where that was for as many processes. Else of a ring of r devices, which takes
+        2 (r - 1) steps, in each of which every device passes 1 / r of the bytes on: no all-reduce
+        sends fewer bytes (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for
+        clusters of workstations", J. Parallel Distrib. Comput. 69(2)). The ring passes through
+        each machine once, as theirs does, so that no two of its messages share a wire in one
+        direction. Half duplex, the wire takes twice as long: once in each direction. A step takes
+        the longest latency and the longest time on the wire among the ring's links; so the time
+        is affine in `nbytes`.
+        """
+        count = len(devices)
+        if count < 2:
+            return 0.0
+        if self.all_reduce is not None and self.all_reduce.processes == count:
+            return self.all_reduce.seconds(nbytes)
+        machines = len({self.devices[k].machine for k in devices})
+        links = [self._link(True)] if machines > 1 else []
+        if machines < count:
+            links.append(self.network)
+        latency_s = max(link.latency_s for link in links)
+        wire_s = max(link.wire_s(nbytes) * (2 if link.half_duplex else 1) for link in links)
+        return 2 * (count - 1) * (latency_s + wire_s / count)
 
 
 def uniform_cluster(
@@ -69,109 +154,64 @@ def uniform_cluster(
     memory: str | None = None,
     bandwidth: str = DEFAULT_BANDWIDTH,
     latency: str = DEFAULT_LATENCY,
+    *,
+    per_machine: int | None = None,
+    between_bandwidth: str | None = None,
+    between_latency: str | None = None,
+    half_duplex: bool = False,
+    overlap: bool = True,
 ) -> Cluster:
     """A cluster of equal devices, from amounts as people write them.
+
+    Args:
+        per_machine: devices in each machine; the last machine has the rest. None: one machine.
+        between_bandwidth: between machines. None: `bandwidth`.
+        between_latency: between machines. None: `latency`.
+        half_duplex, overlap: of all links.
 
     Raises UserError naming the amount that can't be read.
     """
     memory_bytes = parse_bytes(memory, "memory") if memory else None
     if memory_bytes is not None and memory_bytes < 1:
         raise FileError(f"memory: must be more than 0, not {memory!r}")
+    if per_machine is not None and per_machine < 1:
+        raise UserError(f"per_machine: give a whole number from 1, not {per_machine}")
+    between = (between_bandwidth, between_latency) != (None, None)
+    if between and per_machine is None:
+        raise UserError("per_machine: say how many devices a machine has, to give links between")
+    network = Network(
+        bandwidth_bytes_per_s=parse_bandwidth(bandwidth),
+        latency_s=parse_seconds(latency, "latency"),
+        half_duplex=half_duplex,
+        overlap=overlap,
+    )
+    far = msgspec.structs.replace(
+        network,
+        bandwidth_bytes_per_s=parse_bandwidth(between_bandwidth or bandwidth, "between_bandwidth"),
+        latency_s=parse_seconds(between_latency or latency, "between_latency"),
+    )
+    homes = [f"machine{k // per_machine}" if per_machine else None for k in range(devices)]
     return Cluster(
-        devices=tuple(Device(name=f"device{k}", memory_bytes=memory_bytes) for k in range(devices)),
-        network=Network(
-            bandwidth_bytes_per_s=parse_bandwidth(bandwidth),
-            latency_s=parse_seconds(latency, "latency"),
+        devices=tuple(
+            Device(name=f"device{k}", memory_bytes=memory_bytes, machine=home)
+            for k, home in enumerate(homes)
         ),
+        network=network,
+        between_machines=far if between else None,
     )
 
 
 def read_cluster(path: str | Path) -> Cluster:
-    """Read a cluster from TOML (docs/files.md has an example).
+    """Read a cluster from TOML (docs/files.md has examples).
 
     Raises FileError or UserError naming the file and the field.
     """
     path = Path(path)
-    found = _read_toml(path)
-    known = ("devices", "network", "all_reduce")
-    unknown = sorted(set(found) - set(known))
-    if unknown:
-        raise FileError(f"{path}: unknown table {unknown[0]!r}; known: {', '.join(known)}")
-    built: dict[str, Any] = {"devices": _devices(path, found.get("devices"))}
-    network = _table(path, "network", found.get("network", {}), {"bandwidth", "latency"})
-    defaults = {"bandwidth": DEFAULT_BANDWIDTH, "latency": DEFAULT_LATENCY}
-    built["network"] = _link(path, "network", defaults | network)
-    if "all_reduce" in found:
-        built["all_reduce"] = _all_reduce(path, found["all_reduce"])
+    fields = read_fields(path)
     try:
-        return msgspec.convert(built, Cluster)
+        return msgspec.convert(fields, Cluster)
     except msgspec.ValidationError as error:
         raise FileError(f"{path}: {error}") from None
-
-
-def _read_toml(path: Path) -> dict[str, Any]:
-    try:
-        found: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
-        return found
-    except FileNotFoundError:
-        raise FileError(f"{path}: no such file; describe the cluster there, or use flags") from None
-    except OSError as error:
-        raise FileError(f"{path}: can't be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise FileError(f"{path}: not valid TOML: {error}") from None
-
-
-def _devices(path: Path, listed: Any) -> list[dict[str, Any]]:
-    if not isinstance(listed, list) or not listed:
-        raise FileError(f"{path}: [[devices]]: give one or more devices")
-    devices: list[dict[str, Any]] = []
-    for k, entry in enumerate(listed):
-        fields = _table(path, f"devices[{k}]", entry, {"name", "memory", "speed", "count"})
-        device: dict[str, Any] = {"speed": fields.get("speed", 1.0)}
-        if "memory" in fields:
-            where = f"{path}: devices[{k}].memory"
-            device["memory_bytes"] = parse_bytes(str(fields["memory"]), where)
-        count = fields.get("count", 1)
-        if not isinstance(count, int) or not 1 <= count <= MAX_DEVICES:
-            raise FileError(f"{path}: devices[{k}].count: give a whole number from 1")
-        for _ in range(count):
-            name = str(fields.get("name", "device"))
-            if count > 1 or "name" not in fields:
-                name += str(len(devices))
-            devices.append({**device, "name": name})
-    return devices
-
-
-def _all_reduce(path: Path, value: Any) -> dict[str, Any]:
-    needed = ("processes", "latency", "bandwidth")
-    fields = _table(path, "all_reduce", value, set(needed))
-    missing = [name for name in needed if name not in fields]
-    if missing:
-        raise FileError(f"{path}: all_reduce.{missing[0]}: is missing; or leave all_reduce out")
-    processes = fields["processes"]
-    if type(processes) is not int or processes < 2:
-        raise FileError(f"{path}: all_reduce.processes: give a whole number from 2")
-    return {"processes": processes, **_link(path, "all_reduce", fields)}
-
-
-def _link(path: Path, where: str, fields: dict[str, Any]) -> dict[str, float]:
-    return {
-        "bandwidth_bytes_per_s": parse_bandwidth(
-            str(fields["bandwidth"]), f"{path}: {where}.bandwidth"
-        ),
-        "latency_s": parse_seconds(str(fields["latency"]), f"{path}: {where}.latency"),
-    }
-
-
-def _table(path: Path, where: str, value: Any, known: set[str]) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise FileError(f"{path}: {where}: must be a table")
-    unknown = sorted(set(value) - known)
-    if unknown:
-        raise FileError(
-            f"{path}: {where}: unknown field {unknown[0]!r}; known: {', '.join(sorted(known))}"
-        )
-    return value
 
 
 def measured_cluster(
