@@ -1,15 +1,18 @@
-"""Evaluating a cut: simulate its order, walk its memory → predictions. Pure."""
+"""Evaluating a plan: simulate its order, walk its memory → predictions. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 from ..profiles.profile import Profile
 from .cluster import Cluster
-from .memory import StageMemory, walk_memory
+from .events import Clock
+from .kinds import numbered
+from .layout import StageTimes, make_pipeline
+from .memory import Holdings, StageBytes, boundary_buffers, holdings
 from .operations import FORWARD
-from .orders import make_order
 from .pipeline import Pipeline
 from .plan import (
     Plan,
@@ -20,22 +23,18 @@ from .plan import (
     SolverReport,
     StagePrediction,
     check_plan,
-    make_pipeline,
+    check_stages,
 )
-from .simulate import (
-    idle_shares,
-    most_waiting,
-    predicted_period_s,
-    simulate,
-    warm_mini_batches,
-)
-from .stage_costs import RECEIVES_AHEAD, Crossing, StageCost, crossings, stage_cost
-from .versions import version_use
+from .simulate import idle_shares, most_waiting
+from .stage_costs import RECEIVES_AHEAD, Costs, Crossing, StageCost
+from .steady import Steady, steady_state
+from .variants import variant_named
+from .versions import entry_versions
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is to be planned: everything but the cut, the micro-batches and the limits."""
+    """What is to be planned: everything but the stages and the micro-batches."""
 
     profile: Profile
     cluster: Cluster
@@ -43,141 +42,222 @@ class Question:
     mini_batch: int
     optimizer_state_factor: float
 
+    @cached_property
+    def costs(self) -> Costs:
+        """The profile's costs; made once."""
+        return Costs(self.profile)
+
+    @cached_property
+    def one_device_s(self) -> float:
+        """A mini-batch on one device of speed 1: whole, or in the largest size measured."""
+        profile = self.profile
+        sizes = [m for m in profile.micro_batch_sizes if m <= self.mini_batch]
+        size = max(sizes, default=profile.micro_batch_sizes[0])
+        cost = self.costs.stage(tuple(layer.name for layer in profile.layers), size, True)
+        return (cost.forward_s + cost.backward_s) * (self.mini_batch / size) + cost.update_s
+
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A cut with what it costs."""
+    """Stages with what they cost."""
 
-    stages: tuple[tuple[str, ...], ...]
+    stages: tuple[PlanStage, ...]
     micro_batches: int
-    limits: tuple[int, ...]
     pipeline: Pipeline
     crossed: tuple[Crossing, ...]
     prediction: Prediction
 
+    @property
+    def limits(self) -> tuple[int, ...]:
+        """Per stage, the in-flight limit."""
+        return tuple(stage.in_flight for stage in self.stages)
+
     def over_limit(self, cluster: Cluster) -> list[tuple[int, int]]:
-        """Stages over their device's memory, and by how many bytes."""
+        """Stages over the memory of one of their devices, and by how many bytes."""
         over = []
-        for s, stage in enumerate(self.prediction.stages):
-            limit = cluster.devices[s].memory_bytes
-            if limit is not None and stage.memory_bytes > limit:
-                over.append((s, stage.memory_bytes - limit))
+        for s, (stage, predicted) in enumerate(
+            zip(self.stages, self.prediction.stages, strict=True)
+        ):
+            limits = [cluster.devices[d].memory_bytes for d in stage.devices]
+            limit = min((m for m in limits if m is not None), default=None)
+            if limit is not None and predicted.memory_bytes > limit:
+                over.append((s, predicted.memory_bytes - limit))
         return over
 
 
-def evaluate(
-    question: Question,
-    stages: Sequence[Sequence[str]],
-    micro_batches: int,
-    limits: Sequence[int],
-) -> Evaluation:
-    """Predict period, memory, idle share and version differences of a cut.
+def lone_stages(nodes: Sequence[Sequence[str]], limits: Sequence[int]) -> tuple[PlanStage, ...]:
+    """Stages of these layers with one device each, in the cluster's sequence."""
+    return tuple(
+        PlanStage(nodes=tuple(names), devices=(s,), in_flight=limit)
+        for s, (names, limit) in enumerate(zip(nodes, limits, strict=True))
+    )
 
-    Stage s runs on the cluster's device s. Raises PlanError for micro-batches of a size that
-    the profile didn't measure.
+
+def evaluate(question: Question, stages: Sequence[PlanStage], micro_batches: int) -> Evaluation:
+    """Predict period, memory, idle share and version differences of a plan's stages.
+
+    Micro-batches that don't divide the mini-batch all cost as much as the largest.
+
+    Raises:
+        PlanError: the system can't have such stages with so many micro-batches, or the profile
+            didn't measure micro-batches of that size.
     """
-    profile, cluster = question.profile, question.cluster
-    size = question.mini_batch // micro_batches
+    variant = variant_named(question.variant)
+    stages = tuple(stages)
+    check_stages(variant, question.mini_batch, micro_batches, stages)
+    costs, cluster = question.costs, question.cluster
+    nodes = tuple(stage.nodes for stage in stages)
+    size = -(-question.mini_batch // micro_batches)
+    # Replicas run micro-batches of their own, or share every mini-batch's samples.
+    shares = [len(stage.devices) if variant.whole_mini_batches else 1 for stage in stages]
     last = len(stages) - 1
-    costs = [stage_cost(profile, names, size, last=s == last) for s, names in enumerate(stages)]
-    crossed = crossings(profile, stages, size)
-    speeds = [cluster.devices[s].speed for s in range(len(stages))]
+    found = [costs.stage(names, size // shares[s], s == last) for s, names in enumerate(nodes)]
+    crossed = costs.crossings(nodes, size)
     pipeline = make_pipeline(
         question.variant,
         micro_batches,
-        [
-            (cost.forward_s / speed, cost.backward_s / speed, cost.update_s / speed)
-            for cost, speed in zip(costs, speeds, strict=True)
-        ],
+        [_times(cluster, stage, cost) for stage, cost in zip(stages, found, strict=True)],
         crossed,
-        cluster.network,
-        limits,
+        cluster,
+        [stage.devices for stage in stages],
+        [stage.in_flight for stage in stages],
     )
-    mini_batches = warm_mini_batches(len(stages))
-    order = make_order(pipeline, mini_batches)
-    timeline = simulate(pipeline, order)
-    period_s = predicted_period_s(pipeline, timeline)
-    memories = [
-        walk_memory(
-            pipeline.variant,
-            micro_batches,
-            order[s],
-            cost,
-            s,
-            crossed,
-            question.optimizer_state_factor,
-            {
-                link.target: most_waiting(timeline, s, link.target, RECEIVES_AHEAD[FORWARD])
-                for link in pipeline.links
-                if link.source == s
-            },
-        )
-        for s, cost in enumerate(costs)
-    ]
-    idle = idle_shares(pipeline, period_s)
-    one_device_s = _one_device_s(question)
+    steady = steady_state(pipeline)
+    held = _holdings(pipeline, steady)
+    idle = idle_shares(pipeline, steady.period_s)
+    predicted = []
+    for s, stage in enumerate(stages):
+        mine = crossed if shares[s] == 1 else costs.crossings(nodes, size // shares[s])
+        needs = _bytes(question, pipeline, steady.clock, s, stage, found[s], mine)
+        predicted.append(_predict_stage(pipeline, s, needs, held[s], steady, idle[s]))
+    period_s = steady.period_s
     prediction = Prediction(
         period_s=period_s,
         samples_per_s=question.mini_batch / period_s if period_s else 0.0,
-        speedup=one_device_s / period_s if period_s else 0.0,
-        stages=tuple(
-            _predict_stage(pipeline, s, cost, memories[s], order[s], idle[s])
-            for s, cost in enumerate(costs)
-        ),
+        speedup=question.one_device_s / period_s if period_s else 0.0,
+        stages=tuple(predicted),
     )
-    return Evaluation(
-        tuple(tuple(names) for names in stages),
-        micro_batches,
-        tuple(limits),
-        pipeline,
-        crossed,
-        prediction,
+    return Evaluation(stages, micro_batches, pipeline, crossed, prediction)
+
+
+def _times(cluster: Cluster, stage: PlanStage, cost: StageCost) -> StageTimes:
+    speed = min(cluster.devices[d].speed for d in stage.devices)
+    backward_s = cost.backward_s + (cost.forward_s if stage.recompute else 0.0)
+    all_reduce_s = 0.0
+    if len(stage.devices) > 1 and cost.parameter_bytes:
+        all_reduce_s = cluster.all_reduce_s(stage.devices, cost.parameter_bytes)
+    return StageTimes(
+        cost.forward_s / speed, backward_s / speed, cost.update_s / speed, all_reduce_s
     )
+
+
+# Memory --------------------------------------------------------------------------------------
+
+
+def _holdings(pipeline: Pipeline, steady: Steady) -> tuple[Holdings, ...]:
+    """What each stage's order makes it hold."""
+    variant, n = pipeline.variant, pipeline.micro_batches
+    entries: tuple[int, ...] = ()
+    if variant.forward_weights == "entry":
+        micro = variant.backward_unit == "micro"
+        entries = entry_versions(numbered(steady.kinds[0], n, micro=micro))
+    found = tuple(
+        (_kept_holdings if len(kinds) <= MOST_KEPT else holdings)(
+            variant, n, pipeline.replicas(s), kinds, entries
+        )
+        for s, kinds in enumerate(steady.kinds)
+    )
+    if steady.cycle or steady.mini_batches >= 2 * max(pipeline.limits):
+        return found
+    # The simulation may have ended before all was in flight that may be.
+    return tuple(
+        held.filled(pipeline.limits[s] * pipeline.micro_batches_per_replica(s))
+        for s, held in enumerate(found)
+    )
+
+
+MOST_KEPT = 4096
+"""What longer orders hold isn't kept for the next time."""
+
+# Different cuts and limits often have the same orders.
+_kept_holdings = lru_cache(maxsize=4096)(holdings)
+
+
+def _bytes(
+    question: Question,
+    pipeline: Pipeline,
+    clock: Clock,
+    s: int,
+    stage: PlanStage,
+    cost: StageCost,
+    crossed: Sequence[Crossing],
+) -> StageBytes:
+    """What there is to hold on a replica. `crossed`: tensors, as large as its part of them."""
+    unit = pipeline.micro_batches_per_share(s)
+    # What is computed again isn't kept; what is received is, whether a layer keeps it or not.
+    kept_storages = frozenset[str]() if stage.recompute else cost.kept_storages
+    wait = {c.target for c in crossed if c.source == s and c.storage not in kept_storages}
+    waiting = {
+        link.target: most_waiting(clock, link, RECEIVES_AHEAD[FORWARD])
+        for link in pipeline.links
+        if link.source == s and link.target in wait
+    }
+    messages, gradients = boundary_buffers(s, crossed, unit, kept_storages, waiting)
+    received = sum(c.nbytes for c in crossed if c.target == s)
+    return StageBytes(
+        parameters=cost.parameter_bytes,
+        buffers=cost.buffer_bytes,
+        optimizer=round(cost.parameter_bytes * question.optimizer_state_factor),
+        scratch=cost.parameter_bytes * pipeline.variant.scratch_copies,
+        kept=received if stage.recompute else cost.kept_bytes,
+        rebuilt=unit * cost.kept_bytes if stage.recompute else 0,
+        messages=messages,
+        gradients=gradients,
+        workspace=cost.workspace_bytes,
+    )
+
+
+# The prediction ------------------------------------------------------------------------------
 
 
 def _predict_stage(
     pipeline: Pipeline,
     s: int,
-    cost: StageCost,
-    memory: StageMemory,
-    ops: Sequence[object],
+    needs: StageBytes,
+    held: Holdings,
+    steady: Steady,
     idle_share: float,
 ) -> StagePrediction:
-    use = version_use(pipeline.variant, pipeline.micro_batches, ops)  # type: ignore[arg-type]
-    steady = use.differences[len(use.differences) // 3 : 2 * len(use.differences) // 3 + 1]
     transfer_s = 0.0
     for link in pipeline.links:
         if s in (link.source, link.target):
             transfer_s += link.latency_s + link.forward_s
             transfer_s += link.latency_s + link.backward_s if link.has_gradient else 0.0
+    memory = needs.peak(held)
     return StagePrediction(
         forward_s=pipeline.forward_s[s],
         backward_s=pipeline.backward_s[s],
         update_s=pipeline.update_s[s],
+        all_reduce_s=pipeline.all_reduce_s[s] if pipeline.all_reduce_s else 0.0,
         transfer_s=transfer_s,
-        parameter_bytes=cost.parameter_bytes,
-        memory_bytes=memory.at_peak.total,
-        memory=memory.at_peak,
-        micro_batches_kept=memory.micro_batches_kept,
-        versions_held=memory.versions_held,
-        version_difference=max(steady, default=0),
+        parameter_bytes=needs.parameters,
+        memory_bytes=memory.total,
+        memory=memory,
+        micro_batches_kept=held.micro_batches_kept,
+        versions_held=held.versions_held,
+        version_difference=_steady_difference(pipeline, held, steady.cycle),
         idle_share=min(idle_share, 1.0),
     )
 
 
-def _one_device_s(question: Question) -> float:
-    """One device of speed 1, the whole mini-batch at once, or in the largest size measured."""
-    profile = question.profile
-    sizes = [m for m in profile.micro_batch_sizes if m <= question.mini_batch]
-    size = max(sizes, default=profile.micro_batch_sizes[0])
-    names = [layer.name for layer in profile.layers]
-    cost = stage_cost(profile, names, size, last=True)
-    rounds = question.mini_batch / size
-    return (cost.forward_s + cost.backward_s) * rounds + cost.update_s
+def _steady_difference(pipeline: Pipeline, held: Holdings, cycle: int) -> int:
+    """The largest in the last cycle; without one, in the last third."""
+    count = cycle * pipeline.backwards_per_mini_batch or -(-len(held.differences) // 3)
+    return max(held.differences[-count:], default=0)
 
 
 def make_plan(question: Question, found: Evaluation, report: SolverReport) -> Plan:
-    """The plan file's content for an evaluated cut."""
+    """The plan file's content for evaluated stages. Raises PlanError as `check_plan` does."""
     profile = question.profile
     return check_plan(
         Plan(
@@ -196,10 +276,7 @@ def make_plan(question: Question, found: Evaluation, report: SolverReport) -> Pl
             ),
             cluster=question.cluster,
             optimizer_state_factor=question.optimizer_state_factor,
-            stages=tuple(
-                PlanStage(nodes=names, devices=(s,), in_flight=limit)
-                for s, (names, limit) in enumerate(zip(found.stages, found.limits, strict=True))
-            ),
+            stages=found.stages,
             edges=tuple(
                 PlanEdge(
                     tensor=c.tensor,

@@ -1,85 +1,247 @@
 """One clock for all: when an operation can start, when it ends, when its messages arrive.
 
-Messages of a pair of stages follow each other on the wire; the two directions don't disturb
-each other (full duplex), and sending overlaps computing.
+An operation is run by one replica of its stage, or by all of them, each its share. Shares are
+numbered by *slots*: b·N + i for micro-batch i of mini-batch b where a share has a micro-batch of
+its own, b·r + j for replica j's part of mini-batch b where all replicas take part. Either way
+slot k is replica k mod r's.
+
+Messages that share a wire follow each other in the sequence in which they are made. Where
+transfers don't overlap computing, they are the next thing that both devices do.
 """
 
 from __future__ import annotations
 
-from .operations import BACKWARD, FORWARD, Op
-from .pipeline import Link, Pipeline
+import heapq
+from math import gcd, inf, lcm
+from typing import NamedTuple
+
+from .kinds import BACKWARDS, FORWARDS, UPDATES
+from .pipeline import Link, Pipeline, Route
+
+NOT_YET = -1.0
+"""Start of what hasn't run."""
+
+
+class _Part(NamedTuple):
+    """One message of a share."""
+
+    offset: int
+    wire: int
+    wire_s: float
+    latency_s: float
+    blocks: tuple[list[float], int] | None
+    """Where transfers don't overlap computing: the receiving stage's `free_s`, and the replica."""
+
+
+class _Port(NamedTuple):
+    """Where messages of one kind go from one stage to another.
+
+    Message parts of slot k are ``parts[k % len(parts)]``. They are for slot k of the receiving
+    stage; where its shares are numbered by its r2 replicas, for k // r1 * r2 + offset.
+    """
+
+    stage: int
+    left: list[int]
+    last_s: list[float]
+    ready_s: list[float]
+    parts: list[list[_Part]]
+    r1: int
+    r2: int
 
 
 class Clock:
-    """Runs operations one by one, in any order that respects their messages.
+    """Times of operations, which drivers run one by one in any order that respects messages.
 
     Attributes:
-        free_s: per stage, when it has finished what it was given so far.
+        width: per kind and stage, slots of one operation: 1, or r where all replicas take part.
+        slots: per kind and stage, slots of a mini-batch.
+        free_s: per stage and replica, when it has finished what it was given so far.
+        ready_s: per kind, stage and slot, when its messages are all there; infinite while some
+            aren't even sent.
+        starts_s: per kind, stage and slot (of updates: mini-batch), when it started.
+        contended: whether messages wait for other stages' messages, or keep devices busy. Then
+            `run` doesn't send: what is in `sending` is to be delivered in its time's sequence.
     """
 
     def __init__(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline
         stages = range(pipeline.stages)
-        self.free_s = [0.0 for _ in stages]
-        self.successors: list[list[Link]] = [
-            [link for link in pipeline.links if link.source == s] for s in stages
+        n, r = pipeline.micro_batches, [pipeline.replicas(s) for s in stages]
+        whole = pipeline.variant.whole_mini_batches
+        micro = pipeline.variant.backward_unit == "micro"
+        self.replicas = r
+        self.width = [r if whole else [1] * len(r), [1] * len(r) if micro else r]
+        self.slots = [r if whole else [n] * len(r), [n] * len(r) if micro else r, [1] * len(r)]
+        self.free_s = [[0.0] * count for count in r]
+        self.ready_s: list[list[list[float]]] = [[[] for _ in stages] for _ in range(2)]
+        self.starts_s: list[list[list[float]]] = [[[] for _ in stages] for _ in range(3)]
+        self.mini_batches = 0
+        # Messages still to be sent for a slot, and when the last of those sent arrives.
+        self._left: list[list[list[int]]] = [[[] for _ in stages] for _ in range(2)]
+        self._last_s: list[list[list[float]]] = [[[] for _ in stages] for _ in range(2)]
+        self._due = [[0] * len(r), [0] * len(r)]
+        self._wire_free: list[float] = []
+        self.ports: list[list[list[_Port]]] = [[[] for _ in stages] for _ in range(2)]
+        self.contended = False
+        self.sending: list[tuple[float, int, int, int, int]] = []
+        self._sent = 0
+        self._connect()
+        seconds = (pipeline.forward_s, [pipeline.backward_op_s(s) for s in stages])
+        self.seconds = [[self._by_replica(s, times[s]) for s in stages] for times in seconds]
+        self.update_s = [pipeline.update_op_s(s) for s in stages]
+        self._lanes = [
+            [
+                (
+                    self.free_s[s],
+                    self.ready_s[kind][s],
+                    self.starts_s[kind][s],
+                    self.seconds[kind][s],
+                )
+                for s in stages
+            ]
+            for kind in (FORWARDS, BACKWARDS)
         ]
-        self.predecessors: list[list[Link]] = [
-            [link for link in pipeline.links if link.target == s] for s in stages
-        ]
-        self._inputs_due = [len(self.predecessors[s]) for s in stages]
-        self._grads_due = [
-            sum(1 for link in self.successors[s] if link.has_gradient) for s in stages
-        ]
-        self._wire_free: dict[tuple[int, int], float] = {}
-        # Per stage: (kind, mini-batch, micro-batch) → messages arrived, and when the last did.
-        self._arrived: list[dict[Op, tuple[int, float]]] = [{} for _ in stages]
 
-    def ready_s(self, stage: int, op: Op) -> float | None:
-        """When the operation's messages are all there; None while some aren't even sent."""
-        if op.kind == FORWARD:
-            due = self._inputs_due[stage]
-        elif op.kind == BACKWARD:
-            due = self._grads_due[stage]
-        else:
-            return 0.0
-        if not due:
-            return 0.0
-        count, last_s = self._arrived[stage].get(op, (0, 0.0))
-        return last_s if count == due else None
+    def _by_replica(self, stage: int, slowest_s: float) -> list[float]:
+        paces = self.pipeline.paces[stage] if self.pipeline.paces else (1.0,)
+        return [slowest_s * pace for pace in paces]
 
-    def run(self, stage: int, op: Op) -> tuple[float, float]:
-        """Run an operation whose messages are there. Returns its start and end in seconds."""
-        ready = self.ready_s(stage, op)
-        assert ready is not None
-        start = max(self.free_s[stage], ready)
-        end = start + self.duration_s(stage, op)
-        self.free_s[stage] = end
-        self._arrived[stage].pop(op, None)
-        if op.kind == FORWARD:
-            for link in self.successors[stage]:
-                self._send(stage, link.target, op, end, link.forward_s, link.latency_s)
-        elif op.kind == BACKWARD:
-            each = self.pipeline.micro_batches_per_backward
-            for link in self.predecessors[stage]:
-                if link.has_gradient:
-                    wire_s = link.backward_s * each
-                    self._send(stage, link.source, op, end, wire_s, link.latency_s)
-        return start, end
+    # Wiring --------------------------------------------------------------------------------
 
-    def duration_s(self, stage: int, op: Op) -> float:
-        """How long an operation takes."""
-        if op.kind == FORWARD:
-            return self.pipeline.forward_s[stage]
-        if op.kind == BACKWARD:
-            return self.pipeline.backward_op_s(stage)
-        return self.pipeline.update_s[stage]
+    def _connect(self) -> None:
+        wires: dict[object, int] = {}
+        uses = 0
+        for link in self.pipeline.links:
+            routes = link.all_routes()
+            uses += len(routes) * (2 if link.has_gradient else 1)
+            if any(not route.overlaps for route in routes):
+                self.contended = True
+            self._connect_kind(FORWARDS, link, routes, wires)
+            if link.has_gradient:
+                self._connect_kind(BACKWARDS, link, routes, wires)
+        self._wire_free = [0.0] * len(wires)
+        self.contended = self.contended or len(wires) < uses
 
-    def _send(
-        self, source: int, target: int, op: Op, now: float, wire_s: float, latency_s: float
+    def _connect_kind(
+        self, kind: int, link: Link, routes: tuple[Route, ...], wires: dict[object, int]
     ) -> None:
-        begin = max(now, self._wire_free.get((source, target), 0.0))
-        self._wire_free[source, target] = begin + wire_s
-        arrival = begin + wire_s + latency_s
-        count, last_s = self._arrived[target].get(op, (0, 0.0))
-        self._arrived[target][op] = (count + 1, max(last_s, arrival))
+        ends = (link.source, link.target) if kind == FORWARDS else (link.target, link.source)
+        s, t = ends
+        r1, r2 = self.replicas[s], self.replicas[t]
+        shared = self.width[kind][s] > 1 or self.width[kind][t] > 1
+        parts: list[list[_Part]] = [[] for _ in range(r1 if shared else lcm(r1, r2))]
+        held = 1
+        if kind == BACKWARDS and self.pipeline.variant.backward_unit == "mini":
+            held = self.pipeline.messages_per_route(link)
+        for route in routes:
+            back = kind == BACKWARDS
+            j1, j2 = (route.target, route.source) if back else (route.source, route.target)
+            part = _Part(
+                offset=j2,
+                wire=wires.setdefault(route.wire_back if back else route.wire, len(wires)),
+                wire_s=route.backward_s * held if back else route.forward_s,
+                latency_s=route.latency_s,
+                blocks=None if route.overlaps else (self.free_s[t], j2),
+            )
+            for k in range(len(parts)):
+                if k % r1 == j1 and (shared or k % r2 == j2):
+                    parts[k].append(part)
+        self.ports[kind][s].append(
+            _Port(
+                t,
+                self._left[kind][t],
+                self._last_s[kind][t],
+                self.ready_s[kind][t],
+                parts,
+                r1,
+                r2 if shared else 0,
+            )
+        )
+        self._due[kind][t] += r1 // gcd(r1, r2) if shared else 1
+
+    def grow(self, mini_batches: int) -> None:
+        """Make room for so many mini-batches in all."""
+        more = mini_batches - self.mini_batches
+        if more <= 0:
+            return
+        self.mini_batches = mini_batches
+        for s in range(len(self.replicas)):
+            for kind in (FORWARDS, BACKWARDS):
+                count, due = more * self.slots[kind][s], self._due[kind][s]
+                self.ready_s[kind][s] += [inf if due else 0.0] * count
+                self.starts_s[kind][s] += [NOT_YET] * count
+                if due > 1:
+                    self._left[kind][s] += [due] * count
+                    self._last_s[kind][s] += [0.0] * count
+            self.starts_s[UPDATES][s] += [NOT_YET] * more
+
+    # Running -------------------------------------------------------------------------------
+
+    def run(self, kind: int, s: int, slot: int) -> list[tuple[int, int]]:
+        """Run a share whose messages have all been sent.
+
+        Returns:
+            (stage, slot) of each share of the same kind that now has all its messages.
+        """
+        free, ready_s, starts_s, seconds = self._lanes[kind][s]
+        j = slot % len(free)
+        start = ready_s[slot]
+        if free[j] > start:
+            start = free[j]
+        starts_s[slot] = start
+        end = start + seconds[j]
+        free[j] = end
+        if self.contended:
+            self._sent += 1
+            heapq.heappush(self.sending, (end, self._sent, kind, s, slot))
+            return []
+        return self._send(kind, s, slot, end)
+
+    def deliver(self) -> tuple[int, int, list[tuple[int, int]]]:
+        """Send the messages of the share that has ended first. Returns kind, stage, as `run`."""
+        end, _, kind, s, slot = heapq.heappop(self.sending)
+        return kind, s, self._send(kind, s, slot, end)
+
+    def update(self, s: int, mini_batch: int) -> None:
+        """All replicas of a stage sum their gradients and update."""
+        free = self.free_s[s]
+        start = max(free)
+        self.starts_s[UPDATES][s][mini_batch] = start
+        end = start + self.update_s[s]
+        for j in range(len(free)):
+            free[j] = end
+
+    def _send(self, kind: int, s: int, slot: int, now: float) -> list[tuple[int, int]]:
+        complete = []
+        wire_free = self._wire_free
+        for t, left, last_s, ready_s, parts, r1, r2 in self.ports[kind][s]:
+            for offset, wire, wire_s, latency_s, blocks in parts[slot % len(parts)]:
+                begin = wire_free[wire]
+                if now > begin:
+                    begin = now
+                if blocks is not None:
+                    begin = self._block(s, slot, blocks, begin, wire_s)
+                gone = begin + wire_s
+                wire_free[wire] = gone
+                arrival = gone + latency_s
+                k = slot // r1 * r2 + offset if r2 else slot
+                if left:
+                    left[k] -= 1
+                    if arrival > last_s[k]:
+                        last_s[k] = arrival
+                    if left[k]:
+                        continue
+                    arrival = last_s[k]
+                ready_s[k] = arrival
+                complete.append((t, k))
+        return complete
+
+    def _block(
+        self, s: int, slot: int, receiver: tuple[list[float], int], begin: float, wire_s: float
+    ) -> float:
+        """Both devices are busy with a transfer as soon as both are free. Returns its start."""
+        sending, receiving = self.free_s[s], receiver[0]
+        j1, j2 = slot % len(sending), receiver[1]
+        begin = max(begin, sending[j1], receiving[j2])
+        sending[j1] = receiving[j2] = begin + wire_s
+        return begin

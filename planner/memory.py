@@ -1,15 +1,24 @@
-"""Peak memory of a stage, by walking its order."""
+"""Memory of a stage, by walking its order: its peak, and what it holds from step to step.
+
+A replica holds parameters, older versions that are still needed, gradients from a mini-batch's
+first backward to its update, optimizer state, what its micro-batches in flight keep, messages,
+and while it works the largest working set of a layer. What is in flight when depends on the
+order alone (`Holdings`); how many bytes that is, on the stage's layers (`StageBytes`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
 from ..profiles.profile import Bytes
-from .operations import BACKWARD, FORWARD, Op
-from .stage_costs import RECEIVES_AHEAD, Crossing, StageCost
+from .kinds import in_rows
+from .operations import BACKWARD, FORWARD, UPDATE, Op
+from .simulate import Event
+from .stage_costs import RECEIVES_AHEAD, Crossing
 from .variants import Variant
 from .versions import VersionWalk
 
@@ -20,7 +29,7 @@ class MemoryByKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     weights_bytes: Bytes
     """Parameters and buffers."""
     versions_bytes: Bytes
-    """Older weight versions that are still needed."""
+    """Older weight versions that are still needed, and copies that predictions are made in."""
     gradients_bytes: Bytes
     optimizer_bytes: Bytes
     activations_bytes: Bytes
@@ -35,19 +44,193 @@ class MemoryByKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         return sum(msgspec.structs.astuple(self))
 
 
-@dataclass(frozen=True)
-class StageMemory:
-    """A stage's peak.
+class Moment(NamedTuple):
+    """What a replica holds while it runs an operation, or between two.
 
     Attributes:
-        at_peak: the bytes by kind at the order's peak.
-        micro_batches_kept: most micro-batches whose activations are kept at once.
-        versions_held: most weight versions held at once.
+        kind: of the operation; None between two.
+        versions: weight versions.
+        gradients: whether there are any.
+        kept: micro-batches in flight.
     """
 
-    at_peak: MemoryByKind
-    micro_batches_kept: int
-    versions_held: int
+    kind: str | None
+    versions: int
+    gradients: bool
+    kept: int
+
+
+class HoldingsWalk:
+    """Steps through a stage's operations.
+
+    Attributes:
+        versions: weight versions held after the last one.
+        gradients: whether there are gradients then.
+        kept: per replica, micro-batches in flight then.
+        differences: per backward so far, its version less the one its forward used.
+    """
+
+    def __init__(
+        self, variant: Variant, micro_batches: int, replicas: int, entries: Sequence[int] = ()
+    ) -> None:
+        # Replicas that share every mini-batch all hold the same.
+        self._r = r = 1 if variant.whole_mini_batches else replicas
+        self._last = micro_batches - 1
+        self._share = micro_batches // r
+        self._walk = VersionWalk(variant, micro_batches, entries)
+        self.versions = 1
+        self.gradients = False
+        self.kept = [0] * r
+        self.differences: list[int] = []
+
+    def step(self, op: Op, count: int = 1) -> Moment:
+        """Take an operation. Returns what the replica that holds most has meanwhile.
+
+        `count`: that many forwards in a row, the mini-batch's last not among them unless it is
+        the only one. Returns the fullest moment then.
+        """
+        kind, _, i = op
+        if kind == FORWARD:
+            return self._forward(op, i or 0, count)
+        if kind == BACKWARD:
+            return self._backward(op, i)
+        self._walk.update()
+        self.versions = self._walk.held()
+        meanwhile = Moment(UPDATE, self.versions, self.gradients, max(self.kept))
+        self.gradients = False
+        return meanwhile
+
+    def _forward(self, op: Op, i: int, count: int) -> Moment:
+        self._walk.forward(op, count)
+        if i == self._last:
+            self.versions = self._walk.held()
+        fullest = 0
+        for k in range(i, i + min(count, self._r)):
+            j = k % self._r
+            self.kept[j] += -(-(i + count - k) // self._r)
+            fullest = max(fullest, self.kept[j])
+        return Moment(FORWARD, self.versions, self.gradients, fullest)
+
+    def _backward(self, op: Op, i: int | None) -> Moment:
+        walk = self._walk
+        self.differences.append(walk.backward(op) - walk.forward_version(op))
+        walk.finish(op)
+        self.gradients = True
+        if i is None:
+            meanwhile = Moment(BACKWARD, self.versions, True, max(self.kept))
+            self.kept = [kept - self._share for kept in self.kept]
+        else:
+            j = i % self._r
+            meanwhile = Moment(BACKWARD, self.versions, True, self.kept[j])
+            self.kept[j] -= 1
+        if i is None or i == self._last:
+            self.versions = walk.held()
+        return meanwhile
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """What a stage's order makes it hold, whatever its layers.
+
+    Attributes:
+        moments: all different ones during operations; of those that differ only in what is kept,
+            the fullest.
+        differences: per backward, its version less the one its forward used.
+    """
+
+    moments: tuple[Moment, ...]
+    differences: tuple[int, ...]
+
+    @property
+    def micro_batches_kept(self) -> int:
+        """Most micro-batches whose activations a replica keeps at once."""
+        return max(moment.kept for moment in self.moments)
+
+    @property
+    def versions_held(self) -> int:
+        """Most weight versions held at once."""
+        return max(moment.versions for moment in self.moments)
+
+    def filled(self, kept: int) -> Holdings:
+        """The same with so many micro-batches in flight at the least."""
+        moments = (m._replace(kept=max(m.kept, kept)) for m in self.moments)
+        return Holdings(tuple(moments), self.differences)
+
+
+def holdings(
+    variant: Variant,
+    micro_batches: int,
+    replicas: int,
+    kinds: bytes,
+    entries: Sequence[int] = (),
+) -> Holdings:
+    """Walk one stage's operations; enough of them to reach the steady state.
+
+    Args:
+        kinds: of the operations (`kinds.numbered`).
+        entries: as for `versions.VersionWalk`.
+    """
+    walk = HoldingsWalk(variant, micro_batches, replicas, entries)
+    fullest: dict[tuple[str | None, int, bool], Moment] = {}
+    for op, count in in_rows(kinds, micro_batches, micro=variant.backward_unit == "micro"):
+        moment = walk.step(op, count)
+        key = moment[:3]
+        known = fullest.get(key)
+        if known is None or moment.kept > known.kept:
+            fullest[key] = moment
+    return Holdings(tuple(fullest.values()), tuple(walk.differences))
+
+
+@dataclass(frozen=True)
+class StageBytes:
+    """What there is to hold on each replica of a stage.
+
+    Attributes:
+        parameters, buffers, optimizer: bytes of each.
+        scratch: of copies of the weights that predictions are made in.
+        kept: of each micro-batch in flight.
+        rebuilt: activations that a backward computes again first.
+        messages: held all the time: posted receives, and what awaits its sending.
+        gradients: messages that a backward has at hand.
+        workspace: largest working set of any layer.
+    """
+
+    parameters: int
+    buffers: int
+    optimizer: int
+    scratch: int
+    kept: int
+    rebuilt: int
+    messages: int
+    gradients: int
+    workspace: int
+
+    def total(self, moment: Moment) -> int:
+        """Bytes held at a moment."""
+        kind, versions, gradients, kept = moment
+        total = self.parameters * (versions + gradients) + self.buffers + self.optimizer
+        total += self.scratch + kept * self.kept + self.messages
+        if kind == BACKWARD:
+            total += self.rebuilt + self.gradients
+        return total + self.workspace if kind in (FORWARD, BACKWARD) else total
+
+    def by_kind(self, moment: Moment) -> MemoryByKind:
+        """The same, by kind."""
+        kind, versions, gradients, kept = moment
+        backward = kind == BACKWARD
+        return MemoryByKind(
+            weights_bytes=self.parameters + self.buffers,
+            versions_bytes=(versions - 1) * self.parameters + self.scratch,
+            gradients_bytes=self.parameters if gradients else 0,
+            optimizer_bytes=self.optimizer,
+            activations_bytes=kept * self.kept + (self.rebuilt if backward else 0),
+            boundary_bytes=self.messages + (self.gradients if backward else 0),
+            workspace_bytes=self.workspace if kind in (FORWARD, BACKWARD) else 0,
+        )
+
+    def peak(self, found: Holdings) -> MemoryByKind:
+        """The most there is to hold at once."""
+        return self.by_kind(max(found.moments, key=self.total))
 
 
 def boundary_buffers(
@@ -57,9 +240,11 @@ def boundary_buffers(
     kept_storages: frozenset[str],
     waiting: Mapping[int, int],
 ) -> tuple[int, int]:
-    """Bytes of messages around a stage.
+    """Bytes of messages around a replica of a stage.
 
     Args:
+        crossed: tensors that cross cuts, as large as the replica's part of them.
+        gradient_micro_batches: how many of them one backward of the replica works through.
         kept_storages: a message made of one of these costs nothing more while it waits.
         waiting: for each receiving stage, forward messages that await their sending at once.
 
@@ -84,63 +269,20 @@ def boundary_buffers(
     return always, working
 
 
-def walk_memory(
-    variant: Variant,
-    micro_batches: int,
-    ops: Iterable[Op],
-    cost: StageCost,
-    stage: int,
-    crossed: Sequence[Crossing],
-    optimizer_state_factor: float,
-    waiting: Mapping[int, int],
-) -> StageMemory:
-    """Walk a stage's order and account for what is held at each operation.
+def memory_steps(
+    walk: HoldingsWalk, events: Iterable[Event], held: StageBytes
+) -> Iterator[tuple[float, int]]:
+    """Bytes over time, as steps: from each time on so many, until the next.
 
     Args:
-        ops: the stage's operations; enough of them to reach the steady state.
-        crossed: all tensors that cross cuts.
-        optimizer_state_factor: bytes of optimizer state per byte of parameters.
-        waiting: for each receiving stage, forward messages that await their sending at once.
+        walk: at the start of the stage's order.
+        events: the stage's, one after another (`simulate.Timeline.stages`). With replicas, of
+            each operation that of the one that holds most counts.
+
+    Yields:
+        (seconds, bytes), at the start and at the end of each event. The peak is `StageBytes.peak`.
     """
-    unit = micro_batches if variant.backward_unit == "mini" else 1
-    always, working = boundary_buffers(stage, crossed, unit, cost.kept_storages, waiting)
-    walk = VersionWalk(variant, micro_batches)
-    kept = most_kept = 0
-    most_held = 1
-    gradients = False
-    peak: MemoryByKind | None = None
-
-    def note(boundary: int, workspace: int) -> None:
-        nonlocal peak
-        held = walk.held()
-        now = MemoryByKind(
-            weights_bytes=cost.parameter_bytes + cost.buffer_bytes,
-            versions_bytes=(held - 1) * cost.parameter_bytes,
-            gradients_bytes=cost.parameter_bytes if gradients else 0,
-            optimizer_bytes=round(cost.parameter_bytes * optimizer_state_factor),
-            activations_bytes=kept * cost.kept_bytes,
-            boundary_bytes=boundary,
-            workspace_bytes=workspace,
-        )
-        if peak is None or now.total > peak.total:
-            peak = now
-
-    for op in ops:
-        if op.kind == FORWARD:
-            walk.forward(op)
-            kept += 1
-            note(always, cost.workspace_bytes)
-        elif op.kind == BACKWARD:
-            walk.backward(op)
-            gradients = True
-            note(always + working, cost.workspace_bytes)
-            kept -= micro_batches if op.micro_batch is None else 1
-            walk.finish(op)
-        else:
-            walk.update()
-            note(always, 0)
-            gradients = False
-        most_kept = max(most_kept, kept)
-        most_held = max(most_held, walk.held())
-    assert peak is not None
-    return StageMemory(peak, most_kept, most_held)
+    for event in events:
+        yield event.start_s, held.total(walk.step(event.op))
+        after = Moment(None, walk.versions, walk.gradients, max(walk.kept))
+        yield event.end_s, held.total(after)

@@ -1,114 +1,121 @@
 """Orders: which operations each stage runs, in which sequence. Decided before the run.
 
 An order is a pure function of the pipeline; timing jitter never changes it, so runs repeat.
+
+In-flight limits count mini-batches whose forward has begun and whose backward isn't done at a
+stage. What they mean differs from rule to rule, with D stages behind a stage:
+
+- nf1b: a forward of a new mini-batch waits for room. From 1 to 1 + 2·D make sense: D + 1 keep
+  every stage busy where messages take no time, the rest is room for messages under way.
+- 1f1b: the mini-batches whose forward runs before the first backward. From 1 to D + 1: nothing
+  comes back earlier than after the D stages behind.
+- 1f1b-micro: D + 1 micro-batches run forward before the first backward, N ≥ S of them make a
+  mini-batch; so at most two mini-batches are in flight, one on the last stage.
+- gpipe, 1f1b-flush: the pipeline drains before the next mini-batch begins: exactly one.
+
+Where 1F1B goes by micro-batches and stages have replicas, each replica runs as many forwards before
+its first backward as there are devices from its stage on for each of its stage's, rounded up: the
+number that PipeDream keeps active (1806.03377, section 3.2), D + 1 where all stages have one.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from typing import NamedTuple
 
-from .events import Clock
-from .operations import BACKWARD, FORWARD, UPDATE, Op, Order
+from .kinds import B, F, U, numbered
+from .list_schedule import ListSchedule
+from .operations import Order
 from .pipeline import Pipeline
+from .variants import OrderRule, Variant
+
+Ranges = tuple[tuple[int, int], ...]
+"""Per stage, the least and the most."""
+
+
+def limit_ranges(variant: Variant, stages: int) -> Ranges:
+    """The in-flight limits that make sense at each stage; equal where there is no choice.
+
+    Within them limits must not rise along the pipeline.
+    """
+    behind = range(stages - 1, -1, -1)
+    if variant.order == "nf1b":
+        return tuple((1, 1 + 2 * d) for d in behind)
+    if variant.order == "1f1b":
+        return tuple((1, 1 + d) for d in behind)
+    if variant.order == "1f1b-micro":
+        return tuple((2, 2) if d else (1, 1) for d in behind)
+    return ((1, 1),) * stages
 
 
 def make_order(pipeline: Pipeline, mini_batches: int) -> Order:
     """The order of all stages for a run of `mini_batches`, from first forward to last update."""
-    return ORDER_RULES[pipeline.variant.order](pipeline, mini_batches)
+    variant, n = pipeline.variant, pipeline.micro_batches
+    if variant.order not in PATTERNS:
+        schedule = ListSchedule(pipeline, mini_batches)
+        schedule.run(mini_batches)
+        return schedule.order()
+    micro = variant.backward_unit == "micro"
+    return tuple(
+        numbered(pattern.kinds(mini_batches), n, micro=micro, mini_batches=mini_batches)
+        for pattern in order_patterns(pipeline)
+    )
 
 
-def _gpipe(pipeline: Pipeline, mini_batches: int) -> Order:
-    micro_batches = range(pipeline.micro_batches)
-    ops: list[Op] = []
-    for b in range(mini_batches):
-        ops += [Op(FORWARD, b, i) for i in micro_batches]
-        ops += [Op(BACKWARD, b, i) for i in micro_batches]
-        ops.append(Op(UPDATE, b))
-    return tuple(tuple(ops) for _ in range(pipeline.stages))
+class Pattern(NamedTuple):
+    """Kinds of one stage's operations in an order that repeats: those up to its first update, and
+    those of each further mini-batch, up to its update."""
+
+    first: bytes
+    further: bytes
+
+    def kinds(self, updates: int) -> bytes:
+        """Up to so many updates, in a run without an end."""
+        return self.first + self.further * (updates - 1) if updates else b""
 
 
-def _one_forward_one_backward(pipeline: Pipeline, mini_batches: int) -> Order:
+def order_patterns(pipeline: Pipeline) -> tuple[Pattern, ...]:
+    """Per stage its pattern, for the rules of `PATTERNS`."""
+    make, n = PATTERNS[pipeline.variant.order], pipeline.micro_batches
+    found: list[Pattern] = []
+    devices = 0
+    for s in range(pipeline.stages - 1, -1, -1):
+        r = pipeline.replicas(s)
+        devices += r
+        # Falls from stage to stage, so that none waits for what comes after its own message there.
+        ahead = (-(-devices // r) - 1) * r
+        found.append(make(n, min(ahead, n - 1), pipeline.limits[s]))
+    return tuple(reversed(found))
+
+
+def _gpipe(n: int, ahead: int, limit: int) -> Pattern:
+    """All forwards of a mini-batch, then all its backwards."""
+    mini_batch = F * n + B * n + U
+    return Pattern(mini_batch, mini_batch)
+
+
+def _flushed_one_by_one(n: int, ahead: int, limit: int) -> Pattern:
+    """1F1B within a mini-batch (PipeDream-Flush)."""
+    mini_batch = F * ahead + (F + B) * (n - ahead) + B * ahead + U
+    return Pattern(mini_batch, mini_batch)
+
+
+def _mini_one_by_one(n: int, ahead: int, limit: int) -> Pattern:
     """Each stage fills up to its in-flight limit, then takes turns (PipeDream, section 3.2)."""
-
-    def stage_ops(limit: int) -> Iterator[Op]:
-        done = 0
-        for b in range(mini_batches):
-            yield Op(FORWARD, b, 0)
-            if b - done + 1 == limit:
-                yield from (Op(BACKWARD, done), Op(UPDATE, done))
-                done += 1
-        for b in range(done, mini_batches):
-            yield from (Op(BACKWARD, b), Op(UPDATE, b))
-
-    return tuple(tuple(stage_ops(limit)) for limit in pipeline.limits)
+    return Pattern(F * limit + B + U, F + B + U)
 
 
-def _n_forwards_one_backward(pipeline: Pipeline, mini_batches: int) -> Order:
-    """List schedule of nF1B (TiMePReSt; the rule that orders it is our reading).
-
-    At every step the operation that can start earliest runs; ties go to backwards, then to
-    the lower stage. A forward of a new mini-batch needs room under the stage's limit.
-    """
-    clock = Clock(pipeline)
-    stages = range(pipeline.stages)
-    last_micro = pipeline.micro_batches - 1
-    orders: list[list[Op]] = [[] for _ in stages]
-    next_forward = [Op(FORWARD, 0, 0) for _ in stages]
-    next_backward = [0 for _ in stages]
-    # A stage's entry in the heap is stale when its number isn't the stage's current one.
-    heap: list[tuple[float, int, int, int, Op]] = []
-    current = [0 for _ in stages]
-
-    def candidate(s: int) -> tuple[float, int, Op] | None:
-        forward, b = next_forward[s], next_backward[s]
-        options = []
-        if forward.mini_batch < mini_batches and (
-            forward.micro_batch or forward.mini_batch - b < pipeline.limits[s]
-        ):
-            options.append((1, forward))
-        if b < forward.mini_batch:
-            options.append((0, Op(BACKWARD, b)))
-        starts = [
-            (max(clock.free_s[s], ready), rank, op)
-            for rank, op in options
-            if (ready := clock.ready_s(s, op)) is not None
-        ]
-        return min(starts, key=lambda start: start[:2]) if starts else None
-
-    def offer(s: int) -> None:
-        current[s] += 1
-        found = candidate(s)
-        if found:
-            start, rank, op = found
-            heapq.heappush(heap, (start, rank, s, current[s], op))
-
-    for s in stages:
-        offer(s)
-    while heap:
-        _, _, s, number, op = heapq.heappop(heap)
-        if number != current[s]:
-            continue
-        clock.run(s, op)
-        orders[s].append(op)
-        if op.kind == FORWARD:
-            _, b, i = op
-            last = i == last_micro
-            next_forward[s] = Op(FORWARD, b + 1, 0) if last else Op(FORWARD, b, (i or 0) + 1)
-            touched = [link.target for link in clock.successors[s]]
-        else:
-            update = Op(UPDATE, op.mini_batch)
-            clock.run(s, update)
-            orders[s].append(update)
-            next_backward[s] += 1
-            touched = [link.source for link in clock.predecessors[s]]
-        for t in (s, *touched):
-            offer(t)
-    return tuple(tuple(ops) for ops in orders)
+def _micro_one_by_one(n: int, ahead: int, limit: int) -> Pattern:
+    """As deep as the pipeline behind the stage, in micro-batches (PipeDream-2BW)."""
+    further = (F + B) * n + U
+    return Pattern(F * ahead + further, further)
 
 
-ORDER_RULES: dict[str, Callable[[Pipeline, int], Order]] = {
+PATTERNS: dict[OrderRule, Callable[[int, int, int], Pattern]] = {
     "gpipe": _gpipe,
-    "1f1b": _one_forward_one_backward,
-    "nf1b": _n_forwards_one_backward,
+    "1f1b": _mini_one_by_one,
+    "1f1b-flush": _flushed_one_by_one,
+    "1f1b-micro": _micro_one_by_one,
 }
+"""Rules whose orders don't depend on times: from N, the micro-batches that 1F1B has ahead of the
+first backward, and the stage's limit."""

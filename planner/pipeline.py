@@ -2,9 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
+from math import lcm
 
 from .variants import Variant
+
+
+@dataclass(frozen=True)
+class Route:
+    """The way between one replica of a stage and one of a later stage, and back.
+
+    Attributes:
+        source, target: replicas.
+        forward_s, backward_s, latency_s: as in `Link`, for what this pair exchanges.
+        wire, wire_back: what messages keep busy; equal ones take turns.
+        overlaps: both replicas compute while a message is on the wire.
+    """
+
+    source: int
+    target: int
+    forward_s: float
+    backward_s: float
+    latency_s: float
+    wire: Hashable
+    wire_back: Hashable
+    overlaps: bool = True
 
 
 @dataclass(frozen=True)
@@ -13,10 +36,13 @@ class Link:
 
     Attributes:
         source, target: stages.
-        forward_s: time on the wire of one micro-batch's activations, latency left out.
+        forward_s: time on the wire of one micro-batch's activations, latency left out; where
+            replicas share a mini-batch's samples, of the part that a pair of them exchanges.
         backward_s: the same for their gradients; 0 when none is sent.
         latency_s: what each message takes besides; it doesn't keep the wire busy.
         has_gradient: whether a gradient message comes back.
+        routes: one for each pair of replicas that exchange messages. Empty: one pair, with a
+            wire of its own in each direction, and transfers that overlap computing.
     """
 
     source: int
@@ -25,18 +51,33 @@ class Link:
     backward_s: float
     latency_s: float
     has_gradient: bool = True
+    routes: tuple[Route, ...] = ()
+
+    def all_routes(self) -> tuple[Route, ...]:
+        """The routes, written out."""
+        if self.routes:
+            return self.routes
+        there, back = ("stages", self.source, self.target), ("stages", self.target, self.source)
+        times = self.forward_s, self.backward_s, self.latency_s
+        return (Route(0, 0, *times, there, back),)
 
 
 @dataclass(frozen=True)
 class Pipeline:
     """All that decides an order.
 
+    A stage on r devices has r replicas. Micro-batch i is replica i mod r's; in systems of whole
+    mini-batches each replica has 1/r of the samples, dealt likewise. Every replica updates.
+
     Attributes:
-        forward_s: per stage, forward of one micro-batch.
-        backward_s: per stage, backward of one micro-batch; a mini-batch's takes N times that.
+        forward_s: per stage, forward of one micro-batch (of a replica's share of it in systems
+            of whole mini-batches), on the stage's slowest replica.
+        backward_s: likewise its backward; that of several micro-batches takes so many times that.
         update_s: per stage, optimizer step.
         links: one for each pair of stages that exchange tensors.
         limits: per stage, mini-batches that may be in flight there.
+        paces: per stage, for each replica its times over those of the slowest. Empty: one each.
+        all_reduce_s: per stage, summing gradients over its replicas. Empty: 0 each.
     """
 
     variant: Variant
@@ -46,6 +87,8 @@ class Pipeline:
     update_s: tuple[float, ...]
     links: tuple[Link, ...]
     limits: tuple[int, ...]
+    paces: tuple[tuple[float, ...], ...] = ()
+    all_reduce_s: tuple[float, ...] = ()
 
     @property
     def stages(self) -> int:
@@ -62,13 +105,39 @@ class Pipeline:
         """Micro-batches that one backward works through, and one gradient message holds."""
         return self.micro_batches // self.backwards_per_mini_batch
 
+    def replicas(self, stage: int) -> int:
+        """r, the devices of a stage."""
+        return len(self.paces[stage]) if self.paces else 1
+
+    def micro_batches_per_replica(self, stage: int) -> int:
+        """How many of a mini-batch's micro-batches, or shares of them, one replica runs."""
+        if self.variant.whole_mini_batches:
+            return self.micro_batches
+        return self.micro_batches // self.replicas(stage)
+
+    def micro_batches_per_share(self, stage: int) -> int:
+        """Micro-batches that one replica works through in one backward."""
+        if self.variant.backward_unit == "micro":
+            return 1
+        return self.micro_batches_per_replica(stage)
+
+    def messages_per_route(self, link: Link) -> int:
+        """Micro-batches, or shares of them, of a mini-batch that go over each of its routes."""
+        if self.variant.whole_mini_batches:
+            return self.micro_batches
+        return self.micro_batches // lcm(self.replicas(link.source), self.replicas(link.target))
+
     def backward_op_s(self, stage: int) -> float:
-        """Duration of one backward operation: of a micro-batch or of a whole mini-batch."""
-        return self.backward_s[stage] * self.micro_batches_per_backward
+        """Duration of one backward operation on one replica."""
+        return self.backward_s[stage] * self.micro_batches_per_share(stage)
+
+    def update_op_s(self, stage: int) -> float:
+        """Duration of one update: gradients are summed over the replicas first."""
+        summing_s = self.all_reduce_s[stage] if self.all_reduce_s else 0.0
+        return summing_s + self.update_s[stage]
 
     def work_s(self, stage: int) -> float:
-        """Busy time per mini-batch: no pipeline completes them faster than its busiest stage."""
-        return (
-            self.micro_batches * (self.forward_s[stage] + self.backward_s[stage])
-            + self.update_s[stage]
-        )
+        """What a replica's operations take per mini-batch: no pipeline is faster than that."""
+        return self.micro_batches_per_replica(stage) * (
+            self.forward_s[stage] + self.backward_s[stage]
+        ) + self.update_op_s(stage)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -12,11 +13,13 @@ from msgspec import Meta
 from ..profiles.errors import PlanError
 from ..profiles.files import read_file
 from ..profiles.profile import Bytes, Count, Profile, Seconds
-from .cluster import Cluster, Network
+from .cluster import Cluster
+from .layout import StageTimes, make_pipeline
 from .memory import MemoryByKind
-from .pipeline import Link, Pipeline
+from .orders import limit_ranges
+from .pipeline import Pipeline
 from .stage_costs import Crossing
-from .variants import variant_named
+from .variants import Variant, variant_named
 
 FORMAT = "timeprest-plan/1"
 
@@ -44,10 +47,11 @@ class PlanStage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     nodes: Annotated[tuple[str, ...], Meta(min_length=1)]
     devices: Annotated[tuple[Index, ...], Meta(min_length=1)]
-    """Positions in the cluster's list of devices."""
+    """Positions in the cluster's list of devices. More than one: replicas, which share the work."""
     in_flight: Count
     """Mini-batches that may be in flight here."""
     recompute: bool = False
+    """Keep what the stage receives alone, and do the forward's work again before the backward."""
 
 
 class PlanEdge(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -61,15 +65,23 @@ class PlanEdge(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class StagePrediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a stage should cost. Forward and backward times are for one micro-batch."""
+    """What a stage should cost.
+
+    Times are for one micro-batch on its slowest device. In systems of whole mini-batches, replicas
+    share each one: times are then for a replica's part.
+    """
 
     forward_s: Seconds
     backward_s: Seconds
+    """With the forward's work, where that is done again."""
     update_s: Seconds
+    all_reduce_s: Seconds = 0.0
+    """Summing a mini-batch's gradients over the stage's replicas, before each update."""
     transfer_s: Seconds
     """Messages to and from this stage for one micro-batch: latency and wire."""
     parameter_bytes: Bytes
     memory_bytes: Bytes
+    """On the replica that needs most."""
     memory: MemoryByKind
     micro_batches_kept: Bytes
     versions_held: Count
@@ -99,6 +111,8 @@ class SolverReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     gap: Annotated[float, Meta(ge=0)]
     optimal: bool
     """True only when proven."""
+    stopped: str | None = None
+    """What ended the search early; None: nothing did."""
     plans_tried: int
     seconds: Seconds
 
@@ -127,8 +141,8 @@ class Plan(
 
     @property
     def micro_batch(self) -> int:
-        """Samples in a micro-batch."""
-        return self.mini_batch // self.micro_batches
+        """Samples in a micro-batch; in the largest, where they don't divide the mini-batch."""
+        return -(-self.mini_batch // self.micro_batches)
 
 
 def read_plan(path: str | Path) -> Plan:
@@ -140,9 +154,8 @@ def check_plan(plan: Plan, where: str = "plan") -> Plan:
     """Return the plan if it is consistent in itself; an order can be made from it.
 
     Raises:
-        PlanError: an unknown system, micro-batches that don't divide the mini-batch, limits
-            that rise along the pipeline, a device twice or none, edges that go backwards, or
-            features of later versions.
+        PlanError: an unknown system, a number of micro-batches, replicas or in-flight limits
+            that it can't have, a device twice or none, or edges that go backwards.
     """
 
     def fail(what: str) -> PlanError:
@@ -152,32 +165,20 @@ def check_plan(plan: Plan, where: str = "plan") -> Plan:
         variant = variant_named(plan.variant)
     except PlanError as error:
         raise fail(f"variant: {error}") from None
-    if plan.mini_batch % plan.micro_batches:
-        raise fail(f"micro_batches: {plan.micro_batches} don't divide mini_batch {plan.mini_batch}")
-    if plan.micro_batches > MAX_MICRO_BATCHES:
-        raise fail(f"micro_batches: {plan.micro_batches} are more than {MAX_MICRO_BATCHES}")
-    if variant.whole_mini_batches and plan.micro_batches != 1:
-        raise fail(f"micro_batches: {variant.name} runs whole mini-batches; set it to 1")
     if len(plan.predicted.stages) != len(plan.stages):
         raise fail(
             f"predicted.stages: {len(plan.predicted.stages)} entries for {len(plan.stages)} "
             "stages; after adding or removing a stage, solve again"
         )
     names = [name for stage in plan.stages for name in stage.nodes]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise fail(f"stages: layer {twice[0]!r} stands in two places")
+    if len(set(names)) < len(names):
+        twice = min(name for name, count in Counter(names).items() if count > 1)
+        raise fail(f"stages: layer {twice!r} stands in two places")
     _check_devices(plan, fail)
-    for s, stage in enumerate(plan.stages):
-        if stage.recompute:
-            raise fail(f"stages[{s}].recompute: not available yet; set it to false")
-        if s and stage.in_flight > plan.stages[s - 1].in_flight:
-            raise fail(
-                f"stages[{s}].in_flight: {stage.in_flight} is more than stage {s - 1}'s "
-                f"{plan.stages[s - 1].in_flight}; limits must not rise along the pipeline"
-            )
-    if not variant.flushes and plan.stages[-1].in_flight != 1:
-        raise fail(f"stages[{len(plan.stages) - 1}].in_flight: must be 1 on the last stage")
+    try:
+        check_stages(variant, plan.mini_batch, plan.micro_batches, plan.stages)
+    except PlanError as error:
+        raise fail(str(error)) from None
     for edge in plan.edges:
         if not edge.source < edge.target < len(plan.stages):
             raise fail(
@@ -187,21 +188,67 @@ def check_plan(plan: Plan, where: str = "plan") -> Plan:
     return plan
 
 
+def check_stages(
+    variant: Variant, mini_batch: int, micro_batches: int, stages: Sequence[PlanStage]
+) -> None:
+    """Check that the system can have these stages with so many samples and micro-batches.
+
+    Raises:
+        PlanError: micro-batches that the system can't have, replicas that don't share the work
+            evenly, or limits that rise along the pipeline or that the system doesn't have.
+    """
+    if micro_batches > MAX_MICRO_BATCHES:
+        raise PlanError(f"micro_batches: {micro_batches} are more than {MAX_MICRO_BATCHES}")
+    if micro_batches > mini_batch:
+        raise PlanError(
+            f"micro_batches: {micro_batches} are more than the mini-batch's {mini_batch} samples"
+        )
+    if variant.whole_mini_batches and micro_batches != 1:
+        raise PlanError(f"micro_batches: {variant.name} runs whole mini-batches; set it to 1")
+    least = variant.least_micro_batches(len(stages))
+    if micro_batches < least:
+        raise PlanError(
+            f"micro_batches: {variant.name} needs one for each of the {least} stages at least, "
+            f"not {micro_batches}"
+        )
+    dealt = ("mini_batch", mini_batch) if variant.whole_mini_batches else None
+    what, parts = dealt or ("micro_batches", micro_batches)
+    for s, stage in enumerate(stages):
+        if parts % len(stage.devices):
+            raise PlanError(
+                f"stages[{s}].devices: {len(stage.devices)} replicas don't divide {what} {parts}"
+            )
+    _check_limits(variant, [stage.in_flight for stage in stages])
+
+
+def _check_limits(variant: Variant, limits: Sequence[int]) -> None:
+    ranges = limit_ranges(variant, len(limits))
+    for s, (limit, (least, most)) in enumerate(zip(limits, ranges, strict=True)):
+        if s and limit > limits[s - 1]:
+            raise PlanError(
+                f"stages[{s}].in_flight: {limit} is more than stage {s - 1}'s {limits[s - 1]}; "
+                "limits must not rise along the pipeline"
+            )
+        if least == most != limit:
+            on = " on the last stage" if s == len(limits) - 1 and not variant.flushes else ""
+            raise PlanError(f"stages[{s}].in_flight: must be {most}{on} in {variant.name}")
+
+
 def _check_devices(plan: Plan, fail: Callable[[str], PlanError]) -> None:
     taken: dict[int, int] = {}
     for s, stage in enumerate(plan.stages):
         where = f"stages[{s}].devices"
-        if len(stage.devices) != 1:
-            raise fail(f"{where}: replicas are not available yet; give one device")
-        device = stage.devices[0]
-        if device >= len(plan.cluster.devices):
-            raise fail(
-                f"{where}: {device} isn't one of the {len(plan.cluster.devices)} devices "
-                "(0 is the first)"
-            )
-        if device in taken:
-            raise fail(f"{where}: device {device} runs two stages, {taken[device]} and {s}")
-        taken[device] = s
+        for device in stage.devices:
+            if device >= len(plan.cluster.devices):
+                raise fail(
+                    f"{where}: {device} isn't one of the {len(plan.cluster.devices)} devices "
+                    "(0 is the first)"
+                )
+            if taken.get(device) == s:
+                raise fail(f"{where}: names device {device} twice")
+            if device in taken:
+                raise fail(f"{where}: device {device} runs two stages, {taken[device]} and {s}")
+            taken[device] = s
 
 
 def check_against_profile(plan: Plan, profile: Profile, where: str = "plan") -> None:
@@ -258,8 +305,7 @@ def check_cut(
 
 
 def pipeline_of(plan: Plan) -> Pipeline:
-    """What the plan's orders follow from: its own stage times, edges and limits."""
-    predicted = plan.predicted.stages
+    """What the plan's orders follow from: its own stage times, edges, devices and limits."""
     crossed = [
         Crossing(e.tensor, e.source, e.target, e.bytes_per_micro_batch, e.needs_grad)
         for e in plan.edges
@@ -267,43 +313,12 @@ def pipeline_of(plan: Plan) -> Pipeline:
     return make_pipeline(
         plan.variant,
         plan.micro_batches,
-        [(p.forward_s, p.backward_s, p.update_s) for p in predicted],
+        [
+            StageTimes(p.forward_s, p.backward_s, p.update_s, p.all_reduce_s)
+            for p in plan.predicted.stages
+        ],
         crossed,
-        plan.cluster.network,
+        plan.cluster,
+        [stage.devices for stage in plan.stages],
         [stage.in_flight for stage in plan.stages],
-    )
-
-
-def make_pipeline(
-    variant: str,
-    micro_batches: int,
-    times: Sequence[tuple[float, float, float]],
-    crossed: Sequence[Crossing],
-    network: Network,
-    limits: Sequence[int],
-) -> Pipeline:
-    """A pipeline from stage times (forward, backward, update; in s) and what crosses the cuts."""
-    pairs = sorted({(c.source, c.target) for c in crossed})
-    links = []
-    for source, target in pairs:
-        mine = [c for c in crossed if (c.source, c.target) == (source, target)]
-        back = [c for c in mine if c.needs_grad]
-        links.append(
-            Link(
-                source,
-                target,
-                forward_s=network.wire_s(sum(c.nbytes for c in mine)),
-                backward_s=network.wire_s(sum(c.nbytes for c in back)),
-                latency_s=network.latency_s,
-                has_gradient=bool(back),
-            )
-        )
-    return Pipeline(
-        variant=variant_named(variant),
-        micro_batches=micro_batches,
-        forward_s=tuple(t[0] for t in times),
-        backward_s=tuple(t[1] for t in times),
-        update_s=tuple(t[2] for t in times),
-        links=tuple(links),
-        limits=tuple(limits),
     )

@@ -29,38 +29,39 @@ def recheck(plan: Plan, profile: Profile, where: str = "plan") -> Recheck:
     """Evaluate the plan's own cut, micro-batches and limits from the profile alone.
 
     The solver's bound stays as long as it was proven for the same question; a plan whose
-    period is now above it isn't called optimal any more.
+    period is now above it isn't called optimal any more, and one whose period is below it
+    answers another question: then nothing is known.
 
     Raises PlanError when the plan contradicts the profile.
     """
     check_against_profile(plan, profile, where)
-    # Stage s is evaluated on the device that the plan gives it.
-    devices = tuple(plan.cluster.devices[stage.devices[0]] for stage in plan.stages)
-    seen = msgspec.structs.replace(plan.cluster, devices=devices)
-    question = Question(profile, seen, plan.variant, plan.mini_batch, plan.optimizer_state_factor)
-    found = evaluate(
-        question,
-        [stage.nodes for stage in plan.stages],
-        plan.micro_batches,
-        [stage.in_flight for stage in plan.stages],
+    question = Question(
+        profile, plan.cluster, plan.variant, plan.mini_batch, plan.optimizer_state_factor
     )
+    found = evaluate(question, plan.stages, plan.micro_batches)
     period_s = found.prediction.period_s
-    bound_s = plan.solver.bound_s
+    bound_s = plan.solver.bound_s if plan.solver.bound_s <= period_s * (1 + 1e-9) else 0.0
     optimal = plan.solver.optimal and period_s <= bound_s * (1 + 1e-9)
     report = msgspec.structs.replace(
         plan.solver,
         objective_s=period_s,
+        bound_s=bound_s,
         gap=0.0 if optimal else (max(period_s / bound_s - 1, 0.0) if bound_s else 1.0),
         optimal=optimal,
     )
     fresh = make_plan(question, found, report)
-    fresh = msgspec.structs.replace(fresh, cluster=plan.cluster, stages=plan.stages)
     over = [
         f"stage {s} is {format_bytes(count)} over the limit of its device "
-        f"{seen.devices[s].name!r} ({count} bytes)"
-        for s, count in found.over_limit(seen)
+        f"{_smallest_device(plan, s)!r} ({count} bytes)"
+        for s, count in found.over_limit(plan.cluster)
     ]
     return Recheck(fresh, tuple(_changes(plan, fresh)), "; ".join(over) or None)
+
+
+def _smallest_device(plan: Plan, s: int) -> str:
+    """Name of the stage's device with the least memory."""
+    limited = [plan.cluster.devices[d] for d in plan.stages[s].devices]
+    return min(limited, key=lambda d: d.memory_bytes or float("inf")).name
 
 
 def _changes(old: Plan, new: Plan) -> list[str]:

@@ -1,16 +1,19 @@
-"""Simulating an order: when each operation runs, the steady period, the idle share."""
+"""Simulating an order: when each operation runs, and how long a mini-batch takes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
 from ..profiles.errors import OrderError
-from .events import Clock
-from .operations import FORWARD, UPDATE, Op, Order, op_text
-from .pipeline import Pipeline
+from .events import NOT_YET, Clock
+from .kinds import FORWARDS, UPDATES
+from .listed import Code, Contended, Listed, codes
+from .operations import UPDATE, Op, Order, op_text
+from .pipeline import Link, Pipeline
 
 
 class Event(NamedTuple):
@@ -26,12 +29,15 @@ class Timeline:
     """When each stage runs each of its operations.
 
     Attributes:
-        stages: per stage, its events in order.
+        stages: per stage, its events in order. What several replicas run takes from the first
+            one's start to the last one's end.
+        replicas: per stage and replica, the events of its own part, in order.
         sequence: (stage, position in that stage's list) in an order in which one process
             could run them all.
     """
 
     stages: tuple[tuple[Event, ...], ...]
+    replicas: tuple[tuple[tuple[Event, ...], ...], ...]
     sequence: tuple[tuple[int, int], ...]
 
 
@@ -43,38 +49,71 @@ def simulate(pipeline: Pipeline, order: Order) -> Timeline:
             message names the operations that every stuck stage waits at.
     """
     clock = Clock(pipeline)
-    events: list[list[Event]] = [[] for _ in order]
-    sequence: list[tuple[int, int]] = []
-    pending = list(range(len(order)))
-    while pending:
-        s = pending.pop()
-        ran = False
-        while len(events[s]) < len(order[s]):
-            op = order[s][len(events[s])]
-            if clock.ready_s(s, op) is None:
-                break
-            sequence.append((s, len(events[s])))
-            events[s].append(Event(op, *clock.run(s, op)))
-            ran = True
-        if ran:
-            neighbours = {link.target for link in clock.successors[s]}
-            neighbours |= {link.source for link in clock.predecessors[s]}
-            pending += [t for t in sorted(neighbours, reverse=True) if t not in pending]
+    clock.grow(1 + max((op.mini_batch for ops in order for op in ops), default=-1))
+    lists = [codes(clock, s, ops) for s, ops in enumerate(order)]
+    run: Listed | Contended
+    if clock.contended:
+        run = Contended(clock, lists)
+        run.run(clock.mini_batches)
+    else:
+        run = Listed(clock)
+        run.lists = lists
+        run.run()
     stuck = [
-        op_text(s, ops[len(events[s])]) for s, ops in enumerate(order) if len(events[s]) < len(ops)
+        op_text(s, ops[done])
+        for s, (ops, done) in enumerate(zip(order, run.done, strict=True))
+        if done < len(ops)
     ]
     if stuck:
         raise OrderError(f"deadlock: these operations wait for each other: {', '.join(stuck)}")
-    started = {(s, k): e.start_s for s, found in enumerate(events) for k, e in enumerate(found)}
+    return _timeline(clock, order, lists, run.sequence)
+
+
+def _timeline(
+    clock: Clock, order: Order, lists: Sequence[Sequence[Code]], sequence: list[tuple[int, int]]
+) -> Timeline:
+    stages, replicas = [], []
+    last_starts: list[list[float]] = []
+    for s, (ops, numbers) in enumerate(zip(order, lists, strict=True)):
+        mine: list[list[Event]] = [[] for _ in range(clock.replicas[s])]
+        events, starts = [], []
+        for op, code in zip(ops, numbers, strict=True):
+            shares = list(_shares(clock, s, op, code))
+            for j, event in shares:
+                mine[j].append(event)
+            first = shares[0][1]
+            if len(shares) > 1:
+                start = min(event.start_s for _, event in shares)
+                first = Event(op, start, max(event.end_s for _, event in shares))
+            events.append(first)
+            starts.append(max(event.start_s for _, event in shares))
+        stages.append(tuple(events))
+        replicas.append(tuple(tuple(own) for own in mine))
+        last_starts.append(starts)
     # By start time people see the pipeline's own sequence; the stable sort keeps causes first.
-    rank = {key: n for n, key in enumerate(sequence)}
-    sequence.sort(key=lambda key: (started[key], rank[key]))
-    return Timeline(tuple(tuple(found) for found in events), tuple(sequence))
+    sequence = sorted(sequence, key=lambda key: last_starts[key[0]][key[1]])
+    return Timeline(tuple(stages), tuple(replicas), tuple(sequence))
 
 
-def warm_mini_batches(stages: int) -> int:
-    """Mini-batches to simulate so that the middle third runs at the steady rate."""
-    return 12 + 6 * stages
+def _shares(clock: Clock, s: int, op: Op, code: Code) -> Iterable[tuple[int, Event]]:
+    """Replica and event of each share of an operation that has run."""
+    kind, slot = code
+    r = clock.replicas[s]
+    if kind == UPDATES:
+        start = clock.starts_s[UPDATES][s][slot]
+        yield from ((j, Event(op, start, start + clock.update_s[s])) for j in range(r))
+        return
+    for k in range(slot, slot + clock.width[kind][s]):
+        start = clock.starts_s[kind][s][k]
+        yield k % r, Event(op, start, start + clock.seconds[kind][s][k % r])
+
+
+def warm_mini_batches(stages: int, micro_batches: int = 1) -> int:
+    """Mini-batches after which the middle third of a run has the steady rate.
+
+    What fills a pipeline are micro-batches: where a mini-batch has many, few of them are enough.
+    """
+    return 12 + -(-6 * stages // micro_batches)
 
 
 def steady_period_s(timeline: Timeline) -> float:
@@ -85,18 +124,6 @@ def steady_period_s(timeline: Timeline) -> float:
     patterns; else the mean over the middle third.
     """
     return max(_period_s([e.end_s for e in s if e.op.kind == UPDATE]) for s in timeline.stages)
-
-
-def predicted_period_s(pipeline: Pipeline, timeline: Timeline) -> float:
-    """The steady period, and never less than the busiest stage's or wire's time.
-
-    Where two stages are nearly as slow, a short simulation may still be filling the buffers
-    between them, and look faster than it stays.
-    """
-    n = pipeline.micro_batches
-    wires = [max(n * link.forward_s, n * link.backward_s) for link in pipeline.links]
-    work = [pipeline.work_s(s) for s in range(pipeline.stages)]
-    return max(steady_period_s(timeline), *work, *wires)
 
 
 def _period_s(ends: Sequence[float]) -> float:
@@ -112,24 +139,107 @@ def _period_s(ends: Sequence[float]) -> float:
     return sum(middle) / len(middle)
 
 
+def busy_s(pipeline: Pipeline, stage: int) -> float:
+    """Per mini-batch, what keeps a stage busy: operations, and transfers that keep devices busy.
+
+    That of the replica with most of it; all of them wait for it before the update.
+    """
+    if all(not link.routes for link in pipeline.links):
+        return pipeline.work_s(stage)
+    paces = pipeline.paces[stage] if pipeline.paces else (1.0,)
+    each = pipeline.micro_batches_per_replica(stage)
+    busy = [
+        each * pace * (pipeline.forward_s[stage] + pipeline.backward_s[stage]) for pace in paces
+    ]
+    for link in pipeline.links:
+        for route in link.routes if stage in (link.source, link.target) else ():
+            if not route.overlaps:
+                replica = route.source if stage == link.source else route.target
+                wire_s = route.forward_s + (route.backward_s if link.has_gradient else 0.0)
+                busy[replica] += wire_s * pipeline.messages_per_route(link)
+    return max(busy) + pipeline.update_op_s(stage)
+
+
+def least_period_s(pipeline: Pipeline) -> float:
+    """What the busiest device or wire needs per mini-batch: no order is faster."""
+    wires: dict[object, float] = {}
+    for link in pipeline.links:
+        count = pipeline.messages_per_route(link)
+        for route in link.all_routes():
+            for wire, wire_s in (
+                (route.wire, route.forward_s),
+                (route.wire_back, route.backward_s),
+            ):
+                wires[wire] = wires.get(wire, 0.0) + count * wire_s
+    devices = (busy_s(pipeline, s) for s in range(pipeline.stages))
+    return max(*devices, *wires.values(), 0.0)
+
+
+def round_trip_s(pipeline: Pipeline) -> float:
+    """What in-flight limits allow per mini-batch: no order under them is faster.
+
+    A stage begins mini-batch b + L after its update for b, so a period takes 1 / L of the time
+    from a mini-batch's first forward there to its update.
+    """
+    stages = range(pipeline.stages)
+    return max(_stay_s(pipeline, s) / pipeline.limits[s] for s in stages)
+
+
+def _stay_s(pipeline: Pipeline, stage: int) -> float:
+    """How long a mini-batch stays at a stage at the least: down for its last micro-batch, and
+    back up for its gradients."""
+    forward_s, backward_s = (
+        [seconds * min(pipeline.paces[s] if pipeline.paces else (1.0,)) for s, seconds in pairs]
+        for pairs in (enumerate(pipeline.forward_s), enumerate(pipeline.backward_s))
+    )
+    down = {stage: pipeline.micro_batches_per_replica(stage) * forward_s[stage]}
+    for t in range(stage + 1, pipeline.stages):
+        came = [
+            down[link.source] + min(r.forward_s + r.latency_s for r in link.all_routes())
+            for link in pipeline.links
+            if link.target == t and link.source in down
+        ]
+        if came:
+            down[t] = max(came) + forward_s[t]
+    up: dict[int, float] = {}
+    for t in sorted(down, reverse=True):
+        back = [
+            up[link.target] + min(r.backward_s + r.latency_s for r in link.all_routes())
+            for link in pipeline.links
+            if link.source == t and link.has_gradient
+        ]
+        up[t] = max(down[t], *back, 0.0) + backward_s[t] * pipeline.micro_batches_per_share(t)
+    return up[stage] + pipeline.update_op_s(stage)
+
+
 def idle_shares(pipeline: Pipeline, period_s: float) -> tuple[float, ...]:
-    """Share of the steady period in which each stage computes nothing."""
+    """Share of the steady period in which each stage's busiest replica has nothing to do."""
     if period_s <= 0:
         return tuple(0.0 for _ in range(pipeline.stages))
-    return tuple(max(0.0, 1 - pipeline.work_s(s) / period_s) for s in range(pipeline.stages))
+    return tuple(max(0.0, 1 - busy_s(pipeline, s) / period_s) for s in range(pipeline.stages))
 
 
-def most_waiting(timeline: Timeline, source: int, target: int, posted: int) -> int:
-    """Most forward messages at once that are made but for which no buffer is posted yet.
+def most_waiting(clock: Clock, link: Link, posted: int) -> int:
+    """Most forward messages at once that are made on a replica but have no buffer posted yet.
 
     Args:
         posted: receives that the target has posted ahead of its use of them.
     """
-    moments = [(e.end_s, 1) for e in timeline.stages[source] if e.op.kind == FORWARD]
-    moments += [(e.start_s, -1) for e in timeline.stages[target] if e.op.kind == FORWARD]
-    waiting = most = 0
-    # What is taken at the very moment it is made never waits.
-    for _, change in sorted(moments):
-        waiting += change
-        most = max(most, waiting)
+    s, t = link.source, link.target
+    made, taken = clock.starts_s[FORWARDS][s], clock.starts_s[FORWARDS][t]
+    r, targets, shared = clock.replicas[s], clock.replicas[t], clock.width[FORWARDS][t] > 1
+    most = 0
+    for j in range(r):
+        seconds = clock.seconds[FORWARDS][s][j]
+        ends = [start + seconds for start in made[j::r] if start != NOT_YET]
+        if shared:
+            groups = (taken[k : k + targets] for k in range(0, len(taken), targets))
+            starts = [max(group) for group in groups if NOT_YET not in group]
+        else:
+            starts = [start for start in (taken[j::r] if r > 1 else taken) if start != NOT_YET]
+        if targets > 1:
+            starts.sort()
+        # What is taken at the very moment it is made never waits.
+        waiting = (k + 1 - bisect_right(starts, end) for k, end in enumerate(ends))
+        most = max(most, max(waiting, default=0))
     return max(most - posted, 1)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from ..profiles.errors import PlanError
-from ..profiles.profile import Layer, Measurement, Profile
+from ..profiles.profile import Edge, Layer, Measurement, Profile
 
 RECEIVES_AHEAD = {"F": 2, "B": 1}
 """Messages of each kind and link that a stage has buffers posted for, ahead of their use."""
@@ -97,6 +98,107 @@ def private_bytes(profile: Profile, layer: Layer, measured: Measurement) -> int:
     return max(measured.saved_bytes - shared, 0)
 
 
+class Costs:
+    """One profile's costs, for many stages: what was looked up once is kept.
+
+    Attributes:
+        stage: (names of layers, micro-batch size, whether it is the last) → `StageCost`. Raises
+            PlanError for a micro-batch size outside what was measured.
+        crossings: (names of each stage's layers, micro-batch size) → tensors that cross the cuts,
+            each once for each receiving stage, in the graph's order.
+    """
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+        self.stage = lru_cache(maxsize=20_000)(self._stage)
+        self.crossings = lru_cache(maxsize=1_000)(self._crossings)
+        self._measured = lru_cache(maxsize=None)(self._measure)
+        self._position = {layer.name: k for k, layer in enumerate(profile.layers)}
+        self._storages = {storage.name: storage for storage in profile.storages}
+        self._needs: dict[str, list[Edge]] = {layer.name: [] for layer in profile.layers}
+        self._makes: dict[str, set[str]] = {layer.name: set() for layer in profile.layers}
+        for edge in profile.edges:
+            self._makes[edge.producer].add(edge.storage)
+            if edge.consumer in self._needs:
+                self._needs[edge.consumer].append(edge)
+
+    def _measure(self, name: str, micro_batch: int) -> tuple[Measurement, int]:
+        """A layer's costs, and the bytes that it alone keeps."""
+        layer = self.profile.layers[self._position[name]]
+        measured = at(layer.measurements, micro_batch)
+        shared = sum(self._stored(storage, micro_batch) for storage in layer.saves)
+        return measured, max(measured.saved_bytes - shared, 0)
+
+    def _stored(self, name: str, micro_batch: int) -> int:
+        storage = self._storages[name]
+        return sized(storage.fixed_bytes, storage.bytes_per_sample, micro_batch)
+
+    def _stage(self, names: tuple[str, ...], micro_batch: int, last: bool) -> StageCost:
+        profile = self.profile
+        layers = [profile.layers[k] for k in sorted(self._position[name] for name in names)]
+        looked_up = [self._measured(layer.name, micro_batch) for layer in layers]
+        measured = [m for m, _ in looked_up]
+        losses = [at(profile.loss, micro_batch)] if last and profile.loss else []
+        shared = self._shared_storages(layers, micro_batch)
+        parameters = sum(layer.parameter_bytes for layer in layers)
+        optimizer = profile.optimizer
+        return StageCost(
+            forward_s=sum(m.forward_s for m in (*measured, *losses)),
+            backward_s=sum(m.backward_s for m in (*measured, *losses)),
+            update_s=(
+                optimizer.update_fixed_s + optimizer.update_s_per_byte * parameters
+                if parameters
+                else 0.0
+            ),
+            parameter_bytes=parameters,
+            buffer_bytes=sum(layer.buffer_bytes for layer in layers),
+            kept_bytes=(
+                sum(private for _, private in looked_up)
+                + sum(shared.values())
+                + sum(m.saved_bytes for m in losses)
+            ),
+            kept_storages=frozenset(shared),
+            workspace_bytes=max((m.workspace_bytes for m in (*measured, *losses)), default=0),
+        )
+
+    def _shared_storages(self, layers: Sequence[Layer], micro_batch: int) -> dict[str, int]:
+        """Bytes of each storage that some layer of the stage keeps and others may keep too."""
+        names = {layer.name for layer in layers}
+        made: set[str] = set()
+        received: dict[str, dict[str, int]] = {}
+        for layer in layers:
+            made |= self._makes[layer.name]
+            for edge in self._needs[layer.name]:
+                if edge.producer not in names:
+                    size = sized(edge.fixed_bytes, edge.bytes_per_sample, micro_batch)
+                    received.setdefault(edge.storage, {})[edge.tensor] = size
+        kept: dict[str, int] = {}
+        for layer in layers:
+            for name in layer.saves:
+                # What comes over a cut is as large as its message, whatever it was a view of.
+                here = received.get(name, {})
+                if here and name not in made:
+                    kept[name] = sum(here.values())
+                else:
+                    kept[name] = self._stored(name, micro_batch)
+        return kept
+
+    def _crossings(
+        self, stages: tuple[tuple[str, ...], ...], micro_batch: int
+    ) -> tuple[Crossing, ...]:
+        stage_of = {name: s for s, names in enumerate(stages) for name in names}
+        stage_of["output"] = len(stages) - 1
+        found: dict[tuple[str, int], Crossing] = {}
+        for edge in self.profile.edges:
+            source, target = stage_of[edge.producer], stage_of[edge.consumer]
+            if source != target and (edge.tensor, target) not in found:
+                nbytes = sized(edge.fixed_bytes, edge.bytes_per_sample, micro_batch)
+                found[edge.tensor, target] = Crossing(
+                    edge.tensor, source, target, nbytes, edge.needs_grad, edge.storage
+                )
+        return tuple(found.values())
+
+
 def stage_cost(
     profile: Profile, names: Sequence[str], micro_batch: int, *, last: bool
 ) -> StageCost:
@@ -104,64 +206,11 @@ def stage_cost(
 
     Raises PlanError for a micro-batch size outside what was measured.
     """
-    inside = set(names)
-    layers = [layer for layer in profile.layers if layer.name in inside]
-    measured = [at(layer.measurements, micro_batch) for layer in layers]
-    kept = sum(private_bytes(profile, la, m) for la, m in zip(layers, measured, strict=True))
-    shared = _shared_storages(profile, layers, micro_batch)
-    kept += sum(shared.values())
-    parameters = sum(layer.parameter_bytes for layer in layers)
-    losses = [at(profile.loss, micro_batch)] if last and profile.loss else []
-    optimizer = profile.optimizer
-    return StageCost(
-        forward_s=sum(m.forward_s for m in (*measured, *losses)),
-        backward_s=sum(m.backward_s for m in (*measured, *losses)),
-        update_s=(
-            optimizer.update_fixed_s + optimizer.update_s_per_byte * parameters
-            if parameters
-            else 0.0
-        ),
-        parameter_bytes=parameters,
-        buffer_bytes=sum(layer.buffer_bytes for layer in layers),
-        kept_bytes=kept + sum(m.saved_bytes for m in losses),
-        kept_storages=frozenset(shared),
-        workspace_bytes=max((m.workspace_bytes for m in (*measured, *losses)), default=0),
-    )
-
-
-def _shared_storages(profile: Profile, layers: Sequence[Layer], micro_batch: int) -> dict[str, int]:
-    """Bytes of each storage that some layer of the stage keeps and others may keep too."""
-    names = {layer.name for layer in layers}
-    made = {edge.storage for edge in profile.edges if edge.producer in names}
-    received: dict[str, dict[str, int]] = {}
-    for edge in profile.edges:
-        if edge.consumer in names and edge.producer not in names:
-            size = sized(edge.fixed_bytes, edge.bytes_per_sample, micro_batch)
-            received.setdefault(edge.storage, {})[edge.tensor] = size
-    storages = {storage.name: storage for storage in profile.storages}
-    kept: dict[str, int] = {}
-    for layer in layers:
-        for name in layer.saves:
-            whole = sized(storages[name].fixed_bytes, storages[name].bytes_per_sample, micro_batch)
-            # What comes over a cut is as large as its message, whatever it was a view of.
-            here = received.get(name, {})
-            kept[name] = sum(here.values()) if here and name not in made else whole
-    return kept
+    return Costs(profile).stage(tuple(names), micro_batch, last)
 
 
 def crossings(
     profile: Profile, stages: Sequence[Sequence[str]], micro_batch: int
 ) -> tuple[Crossing, ...]:
     """Tensors that cross the cuts, each once for each receiving stage, in the graph's order."""
-    stage_of = {name: s for s, names in enumerate(stages) for name in names}
-    stage_of["output"] = len(stages) - 1
-    found: dict[tuple[str, int], Crossing] = {}
-    for edge in profile.edges:
-        source, target = stage_of[edge.producer], stage_of[edge.consumer]
-        if source != target:
-            nbytes = sized(edge.fixed_bytes, edge.bytes_per_sample, micro_batch)
-            found.setdefault(
-                (edge.tensor, target),
-                Crossing(edge.tensor, source, target, nbytes, edge.needs_grad, edge.storage),
-            )
-    return tuple(found.values())
+    return Costs(profile).crossings(tuple(tuple(names) for names in stages), micro_batch)

@@ -11,10 +11,10 @@ from typing import Literal
 
 from ..profiles.errors import PlanError
 
-OrderRule = Literal["gpipe", "1f1b", "nf1b"]
+OrderRule = Literal["gpipe", "1f1b", "1f1b-flush", "1f1b-micro", "nf1b"]
 BackwardUnit = Literal["micro", "mini"]
-ForwardWeights = Literal["latest", "first-micro-batch"]
-BackwardWeights = Literal["latest", "forward"]
+ForwardWeights = Literal["latest", "first-micro-batch", "entry", "predicted"]
+BackwardWeights = Literal["latest", "forward", "predicted", "intermediate"]
 
 
 @dataclass(frozen=True)
@@ -22,14 +22,22 @@ class Variant:
     """One training system.
 
     Attributes:
-        order: rule that makes the list of operations (`orders.ORDER_RULES`).
+        order: rule that makes the list of operations (`orders`).
         backward_unit: a backward works through one micro-batch, or a whole mini-batch.
         flushes: the pipeline drains before each update.
-        forward_weights: "latest" at each forward, or "first-micro-batch": what was the latest
-            when the mini-batch's first micro-batch started at the stage.
-        backward_weights: the "latest", or the very ones the "forward" used (stashed).
+        forward_weights: "latest" at each forward; "first-micro-batch": what was the latest when
+            the mini-batch's first micro-batch started at the stage; "entry": the version that
+            stage 0 had when the mini-batch's first micro-batch entered there; or "predicted"
+            from the latest.
+        backward_weights: the "latest"; the very ones the "forward" used (stashed); "predicted"
+            from the latest; or "intermediate" between those of the forward (stashed) and the
+            latest.
         whole_mini_batches: the system knows no micro-batches, N is 1.
         summary: one line for people.
+        runs: the runtime can train with it; else it can be planned and simulated.
+        scratch_copies: copies of the weights besides the versions: where predictions are made.
+        micro_batch_per_stage: there must be a micro-batch for each stage, N ≥ S.
+        forwards_first: at every stage all forwards of a mini-batch run before its first backward.
     """
 
     name: str
@@ -40,6 +48,19 @@ class Variant:
     backward_weights: BackwardWeights
     whole_mini_batches: bool
     summary: str
+    runs: bool = True
+    scratch_copies: int = 0
+    micro_batch_per_stage: bool = False
+    forwards_first: bool = False
+
+    @property
+    def stashes(self) -> bool:
+        """Whether the forward's weights are kept for the backward."""
+        return self.backward_weights in ("forward", "intermediate")
+
+    def least_micro_batches(self, stages: int) -> int:
+        """The fewest micro-batches, N, that so many stages can have."""
+        return stages if self.micro_batch_per_stage else 1
 
 
 _TABLE = (
@@ -64,6 +85,17 @@ _TABLE = (
         summary="nF1B, latest weights in every pass, one copy (2509.23241)",
     ),
     Variant(
+        name="i-timeprest",
+        order="nf1b",
+        backward_unit="mini",
+        flushes=False,
+        forward_weights="first-micro-batch",
+        backward_weights="intermediate",
+        whole_mini_batches=False,
+        summary="nF1B, backward between the forward's weights and the latest (2509.23241)",
+        runs=False,
+    ),
+    Variant(
         name="pipedream",
         order="1f1b",
         backward_unit="mini",
@@ -74,6 +106,51 @@ _TABLE = (
         summary="1F1B over mini-batches, weights stashed for the backward (1806.03377)",
     ),
     Variant(
+        name="pipedream-vertical-sync",
+        order="1f1b",
+        backward_unit="mini",
+        flushes=False,
+        forward_weights="entry",
+        backward_weights="forward",
+        whole_mini_batches=True,
+        summary="1F1B over mini-batches, each on one version at all stages (1806.03377)",
+        runs=False,
+    ),
+    Variant(
+        name="pipedream-2bw",
+        order="1f1b-micro",
+        backward_unit="micro",
+        flushes=False,
+        forward_weights="entry",
+        backward_weights="forward",
+        whole_mini_batches=False,
+        summary="1F1B over micro-batches, never flushed, two versions (2006.09503)",
+        runs=False,
+        micro_batch_per_stage=True,
+    ),
+    Variant(
+        name="pipedream-flush",
+        order="1f1b-flush",
+        backward_unit="micro",
+        flushes=True,
+        forward_weights="latest",
+        backward_weights="latest",
+        whole_mini_batches=False,
+        summary="1F1B over micro-batches, flush: plain mini-batch training (2006.09503)",
+    ),
+    Variant(
+        name="spectrain",
+        order="1f1b",
+        backward_unit="mini",
+        flushes=False,
+        forward_weights="predicted",
+        backward_weights="predicted",
+        whole_mini_batches=True,
+        summary="1F1B over mini-batches, weights predicted from momentum (1809.02839)",
+        runs=False,
+        scratch_copies=1,
+    ),
+    Variant(
         name="gpipe",
         order="gpipe",
         backward_unit="micro",
@@ -82,6 +159,7 @@ _TABLE = (
         backward_weights="latest",
         whole_mini_batches=False,
         summary="all forwards, all backwards, flush: plain mini-batch training (1811.06965)",
+        forwards_first=True,
     ),
 )
 

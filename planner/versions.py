@@ -1,14 +1,16 @@
 """Which weight version every forward and backward uses: the variants table, applied to an order.
 
 The planner walks an order to count versions and bytes; the runtime walks the same order with
-real weights. Version v of a stage is what v updates have made of it there.
+real weights. Version v of a stage is what v updates have made of it there. Where weights are
+predicted, or lie between the forward's and the latest, the latest counts as the version used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from ..profiles.errors import OrderError
 from .operations import BACKWARD, FORWARD, UPDATE, Op
 from .variants import Variant
 
@@ -30,10 +32,20 @@ class VersionWalk:
         latest: the stage's current version: updates applied so far.
     """
 
-    def __init__(self, variant: Variant, micro_batches: int) -> None:
+    def __init__(self, variant: Variant, micro_batches: int, entries: Sequence[int] = ()) -> None:
+        """
+        Args:
+            entries: per mini-batch, the version that stage 0 had when it entered there
+                (`entry_versions`); for systems whose forwards use that one.
+        """
         self.variant = variant
         self.micro_batches = micro_batches
         self.latest = 0
+        self._entries = entries
+        self._done = 0
+        self._backwards = micro_batches if variant.backward_unit == "micro" else 1
+        self._by_entry = variant.forward_weights == "entry"
+        self._pinned = variant.forward_weights in ("entry", "first-micro-batch")
         self._flying: dict[int, _InFlight] = {}
 
     @property
@@ -41,26 +53,35 @@ class VersionWalk:
         """Mini-batches whose forward has begun and whose backward isn't done."""
         return len(self._flying)
 
-    def forward(self, op: Op) -> int:
-        """Version that this forward uses."""
+    def forward(self, op: Op, count: int = 1) -> int:
+        """Version that this forward uses, and those of the next micro-batches if it is one of
+        several in a row."""
         flying = self._flying.get(op.mini_batch)
         if flying is None:
-            backwards = self.micro_batches if self.variant.backward_unit == "micro" else 1
-            flying = _InFlight(self.latest, self.micro_batches, backwards)
+            version = self._entry(op.mini_batch) if self._by_entry else self.latest
+            flying = _InFlight(version, self.micro_batches, self._backwards)
             self._flying[op.mini_batch] = flying
-        pinned = self.variant.forward_weights == "first-micro-batch"
-        version = flying.first_version if pinned else self.latest
-        flying.forwards_left -= 1
-        flying.version_of[op.micro_batch] = version
+        version = flying.first_version if self._pinned else self.latest
+        flying.forwards_left -= count
+        if self._backwards == 1:
+            # The backward takes all micro-batches: which versions there are is all it asks.
+            count = 1
+        for i in range(count):
+            flying.version_of[(op.micro_batch or 0) + i] = version
         return version
+
+    def _entry(self, mini_batch: int) -> int:
+        if mini_batch >= len(self._entries):
+            raise OrderError(f"mini-batch {mini_batch}: its version at stage 0 isn't known")
+        return self._entries[mini_batch]
 
     def backward(self, op: Op) -> int:
         """Version that this backward uses; the version its forward used: `forward_version`."""
         flying = self._flying[op.mini_batch]
         flying.backwards_left -= 1
-        if self.variant.backward_weights == "latest":
-            return self.latest
-        return self.forward_version(op)
+        if self.variant.backward_weights == "forward":
+            return self.forward_version(op)
+        return self.latest
 
     def forward_version(self, op: Op) -> int:
         """Version that the forward used; the oldest, for a backward of several micro-batches."""
@@ -73,6 +94,7 @@ class VersionWalk:
         """The backward is done; after a mini-batch's last one, it is no longer in flight."""
         if not self._flying[op.mini_batch].backwards_left:
             del self._flying[op.mini_batch]
+            self._done += 1
 
     def update(self) -> int:
         """The optimizer steps. Returns the new latest version."""
@@ -81,17 +103,35 @@ class VersionWalk:
 
     def needed(self) -> set[int]:
         """Versions that some operation still to come will use, besides the latest ones to come."""
-        versions = set()
+        versions: set[int] = set()
+        if self._by_entry:
+            # Mini-batches that have entered at stage 0 but not here yet need theirs too.
+            for version in self._entries[self._done :]:
+                if version > self.latest:
+                    break
+                versions.add(version)
         for flying in self._flying.values():
-            if self.variant.forward_weights == "first-micro-batch" and flying.forwards_left:
+            if self._pinned and flying.forwards_left:
                 versions.add(flying.first_version)
-            if self.variant.backward_weights == "forward":
+            if self.variant.stashes:
                 versions.update(flying.version_of.values())
         return versions
 
     def held(self) -> int:
         """Weight versions held now: the latest, and the older ones still needed."""
         return len(self.needed() | {self.latest})
+
+
+def entry_versions(ops: Iterable[Op]) -> tuple[int, ...]:
+    """Per mini-batch, stage 0's version when its first micro-batch entered. `ops`: stage 0's."""
+    found: list[int] = []
+    updates = 0
+    for op in ops:
+        if op.kind == UPDATE:
+            updates += 1
+        elif op.kind == FORWARD and op.mini_batch == len(found):
+            found.append(updates)
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -109,9 +149,11 @@ class VersionUse:
     differences: tuple[int, ...]
 
 
-def version_use(variant: Variant, micro_batches: int, ops: Iterable[Op]) -> VersionUse:
-    """Walk one stage's operations."""
-    walk = VersionWalk(variant, micro_batches)
+def version_use(
+    variant: Variant, micro_batches: int, ops: Iterable[Op], entries: Sequence[int] = ()
+) -> VersionUse:
+    """Walk one stage's operations. `entries`: as for `VersionWalk`."""
+    walk = VersionWalk(variant, micro_batches, entries)
     versions, differences, most_held = [], [], 1
     for op in ops:
         if op.kind == FORWARD:

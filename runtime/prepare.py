@@ -11,6 +11,7 @@ from ..planner.order_check import check_order
 from ..planner.orders import make_order
 from ..planner.pipeline import Pipeline
 from ..planner.plan import Plan, check_cut, check_plan, pipeline_of
+from ..planner.variants import variant_named
 from ..profiles.errors import PlanError, TargetError, TimeprestError, TraceError
 from ..profiles.profile import IMPORTED
 from ..profiles.target import Target, describe_error, resolve
@@ -56,10 +57,12 @@ def prepare(plan: Plan, settings: RunSettings) -> Prepared:
     Raises:
         TargetError: the task can't be imported or built, or has too little data.
         TraceError: the model can't be traced.
-        PlanError: the plan is for another model, or its stages don't fit together.
+        PlanError: the plan is for another model, its stages don't fit together, or it has what
+            can be planned but not run yet.
     """
     check_plan(plan)
     _check_profiled(plan)
+    _check_runs(plan)
     target = resolve(settings.task)
     if target.task is None:
         raise TargetError(
@@ -118,6 +121,32 @@ def _check_profiled(plan: Plan) -> None:
         raise PlanError(
             f"plan: was made from a profile under autocast ({made_from.autocast}), and training "
             "under autocast isn't there yet: profile again without --autocast"
+        )
+
+
+def _check_runs(plan: Plan) -> None:
+    """Refuse what can be planned and simulated, and a run doesn't do yet."""
+    if not variant_named(plan.variant).runs:
+        raise PlanError(
+            f"plan: variant: {plan.variant} can be planned and simulated; tp-run doesn't train "
+            "with it yet"
+        )
+    for s, stage in enumerate(plan.stages):
+        if len(stage.devices) > 1:
+            raise PlanError(
+                f"plan: stages[{s}].devices: tp-run doesn't train replicas of a stage yet; plan "
+                "without them: tp-plan solve --replicas off"
+            )
+        if stage.recompute:
+            raise PlanError(
+                f"plan: stages[{s}].recompute: tp-run doesn't compute activations again yet; plan "
+                "without that: tp-plan solve --recompute off"
+            )
+    if plan.mini_batch % plan.micro_batches:
+        raise PlanError(
+            f"plan: micro_batches: {plan.micro_batches} don't divide mini_batch "
+            f"{plan.mini_batch}, and tp-run doesn't train uneven ones yet; plan with "
+            "--micro-batches that divide it"
         )
 
 

@@ -6,7 +6,8 @@ import itertools
 
 import msgspec
 from timeprest.planner.cluster import uniform_cluster
-from timeprest.planner.evaluate import Question, evaluate, make_plan
+from timeprest.planner.evaluate import Question, evaluate, lone_stages, make_plan
+from timeprest.planner.orders import limit_ranges
 from timeprest.planner.plan import SolverReport
 from timeprest.planner.variants import VARIANTS
 
@@ -54,8 +55,10 @@ def plan_by_hand(profile, variant, stages, micro_batches, limits=None, mini_batc
     names = [layer.name for layer in profile.layers]
     groups = cut or split_evenly(names, stages)
     if limits is None:
-        flushes = VARIANTS[variant].flushes
-        limits = [1 if flushes else stages - s for s in range(stages)]
+        ranges = limit_ranges(VARIANTS[variant], stages)
+        limits = [min(most, stages - s) for s, (_, most) in enumerate(ranges)]
     factor = profile.optimizer.state_bytes_per_parameter_byte
     question = Question(profile, uniform_cluster(stages), variant, mini_batch, factor)
-    return make_plan(question, evaluate(question, groups, micro_batches, limits), REPORT)
+    return make_plan(
+        question, evaluate(question, lone_stages(groups, limits), micro_batches), REPORT
+    )

@@ -9,13 +9,14 @@ from math import ceil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from order_by_hand import list_schedule
 from timeprest.planner.operations import Op, op_text, order_text, parse_op, parse_order
 from timeprest.planner.order_check import check_order
-from timeprest.planner.orders import make_order
+from timeprest.planner.orders import limit_ranges, make_order
 from timeprest.planner.pipeline import Link, Pipeline
 from timeprest.planner.simulate import simulate, steady_period_s, warm_mini_batches
 from timeprest.planner.variants import VARIANTS
-from timeprest.planner.versions import version_use
+from timeprest.planner.versions import entry_versions, version_use
 from timeprest.profiles.errors import OrderError
 
 
@@ -29,8 +30,14 @@ def unit_pipeline(variant, stages, n, limits=None, *, backward=None):
         backward_s=(backward or each,) * stages,
         update_s=(0.0,) * stages,
         links=tuple(Link(s, s + 1, 0.0, 0.0, 0.0) for s in range(stages - 1)),
-        limits=tuple(limits or [stages - s for s in range(stages)]),
+        limits=tuple(limits or usual_limits(variant, stages)),
     )
+
+
+def usual_limits(variant, stages):
+    """S − s, where the system leaves a choice."""
+    ranges = limit_ranges(VARIANTS[variant], stages)
+    return [min(most, stages - s) for s, (_, most) in enumerate(ranges)]
 
 
 def bound_limits(stages, n):
@@ -60,6 +67,32 @@ def test_gpipe_timetable():
         "0F0.0 0F0.1 0B0.0 0B0.1 0U0",
         "1F0.0 1F0.1 1B0.0 1B0.1 1U0",
     ]
+
+
+def test_pipedream_flush_timetable():
+    order = make_order(unit_pipeline("pipedream-flush", 2, 2), 2)
+    assert order_text(order).splitlines() == [
+        "0F0.0 0F0.1 0B0.0 0B0.1 0U0 0F1.0 0F1.1 0B1.0 0B1.1 0U1",
+        "1F0.0 1B0.0 1F0.1 1B0.1 1U0 1F1.0 1B1.0 1F1.1 1B1.1 1U1",
+    ]
+
+
+def test_pipedream_2bw_timetable():
+    """S = 2, N = 2: stage 0 has two micro-batches in flight, across mini-batches."""
+    order = make_order(unit_pipeline("pipedream-2bw", 2, 2), 3)
+    assert order_text(order).splitlines() == [
+        "0F0.0 0F0.1 0B0.0 0F1.0 0B0.1 0U0 0F1.1 0B1.0 0F2.0 0B1.1 0U1 0F2.1 0B2.0 0B2.1 0U2",
+        "1F0.0 1B0.0 1F0.1 1B0.1 1U0 1F1.0 1B1.0 1F1.1 1B1.1 1U1 1F2.0 1B2.0 1F2.1 1B2.1 1U2",
+    ]
+    # Mini-batch b runs on version b − 1 at both stages: W(t+1) = W(t) − η·g(W(t−1)).
+    entries = entry_versions(order[0])
+    assert entries == (0, 0, 1)
+    for ops in order:
+        use = version_use(VARIANTS["pipedream-2bw"], 2, ops, entries)
+        passes = [
+            (op.mini_batch, v) for op, v in zip(ops, use.versions, strict=True) if op.kind != "U"
+        ]
+        assert all(version == entries[b] for b, version in passes)
 
 
 def test_nf1b_timetable():
@@ -118,6 +151,84 @@ def test_pipedream_holds_up_to_s_versions(stages):
         assert set(use.differences) == {0}
 
 
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
+def test_vertical_sync_holds_s_versions_everywhere(stages):
+    pipeline = unit_pipeline("pipedream-vertical-sync", stages, 1)
+    order = make_order(pipeline, 4 * stages)
+    entries = entry_versions(order[0])
+    assert entries == tuple(max(0, b - stages + 1) for b in range(4 * stages))
+    for ops in order:
+        use = version_use(pipeline.variant, 1, ops, entries)
+        assert use.most_held == stages
+        assert set(use.differences) == {0}
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("more", [0, 1, 5])
+def test_2bw_holds_two_versions(stages, more):
+    n = stages + more
+    pipeline = unit_pipeline("pipedream-2bw", stages, n)
+    order = make_order(pipeline, 6)
+    entries = entry_versions(order[0])
+    # With one stage it is plain training; else each mini-batch runs on the version before.
+    assert entries == tuple(b if stages == 1 else max(0, b - 1) for b in range(6))
+    for ops in order:
+        use = version_use(pipeline.variant, n, ops, entries)
+        assert use.most_held == min(stages, 2)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
+def test_spectrain_holds_one_version(stages):
+    pipeline = unit_pipeline("spectrain", stages, 1)
+    order = make_order(pipeline, 4 * stages)
+    for s, ops in enumerate(order):
+        use = version_use(pipeline.variant, 1, ops)
+        assert use.most_held == 1
+        # Updates that land between forward and backward: what the predictions span.
+        assert max(use.differences) == stages - 1 - s
+    assert pipeline.variant.scratch_copies == 1
+
+
+@pytest.mark.parametrize(("stages", "n"), [(2, 1), (3, 1), (4, 2), (4, 4), (4, 16), (6, 2)])
+def test_i_timeprest_holds_a_version_for_each_difference_and_one_more(stages, n):
+    pipeline = unit_pipeline("i-timeprest", stages, n)
+    for ops in make_order(pipeline, 5 * stages):
+        use = version_use(pipeline.variant, n, ops)
+        assert use.most_held == max(use.differences) + 1
+
+
+@pytest.mark.parametrize(
+    ("variant", "ranges"),
+    [
+        ("timeprest", ((1, 7), (1, 5), (1, 3), (1, 1))),
+        ("pipedream", ((1, 4), (1, 3), (1, 2), (1, 1))),
+        ("spectrain", ((1, 4), (1, 3), (1, 2), (1, 1))),
+        ("pipedream-2bw", ((2, 2), (2, 2), (2, 2), (1, 1))),
+        ("pipedream-flush", ((1, 1),) * 4),
+        ("gpipe", ((1, 1),) * 4),
+    ],
+)
+def test_limit_ranges(variant, ranges):
+    assert limit_ranges(VARIANTS[variant], 4) == ranges
+
+
+@pytest.mark.parametrize(("stages", "n"), [(1, 1), (2, 4), (3, 4), (4, 8), (4, 2)])
+def test_pipedream_flush_keeps_less_in_the_same_time(stages, n):
+    """As long as GPipe with equal stages and no transfers; at most D + 1 micro-batches kept."""
+    periods = []
+    for name in ("gpipe", "pipedream-flush"):
+        pipeline = replace(unit_pipeline(name, stages, n), backward_s=(2.0,) * stages)
+        order = make_order(pipeline, 9)
+        periods.append(steady_period_s(simulate(pipeline, order)))
+        for s, ops in enumerate(order):
+            kept = most = 0
+            for op in ops:
+                kept += {"F": 1, "B": -1, "U": 0}[op.kind]
+                most = max(most, kept)
+            assert most == (n if name == "gpipe" else min(stages - s, n))
+    assert periods[0] == pytest.approx(periods[1])
+
+
 @pytest.mark.parametrize(("stages", "n"), [(1, 1), (2, 4), (3, 4), (4, 8), (4, 2)])
 def test_gpipe_time_is_the_flow_shop_formula(stages, n):
     """(N + S − 1)·(f + b) with equal stages and no transfers."""
@@ -128,33 +239,67 @@ def test_gpipe_time_is_the_flow_shop_formula(stages, n):
 
 # Drawn -------------------------------------------------------------------------------------
 
+ALL = tuple(sorted(VARIANTS))
+
 times = st.floats(0.01, 10, allow_nan=False)
 
 
 @st.composite
-def pipelines(draw):
-    variant = VARIANTS[draw(st.sampled_from(sorted(VARIANTS)))]
-    stages = draw(st.integers(1, 16))
-    n = 1 if variant.whole_mini_batches else draw(st.integers(1, 64))
+def pipelines(draw, variants=ALL, most_stages=6, most_micro_batches=8):
+    variant = VARIANTS[draw(st.sampled_from(variants))]
+    stages = draw(st.integers(1, most_stages))
+    least = variant.least_micro_batches(stages)
+    n = (
+        1
+        if variant.whole_mini_batches
+        else draw(st.integers(least, max(least, most_micro_batches)))
+    )
     links = {(s, s + 1) for s in range(stages - 1)}
     for _ in range(draw(st.integers(0, 3)) if stages > 2 else 0):
         a = draw(st.integers(0, stages - 2))
         links.add((a, draw(st.integers(a + 1, stages - 1))))
-    limits = [1]
-    for _ in range(stages - 1):
-        limits.insert(0, limits[0] + draw(st.integers(0, 2)))
+    limits = []
+    for least, most in reversed(limit_ranges(variant, stages)):
+        low = max(least, limits[0]) if limits else least
+        limits.insert(0, draw(st.integers(low, most)))
     return Pipeline(
         variant=variant,
         micro_batches=n,
         forward_s=tuple(draw(times) for _ in range(stages)),
         backward_s=tuple(draw(times) for _ in range(stages)),
-        update_s=(0.0,) * stages,
+        update_s=tuple(draw(st.sampled_from([0.0, 0.5])) for _ in range(stages)),
         links=tuple(
             Link(a, b, draw(st.floats(0, 5)), draw(st.floats(0, 5)), 0.1, draw(st.booleans()))
             for a, b in sorted(links)
         ),
-        limits=tuple([1] * stages if variant.flushes else limits),
+        limits=tuple(limits),
     )
+
+
+@given(pipelines(("timeprest",)), st.integers(1, 5))
+def test_nf1b_follows_its_rule(pipeline, mini_batches):
+    """Orders are those of the rule written out plainly: runs of older plans repeat."""
+    assert make_order(pipeline, mini_batches) == list_schedule(pipeline, mini_batches)
+
+
+@given(pipelines(("timeprest",)), st.integers(1, 5), st.sampled_from([0.0, 1.0, 2.0]))
+def test_nf1b_breaks_ties_by_its_rule(pipeline, mini_batches, zero):
+    """Whole numbers, so that operations are ready at the same time, some without a duration."""
+    pipeline = replace(
+        pipeline,
+        forward_s=tuple(round(t) * 1.0 for t in pipeline.forward_s),
+        backward_s=(zero / pipeline.micro_batches,) * pipeline.stages,
+        links=tuple(
+            replace(k, forward_s=round(k.forward_s), backward_s=round(k.backward_s), latency_s=0.0)
+            for k in pipeline.links
+        ),
+    )
+    assert make_order(pipeline, mini_batches) == list_schedule(pipeline, mini_batches)
+
+
+@given(pipelines(most_stages=16, most_micro_batches=64), st.integers(1, 3))
+def test_large_orders_obey_the_rules_too(pipeline, mini_batches):
+    check_order(pipeline, make_order(pipeline, mini_batches), mini_batches)
 
 
 @given(pipelines(), st.integers(1, 5))
@@ -168,21 +313,30 @@ def test_every_order_obeys_its_rules(pipeline, mini_batches):
 @given(pipelines(), st.integers(2, 6))
 def test_versions_follow_the_table(pipeline, mini_batches):
     variant = pipeline.variant
-    for ops in make_order(pipeline, mini_batches):
-        use = version_use(variant, pipeline.micro_batches, ops)
-        updates = 0
+    order = make_order(pipeline, mini_batches)
+    entries = entry_versions(order[0])
+    for ops in order:
+        use = version_use(variant, pipeline.micro_batches, ops, entries)
+        updates, first_of = 0, {}
         for op, version in zip(ops, use.versions, strict=True):
             assert version <= updates + (op.kind == "U")
+            first_of.setdefault(op.mini_batch, updates)
             if op.kind == "U":
                 updates += 1
                 assert version == updates
-            elif op.kind == "B" and variant.backward_weights == "latest":
+            elif op.kind == "B" and variant.backward_weights != "forward":
                 assert version == updates
-            if op.kind == "F" and variant.forward_weights == "latest":
-                assert version == updates
-        if variant.name in ("v-timeprest", "gpipe"):
+            elif op.kind == "F":
+                wanted = {
+                    "latest": updates,
+                    "predicted": updates,
+                    "first-micro-batch": first_of[op.mini_batch],
+                    "entry": entries[op.mini_batch],
+                }
+                assert version == wanted[variant.forward_weights]
+        if not variant.stashes and variant.forward_weights != "first-micro-batch":
             assert use.most_held == 1
-        if variant.name == "timeprest":
+        if variant.name in ("timeprest", "pipedream-2bw"):
             assert use.most_held <= 2
         if variant.backward_weights == "forward" or variant.flushes:
             assert set(use.differences) == {0}

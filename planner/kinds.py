@@ -1,0 +1,70 @@
+"""Orders in short: a byte for each of a stage's operations, which says its kind.
+
+In every order that a rule makes, a stage runs its forwards in the sequence of their micro-batches,
+its backwards likewise, and its updates in that of their mini-batches: kinds alone say all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from .operations import BACKWARD, FORWARD, UPDATE, Op
+
+FORWARDS, BACKWARDS, UPDATES = 0, 1, 2
+
+F, B, U = bytes([FORWARDS]), bytes([BACKWARDS]), bytes([UPDATES])
+
+
+def numbered(
+    kinds: Iterable[int], micro_batches: int, *, micro: bool, mini_batches: int | None = None
+) -> tuple[Op, ...]:
+    """The operations.
+
+    Args:
+        micro: each backward takes a micro-batch.
+        mini_batches: forwards of further ones are left out.
+    """
+    n = micro_batches
+    forwards = backwards = updates = 0
+    ops = []
+    for kind in kinds:
+        if kind == FORWARDS:
+            if mini_batches is None or forwards < mini_batches * n:
+                ops.append(Op(FORWARD, forwards // n, forwards % n))
+            forwards += 1
+        elif kind == UPDATES:
+            ops.append(Op(UPDATE, updates))
+            updates += 1
+        else:
+            b, i = divmod(backwards, n) if micro else (backwards, None)
+            ops.append(Op(BACKWARD, b, i))
+            backwards += 1
+    return tuple(ops)
+
+
+def in_rows(kinds: bytes, micro_batches: int, *, micro: bool) -> Iterator[tuple[Op, int]]:
+    """The operations, with forwards of a mini-batch in a row as one, and how many they are.
+
+    A mini-batch's last forward stands for itself.
+    """
+    n = micro_batches
+    forwards = backwards = updates = position = 0
+    while position < len(kinds):
+        kind = kinds[position]
+        if kind == FORWARDS:
+            row = kinds.find(B, position)
+            row = (row if row >= 0 else len(kinds)) - position
+            b, i = divmod(forwards, n)
+            row = min(row, max(n - 1 - i, 1))
+            yield Op(FORWARD, b, i), row
+            forwards += row
+            position += row
+            continue
+        position += 1
+        if kind == UPDATES:
+            yield Op(UPDATE, updates), 1
+            updates += 1
+        else:
+            b, at = divmod(backwards, n) if micro else (backwards, None)
+            yield Op(BACKWARD, b, at), 1
+            backwards += 1

@@ -1,0 +1,75 @@
+"""Pipelines laid over clusters of every kind: replicas, machines, shared wires."""
+
+from __future__ import annotations
+
+from math import lcm
+
+from hypothesis import strategies as st
+from timeprest.planner.cluster import Cluster, Device, Network
+from timeprest.planner.layout import StageTimes, make_pipeline
+from timeprest.planner.orders import limit_ranges
+from timeprest.planner.stage_costs import Crossing
+from timeprest.planner.variants import VARIANTS
+
+ALL = tuple(sorted(VARIANTS))
+
+
+@st.composite
+def clusters(draw, count):
+    """Devices of one or two machines, of one or two speeds, with links of every kind."""
+    machines = draw(st.sampled_from([[None], ["a", "b"]]))
+    devices = tuple(
+        Device(
+            name=f"d{k}",
+            machine=draw(st.sampled_from(machines)),
+            speed=draw(st.sampled_from([1.0, 1.0, 2.0])),
+        )
+        for k in range(count)
+    )
+
+    def network():
+        return Network(
+            bandwidth_bytes_per_s=draw(st.sampled_from([1.0, 4.0, 100.0])),
+            latency_s=draw(st.sampled_from([0.0, 0.5])),
+            half_duplex=draw(st.booleans()),
+            overlap=draw(st.booleans()),
+        )
+
+    between = network() if len(machines) > 1 else None
+    return Cluster(devices=devices, network=network(), between_machines=between)
+
+
+@st.composite
+def laid_out(draw, most_stages=4, variants=ALL):
+    """A pipeline over a drawn cluster, most with some replicated stage."""
+    variant = VARIANTS[draw(st.sampled_from(variants))]
+    stages = draw(st.integers(1, most_stages))
+    replicas = [draw(st.sampled_from([1, 1, 2, 3])) for _ in range(stages)]
+    n = 1
+    if not variant.whole_mini_batches:
+        n = lcm(*replicas) * draw(st.integers(1, 2))
+        n *= -(-variant.least_micro_batches(stages) // n)
+    order = draw(st.permutations(range(sum(replicas))))
+    devices = [tuple(order[sum(replicas[:s]) : sum(replicas[: s + 1])]) for s in range(stages)]
+    pairs = [(s, s + 1) for s in range(stages - 1)]
+    if stages > 2 and draw(st.booleans()):
+        pairs.append((0, stages - 1))
+    limits = []
+    for least, most in reversed(limit_ranges(variant, stages)):
+        limits.insert(0, draw(st.integers(max(least, limits[0] if limits else 1), most)))
+    seconds = st.sampled_from([0.5, 1.0, 1.25, 3.0])
+    return make_pipeline(
+        variant.name,
+        n,
+        [
+            StageTimes(draw(seconds), draw(seconds), draw(seconds), r > 1 and draw(seconds))
+            for r in replicas
+        ],
+        [
+            Crossing(f"t{a}{b}", a, b, draw(st.sampled_from([1, 6])), draw(st.integers(0, 5)) > 0)
+            for a, b in pairs
+        ],
+        draw(clusters(sum(replicas))),
+        devices,
+        limits,
+    )

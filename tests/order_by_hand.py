@@ -1,0 +1,61 @@
+"""The list schedule of nF1B as its rule says it, without any cleverness: what orders must equal."""
+
+from __future__ import annotations
+
+from timeprest.planner.operations import Op
+
+
+def list_schedule(pipeline, mini_batches):
+    """At every step the operation that can start earliest; ties to backwards, then lower stages.
+
+    For stages of one device each, links with wires of their own, and an update right after its
+    backward.
+    """
+    n, stages = pipeline.micro_batches, range(pipeline.stages)
+    free = [0.0 for _ in stages]
+    wire_free = {}
+    arrivals = {}
+    orders = [[] for _ in stages]
+
+    def send(source, target, op, now, wire_s, latency_s):
+        begin = max(now, wire_free.get((source, target), 0.0))
+        wire_free[source, target] = begin + wire_s
+        arrivals.setdefault((target, op), []).append(begin + wire_s + latency_s)
+
+    def ready(s, op, due):
+        came = arrivals.get((s, op), [])
+        return max([0.0, *came]) if len(came) == due else None
+
+    def options(s):
+        done = [op for op in orders[s] if op.kind == "B"]
+        begun = [op for op in orders[s] if op.kind == "F"]
+        b, i = divmod(len(begun), n)
+        if b < mini_batches and (i or b - len(done) < pipeline.limits[s]):
+            yield 1, Op("F", b, i), sum(1 for link in pipeline.links if link.target == s)
+        if len(begun) >= n * (len(done) + 1):
+            due = sum(1 for link in pipeline.links if link.source == s and link.has_gradient)
+            yield 0, Op("B", len(done)), due
+
+    while True:
+        found = [
+            (max(free[s], when), rank, s, op)
+            for s in stages
+            for rank, op, due in options(s)
+            if (when := ready(s, op, due)) is not None
+        ]
+        if not found:
+            return tuple(tuple(ops) for ops in orders)
+        start, _, s, op = min(found, key=lambda option: option[:3])
+        orders[s].append(op)
+        if op.kind == "F":
+            free[s] = start + pipeline.forward_s[s]
+            for link in pipeline.links:
+                if link.source == s:
+                    send(s, link.target, op, free[s], link.forward_s, link.latency_s)
+        else:
+            free[s] = end = start + pipeline.backward_s[s] * n
+            for link in pipeline.links:
+                if link.target == s and link.has_gradient:
+                    send(s, link.source, op, end, link.backward_s * n, link.latency_s)
+            orders[s].append(Op("U", op.mini_batch))
+            free[s] = end + pipeline.update_s[s]

@@ -1,0 +1,76 @@
+"""What runs of each system: flush systems are plain training, and the rest is refused in a line."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+from plain import train_plainly
+from plans import plan_by_hand, with_times
+from timeprest.planner.plan import check_plan
+from timeprest.planner.variants import VARIANTS
+from timeprest.profiles.errors import PlanError
+from timeprest.runtime.observer import read_losses
+from timeprest.runtime.prepare import prepare
+from timeprest.runtime.run import run
+from timeprest.runtime.run_dir import load_weights
+from timeprest.runtime.settings import RunSettings
+
+STEPS = 6
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_pipedream_flush_is_plain_training(stages, n, mlp_profile, mlp_target, tmp_path):
+    """Loss by loss and weight by weight."""
+    plan = plan_by_hand(with_times(mlp_profile), "pipedream-flush", stages, n)
+    settings = RunSettings(task=mlp_target, steps=STEPS, evaluate=False)
+    summary = run(plan, settings, tmp_path / "run", inline=True)
+    losses, model = train_plainly(mlp_target, plan.mini_batch, STEPS)
+    measured = read_losses(tmp_path / "run" / "metrics.jsonl")
+    np.testing.assert_allclose(measured, losses, rtol=0, atol=1e-10)
+    state = load_weights(tmp_path / "run")
+    for name, weight in model.state_dict().items():
+        np.testing.assert_allclose(state[name], weight, rtol=0, atol=1e-10)
+    assert [report.versions_held for report in summary.stages] == [1] * stages
+
+
+@pytest.mark.processes
+def test_pipedream_flush_in_processes(mlp_profile, mlp_target, tmp_path):
+    plan = plan_by_hand(with_times(mlp_profile), "pipedream-flush", 3, 4)
+    run(plan, RunSettings(task=mlp_target, steps=STEPS, evaluate=False), tmp_path / "run")
+    _, model = train_plainly(mlp_target, plan.mini_batch, STEPS)
+    state = load_weights(tmp_path / "run")
+    for name, weight in model.state_dict().items():
+        np.testing.assert_allclose(state[name], weight, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("variant", [name for name, v in VARIANTS.items() if not v.runs])
+def test_what_cant_run_yet_is_refused(variant, mlp_profile, mlp_target):
+    n = 1 if VARIANTS[variant].whole_mini_batches else 4
+    plan = plan_by_hand(with_times(mlp_profile), variant, 2, n)
+    message = f"{variant} can be planned and simulated; tp-run doesn't train with it yet"
+    with pytest.raises(PlanError, match=message):
+        prepare(plan, RunSettings(task=mlp_target))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"devices": (1, 2)}, r"stages\[1\]\.devices: .*--replicas off"),
+        ({"recompute": True}, r"stages\[1\]\.recompute: .*--recompute off"),
+        (None, "3 don't divide mini_batch 8, and tp-run"),
+    ],
+)
+def test_what_stages_cant_do_yet_is_refused(change, message, mlp_profile, mlp_target):
+    plan = plan_by_hand(with_times(mlp_profile), "gpipe", 2, 4 if change else 3)
+    if change:
+        more = (*plan.cluster.devices, plan.cluster.devices[0])
+        plan = msgspec.structs.replace(
+            plan,
+            cluster=msgspec.structs.replace(plan.cluster, devices=more),
+            stages=(plan.stages[0], msgspec.structs.replace(plan.stages[1], **change)),
+        )
+    assert check_plan(plan) is plan
+    with pytest.raises(PlanError, match=message):
+        prepare(plan, RunSettings(task=mlp_target))
