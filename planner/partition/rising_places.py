@@ -1,0 +1,46 @@
+"""Places of devices that are all alike, where only what is in flight depends on the place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from .problem import Option, Place
+
+
+class RisingPlaces:
+    """`StageProblem.place` where a stage of r replicas has ⌈k / r⌉ units in flight.
+
+    So its load is the same wherever it stands, and what it holds rises with the devices from its
+    first one to the end.
+
+    Attributes:
+        alike: per option, its place with 1 unit in flight.
+        copies_per_unit: of the parameters, that each further unit in flight needs.
+    """
+
+    def __init__(
+        self,
+        options: Sequence[Option],
+        place: Callable[[int], Place],
+        *,
+        copies_per_unit: float = 0.0,
+    ) -> None:
+        """Options with r replicas mean `place(r)`, with its units and copies for 1 in flight."""
+        made = {r: place(r) for r in {option.replicas for option in options}}
+        self.alike = tuple(made[option.replicas] for option in options)
+        self.copies_per_unit = copies_per_unit
+        self._replicas = tuple(option.replicas for option in options)
+        self._made: dict[tuple[int, int], Place] = {}
+
+    def __call__(self, option: int, k: int) -> Place:
+        """See `StageProblem.place`."""
+        r = self._replicas[option]
+        key = (r, -(-k // r))
+        found = self._made.get(key)
+        if found is None:
+            place, units = self.alike[option], key[1]
+            copies = place.copies + self.copies_per_unit * (units - 1)
+            found = replace(place, units=place.units * units, copies=copies)
+            self._made[key] = found
+        return found

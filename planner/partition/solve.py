@@ -1,0 +1,198 @@
+"""Which solver answers: dynamic programming where the downsets can be listed, else the ILP."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from .chains import chains_below
+from .downsets import Lattice, find_downsets
+from .ilp import solve_ilp
+from .linear_orders import good_cut
+from .minimax import minimax_with_bound
+from .problem import Cut, StageProblem
+from .rising import rising_minimax
+
+MOST_DOWNSETS = 300_000
+"""With more, the ILP takes over."""
+
+SAME = 1 + 1e-9
+
+SOLVERS = ("auto", "dp", "ilp")
+
+Progress = Callable[[float, float], None]
+"""Told the lower bound and the best load so far, in s."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """Attributes:
+    cut: the best one found; None where there is none.
+    bound_s: no cut has a smaller objective; infinite where there is none.
+    interrupted: stopped from outside.
+    """
+
+    cut: Cut | None
+    bound_s: float
+    interrupted: bool = False
+
+
+class Source(Protocol):
+    """A solver for all the problems of one graph.
+
+    Attributes:
+        method: what plans call it.
+    """
+
+    @property
+    def method(self) -> str: ...
+
+    def best(
+        self,
+        problem: StageProblem,
+        *,
+        seconds: float | None = None,
+        progress: Progress | None = None,
+    ) -> Found:
+        """The best cut, and a bound on all cuts."""
+
+    def each_below(self, problem: StageProblem, target: Callable[[], float]) -> Iterator[Cut]:
+        """Every cut with an objective below the target, which may fall meanwhile."""
+
+
+@dataclass(frozen=True)
+class DpSource:
+    """Dynamic programming over a list of all downsets."""
+
+    lattice: Lattice
+    method: str = "dp"
+
+    def best(
+        self,
+        problem: StageProblem,
+        *,
+        seconds: float | None = None,
+        progress: Progress | None = None,
+    ) -> Found:
+        """See `Source`."""
+        deadline = None if seconds is None else time.monotonic() + seconds
+        answer = rising_minimax(problem, self.lattice, deadline=deadline)
+        answer = answer or minimax_with_bound(problem, self.lattice, deadline=deadline)
+        return Found(answer.cut, answer.bound_s)
+
+    def each_below(self, problem: StageProblem, target: Callable[[], float]) -> Iterator[Cut]:
+        """See `Source`."""
+        return chains_below(problem, self.lattice, target)
+
+
+@dataclass
+class IlpSource:
+    """The integer program, started from the best cut along good topological orders."""
+
+    method: str = "ilp"
+    orders_s: float = 10.0
+    """Time for those orders at most; a quarter of what there is, where that is less."""
+
+    def best(
+        self,
+        problem: StageProblem,
+        *,
+        seconds: float | None = None,
+        progress: Progress | None = None,
+    ) -> Found:
+        """See `Source`."""
+        begin = time.monotonic()
+        share = self.orders_s if seconds is None else min(self.orders_s, seconds / 4)
+        warm = good_cut(problem, deadline=begin + share)
+        left = None if seconds is None else max(seconds - (time.monotonic() - begin), 0.0)
+        answer = solve_ilp(problem, warm=warm, time_limit_s=left, progress=progress)
+        return Found(answer.cut, answer.bound_s, answer.interrupted)
+
+    def each_below(self, problem: StageProblem, target: Callable[[], float]) -> Iterator[Cut]:
+        """See `Source`."""
+        seen: list[Cut] = []
+        while True:
+            answer = solve_ilp(problem, below=target(), forbidden=seen)
+            if answer.cut is None:
+                return
+            seen.append(answer.cut)
+            yield answer.cut
+
+
+def source_for(
+    problem: StageProblem, solver: str = "auto", deadline: float | None = None
+) -> Source:
+    """The solver to use for this problem's graph.
+
+    Args:
+        solver: one of SOLVERS. "dp" lists the downsets however many there are.
+        deadline: by `time.monotonic`, for listing them.
+    """
+    if solver == "ilp":
+        return IlpSource()
+    limit = MOST_DOWNSETS if solver == "auto" else 10 * MOST_DOWNSETS
+    lattice = find_downsets(problem, limit, deadline)
+    return IlpSource() if lattice is None else DpSource(lattice)
+
+
+@dataclass(frozen=True)
+class CutAnswer:
+    """The best cut of one problem, and what is proven of it.
+
+    Attributes:
+        objective_s: its largest load; infinite without a cut.
+        bound_s: no cut has a smaller one.
+        gap: objective over bound, less 1.
+        optimal: proven; without a cut: proven that there is none.
+        method: "dp" or "ilp".
+        downsets: how many there are, where they were listed.
+        seconds: spent.
+        interrupted: stopped from outside.
+    """
+
+    cut: Cut | None
+    objective_s: float
+    bound_s: float
+    gap: float
+    optimal: bool
+    method: str
+    downsets: int | None
+    seconds: float
+    interrupted: bool = field(default=False)
+
+
+def solve_cut(
+    problem: StageProblem,
+    *,
+    solver: str = "auto",
+    time_limit_s: float | None = 60.0,
+    progress: Progress | None = None,
+) -> CutAnswer:
+    """Find the cut whose largest stage load is smallest.
+
+    Args:
+        solver: one of SOLVERS.
+        time_limit_s: the best cut found by then is the answer; None: no limit.
+    """
+    begin = time.monotonic()
+    deadline = None if time_limit_s is None else begin + time_limit_s
+    source = source_for(problem, solver, deadline)
+    left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+    found = source.best(problem, seconds=left, progress=progress)
+    objective = found.cut.objective_s if found.cut else float("inf")
+    bound = min(found.bound_s, objective)
+    optimal = objective <= bound * SAME
+    gap = 0.0 if optimal else (objective / bound - 1 if bound > 0 else float("inf"))
+    return CutAnswer(
+        cut=found.cut,
+        objective_s=objective,
+        bound_s=bound,
+        gap=gap,
+        optimal=optimal,
+        method=source.method,
+        downsets=source.lattice.size if isinstance(source, DpSource) else None,
+        seconds=time.monotonic() - begin,
+        interrupted=found.interrupted,
+    )
