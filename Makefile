@@ -2,6 +2,7 @@
 # make test   set up, then lint, type checks and all tests
 # make check  lint, format and type checks alone
 # make model-table  profile the models of docs/models.md anew (a quarter of an hour)
+# make bench-planner  solve published workloads anew for docs/planner_benchmark.md (some minutes)
 # make format put the code into the house's format
 
 PYTHON ?= python3
@@ -10,7 +11,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO ?= demo
 
-.PHONY: demo test check lint types tests format model-table clean
+.PHONY: demo test check lint types tests format model-table bench-planner clean
 
 demo: $(READY)
 	rm -rf $(DEMO)
@@ -38,6 +39,9 @@ tests: $(READY)
 
 model-table: $(READY)
 	$(BIN)/python docs/model_table.py
+
+bench-planner: $(READY)
+	$(BIN)/python benchmarks/planner.py
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

@@ -1,9 +1,9 @@
-"""Profiles of published planners: recognising their files, and importing them."""
+"""Files of published planners: recognising them, and reading them as profiles or workloads."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,13 @@ import msgspec
 from ..errors import FileError
 from ..files import MAX_FILE_BYTES
 from ..profile import Profile
+from ..workload import Workload
 from .pipedream import import_pipedream
+from .pipedream_workload import pipedream_workload
 from .piper import import_piper
+from .piper_workload import piper_workload
 from .placement import import_placement
+from .placement_workload import placement_workload
 
 _OURS = re.compile(rb'\s*\{\s*"format"\s*:\s*"timeprest-')
 _KINDS = (
@@ -58,26 +62,52 @@ def import_profile(
         FileError: no such file, of another kind, or malformed; names the line or the place.
         TargetError: a batch size is missing, or the sizes contradict each other.
     """
-    text = _read(Path(path))
     where = str(path)
+    kind, text = _recognise(Path(path))
+    return _PROFILES[kind](where, text, batch_size, micro_batch_sizes)
+
+
+def read_workload(path: str | Path) -> Workload:
+    """Read a workload that another planner's authors published, for their own cost model.
+
+    Raises FileError: no such file, of another kind, or malformed; names the line or the place.
+    """
+    kind, text = _recognise(Path(path))
+    return _WORKLOADS[kind](str(path), text)
+
+
+_PROFILES: dict[str, Callable[[str, Any, int | None, Sequence[int] | None], Profile]] = {
+    "pipedream": import_pipedream,
+    "piper": import_piper,
+    "placement": import_placement,
+}
+_WORKLOADS: dict[str, Callable[[str, Any], Workload]] = {
+    "pipedream": pipedream_workload,
+    "piper": piper_workload,
+    "placement": placement_workload,
+}
+
+
+def _recognise(path: Path) -> tuple[str, str | bytes]:
+    """Of which kind a file is, and its text; bytes where that is JSON."""
+    text = _read(path)
     if text.lstrip()[:1] not in (b"{", b"["):
         try:
-            lines = text.decode("utf-8")
+            return "pipedream", text.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise FileError(f"{where}: isn't text: {error}; {_KINDS}") from None
-        return import_pipedream(where, lines, batch_size, micro_batch_sizes)
+            raise FileError(f"{path}: isn't text: {error}; {_KINDS}") from None
     try:
         found = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise FileError(f"{where}: not valid JSON: {error}") from None
+        raise FileError(f"{path}: not valid JSON: {error}") from None
     nodes = found.get("nodes") if isinstance(found, dict) else None
     if not isinstance(nodes, list) or not nodes:
-        raise FileError(f"{where}: $.nodes: has no list of nodes; {_KINDS}")
+        raise FileError(f"{path}: $.nodes: has no list of nodes; {_KINDS}")
     if _some_node_has(nodes, "TMPCs"):
-        return import_piper(where, text, batch_size, micro_batch_sizes)
+        return "piper", text
     if _some_node_has(nodes, "fpgaLatency"):
-        return import_placement(where, text, batch_size, micro_batch_sizes)
-    raise FileError(f"{where}: $.nodes: of an unknown kind; {_KINDS}")
+        return "placement", text
+    raise FileError(f"{path}: $.nodes: of an unknown kind; {_KINDS}")
 
 
 def _some_node_has(nodes: Sequence[Any], field: str) -> bool:

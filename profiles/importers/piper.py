@@ -9,57 +9,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Annotated
 
-import msgspec
-from msgspec import Meta
-
-from ..errors import FileError
 from ..profile import Profile
 from ..units import format_bytes
-from .foreign_graph import MAX_BYTES, MAX_SECONDS, Cost, Tensor, choose_sizes, make_profile
-from .foreign_nodes import (
-    edge_positions,
-    node_names,
-    node_positions,
-    readable,
-    tensors_by_size,
-    topological_order,
-)
-
-_Bytes = Annotated[float, Meta(ge=0, le=MAX_BYTES)]
-
-
-class _Configuration(msgspec.Struct, frozen=True, rename="camel"):
-    id: str
-    time_per_sample: Annotated[float, Meta(ge=0, le=MAX_SECONDS)]
-    """Forward and backward of one micro-batch, in s."""
-    parameter_size: _Bytes
-    memory_usage_a: _Bytes
-    """For each micro-batch in flight."""
-    memory_usage_b: _Bytes
-    """Whatever is in flight."""
-
-
-class _Node(msgspec.Struct, frozen=True, rename="camel"):
-    id: int
-    configurations: dict[str, list[_Configuration]] = msgspec.field(name="TMPCs")
-    name: str = ""
-
-
-class _Edge(msgspec.Struct, frozen=True, rename="camel"):
-    source_id: int
-    dest_id: int
-    communication_cost: _Bytes
-
-
-class _Workload(msgspec.Struct, frozen=True, rename="camel"):
-    nodes: Annotated[list[_Node], Meta(min_length=1)]
-    edges: list[_Edge]
-    max_devices: Annotated[int, Meta(ge=1)] | None = None
-    max_memory_per_device: Annotated[float, Meta(gt=0)] | None = None
-    bandwidth: Annotated[float, Meta(gt=0)] | None = None
-    mbs_in_batch: Annotated[int, Meta(ge=1)] | None = None
+from .foreign_graph import Cost, Tensor, choose_sizes, make_profile
+from .foreign_nodes import readable, tensors_by_size
+from .piper_file import FileConfiguration, FileNode, FileWorkload, plain_of, read_piper
 
 
 def import_piper(
@@ -77,16 +32,10 @@ def import_piper(
         FileError: the file is malformed; names the place.
         TargetError: sizes that contradict each other.
     """
-    try:
-        found = msgspec.json.decode(text, type=_Workload)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise FileError(f"{where}: {error}") from None
+    file = read_piper(where, text)
+    found, names, edges = file.found, file.names, file.edges
     sizes = choose_sizes(where, 1, batch_size, micro_batch_sizes)
-    position = node_positions(where, [node.id for node in found.nodes])
-    edges = edge_positions(where, [(e.source_id, e.dest_id) for e in found.edges], position)
-    plain = [_plain(where, k, node) for k, node in enumerate(found.nodes)]
-    names = node_names((node.name, node.id) for node in found.nodes)
-    order = topological_order(where, names, edges, range(len(names)))
+    plain = [plain_of(where, k, node) for k, node in enumerate(found.nodes)]
     sent = [(a, e.communication_cost) for (a, _), e in zip(edges, found.edges, strict=True)]
     tensor = {
         key: Tensor(name, name, key[1], needs_grad=True)
@@ -96,24 +45,13 @@ def import_piper(
         where,
         "piper",
         sizes,
-        [_cost(names[k], found.nodes[k], plain[k]) for k in order],
+        [_cost(names[k], found.nodes[k], plain[k]) for k in file.order],
         [(names[a], names[b], tensor[key]) for (a, b), key in zip(edges, sent, strict=True)],
         assumptions=_assumptions(found, plain),
     )
 
 
-def _plain(where: str, k: int, node: _Node) -> _Configuration:
-    """The node on one device, nothing computed again."""
-    found = [c for c in node.configurations.get("1", ()) if c.id == "vanilla"]
-    if len(found) != 1:
-        raise FileError(
-            f'{where}: $.nodes[{k}].TMPCs["1"]: expected one entry with the id "vanilla", not '
-            f"{len(found)}"
-        )
-    return found[0]
-
-
-def _cost(name: str, node: _Node, plain: _Configuration) -> Cost:
+def _cost(name: str, node: FileNode, plain: FileConfiguration) -> Cost:
     return Cost(
         name=name,
         kind=readable(node.name) or "node",
@@ -125,12 +63,12 @@ def _cost(name: str, node: _Node, plain: _Configuration) -> Cost:
     )
 
 
-def _constant_bytes(plain: _Configuration) -> int:
+def _constant_bytes(plain: FileConfiguration) -> int:
     """What memoryUsageB holds besides the parameters and their gradient."""
     return max(round(plain.memory_usage_b - 2 * plain.parameter_size), 0)
 
 
-def _assumptions(found: _Workload, plain: Sequence[_Configuration]) -> Iterator[str]:
+def _assumptions(found: FileWorkload, plain: Sequence[FileConfiguration]) -> Iterator[str]:
     yield (
         "A sample is one micro-batch of the file; its times, for forward and backward together, "
         "were taken to be 1 part forward and 2 parts backward."
@@ -159,7 +97,7 @@ def _assumptions(found: _Workload, plain: Sequence[_Configuration]) -> Iterator[
     yield from _cluster(found)
 
 
-def _cluster(found: _Workload) -> Iterator[str]:
+def _cluster(found: FileWorkload) -> Iterator[str]:
     options = [
         (found.max_devices, lambda v: f"--devices {v}"),
         (found.max_memory_per_device, lambda v: f"--memory {v:.0f}"),

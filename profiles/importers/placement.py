@@ -9,55 +9,13 @@ the forward nodes of a class, with its backward nodes. Their "mini-batch" is one
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterator, Sequence
-from typing import Annotated
 
-import msgspec
-from msgspec import Meta
-
-from ..errors import FileError
 from ..profile import Profile
-from .foreign_graph import MAX_BYTES, MAX_SECONDS, Cost, Tensor, choose_sizes, make_profile
-from .foreign_nodes import (
-    edge_positions,
-    node_names,
-    node_positions,
-    tensors_by_size,
-    topological_order,
-)
-from .placement_groups import Edges, group
-
-_Bytes = Annotated[float, Meta(ge=0, le=MAX_BYTES)]
-_Amount = Annotated[float, Meta(ge=0)]
-
-_THEIR_BYTES_PER_S = 2**31
-"""Where an edge's cost is size / 2**31, it is in seconds; in ms it would be 2 TB/s."""
-
-
-class _Node(msgspec.Struct, frozen=True, rename="camel"):
-    id: int
-    fpga_latency: Annotated[float, Meta(ge=0, le=MAX_SECONDS * 1e3)]
-    """In ms, on an accelerator."""
-    size: _Bytes = 0.0
-    name: str = ""
-    supported_on_fpga: bool | int = True
-    is_backward_node: bool | int = False
-    color_class: int | str | None = None
-
-
-class _Edge(msgspec.Struct, frozen=True, rename="camel"):
-    source_id: int
-    dest_id: int
-    size: _Bytes
-    cost: _Amount = 0.0
-
-
-class _Workload(msgspec.Struct, frozen=True):
-    nodes: Annotated[list[_Node], Meta(min_length=1)]
-    edges: list[_Edge]
-    accelerators: Annotated[int, Meta(ge=0)] | None = msgspec.field(name="maxFPGAs", default=None)
-    memory_bytes: _Amount | None = msgspec.field(name="maxSizePerFPGA", default=None)
+from .foreign_graph import Cost, Tensor, choose_sizes, make_profile
+from .foreign_nodes import tensors_by_size
+from .placement_file import Placement, bandwidth_bytes_per_s, cost_unit_s, read_placement
+from .placement_groups import group
 
 
 def import_placement(
@@ -74,32 +32,23 @@ def import_placement(
         FileError: the file is malformed; names the place.
         TargetError: sizes that contradict each other.
     """
-    try:
-        found = msgspec.json.decode(text, type=_Workload)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise FileError(f"{where}: {error}") from None
+    file = read_placement(where, text)
     sizes = choose_sizes(where, 1, batch_size, micro_batch_sizes)
-    position = node_positions(where, [node.id for node in found.nodes])
-    edges = edge_positions(where, [(e.source_id, e.dest_id) for e in found.edges], position)
-    names = node_names((node.name, node.id) for node in found.nodes)
-    topological_order(where, names, edges, range(len(names)))
-    forward = [not node.is_backward_node for node in found.nodes]
-    if not any(forward):
-        raise FileError(f"{where}: $.nodes: every node is a backward node; nothing can be planned")
-    owner, adopted = group(where, names, forward, [n.color_class for n in found.nodes], edges)
-    costs = _costs(found, names, owner)
-    uses, back_only = _uses(found, names, [c.name for c in costs], forward, owner, edges)
+    owner, adopted = group(where, file.names, file.forward, file.classes, file.edges)
+    costs = _costs(file, owner)
+    uses, back_only = _uses(file, [c.name for c in costs], owner)
     return make_profile(
         where,
         "placement",
         sizes,
         costs,
         uses,
-        assumptions=_assumptions(found, forward, adopted, back_only),
+        assumptions=_assumptions(file, adopted, back_only),
     )
 
 
-def _costs(found: _Workload, names: Sequence[str], owner: Sequence[int]) -> list[Cost]:
+def _costs(file: Placement, owner: Sequence[int]) -> list[Cost]:
+    found, names = file.found, file.names
     members: list[list[int]] = [[] for _ in range(max(owner) + 1)]
     for k, layer in enumerate(owner):
         members[layer].append(k)
@@ -122,12 +71,7 @@ def _costs(found: _Workload, names: Sequence[str], owner: Sequence[int]) -> list
 
 
 def _uses(
-    found: _Workload,
-    names: Sequence[str],
-    layers: Sequence[str],
-    forward: Sequence[bool],
-    owner: Sequence[int],
-    edges: Edges,
+    file: Placement, layers: Sequence[str], owner: Sequence[int]
 ) -> tuple[list[tuple[str, str, Tensor]], int]:
     """(producer, consumer, tensor) between layers; and how many pass in the backward alone.
 
@@ -135,8 +79,9 @@ def _uses(
     An edge from a backward node, in either direction, is the gradient of what its two layers
     exchange; layers that exchange nothing else are given it as a tensor of its own.
     """
+    found, edges, forward = file.found, file.edges, file.forward
     tensor_of = tensors_by_size(
-        names, [(a, e.size) for (a, _), e in zip(edges, found.edges, strict=True)]
+        file.names, [(a, e.size) for (a, _), e in zip(edges, found.edges, strict=True)]
     )
     ahead: list[tuple[int, int, tuple[int, float]]] = []
     behind: list[tuple[int, int, tuple[int, float]]] = []
@@ -160,15 +105,14 @@ def _uses(
     return uses, len(set(alone))
 
 
-def _assumptions(
-    found: _Workload, forward: Sequence[bool], adopted: int, back_only: int
-) -> Iterator[str]:
+def _assumptions(file: Placement, adopted: int, back_only: int) -> Iterator[str]:
+    found = file.found
     yield "A sample is one mini-batch of the file."
     yield (
         "Each node's size is held once, as a buffer, whatever is in flight; nothing else is kept "
         "for the backward."
     )
-    if all(forward):
+    if all(file.forward):
         yield "The file has no backward nodes: backward passes cost nothing, no gradient is sent."
     else:
         yield "Gradients are as large as the tensors they belong to."
@@ -183,13 +127,12 @@ def _assumptions(
             f"{back_only} tensors pass between layers in the backward alone; they're counted in "
             "the forward too."
         )
-    hosts = sum(1 for node in found.nodes if not node.supported_on_fpga)
-    if hosts:
+    if file.hosts:
         yield (
-            f"{hosts} nodes aren't supported on accelerators; they are planned there all the same, "
-            "with fpgaLatency."
+            f"{file.hosts} nodes aren't supported on accelerators; they are planned there all the "
+            "same, with fpgaLatency."
         )
-    yield from _network(found)
+    yield from _network(file)
     options = []
     if found.accelerators:
         options.append(f"--devices {found.accelerators}")
@@ -199,14 +142,11 @@ def _assumptions(
         yield f"The file's own cluster is {' '.join(options)}; CPUs were left out."
 
 
-def _network(found: _Workload) -> Iterator[str]:
-    costs = [e.cost / e.size for e in found.edges if e.size > 0 and e.cost > 0]
-    cost = statistics.median(costs) if costs else 0.0
-    if not 0 < cost < math.inf:
+def _network(file: Placement) -> Iterator[str]:
+    bandwidth = bandwidth_bytes_per_s(file.found.edges)
+    if bandwidth is None:
         return
-    in_seconds = math.isclose(cost * _THEIR_BYTES_PER_S, 1, rel_tol=0.01)
-    bandwidth = 1 / cost if in_seconds else 1e3 / cost
-    if in_seconds:
+    if cost_unit_s(file.found.edges) == 1.0:
         yield "Edge costs are size / 2^31: they were taken to be seconds, beside latencies in ms."
     yield (
         f"Tensors move at {bandwidth / 1e9:.4g} GB/s in this file: plan with --bandwidth "

@@ -31,13 +31,9 @@ def group(
     Returns:
         Each node's layer, and how many nodes were in units of backward nodes alone.
     """
-    ids: dict[Hashable, int] = {}
-    unit = [
-        ids.setdefault(("node", k) if c is None else ("class", c), len(ids))
-        for k, c in enumerate(classes)
-    ]
+    unit, count = units_of(classes)
     between = {(unit[a], unit[b]) for a, b in edges if forward[a] and forward[b]}
-    circle = _circles(len(ids), between)
+    circle = circles_of(count, between)
     last: dict[int, int] = {}
     for k, ahead in enumerate(forward):
         if ahead:
@@ -51,10 +47,20 @@ def group(
         [last[c] for c in circles],
     )
     layer = {circles[k]: position for position, k in enumerate(order)}
-    home = [layer.get(circle[u]) for u in range(len(ids))]
+    home = [layer.get(circle[u]) for u in range(count)]
     adopted = sum(1 for u in unit if home[u] is None)
     owners = _adopt(home, [(unit[a], unit[b]) for a, b in edges], len(order))
     return [owners[u] for u in unit], adopted
+
+
+def units_of(classes: Sequence[Hashable]) -> tuple[list[int], int]:
+    """For each node the number of its unit, and how many there are: a class, or a node without."""
+    ids: dict[Hashable, int] = {}
+    unit = [
+        ids.setdefault(("node", k) if c is None else ("class", c), len(ids))
+        for k, c in enumerate(classes)
+    ]
+    return unit, len(ids)
 
 
 def _adopt(home: Sequence[int | None], edges: Edges, layers: int) -> list[int]:
@@ -81,7 +87,7 @@ def _adopt(home: Sequence[int | None], edges: Edges, layers: int) -> list[int]:
     return [layers - 1 if at is None else at for at in found]
 
 
-def _circles(count: int, edges: set[tuple[int, int]]) -> list[int]:
+def circles_of(count: int, edges: set[tuple[int, int]]) -> list[int]:
     """For each unit the number of its strongly connected component (Kosaraju's algorithm)."""
     after: list[list[int]] = [[] for _ in range(count)]
     before: list[list[int]] = [[] for _ in range(count)]
