@@ -1,18 +1,31 @@
-"""A plan as people read it: a table of its stages, the verdict, the first operations."""
+"""Plans as people read them: a table of stages, the verdict, the first operations; and several."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from itertools import islice
 
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from ..planner.front import FrontPoint
 from ..planner.operations import op_text
 from ..planner.orders import make_order
-from ..planner.plan import Plan, pipeline_of
+from ..planner.plan import Plan, PlanStage, pipeline_of
 from ..profiles.units import format_bytes, format_seconds
+from .common import output
 from .tables import compact_table, counted
+
+
+def print_plan(plan: Plan, count: int) -> None:
+    """Print all there is to say; `count` operations of each stage's order."""
+    console = output()
+    console.print(stage_table(plan))
+    console.print(legend())
+    console.print(verdict(plan))
+    if count:
+        console.print(operations(plan, count), soft_wrap=False)
 
 
 def stage_table(plan: Plan) -> Table:
@@ -25,12 +38,12 @@ def stage_table(plan: Plan) -> Table:
         ["forward", "backward", "transfer", "memory", "limit", "L", "ver", "d", "idle"],
     )
     for s, (stage, predicted) in enumerate(zip(plan.stages, plan.predicted.stages, strict=True)):
-        device = plan.cluster.devices[stage.devices[0]]
-        limit = device.memory_bytes
+        limits = [plan.cluster.devices[d].memory_bytes for d in stage.devices]
+        limit = min((size for size in limits if size is not None), default=None)
         table.add_row(
             str(s),
-            _layers(stage.nodes),
-            device.name,
+            _layers(stage.nodes) + (" ↻" if stage.recompute else ""),
+            _devices(plan, stage),
             format_seconds(predicted.forward_s),
             format_seconds(predicted.backward_s),
             format_seconds(predicted.transfer_s),
@@ -50,6 +63,13 @@ def _layers(nodes: tuple[str, ...]) -> str:
     return f"{nodes[0]} … {nodes[-1]} ({len(nodes)})"
 
 
+def _devices(plan: Plan, stage: PlanStage) -> str:
+    names = [plan.cluster.devices[d].name for d in stage.devices]
+    if len(names) <= 2:
+        return ", ".join(names)
+    return f"{names[0]} … {names[-1]} ({len(names)})"
+
+
 def verdict(plan: Plan) -> Text:
     """Period, rate, and what the solver can prove."""
     predicted, solver = plan.predicted, plan.solver
@@ -57,6 +77,7 @@ def verdict(plan: Plan) -> Text:
         proof = "proven optimal"
     else:
         proof = f"lower bound {format_seconds(solver.bound_s)}, gap {solver.gap:.1%}"
+        proof += f" (ended by {solver.stopped})" if solver.stopped else ""
     return Text(
         f"period {format_seconds(predicted.period_s)} per mini-batch, "
         f"{predicted.samples_per_s:.0f} samples/s, {predicted.speedup:.2f} × one device\n"
@@ -69,9 +90,70 @@ def legend() -> Text:
     """What the columns mean."""
     return Text(
         "forward, backward, transfer: per micro-batch. L: mini-batches in flight at most. "
-        "ver: weight versions held. d: version difference, backward less forward.",
+        "ver: weight versions held. d: version difference, backward less forward. "
+        "↻: activations are computed again.",
         style="dim",
     )
+
+
+def comparison(plans: Mapping[str, Plan], failed: Mapping[str, str]) -> Group:
+    """A row for each system's best plan; and why others have none."""
+    table = compact_table(
+        "the best plan of each system",
+        ["system"],
+        ["S", "devices", "N", "period", "samples/s", "memory", "ver", "d", "idle", "gap"],
+    )
+    for name, plan in plans.items():
+        stages = plan.predicted.stages
+        table.add_row(
+            name,
+            str(len(plan.stages)),
+            str(sum(len(stage.devices) for stage in plan.stages)),
+            str(plan.micro_batches),
+            format_seconds(plan.predicted.period_s),
+            f"{plan.predicted.samples_per_s:.0f}",
+            format_bytes(max(stage.memory_bytes for stage in stages)),
+            str(max(stage.versions_held for stage in stages)),
+            str(max(stage.version_difference for stage in stages)),
+            f"{min(stage.idle_share for stage in stages):.0%}",
+            "0" if plan.solver.optimal else f"{plan.solver.gap:.1%}",
+        )
+    notes = [Text(f"{name}: {why}", style="dim") for name, why in failed.items()]
+    note = Text(
+        "S: stages. N: micro-batches. memory, ver, d: of the stage with most. idle: of the busiest "
+        "stage.",
+        style="dim",
+    )
+    return Group(table, note, *notes)
+
+
+def front_table(points: Iterable[FrontPoint]) -> Group:
+    """The plans that none beats in period, memory and version difference at once."""
+    table = compact_table(
+        "Pareto front of period, memory per device and version difference, of all plans seen",
+        ["system"],
+        ["period", "memory", "d", "S", "devices", "N", "L"],
+    )
+    for point in points:
+        found = point.evaluation
+        limits = [stage.in_flight for stage in found.stages]
+        table.add_row(
+            point.variant,
+            format_seconds(point.period_s),
+            format_bytes(point.memory_bytes),
+            str(point.version_difference),
+            str(len(found.stages)),
+            str(sum(len(stage.devices) for stage in found.stages)),
+            str(found.micro_batches),
+            _limits(limits),
+        )
+    return Group(table)
+
+
+def _limits(limits: list[int]) -> str:
+    if len(limits) <= 6:
+        return " ".join(map(str, limits))
+    return f"{limits[0]} … {limits[-1]}"
 
 
 def operations(plan: Plan, count: int) -> Group:

@@ -1,30 +1,47 @@
-"""The search around the cut: stage count, micro-batch count and in-flight limits.
-
-For every stage count and micro-batch count a lower bound on the period is found first, by the
-dynamic program under the least memory any order needs. Combinations are tried from the lowest
-bound on; the search ends when no bound is below the best plan found.
-"""
+"""Finding a plan: a request becomes cases, the exploration decides them, proof included."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-
-import numpy as np
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from ..profiles.errors import InfeasibleError, PlanError
 from ..profiles.profile import Profile
-from ..profiles.units import format_bytes
 from .cluster import Cluster
-from .cut_finder import CutFinder
-from .downsets import Lattice, lattice_of
-from .evaluate import Evaluation, Question, evaluate, make_plan
-from .plan import MAX_MICRO_BATCHES, Plan, SolverReport
-from .variants import Variant, variant_named
+from .evaluate import Evaluation, Question, make_plan
+from .exploration import EFFORT, SAME, Budget, Case, Exploration, Progress
+from .infeasible import diagnose
+from .micro_batch_counts import micro_batch_counts
+from .partition.solve import SOLVERS, source_for
+from .plan import Plan, SolverReport
+from .relaxation import RECOMPUTE, Freedom, Relaxation
 
-Progress = Callable[[str, int, int], None]
 
-_SAME = 1 + 1e-9
+@dataclass(frozen=True)
+class Request:
+    """What may be chosen, and what may be spent on choosing.
+
+    Attributes:
+        micro_batches: N; None: every divisor of the mini-batch whose size the profile measured.
+        stages: S; None: every count up to the number of devices.
+        replicas: stages may take several devices.
+        recompute: "off", "on" or "auto": stages compute their activations again.
+        pins: (layer's name, stage), 0 the first.
+        solver: one of SOLVERS; "auto": dynamic programming where the downsets can be listed,
+            else the ILP.
+        time_limit_s: the search ends then, with the best plan so far; None: no limit.
+        effort: simulated operations that it may spend.
+    """
+
+    micro_batches: int | None = None
+    stages: int | None = None
+    replicas: bool = False
+    recompute: str = "off"
+    pins: tuple[tuple[str, int], ...] = ()
+    solver: str = "auto"
+    time_limit_s: float | None = 60.0
+    effort: int = EFFORT
 
 
 def solve(
@@ -33,20 +50,20 @@ def solve(
     variant: str = "timeprest",
     *,
     mini_batch: int | None = None,
-    micro_batches: int | None = None,
-    stages: int | None = None,
     optimizer_state_factor: float | None = None,
     progress: Progress | None = None,
+    seen: Callable[[Evaluation], None] | None = None,
+    **asked: object,
 ) -> Plan:
     """Find the plan with the shortest period that fits every device's memory.
 
     Args:
         mini_batch: samples per update; the profile's by default.
-        micro_batches: N; by default every divisor of the mini-batch whose micro-batch size
-            the profile measured.
-        stages: S; by default every count up to the number of devices.
         optimizer_state_factor: bytes of optimizer state per byte of parameters; the
             profile's by default.
+        progress: told (what is done, how much of it, of how much).
+        seen: told every plan that fits.
+        asked: fields of `Request`.
 
     Raises:
         PlanError: settings that contradict each other or the profile.
@@ -59,188 +76,107 @@ def solve(
         else optimizer_state_factor
     )
     question = Question(profile, cluster, variant, mini_batch or profile.batch_size, factor)
-    search = _Search(question, lattice_of(profile))
-    found, bound = search.run(
-        list(_stage_counts(question, search.lattice, stages)),
-        list(_micro_batch_counts(question, micro_batches)),
-        progress or (lambda *_: None),
-    )
-    objective = found.prediction.period_s
-    proven = objective <= bound * _SAME
-    report = SolverReport(
-        method="dp",
+    request = Request(**asked)  # type: ignore[arg-type]
+    exploration = explore(question, request, progress or (lambda *_: None), seen)
+    stopped = _run(exploration)
+    if exploration.best is None:
+        found = diagnose(exploration)
+        if isinstance(found, InfeasibleError):
+            raise found
+        exploration.best = found
+    exploration.tighten()
+    found = exploration.best
+    return make_plan(question, found, _report(exploration, stopped, begin))
+
+
+def _run(exploration: Exploration) -> str | None:
+    """Search; Ctrl-C ends it too, once there is a plan to keep."""
+    try:
+        return exploration.run()
+    except KeyboardInterrupt:
+        if exploration.best is None:
+            raise
+        return "interrupted"
+
+
+def _report(exploration: Exploration, stopped: str | None, begin: float) -> SolverReport:
+    objective = exploration.period_s
+    bound = min(exploration.bound_s, objective)
+    proven = objective <= bound * SAME
+    return SolverReport(
+        method=exploration.source.method,
         objective_s=objective,
-        bound_s=min(bound, objective),
+        bound_s=bound,
         gap=0.0 if proven else (objective / bound - 1 if bound > 0 else 1.0),
         optimal=proven,
-        plans_tried=search.tried,
+        plans_tried=exploration.budget.tried,
         seconds=round(time.perf_counter() - begin, 3),
+        stopped=None if proven else stopped,
     )
-    return make_plan(question, found, report)
 
 
-def _stage_counts(question: Question, lattice: Lattice, asked: int | None) -> Iterator[int]:
+def explore(
+    question: Question,
+    request: Request,
+    progress: Progress,
+    seen: Callable[[Evaluation], None] | None = None,
+) -> Exploration:
+    """The exploration that answers a request; not begun yet. Raises PlanError."""
+    freedom = Freedom(request.replicas, request.recompute)
+    if request.recompute not in RECOMPUTE:
+        raise PlanError(f"--recompute {request.recompute}: give one of {', '.join(RECOMPUTE)}")
+    if request.solver not in SOLVERS:
+        raise PlanError(f"--solver {request.solver}: give one of {', '.join(SOLVERS)}")
+    deadline = None if request.time_limit_s is None else time.monotonic() + request.time_limit_s
+    counts = micro_batch_counts(question, request.micro_batches)
+    relaxation = Relaxation(question, freedom)
+    source = source_for(relaxation.problem(counts[0]), request.solver, deadline)
+    most = _most_stages(question, relaxation, request.stages)
+    pins = _pins(relaxation, request.pins, most)
+    stage_counts: Sequence[int | None] = [request.stages]
+    if pins and request.stages is None:
+        # Stages are counted from the input side; only with their number known does the
+        # program, which runs from the other, know which one it is at.
+        stage_counts = range(max(stage for _, stage in pins) + 1, most + 1)
+    return Exploration(
+        question=question,
+        freedom=freedom,
+        source=source,
+        cases=[Case(n, s) for n in counts for s in stage_counts],
+        most_stages=most,
+        budget=Budget(request.effort, deadline),
+        pins=pins,
+        progress=progress,
+        seen=seen or (lambda _: None),
+    )
+
+
+def _most_stages(question: Question, relaxation: Relaxation, asked: int | None) -> int:
     devices, layers = len(question.cluster.devices), len(question.profile.layers)
-    most = min(devices, layers, len(lattice.member) - 1)
+    tied = sum(group.bit_count() - 1 for group in relaxation.graph.together)
+    most = min(devices, max(layers - tied, 1))
     if asked is None:
-        yield from range(1, most + 1)
-        return
+        return most
     if asked > devices:
         raise PlanError(f"--stages {asked}: the cluster has only {devices} devices")
-    if asked > most:
-        tied = "; tied layers must stay together" if question.profile.tied else ""
+    if asked > relaxation.graph.most_stages:
+        note = "; tied layers must stay together" if question.profile.tied else ""
         raise PlanError(
-            f"--stages {asked}: the model can be cut into {most} stages at most "
-            f"({layers} layers{tied})"
+            f"--stages {asked}: the model can be cut into {relaxation.graph.most_stages} stages "
+            f"at most ({layers} layers{note})"
         )
-    yield asked
+    return asked
 
 
-def _micro_batch_counts(question: Question, asked: int | None) -> Iterator[int]:
-    variant = variant_named(question.variant)
-    batch, sizes = question.mini_batch, question.profile.micro_batch_sizes
-    if variant.whole_mini_batches:
-        if asked not in (None, 1):
+def _pins(
+    relaxation: Relaxation, asked: Sequence[tuple[str, int]], most_stages: int
+) -> tuple[tuple[int, int], ...]:
+    position = relaxation.graph.position
+    for name, stage in asked:
+        if name not in position:
+            raise PlanError(f"--pin {name}: the profile has no layer of this name")
+        if stage >= most_stages:
             raise PlanError(
-                f"--micro-batches {asked}: {variant.name} runs whole mini-batches; leave it out"
+                f"--pin {name}={stage}: there are {most_stages} stages at most, and 0 is the first"
             )
-        asked = 1
-    if asked is not None and batch % asked:
-        raise PlanError(f"--micro-batches {asked}: doesn't divide the mini-batch of {batch}")
-    within = [m for m in range(sizes[0], sizes[-1] + 1) if batch % m == 0]
-    counts = sorted(batch // m for m in within if asked in (None, batch // m))
-    if not counts:
-        size = f"of {batch // asked} samples " if asked else ""
-        raise PlanError(
-            f"mini-batch {batch}: micro-batches {size}are asked for that the profile didn't "
-            f"measure: it has {sizes[0]} to {sizes[-1]} samples; profile again with --batch-size "
-            "and --micro-batch-sizes that reach them"
-        )
-    if counts[0] > MAX_MICRO_BATCHES:
-        raise PlanError(
-            f"mini-batch {batch}: would have {counts[0]} micro-batches; {MAX_MICRO_BATCHES} are "
-            "the most"
-        )
-    yield from (n for n in counts if n <= MAX_MICRO_BATCHES)
-
-
-class _Search:
-    def __init__(self, question: Question, lattice: Lattice) -> None:
-        self.question = question
-        self.variant = variant_named(question.variant)
-        self.lattice = lattice
-        self.finder = CutFinder(question, lattice)
-        self.tried = 0
-
-    def run(
-        self, stage_counts: Sequence[int], micro_counts: Sequence[int], progress: Progress
-    ) -> tuple[Evaluation, float]:
-        """The best evaluation, and the lower bound over all that was asked for."""
-        cases = [(s, n) for s in stage_counts for n in micro_counts]
-        bounds = {}
-        for done, (s, n) in enumerate(cases):
-            progress(f"bounds: {s} stages, {n} micro-batches", done, 2 * len(cases))
-            bounds[s, n] = self.finder.bound(s, n)
-        best: Evaluation | None = None
-        for done, (s, n) in enumerate(sorted(bounds, key=lambda case: (bounds[case], case))):
-            progress(f"plans: {s} stages, {n} micro-batches", len(cases) + done, 2 * len(cases))
-            ceiling = best.prediction.period_s if best else np.inf
-            if not np.isfinite(bounds[s, n]) or bounds[s, n] * _SAME >= ceiling:
-                break
-            bounds[s, n] = max(bounds[s, n], self.finder.slow_bound(s, n))
-            for evaluation in self._plans(s, n, bounds[s, n]):
-                if best is None or _better(evaluation, best):
-                    best = evaluation
-        if best is None:
-            best = self._closest(stage_counts, micro_counts)
-        return self._tighten(best), min(bounds.values())
-
-    def _plans(self, stages: int, micro_batches: int, bound: float) -> Iterator[Evaluation]:
-        """Feasible plans for several in-flight limits, until one reaches the bound."""
-        for limits in _limit_candidates(self.variant, stages):
-            for cut in self.finder.cuts(stages, micro_batches, limits):
-                found = self._evaluate(cut, micro_batches, limits)
-                if not found.over_limit(self.question.cluster):
-                    yield found
-                    if found.prediction.period_s <= bound * _SAME:
-                        return
-                    break
-
-    def _evaluate(
-        self, cut: tuple[int, ...], micro_batches: int, limits: Sequence[int]
-    ) -> Evaluation:
-        self.tried += 1
-        return evaluate(self.question, self.finder.names(cut), micro_batches, limits)
-
-    def _tighten(self, best: Evaluation) -> Evaluation:
-        """Smallest in-flight limits that keep the period."""
-        if self.variant.flushes:
-            return best
-        for s in range(len(best.limits)):
-            while best.limits[s] > (best.limits[s + 1] if s + 1 < len(best.limits) else 1):
-                limits = list(best.limits)
-                limits[s] -= 1
-                self.tried += 1
-                found = evaluate(self.question, best.stages, best.micro_batches, limits)
-                if found.prediction.period_s > best.prediction.period_s * _SAME:
-                    break
-                best = found
-        return best
-
-    def _closest(self, stage_counts: Sequence[int], micro_counts: Sequence[int]) -> Evaluation:
-        """The cut that comes closest to fitting, if it does fit after all.
-
-        Raises InfeasibleError saying what it lacks.
-        """
-        closest: tuple[int, int, Evaluation] | None = None
-        for stages in stage_counts:
-            for n in micro_counts:
-                cut = self.finder.closest_cut(stages, n)
-                if cut is None:
-                    continue
-                narrow = _limit_candidates(self.variant, stages)[-1]
-                tried = self._evaluate(cut, n, narrow)
-                missing = tried.over_limit(self.question.cluster)
-                if not missing:
-                    return tried
-                stage, count = max(missing, key=lambda item: item[1])
-                if closest is None or count < closest[1]:
-                    closest = (stage, count, tried)
-        if closest is None:
-            raise InfeasibleError("no plan fits: the graph can't be cut as asked")
-        stage, missing_bytes, tried = closest
-        names = tried.stages[stage]
-        limit = self.question.cluster.devices[stage].memory_bytes or 0
-        raise InfeasibleError(
-            f"no plan fits: the closest ({len(tried.stages)} stages, {tried.micro_batches} "
-            f"micro-batches) lacks {missing_bytes} bytes ({format_bytes(missing_bytes)}) on "
-            f"stage {stage} ({names[0]} … {names[-1]}): it needs "
-            f"{format_bytes(limit + missing_bytes)} of {format_bytes(limit)}. Raise --memory, add "
-            "devices, or take a smaller --mini-batch",
-            stage=stage,
-            missing_bytes=missing_bytes,
-        )
-
-
-def _better(found: Evaluation, best: Evaluation) -> bool:
-    """A shorter period; at the same period fewer stages, then less memory."""
-
-    def rank(e: Evaluation) -> tuple[int, int]:
-        return len(e.stages), max(stage.memory_bytes for stage in e.prediction.stages)
-
-    mine, its = found.prediction.period_s, best.prediction.period_s
-    if mine * _SAME < its or its * _SAME < mine:
-        return mine < its
-    return rank(found) < rank(best)
-
-
-def _limit_candidates(variant: Variant, stages: int) -> list[tuple[int, ...]]:
-    """In-flight limits to try, from those that hide everything to one mini-batch at a time."""
-    depth = [stages - 1 - s for s in range(stages)]
-    if variant.flushes:
-        return [(1,) * stages]
-    full = tuple(1 + d for d in depth)
-    # Room for messages under way: a slow link needs more mini-batches in flight.
-    roomy = [tuple(1 + 2 * d for d in depth)] if variant.order == "nf1b" else []
-    narrower = [tuple(min(1 + d, most) for d in depth) for most in range(stages - 1, 0, -1)]
-    return list(dict.fromkeys([full, *roomy, *narrower]))
+    return tuple((position[name], stage) for name, stage in asked)

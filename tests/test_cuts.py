@@ -8,8 +8,8 @@ import random
 import pytest
 import torch
 from pieces_by_hand import run_pieces
+from places_to_cut import places_to_cut
 from small_models import TARGETS, light_models
-from timeprest.planner.downsets import lattice_of
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
 from timeprest.profiles.tracing.call import Call
@@ -39,7 +39,7 @@ def without_chance(model):
 
 def drawn_groups(profile, rng):
     """A rising chain of downsets that the planner may use, as layers of each stage."""
-    rows = lattice_of(profile).member
+    rows = places_to_cut(profile)
     below = set()
     groups = []
     for k in sorted(rng.sample(range(1, len(rows)), min(3, len(rows) - 1))):

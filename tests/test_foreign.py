@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 from foreign_files import GRAPH, PIPER, PLACEMENT, placement_edge, placement_node, write
+from places_to_cut import places_to_cut
 from timeprest.planner.cluster import uniform_cluster
-from timeprest.planner.downsets import lattice_of
 from timeprest.planner.recheck import recheck
 from timeprest.planner.search import solve
 from timeprest.planner.stage_costs import stage_cost
@@ -307,7 +307,7 @@ def test_published_files_are_solved_and_shown_by_the_command(name, tmp_path, mon
 
 
 def downset_count(name):
-    return len(lattice_of(sample(name)[1], 10**4).member)
+    return len(places_to_cut(sample(name)[1], 10**4))
 
 
 def test_the_cuts_are_those_that_the_authors_counted():

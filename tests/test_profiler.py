@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models import EXAMPLES, Branches, Tied, flat
 from pieces_by_hand import run_pieces
-from timeprest.planner.downsets import lattice_of
+from places_to_cut import places_to_cut
 from timeprest.planner.stage_costs import stage_cost
 from timeprest.profiles.boundary import Inlet
 from timeprest.profiles.errors import TargetError, TraceError
@@ -146,7 +146,7 @@ def test_tied_layers_are_found_and_kept_together():
     assert [traced.layers[k].name for k in tied_layers(traced)[0]] == ["embed", "head"]
     profile = measure(as_target("tied"), batch_size=2, micro_batch_sizes=[2], seconds=0)
     assert profile.tied == (("embed", "head"),)
-    assert len(lattice_of(profile).member) == 2
+    assert len(places_to_cut(profile)) == 2
 
 
 def test_a_change_in_place_that_others_see_keeps_layers_together():
@@ -158,7 +158,7 @@ def test_a_change_in_place_that_others_see_keeps_layers_together():
     batch = inputs(4)
     wanted = copy.deepcopy(model)(*batch)
     traced = trace(model)
-    ends = {tuple(int(k) for k in row.nonzero()[0]) for row in lattice_of(profile).member}
+    ends = {tuple(int(k) for k in row.nonzero()[0]) for row in places_to_cut(profile)}
     assert ends == {(), (0,), (0, 1, 2), (0, 1, 2, 3)}
     result, _ = run_pieces(traced, [[0], [1, 2], [3]], batch, seed=0)
     torch.testing.assert_close(result, wanted)

@@ -1,0 +1,346 @@
+"""The search for one system: bounds, cuts worth trying, and the proof that nothing is better.
+
+For each micro-batch count N a relaxed problem bounds every plan (`relaxation`). Its optimum, and
+those of guesses at what is in flight, are cuts to try: each is evaluated by its real order, under
+the in-flight limits that suit it. Then, from the lowest bound on, all cuts whose relaxed load is
+below the best plan's period are tried in turn; when none is left the plan is proven best.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from .choices import Choice, all_limits, capped, caps, choice_of
+from .evaluate import Evaluation, Question, evaluate
+from .orders import limit_ranges
+from .partition.problem import Cut, StageProblem
+from .partition.solve import Source
+from .plan import PlanStage
+from .relaxation import Freedom, Held, Relaxation, held_under
+
+Progress = Callable[[str, int, int], None]
+
+SAME = 1 + 1e-9
+"""Periods within this factor are the same; rounding is no gain."""
+
+EFFORT = 500_000
+"""Simulated operations that a search may spend; the same everywhere, so plans repeat."""
+
+
+_MINI_BATCHES = 8
+"""What it takes a simulation to become steady, about."""
+
+
+_LARGE = 20_000
+"""With more layers × devices, guesses leave the number of stages open."""
+
+_MOST_WIDENED = 16
+"""With more stages, single limits aren't raised or lowered: each takes a simulation."""
+
+
+class OutOfBudget(Exception):  # noqa: N818 - it ends a search, nothing went wrong
+    """The search has used what it was given; `args[0]` says what."""
+
+
+@dataclass
+class Budget:
+    """What a search may still spend.
+
+    Attributes:
+        effort: simulated operations.
+        deadline: by `time.monotonic`; None: no limit.
+    """
+
+    effort: int = EFFORT
+    deadline: float | None = None
+    tried: int = 0
+
+    def spend(self, operations: int) -> None:
+        """Take so many operations. Raises OutOfBudget when the budget is used up."""
+        self.tried += 1
+        self.effort -= operations
+        if self.effort < 0:
+            raise OutOfBudget("effort")
+        self.check()
+
+    def check(self) -> None:
+        """Raises OutOfBudget when the time is over."""
+        if self.deadline is not None and time.monotonic() > self.deadline:
+            raise OutOfBudget("time limit")
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Until the deadline."""
+        return None if self.deadline is None else max(self.deadline - time.monotonic(), 0.0)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Micro-batches, and a stage count or None for any."""
+
+    micro_batches: int
+    stages: int | None
+
+
+@dataclass
+class Exploration:
+    """One system's search.
+
+    Attributes:
+        cases: what to look at, all together everything that was asked for.
+        most_stages: stages that the cluster and the graph allow.
+        pins: (layer, stage).
+        seen: called with every plan that fits.
+    """
+
+    question: Question
+    freedom: Freedom
+    source: Source
+    cases: Sequence[Case]
+    most_stages: int
+    budget: Budget
+    pins: tuple[tuple[int, int], ...] = ()
+    progress: Progress = lambda *_: None
+    seen: Callable[[Evaluation], None] = lambda _: None
+    best: Evaluation | None = None
+    bounds: dict[Case, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.relaxation = Relaxation(self.question, self.freedom)
+        self._sharper: dict[Case, str] = {}
+        self._tried: dict[tuple[Choice, int, tuple[int, ...]], Evaluation] = {}
+
+    @property
+    def bound_s(self) -> float:
+        """No plan that was asked for has a shorter period; infinite where none can fit."""
+        return min(self.bounds.values(), default=float("inf"))
+
+    @property
+    def period_s(self) -> float:
+        """Of the best plan so far."""
+        return self.best.prediction.period_s if self.best else float("inf")
+
+    @property
+    def proven(self) -> bool:
+        """Whether nothing can be better than the best plan so far."""
+        return self.period_s <= self.bound_s * SAME
+
+    # The three passes --------------------------------------------------------------------------
+
+    def run(self) -> str | None:
+        """Search until all is proven, or the budget is used up: says then what was."""
+        try:
+            self._bound_all()
+            self._try_guesses()
+            self._prove()
+        except OutOfBudget as reason:
+            return str(reason)
+        return None
+
+    def _bound_all(self) -> None:
+        # A case that isn't reached keeps the trivial bound.
+        self.bounds = dict.fromkeys(self.cases, 0.0)
+        found: dict[Case, list[tuple[float, StageProblem, Cut]]] = {}
+        for done, case in enumerate(self.cases):
+            self._say(f"bounds: {case.micro_batches} micro-batches", done, len(self.cases))
+            found[case] = []
+            for view in self.relaxation.views:
+                problem = self._problem(case, view=view)
+                answer = self.source.best(problem, seconds=self.budget.seconds_left)
+                if answer.bound_s >= self.bounds[case]:
+                    self.bounds[case], self._sharper[case] = answer.bound_s, view
+                if answer.cut is not None:
+                    found[case].append((answer.bound_s, problem, answer.cut))
+                if answer.interrupted:
+                    raise KeyboardInterrupt
+                self.budget.check()
+        for case in self._promising():
+            for _, problem, cut in sorted(found[case], key=lambda item: -item[0]):
+                self._try(problem, cut, case.micro_batches)
+
+    def _try_guesses(self) -> None:
+        for done, case in enumerate(self._promising()):
+            self._say(f"plans: {case.micro_batches} micro-batches", done, len(self.cases))
+            for stages in self._stage_counts(case):
+                for held in self._guesses(stages):
+                    if self.bounds[case] * SAME >= self.period_s:
+                        break
+                    problem = self._problem(case, held, guess=True, stages=stages)
+                    answer = self.source.best(problem, seconds=self.budget.seconds_left)
+                    if answer.cut is not None:
+                        self._try(problem, answer.cut, case.micro_batches)
+                    self.budget.check()
+
+    def _prove(self) -> None:
+        for case in self._promising():
+            if self.bounds[case] * SAME >= self.period_s:
+                continue
+            problem = self._problem(case, view=self._sharper[case])
+            unresolved = float("inf")
+            for cut in self.source.each_below(problem, lambda: self.period_s):
+                self._say(f"proof: {case.micro_batches} micro-batches", 0, 0)
+                if not self._try(problem, cut, case.micro_batches, every_limit=True):
+                    unresolved = min(unresolved, cut.objective_s)
+            self.bounds[case] = max(self.bounds[case], min(unresolved, self.period_s))
+
+    def _promising(self) -> Iterator[Case]:
+        """Cases from the lowest bound on, while they can beat the best plan."""
+        for case in sorted(self.cases, key=lambda c: (self.bounds[c], c.micro_batches)):
+            if self.bounds[case] * SAME >= self.period_s:
+                return
+            yield case
+
+    # Problems ----------------------------------------------------------------------------------
+
+    def _problem(
+        self,
+        case: Case,
+        held: Held | None = None,
+        *,
+        guess: bool = False,
+        view: str = "",
+        stages: int | None = None,
+    ) -> StageProblem:
+        return self.relaxation.problem(
+            case.micro_batches,
+            held=held,
+            guess=guess,
+            view=view,
+            stages=case.stages if case.stages is not None else stages,
+            pins=self.pins,
+        )
+
+    def _stage_counts(self, case: Case) -> list[int | None]:
+        """Stage counts to guess with: all where they are few, else by doubling."""
+        most = self.most_stages
+        large = most * len(self.question.profile.layers) > _LARGE
+        if case.stages is not None or large:
+            return [None]
+        if most <= 8:
+            return [None, *range(most, 0, -1)]
+        doubled = {1 << k for k in range(most.bit_length())} | {most}
+        return [None, *sorted(doubled, reverse=True)]
+
+    def _guesses(self, stages: int | None) -> Iterator[Held | None]:
+        variant, most = self.relaxation.variant, stages or self.most_stages
+        if not self.relaxation.limited:
+            yield None
+            return
+        for cap in caps(limit_ranges(variant, most)):
+            yield held_under(variant, most, cap)
+
+    # Plans -------------------------------------------------------------------------------------
+
+    def _try(
+        self, problem: StageProblem, cut: Cut, micro_batches: int, *, every_limit: bool = False
+    ) -> bool:
+        """Evaluate a cut under limits that suit it. Returns whether all limits were looked at."""
+        choice = choice_of(problem, cut)
+        if not self.relaxation.allows(choice.stages, micro_batches):
+            return True
+        ranges = limit_ranges(self.relaxation.variant, choice.stages)
+        vectors = all_limits(ranges)
+        if vectors is not None and (every_limit or len(vectors) == 1):
+            for limits in vectors:
+                self._evaluate(choice, micro_batches, limits)
+            return True
+        found = self._first_that_fits(choice, micro_batches)
+        if found is not None and self.period_s > cut.objective_s * SAME:
+            widest = tuple(most for _, most in ranges)
+            if self._evaluate(choice, micro_batches, widest) is None:
+                self._widen(found, choice, micro_batches)
+        return False
+
+    def _first_that_fits(self, choice: Choice, micro_batches: int) -> Evaluation | None:
+        """With a mini-batch in flight for each stage behind, or as many as memory allows."""
+        ranges = limit_ranges(self.relaxation.variant, choice.stages)
+        behind = range(choice.stages - 1, -1, -1)
+        usual = [
+            (low, max(low, min(high, 1 + d))) for (low, high), d in zip(ranges, behind, strict=True)
+        ]
+        for cap in caps(usual):
+            found = self._evaluate(choice, micro_batches, capped(usual, cap))
+            if found is not None:
+                return found
+        return None
+
+    def _widen(self, found: Evaluation, choice: Choice, micro_batches: int) -> None:
+        """Raise single limits, while memory allows and the period gets shorter."""
+        ranges = limit_ranges(self.relaxation.variant, choice.stages)
+        limits = [stage.in_flight for stage in found.stages]
+        if choice.stages > _MOST_WIDENED:
+            return
+        for s, (_, most) in enumerate(ranges):
+            while limits[s] < most and (s == 0 or limits[s] < limits[s - 1]):
+                limits[s] += 1
+                wider = self._evaluate(choice, micro_batches, tuple(limits))
+                if wider is None:
+                    limits[s] -= 1
+                    break
+
+    def _evaluate(
+        self, choice: Choice, micro_batches: int, limits: tuple[int, ...]
+    ) -> Evaluation | None:
+        """The plan, if it fits the devices; the best one is kept."""
+        key = (choice, micro_batches, limits)
+        if key not in self._tried:
+            self.budget.spend(_MINI_BATCHES * choice.stages * (2 * micro_batches + 1))
+            self._tried[key] = evaluate(self.question, choice.with_limits(limits), micro_batches)
+        found = self._tried[key]
+        if found.over_limit(self.question.cluster):
+            return None
+        self.seen(found)
+        if self.best is None or better(found, self.best):
+            self.best = found
+        return found
+
+    def tighten(self) -> None:
+        """Lower the best plan's limits as far as its period stays."""
+        if self.best is None:
+            return
+        ranges = limit_ranges(self.relaxation.variant, len(self.best.stages))
+        for s in range(len(self.best.stages)):
+            while True:
+                best = self.best
+                limits = [stage.in_flight for stage in best.stages]
+                least = max(ranges[s][0], limits[s + 1] if s + 1 < len(limits) else 1)
+                if limits[s] <= least or len(limits) > _MOST_WIDENED:
+                    break
+                limits[s] -= 1
+                stages = tuple(
+                    _with_limit(stage, limit)
+                    for stage, limit in zip(best.stages, limits, strict=True)
+                )
+                found = evaluate(self.question, stages, best.micro_batches)
+                if found.prediction.period_s > best.prediction.period_s * SAME:
+                    break
+                self.best = found
+
+    def _say(self, what: str, done: int, total: int) -> None:
+        self.progress(what, done, total)
+
+
+def better(found: Evaluation, best: Evaluation) -> bool:
+    """A shorter period; at the same period fewer devices, stages, staleness, then less memory."""
+
+    def rank(e: Evaluation) -> tuple[int, int, int, int]:
+        predicted = e.prediction.stages
+        return (
+            sum(len(stage.devices) for stage in e.stages),
+            len(e.stages),
+            max(stage.version_difference for stage in predicted),
+            max(stage.memory_bytes for stage in predicted),
+        )
+
+    mine, its = found.prediction.period_s, best.prediction.period_s
+    if mine * SAME < its or its * SAME < mine:
+        return mine < its
+    return rank(found) < rank(best)
+
+
+def _with_limit(stage: PlanStage, limit: int) -> PlanStage:
+    return msgspec.structs.replace(stage, in_flight=limit)

@@ -1,0 +1,171 @@
+"""When nothing fits: which stage lacks how much, and what would do."""
+
+from __future__ import annotations
+
+import time
+from itertools import islice
+
+import msgspec
+
+from ..profiles.errors import InfeasibleError
+from ..profiles.units import format_bytes
+from .choices import capped, choice_of
+from .cluster import Cluster
+from .evaluate import Evaluation, Question, evaluate
+from .exploration import Exploration
+from .orders import limit_ranges
+from .relaxation import Relaxation, held_under
+
+_CUTS = 8
+"""Cuts to look at for each micro-batch count: a guess that fits may not fit after all."""
+
+_MOST_DEVICES = 4096
+_SECONDS = 20.0
+"""Looking for what would do ends then; what was found until then is said."""
+
+
+class Fitting:
+    """Looks for plans that need little memory: with as few mini-batches in flight as there can be.
+
+    Args:
+        exploration: the search that found nothing.
+    """
+
+    def __init__(self, exploration: Exploration) -> None:
+        self.exploration = exploration
+        self.deadline = time.monotonic() + _SECONDS
+        self.more_devices_are_no_help = False
+
+    def plan_on(self, cluster: Cluster) -> Evaluation | None:
+        """A plan that fits this cluster, or None."""
+        exploration = self.exploration
+        question = _on(exploration.question, cluster)
+        relaxation = Relaxation(question, exploration.freedom)
+        for case in exploration.cases:
+            held = held_under(relaxation.variant, exploration.most_stages, 1)
+            problem = relaxation.problem(
+                case.micro_batches, held=held, stages=case.stages, pins=exploration.pins
+            )
+            cuts = exploration.source.each_below(problem, lambda: float("inf"))
+            for cut in islice(cuts, _CUTS):
+                choice = choice_of(problem, cut)
+                if not relaxation.allows(choice.stages, case.micro_batches):
+                    continue
+                limits = capped(limit_ranges(relaxation.variant, choice.stages), 1)
+                stages = choice.with_limits(limits)
+                found = evaluate(question, stages, case.micro_batches)
+                if not found.over_limit(cluster):
+                    return found
+        return None
+
+    def smallest_memory(self) -> tuple[int, Evaluation] | None:
+        """Bytes that would do if every device had them, and the plan; None: no cut at all."""
+        cluster = self.exploration.question.cluster
+        best = self.plan_on(_with_memory(cluster, None))
+        if best is None:
+            return None
+        low = 0
+        while (high := _most_bytes(best)) - low > 1 and time.monotonic() < self.deadline:
+            middle = (low + high) // 2
+            found = self.plan_on(_with_memory(cluster, middle))
+            if found is None:
+                low = middle
+            else:
+                best = found
+        return _most_bytes(best), best
+
+    def fewest_devices(self) -> int | None:
+        """Devices like the cluster's that would do; None where there is no such count."""
+        cluster = self.exploration.question.cluster
+        low = len(cluster.devices)
+        asked = self.exploration.cases[0].stages
+        most = min(self.exploration.relaxation.graph.most_stages, _MOST_DEVICES)
+        if not cluster.uniform or asked is not None:
+            return None
+        if low >= most or self.plan_on(_grown(cluster, most)) is None:
+            self.more_devices_are_no_help = True
+            return None
+        high = most
+        while high - low > 1 and time.monotonic() < self.deadline:
+            middle = (low + high) // 2
+            if self.plan_on(_grown(cluster, middle)) is None:
+                low = middle
+            else:
+                high = middle
+        return high
+
+
+def diagnose(exploration: Exploration) -> Evaluation | InfeasibleError:
+    """Why nothing fits, with the smallest memory and device count that would do.
+
+    Both were planned: they do. Should the closest plan fit after all, it is returned.
+    """
+    fitting = Fitting(exploration)
+    smallest = fitting.smallest_memory()
+    cluster = exploration.question.cluster
+    if smallest is None:
+        return InfeasibleError("no plan fits: the graph can't be cut as asked")
+    memory, plan = smallest
+    closest = evaluate(exploration.question, plan.stages, plan.micro_batches)
+    over = closest.over_limit(cluster)
+    if not over:
+        return closest
+    stage, missing = max(over, key=lambda item: item[1])
+    names = closest.stages[stage].nodes
+    needed = closest.prediction.stages[stage].memory_bytes
+    would_do = f"What would do: {memory} bytes ({format_bytes(memory)}) on every device"
+    count = fitting.fewest_devices()
+    if count is not None:
+        would_do += f", or {count} such devices"
+    elif fitting.more_devices_are_no_help:
+        would_do += "; more such devices alone would not"
+    return InfeasibleError(
+        f"no plan fits: the closest ({len(closest.stages)} stages, {closest.micro_batches} "
+        f"micro-batches) lacks {missing} bytes ({format_bytes(missing)}) on stage {stage} "
+        f"({names[0]} … {names[-1]}): it needs {format_bytes(needed)} of "
+        f"{format_bytes(needed - missing)}. {would_do}{_advice(exploration)}",
+        stage=stage,
+        missing_bytes=missing,
+    )
+
+
+def _advice(exploration: Exploration) -> str:
+    if exploration.freedom.recompute == "off":
+        return "; --recompute auto or a smaller --mini-batch may help"
+    return "; a smaller --mini-batch may help"
+
+
+def _on(question: Question, cluster: Cluster) -> Question:
+    return Question(
+        question.profile,
+        cluster,
+        question.variant,
+        question.mini_batch,
+        question.optimizer_state_factor,
+    )
+
+
+def _with_memory(cluster: Cluster, nbytes: int | None) -> Cluster:
+    devices = tuple(
+        msgspec.structs.replace(device, memory_bytes=nbytes) for device in cluster.devices
+    )
+    return msgspec.structs.replace(cluster, devices=devices)
+
+
+def _grown(cluster: Cluster, count: int) -> Cluster:
+    """More devices of the same kind, in machines as large as the first."""
+    first = cluster.devices[0]
+    size = sum(1 for device in cluster.devices if device.machine == first.machine)
+    devices = tuple(
+        msgspec.structs.replace(
+            first,
+            name=f"device{k}",
+            machine=None if first.machine is None else f"machine{k // size}",
+        )
+        for k in range(count)
+    )
+    return msgspec.structs.replace(cluster, devices=devices)
+
+
+def _most_bytes(found: Evaluation) -> int:
+    return max(stage.memory_bytes for stage in found.prediction.stages)

@@ -1,0 +1,211 @@
+"""A profile's graph in bit masks: what each layer needs, which tensors go where, what is kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from ..profiles.profile import Edge, Measurement, Profile
+from .partition.problem import Vector
+from .stage_costs import at, sized
+
+
+@dataclass(frozen=True)
+class SentTensor:
+    """A tensor that layers exchange.
+
+    Attributes:
+        ends: bit mask of the layer that makes it and those that use it; bit n: the result.
+        edge: one of its edges, for its sizes.
+    """
+
+    ends: int
+    edge: Edge
+
+
+class LayerGraph:
+    """The graph of one profile, and its layers' costs at any micro-batch size measured.
+
+    Attributes:
+        names: of the n layers.
+        needs: per layer, bit mask of the layers it uses.
+        together: bit masks of layers that must share a stage.
+        parameter_bytes, buffer_bytes: per layer, [n].
+    """
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+        self.names = tuple(layer.name for layer in profile.layers)
+        self.position = {name: k for k, name in enumerate(self.names)}
+        needs = [0] * len(self.names)
+        for edge in profile.edges:
+            if edge.consumer in self.position:
+                needs[self.position[edge.consumer]] |= 1 << self.position[edge.producer]
+        self.needs = tuple(needs)
+        self.together = tuple(
+            sum(1 << self.position[name] for name in set(group)) for group in profile.tied
+        )
+        layers = profile.layers
+        self.parameter_bytes: Vector = np.array([float(la.parameter_bytes) for la in layers])
+        self.buffer_bytes: Vector = np.array([float(la.buffer_bytes) for la in layers])
+        self._measured: dict[int, list[Measurement]] = {}
+
+    @cached_property
+    def tensors(self) -> tuple[SentTensor, ...]:
+        """Every tensor once."""
+        ends: dict[str, int] = {}
+        edge_of: dict[str, Edge] = {}
+        for edge in self.profile.edges:
+            consumer = self.position.get(edge.consumer, len(self.names))
+            mask = 1 << self.position[edge.producer] | 1 << consumer
+            ends[edge.tensor] = ends.get(edge.tensor, 0) | mask
+            edge_of.setdefault(edge.tensor, edge)
+        return tuple(SentTensor(mask, edge_of[name]) for name, mask in ends.items())
+
+    @cached_property
+    def savers(self) -> dict[str, int]:
+        """Storage → bit mask of the layers that keep it."""
+        found: dict[str, int] = {}
+        for k, layer in enumerate(self.profile.layers):
+            for name in layer.saves:
+                found[name] = found.get(name, 0) | 1 << k
+        return found
+
+    @cached_property
+    def chain(self) -> bool:
+        """Whether every tensor goes to the next layer alone, so that a cut has one link."""
+        last = len(self.names)
+        return all(
+            bool(t.ends >> self.position[t.edge.producer] + 1 & 1) and t.ends.bit_count() == 2
+            for t in self.tensors
+        ) and all(self.needs[k] >> (k - 1) & 1 for k in range(1, last))
+
+    @cached_property
+    def lone_tensors(self) -> frozenset[int]:
+        """Positions of tensors no two of which cross any cut together, as heavy as can be.
+
+        What crosses a cut of these comes from one stage, over one link. They are the heaviest
+        chain (by bytes per sample) in this order: a tensor is before another when all that use
+        it come before what makes the other, or make it.
+        """
+        tensors, count = self.tensors, len(self.names)
+        maker = [(t.ends & -t.ends).bit_length() - 1 for t in tensors]
+        weight = [t.edge.bytes_per_sample + t.edge.fixed_bytes for t in tensors]
+        order = sorted(range(len(tensors)), key=lambda t: (maker[t], t))
+        # Per tensor: bytes of the best chain that ends with it, and the one before it there.
+        best: dict[int, tuple[float, int]] = {}
+        for t in order:
+            inside = self._before[maker[t]] | 1 << maker[t]
+            ended = [
+                (best[u][0], u)
+                for u in best
+                if not tensors[u].ends & ~inside and not tensors[u].ends >> count & 1
+            ]
+            longest, before = max(ended, default=(0.0, -1))
+            best[t] = longest + weight[t], before
+        chosen, t = set(), max(best, key=lambda u: best[u][0], default=-1)
+        while t >= 0:
+            chosen.add(t)
+            t = best[t][1]
+        return frozenset(chosen)
+
+    @cached_property
+    def most_stages(self) -> int:
+        """Stages there can be: layers, with those that must share a stage counted as one."""
+        before = self._before
+        groups = list(self.together)
+        while True:
+            merged: list[int] = []
+            for group in groups:
+                # What lies between two layers of a stage is on that stage.
+                needed = behind = 0
+                for k in range(len(self.names)):
+                    if group >> k & 1:
+                        needed |= before[k]
+                    if before[k] & group:
+                        behind |= 1 << k
+                group |= needed & behind
+                for other in [other for other in merged if other & group]:
+                    merged.remove(other)
+                    group |= other
+                merged.append(group)
+            if merged == groups:
+                break
+            groups = merged
+        return len(self.names) - sum(group.bit_count() - 1 for group in groups)
+
+    @cached_property
+    def _before(self) -> list[int]:
+        """Per layer, bit mask of all the layers that it depends on."""
+        before: list[int] = []
+        for need in self.needs:
+            mask = need
+            while need:
+                low = need & -need
+                mask |= before[low.bit_length() - 1]
+                need ^= low
+            before.append(mask)
+        return before
+
+    @cached_property
+    def spine(self) -> Vector:
+        """1.0 for layers that are before or behind every other one: all paths go through them."""
+        count = len(self.names)
+        before = self._before
+        behind = [0] * count
+        for k in range(count):
+            mask = before[k]
+            while mask:
+                low = mask & -mask
+                behind[low.bit_length() - 1] += 1
+                mask ^= low
+        related = [before[k].bit_count() + behind[k] + 1 for k in range(count)]
+        return np.array([float(found == count) for found in related])
+
+    @cached_property
+    def last_layer(self) -> int | None:
+        """The one layer that nothing comes after: always on the last stage. None: several."""
+        used = 0
+        for need in self.needs:
+            used |= need
+        sinks = [k for k in range(len(self.names)) if not used >> k & 1]
+        return sinks[0] if len(sinks) == 1 else None
+
+    def measured(self, size: int) -> list[Measurement]:
+        """Each layer at a micro-batch size; the loss is part of the last layer.
+
+        Where several layers could be the last, the loss is left out.
+        Raises PlanError for a size outside what was measured.
+        """
+        if size not in self._measured:
+            found = [at(layer.measurements, size) for layer in self.profile.layers]
+            if self.profile.loss and self.last_layer is not None:
+                loss, last = at(self.profile.loss, size), found[self.last_layer]
+                found[self.last_layer] = Measurement(
+                    micro_batch=size,
+                    forward_s=last.forward_s + loss.forward_s,
+                    backward_s=last.backward_s + loss.backward_s,
+                    saved_bytes=last.saved_bytes + loss.saved_bytes,
+                    workspace_bytes=max(last.workspace_bytes, loss.workspace_bytes),
+                )
+            self._measured[size] = found
+        return self._measured[size]
+
+    def private_bytes(self, size: int) -> Vector:
+        """What each layer keeps besides the storages that others may keep too, [n]."""
+        storages = self.storage_bytes(size)
+        pairs = zip(self.profile.layers, self.measured(size), strict=True)
+        return np.array(
+            [
+                float(max(m.saved_bytes - sum(storages[name] for name in layer.saves), 0))
+                for layer, m in pairs
+            ]
+        )
+
+    def storage_bytes(self, size: int) -> dict[str, int]:
+        """Bytes of every storage for a micro-batch of this size."""
+        return {
+            s.name: sized(s.fixed_bytes, s.bytes_per_sample, size) for s in self.profile.storages
+        }

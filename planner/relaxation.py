@@ -1,0 +1,376 @@
+"""What a cut can cost at best, in our own systems: a `StageProblem` for a micro-batch count.
+
+Two readings of one question. As a *bound*, every load and every byte is at most what any plan
+with that stage has, whatever its order, its limits and its neighbours: the problem's optimum
+bounds the periods of all plans. As a *guess*, bytes are those of the limits at hand and wires
+carry what they are likely to: its optimum is a cut worth trying.
+
+Index letters: N micro-batches; r replicas; k devices from a stage's first one to the end; D
+stages behind a stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, cached_property
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from .choices import capped
+from .cluster import Cluster, Network
+from .evaluate import Question
+from .layer_graph import LayerGraph
+from .orders import limit_ranges
+from .partition.problem import Mode, Option, Place, Shared, StageProblem, Tensor, Vector
+from .stage_costs import RECEIVES_AHEAD, sized
+from .variants import Variant, variant_named
+
+RECOMPUTE = {"off": (False,), "on": (True,), "auto": (False, True)}
+"""Whether stages may, must or mustn't compute their activations again."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a stage has in flight when its memory is at its peak, by D.
+
+    Attributes:
+        mini_batches: each with all its micro-batches, in systems whose backward takes them all.
+        micro_batches: in systems whose backward takes one.
+        versions: weight versions held.
+    """
+
+    mini_batches: Callable[[int], float]
+    micro_batches: Callable[[int], float]
+    versions: Callable[[int], float]
+
+
+_LARGE = 1e9
+"""Bytes, to read an affine time off."""
+
+
+def least_held(variant: Variant) -> Held:
+    """What every order has when a stage's backward begins, however it is made."""
+    return Held(
+        mini_batches=lambda _: 1.0,
+        micro_batches=lambda _: np.inf if variant.forwards_first else 1.0,
+        versions=lambda _: 1.0,
+    )
+
+
+def held_under(variant: Variant, stages: int, cap: int) -> Held:
+    """A guess at what stages with equal times have at their peak, no limit being above `cap`.
+
+    A mini-batch stays at a stage with D behind it while D others begin behind (docs/systems.md).
+    """
+    limits = capped(limit_ranges(variant, stages), cap)
+
+    def mini_batches(behind: int) -> float:
+        limit = limits[max(stages - 1 - behind, 0)]
+        return float(min(limit, 1 + behind))
+
+    def versions(behind: int) -> float:
+        if variant.stashes:
+            return mini_batches(behind)
+        if variant.forward_weights in ("first-micro-batch", "entry"):
+            return min(mini_batches(behind), 2.0)
+        return 1.0
+
+    return Held(
+        mini_batches=mini_batches,
+        micro_batches=lambda behind: np.inf if variant.forwards_first else 1.0 + behind,
+        versions=versions,
+    )
+
+
+@dataclass(frozen=True)
+class Freedom:
+    """What the search may choose besides cut, micro-batches and limits.
+
+    Attributes:
+        replicas: stages may take several devices.
+        recompute: a key of RECOMPUTE.
+    """
+
+    replicas: bool = False
+    recompute: str = "off"
+
+
+class Relaxation:
+    """Makes the problems of one question, for any N."""
+
+    def __init__(self, question: Question, freedom: Freedom) -> None:
+        self.question = question
+        self.freedom = freedom
+        self.variant: Variant = variant_named(question.variant)
+        self.graph = LayerGraph(question.profile)
+
+    @cached_property
+    def limited(self) -> bool:
+        """Whether any device's memory is limited."""
+        return any(d.memory_bytes is not None for d in self.question.cluster.devices)
+
+    def allows(self, stages: int, micro_batches: int) -> bool:
+        """Whether the system runs so many stages with so many micro-batches."""
+        return micro_batches >= self.variant.least_micro_batches(stages)
+
+    def replica_counts(self, micro_batches: int) -> list[int]:
+        """Replicas that share a mini-batch's work evenly, and that the profile has costs for."""
+        devices, batch = len(self.question.cluster.devices), self.question.mini_batch
+        if not self.freedom.replicas:
+            return [1]
+        if not self.variant.whole_mini_batches:
+            return [r for r in range(1, min(devices, micro_batches) + 1) if micro_batches % r == 0]
+        sizes = self.question.profile.micro_batch_sizes
+        within = range(1, min(devices, batch) + 1)
+        return [r for r in within if batch % r == 0 and sizes[0] <= batch // r <= sizes[-1]]
+
+    def problem(
+        self,
+        micro_batches: int,
+        *,
+        held: Held | None = None,
+        guess: bool = False,
+        view: str = "",
+        stages: int | None = None,
+        pins: tuple[tuple[int, int], ...] = (),
+    ) -> StageProblem:
+        """The problem for N micro-batches.
+
+        Args:
+            held: what is in flight; None: the least, as in a bound.
+            guess: a guess, not a bound.
+            view: one of `views`; the first by default.
+            stages: how many; None: any number.
+            pins: (layer, stage).
+
+        Raises:
+            PlanError: a micro-batch size outside what was measured.
+        """
+        modes: list[Mode] = []
+        options: list[Option] = []
+        counts = self.replica_counts(micro_batches)
+        for r in counts:
+            for again in RECOMPUTE[self.freedom.recompute]:
+                options.append(Option(r, len(modes)))
+                modes.append(self._mode(micro_batches, r, again=again))
+        smallest = self._size(micro_batches, counts[-1])
+        graph, optimizer = self.graph, self.question.profile.optimizer
+        drains = (view or self.views[0]) == "drain"
+        before, after = self._heads(micro_batches) if drains else (None, None)
+        return StageProblem(
+            names=graph.names,
+            needs=graph.needs,
+            tensors=tuple(self._tensors(micro_batches, counts[-1], guess=guess)),
+            modes=tuple(modes),
+            options=tuple(options),
+            parameter_bytes=graph.parameter_bytes,
+            devices=len(self.question.cluster.devices),
+            place=self._place(
+                tuple(options),
+                micro_batches,
+                held or least_held(self.variant),
+                guess=guess,
+                syncs=not drains,
+            ),
+            together=graph.together,
+            shared=tuple(self._shared(smallest)) if self.limited else (),
+            # While the pipeline drains, a stage's update runs beside others' backwards.
+            serial_s=None if drains else optimizer.update_s_per_byte * graph.parameter_bytes,
+            serial_fixed_s=0.0 if drains else optimizer.update_fixed_s,
+            workspace_bytes=self._workspace(smallest) if self.limited else None,
+            before_s=before,
+            after_s=after,
+            overlap=self.question.cluster.network.overlap,
+            stages=stages,
+            pins=pins,
+        )
+
+    @property
+    def views(self) -> tuple[str, ...]:
+        """Ways to bound a period: no plan is below any of them.
+
+        "cycle": a stage runs its work, its all-reduce and its update in each period. "drain",
+        where systems flush: its work runs after the pipeline has filled up to it and before it
+        has drained from it.
+        """
+        return ("drain", "cycle") if self.variant.flushes else ("cycle",)
+
+    # Layers ----------------------------------------------------------------------------------
+
+    def _size(self, micro_batches: int, replicas: int) -> int:
+        """Samples in a stage's micro-batch; uneven ones count as the largest."""
+        share = replicas if self.variant.whole_mini_batches else 1
+        return -(-self.question.mini_batch // (micro_batches * share))
+
+    def _mode(self, micro_batches: int, replicas: int, *, again: bool) -> Mode:
+        size = self._size(micro_batches, replicas)
+        measured = self.graph.measured(size)
+        forward = np.array([m.forward_s for m in measured])
+        backward = np.array([m.backward_s for m in measured])
+        # Replicas of a whole mini-batch work at once, each in its own time.
+        rounds = micro_batches * (replicas if self.variant.whole_mini_batches else 1)
+        fixed = self.graph.buffer_bytes
+        flight = self.graph.private_bytes(size)
+        if not again:
+            return Mode("plain", rounds * (forward + backward), fixed, flight)
+        unit = self._unit(micro_batches, replicas)
+        return Mode(
+            "recompute",
+            rounds * (2 * forward + backward),
+            fixed + unit * flight,
+            np.zeros_like(flight),
+            shared_in_flight=0.0,
+            shared_once=unit,
+            inputs_kept=1.0,
+        )
+
+    def _unit(self, micro_batches: int, replicas: int) -> float:
+        """Micro-batches that one replica's backward works through at once."""
+        if self.variant.backward_unit == "micro" or self.variant.whole_mini_batches:
+            return 1.0
+        return micro_batches / replicas
+
+    def _workspace(self, size: int) -> Vector:
+        measured = self.graph.measured(size)
+        return np.array([float(m.workspace_bytes) for m in measured])
+
+    def _heads(self, micro_batches: int) -> tuple[Vector, Vector | None]:
+        """What runs before a stage's first work and after its last.
+
+        The layers that every path goes through, the spine, run one after another, once in
+        each direction for some micro-batch, however the rest is cut. In GPipe's order those
+        behind a stage come on top: its backwards begin when all forwards are through.
+        """
+        measured = self.graph.measured(self._size(micro_batches, 1))
+        fastest = max(device.speed for device in self.question.cluster.devices)
+        work = np.array([m.forward_s + m.backward_s for m in measured]) / fastest
+        spine = work * self.graph.spine
+        return spine, spine if self.variant.forwards_first else None
+
+    # Tensors ---------------------------------------------------------------------------------
+
+    def _tensors(self, micro_batches: int, most_replicas: int, *, guess: bool) -> Iterator[Tensor]:
+        cluster = self.question.cluster
+        # What a stage gets may come over several links side by side, one for each stage below.
+        every = guess or not cluster.network.overlap or len(cluster.devices) <= 2
+        network = self._fastest_network
+        # Wires carry whole micro-batches; a replica holds messages of its share at the least.
+        size = self._size(micro_batches, 1)
+        held_size = self._size(micro_batches, most_replicas)
+        unit = self._unit(micro_batches, most_replicas)
+        both = network.half_duplex or not cluster.network.overlap
+        for number, tensor in enumerate(self.graph.tensors):
+            edge = tensor.edge
+            sent = sized(edge.fixed_bytes, edge.bytes_per_sample, size)
+            returned = sent if edge.needs_grad else 0
+            wire_s = micro_batches * network.wire_s(sent + returned if both else sent)
+            nbytes = sized(edge.fixed_bytes, edge.bytes_per_sample, held_size)
+            gradient = unit * nbytes if edge.needs_grad else 0.0
+            yield Tensor(
+                ends=tensor.ends,
+                lower_s=wire_s if every or number in self.graph.lone_tensors else 0.0,
+                upper_s=0.0 if cluster.network.overlap else wire_s,
+                lower_bytes=RECEIVES_AHEAD["F"] * nbytes + 2 * gradient if self.limited else 0.0,
+                upper_bytes=(RECEIVES_AHEAD["B"] + 1) * gradient if self.limited else 0.0,
+                kept_bytes=nbytes if self.limited else 0.0,
+            )
+
+    @cached_property
+    def _fastest_network(self) -> Network:
+        cluster = self.question.cluster
+        networks = [cluster.network, *filter(None, [cluster.between_machines])]
+        return max(networks, key=lambda network: network.bandwidth_bytes_per_s)
+
+    def _shared(self, size: int) -> Iterator[Shared]:
+        """Storages that several layers may keep. A stage that gets a view holds that alone."""
+        smallest = self.graph.storage_bytes(size)
+        for tensor in self.graph.tensors:
+            edge = tensor.edge
+            nbytes = sized(edge.fixed_bytes, edge.bytes_per_sample, size)
+            smallest[edge.storage] = min(smallest[edge.storage], nbytes)
+        for name, savers in self.graph.savers.items():
+            yield Shared(savers, smallest[name])
+
+    # Places ----------------------------------------------------------------------------------
+
+    def _place(
+        self,
+        options: tuple[Option, ...],
+        micro_batches: int,
+        held: Held,
+        *,
+        guess: bool,
+        syncs: bool,
+    ) -> Callable[[int, int], Place]:
+        question, cluster, variant = self.question, self.question.cluster, self.variant
+        count = len(cluster.devices)
+        uniform = cluster.uniform
+        gradients = 1.0 + question.optimizer_state_factor + variant.scratch_copies
+        sync = Sync(cluster)
+
+        @cache
+        def place(option: int, k: int) -> Place:
+            r = options[option].replicas
+            mine = range(count - k, count - k + r)
+            behind = -(-k // r) - 1
+            devices = [cluster.devices[d] for d in (mine[:1] if uniform else mine)]
+            limits = [float(d.memory_bytes) for d in devices if d.memory_bytes is not None]
+            if variant.backward_unit == "micro":
+                units = min(held.micro_batches(behind), micro_batches / r)
+            else:
+                share = 1 if variant.whole_mini_batches else r
+                units = held.mini_batches(behind) * micro_batches / share
+            fixed_s, per_byte = sync.of(mine) if syncs else (0.0, 0.0)
+            slower = _slower(self._fastest_network, cluster, count - k)
+            lower = slower / r
+            if not guess and cluster.network.overlap and self.freedom.replicas:
+                # Each replica of the stage below may have a link to each of this one's.
+                lower /= max(count - k, 1)
+            return Place(
+                speed=min(d.speed for d in devices),
+                memory_bytes=min(limits, default=float("inf")),
+                sync_s=fixed_s,
+                sync_s_per_byte=per_byte,
+                lower_scale=lower,
+                upper_scale=1 / r,
+                units=units,
+                copies=held.versions(behind) + gradients,
+            )
+
+        return place
+
+
+class Sync:
+    """What summing gradients over neighbouring devices takes."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        pairs = pairwise(device.machine for device in cluster.devices)
+        self._moves = [0, *accumulate(int(a != b) for a, b in pairs)]
+        self._known: dict[tuple[int, int], tuple[float, float]] = {}
+
+    def of(self, devices: range) -> tuple[float, float]:
+        """Of an all-reduce: seconds in any case, and for each byte."""
+        if len(devices) == 1:
+            return 0.0, 0.0
+        # As many devices in as many machines take the same time.
+        key = len(devices), self._moves[devices[-1]] - self._moves[devices[0]]
+        if key not in self._known:
+            fixed_s = self.cluster.all_reduce_s(devices, 0.0)
+            whole_s = self.cluster.all_reduce_s(devices, _LARGE)
+            self._known[key] = fixed_s, (whole_s - fixed_s) / _LARGE
+        return self._known[key]
+
+
+def _slower(fastest: Network, cluster: Cluster, first: int) -> float:
+    """How much longer than on the fastest network messages to device `first` are on the wire.
+
+    Counted where its machine begins: all devices before it are in others then.
+    """
+    if not first or cluster.between_machines is None:
+        return 1.0
+    crossing = cluster.devices[first].machine != cluster.devices[first - 1].machine
+    network = cluster.between_machines if crossing else cluster.network
+    return max(fastest.bandwidth_bytes_per_s / network.bandwidth_bytes_per_s, 1.0)

@@ -1,0 +1,248 @@
+"""The search: its plan is the best of all plans there are, by trying every one."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, Phase, assume, given, settings
+from hypothesis import strategies as st
+from profiles_by_hand import chain, drawn_profiles, profile_by_hand
+from timeprest.planner.choices import Choice, all_limits, capped, caps
+from timeprest.planner.cluster import Cluster, Device, Network, uniform_cluster
+from timeprest.planner.evaluate import Question, evaluate
+from timeprest.planner.micro_batch_counts import micro_batch_counts
+from timeprest.planner.orders import limit_ranges
+from timeprest.planner.partition.stage_load import is_downset, members, stage_bytes, stage_load
+from timeprest.planner.relaxation import Freedom, Relaxation
+from timeprest.planner.search import solve
+from timeprest.planner.variants import VARIANTS
+from timeprest.profiles.errors import InfeasibleError, PlanError
+
+MOST_PLANS = 1500
+
+
+def all_choices(relaxation, micro_batches):
+    """Every cut with every number of devices and every mode for its stages."""
+    problem = relaxation.problem(micro_batches)
+    downsets = [d for d in range(problem.full + 1) if is_downset(problem, d)]
+
+    def extend(below, first, stages):
+        if below == problem.full:
+            nodes, devices, again = zip(*stages, strict=True)
+            yield Choice(nodes, devices, again)
+            return
+        for above in downsets:
+            if below & ~above or above == below:
+                continue
+            names = tuple(problem.names[j] for j in members(above & ~below))
+            for option in problem.options:
+                mode = problem.modes[option.mode].name == "recompute"
+                last = problem.devices - option.replicas
+                # Equal devices: which of them are left out makes no difference.
+                starts = range(first, last + 1)
+                if relaxation.question.cluster.uniform:
+                    starts = starts[:1]
+                for start in starts:
+                    mine = tuple(range(start, start + option.replicas))
+                    yield from extend(
+                        above, start + option.replicas, [*stages, (names, mine, mode)]
+                    )
+
+    yield from extend(0, 0, [])
+
+
+def all_plans(question, freedom, counts):
+    """(choice, N, limits) of every plan."""
+    relaxation = Relaxation(question, freedom)
+    for n in counts:
+        for choice in all_choices(relaxation, n):
+            if relaxation.allows(choice.stages, n):
+                ranges = limit_ranges(VARIANTS[question.variant], choice.stages)
+                for limits in all_limits(ranges, 10**6):
+                    yield choice, n, limits
+
+
+@st.composite
+def drawn_clusters(draw):
+    count = draw(st.integers(1, 3))
+    memory = draw(st.sampled_from([None, None, 40_000, 14_000, 9_000, 6_000]))
+    devices = [Device(name=f"d{k}", memory_bytes=memory) for k in range(count)]
+    if draw(st.integers(0, 3)) == 0:
+        devices = [msgspec.structs.replace(d, speed=draw(st.sampled_from([1, 2]))) for d in devices]
+        if memory:
+            first = msgspec.structs.replace(devices[0], memory_bytes=memory * 2)
+            devices = [first, *devices[1:]]
+    bandwidth = draw(st.sampled_from([1e12, 1e12, 1e5, 2e4]))
+    network = Network(
+        bandwidth_bytes_per_s=bandwidth,
+        latency_s=draw(st.sampled_from([0.0, 0.0, 1e-3])),
+        half_duplex=draw(st.integers(0, 4)) == 0,
+        overlap=draw(st.integers(0, 4)) != 0,
+    )
+    return Cluster(devices=tuple(devices), network=network)
+
+
+@st.composite
+def drawn_questions(draw, most):
+    variant = draw(st.sampled_from(sorted(VARIANTS)))
+    profile = draw(drawn_profiles(most=most))
+    question = Question(profile, draw(drawn_clusters()), variant, profile.batch_size, 1.0)
+    freedom = Freedom(draw(st.booleans()), draw(st.sampled_from(["off", "off", "on", "auto"])))
+    counts = draw(st.sampled_from([None, None, 1, 2, 4, 3]))
+    if VARIANTS[variant].whole_mini_batches:
+        counts = None
+    return question, freedom, counts
+
+
+def best_of_all(question, freedom, counts):
+    """The shortest period of all plans that fit; None when none does."""
+    best = None
+    for number, (choice, n, limits) in enumerate(all_plans(question, freedom, counts)):
+        assume(number < MOST_PLANS)
+        found = evaluate(question, choice.with_limits(limits), n)
+        if not found.over_limit(question.cluster):
+            period = found.prediction.period_s
+            best = period if best is None else min(best, period)
+    return best
+
+
+def solved(question, freedom, asked, solver):
+    try:
+        return solve(
+            question.profile,
+            question.cluster,
+            question.variant,
+            micro_batches=asked,
+            replicas=freedom.replicas,
+            recompute=freedom.recompute,
+            solver=solver,
+            optimizer_state_factor=1.0,
+            time_limit_s=None,
+            effort=10**9,
+        )
+    except InfeasibleError:
+        return None
+
+
+def check_best(question, freedom, asked, solver):
+    try:
+        counts = micro_batch_counts(question, asked)
+    except PlanError:
+        assume(False)
+    best = best_of_all(question, freedom, counts)
+    plan = solved(question, freedom, asked, solver)
+    assert (plan is None) == (best is None)
+    if plan is not None:
+        assert plan.predicted.period_s == pytest.approx(best, rel=1e-8)
+        assert plan.solver.optimal
+        assert plan.solver.bound_s <= best * (1 + 1e-9)
+
+
+ALL = settings(
+    max_examples=120,
+    deadline=None,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],
+)
+
+
+@ALL
+@given(drawn_questions(most=6))
+def test_the_plan_is_the_best_of_all(drawn):
+    """Every system, with and without memory limits, replicas and recomputation."""
+    check_best(*drawn, "dp")
+
+
+@settings(ALL, max_examples=25)
+@given(drawn_questions(most=12))
+def test_the_plan_is_the_best_of_all_on_larger_graphs(drawn):
+    check_best(*drawn, "dp")
+
+
+@settings(ALL, max_examples=25)
+@given(drawn_questions(most=5))
+def test_the_ilp_finds_the_same(drawn):
+    check_best(*drawn, "ilp")
+
+
+@settings(ALL, max_examples=60)
+@given(drawn_questions(most=6), st.data())
+def test_a_bound_is_below_every_plan(drawn, data):
+    """What a stage costs in the relaxed problem is never more than in a real plan."""
+    question, freedom, asked = drawn
+    try:
+        counts = micro_batch_counts(question, asked)
+    except PlanError:
+        assume(False)
+    relaxation = Relaxation(question, freedom)
+    plans = []
+    for plan in all_plans(question, freedom, counts):
+        plans.append(plan)
+        assume(len(plans) < MOST_PLANS)
+    assume(plans)
+    choice, n, limits = data.draw(st.sampled_from(plans))
+    found = evaluate(question, choice.with_limits(limits), n)
+    problem = relaxation.problem(n)
+    position = {name: j for j, name in enumerate(problem.names)}
+    below = 0
+    for s in range(choice.stages):
+        layers = sum(1 << position[name] for name in choice.nodes[s])
+        mode = "recompute" if choice.recompute[s] else "plain"
+        (option,) = [
+            o
+            for o, option in enumerate(problem.options)
+            if option.replicas == len(choice.devices[s]) and problem.modes[option.mode].name == mode
+        ]
+        k = problem.devices - choice.devices[s][0]
+        load = stage_load(problem, below, layers, option, k)
+        assert load <= found.prediction.period_s * (1 + 1e-9)
+        nbytes = stage_bytes(problem, below, layers, option, k)
+        assert nbytes <= found.prediction.stages[s].memory_bytes * (1 + 1e-9) + 1
+        below |= layers
+
+
+def test_limits_never_rise_and_are_all_there():
+    ranges = [(1, 3), (1, 2), (1, 1)]
+    wanted = [v for v in product([1, 2, 3], [1, 2], [1]) if v[0] >= v[1] >= v[2]]
+    assert sorted(all_limits(ranges)) == sorted(wanted)
+    assert all_limits(ranges, 3) is None
+    assert capped(ranges, 2) == (2, 2, 1)
+    assert caps(ranges) == [3, 2, 1]
+    many = caps([(1, 100), (1, 1)])
+    assert many[0] == 100
+    assert many == sorted(many, reverse=True)
+    assert {1, 2, 3} <= set(many)
+
+
+def test_pinned_layers_are_where_they_were_asked_for():
+    plan = solve(chain(8), uniform_cluster(4), pins=[("n5", 0)])
+    assert plan.stages[0].nodes == ("n0", "n1", "n2", "n3", "n4", "n5")
+    plan = solve(chain(8), uniform_cluster(4), pins=[("n1", 1), ("n2", 1)], stages=3)
+    assert {"n1", "n2"} <= set(plan.stages[1].nodes)
+    with pytest.raises(PlanError, match="no layer of this name"):
+        solve(chain(8), uniform_cluster(4), pins=[("nope", 0)])
+    with pytest.raises(InfeasibleError):
+        solve(chain(8), uniform_cluster(4), pins=[("n5", 0), ("n2", 1)])
+
+
+def test_replicas_halve_a_layer_that_cant_be_cut():
+    layers = [("small", 0, 1e-3, 1e-3, 0, []), ("large", 0, 4e-3, 4e-3, 0, [])]
+    edges = [("small", "large", "a", 8), ("large", "output", "b", 8)]
+    profile = profile_by_hand(layers, edges)
+    fast = uniform_cluster(3, bandwidth="1TB/s", latency="0s")
+    alone = solve(profile, fast, micro_batches=4)
+    shared = solve(profile, fast, micro_batches=4, replicas=True)
+    assert alone.predicted.period_s == pytest.approx(4 * 8e-3)
+    assert [len(stage.devices) for stage in shared.stages] == [1, 2]
+    assert shared.predicted.period_s == pytest.approx(2 * 8e-3)
+    assert shared.solver.optimal
+
+
+def test_a_time_limit_keeps_what_was_found():
+    plan = solve(chain(12), uniform_cluster(4), "gpipe", effort=2000)
+    assert plan.solver.bound_s <= plan.predicted.period_s
+    assert plan.solver.optimal == (plan.solver.gap == 0)
+    if not plan.solver.optimal:
+        assert plan.solver.stopped == "effort"
