@@ -2,6 +2,7 @@
 # make test   set up, then lint, type checks and all tests
 # make check  lint, format and type checks alone
 # make model-table  profile the models of docs/models.md anew (a quarter of an hour)
+# make bench-scale    plan a GPT-3 shape for up to 4,096 devices (some minutes)
 # make bench-planner  solve published workloads anew for docs/planner_benchmark.md (some minutes)
 # make format put the code into the house's format
 
@@ -11,7 +12,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO ?= demo
 
-.PHONY: demo test check lint types tests format model-table bench-planner clean
+.PHONY: demo test check lint types tests format model-table bench-planner bench-scale clean
 
 demo: $(READY)
 	rm -rf $(DEMO)
@@ -42,6 +43,9 @@ model-table: $(READY)
 
 bench-planner: $(READY)
 	$(BIN)/python benchmarks/planner.py
+
+bench-scale: $(READY)
+	$(BIN)/python benchmarks/scale.py
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

@@ -13,6 +13,7 @@ from ..profiles.profile import Profile, check_profile
 from .common import common_options, errors_as_lines, output
 from .plan_tables import print_plan
 from .published import published
+from .simulate import simulate_plan
 from .solve import solve
 
 
@@ -22,6 +23,7 @@ def main() -> None:
 
 
 main.add_command(solve)
+main.add_command(simulate_plan)
 main.add_command(published)
 
 

@@ -109,7 +109,7 @@ def published(
                 "bound_s": scattered.bound_s,
                 "optimal": scattered.optimal,
                 "devices": [
-                    [problem.names[j] for j in members(mask)] for mask in scattered.devices
+                    [problem.names[j] for j in members(mask)] for mask in scattered.devices or ()
                 ],
             }
         click.echo(msgspec.json.encode(found))

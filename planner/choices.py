@@ -39,14 +39,18 @@ class Choice:
         )
 
 
-def choice_of(problem: StageProblem, cut: Cut) -> Choice:
-    """A solver's answer as names and positions of devices."""
+def choice_of(problem: StageProblem, cut: Cut, grain: int = 1) -> Choice:
+    """A solver's answer as names and positions of devices.
+
+    Args:
+        grain: devices that the problem counts as one.
+    """
     nodes, devices, recompute = [], [], []
     for stage in cut.stages:
         option = problem.options[stage.option]
-        first = problem.devices - stage.k
+        first = (problem.devices - stage.k) * grain
         nodes.append(tuple(problem.names[j] for j in members(stage.layers)))
-        devices.append(tuple(range(first, first + option.replicas)))
+        devices.append(tuple(range(first, first + option.replicas * grain)))
         recompute.append(problem.modes[option.mode].name == "recompute")
     return Choice(tuple(nodes), tuple(devices), tuple(recompute))
 

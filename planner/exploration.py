@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 import msgspec
 
@@ -27,12 +28,24 @@ Progress = Callable[[str, int, int], None]
 SAME = 1 + 1e-9
 """Periods within this factor are the same; rounding is no gain."""
 
-EFFORT = 500_000
+EFFORT = 1_000_000
 """Simulated operations that a search may spend; the same everywhere, so plans repeat."""
 
 
+_LEAST_TRIED = 24
+"""Plans that may be tried whatever they take."""
+
+_MOST_UNITS = 512
+"""With more devices, guesses let stages take several at once."""
+
+_BOUND_S = 3.0
+"""For a bound then: what the dynamic program has excluded by that time."""
+
 _MINI_BATCHES = 8
 """What it takes a simulation to become steady, about."""
+
+_FLUSHED = 3
+"""The same where the pipeline runs empty after each."""
 
 
 _LARGE = 20_000
@@ -63,7 +76,7 @@ class Budget:
         """Take so many operations. Raises OutOfBudget when the budget is used up."""
         self.tried += 1
         self.effort -= operations
-        if self.effort < 0:
+        if self.effort < 0 and self.tried > _LEAST_TRIED:
             raise OutOfBudget("effort")
         self.check()
 
@@ -150,7 +163,7 @@ class Exploration:
             found[case] = []
             for view in self.relaxation.views:
                 problem = self._problem(case, view=view)
-                answer = self.source.best(problem, seconds=self.budget.seconds_left)
+                answer = self.source.best(problem, seconds=self._bound_seconds)
                 if answer.bound_s >= self.bounds[case]:
                     self.bounds[case], self._sharper[case] = answer.bound_s, view
                 if answer.cut is not None:
@@ -166,13 +179,18 @@ class Exploration:
         for done, case in enumerate(self._promising()):
             self._say(f"plans: {case.micro_batches} micro-batches", done, len(self.cases))
             for stages in self._stage_counts(case):
-                for held in self._guesses(stages):
+                for held, lone in product(self._guesses(stages), self._lone):
                     if self.bounds[case] * SAME >= self.period_s:
                         break
-                    problem = self._problem(case, held, guess=True, stages=stages)
+                    grain = 1 if lone else self._grain
+                    problem = self._problem(
+                        case, held, guess=True, lone=lone, grain=grain, stages=stages
+                    )
+                    if not problem.options:
+                        continue
                     answer = self.source.best(problem, seconds=self.budget.seconds_left)
                     if answer.cut is not None:
-                        self._try(problem, answer.cut, case.micro_batches)
+                        self._try(problem, answer.cut, case.micro_batches, grain=grain)
                     self.budget.check()
 
     def _prove(self) -> None:
@@ -202,6 +220,8 @@ class Exploration:
         held: Held | None = None,
         *,
         guess: bool = False,
+        lone: bool = False,
+        grain: int = 1,
         view: str = "",
         stages: int | None = None,
     ) -> StageProblem:
@@ -209,10 +229,31 @@ class Exploration:
             case.micro_batches,
             held=held,
             guess=guess,
+            lone=lone,
+            grain=grain,
             view=view,
             stages=case.stages if case.stages is not None else stages,
             pins=self.pins,
         )
+
+    @property
+    def _grain(self) -> int:
+        """Devices that guesses count as one."""
+        if not self.freedom.replicas:
+            return 1
+        return -(-len(self.question.cluster.devices) // _MOST_UNITS)
+
+    @property
+    def _bound_seconds(self) -> float | None:
+        left = self.budget.seconds_left
+        if self._grain == 1:
+            return left
+        return _BOUND_S if left is None else min(left, _BOUND_S)
+
+    @property
+    def _lone(self) -> tuple[bool, ...]:
+        """Guess with replicas, where they may be, and without."""
+        return (False, True) if self.freedom.replicas else (False,)
 
     def _stage_counts(self, case: Case) -> list[int | None]:
         """Stage counts to guess with: all where they are few, else by doubling."""
@@ -236,10 +277,16 @@ class Exploration:
     # Plans -------------------------------------------------------------------------------------
 
     def _try(
-        self, problem: StageProblem, cut: Cut, micro_batches: int, *, every_limit: bool = False
+        self,
+        problem: StageProblem,
+        cut: Cut,
+        micro_batches: int,
+        *,
+        grain: int = 1,
+        every_limit: bool = False,
     ) -> bool:
         """Evaluate a cut under limits that suit it. Returns whether all limits were looked at."""
-        choice = choice_of(problem, cut)
+        choice = choice_of(problem, cut, grain)
         if not self.relaxation.allows(choice.stages, micro_batches):
             return True
         ranges = limit_ranges(self.relaxation.variant, choice.stages)
@@ -288,7 +335,9 @@ class Exploration:
         """The plan, if it fits the devices; the best one is kept."""
         key = (choice, micro_batches, limits)
         if key not in self._tried:
-            self.budget.spend(_MINI_BATCHES * choice.stages * (2 * micro_batches + 1))
+            operations = choice.stages * (2 * micro_batches + 1)
+            flushes = self.relaxation.variant.flushes
+            self.budget.spend(operations * (_FLUSHED if flushes else _MINI_BATCHES))
             self._tried[key] = evaluate(self.question, choice.with_limits(limits), micro_batches)
         found = self._tried[key]
         if found.over_limit(self.question.cluster):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from itertools import islice
 
 import msgspec
@@ -14,10 +15,14 @@ from .cluster import Cluster
 from .evaluate import Evaluation, Question, evaluate
 from .exploration import Exploration
 from .orders import limit_ranges
+from .partition.problem import Cut, StageProblem
 from .relaxation import Relaxation, held_under
 
 _CUTS = 8
 """Cuts to look at for each micro-batch count: a guess that fits may not fit after all."""
+
+_SMALL = 2_000
+"""Layers × devices."""
 
 _MOST_DEVICES = 4096
 _SECONDS = 20.0
@@ -36,8 +41,13 @@ class Fitting:
         self.deadline = time.monotonic() + _SECONDS
         self.more_devices_are_no_help = False
 
+    @property
+    def seconds_left(self) -> float:
+        """For finding out what would do."""
+        return max(self.deadline - time.monotonic(), 0.0)
+
     def plan_on(self, cluster: Cluster) -> Evaluation | None:
-        """A plan that fits this cluster, or None."""
+        """A plan that fits this cluster; None where none was found."""
         exploration = self.exploration
         question = _on(exploration.question, cluster)
         relaxation = Relaxation(question, exploration.freedom)
@@ -46,8 +56,7 @@ class Fitting:
             problem = relaxation.problem(
                 case.micro_batches, held=held, stages=case.stages, pins=exploration.pins
             )
-            cuts = exploration.source.each_below(problem, lambda: float("inf"))
-            for cut in islice(cuts, _CUTS):
+            for cut in self._cuts(problem):
                 choice = choice_of(problem, cut)
                 if not relaxation.allows(choice.stages, case.micro_batches):
                     continue
@@ -58,6 +67,16 @@ class Fitting:
                     return found
         return None
 
+    def _cuts(self, problem: StageProblem) -> Iterator[Cut]:
+        """The best cut; then a few others, where the graph is small enough to go on looking."""
+        source = self.exploration.source
+        best = source.best(problem, seconds=self.seconds_left).cut
+        if best is None:
+            return
+        yield best
+        if problem.layers * problem.devices <= _SMALL:
+            yield from islice(source.each_below(problem, lambda: float("inf")), _CUTS)
+
     def smallest_memory(self) -> tuple[int, Evaluation] | None:
         """Bytes that would do if every device had them, and the plan; None: no cut at all."""
         cluster = self.exploration.question.cluster
@@ -65,7 +84,7 @@ class Fitting:
         if best is None:
             return None
         low = 0
-        while (high := _most_bytes(best)) - low > 1 and time.monotonic() < self.deadline:
+        while (high := _most_bytes(best)) - low > 1 and self.seconds_left:
             middle = (low + high) // 2
             found = self.plan_on(_with_memory(cluster, middle))
             if found is None:
@@ -86,7 +105,7 @@ class Fitting:
             self.more_devices_are_no_help = True
             return None
         high = most
-        while high - low > 1 and time.monotonic() < self.deadline:
+        while high - low > 1 and self.seconds_left:
             middle = (low + high) // 2
             if self.plan_on(_grown(cluster, middle)) is None:
                 low = middle

@@ -16,7 +16,7 @@ from .operations import Order
 from .pipeline import Pipeline
 
 _Entry = tuple[float, int, int]
-"""Start, kind of operation, stage."""
+"""Start, 1 for forwards and 0 for what goes before them, stage."""
 
 
 class ListSchedule:
@@ -26,6 +26,7 @@ class ListSchedule:
         kinds: per stage, kinds of what it has run. Forwards and backwards follow their numbers.
         forwards: per stage, micro-batches whose forward it has run.
         updates: per stage, mini-batches that it has updated after.
+        now_s: all that starts before has been run.
     """
 
     def __init__(self, pipeline: Pipeline, mini_batches: int) -> None:
@@ -36,6 +37,7 @@ class ListSchedule:
         self.kinds: list[list[int]] = [[] for _ in stages]
         self.forwards = [0 for _ in stages]
         self.updates = [0 for _ in stages]
+        self.now_s = 0.0
         self._micro_batches = pipeline.micro_batches
         self._end = mini_batches * pipeline.micro_batches
         # A forward of micro-batch f needs f < room; the next backward needs f ≥ needed.
@@ -48,6 +50,11 @@ class ListSchedule:
         self._current: list[_Entry | None] = [None for _ in stages]
         for s in stages:
             self._offer(s)
+
+    @property
+    def ended(self) -> bool:
+        """Whether some stage has run forward all there is."""
+        return max(self.forwards) == self._end
 
     def run(self, mini_batches: int) -> bool:
         """Go on until every stage has updated after so many; False when nothing is left first."""
@@ -80,6 +87,7 @@ class ListSchedule:
             else:
                 self._backward(s)
             self._offer(s)
+            self.now_s = start
         return True
 
     def _offer(self, s: int) -> None:

@@ -114,12 +114,16 @@ class Contended:
         done: per stage, operations that all replicas concerned have run.
         sequence: (stage, position) in which they were run, each when its last share was.
         updates: per stage, mini-batches that it has updated after.
+        ended: whether some replica has run all that it has to.
+        now_s: all that starts before has been run.
     """
 
     def __init__(self, clock: Clock, lists: list[list[Code]]) -> None:
         self.clock = clock
         self.done = [0 for _ in lists]
         self.updates = [0 for _ in lists]
+        self.ended = False
+        self.now_s = 0.0
         self.sequence: list[tuple[int, int]] = []
         self._lists = lists
         self._shares: dict[tuple[int, int], int] = {}
@@ -144,6 +148,7 @@ class Contended:
             entry = heapq.heappop(heap)
             worker = self._workers[entry[2]][entry[3]]
             if worker.entry is entry:
+                self.now_s = entry[0]
                 self._run(worker)
         return True
 
@@ -155,6 +160,7 @@ class Contended:
         worker.entry = None
         todo = self._next(worker)
         if todo is None:
+            self.ended = True
             return
         s, j = worker.stage, worker.replica
         kind, slot, _ = todo

@@ -11,7 +11,7 @@ stages behind a stage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate, pairwise
@@ -132,6 +132,8 @@ class Relaxation:
         *,
         held: Held | None = None,
         guess: bool = False,
+        lone: bool = False,
+        grain: int = 1,
         view: str = "",
         stages: int | None = None,
         pins: tuple[tuple[int, int], ...] = (),
@@ -141,6 +143,8 @@ class Relaxation:
         Args:
             held: what is in flight; None: the least, as in a bound.
             guess: a guess, not a bound.
+            lone: each stage on one device, whatever may be chosen.
+            grain: stages take multiples of so many devices; the problem counts those as one.
             view: one of `views`; the first by default.
             stages: how many; None: any number.
             pins: (layer, stage).
@@ -150,15 +154,16 @@ class Relaxation:
         """
         modes: list[Mode] = []
         options: list[Option] = []
-        counts = self.replica_counts(micro_batches)
+        counts = [1] if lone else self.replica_counts(micro_batches)
+        counts = [r for r in counts if r % grain == 0]
         for r in counts:
             for again in RECOMPUTE[self.freedom.recompute]:
-                options.append(Option(r, len(modes)))
-                modes.append(self._mode(micro_batches, r, again=again))
+                options.append(Option(r // grain, len(modes)))
+                modes.append(self._mode(micro_batches, r, again=again, grain=grain))
         smallest = self._size(micro_batches, counts[-1])
         graph, optimizer = self.graph, self.question.profile.optimizer
         drains = (view or self.views[0]) == "drain"
-        before, after = self._heads(micro_batches) if drains else (None, None)
+        before, after = self._heads(micro_batches, guess=guess) if drains else (None, None)
         return StageProblem(
             names=graph.names,
             needs=graph.needs,
@@ -166,13 +171,14 @@ class Relaxation:
             modes=tuple(modes),
             options=tuple(options),
             parameter_bytes=graph.parameter_bytes,
-            devices=len(self.question.cluster.devices),
+            devices=len(self.question.cluster.devices) // grain,
             place=self._place(
-                tuple(options),
+                [option.replicas * grain for option in options],
                 micro_batches,
                 held or least_held(self.variant),
                 guess=guess,
                 syncs=not drains,
+                grain=grain,
             ),
             together=graph.together,
             shared=tuple(self._shared(smallest)) if self.limited else (),
@@ -204,13 +210,13 @@ class Relaxation:
         share = replicas if self.variant.whole_mini_batches else 1
         return -(-self.question.mini_batch // (micro_batches * share))
 
-    def _mode(self, micro_batches: int, replicas: int, *, again: bool) -> Mode:
+    def _mode(self, micro_batches: int, replicas: int, *, again: bool, grain: int) -> Mode:
         size = self._size(micro_batches, replicas)
         measured = self.graph.measured(size)
         forward = np.array([m.forward_s for m in measured])
         backward = np.array([m.backward_s for m in measured])
         # Replicas of a whole mini-batch work at once, each in its own time.
-        rounds = micro_batches * (replicas if self.variant.whole_mini_batches else 1)
+        rounds = micro_batches * (replicas if self.variant.whole_mini_batches else 1) / grain
         fixed = self.graph.buffer_bytes
         flight = self.graph.private_bytes(size)
         if not again:
@@ -236,7 +242,7 @@ class Relaxation:
         measured = self.graph.measured(size)
         return np.array([float(m.workspace_bytes) for m in measured])
 
-    def _heads(self, micro_batches: int) -> tuple[Vector, Vector | None]:
+    def _heads(self, micro_batches: int, *, guess: bool) -> tuple[Vector, Vector | None]:
         """What runs before a stage's first work and after its last.
 
         The layers that every path goes through, the spine, run one after another, once in
@@ -247,7 +253,8 @@ class Relaxation:
         fastest = max(device.speed for device in self.question.cluster.devices)
         work = np.array([m.forward_s + m.backward_s for m in measured]) / fastest
         spine = work * self.graph.spine
-        return spine, spine if self.variant.forwards_first else None
+        # 1F1B with equal stages takes as long as that too.
+        return spine, spine if self.variant.forwards_first or guess else None
 
     # Tensors ---------------------------------------------------------------------------------
 
@@ -297,12 +304,13 @@ class Relaxation:
 
     def _place(
         self,
-        options: tuple[Option, ...],
+        replicas: Sequence[int],
         micro_batches: int,
         held: Held,
         *,
         guess: bool,
         syncs: bool,
+        grain: int,
     ) -> Callable[[int, int], Place]:
         question, cluster, variant = self.question, self.question.cluster, self.variant
         count = len(cluster.devices)
@@ -311,8 +319,8 @@ class Relaxation:
         sync = Sync(cluster)
 
         @cache
-        def place(option: int, k: int) -> Place:
-            r = options[option].replicas
+        def place(option: int, left: int) -> Place:
+            r, k = replicas[option], left * grain
             mine = range(count - k, count - k + r)
             behind = -(-k // r) - 1
             devices = [cluster.devices[d] for d in (mine[:1] if uniform else mine)]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Protocol
 
 from ..profiles.errors import OrderError
-from .events import NOT_YET, Clock
+from .events import Clock
 from .kinds import BACKWARDS, FORWARDS, UPDATES, B, F
 from .list_schedule import ListSchedule
 from .listed import Code, Contended, Listed, coded, codes
@@ -67,7 +67,7 @@ def _run_patterned(pipeline: Pipeline) -> _Run:
     most, _ = _lengths(pipeline)
     source = _Patterned(pipeline, min(1 + 2 * max(pipeline.limits), most))
     done, cycle = _settle(source, source.length if source.clock.contended else most)
-    while done == source.length < most and not cycle and source.clock.contended:
+    while source.length < most and not cycle and source.clock.contended:
         source = _Patterned(pipeline, min(4 * source.length, most))
         done, cycle = _settle(source, source.length)
     return source.clock, source.kinds(), done, cycle
@@ -95,7 +95,7 @@ def _lengths(pipeline: Pipeline) -> tuple[int, int]:
     affordable = max(3, MOST_OPERATIONS // (pipeline.stages * each))
     deep = max(pipeline.limits)
     most = min(40 + 8 * deep, affordable)
-    return most, max(most, min(most + deep, affordable))
+    return most, most + min(deep, max(most // 2, affordable - most))
 
 
 # What runs mini-batch after mini-batch -------------------------------------------------------
@@ -103,6 +103,14 @@ def _lengths(pipeline: Pipeline) -> tuple[int, int]:
 
 class _Source(Protocol):
     clock: Clock
+
+    @property
+    def now_s(self) -> float:
+        """All that starts before has been run; minus infinity where times go no such way."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether some stage has run all that there is for it, and is idle because of that."""
 
     def run(self, mini_batches: int) -> bool:
         """Go on until every stage has updated after so many; False when it can't."""
@@ -128,6 +136,14 @@ class _Patterned:
                 for s, pattern in enumerate(self._patterns)
             ]
             self._run = Contended(clock, lists)
+
+    @property
+    def now_s(self) -> float:
+        return self._run.now_s if isinstance(self._run, Contended) else -inf
+
+    @property
+    def ended(self) -> bool:
+        return isinstance(self._run, Contended) and self._run.ended
 
     def kinds(self) -> tuple[bytes, ...]:
         """Until all that are in flight entered after the first one had left."""
@@ -162,72 +178,67 @@ def _replay(pipeline: Pipeline, order: Order) -> Contended:
 
 def _settle(source: _Source, most: int) -> tuple[int, int]:
     """Run until all repeats. Returns the mini-batches run, and the cycle, 0 for none."""
-    entered = [0 for _ in source.clock.replicas]
+    watch = _Watch(source)
     for done in range(1, most + 1):
         if not source.run(done):
             return done - 1, 0
-        cycle = _cycle(source.clock, done, entered)
+        cycle = 0 if source.ended else watch.cycle(done)
         if cycle:
             return done, cycle
     return most, 0
 
 
-def _cycle(clock: Clock, done: int, entered: list[int]) -> int:
-    """Mini-batches after which all stages repeat themselves; 0 when they don't yet.
+class _Watch:
+    """Looks for a mini-batch after which all stages repeat themselves.
 
-    What comes next follows from when the mini-batches in flight, and those that made room for
-    them, entered the stages and left. So all repeats where those times are those of c mini-batches
-    before, later by the same time at every stage.
-
-    Args:
-        entered: per stage, mini-batches whose forward has begun; brought up to date.
+    What comes next follows from what the mini-batches that some stage hasn't updated after have
+    done so far, and what not. So all repeats where that is what those of c mini-batches before had
+    done, later by the same time at every stage; and what hasn't started now, hadn't then.
     """
-    window = 0
-    for s, (starts, slots) in enumerate(
-        zip(clock.starts_s[FORWARDS], clock.slots[FORWARDS], strict=True)
-    ):
-        b = entered[s]
-        while b * slots < len(starts) and starts[b * slots] != NOT_YET:
-            b += 1
-        entered[s] = b
-        window = max(window, b - done + 1)
-    last = clock.starts_s[UPDATES][-1]
-    for cycle in range(1, min(MOST_CYCLE, done - window) + 1):
-        shift = last[done - 1] - last[done - 1 - cycle]
-        if all(
-            _shifted(starts, slots, end, window, cycle, shift)
-            for starts, slots, end in _all_starts(clock, done, entered)
-        ):
-            return cycle
-    return 0
 
+    def __init__(self, source: _Source) -> None:
+        self.source = source
+        self.clock = source.clock
+        kinds = (FORWARDS, UPDATES, BACKWARDS)
+        starts, slots = self.clock.starts_s, self.clock.slots
+        self._rows = [
+            (mine, each)
+            for kind in kinds
+            for mine, each in zip(starts[kind], slots[kind], strict=True)
+        ]
+        self._begun = [0 for _ in self._rows]
 
-def _all_starts(
-    clock: Clock, done: int, entered: Sequence[int]
-) -> Iterator[tuple[list[float], int, int]]:
-    """Per stage and kind: starts, how many of them a mini-batch has, mini-batches so far."""
-    yield from zip(clock.starts_s[FORWARDS], clock.slots[FORWARDS], entered, strict=True)
-    for kind in (UPDATES, BACKWARDS):
-        for starts, slots in zip(clock.starts_s[kind], clock.slots[kind], strict=True):
-            yield starts, slots, done
+    def cycle(self, done: int) -> int:
+        """c, or 0 where nothing repeats yet. All stages have updated after `done` mini-batches."""
+        last = self.clock.starts_s[UPDATES][-1]
+        for k, (starts, slots) in enumerate(self._rows):
+            while len(starts) > self._begun[k] * slots and starts[self._begun[k] * slots] >= 0:
+                self._begun[k] += 1
+        for cycle in range(1, min(MOST_CYCLE, done - 1) + 1):
+            shift = last[done - 1] - last[done - 1 - cycle]
+            if all(
+                self._repeats(starts, slots, begun, done, cycle, shift)
+                for (starts, slots), begun in zip(self._rows, self._begun, strict=True)
+            ):
+                return cycle
+        return 0
 
-
-def _shifted(
-    starts: list[float], slots: int, end: int, window: int, cycle: int, shift: float
-) -> bool:
-    """Whether the last mini-batches came so much later than those a cycle before."""
-    off, back = 1e-9 * shift, cycle * slots
-    last = (end - 1) * slots
-    if abs(starts[last] - starts[last - back] - shift) > off:
-        return False
-    first, until = (end - window) * slots, end * slots
-    # The last mini-batch may be under way.
-    return all(
-        abs(now - before - shift) <= off or now == NOT_YET
-        for now, before in zip(
-            starts[first:until], starts[first - back : until - back], strict=True
+    def _repeats(
+        self, starts: list[float], slots: int, begun: int, done: int, cycle: int, shift: float
+    ) -> bool:
+        """Whether operations of one kind at one stage do."""
+        off, back = 1e-9 * shift, cycle * slots
+        newest = (begun - 1) * slots
+        if abs(starts[newest] - starts[newest - back] - shift) > off:
+            return False
+        now = self.source.now_s - off
+        first, end = (done - 1) * slots, min((begun + 1) * slots, len(starts))
+        return all(
+            abs(this - before - shift) <= off if this >= 0 else before + shift >= now or before < 0
+            for this, before in zip(
+                starts[first:end], starts[first - back : end - back], strict=True
+            )
         )
-    )
 
 
 def _period_s(clock: Clock, done: int, cycle: int) -> float:
@@ -236,8 +247,13 @@ def _period_s(clock: Clock, done: int, cycle: int) -> float:
     if cycle:
         return (updates[-1][done - 1] - updates[-1][done - 1 - cycle]) / cycle
     if done == 1:
-        return max(
-            starts[0] + seconds for starts, seconds in zip(updates, clock.update_s, strict=True)
-        )
-    half = max(1, done // 2)
-    return max(starts[done - 1] - starts[half - 1] for starts in updates) / (done - half)
+        # A whole mini-batch, where each one begins when the last has ended.
+        flushes = clock.pipeline.variant.flushes
+        ends = (first[0] + taken for first, taken in zip(updates, clock.update_s, strict=True))
+        return max(ends) if flushes else 0.0
+    span = done - max(1, done // 2)
+    deep = max(clock.pipeline.limits)
+    if span > deep:
+        # Mini-batches that limits hold back often come in rows of as many as may be in flight.
+        span -= span % deep
+    return max(starts[done - 1] - starts[done - 1 - span] for starts in updates) / span

@@ -1,4 +1,7 @@
-"""Pipelines laid over clusters of every kind: replicas, machines, shared wires."""
+"""Pipelines laid over clusters of every kind: replicas, machines, shared wires.
+
+All times are sums of powers of two, so that what happens at the same time does so to the last bit.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ def clusters(draw, count):
 
     def network():
         return Network(
-            bandwidth_bytes_per_s=draw(st.sampled_from([1.0, 4.0, 100.0])),
+            bandwidth_bytes_per_s=draw(st.sampled_from([8.0, 32.0, 1024.0])),
             latency_s=draw(st.sampled_from([0.0, 0.5])),
             half_duplex=draw(st.booleans()),
             overlap=draw(st.booleans()),
@@ -66,7 +69,7 @@ def laid_out(draw, most_stages=4, variants=ALL):
             for r in replicas
         ],
         [
-            Crossing(f"t{a}{b}", a, b, draw(st.sampled_from([1, 6])), draw(st.integers(0, 5)) > 0)
+            Crossing(f"t{a}{b}", a, b, draw(st.sampled_from([12, 48])), draw(st.integers(0, 5)) > 0)
             for a, b in pairs
         ],
         draw(clusters(sum(replicas))),

@@ -258,3 +258,22 @@ def test_in_flight_limits_bound_the_period_where_messages_take_long():
     assert steady_state(pipeline).period_s == pytest.approx(102.0)
     order = make_order(pipeline, 40)
     assert steady_period_s(simulate(pipeline, order)) == pytest.approx(102.0)
+
+
+def test_a_pipeline_that_ran_empty_has_not_settled():
+    """3 mini-batches enter in a row, 5 s apart, and leave so; then nothing until all are back."""
+    pipeline = Pipeline(
+        variant=VARIANTS["timeprest"],
+        micro_batches=1,
+        forward_s=(5.0, 4.0, 2.0),
+        backward_s=(5.0, 3.0, 1.0),
+        update_s=(0.0, 0.0, 1.0),
+        links=(Link(0, 1, 2.0, 2.0, 0.0), Link(1, 2, 2.0, 3.0, 0.0)),
+        limits=(3, 3, 1),
+    )
+    steady = steady_state(pipeline)
+    assert (steady.cycle, steady.period_s) == (3, pytest.approx(41 / 3))
+    # 0F3 waits for the backwards that came in a row: 31, 36 and 41 s.
+    first = simulate(pipeline, make_order(pipeline, 6)).stages[0]
+    assert [e.start_s for e in first if e.op.kind == "F"][:6] == [0, 5, 10, 41, 46, 51]
+    assert [e.start_s for e in first if e.op.kind == "U"][:3] == [31, 36, 41]

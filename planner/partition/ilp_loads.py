@@ -21,6 +21,8 @@ from .stage_load import members
 
 SCALE = 1000.0
 """Of loads and bytes in the program, where 1 would be the least load, and the limit."""
+TIE = 1e-9
+"""Relative; so that what fits exactly is sure to fit."""
 
 TENSOR_SUMS = {
     "wire": ("both", "lower_s", "upper_s"),
@@ -293,6 +295,6 @@ class StageRows:
             if sum(c * self._sums.most(name) for name, c in linear.of) <= linear.limit:
                 continue
             row = self._sums.value(linear, slot, kind)
-            row.add(self.seats.chosen(slot, kind), -linear.limit)
+            row.add(self.seats.chosen(slot, kind), -linear.limit * (1 + TIE))
             size = linear.limit if linear.limit > 0 else 1.0
             self.seats.mip.at_most(Terms().add(row, SCALE / size))

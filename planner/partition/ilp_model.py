@@ -27,8 +27,9 @@ from .mip import Mip, Terms, difference, total
 from .problem import ChosenStage, Cut, StageProblem, Tensor
 from .stage_load import cut_load, members
 
-ROUNDING = 1e-9
-"""Relative; a load this much above the limit may be wanted all the same."""
+ROUNDING = 1e-6
+"""Relative; what is this much above the limit is written down as well. HiGHS may take a program
+to have no solution where a load is within 1e-9 of T's bound."""
 
 
 class StageModel(Seats):
@@ -218,8 +219,9 @@ class StageModel(Seats):
                     mip.equal(difference(total(parts), there))
 
     def _at_most(self, left: Terms, right: Terms) -> None:
+        """Add the row left ≤ right, of variables between 0 and 1, unless it says nothing."""
         row = difference(left, right)
-        if row.of or row.constant > 0:
+        if row.constant + sum(c for c in row.of.values() if c > 0) > 0:
             self.mip.at_most(row)
 
     def _until(self, u: int, slot: int) -> Terms:

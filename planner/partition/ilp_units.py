@@ -129,16 +129,21 @@ def _connected(problem: StageProblem, layers: tuple[int, ...], of: tuple[int, ..
     for u in reversed(range(count)):
         for v in needs[u]:
             above[v] |= above[u]
-    tensors, shared = _between(problem, of, count)
+    tensors, shared = between(problem, of, count)
     return Units(layers, of, tuple(needs), tuple(below), tuple(above), tensors, shared)
 
 
-def _between(
+def between(
     problem: StageProblem, of: tuple[int, ...], count: int
 ) -> tuple[tuple[Tensor, ...], tuple[Shared, ...]]:
-    """Tensors and shared memory, with units for ends."""
+    """Tensors and shared memory, with units for ends; see Units.
+
+    Args:
+        of: per layer, its unit.
+        count: of the units.
+    """
     numbers = (*of, count)
-    found: dict[int, Tensor] = {}
+    found: dict[tuple[int, int], Tensor] = {}
     for tensor in problem.tensors:
         ends = mask_of(numbers[end] for end in members(tensor.ends))
         if ends & (ends - 1):
@@ -151,10 +156,7 @@ def _between(
                 upper_bytes=old.upper_bytes + tensor.upper_bytes,
                 kept_bytes=old.kept_bytes + tensor.kept_bytes,
             )
-    shared = (
-        Shared(mask_of(of[end] for end in members(item.ends)), item.nbytes)
-        for item in problem.shared
-    )
+    shared = [replace(s, ends=mask_of(of[end] for end in members(s.ends))) for s in problem.shared]
     return tuple(found.values()), tuple(shared)
 
 

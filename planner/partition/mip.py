@@ -18,7 +18,6 @@ from typing import Any
 INFINITY = float("inf")
 TOLERANCE = 1e-9
 """Of the objective, in the program's scale: a gap this small is none."""
-PROBING = 1 << 15
 FEASIBILITY = (1e-7, 1e-6)
 """Of rows and whole numbers, in the program's scale; the next where HiGHS fails with the first."""
 
@@ -178,7 +177,7 @@ class Mip:
             gapRel=settings.gap,
             gapAbs=TOLERANCE,
             mip_feasibility_tolerance=feasibility,
-            presolve_rule_off=PROBING,
+            presolve="off",
         )
         solver.createAndConfigureSolver(self._problem)
         solver.buildSolverModel(self._problem)
