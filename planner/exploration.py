@@ -15,11 +15,13 @@ from itertools import product
 
 import msgspec
 
+from ..profiles.units import format_seconds
 from .choices import Choice, all_limits, capped, caps, choice_of
 from .evaluate import Evaluation, Question, evaluate
 from .orders import limit_ranges
 from .partition.problem import Cut, StageProblem
-from .partition.solve import Source
+from .partition.solve import Found, Source
+from .partition.sweep import OutOfTime
 from .plan import PlanStage
 from .relaxation import Freedom, Held, Relaxation, held_under
 
@@ -163,13 +165,11 @@ class Exploration:
             found[case] = []
             for view in self.relaxation.views:
                 problem = self._problem(case, view=view)
-                answer = self.source.best(problem, seconds=self._bound_seconds)
+                answer = self._solve(problem, self._bound_seconds)
                 if answer.bound_s >= self.bounds[case]:
                     self.bounds[case], self._sharper[case] = answer.bound_s, view
                 if answer.cut is not None:
                     found[case].append((answer.bound_s, problem, answer.cut))
-                if answer.interrupted:
-                    raise KeyboardInterrupt
                 self.budget.check()
         for case in self._promising():
             for _, problem, cut in sorted(found[case], key=lambda item: -item[0]):
@@ -188,7 +188,7 @@ class Exploration:
                     )
                     if not problem.options:
                         continue
-                    answer = self.source.best(problem, seconds=self.budget.seconds_left)
+                    answer = self._solve(problem, self.budget.seconds_left)
                     if answer.cut is not None:
                         self._try(problem, answer.cut, case.micro_batches, grain=grain)
                     self.budget.check()
@@ -199,11 +199,31 @@ class Exploration:
                 continue
             problem = self._problem(case, view=self._sharper[case])
             unresolved = float("inf")
-            for cut in self.source.each_below(problem, lambda: self.period_s):
-                self._say(f"proof: {case.micro_batches} micro-batches", 0, 0)
-                if not self._try(problem, cut, case.micro_batches, every_limit=True):
-                    unresolved = min(unresolved, cut.objective_s)
+            cuts = self.source.each_below(
+                problem, lambda: self.period_s, deadline=self.budget.deadline
+            )
+            try:
+                for cut in cuts:
+                    self._say(self._standing, 0, 0)
+                    if not self._try(problem, cut, case.micro_batches, every_limit=True):
+                        unresolved = min(unresolved, cut.objective_s)
+            except OutOfTime:
+                raise OutOfBudget("time limit") from None
             self.bounds[case] = max(self.bounds[case], min(unresolved, self.period_s))
+
+    def _solve(self, problem: StageProblem, seconds: float | None) -> Found:
+        def tell(bound_s: float, best_s: float) -> None:
+            best = min(best_s, self.period_s)
+            self._say(f"bound {format_seconds(bound_s)}, best {_shown(best)}", 0, 0)
+
+        answer = self.source.best(problem, seconds=seconds, progress=tell)
+        if answer.interrupted:
+            raise KeyboardInterrupt
+        return answer
+
+    @property
+    def _standing(self) -> str:
+        return f"bound {format_seconds(self.bound_s)}, best {_shown(self.period_s)}"
 
     def _promising(self) -> Iterator[Case]:
         """Cases from the lowest bound on, while they can beat the best plan."""
@@ -371,6 +391,10 @@ class Exploration:
 
     def _say(self, what: str, done: int, total: int) -> None:
         self.progress(what, done, total)
+
+
+def _shown(seconds: float) -> str:
+    return format_seconds(seconds) if seconds < float("inf") else "none yet"
 
 
 def better(found: Evaluation, best: Evaluation) -> bool:

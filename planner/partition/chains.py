@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import lru_cache
+from time import monotonic
 
 import numpy as np
 
 from .downsets import Lattice
 from .problem import ChosenStage, Cut, StageProblem
 from .program import Program, just_below
-from .sweep import Sweep
+from .sweep import OutOfTime, Sweep
 
 REMEMBERED = 1 << 14
 """States whose stages are kept for when the search comes there again."""
@@ -21,7 +22,11 @@ option, its k, and the devices left beyond it."""
 
 
 def chains_below(
-    problem: StageProblem, lattice: Lattice, target: float | Callable[[], float]
+    problem: StageProblem,
+    lattice: Lattice,
+    target: float | Callable[[], float],
+    *,
+    deadline: float | None = None,
 ) -> Iterator[Cut]:
     """Every cut on a lattice whose objective is below the target, each once, depth first.
 
@@ -32,6 +37,10 @@ def chains_below(
     Args:
         target: in s; less is less by more than rounding. Or a function that is asked again before
             each stage: what it gives may fall.
+        deadline: on the clock of `time.monotonic`.
+
+    Raises:
+        OutOfTime: the deadline passed.
     """
     asked = target if callable(target) else lambda: target
 
@@ -40,13 +49,15 @@ def chains_below(
 
     if limit() < 0:
         return
-    sweep = Sweep(Program(problem, lattice, every_place=True), limit())
+    sweep = Sweep(Program(problem, lattice, every_place=True), limit(), deadline=deadline)
     masks, top = lattice.masks, sweep.program.top
     moves = lru_cache(REMEMBERED)(lambda level, below, k: _moves(sweep, level, below, k))
     ahead = [iter(moves(sweep.start, 0, problem.devices))]
     chain: list[Move] = []
     worst = [0.0]
     while ahead:
+        if deadline is not None and monotonic() > deadline:
+            raise OutOfTime
         move = next(ahead[-1], None)
         if move is None or max(move[0], worst[-1]) > limit():
             # The moves after this one lead to no smaller loads.

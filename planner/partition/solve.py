@@ -14,6 +14,7 @@ from .linear_orders import good_cut
 from .minimax import minimax_with_bound
 from .problem import Cut, StageProblem
 from .rising import rising_minimax
+from .sweep import OutOfTime
 
 MOST_DOWNSETS = 300_000
 """With more, the ILP takes over."""
@@ -58,8 +59,17 @@ class Source(Protocol):
     ) -> Found:
         """The best cut, and a bound on all cuts."""
 
-    def each_below(self, problem: StageProblem, target: Callable[[], float]) -> Iterator[Cut]:
-        """Every cut with an objective below the target, which may fall meanwhile."""
+    def each_below(
+        self,
+        problem: StageProblem,
+        target: Callable[[], float],
+        *,
+        deadline: float | None = None,
+    ) -> Iterator[Cut]:
+        """Every cut with an objective below the target, which may fall meanwhile.
+
+        Raises OutOfTime when the deadline, by `time.monotonic`, passed.
+        """
 
 
 @dataclass(frozen=True)
@@ -82,9 +92,15 @@ class DpSource:
         answer = answer or minimax_with_bound(problem, self.lattice, deadline=deadline)
         return Found(answer.cut, answer.bound_s)
 
-    def each_below(self, problem: StageProblem, target: Callable[[], float]) -> Iterator[Cut]:
+    def each_below(
+        self,
+        problem: StageProblem,
+        target: Callable[[], float],
+        *,
+        deadline: float | None = None,
+    ) -> Iterator[Cut]:
         """See `Source`."""
-        return chains_below(problem, self.lattice, target)
+        return chains_below(problem, self.lattice, target, deadline=deadline)
 
 
 @dataclass
@@ -110,12 +126,23 @@ class IlpSource:
         answer = solve_ilp(problem, warm=warm, time_limit_s=left, progress=progress)
         return Found(answer.cut, answer.bound_s, answer.interrupted)
 
-    def each_below(self, problem: StageProblem, target: Callable[[], float]) -> Iterator[Cut]:
+    def each_below(
+        self,
+        problem: StageProblem,
+        target: Callable[[], float],
+        *,
+        deadline: float | None = None,
+    ) -> Iterator[Cut]:
         """See `Source`."""
         seen: list[Cut] = []
         while True:
-            answer = solve_ilp(problem, below=target(), forbidden=seen)
+            left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+            answer = solve_ilp(problem, below=target(), forbidden=seen, time_limit_s=left)
+            if answer.interrupted:
+                raise KeyboardInterrupt
             if answer.cut is None:
+                if not answer.optimal:
+                    raise OutOfTime
                 return
             seen.append(answer.cut)
             yield answer.cut
