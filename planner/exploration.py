@@ -188,7 +188,7 @@ class Exploration:
                     )
                     if not problem.options:
                         continue
-                    answer = self._solve(problem, self.budget.seconds_left)
+                    answer = self._solve(problem, self._guess_seconds)
                     if answer.cut is not None:
                         self._try(problem, answer.cut, case.micro_batches, grain=grain)
                     self.budget.check()
@@ -265,10 +265,17 @@ class Exploration:
 
     @property
     def _bound_seconds(self) -> float | None:
+        """For one bound: all of them get half of what there is, so that some is left for plans."""
         left = self.budget.seconds_left
-        if self._grain == 1:
-            return left
-        return _BOUND_S if left is None else min(left, _BOUND_S)
+        if left is None:
+            return None if self._grain == 1 else _BOUND_S
+        share = left / (2 * len(self.cases) * len(self.relaxation.views))
+        return share if self._grain == 1 else min(share, _BOUND_S)
+
+    @property
+    def _guess_seconds(self) -> float | None:
+        left = self.budget.seconds_left
+        return None if left is None else left / 4
 
     @property
     def _lone(self) -> tuple[bool, ...]:

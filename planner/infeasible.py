@@ -114,16 +114,20 @@ class Fitting:
         return high
 
 
-def diagnose(exploration: Exploration) -> Evaluation | InfeasibleError:
+def diagnose(exploration: Exploration, stopped: str | None) -> Evaluation | InfeasibleError:
     """Why nothing fits, with the smallest memory and device count that would do.
 
     Both were planned: they do. Should the closest plan fit after all, it is returned.
+
+    Args:
+        stopped: what ended the search before it had looked at everything.
     """
+    nothing = "no plan fits" if stopped is None else f"no plan that fits was found ({stopped})"
     fitting = Fitting(exploration)
     smallest = fitting.smallest_memory()
     cluster = exploration.question.cluster
     if smallest is None:
-        return InfeasibleError("no plan fits: the graph can't be cut as asked")
+        return InfeasibleError(f"{nothing}: the graph can't be cut as asked")
     memory, plan = smallest
     closest = evaluate(exploration.question, plan.stages, plan.micro_batches)
     over = closest.over_limit(cluster)
@@ -139,7 +143,7 @@ def diagnose(exploration: Exploration) -> Evaluation | InfeasibleError:
     elif fitting.more_devices_are_no_help:
         would_do += "; more such devices alone would not"
     return InfeasibleError(
-        f"no plan fits: the closest ({len(closest.stages)} stages, {closest.micro_batches} "
+        f"{nothing}: the closest ({len(closest.stages)} stages, {closest.micro_batches} "
         f"micro-batches) lacks {missing} bytes ({format_bytes(missing)}) on stage {stage} "
         f"({names[0]} … {names[-1]}): it needs {format_bytes(needed)} of "
         f"{format_bytes(needed - missing)}. {would_do}{_advice(exploration)}",

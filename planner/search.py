@@ -80,7 +80,7 @@ def solve(
     exploration = explore(question, request, progress or (lambda *_: None), seen)
     stopped = _run(exploration)
     if exploration.best is None:
-        found = diagnose(exploration)
+        found = diagnose(exploration, stopped)
         if isinstance(found, InfeasibleError):
             raise found
         exploration.best = found

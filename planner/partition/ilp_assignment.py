@@ -1,9 +1,9 @@
 """Layers on devices, contiguous or not, as an integer program.
 
-    x[u, d]     unit u is on device d; the model's result is a unit too
-    o[d, c]     device d is of choice c
-    w[u, d, c]  unit u is on device d, and that is so
-    T           is above each device's load, and to be small
+x[u, d]     unit u is on device d; the model's result is a unit too
+o[d, c]     device d is of choice c
+w[u, d, c]  unit u is on device d, and that is so
+T           is above each device's load, and to be small
 """
 
 from __future__ import annotations
@@ -49,9 +49,7 @@ class AssignmentModel(Seats):
         self.mip = Mip()
         self._group()
         most = self.limit_s / self.unit_s
-        longest = self.mip.variable(
-            least_s / self.unit_s, most if np.isfinite(most) else None
-        )
+        longest = self.mip.variable(least_s / self.unit_s, most if np.isfinite(most) else None)
         self.mip.minimise(longest)
         self._x: dict[tuple[int, int], Terms] = {}
         self._o: dict[tuple[int, int], Terms] = {}
@@ -70,8 +68,7 @@ class AssignmentModel(Seats):
         layers = [0] * len(number)
         for layer, u in enumerate(of):
             layers[u] |= 1 << layer
-        tensors, shared, self._makers = between(problem, of, len(number))
-        self.units = Units(tuple(layers), of, (), (), (), tensors, shared)
+        self.units = Units(tuple(layers), of, (), (), (), *between(problem, of, len(number)))
         work = self.units.sums(least_compute(problem, self.slots))
         self._order = sorted(range(len(layers)), key=lambda u: (-work[u], u))
 
@@ -120,20 +117,23 @@ class AssignmentModel(Seats):
         return twins
 
     def _ordered(self, devices: Sequence[int]) -> list[int]:
-        """The same assignment with devices that are alike in the order that is written down."""
-        made = list(devices)
-        chains: dict[int, list[int]] = {}
-        head = {}
-        for d, before in enumerate(self._twins()):
-            head[d] = d if before is None else head[before]
-            chains.setdefault(head[d], []).append(d)
+        """The same assignment, with devices that are alike in the order that is written down."""
         rank = {u: r for r, u in enumerate(self._order)}
 
-        def first(layers: int) -> int:
+        def heaviest(layers: int) -> int:
             return min((rank[self.units.of[j]] for j in members(layers)), default=len(rank))
 
-        for chain in chains.values():
-            for d, layers in zip(chain, sorted((devices[d] for d in chain), key=first), strict=True):
+        chains: list[list[int]] = []
+        for d, before in enumerate(self._twins()):
+            chain = next((c for c in chains if before in c), None)
+            if chain is None:
+                chains.append([d])
+            else:
+                chain.append(d)
+        made = list(devices)
+        for chain in chains:
+            ordered = sorted((devices[d] for d in chain), key=heaviest)
+            for d, layers in zip(chain, ordered, strict=True):
                 made[d] = layers
         return made
 
@@ -154,7 +154,7 @@ class AssignmentModel(Seats):
 
     def first(self, number: int, slot: int, kind: tuple[int, ...]) -> tuple[Terms, Terms]:
         """See Seats. It is the device with the tensor's maker."""
-        here = self.inside(self._makers[number], slot, kind)
+        here = self.inside(self.units.makers[number], slot, kind)
         return here, here
 
     def chosen(self, slot: int, kind: tuple[int, ...]) -> Terms:

@@ -21,8 +21,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from .ilp_loads import SCALE, Seats, StageRows
-from .ilp_slots import least_compute, least_load, make_slots
+from .ilp_slots import least_load, make_slots
 from .ilp_units import make_units
+from .ilp_windows import find_windows, inseparable, slots_are_stages
 from .mip import Mip, Terms, difference, total
 from .problem import ChosenStage, Cut, StageProblem, Tensor
 from .stage_load import cut_load, members
@@ -52,78 +53,14 @@ class StageModel(Seats):
         self.possible &= (problem.stages or 0) <= self.slots.count
         if not self.possible:
             return
-        self.units = make_units(problem, self._inseparable())
-        self._find_windows()
-        self.possible = all(a <= b for a, b in zip(self._low, self._high, strict=True))
+        self.units = make_units(problem, inseparable(problem, self.slots, self.limit_s))
+        self._windows = find_windows(problem, self.units, self.slots, self.limit_s)
+        self._low, self._high = self._windows.low, self._windows.high
+        self.possible = self._windows.possible
         if self.possible:
             self.mip = Mip()
             self.unit_s = (self.least_s or _any_size(problem)) / SCALE
             self._write(forbidden)
-
-    # Where units can be -----------------------------------------------------------------------
-
-    def _inseparable(self) -> list[int]:
-        """Ends of tensors that cost more than the limit wherever they are parted.
-
-        Where they are, the first stage sends the tensor, and others receive it.
-        """
-        places = [choice.place for choice in self.slots.different]
-        lower = min(place.lower_scale for place in places)
-        upper = min(place.upper_scale for place in places)
-        return [
-            tensor.ends & self.problem.full
-            for tensor in self.problem.tensors
-            if max(lower * tensor.lower_s, upper * tensor.upper_s) > self.limit_s
-        ]
-
-    def _find_windows(self) -> None:
-        """Which choices each unit can be part of, and its first and last slot; for the result too.
-
-        What a unit needs takes part of the work that the stages up to its own can do, and what
-        needs it takes part of that of the stages from its own on.
-        """
-        units, slots = self.units, self.slots
-        work = units.sums(least_compute(self.problem, slots)) * (1 - ROUNDING)
-        below = [float(np.sum(work[list(members(mask))])) for mask in units.below]
-        above = [float(np.sum(work[list(members(mask))])) for mask in units.above]
-        self._open: dict[tuple[int, int], tuple[int, ...]] = {}
-        for s, choices in enumerate(slots.choices):
-            until = [(slots.capacity_before[s] + c.capacity) * self.limit_s for c in choices]
-            onward = [
-                (slots.capacity_from[s + c.width] + c.capacity) * self.limit_s for c in choices
-            ]
-            for u in range(units.count):
-                self._open[u, s] = tuple(
-                    o for o in range(len(choices)) if below[u] <= until[o] and above[u] <= onward[o]
-                )
-            self._open[units.count, s] = tuple(range(len(choices)))
-        every = range(slots.count)
-        possible = [[s for s in every if self._open[u, s]] for u in range(units.count)]
-        self._low = [min(at, default=slots.count) for at in possible]
-        self._high = [max(at, default=-1) for at in possible]
-        self._narrow()
-
-    def _narrow(self) -> None:
-        """Windows within those of pins, and in the order of the units' needs."""
-        units, last = self.units, self.slots.count - 1
-        low, high = self._low, self._high
-        if self._slots_are_stages:
-            for layer, stage in self.problem.pins:
-                u = units.of[layer]
-                low[u], high[u] = max(low[u], stage), min(high[u], stage)
-        for u in range(units.count):
-            low[u] = max([low[u], *(low[v] for v in units.needs[u])])
-        for u in reversed(range(units.count)):
-            for v in units.needs[u]:
-                high[v] = min(high[v], high[u])
-        all_used = self._slots_are_stages and self.problem.stages is not None
-        self._low = [*low, max([last if all_used else 0, *low])]
-        self._high = [*high, last]
-
-    @property
-    def _slots_are_stages(self) -> bool:
-        """Whether the stage in slot s is stage s."""
-        return self.slots.stages or self.problem.stages == self.slots.count
 
     # What is decided --------------------------------------------------------------------------
 
@@ -154,7 +91,7 @@ class StageModel(Seats):
             for slot in range(self._low[u], self._high[u] + 1):
                 here = self._until(u, slot)
                 self._at_most(self._until(u, slot - 1), here)
-                if not self._open[u, slot]:
+                if not self._windows.open[u, slot]:
                     self._at_most(here, self._until(u, slot - 1))
                 for v in needs:
                     self._at_most(here, self._until(v, slot))
@@ -206,7 +143,7 @@ class StageModel(Seats):
         for u in range(self.units.count + 1):
             for slot in range(self._low[u], self._high[u] + 1):
                 there = difference(self._until(u, slot), self._until(u, slot - 1))
-                can = self._open[u, slot]
+                can = self._windows.open[u, slot]
                 if len(can) == 1:
                     self._w[u, slot, can[0]] = there
                     if not self.slots.stages or len(self.slots.choices[slot]) > 1:
@@ -241,8 +178,8 @@ class StageModel(Seats):
         """See Seats."""
         if not self._low[u] <= slot <= self._high[u]:
             return Terms()
-        can = [o for o in self._open[u, slot] if o in kind]
-        if len(can) == len(self._open[u, slot]):
+        can = [o for o in self._windows.open[u, slot] if o in kind]
+        if len(can) == len(self._windows.open[u, slot]):
             return difference(self._until(u, slot), self._until(u, slot - 1))
         return total(self._w[u, slot, o] for o in can)
 
@@ -302,7 +239,7 @@ class StageModel(Seats):
             every = tuple(range(len(choices)))
             held = total(self.inside(u, slot, every) for u in range(self.units.count))
             self._at_most(self._chosen(slot), held)
-        for layer, stage in () if self._slots_are_stages else problem.pins:
+        for layer, stage in () if slots_are_stages(problem, slots) else problem.pins:
             earlier = Terms()
             for slot, choices in enumerate(slots.choices):
                 here = self.inside(self.units.of[layer], slot, tuple(range(len(choices))))

@@ -22,8 +22,9 @@ class Units:
         of: per layer, its unit.
         needs: per unit, the units it needs directly, less those that others of them need.
         below, above: per unit, bit mask of all it needs and of all that need it; itself in both.
-        tensors, shared: between units; tensors with the same ends are one, those with one end
+        tensors, shared: between units. Tensors with the same ends are one, those with one end
             are left out.
+        makers: per tensor, the unit of its lowest end.
     """
 
     layers: tuple[int, ...]
@@ -32,6 +33,7 @@ class Units:
     below: tuple[int, ...]
     above: tuple[int, ...]
     tensors: tuple[Tensor, ...]
+    makers: tuple[int, ...]
     shared: tuple[Shared, ...]
 
     @property
@@ -129,14 +131,14 @@ def _connected(problem: StageProblem, layers: tuple[int, ...], of: tuple[int, ..
     for u in reversed(range(count)):
         for v in needs[u]:
             above[v] |= above[u]
-    tensors, shared = between(problem, of, count)
-    return Units(layers, of, tuple(needs), tuple(below), tuple(above), tensors, shared)
+    tensors, makers, shared = between(problem, of, count)
+    return Units(layers, of, tuple(needs), tuple(below), tuple(above), tensors, makers, shared)
 
 
 def between(
     problem: StageProblem, of: tuple[int, ...], count: int
-) -> tuple[tuple[Tensor, ...], tuple[Shared, ...]]:
-    """Tensors and shared memory, with units for ends; see Units.
+) -> tuple[tuple[Tensor, ...], tuple[int, ...], tuple[Shared, ...]]:
+    """Tensors, their makers and shared memory, with units for ends; see Units.
 
     Args:
         of: per layer, its unit.
@@ -145,10 +147,12 @@ def between(
     numbers = (*of, count)
     found: dict[tuple[int, int], Tensor] = {}
     for tensor in problem.tensors:
-        ends = mask_of(numbers[end] for end in members(tensor.ends))
+        layers = list(members(tensor.ends))
+        ends = mask_of(numbers[end] for end in layers)
         if ends & (ends - 1):
-            old = found.get(ends, Tensor(ends))
-            found[ends] = replace(
+            key = ends, numbers[layers[0]]
+            old = found.get(key, Tensor(ends))
+            found[key] = replace(
                 old,
                 lower_s=old.lower_s + tensor.lower_s,
                 upper_s=old.upper_s + tensor.upper_s,
@@ -157,7 +161,7 @@ def between(
                 kept_bytes=old.kept_bytes + tensor.kept_bytes,
             )
     shared = [replace(s, ends=mask_of(of[end] for end in members(s.ends))) for s in problem.shared]
-    return tuple(found.values()), tuple(shared)
+    return tuple(found.values()), tuple(maker for _, maker in found), tuple(shared)
 
 
 def mask_of(numbers: Iterable[int]) -> int:

@@ -182,9 +182,11 @@ class Mip:
         solver.createAndConfigureSolver(self._problem)
         solver.buildSolverModel(self._problem)
         highs = self._problem.solverModel
-        columns = [self._variables[number].index for number in settings.start]
-        if columns:
-            highs.setSolution(len(columns), columns, list(settings.start.values()))
+        # PuLP leaves out variables that no row has; for them any value will do.
+        there = {v.index: n for n, v in enumerate(self._variables) if hasattr(v, "index")}
+        start = {c: settings.start[n] for c, n in there.items() if n in settings.start}
+        if start:
+            highs.setSolution(len(start), list(start), list(start.values()))
         interrupted = _run_highs(highs, settings)
         status, info = highs.getModelStatus(), highs.getInfo()
         infeasible = status == highspy.HighsModelStatus.kInfeasible
@@ -195,9 +197,11 @@ class Mip:
         if not self._whole:
             # A linear program; it has no gap to report, nor a bound before its end.
             gap, bound = 0.0, info.objective_function_value if optimal else -INFINITY
-        values = highs.getSolution().col_value
+        values = [0.0] * len(self._variables)
+        for column, value in enumerate(highs.getSolution().col_value):
+            values[there[column]] = value
         return MipAnswer(
-            tuple(values[v.index] for v in self._variables) if found else None,
+            tuple(values) if found else None,
             INFINITY if infeasible else bound,
             optimal and gap <= TOLERANCE,
             infeasible,
