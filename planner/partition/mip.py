@@ -164,8 +164,10 @@ class Mip:
         for feasibility in FEASIBILITY if highs else ():
             left = replace(settings, time_limit_s=max(0.0, until - time.monotonic()))
             answer = self._highs(left, feasibility)
-            # A solution was off by more than the tolerance; so it is tried with more of it.
-            if answer.status != "solve error":
+            # A solution was off by more than the tolerance; so it is tried with more of it. And
+            # now and then HiGHS says that its time is over when it isn't.
+            early = answer.status == "time limit reached" and time.monotonic() < until
+            if answer.status != "solve error" and not early:
                 return answer
         return self._cbc(settings)
 
@@ -194,8 +196,10 @@ class Mip:
         # PuLP calls it optimal at a time limit too; HiGHS doesn't.
         optimal = found and status == highspy.HighsModelStatus.kOptimal
         gap, bound = info.mip_gap, info.mip_dual_bound
-        if not self._whole:
-            # A linear program; it has no gap to report, nor a bound before its end.
+        kinds = highs.getLp().integrality_
+        if not self._whole or not any(kind != highspy.HighsVarType.kContinuous for kind in kinds):
+            # A linear program, perhaps as no row has any of the variables that must be whole; it
+            # has no gap to report, nor a bound before its end.
             gap, bound = 0.0, info.objective_function_value if optimal else -INFINITY
         values = [0.0] * len(self._variables)
         for column, value in enumerate(highs.getSolution().col_value):
