@@ -8,6 +8,7 @@ import math
 import random
 import subprocess
 import sys
+import signal
 import threading
 from dataclasses import replace
 
@@ -355,10 +356,15 @@ def test_it_can_be_stopped():
 
 def test_ctrl_c_keeps_the_best_cut():
     of = endless()
-    timer = threading.Timer(0.7, _thread.interrupt_main)
-    timer.start()
-    answer = solve_ilp(of)
-    timer.join()
+    # Other tests of this process may have left a handler of their own.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        timer = threading.Timer(0.7, _thread.interrupt_main)
+        timer.start()
+        answer = solve_ilp(of)
+        timer.join()
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert answer.interrupted
     assert answer.cut.objective_s == cut_load(of, answer.cut)
     assert answer.bound_s == pytest.approx(sum(of.modes[0].compute_s) / 5, rel=1e-5)
