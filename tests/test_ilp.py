@@ -6,9 +6,9 @@ import _thread
 import itertools
 import math
 import random
+import signal
 import subprocess
 import sys
-import signal
 import threading
 from dataclasses import replace
 
