@@ -84,6 +84,14 @@ def _pin(text: str) -> tuple[str, int]:
     help="Take the best plan found by then.",
 )
 @click.option(
+    "--update-every",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    metavar="K",
+    help="Update the weights after every K mini-batches: smaller version differences.",
+)
+@click.option(
     "--optimizer-state",
     type=click.FloatRange(0),
     metavar="FACTOR",
@@ -135,6 +143,7 @@ def _asked(options: dict[str, Any]) -> dict[str, Any]:
         "solver": options["solver"],
         "time_limit_s": options["time_limit"],
         "optimizer_state_factor": options["optimizer_state"],
+        "update_every": options["update_every"],
     }
 
 

@@ -41,6 +41,7 @@ class Question:
     variant: str
     mini_batch: int
     optimizer_state_factor: float
+    update_every: int = 1
 
     @cached_property
     def costs(self) -> Costs:
@@ -54,7 +55,8 @@ class Question:
         sizes = [m for m in profile.micro_batch_sizes if m <= self.mini_batch]
         size = max(sizes, default=profile.micro_batch_sizes[0])
         cost = self.costs.stage(tuple(layer.name for layer in profile.layers), size, True)
-        return (cost.forward_s + cost.backward_s) * (self.mini_batch / size) + cost.update_s
+        work_s = (cost.forward_s + cost.backward_s) * (self.mini_batch / size)
+        return work_s + cost.update_s / self.update_every
 
 
 @dataclass(frozen=True)
@@ -121,9 +123,10 @@ def evaluate(question: Question, stages: Sequence[PlanStage], micro_batches: int
         cluster,
         [stage.devices for stage in stages],
         [stage.in_flight for stage in stages],
+        question.update_every,
     )
     steady = steady_state(pipeline)
-    held = _holdings(pipeline, steady)
+    held = _holdings(pipeline, steady, [stage.recompute for stage in stages])
     idle = idle_shares(pipeline, steady.period_s)
     predicted = []
     for s, stage in enumerate(stages):
@@ -154,16 +157,25 @@ def _times(cluster: Cluster, stage: PlanStage, cost: StageCost) -> StageTimes:
 # Memory --------------------------------------------------------------------------------------
 
 
-def _holdings(pipeline: Pipeline, steady: Steady) -> tuple[Holdings, ...]:
-    """What each stage's order makes it hold."""
-    variant, n = pipeline.variant, pipeline.micro_batches
+def _holdings(
+    pipeline: Pipeline, steady: Steady, recompute: Sequence[bool]
+) -> tuple[Holdings, ...]:
+    """What each stage's order makes it hold. `recompute`: per stage."""
+    variant, n, every = pipeline.variant, pipeline.micro_batches, pipeline.update_every
     entries: tuple[int, ...] = ()
     if variant.forward_weights == "entry":
         micro = variant.backward_unit == "micro"
-        entries = entry_versions(numbered(steady.kinds[0], n, micro=micro))
+        ops = numbered(steady.kinds[0], n, micro=micro, update_every=every)
+        entries = entry_versions(ops)
     found = tuple(
         (_kept_holdings if len(kinds) <= MOST_KEPT else holdings)(
-            variant, n, pipeline.replicas(s), kinds, entries
+            variant,
+            n,
+            pipeline.replicas(s),
+            kinds,
+            entries,
+            recompute=recompute[s],
+            update_every=every,
         )
         for s, kinds in enumerate(steady.kinds)
     )
@@ -276,6 +288,7 @@ def make_plan(question: Question, found: Evaluation, report: SolverReport) -> Pl
             ),
             cluster=question.cluster,
             optimizer_state_factor=question.optimizer_state_factor,
+            update_every=question.update_every,
             stages=found.stages,
             edges=tuple(
                 PlanEdge(

@@ -207,7 +207,7 @@ class Clock:
         free = self.free_s[s]
         start = max(free)
         self.starts_s[UPDATES][s][mini_batch] = start
-        end = start + self.update_s[s]
+        end = start + (self.update_s[s] if self.pipeline.updates_after(mini_batch) else 0.0)
         for j in range(len(free)):
             free[j] = end
 

@@ -16,13 +16,19 @@ F, B, U = bytes([FORWARDS]), bytes([BACKWARDS]), bytes([UPDATES])
 
 
 def numbered(
-    kinds: Iterable[int], micro_batches: int, *, micro: bool, mini_batches: int | None = None
+    kinds: Iterable[int],
+    micro_batches: int,
+    *,
+    micro: bool,
+    mini_batches: int | None = None,
+    update_every: int = 1,
 ) -> tuple[Op, ...]:
     """The operations.
 
     Args:
         micro: each backward takes a micro-batch.
         mini_batches: forwards of further ones are left out.
+        update_every: only each so many-th update stands, and that of the last mini-batch.
     """
     n = micro_batches
     forwards = backwards = updates = 0
@@ -33,7 +39,8 @@ def numbered(
                 ops.append(Op(FORWARD, forwards // n, forwards % n))
             forwards += 1
         elif kind == UPDATES:
-            ops.append(Op(UPDATE, updates))
+            if not (updates + 1) % update_every or updates + 1 == mini_batches:
+                ops.append(Op(UPDATE, updates))
             updates += 1
         else:
             b, i = divmod(backwards, n) if micro else (backwards, None)

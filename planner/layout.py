@@ -30,6 +30,7 @@ def make_pipeline(
     cluster: Cluster,
     devices: Sequence[Sequence[int]],
     limits: Sequence[int],
+    update_every: int = 1,
 ) -> Pipeline:
     """A pipeline from stage times, what crosses the cuts, and each stage's devices."""
     system = variant_named(variant)
@@ -44,6 +45,7 @@ def make_pipeline(
         limits=tuple(limits),
         paces=tuple(_paces(cluster, mine) for mine in devices) if replicated else (),
         all_reduce_s=tuple(t.all_reduce_s for t in times) if replicated else (),
+        update_every=update_every,
     )
 
 

@@ -158,5 +158,5 @@ class ListSchedule:
             self._offer(port.stage)
 
     def order(self) -> Order:
-        """Per stage, what it has run."""
+        """Per stage, what it has run, with an update after every mini-batch."""
         return tuple(numbered(kinds, self._micro_batches, micro=False) for kinds in self.kinds)

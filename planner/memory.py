@@ -71,13 +71,21 @@ class HoldingsWalk:
     """
 
     def __init__(
-        self, variant: Variant, micro_batches: int, replicas: int, entries: Sequence[int] = ()
+        self,
+        variant: Variant,
+        micro_batches: int,
+        replicas: int,
+        entries: Sequence[int] = (),
+        *,
+        recompute: bool = False,
+        update_every: int = 1,
     ) -> None:
         # Replicas that share every mini-batch all hold the same.
         self._r = r = 1 if variant.whole_mini_batches else replicas
         self._last = micro_batches - 1
         self._share = micro_batches // r
-        self._walk = VersionWalk(variant, micro_batches, entries)
+        self._walk = VersionWalk(variant, micro_batches, entries, recompute=recompute)
+        self._update_every = update_every
         self.versions = 1
         self.gradients = False
         self.kept = [0] * r
@@ -89,11 +97,14 @@ class HoldingsWalk:
         `count`: that many forwards in a row, the mini-batch's last not among them unless it is
         the only one. Returns the fullest moment then.
         """
-        kind, _, i = op
+        kind, b, i = op
         if kind == FORWARD:
             return self._forward(op, i or 0, count)
         if kind == BACKWARD:
             return self._backward(op, i)
+        if (b + 1) % self._update_every:
+            # Gradients are kept for a later update.
+            return Moment(None, self.versions, self.gradients, max(self.kept))
         self._walk.update()
         self.versions = self._walk.held()
         meanwhile = Moment(UPDATE, self.versions, self.gradients, max(self.kept))
@@ -163,14 +174,19 @@ def holdings(
     replicas: int,
     kinds: bytes,
     entries: Sequence[int] = (),
+    *,
+    recompute: bool = False,
+    update_every: int = 1,
 ) -> Holdings:
     """Walk one stage's operations; enough of them to reach the steady state.
 
     Args:
         kinds: of the operations (`kinds.numbered`).
-        entries: as for `versions.VersionWalk`.
+        entries, recompute: as for `versions.VersionWalk`.
     """
-    walk = HoldingsWalk(variant, micro_batches, replicas, entries)
+    walk = HoldingsWalk(
+        variant, micro_batches, replicas, entries, recompute=recompute, update_every=update_every
+    )
     fullest: dict[tuple[str | None, int, bool], Moment] = {}
     for op, count in in_rows(kinds, micro_batches, micro=variant.backward_unit == "micro"):
         moment = walk.step(op, count)

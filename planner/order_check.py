@@ -40,7 +40,7 @@ def _check_stage(pipeline: Pipeline, s: int, ops: Sequence[Op], mini_batches: in
     micro_batches = range(pipeline.micro_batches)
     wanted = {
         *(Op(FORWARD, b, i) for b in range(mini_batches) for i in micro_batches),
-        *(Op(UPDATE, b) for b in range(mini_batches)),
+        *(Op(UPDATE, b) for b in range(mini_batches) if _updates(pipeline, b, mini_batches)),
         *(
             Op(BACKWARD, b, i)
             for b in range(mini_batches)
@@ -49,6 +49,7 @@ def _check_stage(pipeline: Pipeline, s: int, ops: Sequence[Op], mini_batches: in
     }
     seen: set[Op] = set()
     flying: set[int] = set()
+    left: dict[int, int] = {}
     for op in ops:
         name = op_text(s, op)
         if op in seen or op not in wanted:
@@ -65,12 +66,19 @@ def _check_stage(pipeline: Pipeline, s: int, ops: Sequence[Op], mini_batches: in
             if op.kind == UPDATE:
                 units = micro_batches if by_micro_batch else [None]
                 before = [Op(BACKWARD, op.mini_batch, i) for i in units]
-                flying.discard(op.mini_batch)
             elif op.micro_batch is not None:
                 before = [Op(FORWARD, op.mini_batch, op.micro_batch)]
             missing = [other for other in before if other not in seen]
             if missing:
                 raise OrderError(f"{name}: runs before {op_text(s, missing[0])}")
         seen.add(op)
+        if op.kind == BACKWARD:
+            left[op.mini_batch] = left.get(op.mini_batch, pipeline.backwards_per_mini_batch) - 1
+            if not left[op.mini_batch]:
+                flying.discard(op.mini_batch)
     if wanted - seen:
         raise OrderError(f"{op_text(s, min(wanted - seen, key=repr))}: is missing")
+
+
+def _updates(pipeline: Pipeline, mini_batch: int, mini_batches: int) -> bool:
+    return pipeline.updates_after(mini_batch) or mini_batch == mini_batches - 1

@@ -20,7 +20,7 @@ number that PipeDream keeps active (1806.03377, section 3.2), D + 1 where all st
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from .kinds import B, F, U, numbered
@@ -54,11 +54,18 @@ def make_order(pipeline: Pipeline, mini_batches: int) -> Order:
     if variant.order not in PATTERNS:
         schedule = ListSchedule(pipeline, mini_batches)
         schedule.run(mini_batches)
-        return schedule.order()
-    micro = variant.backward_unit == "micro"
+        found: Iterable[Iterable[int]] = schedule.kinds
+    else:
+        found = (pattern.kinds(mini_batches) for pattern in order_patterns(pipeline))
     return tuple(
-        numbered(pattern.kinds(mini_batches), n, micro=micro, mini_batches=mini_batches)
-        for pattern in order_patterns(pipeline)
+        numbered(
+            kinds,
+            n,
+            micro=variant.backward_unit == "micro",
+            mini_batches=mini_batches,
+            update_every=pipeline.update_every,
+        )
+        for kinds in found
     )
 
 

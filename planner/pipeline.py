@@ -78,6 +78,7 @@ class Pipeline:
         limits: per stage, mini-batches that may be in flight there.
         paces: per stage, for each replica its times over those of the slowest. Empty: one each.
         all_reduce_s: per stage, summing gradients over its replicas. Empty: 0 each.
+        update_every: mini-batches per update; their gradients are summed up until then.
     """
 
     variant: Variant
@@ -89,6 +90,7 @@ class Pipeline:
     limits: tuple[int, ...]
     paces: tuple[tuple[float, ...], ...] = ()
     all_reduce_s: tuple[float, ...] = ()
+    update_every: int = 1
 
     @property
     def stages(self) -> int:
@@ -138,6 +140,11 @@ class Pipeline:
 
     def work_s(self, stage: int) -> float:
         """What a replica's operations take per mini-batch: no pipeline is faster than that."""
-        return self.micro_batches_per_replica(stage) * (
-            self.forward_s[stage] + self.backward_s[stage]
-        ) + self.update_op_s(stage)
+        return (
+            self.micro_batches_per_replica(stage) * (self.forward_s[stage] + self.backward_s[stage])
+            + self.update_op_s(stage) / self.update_every
+        )
+
+    def updates_after(self, mini_batch: int) -> bool:
+        """Whether an update follows this mini-batch, be it the last one or not."""
+        return not (mini_batch + 1) % self.update_every

@@ -134,6 +134,8 @@ class Plan(
     cluster: Cluster
     optimizer_state_factor: Annotated[float, Meta(ge=0)]
     """Bytes of optimizer state per byte of parameters."""
+    update_every: Count = 1
+    """Mini-batches per update: their gradients are averaged. Fewer updates, smaller differences."""
     stages: Annotated[tuple[PlanStage, ...], Meta(min_length=1)]
     edges: tuple[PlanEdge, ...]
     predicted: Prediction
@@ -211,6 +213,12 @@ def check_stages(
             f"micro_batches: {variant.name} needs one for each of the {least} stages at least, "
             f"not {micro_batches}"
         )
+    for s, stage in enumerate(stages):
+        if stage.recompute and variant.prediction:
+            raise PlanError(
+                f"stages[{s}].recompute: {variant.name} predicts weights and doesn't keep them, so "
+                "activations can't be computed again"
+            )
     dealt = ("mini_batch", mini_batch) if variant.whole_mini_batches else None
     what, parts = dealt or ("micro_batches", micro_batches)
     for s, stage in enumerate(stages):
@@ -321,4 +329,5 @@ def pipeline_of(plan: Plan) -> Pipeline:
         plan.cluster,
         [stage.devices for stage in plan.stages],
         [stage.in_flight for stage in plan.stages],
+        plan.update_every,
     )

@@ -36,7 +36,12 @@ def recheck(plan: Plan, profile: Profile, where: str = "plan") -> Recheck:
     """
     check_against_profile(plan, profile, where)
     question = Question(
-        profile, plan.cluster, plan.variant, plan.mini_batch, plan.optimizer_state_factor
+        profile,
+        plan.cluster,
+        plan.variant,
+        plan.mini_batch,
+        plan.optimizer_state_factor,
+        plan.update_every,
     )
     found = evaluate(question, plan.stages, plan.micro_batches)
     period_s = found.prediction.period_s

@@ -105,6 +105,8 @@ class Relaxation:
         self.freedom = freedom
         self.variant: Variant = variant_named(question.variant)
         self.graph = LayerGraph(question.profile)
+        # Predicted weights aren't kept: their activations can't be made again.
+        self._again = (False,) if self.variant.prediction else RECOMPUTE[freedom.recompute]
 
     @cached_property
     def limited(self) -> bool:
@@ -157,11 +159,13 @@ class Relaxation:
         counts = [1] if lone else self.replica_counts(micro_batches)
         counts = [r for r in counts if r % grain == 0]
         for r in counts:
-            for again in RECOMPUTE[self.freedom.recompute]:
+            for again in self._again:
                 options.append(Option(r // grain, len(modes)))
                 modes.append(self._mode(micro_batches, r, again=again, grain=grain))
         smallest = self._size(micro_batches, counts[-1])
         graph, optimizer = self.graph, self.question.profile.optimizer
+        every = self.question.update_every
+        per_byte_s = optimizer.update_s_per_byte / every
         drains = (view or self.views[0]) == "drain"
         before, after = self._heads(micro_batches, guess=guess) if drains else (None, None)
         return StageProblem(
@@ -183,8 +187,8 @@ class Relaxation:
             together=graph.together,
             shared=tuple(self._shared(smallest)) if self.limited else (),
             # While the pipeline drains, a stage's update runs beside others' backwards.
-            serial_s=None if drains else optimizer.update_s_per_byte * graph.parameter_bytes,
-            serial_fixed_s=0.0 if drains else optimizer.update_fixed_s,
+            serial_s=None if drains else per_byte_s * graph.parameter_bytes,
+            serial_fixed_s=0.0 if drains else optimizer.update_fixed_s / every,
             workspace_bytes=self._workspace(smallest) if self.limited else None,
             before_s=before,
             after_s=after,
@@ -339,8 +343,8 @@ class Relaxation:
             return Place(
                 speed=min(d.speed for d in devices),
                 memory_bytes=min(limits, default=float("inf")),
-                sync_s=fixed_s,
-                sync_s_per_byte=per_byte,
+                sync_s=fixed_s / question.update_every,
+                sync_s_per_byte=per_byte / question.update_every,
                 lower_scale=lower,
                 upper_scale=1 / r,
                 units=units,

@@ -16,6 +16,7 @@ from .micro_batch_counts import micro_batch_counts
 from .partition.solve import SOLVERS, source_for
 from .plan import Plan, SolverReport
 from .relaxation import RECOMPUTE, Freedom, Relaxation
+from .variants import variant_named
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ def solve(
     *,
     mini_batch: int | None = None,
     optimizer_state_factor: float | None = None,
+    update_every: int = 1,
     progress: Progress | None = None,
     seen: Callable[[Evaluation], None] | None = None,
     **asked: object,
@@ -61,6 +63,7 @@ def solve(
         mini_batch: samples per update; the profile's by default.
         optimizer_state_factor: bytes of optimizer state per byte of parameters; the
             profile's by default.
+        update_every: mini-batches per update.
         progress: told (what is done, how much of it, of how much).
         seen: told every plan that fits.
         asked: fields of `Request`.
@@ -75,7 +78,10 @@ def solve(
         if optimizer_state_factor is None
         else optimizer_state_factor
     )
-    question = Question(profile, cluster, variant, mini_batch or profile.batch_size, factor)
+    if update_every < 1:
+        raise PlanError(f"--update-every {update_every}: give at least 1")
+    mini_batch = mini_batch or profile.batch_size
+    question = Question(profile, cluster, variant, mini_batch, factor, update_every)
     request = Request(**asked)  # type: ignore[arg-type]
     exploration = explore(question, request, progress or (lambda *_: None), seen)
     stopped = _run(exploration)
@@ -122,9 +128,14 @@ def explore(
     seen: Callable[[Evaluation], None] | None = None,
 ) -> Exploration:
     """The exploration that answers a request; not begun yet. Raises PlanError."""
-    freedom = Freedom(request.replicas, request.recompute)
     if request.recompute not in RECOMPUTE:
         raise PlanError(f"--recompute {request.recompute}: give one of {', '.join(RECOMPUTE)}")
+    if request.recompute == "on" and variant_named(question.variant).prediction:
+        raise PlanError(
+            f"--recompute on: {question.variant} predicts weights and doesn't keep them, so "
+            "activations can't be computed again"
+        )
+    freedom = Freedom(request.replicas, request.recompute)
     if request.solver not in SOLVERS:
         raise PlanError(f"--solver {request.solver}: give one of {', '.join(SOLVERS)}")
     deadline = None if request.time_limit_s is None else time.monotonic() + request.time_limit_s

@@ -12,7 +12,7 @@ from ..profiles.errors import OrderError
 from .events import NOT_YET, Clock
 from .kinds import FORWARDS, UPDATES
 from .listed import Code, Contended, Listed, codes
-from .operations import UPDATE, Op, Order, op_text
+from .operations import FORWARD, Op, Order, op_text
 from .pipeline import Link, Pipeline
 
 
@@ -123,7 +123,16 @@ def steady_period_s(timeline: Timeline) -> float:
     Where updates come in a pattern that repeats every c mini-batches, the mean over whole
     patterns; else the mean over the middle third.
     """
-    return max(_period_s([e.end_s for e in s if e.op.kind == UPDATE]) for s in timeline.stages)
+    return max(_period_s(_ends(events)) for events in timeline.stages)
+
+
+def _ends(events: Iterable[Event]) -> list[float]:
+    """When each mini-batch had left a stage: after its last backward and, if it has one, update."""
+    found: dict[int, float] = {}
+    for event in events:
+        if event.op.kind != FORWARD:
+            found[event.op.mini_batch] = event.end_s
+    return list(found.values())
 
 
 def _period_s(ends: Sequence[float]) -> float:
@@ -157,7 +166,7 @@ def busy_s(pipeline: Pipeline, stage: int) -> float:
                 replica = route.source if stage == link.source else route.target
                 wire_s = route.forward_s + (route.backward_s if link.has_gradient else 0.0)
                 busy[replica] += wire_s * pipeline.messages_per_route(link)
-    return max(busy) + pipeline.update_op_s(stage)
+    return max(busy) + pipeline.update_op_s(stage) / pipeline.update_every
 
 
 def least_period_s(pipeline: Pipeline) -> float:
@@ -209,7 +218,7 @@ def _stay_s(pipeline: Pipeline, stage: int) -> float:
             if link.source == t and link.has_gradient
         ]
         up[t] = max(down[t], *back, 0.0) + backward_s[t] * pipeline.micro_batches_per_share(t)
-    return up[stage] + pipeline.update_op_s(stage)
+    return up[stage] + (pipeline.update_op_s(stage) if pipeline.update_every == 1 else 0.0)
 
 
 def idle_shares(pipeline: Pipeline, period_s: float) -> tuple[float, ...]:

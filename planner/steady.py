@@ -147,7 +147,9 @@ class _Patterned:
 
     def kinds(self) -> tuple[bytes, ...]:
         """Until all that are in flight entered after the first one had left."""
-        updates = 1 if self.clock.pipeline.variant.flushes else 1 + 2 * self._ahead
+        pipeline = self.clock.pipeline
+        updates = 0 if pipeline.variant.flushes else 2 * self._ahead
+        updates += pipeline.update_every
         return tuple(pattern.kinds(updates) for pattern in self._patterns)
 
     def _block(self, s: int, b: int) -> list[Code]:
@@ -214,7 +216,8 @@ class _Watch:
         for k, (starts, slots) in enumerate(self._rows):
             while len(starts) > self._begun[k] * slots and starts[self._begun[k] * slots] >= 0:
                 self._begun[k] += 1
-        for cycle in range(1, min(MOST_CYCLE, done - 1) + 1):
+        every = self.clock.pipeline.update_every
+        for cycle in range(every, min(max(MOST_CYCLE, every), done - 1) + 1, every):
             shift = last[done - 1] - last[done - 1 - cycle]
             if all(
                 self._repeats(starts, slots, begun, done, cycle, shift)

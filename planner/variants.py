@@ -15,6 +15,9 @@ OrderRule = Literal["gpipe", "1f1b", "1f1b-flush", "1f1b-micro", "nf1b"]
 BackwardUnit = Literal["micro", "mini"]
 ForwardWeights = Literal["latest", "first-micro-batch", "entry", "predicted"]
 BackwardWeights = Literal["latest", "forward", "predicted", "intermediate"]
+Prediction = Literal["", "smoothed-gradient", "optimizer-step"]
+Horizon = Literal["", "round-trip", "backward"]
+UpdateRule = Literal["optimizer", "nesterov"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,11 @@ class Variant:
         scratch_copies: copies of the weights besides the versions: where predictions are made.
         micro_batch_per_stage: there must be a micro-batch for each stage, N ≥ S.
         forwards_first: at every stage all forwards of a mini-batch run before its first backward.
+        prediction: what weights are predicted with: the optimizer's "smoothed-gradient", or the
+            "optimizer-step" that its rule makes of its present state.
+        horizon: the version that predictions aim at: the stage's when the mini-batch ends its
+            "round-trip", at its backward on stage 0; or when its own "backward" runs.
+        update_rule: the user's "optimizer"; or its "nesterov" form, the gradient discounted.
     """
 
     name: str
@@ -52,6 +60,9 @@ class Variant:
     scratch_copies: int = 0
     micro_batch_per_stage: bool = False
     forwards_first: bool = False
+    prediction: Prediction = ""
+    horizon: Horizon = ""
+    update_rule: UpdateRule = "optimizer"
 
     @property
     def stashes(self) -> bool:
@@ -149,6 +160,34 @@ _TABLE = (
         summary="1F1B over mini-batches, weights predicted from momentum (1809.02839)",
         runs=False,
         scratch_copies=1,
+        prediction="smoothed-gradient",
+        horizon="round-trip",
+    ),
+    Variant(
+        name="pipeoptim",
+        order="1f1b",
+        backward_unit="mini",
+        flushes=False,
+        forward_weights="predicted",
+        backward_weights="latest",
+        whole_mini_batches=True,
+        summary="1F1B over mini-batches, forward predicted by the optimizer's rule (2312.00839)",
+        runs=False,
+        scratch_copies=1,
+        prediction="optimizer-step",
+        horizon="backward",
+    ),
+    Variant(
+        name="pipedream-nesterov",
+        order="1f1b",
+        backward_unit="mini",
+        flushes=False,
+        forward_weights="latest",
+        backward_weights="forward",
+        whole_mini_batches=True,
+        summary="pipedream with delay-corrected Nesterov momentum (2505.01099)",
+        runs=False,
+        update_rule="nesterov",
     ),
     Variant(
         name="gpipe",

@@ -32,15 +32,27 @@ class VersionWalk:
         latest: the stage's current version: updates applied so far.
     """
 
-    def __init__(self, variant: Variant, micro_batches: int, entries: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        variant: Variant,
+        micro_batches: int,
+        entries: Sequence[int] = (),
+        *,
+        recompute: bool = False,
+        latest: int = 0,
+    ) -> None:
         """
         Args:
             entries: per mini-batch, the version that stage 0 had when it entered there
                 (`entry_versions`); for systems whose forwards use that one.
+            recompute: forwards are done again before the backward, on the weights they used,
+                which are kept for that.
+            latest: the version at the start; mini-batches count from 0 whatever it is.
         """
         self.variant = variant
         self.micro_batches = micro_batches
-        self.latest = 0
+        self.latest = latest
+        self._keeps = variant.stashes or recompute
         self._entries = entries
         self._done = 0
         self._backwards = micro_batches if variant.backward_unit == "micro" else 1
@@ -113,7 +125,7 @@ class VersionWalk:
         for flying in self._flying.values():
             if self._pinned and flying.forwards_left:
                 versions.add(flying.first_version)
-            if self.variant.stashes:
+            if self._keeps:
                 versions.update(flying.version_of.values())
         return versions
 
@@ -122,10 +134,15 @@ class VersionWalk:
         return len(self.needed() | {self.latest})
 
 
-def entry_versions(ops: Iterable[Op]) -> tuple[int, ...]:
-    """Per mini-batch, stage 0's version when its first micro-batch entered. `ops`: stage 0's."""
+def entry_versions(ops: Iterable[Op], latest: int = 0) -> tuple[int, ...]:
+    """Per mini-batch, stage 0's version when its first micro-batch entered.
+
+    Args:
+        ops: stage 0's.
+        latest: its version before them.
+    """
     found: list[int] = []
-    updates = 0
+    updates = latest
     for op in ops:
         if op.kind == UPDATE:
             updates += 1
@@ -150,10 +167,15 @@ class VersionUse:
 
 
 def version_use(
-    variant: Variant, micro_batches: int, ops: Iterable[Op], entries: Sequence[int] = ()
+    variant: Variant,
+    micro_batches: int,
+    ops: Iterable[Op],
+    entries: Sequence[int] = (),
+    *,
+    recompute: bool = False,
 ) -> VersionUse:
-    """Walk one stage's operations. `entries`: as for `VersionWalk`."""
-    walk = VersionWalk(variant, micro_batches, entries)
+    """Walk one stage's operations. `entries`, `recompute`: as for `VersionWalk`."""
+    walk = VersionWalk(variant, micro_batches, entries, recompute=recompute)
     versions, differences, most_held = [], [], 1
     for op in ops:
         if op.kind == FORWARD:
