@@ -34,8 +34,6 @@ def test_spectrains_distances_are_the_papers(stages):
         steady = slice(2 * stages, 3 * stages)
         assert set(found.forward[steady]) == {s // 2 + stages - s - 1}
         assert set(found.backward[steady]) == {s // 2}
-        # The pipeline runs empty: nothing is updated any more that a prediction could meet.
-        assert found.forward[0] == found.backward[0] == 0
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 5])
