@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import click
 import msgspec
@@ -28,6 +28,13 @@ if TYPE_CHECKING:
 )
 @click.option("--epochs", type=click.IntRange(1), help="[default: 5]")
 @click.option("--steps", type=click.IntRange(1), help="Mini-batches in all, instead of --epochs.")
+@click.option(
+    "--ragged",
+    type=click.Choice(["drop", "pad", "error"]),
+    default="drop",
+    show_default=True,
+    help="Samples that don't fill an epoch's last mini-batch.",
+)
 @click.option(
     "--optimizer",
     type=click.Choice(["sgd", "adam", "adamw"]),
@@ -69,6 +76,7 @@ def main(
     task: str | None,
     epochs: int | None,
     steps: int | None,
+    ragged: Literal["drop", "pad", "error"],
     optimizer: str | None,
     lr: float | None,
     momentum: float | None,
@@ -100,6 +108,7 @@ def main(
         epochs=epochs or 5,
         steps=steps,
         optimizer=choice,
+        ragged=ragged,
         seed=seed,
         threads=threads or plan.profile.threads,
         evaluate=evaluate,

@@ -142,12 +142,6 @@ def _check_runs(plan: Plan) -> None:
                 f"plan: stages[{s}].recompute: tp-run doesn't compute activations again yet; plan "
                 "without that: tp-plan solve --recompute off"
             )
-    if plan.mini_batch % plan.micro_batches:
-        raise PlanError(
-            f"plan: micro_batches: {plan.micro_batches} don't divide mini_batch "
-            f"{plan.mini_batch}, and tp-run doesn't train uneven ones yet; plan with "
-            "--micro-batches that divide it"
-        )
 
 
 def _trace(plan: Plan, model: nn.Module, target: Target, samples: int) -> TracedModel:

@@ -140,6 +140,7 @@ def summarize(
     """Put the stages' figures together."""
     plan = prepared.plan
     mini_batches = sum(segment.mini_batches for segment in prepared.segments)
+    samples = sum(segment.samples for segment in prepared.segments)
     # Like the prediction, the measured period is the slowest stage's. Inline, stages take
     # turns in one process: a period there says nothing about the pipeline.
     periods = [] if inline else [median(r.periods_s) for r in reports if r.periods_s]
@@ -150,7 +151,7 @@ def summarize(
         mini_batch=plan.mini_batch,
         micro_batches=plan.micro_batches,
         mini_batches=mini_batches,
-        samples_per_s=mini_batches * plan.mini_batch / trained_s if trained_s else 0.0,
+        samples_per_s=samples / trained_s if trained_s else 0.0,
         seconds=seconds,
         predicted_period_s=plan.predicted.period_s,
         measured_period_s=max(periods, default=None),

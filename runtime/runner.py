@@ -6,21 +6,23 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..planner.operations import BACKWARD, FORWARD, Op, op_text
 from ..profiles.errors import RunError, TimeprestError
 from ..profiles.target import describe_error
 from .channels import Channels
-from .data import Samples, Segment
+from .data import Samples, Segment, part_of, real_samples
 from .operation_log import OperationLog
+from .padding import real_part
 from .prepare import Prepared
 from .scores import EvaluationScore, StageScore
 from .stage import Stage
 
 EVALUATION_AHEAD = 8
 """Messages that a stage may have under way to each peer while it evaluates."""
+
+_NO_EVALUATION = "give test data that micro-batches divide, or train with --no-evaluate"
 
 OnMiniBatch = Callable[[Segment, int, float], None]
 """Called on the last stage with the segment, the mini-batch in it, and its mean loss."""
@@ -102,14 +104,17 @@ class StageRunner:
         assert op.micro_batch is not None
         clock = time.perf_counter
         begin = clock()
-        values, target = self._own("train", segment.epoch, op.mini_batch, op.micro_batch)
+        values, target = self._own(segment, op.mini_batch, op.micro_batch)
+        part = part_of(segment, op.mini_batch, op.micro_batch)
         loaded = clock()
         for c in self.incoming:
             values[c.spec.name] = self.channels.receive(c, FORWARD)
         start = clock()
-        version, outputs, loss = self.stage.forward(op, values, target, self.channels.held_bytes)
-        if loss is not None:
-            self._note_loss(op, float(loss))
+        version, outputs, loss = self.stage.forward(
+            op, values, target, part, self.channels.held_bytes
+        )
+        if self.is_last:
+            self._note_loss(op, 0.0 if loss is None else float(loss) * part.share)
         end = clock()
         for c in self.outgoing:
             name = c.spec.name
@@ -148,9 +153,10 @@ class StageRunner:
         self.score.updates.append(end)
         self._log(op, version, None, start, end)
 
-    def _note_loss(self, op: Op, loss: float) -> None:
+    def _note_loss(self, op: Op, share: float) -> None:
+        """Add a micro-batch's share of its mini-batch's loss."""
         assert self.segment is not None
-        self._loss += loss / self.prepared.plan.micro_batches
+        self._loss += share
         if op.micro_batch == self.prepared.plan.micro_batches - 1:
             self.score.losses.append(self._loss)
             if self.on_mini_batch:
@@ -193,7 +199,10 @@ class StageRunner:
             for c in self.outgoing:
                 self.channels.send(c, FORWARD, outputs[c.spec.name])
             if self.is_last:
-                score.add(self.prepared.task, _first(result, real), target, real)
+                size = self.prepared.plan.micro_batch
+                if real < size:
+                    result = real_part(result, real, size, _NO_EVALUATION)
+                score.add(self.prepared.task, result, target, real)
 
     # Data ----------------------------------------------------------------------------------
 
@@ -207,12 +216,12 @@ class StageRunner:
         return self._samples[split]
 
     def _own(
-        self, split: Any, epoch: int, mini_batch: int, micro_batch: int
+        self, segment: Segment, mini_batch: int, micro_batch: int
     ) -> tuple[dict[str, Tensor], Any]:
         if not (self.own_inputs or self.is_last):
             return {}, None
-        n = self.prepared.plan.micro_batches
-        inputs, target = self.samples(split).train(epoch, mini_batch, n, micro_batch)
+        positions = real_samples(segment, mini_batch, micro_batch)
+        inputs, target = self.samples("train").take(segment.epoch, positions)
         return self._named(inputs), target
 
     def _named(self, inputs: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -241,10 +250,3 @@ class _Explained:
                 raise type(error)(f"{where}: {error}") from error
             return
         raise RunError(f"{where}: {describe_error(error)}") from error
-
-
-def _first(result: Any, count: int) -> Any:
-    """The first `count` samples of every tensor in the result; the rest was padding."""
-    return torch.utils._pytree.tree_map(
-        lambda v: v[:count] if isinstance(v, Tensor) and v.dim() else v, result
-    )

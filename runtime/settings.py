@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -37,6 +37,9 @@ class RunSettings(
     """Mini-batches in all; where given, it ends the run instead of `epochs`."""
     optimizer: OptimizerChoice | None = None
     """None: the task's own."""
+    ragged: Literal["drop", "pad", "error"] = "drop"
+    """Samples that don't fill an epoch's last mini-batch: leave them out, fill the mini-batch up
+    (the filling counts nowhere), or refuse to run."""
     seed: int = 0
     threads: Annotated[int, Meta(ge=1)] = 1
     evaluate: bool = True

@@ -20,7 +20,9 @@ from ..profiles.task import Task
 from ..profiles.tracing.pieces import Piece, decode, encode
 from ..profiles.tracing.shapes import ValueSpec
 from .accounting import MemoryAccount
+from .data import Part
 from .optimizers import make_optimizer
+from .padding import real_part
 from .settings import OptimizerChoice
 from .weights import WeightVersions
 
@@ -76,28 +78,33 @@ class Stage:
     # Operations --------------------------------------------------------------------------
 
     def forward(
-        self, op: Op, values: Mapping[str, Tensor], target: Any, boundary_bytes: int = 0
+        self,
+        op: Op,
+        values: Mapping[str, Tensor],
+        target: Any,
+        part: Part,
+        boundary_bytes: int = 0,
     ) -> tuple[int, dict[str, Tensor], Tensor | None]:
         """Forward of one micro-batch.
 
         Args:
             values: the piece's inputs by name: received tensors and the model's own inputs.
             target: for the loss, on the stage that makes the model's result.
+            part: what the micro-batch has of its mini-batch.
             boundary_bytes: what the channels hold now.
 
         Returns:
             The version used; the outputs to send, by name; the loss (mean over the
-            micro-batch, detached) on the last stage.
+            micro-batch's own samples, detached) on the last stage, where there are any.
         """
         assert op.micro_batch is not None
         version = self.walk.forward(op)
         micro = _MicroBatch(0)
         with self.weights.forward(version):
             out = self.module(*[self._admit(name, values, micro) for name in self.piece.inputs])
-            loss = self._loss(out[-1], target) if self.piece.has_result else None
+            loss = self._loss(out[-1], target, part) if self.piece.has_result else None
         if loss is not None:
-            # A micro-batch counts by its share of the mini-batch's samples; all are equal.
-            micro.loss = loss / self.micro_batches
+            micro.loss = loss * part.share
         outputs = {}
         self.kept_outputs = set()
         for name, value in zip(self.piece.outputs, out, strict=False):
@@ -208,7 +215,11 @@ class Stage:
             return inlet.admit(tensor)
         return decode(tensor, spec.kind)
 
-    def _loss(self, result: Any, target: Any) -> Tensor:
+    def _loss(self, result: Any, target: Any, part: Part) -> Tensor | None:
+        if not part.real:
+            return None
+        if part.padded:
+            result = real_part(result, part.real, part.size, "leave it out: --ragged drop")
         loss = self.task.loss(result, target)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise RunError("the task's loss must give one number: a mean over the samples")

@@ -100,13 +100,13 @@ class Course:
         self.observer.mini_batch(segment.epoch, mini_batch + 1, segment.mini_batches, loss)
 
     def _record(self, segment: Segment, score: StageScore, test: dict[str, float]) -> None:
-        samples = segment.mini_batches * self.prepared.plan.mini_batch
+        weighted = sum(loss * segment.samples_of(b) for b, loss in enumerate(score.losses))
         record = EpochRecord(
             epoch=segment.epoch,
             mini_batches=segment.mini_batches,
             seconds=score.wall_s,
-            samples_per_s=samples / score.wall_s if score.wall_s else 0.0,
-            train_loss=sum(score.losses) / len(score.losses),
+            samples_per_s=segment.samples / score.wall_s if score.wall_s else 0.0,
+            train_loss=weighted / segment.samples,
             test=test,
         )
         self.epochs.append(record)

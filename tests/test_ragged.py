@@ -1,0 +1,186 @@
+"""Mini-batches that micro-batches don't divide, and epochs that mini-batches don't."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from plans import plan_by_hand, with_times
+from timeprest.profiles.errors import RunError, TargetError
+from timeprest.profiles.measuring.measure import measure
+from timeprest.profiles.target import resolve
+from timeprest.runtime.data import Samples, Segment, part_of, real_samples, segments
+from timeprest.runtime.observer import read_losses
+from timeprest.runtime.padding import real_part
+from timeprest.runtime.run import run
+from timeprest.runtime.run_dir import load_weights
+from timeprest.runtime.settings import RunSettings
+
+FILE = Path(__file__).parent / "ragged_tasks.py"
+EPOCHS = 2
+
+
+def profile_of(name, batch_size=8):
+    target = resolve(f"{FILE}:{name}")
+    sizes = [1, 2, 4, batch_size]
+    return with_times(measure(target, batch_size=batch_size, micro_batch_sizes=sizes, seconds=0))
+
+
+@pytest.fixture(scope="module")
+def few_profile():
+    return profile_of("FewSamples")
+
+
+def train_in_whole_mini_batches(name, mini_batch, *, last):
+    """Losses and model of a plain loop; `last`: train on what doesn't fill a mini-batch too."""
+    task = resolve(f"{FILE}:{name}").task
+    torch.manual_seed(0)
+    model = task.model()
+    optimizer = task.optimizer(list(model.parameters()))
+    samples = Samples(task, "train", mini_batch, seed=0)
+    losses = []
+    for epoch in range(EPOCHS):
+        for start in range(0, samples.size, mini_batch):
+            positions = range(start, min(start + mini_batch, samples.size))
+            real = len(positions)
+            if real < mini_batch and not last:
+                continue
+            inputs, target = samples.take(epoch, positions)
+            optimizer.zero_grad()
+            loss = task.loss(model(*(x[:real] for x in inputs)), target)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return losses, model
+
+
+def compare(run_dir, losses, model):
+    assert read_losses(run_dir / "metrics.jsonl") == pytest.approx(losses, abs=1e-10)
+    state = load_weights(run_dir)
+    for key, weight in model.state_dict().items():
+        torch.testing.assert_close(state[key], weight, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("variant", ["gpipe", "pipedream-flush"])
+@pytest.mark.parametrize("stages", [1, 3])
+@pytest.mark.parametrize(
+    ("n", "mini_batch", "ragged"),
+    [
+        (3, 8, "drop"),  # 3, 3 and 2 samples
+        (3, 7, "error"),  # three mini-batches exactly
+        (4, 8, "pad"),  # the last mini-batch has 5: 2, 1, 1 and 1
+        (8, 8, "pad"),  # and here three micro-batches have none
+        (3, 5, "pad"),  # the last has 1
+    ],
+)
+def test_flush_systems_equal_plain_training(
+    variant, stages, n, mini_batch, ragged, few_profile, tmp_path
+):
+    plan = plan_by_hand(few_profile, variant, stages, n, mini_batch=mini_batch)
+    settings = RunSettings(task=f"{FILE}:FewSamples", epochs=EPOCHS, ragged=ragged)
+    summary = run(plan, settings, tmp_path / "run", inline=True)
+    last = ragged == "pad"
+    losses, model = train_in_whole_mini_batches("FewSamples", mini_batch, last=last)
+    compare(tmp_path / "run", losses, model)
+    each = len(losses) // EPOCHS
+    used = 21 if last else each * mini_batch
+    sizes = [min(mini_batch, used - b * mini_batch) for b in range(each)]
+    for epoch, record in enumerate(summary.epochs):
+        mine = losses[epoch * each : (epoch + 1) * each]
+        mean = sum(size * loss for size, loss in zip(sizes, mine, strict=True)) / used
+        assert record.train_loss == pytest.approx(mean, abs=1e-10)
+        assert record.samples_per_s * record.seconds == pytest.approx(used)
+
+
+@pytest.mark.parametrize(("name", "n"), [("FewTokens", 3), ("FlatTask", 3), ("FlatTask", 4)])
+def test_results_of_other_forms(name, n, tmp_path):
+    """A dict; a row for each step of each sample. In training as in evaluation."""
+    plan = plan_by_hand(profile_of(name), "gpipe", 2, n)
+    settings = RunSettings(task=f"{FILE}:{name}", epochs=EPOCHS, ragged="pad")
+    summary = run(plan, settings, tmp_path / "run", inline=True)
+    losses, model = train_in_whole_mini_batches(name, 8, last=True)
+    compare(tmp_path / "run", losses, model)
+    task = resolve(f"{FILE}:{name}").task
+    inputs, target = Samples(task, "test", len(task.data("test")), seed=0).evaluation(0)[:2]
+    model.eval()
+    with torch.no_grad():
+        output = model(*inputs)
+    found = summary.epochs[-1].test
+    assert found["loss"] == pytest.approx(task.loss(output, target).item(), abs=1e-10)
+    accuracy = task.metrics(output, target)["accuracy"].item()
+    assert found["accuracy"] == pytest.approx(accuracy, abs=1e-10)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_result_that_cant_be_cut(stages, tmp_path):
+    plan = plan_by_hand(profile_of("TimeFirst"), "gpipe", stages, 4)
+    name = f"{FILE}:TimeFirst"
+    settings = RunSettings(task=name, ragged="pad", evaluate=False)
+    message = r"stage \d, at \dF2\.1: 1 samples? .* shape \[3, 2, 5\].*--ragged drop"
+    with pytest.raises(RunError, match=message):
+        run(plan, settings, tmp_path / "run", inline=True)
+    settings = RunSettings(task=name)
+    with pytest.raises(RunError, match=r"evaluation 10: .* shape \[3, 2, 5\].*--no-evaluate"):
+        run(plan, settings, tmp_path / "evaluated", inline=True)
+
+
+@pytest.mark.parametrize("variant", ["timeprest", "v-timeprest"])
+def test_one_stage_is_plain_training_in_any_system(variant, few_profile, tmp_path):
+    plan = plan_by_hand(few_profile, variant, 1, 3)
+    settings = RunSettings(task=f"{FILE}:FewSamples", epochs=EPOCHS, ragged="pad")
+    run(plan, settings, tmp_path / "run", inline=True)
+    compare(tmp_path / "run", *train_in_whole_mini_batches("FewSamples", 8, last=True))
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(180)
+def test_processes_equal_inline(few_profile, tmp_path):
+    plan = plan_by_hand(few_profile, "timeprest", 2, 3)
+    settings = RunSettings(task=f"{FILE}:FewSamples", epochs=EPOCHS, ragged="pad")
+    ended = [run(plan, settings, tmp_path / m, inline=m == "inline") for m in ("inline", "all")]
+    assert ended[0].epochs[-1].test == pytest.approx(ended[1].epochs[-1].test, abs=1e-10)
+    inline, processes = (load_weights(tmp_path / m) for m in ("inline", "all"))
+    for key, weight in inline.items():
+        torch.testing.assert_close(processes[key], weight, rtol=0, atol=1e-10)
+
+
+def test_too_few_samples(few_profile):
+    plan = plan_by_hand(few_profile, "gpipe", 2, 4)
+    with pytest.raises(TargetError, match=r"5 of 21 training samples.*--ragged drop"):
+        segments(plan, RunSettings(task="t", ragged="error"), 21)
+    with pytest.raises(TargetError, match=r"7 training samples don't fill.*--ragged pad"):
+        segments(plan, RunSettings(task="t"), 7)
+    (only,) = segments(plan, RunSettings(task="t", ragged="pad"), 7)
+    assert (only.mini_batches, only.samples) == (1, 7)
+
+
+@given(st.integers(1, 40), st.integers(1, 12), st.integers(1, 9))
+def test_every_sample_has_one_place(samples, mini_batch, n):
+    n = min(n, mini_batch)
+    count = -(-samples // mini_batch)
+    segment = Segment(0, 0, count, samples, mini_batch, n)
+    seen = []
+    for b in range(count):
+        parts = [part_of(segment, b, i) for i in range(n)]
+        assert sum(part.share for part in parts) == pytest.approx(1)
+        assert max(part.real for part in parts) - min(part.real for part in parts) <= 1
+        assert all(part.real <= part.size == -(-mini_batch // n) for part in parts)
+        for i in range(n):
+            seen += real_samples(segment, b, i)
+    assert seen == list(range(samples))
+
+
+def test_what_is_real_of_a_result():
+    rows = torch.arange(12.0).reshape(12, 1)
+    found = real_part({"a": rows[:4], "b": [rows, None, 3]}, 3, 4, "")
+    assert found["a"].tolist() == rows[:3].tolist()
+    assert found["b"][0].tolist() == rows[:9].tolist()
+    assert found["b"][1:] == [None, 3]
+    for tensor in (torch.tensor(1.0), rows[:6], rows[:0]):
+        with pytest.raises(RunError, match="say no more"):
+            real_part(tensor, 3, 4, "say no more")
+    with pytest.raises(RunError, match=r"object.*say no more"):
+        real_part(object(), 3, 4, "say no more")
