@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 import msgspec
@@ -42,7 +42,29 @@ if TYPE_CHECKING:
 )
 @click.option("--lr", type=click.FloatRange(0, min_open=True))
 @click.option("--momentum", type=click.FloatRange(0, 1, max_open=True))
+@click.option("--nesterov", is_flag=True, help="Nesterov momentum, of sgd.")
+@click.option("--betas", metavar="B1,B2", help="Of adam and adamw.  [default: 0.9,0.999]")
 @click.option("--weight-decay", type=click.FloatRange(0))
+@click.option(
+    "--decay-only",
+    type=click.Choice(["matrices", "all"]),
+    default="all",
+    show_default=True,
+    help="Parameters with weight decay; matrices: biases and norms have none.",
+)
+@click.option(
+    "--lr-schedule",
+    type=click.Choice(["constant", "linear", "cosine"]),
+    help="Instead of the task's own scheduler; linear and cosine fall to 0 by the run's end.",
+)
+@click.option(
+    "--warmup", type=click.IntRange(0), help="Updates over which the learning rate rises."
+)
+@click.option(
+    "--clip-norm",
+    type=click.FloatRange(0, min_open=True),
+    help="Clip gradients of the whole model to this norm.",
+)
 @click.option("--seed", type=click.IntRange(0, 2**40), default=0, show_default=True)
 @click.option(
     "--threads",
@@ -80,7 +102,13 @@ def main(
     optimizer: str | None,
     lr: float | None,
     momentum: float | None,
+    nesterov: bool,
+    betas: str | None,
     weight_decay: float | None,
+    decay_only: Literal["matrices", "all"],
+    lr_schedule: Literal["constant", "linear", "cosine"] | None,
+    warmup: int | None,
+    clip_norm: float | None,
     seed: int,
     threads: int | None,
     inline: bool,
@@ -95,7 +123,16 @@ def main(
     """Train by PLAN: a process for each stage on this machine."""
     if epochs is not None and steps is not None:
         raise UserError("--epochs, --steps: give one of them")
-    choice = _optimizer(optimizer, lr, momentum, weight_decay)
+    choice = _optimizer(
+        optimizer,
+        {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov or None,
+            "betas": _betas(betas),
+        },
+    )
     plan = read_plan(plan_path)
     # Torch takes its time; bad options and plans needn't wait for it.
     from ..runtime.run import run
@@ -109,6 +146,10 @@ def main(
         steps=steps,
         optimizer=choice,
         ragged=ragged,
+        decay_only=decay_only,
+        lr_schedule=lr_schedule,
+        warmup=warmup or 0,
+        clip_norm=clip_norm,
         seed=seed,
         threads=threads or plan.profile.threads,
         evaluate=evaluate,
@@ -152,22 +193,30 @@ def main(
         console.print(f"weights, metrics and summary are in {where}")
 
 
-def _optimizer(
-    name: str | None, lr: float | None, momentum: float | None, weight_decay: float | None
-) -> OptimizerChoice | None:
+def _optimizer(name: str | None, options: dict[str, Any]) -> OptimizerChoice | None:
     from ..runtime.settings import OptimizerChoice
 
+    given = {option: value for option, value in options.items() if value is not None}
     if name is None:
-        given = {"--lr": lr, "--momentum": momentum, "--weight-decay": weight_decay}
-        extra = [option for option, value in given.items() if value is not None]
-        if extra:
-            raise UserError(f"{', '.join(extra)}: name the --optimizer too")
+        if given:
+            extra = ", ".join(f"--{option.replace('_', '-')}" for option in given)
+            raise UserError(f"{extra}: name the --optimizer too")
         return None
-    if lr is None:
+    if "lr" not in given:
         raise UserError(f"--optimizer {name}: give its --lr too")
-    return OptimizerChoice(
-        name=name, lr=lr, momentum=momentum or 0.0, weight_decay=weight_decay or 0.0
-    )
+    return OptimizerChoice(name=name, **given)
+
+
+def _betas(text: str | None) -> tuple[float, float] | None:
+    if text is None:
+        return None
+    try:
+        first, second = (float(part) for part in text.split(","))
+        if not (0 <= first < 1 and 0 <= second < 1):
+            raise ValueError
+    except ValueError:
+        raise UserError(f"--betas {text!r}: give two numbers from 0 to 1, like 0.9,0.999") from None
+    return first, second
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +70,11 @@ def segments(plan: Plan, settings: RunSettings, samples: int) -> tuple[Segment, 
         found.append(Segment(len(found), first, count, used, plan.mini_batch, plan.micro_batches))
         first += count
     return tuple(found)
+
+
+def updates_of(segments: Iterable[Segment]) -> int:
+    """Optimizer steps in a run."""
+    return sum(segment.mini_batches for segment in segments)
 
 
 def real_samples(segment: Segment, mini_batch: int, micro_batch: int) -> range:

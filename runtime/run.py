@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 
 from ..planner.plan import Plan
-from ..profiles.errors import FileError
+from ..profiles.errors import FileError, UserError
 from .channels import LocalChannels, Mailbox
 from .launch import launch
 from .observer import MetricsFile, Observer, Silent
@@ -41,6 +41,8 @@ def run(
     """
     if settings.optimizer is not None:
         check_choice(settings.optimizer)
+    if settings.warmup and settings.lr_schedule is None:
+        raise UserError("--warmup: goes with an --lr-schedule")
     prepared = prepare(plan, settings)
     where = RunDir(run_dir)
     where.create(plan, settings)

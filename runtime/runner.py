@@ -12,7 +12,8 @@ from ..planner.operations import BACKWARD, FORWARD, Op, op_text
 from ..profiles.errors import RunError, TimeprestError
 from ..profiles.target import describe_error
 from .channels import Channels
-from .data import Samples, Segment, part_of, real_samples
+from .clipping import Clipping, Total, own_part, trained
+from .data import Samples, Segment, part_of, real_samples, updates_of
 from .operation_log import OperationLog
 from .padding import real_part
 from .prepare import Prepared
@@ -58,7 +59,8 @@ class StageRunner:
             prepared.pipeline.variant,
             plan.micro_batches,
             prepared.task,
-            settings.optimizer,
+            settings,
+            updates_of(prepared.segments),
         )
         self.own_inputs = [n for n in self.stage.piece.inputs if n in prepared.inputs]
         self.incoming = [c for c in prepared.crossings if c.target == s]
@@ -68,6 +70,22 @@ class StageRunner:
         self.segment: Segment | None = None
         self.last_op = "start"
         self._loss = 0.0
+
+    def clip(self, total: Total) -> None:
+        """Clip gradients from now on, where the settings say so.
+
+        Args:
+            total: sums squared norms over all stages; for systems that flush.
+        """
+        most = self.prepared.settings.clip_norm
+        if most is None:
+            return
+        own = list(self.stage.module.parameters())
+        if not self.prepared.pipeline.variant.flushes:
+            every = [p for piece in self.prepared.pieces for p in piece.module.parameters()]
+            self.stage.clipping = Clipping(own, own_part(most, trained(own), trained(every)), None)
+        else:
+            self.stage.clipping = Clipping(own, most, total)
 
     # Training ------------------------------------------------------------------------------
 
@@ -149,7 +167,8 @@ class StageRunner:
         start = time.perf_counter()
         version = self.stage.update(self.channels.held_bytes)
         end = time.perf_counter()
-        self.score.add(start, end, compute_s=end - start, communication_s=0.0)
+        waited_s = self.stage.clipping.waited_s if self.stage.clipping else 0.0
+        self.score.add(start, end, compute_s=end - start - waited_s, communication_s=0.0)
         self.score.updates.append(end)
         self._log(op, version, None, start, end)
 

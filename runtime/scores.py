@@ -87,6 +87,9 @@ class EpochRecord(msgspec.Struct, frozen=True, kw_only=True):
     samples_per_s: float
     train_loss: float
     test: dict[str, float]
+    lr: float | None = None
+    """Learning rate of the last stage's last update (its first parameter group's); None: that
+    stage has nothing to train."""
 
 
 class StageReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,10 +20,12 @@ from ..profiles.task import Task
 from ..profiles.tracing.pieces import Piece, decode, encode
 from ..profiles.tracing.shapes import ValueSpec
 from .accounting import MemoryAccount
+from .clipping import Clipping
 from .data import Part
 from .optimizers import make_optimizer
 from .padding import real_part
-from .settings import OptimizerChoice
+from .schedules import make_scheduler
+from .settings import RunSettings
 from .weights import WeightVersions
 
 
@@ -45,6 +47,8 @@ class Stage:
         account: what the stage holds, and its peak.
         differences: how often each version difference was seen.
         kept_outputs: outputs of the last forward whose memory is kept for the backward anyway.
+        clipping: what clips gradients before an update; None: nothing does.
+        lr: learning rate of the last update's first parameter group; None: nothing to train.
     """
 
     def __init__(
@@ -55,8 +59,13 @@ class Stage:
         variant: Variant,
         micro_batches: int,
         task: Task,
-        optimizer: OptimizerChoice | None,
+        settings: RunSettings,
+        updates: int,
     ) -> None:
+        """
+        Args:
+            updates: optimizer steps in the whole run.
+        """
         self.piece = piece
         self.specs = specs
         self.micro_batches = micro_batches
@@ -68,7 +77,10 @@ class Stage:
         parameters = list(self.module.parameters())
         self.weights = WeightVersions(parameters)
         self.walk = VersionWalk(variant, micro_batches)
-        self.optimizer = make_optimizer(task, optimizer, parameters)
+        self.optimizer = make_optimizer(task, settings, self.module.named_parameters())
+        self.scheduler = make_scheduler(task, settings, self.optimizer, updates)
+        self.clipping: Clipping | None = None
+        self.lr: float | None = None
         self.account = MemoryAccount(parameters, list(self.module.buffers()))
         self.differences: dict[int, int] = {}
         self.kept_outputs: set[str] = set()
@@ -167,11 +179,16 @@ class Stage:
 
     def update(self, boundary_bytes: int = 0) -> int:
         """Optimizer step. Returns the new version; the old one is copied if it is needed."""
+        if self.clipping is not None:
+            self.clipping()
         needed = self.walk.needed()
         if self.walk.latest in needed:
             self.weights.keep_latest()
         if self.optimizer is not None:
+            self.lr = float(self.optimizer.param_groups[0]["lr"])
             self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
         self._note(boundary_bytes)
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)

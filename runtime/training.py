@@ -12,9 +12,10 @@ from contextlib import contextmanager
 
 import torch
 
-from ..planner.operations import Order
+from ..planner.operations import UPDATE, Op, Order
 from ..planner.orders import make_order
 from ..planner.simulate import simulate
+from .clipping import Total, TotalInline
 from .data import Segment
 from .observer import Observer
 from .runner import StageRunner
@@ -27,8 +28,16 @@ class Course:
     """Runs the runners of this process (one, or all of them) through the whole training."""
 
     def __init__(
-        self, runners: Sequence[StageRunner], observer: Observer, barrier: Barrier
+        self,
+        runners: Sequence[StageRunner],
+        observer: Observer,
+        barrier: Barrier,
+        total: Total | None = None,
     ) -> None:
+        """
+        Args:
+            total: sums squared norms of gradients over all processes; None: all stages are here.
+        """
         self.runners = runners
         self.prepared = runners[0].prepared
         self.observer = observer
@@ -41,7 +50,9 @@ class Course:
         for runner in runners:
             torch.manual_seed(self.prepared.settings.seed * 1_000_003 + runner.number)
             self._random.append(torch.get_rng_state())
+        total = total or TotalInline([list(r.stage.module.parameters()) for r in runners])
         for runner in runners:
+            runner.clip(total)
             if runner.is_last:
                 runner.on_mini_batch = self._tell
 
@@ -54,7 +65,7 @@ class Course:
             for runner, scores in zip(self.runners, self.scores, strict=True):
                 scores.append(runner.score)
                 if runner.is_last:
-                    self._record(segment, runner.score, test)
+                    self._record(segment, runner.score, test, runner.stage.lr)
 
     def _train(self, segment: Segment) -> None:
         if segment.mini_batches not in self._orders:
@@ -70,11 +81,22 @@ class Course:
                 for op in order[runner.number]:
                     runner.run(op)
         else:
-            for s, k in simulate(self.prepared.pipeline, order).sequence:
+            sequence = simulate(self.prepared.pipeline, order).sequence
+            if self._updates_wait:
+                # Nothing of a mini-batch needs an update of it: they can all come last.
+                last = sorted(sequence, key=lambda at: _updates_last(order[at[0]][at[1]]))
+                sequence = tuple(last)
+            for s, k in sequence:
                 with self._stream(s):
                     self.runners[s].run(order[s][k])
         for runner in self.runners:
             runner.finish()
+
+    @property
+    def _updates_wait(self) -> bool:
+        """Whether a mini-batch's updates need the gradients of all stages."""
+        clipped = self.prepared.settings.clip_norm is not None
+        return clipped and self.prepared.pipeline.variant.flushes
 
     def _evaluate(self) -> dict[str, float]:
         score = EvaluationScore()
@@ -99,7 +121,9 @@ class Course:
     def _tell(self, segment: Segment, mini_batch: int, loss: float) -> None:
         self.observer.mini_batch(segment.epoch, mini_batch + 1, segment.mini_batches, loss)
 
-    def _record(self, segment: Segment, score: StageScore, test: dict[str, float]) -> None:
+    def _record(
+        self, segment: Segment, score: StageScore, test: dict[str, float], lr: float | None
+    ) -> None:
         weighted = sum(loss * segment.samples_of(b) for b, loss in enumerate(score.losses))
         record = EpochRecord(
             epoch=segment.epoch,
@@ -108,6 +132,7 @@ class Course:
             samples_per_s=segment.samples / score.wall_s if score.wall_s else 0.0,
             train_loss=weighted / segment.samples,
             test=test,
+            lr=lr,
         )
         self.epochs.append(record)
         self.observer.epoch(record)
@@ -134,6 +159,10 @@ class Course:
                 )
             )
         return found
+
+
+def _updates_last(op: Op) -> tuple[int, bool]:
+    return op.mini_batch, op.kind == UPDATE
 
 
 def _rss_peak_bytes() -> int:

@@ -18,6 +18,7 @@ from ..profiles.allocator import keep_freed_memory
 from ..profiles.errors import TimeprestError
 from ..profiles.target import describe_error
 from .channels import PeerError, ProcessChannels
+from .clipping import total_over_processes
 from .observer import MetricsFile, Observer, Silent
 from .operation_log import OperationLog
 from .prepare import prepare
@@ -75,7 +76,7 @@ def _work(run_dir: RunDir, store_path: str, rank: int, world_size: int) -> None:
     runner = StageRunner(prepared, rank, channels, log)
     metrics = MetricsFile(run_dir.metrics) if runner.is_last else None
     observer: Observer = metrics or Silent()
-    course = Course([runner], observer, _barrier(rank))
+    course = Course([runner], observer, _barrier(rank), total_over_processes(rank))
     course.run()
     for closing in (log, metrics):
         if closing is not None:
