@@ -19,6 +19,14 @@ if TYPE_CHECKING:
     from ..runtime.settings import OptimizerChoice
 
 
+_AUTOCAST: dict[str | None, Literal["profiled", "bfloat16", "off"]] = {
+    None: "profiled",
+    "bf16": "bfloat16",
+    "bfloat16": "bfloat16",
+    "off": "off",
+}
+
+
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("plan_path", metavar="PLAN")
 @click.option(
@@ -65,6 +73,11 @@ if TYPE_CHECKING:
     type=click.FloatRange(0, min_open=True),
     help="Clip gradients of the whole model to this norm.",
 )
+@click.option(
+    "--autocast",
+    type=click.Choice(["bf16", "bfloat16", "off"]),
+    help="Run forwards under torch.autocast.  [default: as profiled]",
+)
 @click.option("--seed", type=click.IntRange(0, 2**40), default=0, show_default=True)
 @click.option(
     "--threads",
@@ -109,6 +122,7 @@ def main(
     lr_schedule: Literal["constant", "linear", "cosine"] | None,
     warmup: int | None,
     clip_norm: float | None,
+    autocast: str | None,
     seed: int,
     threads: int | None,
     inline: bool,
@@ -150,6 +164,7 @@ def main(
         lr_schedule=lr_schedule,
         warmup=warmup or 0,
         clip_norm=clip_norm,
+        autocast=_AUTOCAST[autocast],
         seed=seed,
         threads=threads or plan.profile.threads,
         evaluate=evaluate,
@@ -169,6 +184,9 @@ def main(
                 bar.print(f"training {settings.task} with {plan.variant}, {how}, in {where}")
                 if plan.profile.device != "cpu":
                     bar.print(f"predictions are for {plan.profile.device}; this runs on the CPU")
+                profiled = plan.profile.autocast or "off"
+                if settings.autocast not in ("profiled", profiled):
+                    bar.print(f"predictions are for autocast {profiled}; this is another")
                 if verbose:
                     bar.print(stage_table(plan), operations(plan, 16))
 

@@ -23,6 +23,7 @@ from ..profiles.tracing.pieces import Piece, cut
 from ..profiles.tracing.shapes import ValueSpec, value_specs
 from .channels import Crossing
 from .data import Segment, segments
+from .precision import autocast_of, forward_context
 from .settings import RunSettings
 
 _SMALL_BYTES = 2**28
@@ -35,6 +36,7 @@ class Prepared:
 
     Attributes:
         pieces: per stage, for training; `evaluation_pieces` the same in evaluation mode.
+        autocast: dtype of torch.autocast for the forwards; None: off.
         specs: of every value that layers take from each other.
         crossings: what goes between stages; the same list on every worker.
     """
@@ -45,6 +47,7 @@ class Prepared:
     pipeline: Pipeline
     pieces: tuple[Piece, ...]
     evaluation_pieces: tuple[Piece, ...]
+    autocast: torch.dtype | None
     specs: dict[str, ValueSpec]
     crossings: tuple[Crossing, ...]
     segments: tuple[Segment, ...]
@@ -63,6 +66,7 @@ def prepare(plan: Plan, settings: RunSettings) -> Prepared:
     check_plan(plan)
     _check_profiled(plan)
     _check_runs(plan)
+    autocast = autocast_of(plan, settings)
     target = resolve(settings.task)
     if target.task is None:
         raise TargetError(
@@ -78,7 +82,8 @@ def prepare(plan: Plan, settings: RunSettings) -> Prepared:
     inputs, _ = target.sample(plan.micro_batch)
     whole_bytes = sum(stage.memory_bytes for stage in plan.predicted.stages)
     try:
-        specs = value_specs(traced, inputs, fake=whole_bytes > _SMALL_BYTES)
+        with forward_context(autocast):
+            specs = value_specs(traced, inputs, fake=whole_bytes > _SMALL_BYTES)
     except TimeprestError:
         raise
     except Exception as error:  # the user's model runs here
@@ -94,6 +99,7 @@ def prepare(plan: Plan, settings: RunSettings) -> Prepared:
         pipeline=pipeline,
         pieces=tuple(cut(traced, groups)),
         evaluation_pieces=tuple(cut(_trace_for_evaluation(plan, model, target, traced), groups)),
+        autocast=autocast,
         specs={name: spec for name, spec in specs.items() if not _is_input(traced, name)},
         crossings=crossings,
         segments=segments(plan, settings, dataset_size(target.task.data("train"), "train")),
@@ -116,11 +122,6 @@ def _check_profiled(plan: Plan) -> None:
             f"plan: was made from {IMPORTED[made_from.front_end]} ({made_from.target}): costs "
             "without a model, which can be planned and shown but not run. Profile a model of your "
             "own with tp-profile"
-        )
-    if made_from.autocast is not None:
-        raise PlanError(
-            f"plan: was made from a profile under autocast ({made_from.autocast}), and training "
-            "under autocast isn't there yet: profile again without --autocast"
         )
 
 

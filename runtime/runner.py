@@ -16,6 +16,7 @@ from .clipping import Clipping, Total, own_part, trained
 from .data import Samples, Segment, part_of, real_samples, updates_of
 from .operation_log import OperationLog
 from .padding import real_part
+from .precision import forward_context
 from .prepare import Prepared
 from .scores import EvaluationScore, StageScore
 from .stage import Stage
@@ -61,6 +62,7 @@ class StageRunner:
             prepared.task,
             settings,
             updates_of(prepared.segments),
+            prepared.autocast,
         )
         self.own_inputs = [n for n in self.stage.piece.inputs if n in prepared.inputs]
         self.incoming = [c for c in prepared.crossings if c.target == s]
@@ -221,7 +223,8 @@ class StageRunner:
                 size = self.prepared.plan.micro_batch
                 if real < size:
                     result = real_part(result, real, size, _NO_EVALUATION)
-                score.add(self.prepared.task, result, target, real)
+                with forward_context(self.prepared.autocast):
+                    score.add(self.prepared.task, result, target, real)
 
     # Data ----------------------------------------------------------------------------------
 

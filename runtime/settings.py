@@ -55,6 +55,9 @@ class RunSettings(
     ragged: Literal["drop", "pad", "error"] = "drop"
     """Samples that don't fill an epoch's last mini-batch: leave them out, fill the mini-batch up
     (the filling counts nowhere), or refuse to run."""
+    autocast: Literal["profiled", "bfloat16", "off"] = "profiled"
+    """What forwards run under: torch.autocast with this dtype, or what the profile was made
+    with."""
     seed: int = 0
     threads: Annotated[int, Meta(ge=1)] = 1
     evaluate: bool = True

@@ -24,6 +24,7 @@ from .clipping import Clipping
 from .data import Part
 from .optimizers import make_optimizer
 from .padding import real_part
+from .precision import forward_context
 from .schedules import make_scheduler
 from .settings import RunSettings
 from .weights import WeightVersions
@@ -61,11 +62,14 @@ class Stage:
         task: Task,
         settings: RunSettings,
         updates: int,
+        autocast: torch.dtype | None = None,
     ) -> None:
         """
         Args:
             updates: optimizer steps in the whole run.
+            autocast: dtype of torch.autocast for the forwards; None: off.
         """
+        self.autocast = autocast
         self.piece = piece
         self.specs = specs
         self.micro_batches = micro_batches
@@ -112,7 +116,7 @@ class Stage:
         assert op.micro_batch is not None
         version = self.walk.forward(op)
         micro = _MicroBatch(0)
-        with self.weights.forward(version):
+        with self.weights.forward(version), forward_context(self.autocast):
             out = self.module(*[self._admit(name, values, micro) for name in self.piece.inputs])
             loss = self._loss(out[-1], target, part) if self.piece.has_result else None
         if loss is not None:
@@ -201,7 +205,7 @@ class Stage:
         """Forward without gradients in evaluation mode: outputs by name, and the result."""
         self.evaluation_module.eval()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), forward_context(self.autocast):
                 arguments = [
                     decode(values[name], self.specs[name].kind)
                     if name in self.specs
