@@ -78,6 +78,11 @@ _AUTOCAST: dict[str | None, Literal["profiled", "bfloat16", "off"]] = {
     type=click.Choice(["bf16", "bfloat16", "off"]),
     help="Run forwards under torch.autocast.  [default: as profiled]",
 )
+@click.option(
+    "--deferred-batch-norm",
+    is_flag=True,
+    help="Update BatchNorm's running statistics once for each mini-batch.",
+)
 @click.option("--seed", type=click.IntRange(0, 2**40), default=0, show_default=True)
 @click.option(
     "--threads",
@@ -123,6 +128,7 @@ def main(
     warmup: int | None,
     clip_norm: float | None,
     autocast: str | None,
+    deferred_batch_norm: bool,
     seed: int,
     threads: int | None,
     inline: bool,
@@ -165,6 +171,7 @@ def main(
         warmup=warmup or 0,
         clip_norm=clip_norm,
         autocast=_AUTOCAST[autocast],
+        deferred_batch_norm=deferred_batch_norm,
         seed=seed,
         threads=threads or plan.profile.threads,
         evaluate=evaluate,

@@ -167,7 +167,7 @@ class StageRunner:
 
     def _update(self, op: Op) -> None:
         start = time.perf_counter()
-        version = self.stage.update(self.channels.held_bytes)
+        version = self.stage.update(op.mini_batch, self.channels.held_bytes)
         end = time.perf_counter()
         waited_s = self.stage.clipping.waited_s if self.stage.clipping else 0.0
         self.score.add(start, end, compute_s=end - start - waited_s, communication_s=0.0)

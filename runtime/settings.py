@@ -58,6 +58,8 @@ class RunSettings(
     autocast: Literal["profiled", "bfloat16", "off"] = "profiled"
     """What forwards run under: torch.autocast with this dtype, or what the profile was made
     with."""
+    deferred_batch_norm: bool = False
+    """Update the running statistics of batch norms once for each mini-batch, with its own."""
     seed: int = 0
     threads: Annotated[int, Meta(ge=1)] = 1
     evaluate: bool = True

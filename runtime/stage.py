@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,7 @@ from ..profiles.task import Task
 from ..profiles.tracing.pieces import Piece, decode, encode
 from ..profiles.tracing.shapes import ValueSpec
 from .accounting import MemoryAccount
+from .batch_norm import DeferredBatchNorm
 from .clipping import Clipping
 from .data import Part
 from .optimizers import make_optimizer
@@ -82,6 +84,7 @@ class Stage:
         self.weights = WeightVersions(parameters)
         self.walk = VersionWalk(variant, micro_batches)
         self.optimizer = make_optimizer(task, settings, self.module.named_parameters())
+        self.batch_norm = DeferredBatchNorm(self.module) if settings.deferred_batch_norm else None
         self.scheduler = make_scheduler(task, settings, self.optimizer, updates)
         self.clipping: Clipping | None = None
         self.lr: float | None = None
@@ -116,7 +119,11 @@ class Stage:
         assert op.micro_batch is not None
         version = self.walk.forward(op)
         micro = _MicroBatch(0)
-        with self.weights.forward(version), forward_context(self.autocast):
+        with (
+            self.weights.forward(version),
+            forward_context(self.autocast),
+            self._statistics(op.mini_batch, part),
+        ):
             out = self.module(*[self._admit(name, values, micro) for name in self.piece.inputs])
             loss = self._loss(out[-1], target, part) if self.piece.has_result else None
         if loss is not None:
@@ -181,8 +188,13 @@ class Stage:
         self.differences[difference] = self.differences.get(difference, 0) + 1
         return version, forward_version, back
 
-    def update(self, boundary_bytes: int = 0) -> int:
-        """Optimizer step. Returns the new version; the old one is copied if it is needed."""
+    def update(self, mini_batch: int, boundary_bytes: int = 0) -> int:
+        """Optimizer step after a mini-batch's backward.
+
+        Returns the new version; the old one is copied if it is needed.
+        """
+        if self.batch_norm is not None:
+            self.batch_norm.settle(mini_batch)
         if self.clipping is not None:
             self.clipping()
         needed = self.walk.needed()
@@ -225,6 +237,11 @@ class Stage:
         return dict(self.module.state_dict())
 
     # Parts -------------------------------------------------------------------------------
+
+    def _statistics(self, mini_batch: int, part: Part) -> AbstractContextManager[None]:
+        if self.batch_norm is None:
+            return nullcontext()
+        return self.batch_norm.forward(mini_batch, part.real, part.size)
 
     def _admit(self, name: str, values: Mapping[str, Tensor], micro: _MicroBatch) -> Any:
         tensor = values[name]
