@@ -9,15 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..planner.operations import BACKWARD, FORWARD, Op, op_text
+from ..planner.distances import prediction_distances
+from ..planner.operations import BACKWARD, FORWARD, Op, Order, op_text
+from ..planner.versions import entry_versions
 from ..profiles.errors import RunError, TimeprestError
 from ..profiles.target import describe_error
 from .channels import Channels
 from .data import Samples, Segment
-from .operation_log import OperationLog
+from .operation_log import OperationLog, StageMetrics
 from .prepare import Prepared
-from .scores import EvaluationScore, StageScore
-from .stage import Stage
+from .scores import EvaluationScore, StageEpoch, StageScore
+from .stage import Stage, StageWork
 
 EVALUATION_AHEAD = 8
 """Messages that a stage may have under way to each peer while it evaluates."""
@@ -40,6 +42,7 @@ class StageRunner:
         s: int,
         channels: Channels,
         log: OperationLog | None = None,
+        metrics: StageMetrics | None = None,
         on_mini_batch: OnMiniBatch | None = None,
     ) -> None:
         plan, settings = prepared.plan, prepared.settings
@@ -47,16 +50,16 @@ class StageRunner:
         self.number = s
         self.channels = channels
         self.log = log
+        self.metrics = metrics
         self.on_mini_batch = on_mini_batch
         self.is_last = s == len(plan.stages) - 1
         self.stage = Stage(
             prepared.pieces[s],
             prepared.evaluation_pieces[s].module,
             prepared.specs,
-            prepared.pipeline.variant,
-            plan.micro_batches,
+            StageWork(prepared.pipeline.variant, plan.micro_batches, plan.stages[s].recompute),
             prepared.task,
-            settings.optimizer,
+            settings,
         )
         self.own_inputs = [n for n in self.stage.piece.inputs if n in prepared.inputs]
         self.incoming = [c for c in prepared.crossings if c.target == s]
@@ -69,8 +72,11 @@ class StageRunner:
 
     # Training ------------------------------------------------------------------------------
 
-    def begin(self, segment: Segment) -> None:
-        """Get ready for a segment: receives posted, score at zero."""
+    def begin(self, segment: Segment, order: Order) -> None:
+        """Get ready for a segment: receives posted, score at zero. `order`: of all stages."""
+        variant = self.prepared.pipeline.variant
+        entries = entry_versions(order[0], self.stage.weights.latest)
+        self.stage.begin(entries, prediction_distances(variant, order)[self.number])
         n = self.prepared.plan.micro_batches
         gradients = segment.mini_batches * self.prepared.pipeline.backwards_per_mini_batch
         self.segment = segment
@@ -91,6 +97,11 @@ class StageRunner:
             else:
                 self._update(op)
 
+    def record(self, epoch: StageEpoch) -> None:
+        """Write down what the stage saw in a segment."""
+        if self.metrics is not None:
+            self.metrics.epoch(epoch)
+
     def finish(self) -> None:
         """The segment's operations are done: let the last messages go."""
         with self._explained():
@@ -107,7 +118,9 @@ class StageRunner:
         for c in self.incoming:
             values[c.spec.name] = self.channels.receive(c, FORWARD)
         start = clock()
-        version, outputs, loss = self.stage.forward(op, values, target, self.channels.held_bytes)
+        version, outputs, loss = self.stage.forward(
+            op, values, target, self._share(op), self.channels.held_bytes
+        )
         if loss is not None:
             self._note_loss(op, float(loss))
         end = clock()
@@ -147,6 +160,14 @@ class StageRunner:
         self.score.add(start, end, compute_s=end - start, communication_s=0.0)
         self.score.updates.append(end)
         self._log(op, version, None, start, end)
+
+    def _share(self, op: Op) -> float:
+        """Share of the update's samples that a micro-batch has."""
+        plan, segment = self.prepared.plan, self.segment
+        assert segment is not None
+        first = op.mini_batch - op.mini_batch % plan.update_every
+        together = min(plan.update_every, segment.mini_batches - first)
+        return 1 / (plan.micro_batches * together)
 
     def _note_loss(self, op: Op, loss: float) -> None:
         assert self.segment is not None

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from ..planner.distances import Distances as Ahead
 from ..planner.operations import Op
 from ..planner.variants import Variant
 from ..planner.versions import VersionWalk
@@ -20,19 +21,42 @@ from ..profiles.task import Task
 from ..profiles.tracing.pieces import Piece, decode, encode
 from ..profiles.tracing.shapes import ValueSpec
 from .accounting import MemoryAccount
+from .again import Again, Ingredients
 from .optimizers import make_optimizer
-from .settings import OptimizerChoice
+from .predictors import Predictor
+from .settings import RunSettings
+from .staleness import Distances, Staleness
+from .update_rules import follow
+from .weight_rules import DECAYS, WeightRules
 from .weights import WeightVersions
 
 
 @dataclass
 class _MicroBatch:
-    """A micro-batch between its forward and its backward."""
+    """A micro-batch between its forward and its backward.
 
-    saved_bytes: int
+    Attributes:
+        again: what its forward is done again from, before the backward; None: nothing is.
+    """
+
+    saved_bytes: int = 0
     inlets: dict[str, Inlet] = field(default_factory=dict)
     outlets: dict[str, GradientEdge] = field(default_factory=dict)
     loss: Tensor | None = None
+    again: Ingredients | None = None
+
+
+@dataclass(frozen=True)
+class StageWork:
+    """What a stage does with its piece, besides the piece.
+
+    Attributes:
+        recompute: activations are computed again before the backward.
+    """
+
+    variant: Variant
+    micro_batches: int
+    recompute: bool = False
 
 
 class Stage:
@@ -41,7 +65,7 @@ class Stage:
     Attributes:
         walk: which version each operation uses; the runtime follows it with real weights.
         account: what the stage holds, and its peak.
-        differences: how often each version difference was seen.
+        staleness: what its backwards saw since the segment began.
         kept_outputs: outputs of the last forward whose memory is kept for the backward anyway.
     """
 
@@ -50,14 +74,14 @@ class Stage:
         piece: Piece,
         evaluation_module: nn.Module,
         specs: Mapping[str, ValueSpec],
-        variant: Variant,
-        micro_batches: int,
+        work: StageWork,
         task: Task,
-        optimizer: OptimizerChoice | None,
+        settings: RunSettings,
     ) -> None:
         self.piece = piece
         self.specs = specs
-        self.micro_batches = micro_batches
+        self.work = work
+        self.micro_batches = work.micro_batches
         self.task = task
         self.module = piece.module
         # Shares its parameters and leaf modules with `module`, traced in evaluation mode.
@@ -65,24 +89,63 @@ class Stage:
         self.module.train()
         parameters = list(self.module.parameters())
         self.weights = WeightVersions(parameters)
-        self.walk = VersionWalk(variant, micro_batches)
-        self.optimizer = make_optimizer(task, optimizer, parameters)
+        made = make_optimizer(task, settings.optimizer, parameters)
+        self.optimizer = None if made is None else follow(work.variant.update_rule, made)
+        self._predictor = (
+            Predictor(work.variant.prediction, self.optimizer)
+            if work.variant.prediction and self.optimizer is not None
+            else None
+        )
+        decay = DECAYS[settings.decay]
+        self.rules = WeightRules(
+            work.variant, self.weights, self._predictor, lambda d: decay(settings.decay_rate, d)
+        )
         self.account = MemoryAccount(parameters, list(self.module.buffers()))
-        self.differences: dict[int, int] = {}
+        self.staleness = Staleness()
         self.kept_outputs: set[str] = set()
+        self._distances = Distances(parameters)
+        self._again = Again(self.module) if work.recompute else None
         self._flying: dict[tuple[int, int], _MicroBatch] = {}
         self._kept_bytes = 0
+
+    def begin(self, entries: Sequence[int], ahead: Ahead) -> None:
+        """Get ready for a segment.
+
+        Args:
+            entries: per mini-batch, the version at stage 0 when it enters (`VersionWalk`).
+            ahead: what predictions look ahead.
+        """
+        self.rules.walk = VersionWalk(
+            self.work.variant,
+            self.micro_batches,
+            entries,
+            recompute=self.work.recompute,
+            latest=self.weights.latest,
+        )
+        self.rules.distances = ahead
+        self.staleness = Staleness()
+
+    @property
+    def walk(self) -> VersionWalk:
+        """Of the segment at hand."""
+        return self.rules.walk
 
     # Operations --------------------------------------------------------------------------
 
     def forward(
-        self, op: Op, values: Mapping[str, Tensor], target: Any, boundary_bytes: int = 0
+        self,
+        op: Op,
+        values: Mapping[str, Tensor],
+        target: Any,
+        share: float,
+        boundary_bytes: int = 0,
     ) -> tuple[int, dict[str, Tensor], Tensor | None]:
         """Forward of one micro-batch.
 
         Args:
             values: the piece's inputs by name: received tensors and the model's own inputs.
             target: for the loss, on the stage that makes the model's result.
+            share: of the update's samples that the micro-batch has; its loss counts by it.
             boundary_bytes: what the channels hold now.
 
         Returns:
@@ -91,29 +154,26 @@ class Stage:
         """
         assert op.micro_batch is not None
         version = self.walk.forward(op)
-        micro = _MicroBatch(0)
-        with self.weights.forward(version):
-            out = self.module(*[self._admit(name, values, micro) for name in self.piece.inputs])
-            loss = self._loss(out[-1], target) if self.piece.has_result else None
-        if loss is not None:
-            # A micro-batch counts by its share of the mini-batch's samples; all are equal.
-            micro.loss = loss / self.micro_batches
-        outputs = {}
-        self.kept_outputs = set()
-        for name, value in zip(self.piece.outputs, out, strict=False):
-            tensor = encode(value, name)
+        tensors = self.rules.forward(op, version)
+        self._distances.forward(op.mini_batch, version, self._made(version, tensors))
+        if self._again is None:
+            micro, outputs, loss = self._compute(values, target, share, tensors)
+        else:
+            ingredients = self._again.keep(values, self._received(values), target, share)
+            with torch.no_grad():
+                _, outputs, loss = self._compute(values, target, share, tensors)
+            self._again.kept(ingredients)
+            micro = _MicroBatch(ingredients.nbytes, again=ingredients)
+        for name, tensor in outputs.items():
             self._check_spec(name, tensor)
-            if storage_key(tensor) in self.weights.saved:
-                self.kept_outputs.add(name)
-            if tensor.requires_grad:
-                micro.outlets[name] = get_gradient_edge(tensor)
-            outputs[name] = tensor.detach()
-        micro.saved_bytes = sum(self.weights.saved.values())
+        saved = self.weights.saved
+        self.kept_outputs = {n for n, tensor in outputs.items() if storage_key(tensor) in saved}
         self._kept_bytes += micro.saved_bytes
         self._flying[op.mini_batch, op.micro_batch] = micro
         self.weights.drop(self.walk.needed())
         self._note(boundary_bytes, gradients_changed=False)
-        return version, outputs, None if loss is None else loss.detach()
+        detached = {name: tensor.detach() for name, tensor in outputs.items()}
+        return version, detached, None if loss is None else loss.detach()
 
     def backward(
         self, op: Op, grads: Mapping[str, Tensor], boundary_bytes: int = 0
@@ -131,7 +191,8 @@ class Stage:
         version = self.walk.backward(op)
         forward_version = self.walk.forward_version(op)
         numbers = range(self.micro_batches) if op.micro_batch is None else [op.micro_batch]
-        micros = [self._flying.pop((op.mini_batch, i)) for i in numbers]
+        micros = [self._do_again(op, i) for i in numbers]
+        tensors = self.rules.backward(op, version)
         roots: list[Tensor | GradientEdge] = []
         root_grads: list[Tensor | None] = []
         for k, micro in enumerate(micros):
@@ -143,7 +204,7 @@ class Stage:
                     roots.append(edge)
                     root_grads.append(grads[name][k])
         if roots:
-            with self.weights.backward(version):
+            with self.weights.backward(tensors):
                 torch.autograd.backward(roots, root_grads)  # type: ignore[arg-type]
         back = {
             name: self._collect(name, [micro.inlets[name] for micro in micros])
@@ -152,17 +213,24 @@ class Stage:
         messages = (*grads.values(), *back.values())
         self._note(boundary_bytes + sum(g.numel() * g.element_size() for g in messages))
         self._kept_bytes -= sum(micro.saved_bytes for micro in micros)
+        last = op.micro_batch is None or op.micro_batch == self.micro_batches - 1
+        made = self._made(version, tensors)
+        distance = self._distances.backward(op.mini_batch, version, made, last=last)
+        self.staleness.note(version - forward_version, distance)
         self.walk.finish(op)
         self.weights.drop(self.walk.needed())
-        difference = version - forward_version
-        self.differences[difference] = self.differences.get(difference, 0) + 1
+        if not self.work.variant.scratch_copies:
+            self.weights.drop_scratch()
         return version, forward_version, back
 
     def update(self, boundary_bytes: int = 0) -> int:
         """Optimizer step. Returns the new version; the old one is copied if it is needed."""
         needed = self.walk.needed()
+        self._distances.before_update(self.walk.latest)
         if self.walk.latest in needed:
             self.weights.keep_latest()
+        if self._predictor is not None:
+            self._predictor.before_step()
         if self.optimizer is not None:
             self.optimizer.step()
         self._note(boundary_bytes)
@@ -198,12 +266,56 @@ class Stage:
 
     # Parts -------------------------------------------------------------------------------
 
+    def _compute(
+        self,
+        values: Mapping[str, Tensor],
+        target: Any,
+        share: float,
+        tensors: list[Tensor] | None,
+    ) -> tuple[_MicroBatch, dict[str, Tensor], Tensor | None]:
+        """The piece's forward on these weights: its graph, its outputs by name, the loss."""
+        micro = _MicroBatch()
+        with self.weights.forward(tensors):
+            out = self.module(*[self._admit(name, values, micro) for name in self.piece.inputs])
+            loss = self._loss(out[-1], target) if self.piece.has_result else None
+            if loss is not None:
+                micro.loss = loss * share
+        outputs = {
+            name: encode(value, name) for name, value in zip(self.piece.outputs, out, strict=False)
+        }
+        for name, tensor in outputs.items():
+            if tensor.requires_grad:
+                micro.outlets[name] = get_gradient_edge(tensor)
+        micro.saved_bytes = sum(self.weights.saved.values())
+        return micro, outputs, loss
+
+    def _do_again(self, op: Op, micro_batch: int) -> _MicroBatch:
+        """A micro-batch ready for its backward: its forward is done again where it has to be."""
+        micro = self._flying.pop((op.mini_batch, micro_batch))
+        if self._again is None or micro.again is None:
+            return micro
+        tensors = self.rules.again(op, micro_batch)
+        found = micro.again
+        with self._again.as_before(found):
+            rebuilt, _, _ = self._compute(found.values, found.target, found.share, tensors)
+        # What it was made from stays until the backward is done, and counts besides.
+        rebuilt.saved_bytes += micro.saved_bytes
+        self._kept_bytes += rebuilt.saved_bytes - micro.saved_bytes
+        return rebuilt
+
+    def _received(self, values: Mapping[str, Tensor]) -> set[str]:
+        return {name for name in values if name in self.specs}
+
+    def _made(self, version: int, tensors: list[Tensor] | None) -> list[Tensor] | None:
+        """Weights that were made for an operation: not those of any version."""
+        return tensors if version == self.walk.latest else None
+
     def _admit(self, name: str, values: Mapping[str, Tensor], micro: _MicroBatch) -> Any:
         tensor = values[name]
         spec = self.specs.get(name)
         if spec is None:
             return tensor
-        if spec.needs_grad:
+        if spec.needs_grad and torch.is_grad_enabled():
             micro.inlets[name] = inlet = Inlet()
             return inlet.admit(tensor)
         return decode(tensor, spec.kind)
@@ -234,9 +346,11 @@ class Stage:
         return gathered
 
     def _note(self, boundary_bytes: int, *, gradients_changed: bool = True) -> None:
+        self.staleness.versions_held = max(self.staleness.versions_held, self.weights.held)
+        kept = self._predictor.kept_bytes if self._predictor is not None else 0
         self.account.note(
             versions_held=self.weights.held,
-            versions_bytes=self.weights.older_bytes,
+            versions_bytes=self.weights.older_bytes + kept,
             activations_bytes=self._kept_bytes,
             boundary_bytes=boundary_bytes,
             optimizer=self.optimizer,

@@ -47,14 +47,14 @@ def test_backward_after_an_update_in_place_runs_for_every_kind_of_layer():
     weights = WeightVersions(list(model.parameters()))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     tokens = torch.randint(0, 11, (4, 5))
-    with weights.forward(0):
+    with weights.forward(weights.at(0)):
         loss = model(tokens)
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     optimizer.step()
     optimizer.zero_grad()
     weights.advance(set())
-    with weights.backward(1):
+    with weights.backward(weights.at(1)):
         loss.backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
@@ -66,14 +66,14 @@ def test_backward_uses_the_version_it_is_told():
     x = torch.tensor([[1.0]], requires_grad=True)
     grads = {}
     for version in (0, 1):
-        with weights.forward(weights.latest):
+        with weights.forward(weights.at(weights.latest)):
             y = nn.functional.linear(x, weight)
         weights.keep_latest()
         with torch.no_grad():
             weight.add_(3.0)
         weights.advance({0, 1})
         used = 0 if version == 0 else weights.latest
-        with weights.backward(used):
+        with weights.backward(weights.at(used)):
             (grads[version],) = torch.autograd.grad(y.sum(), x)
     assert grads[0].item() == 2.0
     assert grads[1].item() == 8.0
@@ -87,7 +87,7 @@ def test_forward_on_an_older_version_leaves_the_latest_in_place():
         weight.mul_(10)
     weights.advance({0})
     x = torch.tensor([[1.0]])
-    with weights.forward(0):
+    with weights.forward(weights.at(0)):
         assert nn.functional.linear(x, weight).item() == 2.0
     assert nn.functional.linear(x, weight).item() == 20.0
     assert weights.held == 2
@@ -104,12 +104,12 @@ def test_no_graph_holds_an_older_version():
         weights.keep_latest()
         weights.advance({0})
         x = torch.randn(1, 64, requires_grad=True)
-        with weights.forward(0):
+        with weights.forward(weights.at(0)):
             y = layer(x)
         before = live.live
         weights.drop(set())
         assert before - live.live == 64 * 64 * 4
-    with weights.backward(1):
+    with weights.backward(weights.at(1)):
         y.sum().backward()
     assert layer.weight.grad is not None
 
