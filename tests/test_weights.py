@@ -193,7 +193,7 @@ def _train_counting(prepared, runners, watched, live):
     segment = prepared.segments[0]
     order = make_order(prepared.pipeline, segment.mini_batches)
     for runner in runners:
-        runner.begin(segment)
+        runner.begin(segment, order)
     seen = []
     for s, k in simulate(prepared.pipeline, order).sequence:
         runners[s].run(order[s][k])
