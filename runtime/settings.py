@@ -46,5 +46,7 @@ class RunSettings(
     """σ of i-timeprest: exponential, inverse or linear in the version difference."""
     decay_rate: Annotated[float, Meta(ge=0)] = 1.0
     """λ, σ's parameter."""
+    distances: bool = True
+    """Measure how far apart the weights of forwards and backwards are (`staleness`)."""
     log_operations: bool = False
     """Write every operation with its weight version and times to operations/."""

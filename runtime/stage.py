@@ -103,7 +103,7 @@ class Stage:
         self.account = MemoryAccount(parameters, list(self.module.buffers()))
         self.staleness = Staleness()
         self.kept_outputs: set[str] = set()
-        self._distances = Distances(parameters)
+        self._distances = Distances(parameters) if settings.distances else None
         self._again = Again(self.module) if work.recompute else None
         self._flying: dict[tuple[int, int], _MicroBatch] = {}
         self._kept_bytes = 0
@@ -155,7 +155,8 @@ class Stage:
         assert op.micro_batch is not None
         version = self.walk.forward(op)
         tensors = self.rules.forward(op, version)
-        self._distances.forward(op.mini_batch, version, self._made(version, tensors))
+        if self._distances is not None:
+            self._distances.forward(op.mini_batch, version, self._made(version, tensors))
         if self._again is None:
             micro, outputs, loss = self._compute(values, target, share, tensors)
         else:
@@ -213,10 +214,7 @@ class Stage:
         messages = (*grads.values(), *back.values())
         self._note(boundary_bytes + sum(g.numel() * g.element_size() for g in messages))
         self._kept_bytes -= sum(micro.saved_bytes for micro in micros)
-        last = op.micro_batch is None or op.micro_batch == self.micro_batches - 1
-        made = self._made(version, tensors)
-        distance = self._distances.backward(op.mini_batch, version, made, last=last)
-        self.staleness.note(version - forward_version, distance)
+        self.staleness.note(version - forward_version, self._distance(op, version, tensors))
         self.walk.finish(op)
         self.weights.drop(self.walk.needed())
         if not self.work.variant.scratch_copies:
@@ -226,7 +224,8 @@ class Stage:
     def update(self, boundary_bytes: int = 0) -> int:
         """Optimizer step. Returns the new version; the old one is copied if it is needed."""
         needed = self.walk.needed()
-        self._distances.before_update(self.walk.latest)
+        if self._distances is not None:
+            self._distances.before_update(self.walk.latest)
         if self.walk.latest in needed:
             self.weights.keep_latest()
         if self._predictor is not None:
@@ -302,6 +301,13 @@ class Stage:
         rebuilt.saved_bytes += micro.saved_bytes
         self._kept_bytes += rebuilt.saved_bytes - micro.saved_bytes
         return rebuilt
+
+    def _distance(self, op: Op, version: int, tensors: list[Tensor] | None) -> float:
+        if self._distances is None:
+            return 0.0
+        last = op.micro_batch is None or op.micro_batch == self.micro_batches - 1
+        made = self._made(version, tensors)
+        return self._distances.backward(op.mini_batch, version, made, last=last)
 
     def _received(self, values: Mapping[str, Tensor]) -> set[str]:
         return {name for name in values if name in self.specs}

@@ -151,6 +151,10 @@ def profile_of_elevens(mlp_target):
         ("timeprest", 1, [1, 1, 1, 1]),
         ("gpipe", 4, [1, 1, 1, 1]),
         ("pipedream", 1, [4, 3, 2, 1]),
+        ("pipedream-nesterov", 1, [4, 3, 2, 1]),
+        ("pipedream-vertical-sync", 1, [4, 4, 4, 4]),
+        ("pipedream-2bw", 4, [2, 2, 2, 2]),
+        ("i-timeprest", 1, [4, 3, 2, 1]),
     ],
 )
 def test_copies_of_the_weights_counted_in_bytes(
@@ -163,7 +167,11 @@ def test_copies_of_the_weights_counted_in_bytes(
     """
     plan = plan_by_hand(with_times(profile_of_elevens), variant, 4, n, mini_batch=44)
     settings = RunSettings(
-        task=mlp_target, steps=12, optimizer=OptimizerChoice(name="sgd", lr=0.01), evaluate=False
+        task=mlp_target,
+        steps=12,
+        optimizer=OptimizerChoice(name="sgd", lr=0.01),
+        evaluate=False,
+        distances=False,
     )
     sizes = {0: 5 * 7 * 8, 1: 7 * 6 * 8, 2: 6 * 4 * 8, 3: 4 * 3 * 8}
     for s, nbytes in sizes.items():
