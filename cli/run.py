@@ -104,6 +104,27 @@ _AUTOCAST: dict[str | None, Literal["profiled", "bfloat16", "off"]] = {
     help="Longest wait for a message, in seconds.  [default: 60, or 100 periods]",
 )
 @click.option(
+    "--decay",
+    type=click.Choice(["exponential", "inverse", "linear"]),
+    default="exponential",
+    show_default=True,
+    help="i-timeprest: how the forward's weights fade with the version difference.",
+)
+@click.option(
+    "--lambda",
+    "decay_rate",
+    type=click.FloatRange(0),
+    default=1.0,
+    show_default=True,
+    help="i-timeprest: how fast they fade.",
+)
+@click.option(
+    "--distances/--no-distances",
+    default=True,
+    show_default=True,
+    help="Measure how far apart the weights of forwards and backwards are.",
+)
+@click.option(
     "--log-operations",
     is_flag=True,
     help="Write every operation with its weight version and times to RUN/operations.",
@@ -134,6 +155,9 @@ def main(
     inline: bool,
     evaluate: bool,
     timeout: float | None,
+    decay: str,
+    decay_rate: float,
+    distances: bool,
     log_operations: bool,
     run_dir: str | None,
     as_json: bool,
@@ -176,6 +200,9 @@ def main(
         threads=threads or plan.profile.threads,
         evaluate=evaluate,
         timeout_s=timeout or max(60.0, 100 * plan.predicted.period_s),
+        decay=decay,
+        decay_rate=decay_rate,
+        distances=distances,
         log_operations=log_operations,
     )
     where = Path(run_dir or f"runs/{plan.variant}-{time.strftime('%Y%m%d-%H%M%S')}")

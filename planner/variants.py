@@ -104,7 +104,6 @@ _TABLE = (
         backward_weights="intermediate",
         whole_mini_batches=False,
         summary="nF1B, backward between the forward's weights and the latest (2509.23241)",
-        runs=False,
     ),
     Variant(
         name="pipedream",
@@ -125,7 +124,6 @@ _TABLE = (
         backward_weights="forward",
         whole_mini_batches=True,
         summary="1F1B over mini-batches, each on one version at all stages (1806.03377)",
-        runs=False,
     ),
     Variant(
         name="pipedream-2bw",
@@ -136,7 +134,6 @@ _TABLE = (
         backward_weights="forward",
         whole_mini_batches=False,
         summary="1F1B over micro-batches, never flushed, two versions (2006.09503)",
-        runs=False,
         micro_batch_per_stage=True,
     ),
     Variant(
@@ -158,7 +155,6 @@ _TABLE = (
         backward_weights="predicted",
         whole_mini_batches=True,
         summary="1F1B over mini-batches, weights predicted from momentum (1809.02839)",
-        runs=False,
         scratch_copies=1,
         prediction="smoothed-gradient",
         horizon="round-trip",
@@ -172,7 +168,6 @@ _TABLE = (
         backward_weights="latest",
         whole_mini_batches=True,
         summary="1F1B over mini-batches, forward predicted by the optimizer's rule (2312.00839)",
-        runs=False,
         scratch_copies=1,
         prediction="optimizer-step",
         horizon="backward",
@@ -186,7 +181,6 @@ _TABLE = (
         backward_weights="forward",
         whole_mini_batches=True,
         summary="pipedream with delay-corrected Nesterov momentum (2505.01099)",
-        runs=False,
         update_rule="nesterov",
     ),
     Variant(

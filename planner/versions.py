@@ -102,6 +102,18 @@ class VersionWalk:
             return version_of[op.micro_batch]
         return min(version_of.values())
 
+    def version_of(self, mini_batch: int, micro_batch: int) -> int:
+        """Version that the forward of a micro-batch in flight used."""
+        return self._flying[mini_batch].version_of[micro_batch]
+
+    def last_use(self, op: Op, version: int) -> bool:
+        """Whether nothing needs a version any more once this backward's mini-batch is done."""
+        return not any(
+            version in flying.version_of.values()
+            for mini_batch, flying in self._flying.items()
+            if mini_batch != op.mini_batch
+        )
+
     def finish(self, op: Op) -> None:
         """The backward is done; after a mini-batch's last one, it is no longer in flight."""
         if not self._flying[op.mini_batch].backwards_left:

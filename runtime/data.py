@@ -27,6 +27,7 @@ class Segment:
         samples: in all of them. The last mini-batch may have fewer than the others.
         mini_batch: samples in every other.
         micro_batches: in each mini-batch.
+        update_every: mini-batches that an update is made after, the last ones left out.
     """
 
     epoch: int
@@ -35,6 +36,17 @@ class Segment:
     samples: int
     mini_batch: int
     micro_batches: int
+    update_every: int = 1
+
+    def together(self, mini_batch: int) -> int:
+        """Mini-batches whose mean is the gradient that this one's update goes by."""
+        first = mini_batch - mini_batch % self.update_every
+        return min(self.update_every, self.mini_batches - first)
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps."""
+        return -(-self.mini_batches // self.update_every)
 
     def samples_of(self, mini_batch: int) -> int:
         """Samples in the segment's mini-batch of this number."""
@@ -67,14 +79,24 @@ def segments(plan: Plan, settings: RunSettings, samples: int) -> tuple[Segment, 
     while first < total:
         count = min(each, total - first)
         used = min(count * plan.mini_batch, samples)
-        found.append(Segment(len(found), first, count, used, plan.mini_batch, plan.micro_batches))
+        found.append(
+            Segment(
+                epoch=len(found),
+                first=first,
+                mini_batches=count,
+                samples=used,
+                mini_batch=plan.mini_batch,
+                micro_batches=plan.micro_batches,
+                update_every=plan.update_every,
+            )
+        )
         first += count
     return tuple(found)
 
 
 def updates_of(segments: Iterable[Segment]) -> int:
     """Optimizer steps in a run."""
-    return sum(segment.mini_batches for segment in segments)
+    return sum(segment.updates for segment in segments)
 
 
 def real_samples(segment: Segment, mini_batch: int, micro_batch: int) -> range:
@@ -96,11 +118,13 @@ class Part:
         real: samples of its own, in front.
         size: samples with padding.
         share: of the mini-batch's samples: its weight in the mini-batch's loss.
+        weight: in the gradient of an update, which may be the mean of several mini-batches.
     """
 
     real: int
     size: int
     share: float
+    weight: float
 
     @property
     def padded(self) -> bool:
@@ -112,7 +136,8 @@ def part_of(segment: Segment, mini_batch: int, micro_batch: int) -> Part:
     """The part that a micro-batch is."""
     real = len(real_samples(segment, mini_batch, micro_batch))
     size = -(-segment.mini_batch // segment.micro_batches)
-    return Part(real, size, real / segment.samples_of(mini_batch))
+    share = real / segment.samples_of(mini_batch)
+    return Part(real, size, share, share / segment.together(mini_batch))
 
 
 class Samples:

@@ -1,10 +1,14 @@
-"""The log of operations: which weight version each one used, and when it ran."""
+"""A stage's own logs: every operation with its weight version and times, and every epoch."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 from typing import TextIO
+
+import msgspec
+
+from .scores import StageEpoch
 
 
 class OperationLog:
@@ -25,4 +29,21 @@ class OperationLog:
 
     def close(self) -> None:
         """Flush and close."""
+        self._file.close()
+
+
+class StageMetrics:
+    """Lines of JSON, one per epoch: what the stage saw in it."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: TextIO = path.open("w", encoding="utf-8")
+
+    def epoch(self, seen: StageEpoch) -> None:
+        """Add an epoch."""
+        self._file.write(msgspec.json.encode(seen).decode() + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
         self._file.close()

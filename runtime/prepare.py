@@ -138,11 +138,6 @@ def _check_runs(plan: Plan) -> None:
                 f"plan: stages[{s}].devices: tp-run doesn't train replicas of a stage yet; plan "
                 "without them: tp-plan solve --replicas off"
             )
-        if stage.recompute:
-            raise PlanError(
-                f"plan: stages[{s}].recompute: tp-run doesn't compute activations again yet; plan "
-                "without that: tp-plan solve --recompute off"
-            )
 
 
 def _trace(plan: Plan, model: nn.Module, target: Target, samples: int) -> TracedModel:

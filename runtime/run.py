@@ -11,7 +11,7 @@ from ..profiles.errors import FileError, UserError
 from .channels import LocalChannels, Mailbox
 from .launch import launch
 from .observer import MetricsFile, Observer, Silent
-from .operation_log import OperationLog
+from .operation_log import OperationLog, StageMetrics
 from .optimizers import check_choice
 from .prepare import Prepared, prepare
 from .run_dir import RunDir
@@ -109,8 +109,10 @@ def _run_inline(prepared: Prepared, where: RunDir, collector: _Collector) -> lis
         OperationLog(where.operations(s)) if prepared.settings.log_operations else None
         for s in range(len(prepared.pieces))
     ]
+    own = [StageMetrics(where.stage_metrics(s)) for s in range(len(prepared.pieces))]
     runners = [
-        StageRunner(prepared, s, LocalChannels(s, mailbox), log) for s, log in enumerate(logs)
+        StageRunner(prepared, s, LocalChannels(s, mailbox), log, mine)
+        for s, (log, mine) in enumerate(zip(logs, own, strict=True))
     ]
     try:
         metrics = MetricsFile(where.metrics)
@@ -120,7 +122,7 @@ def _run_inline(prepared: Prepared, where: RunDir, collector: _Collector) -> lis
     try:
         course.run()
     finally:
-        for closing in (*logs, metrics):
+        for closing in (*logs, *own, metrics):
             if closing is not None:
                 closing.close()
     for runner in runners:

@@ -22,6 +22,7 @@ class RunDir:
 
     plan.json, settings.json   what was run
     metrics.jsonl              progress: mini-batches and epochs
+    stages/stage0.jsonl        each stage's epochs: times, versions, distances
     operations/stage0.jsonl    every operation, where asked for
     weights/stage0.safetensors final weights, under the model's own names
     reports/stage0.json        each stage's own figures
@@ -57,6 +58,10 @@ class RunDir:
     def operations(self, stage: int) -> Path:
         """A stage's log of operations."""
         return self.path / "operations" / f"stage{stage}.jsonl"
+
+    def stage_metrics(self, stage: int) -> Path:
+        """A stage's epochs."""
+        return self.path / "stages" / f"stage{stage}.jsonl"
 
     def weights(self, stage: int) -> Path:
         """A stage's final weights."""

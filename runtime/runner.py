@@ -8,18 +8,20 @@ from typing import Any
 
 from torch import Tensor
 
-from ..planner.operations import BACKWARD, FORWARD, Op, op_text
+from ..planner.distances import prediction_distances
+from ..planner.operations import BACKWARD, FORWARD, Op, Order, op_text
+from ..planner.versions import entry_versions
 from ..profiles.errors import RunError, TimeprestError
 from ..profiles.target import describe_error
 from .channels import Channels
 from .clipping import Clipping, Total, own_part, trained
 from .data import Samples, Segment, part_of, real_samples, updates_of
-from .operation_log import OperationLog
+from .operation_log import OperationLog, StageMetrics
 from .padding import real_part
 from .precision import forward_context
 from .prepare import Prepared
-from .scores import EvaluationScore, StageScore
-from .stage import Stage
+from .scores import EvaluationScore, StageEpoch, StageScore
+from .stage import Stage, StageWork
 
 EVALUATION_AHEAD = 8
 """Messages that a stage may have under way to each peer while it evaluates."""
@@ -44,6 +46,7 @@ class StageRunner:
         s: int,
         channels: Channels,
         log: OperationLog | None = None,
+        metrics: StageMetrics | None = None,
         on_mini_batch: OnMiniBatch | None = None,
     ) -> None:
         plan, settings = prepared.plan, prepared.settings
@@ -51,14 +54,14 @@ class StageRunner:
         self.number = s
         self.channels = channels
         self.log = log
+        self.metrics = metrics
         self.on_mini_batch = on_mini_batch
         self.is_last = s == len(plan.stages) - 1
         self.stage = Stage(
             prepared.pieces[s],
             prepared.evaluation_pieces[s].module,
             prepared.specs,
-            prepared.pipeline.variant,
-            plan.micro_batches,
+            StageWork(prepared.pipeline.variant, plan.micro_batches, plan.stages[s].recompute),
             prepared.task,
             settings,
             updates_of(prepared.segments),
@@ -91,8 +94,11 @@ class StageRunner:
 
     # Training ------------------------------------------------------------------------------
 
-    def begin(self, segment: Segment) -> None:
-        """Get ready for a segment: receives posted, score at zero."""
+    def begin(self, segment: Segment, order: Order) -> None:
+        """Get ready for a segment: receives posted, score at zero. `order`: of all stages."""
+        variant = self.prepared.pipeline.variant
+        entries = entry_versions(order[0], self.stage.weights.latest)
+        self.stage.begin(entries, prediction_distances(variant, order)[self.number])
         n = self.prepared.plan.micro_batches
         gradients = segment.mini_batches * self.prepared.pipeline.backwards_per_mini_batch
         self.segment = segment
@@ -112,6 +118,11 @@ class StageRunner:
                 self._backward(op)
             else:
                 self._update(op)
+
+    def record(self, epoch: StageEpoch) -> None:
+        """Write down what the stage saw in a segment."""
+        if self.metrics is not None:
+            self.metrics.epoch(epoch)
 
     def finish(self) -> None:
         """The segment's operations are done: let the last messages go."""

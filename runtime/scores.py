@@ -92,6 +92,22 @@ class EpochRecord(msgspec.Struct, frozen=True, kw_only=True):
     stage has nothing to train."""
 
 
+class StageEpoch(msgspec.Struct, frozen=True, kw_only=True):
+    """What one stage saw in one segment of training."""
+
+    epoch: int
+    compute_s: float
+    communication_s: float
+    idle_s: float
+    versions_held: int
+    """Most weight versions held at once."""
+    version_differences: dict[int, int]
+    """How many backwards saw each difference."""
+    weight_distance: float
+    """‖W_B − W_F‖ / ‖W_F‖ of the weights that backwards and their forwards used: the mean."""
+    largest_weight_distance: float
+
+
 class StageReport(msgspec.Struct, frozen=True, kw_only=True):
     """What one stage measured over the run."""
 
@@ -108,6 +124,9 @@ class StageReport(msgspec.Struct, frozen=True, kw_only=True):
     versions_held: int
     version_differences: dict[int, int]
     """How many backwards saw each difference."""
+    weight_distance: float = 0.0
+    """Of the epoch with the largest mean (`StageEpoch`)."""
+    epochs: list[StageEpoch] = []
 
     @property
     def idle_share(self) -> float:

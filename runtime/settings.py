@@ -65,5 +65,11 @@ class RunSettings(
     evaluate: bool = True
     timeout_s: Annotated[float, Meta(gt=0)] = 60.0
     """Longest wait for a message, before the run is given up."""
+    decay: str = "exponential"
+    """σ of i-timeprest: exponential, inverse or linear in the version difference."""
+    decay_rate: Annotated[float, Meta(ge=0)] = 1.0
+    """λ, σ's parameter."""
+    distances: bool = True
+    """Measure how far apart the weights of forwards and backwards are (`staleness`)."""
     log_operations: bool = False
     """Write every operation with its weight version and times to operations/."""

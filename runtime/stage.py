@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from ..planner.distances import Distances as Ahead
 from ..planner.operations import Op
 from ..planner.variants import Variant
 from ..planner.versions import VersionWalk
@@ -21,25 +22,48 @@ from ..profiles.task import Task
 from ..profiles.tracing.pieces import Piece, decode, encode
 from ..profiles.tracing.shapes import ValueSpec
 from .accounting import MemoryAccount
+from .again import Again, Ingredients
 from .batch_norm import DeferredBatchNorm
 from .clipping import Clipping
 from .data import Part
 from .optimizers import make_optimizer
 from .padding import real_part
 from .precision import forward_context
+from .predictors import Predictor
 from .schedules import make_scheduler
 from .settings import RunSettings
+from .staleness import Distances, Staleness
+from .update_rules import follow
+from .weight_rules import DECAYS, WeightRules
 from .weights import WeightVersions
 
 
 @dataclass
 class _MicroBatch:
-    """A micro-batch between its forward and its backward."""
+    """A micro-batch between its forward and its backward.
 
-    saved_bytes: int
+    Attributes:
+        again: what its forward is done again from, before the backward; None: nothing is.
+    """
+
+    saved_bytes: int = 0
     inlets: dict[str, Inlet] = field(default_factory=dict)
     outlets: dict[str, GradientEdge] = field(default_factory=dict)
     loss: Tensor | None = None
+    again: Ingredients | None = None
+
+
+@dataclass(frozen=True)
+class StageWork:
+    """What a stage does with its piece, besides the piece.
+
+    Attributes:
+        recompute: activations are computed again before the backward.
+    """
+
+    variant: Variant
+    micro_batches: int
+    recompute: bool = False
 
 
 class Stage:
@@ -48,7 +72,7 @@ class Stage:
     Attributes:
         walk: which version each operation uses; the runtime follows it with real weights.
         account: what the stage holds, and its peak.
-        differences: how often each version difference was seen.
+        staleness: what its backwards saw since the segment began.
         kept_outputs: outputs of the last forward whose memory is kept for the backward anyway.
         clipping: what clips gradients before an update; None: nothing does.
         lr: learning rate of the last update's first parameter group; None: nothing to train.
@@ -59,8 +83,7 @@ class Stage:
         piece: Piece,
         evaluation_module: nn.Module,
         specs: Mapping[str, ValueSpec],
-        variant: Variant,
-        micro_batches: int,
+        work: StageWork,
         task: Task,
         settings: RunSettings,
         updates: int,
@@ -74,7 +97,8 @@ class Stage:
         self.autocast = autocast
         self.piece = piece
         self.specs = specs
-        self.micro_batches = micro_batches
+        self.work = work
+        self.micro_batches = work.micro_batches
         self.task = task
         self.module = piece.module
         # Shares its parameters and leaf modules with `module`, traced in evaluation mode.
@@ -82,17 +106,50 @@ class Stage:
         self.module.train()
         parameters = list(self.module.parameters())
         self.weights = WeightVersions(parameters)
-        self.walk = VersionWalk(variant, micro_batches)
-        self.optimizer = make_optimizer(task, settings, self.module.named_parameters())
-        self.batch_norm = DeferredBatchNorm(self.module) if settings.deferred_batch_norm else None
+        made = make_optimizer(task, settings, self.module.named_parameters())
+        self.optimizer = None if made is None else follow(work.variant.update_rule, made)
         self.scheduler = make_scheduler(task, settings, self.optimizer, updates)
         self.clipping: Clipping | None = None
         self.lr: float | None = None
+        self._predictor = (
+            Predictor(work.variant.prediction, self.optimizer)
+            if work.variant.prediction and self.optimizer is not None
+            else None
+        )
+        decay = DECAYS[settings.decay]
+        self.rules = WeightRules(
+            work.variant, self.weights, self._predictor, lambda d: decay(settings.decay_rate, d)
+        )
         self.account = MemoryAccount(parameters, list(self.module.buffers()))
-        self.differences: dict[int, int] = {}
+        self.staleness = Staleness()
         self.kept_outputs: set[str] = set()
+        self._distances = Distances(parameters) if settings.distances else None
+        self._again = Again(self.module) if work.recompute else None
+        self._batch_norm = DeferredBatchNorm(self.module) if settings.deferred_batch_norm else None
         self._flying: dict[tuple[int, int], _MicroBatch] = {}
         self._kept_bytes = 0
+
+    def begin(self, entries: Sequence[int], ahead: Ahead) -> None:
+        """Get ready for a segment.
+
+        Args:
+            entries: per mini-batch, the version at stage 0 when it enters (`VersionWalk`).
+            ahead: what predictions look ahead.
+        """
+        self.rules.walk = VersionWalk(
+            self.work.variant,
+            self.micro_batches,
+            entries,
+            recompute=self.work.recompute,
+            latest=self.weights.latest,
+        )
+        self.rules.distances = ahead
+        self.staleness = Staleness()
+
+    @property
+    def walk(self) -> VersionWalk:
+        """Of the segment at hand."""
+        return self.rules.walk
 
     # Operations --------------------------------------------------------------------------
 
@@ -109,7 +166,7 @@ class Stage:
         Args:
             values: the piece's inputs by name: received tensors and the model's own inputs.
             target: for the loss, on the stage that makes the model's result.
-            part: what the micro-batch has of its mini-batch.
+            part: what the micro-batch has of its mini-batch; its loss counts by it.
             boundary_bytes: what the channels hold now.
 
         Returns:
@@ -118,32 +175,28 @@ class Stage:
         """
         assert op.micro_batch is not None
         version = self.walk.forward(op)
-        micro = _MicroBatch(0)
-        with (
-            self.weights.forward(version),
-            forward_context(self.autocast),
-            self._statistics(op.mini_batch, part),
-        ):
-            out = self.module(*[self._admit(name, values, micro) for name in self.piece.inputs])
-            loss = self._loss(out[-1], target, part) if self.piece.has_result else None
-        if loss is not None:
-            micro.loss = loss * part.share
-        outputs = {}
-        self.kept_outputs = set()
-        for name, value in zip(self.piece.outputs, out, strict=False):
-            tensor = encode(value, name)
+        tensors = self.rules.forward(op, version)
+        if self._distances is not None:
+            self._distances.forward(op.mini_batch, version, self._made(version, tensors))
+        if self._again is None:
+            with self._statistics(op, part):
+                micro, outputs, loss = self._compute(values, target, part, tensors)
+        else:
+            ingredients = self._again.keep(values, self._received(values), target, part)
+            with torch.no_grad(), self._statistics(op, part):
+                _, outputs, loss = self._compute(values, target, part, tensors)
+            self._again.kept(ingredients)
+            micro = _MicroBatch(ingredients.nbytes, again=ingredients)
+        for name, tensor in outputs.items():
             self._check_spec(name, tensor)
-            if storage_key(tensor) in self.weights.saved:
-                self.kept_outputs.add(name)
-            if tensor.requires_grad:
-                micro.outlets[name] = get_gradient_edge(tensor)
-            outputs[name] = tensor.detach()
-        micro.saved_bytes = sum(self.weights.saved.values())
+        saved = self.weights.saved
+        self.kept_outputs = {n for n, tensor in outputs.items() if storage_key(tensor) in saved}
         self._kept_bytes += micro.saved_bytes
         self._flying[op.mini_batch, op.micro_batch] = micro
         self.weights.drop(self.walk.needed())
         self._note(boundary_bytes, gradients_changed=False)
-        return version, outputs, None if loss is None else loss.detach()
+        detached = {name: tensor.detach() for name, tensor in outputs.items()}
+        return version, detached, None if loss is None else loss.detach()
 
     def backward(
         self, op: Op, grads: Mapping[str, Tensor], boundary_bytes: int = 0
@@ -161,7 +214,8 @@ class Stage:
         version = self.walk.backward(op)
         forward_version = self.walk.forward_version(op)
         numbers = range(self.micro_batches) if op.micro_batch is None else [op.micro_batch]
-        micros = [self._flying.pop((op.mini_batch, i)) for i in numbers]
+        micros = [self._do_again(op, i) for i in numbers]
+        tensors = self.rules.backward(op, version)
         roots: list[Tensor | GradientEdge] = []
         root_grads: list[Tensor | None] = []
         for k, micro in enumerate(micros):
@@ -173,7 +227,7 @@ class Stage:
                     roots.append(edge)
                     root_grads.append(grads[name][k])
         if roots:
-            with self.weights.backward(version):
+            with self.weights.backward(tensors):
                 torch.autograd.backward(roots, root_grads)  # type: ignore[arg-type]
         back = {
             name: self._collect(name, [micro.inlets[name] for micro in micros])
@@ -182,10 +236,11 @@ class Stage:
         messages = (*grads.values(), *back.values())
         self._note(boundary_bytes + sum(g.numel() * g.element_size() for g in messages))
         self._kept_bytes -= sum(micro.saved_bytes for micro in micros)
+        self.staleness.note(version - forward_version, self._distance(op, version, tensors))
         self.walk.finish(op)
         self.weights.drop(self.walk.needed())
-        difference = version - forward_version
-        self.differences[difference] = self.differences.get(difference, 0) + 1
+        if not self.work.variant.scratch_copies:
+            self.weights.drop_scratch()
         return version, forward_version, back
 
     def update(self, mini_batch: int, boundary_bytes: int = 0) -> int:
@@ -193,13 +248,17 @@ class Stage:
 
         Returns the new version; the old one is copied if it is needed.
         """
-        if self.batch_norm is not None:
-            self.batch_norm.settle(mini_batch)
+        if self._batch_norm is not None:
+            self._batch_norm.settle(mini_batch)
         if self.clipping is not None:
             self.clipping()
         needed = self.walk.needed()
+        if self._distances is not None:
+            self._distances.before_update(self.walk.latest)
         if self.walk.latest in needed:
             self.weights.keep_latest()
+        if self._predictor is not None:
+            self._predictor.before_step()
         if self.optimizer is not None:
             self.lr = float(self.optimizer.param_groups[0]["lr"])
             self.optimizer.step()
@@ -238,17 +297,69 @@ class Stage:
 
     # Parts -------------------------------------------------------------------------------
 
-    def _statistics(self, mini_batch: int, part: Part) -> AbstractContextManager[None]:
-        if self.batch_norm is None:
+    def _compute(
+        self,
+        values: Mapping[str, Tensor],
+        target: Any,
+        part: Part,
+        tensors: list[Tensor] | None,
+    ) -> tuple[_MicroBatch, dict[str, Tensor], Tensor | None]:
+        """The piece's forward on these weights: its graph, its outputs by name, the loss."""
+        micro = _MicroBatch()
+        with self.weights.forward(tensors), forward_context(self.autocast):
+            out = self.module(*[self._admit(name, values, micro) for name in self.piece.inputs])
+            loss = self._loss(out[-1], target, part) if self.piece.has_result else None
+            if loss is not None:
+                micro.loss = loss * part.weight
+        outputs = {
+            name: encode(value, name) for name, value in zip(self.piece.outputs, out, strict=False)
+        }
+        for name, tensor in outputs.items():
+            if tensor.requires_grad:
+                micro.outlets[name] = get_gradient_edge(tensor)
+        micro.saved_bytes = sum(self.weights.saved.values())
+        return micro, outputs, loss
+
+    def _do_again(self, op: Op, micro_batch: int) -> _MicroBatch:
+        """A micro-batch ready for its backward: its forward is done again where it has to be."""
+        micro = self._flying.pop((op.mini_batch, micro_batch))
+        if self._again is None or micro.again is None:
+            return micro
+        tensors = self.rules.again(op, micro_batch)
+        found = micro.again
+        with self._again.as_before(found):
+            rebuilt, _, _ = self._compute(found.values, found.target, found.part, tensors)
+        # What it was made from stays until the backward is done, and counts besides.
+        rebuilt.saved_bytes += micro.saved_bytes
+        self._kept_bytes += rebuilt.saved_bytes - micro.saved_bytes
+        return rebuilt
+
+    def _statistics(self, op: Op, part: Part) -> AbstractContextManager[None]:
+        """What a forward runs under, its first time."""
+        if self._batch_norm is None:
             return nullcontext()
-        return self.batch_norm.forward(mini_batch, part.real, part.size)
+        return self._batch_norm.forward(op.mini_batch, part.real, part.size)
+
+    def _distance(self, op: Op, version: int, tensors: list[Tensor] | None) -> float:
+        if self._distances is None:
+            return 0.0
+        last = op.micro_batch is None or op.micro_batch == self.micro_batches - 1
+        made = self._made(version, tensors)
+        return self._distances.backward(op.mini_batch, version, made, last=last)
+
+    def _received(self, values: Mapping[str, Tensor]) -> set[str]:
+        return {name for name in values if name in self.specs}
+
+    def _made(self, version: int, tensors: list[Tensor] | None) -> list[Tensor] | None:
+        """Weights that were made for an operation: not those of any version."""
+        return tensors if version == self.walk.latest else None
 
     def _admit(self, name: str, values: Mapping[str, Tensor], micro: _MicroBatch) -> Any:
         tensor = values[name]
         spec = self.specs.get(name)
         if spec is None:
             return tensor
-        if spec.needs_grad:
+        if spec.needs_grad and torch.is_grad_enabled():
             micro.inlets[name] = inlet = Inlet()
             return inlet.admit(tensor)
         return decode(tensor, spec.kind)
@@ -283,9 +394,11 @@ class Stage:
         return gathered
 
     def _note(self, boundary_bytes: int, *, gradients_changed: bool = True) -> None:
+        self.staleness.versions_held = max(self.staleness.versions_held, self.weights.held)
+        kept = self._predictor.kept_bytes if self._predictor is not None else 0
         self.account.note(
             versions_held=self.weights.held,
-            versions_bytes=self.weights.older_bytes,
+            versions_bytes=self.weights.older_bytes + kept,
             activations_bytes=self._kept_bytes,
             boundary_bytes=boundary_bytes,
             optimizer=self.optimizer,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -19,7 +19,7 @@ from .clipping import Total, TotalInline
 from .data import Segment
 from .observer import Observer
 from .runner import StageRunner
-from .scores import EpochRecord, EvaluationScore, StageReport, StageScore
+from .scores import EpochRecord, EvaluationScore, StageEpoch, StageReport, StageScore
 
 Barrier = Callable[[], None]
 
@@ -44,6 +44,7 @@ class Course:
         self.barrier = barrier
         self.scores: list[list[StageScore]] = [[] for _ in runners]
         self.epochs: list[EpochRecord] = []
+        self.stage_epochs: list[list[StageEpoch]] = [[] for _ in runners]
         self._orders: dict[int, Order] = {}
         # Every stage draws from a random stream of its own, inline as in processes.
         self._random: list[torch.Tensor] = []
@@ -62,8 +63,12 @@ class Course:
             self.barrier()
             self._train(segment)
             test = self._evaluate() if self.prepared.settings.evaluate else {}
-            for runner, scores in zip(self.runners, self.scores, strict=True):
+            for runner, scores, mine in zip(
+                self.runners, self.scores, self.stage_epochs, strict=True
+            ):
                 scores.append(runner.score)
+                mine.append(_stage_epoch(segment, runner))
+                runner.record(mine[-1])
                 if runner.is_last:
                     self._record(segment, runner.score, test, runner.stage.lr)
 
@@ -74,7 +79,7 @@ class Course:
             )
         order = self._orders[segment.mini_batches]
         for runner in self.runners:
-            runner.begin(segment)
+            runner.begin(segment, order)
         if len(self.runners) == 1:
             runner = self.runners[0]
             with self._stream(0):
@@ -140,7 +145,9 @@ class Course:
     def reports(self) -> list[StageReport]:
         """What each stage of this process measured."""
         found = []
-        for runner, scores in zip(self.runners, self.scores, strict=True):
+        for runner, scores, epochs in zip(
+            self.runners, self.scores, self.stage_epochs, strict=True
+        ):
             wall = sum(score.wall_s for score in scores)
             compute = sum(score.compute_s for score in scores)
             communication = sum(score.communication_s for score in scores)
@@ -155,7 +162,9 @@ class Course:
                     peak=runner.stage.account.peak,
                     rss_peak_bytes=_rss_peak_bytes(),
                     versions_held=runner.stage.account.most_versions,
-                    version_differences=dict(sorted(runner.stage.differences.items())),
+                    version_differences=_together(e.version_differences for e in epochs),
+                    weight_distance=max((e.weight_distance for e in epochs), default=0.0),
+                    epochs=epochs,
                 )
             )
         return found
@@ -163,6 +172,28 @@ class Course:
 
 def _updates_last(op: Op) -> tuple[int, bool]:
     return op.mini_batch, op.kind == UPDATE
+
+
+def _stage_epoch(segment: Segment, runner: StageRunner) -> StageEpoch:
+    score, seen = runner.score, runner.stage.staleness
+    return StageEpoch(
+        epoch=segment.epoch,
+        compute_s=score.compute_s,
+        communication_s=score.communication_s,
+        idle_s=max(score.wall_s - score.compute_s - score.communication_s, 0.0),
+        versions_held=seen.versions_held,
+        version_differences=dict(sorted(seen.differences.items())),
+        weight_distance=seen.mean_distance,
+        largest_weight_distance=max(seen.distances, default=0.0),
+    )
+
+
+def _together(counts: Iterable[dict[int, int]]) -> dict[int, int]:
+    total: dict[int, int] = {}
+    for counted in counts:
+        for difference, count in counted.items():
+            total[difference] = total.get(difference, 0) + count
+    return dict(sorted(total.items()))
 
 
 def _rss_peak_bytes() -> int:

@@ -51,6 +51,7 @@ class WeightVersions:
         self._position = {id(p): k for k, p in enumerate(self.parameters)}
         self._unpack_from: list[Tensor] = []
         self._copies: dict[tuple[int, torch.dtype], Tensor] = {}
+        self._scratch: list[Tensor] = []
 
     # Keeping versions --------------------------------------------------------------------
 
@@ -78,19 +79,56 @@ class WeightVersions:
 
     @property
     def older_bytes(self) -> int:
-        """Bytes of the copies."""
-        return sum(storage_bytes(t) for tensors in self._older.values() for t in tensors)
+        """Bytes of the copies, the scratch copy among them."""
+        copies = (*self._older.values(), self._scratch)
+        return sum(storage_bytes(t) for tensors in copies for t in tensors)
+
+    # Making others -----------------------------------------------------------------------
+
+    def at(self, version: int) -> list[Tensor] | None:
+        """The tensors of a version that is held; None: the parameters as they are."""
+        return None if version == self.latest else self._older[version]
+
+    def scratch(self) -> list[Tensor]:
+        """Tensors to make other weights in: for one operation, then they may be overwritten."""
+        if not self._scratch:
+            self._scratch = [torch.empty_like(p, requires_grad=False) for p in self.parameters]
+            keys = ((storage_key(t), k) for k, t in enumerate(self._scratch) if t.numel())
+            self._index.update(keys)
+        return self._scratch
+
+    def drop_scratch(self) -> None:
+        """Let go of that memory."""
+        for tensor in self._scratch:
+            self._index.pop(storage_key(tensor), None)
+        self._scratch = []
+
+    def between(self, version: int, share: float, *, reuse: bool) -> list[Tensor]:
+        """Weights between the latest and an older version: latest + share · (older − latest).
+
+        Args:
+            reuse: nothing needs the older version after this: its memory is overwritten.
+        """
+        older = self._older[version]
+        target = older if reuse else self.scratch()
+        with torch.no_grad():
+            for p, old, made in zip(self.parameters, older, target, strict=True):
+                torch.lerp(p, old, share, out=made)
+        return target
 
     # Using them --------------------------------------------------------------------------
 
     @contextmanager
-    def forward(self, version: int) -> Iterator[None]:
-        """Run a forward on a version; what it saves of the weights are references."""
+    def forward(self, tensors: list[Tensor] | None) -> Iterator[None]:
+        """Run a forward on these; None: the parameters as they are.
+
+        What it saves of the weights are references.
+        """
         live = None
-        if version != self.latest:
+        if tensors is not None:
             live = [p.data for p in self.parameters]
-            for p, older in zip(self.parameters, self._older[version], strict=True):
-                p.data = older
+            for p, other in zip(self.parameters, tensors, strict=True):
+                p.data = other
         counted: dict[int, int] = {}
 
         def pack(tensor: Tensor) -> Tensor | _Reference:
@@ -129,12 +167,9 @@ class WeightVersions:
         return k if copy.stride() == source.stride() else None
 
     @contextmanager
-    def backward(self, version: int) -> Iterator[None]:
-        """Run a backward on a version, whatever its forward ran on."""
-        if version == self.latest:
-            self._unpack_from = [p.detach() for p in self.parameters]
-        else:
-            self._unpack_from = self._older[version]
+    def backward(self, tensors: list[Tensor] | None) -> Iterator[None]:
+        """Run a backward on these, whatever its forward ran on; None: the parameters."""
+        self._unpack_from = tensors or [p.detach() for p in self.parameters]
         try:
             yield
         finally:

@@ -20,7 +20,7 @@ from ..profiles.target import describe_error
 from .channels import PeerError, ProcessChannels
 from .clipping import total_over_processes
 from .observer import MetricsFile, Observer, Silent
-from .operation_log import OperationLog
+from .operation_log import OperationLog, StageMetrics
 from .prepare import prepare
 from .run_dir import RunDir
 from .runner import StageRunner
@@ -73,12 +73,13 @@ def _work(run_dir: RunDir, store_path: str, rank: int, world_size: int) -> None:
         raise PeerError(f"stage {rank}: the workers didn't find each other: {error}") from error
     log = OperationLog(run_dir.operations(rank)) if settings.log_operations else None
     channels = ProcessChannels(rank, prepared.crossings, settings.timeout_s)
-    runner = StageRunner(prepared, rank, channels, log)
+    own = StageMetrics(run_dir.stage_metrics(rank))
+    runner = StageRunner(prepared, rank, channels, log, own)
     metrics = MetricsFile(run_dir.metrics) if runner.is_last else None
     observer: Observer = metrics or Silent()
     course = Course([runner], observer, _barrier(rank), total_over_processes(rank))
     course.run()
-    for closing in (log, metrics):
+    for closing in (log, own, metrics):
         if closing is not None:
             closing.close()
     run_dir.save_weights(rank, runner.stage.state())

@@ -1,161 +1,399 @@
 """The oracle: forward and backward by hand in float64 NumPy, every weight version in a dict.
 
 It shares nothing with the package: it takes an order as text and applies the table of training
-systems literally. A run is right when it ends with the oracle's weights and used the oracle's
-versions.
+systems literally, slowly and without any cleverness. A run is right when it ends with the oracle's
+weights, made the oracle's losses, and used and held the oracle's versions.
+
+s is a stage, b a mini-batch, i a micro-batch (None where an operation takes the whole mini-batch).
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
 
-WORD = re.compile(r"(\d+)([FBU])(\d+)(?:\.(\d+))?")
+
+@dataclass(frozen=True)
+class System:
+    """One row of the table: which weights each pass runs on.
+
+    forward:  "latest"     the stage's latest at this very forward
+              "first"      the stage's latest when the mini-batch's first micro-batch started there
+              "entry"      what stage 0 had as its latest when that micro-batch entered there
+              "predicted"  the stage's latest, moved to where it should be at the aim
+    backward: "latest"     the stage's latest at this very backward
+              "forward"    the very weights that the forward ran on
+              "between"    between the forward's weights and the latest
+              "predicted"  as above, from the latest at the backward
+    aim:      the version predicted: the stage's when B(0,b) starts, or when its own B(s,b) does
+    steps_by: what weights are predicted with: the gradients smoothed, or the optimizer's own step
+    nesterov: the update looks ahead along the momentum, its gradient discounted
+    split:    B makes the gradient of the stage's input, W those of its weights
+    """
+
+    forward: str
+    backward: str
+    aim: str = ""
+    steps_by: str = ""
+    nesterov: bool = False
+    split: bool = False
 
 
-class Momentum:
-    """SGD with momentum: v ← μ·v + g, w ← w − η·v."""
+SYSTEMS = {
+    "gpipe": System("latest", "latest"),
+    "pipedream-flush": System("latest", "latest"),
+    "zb-h1": System("latest", "latest", split=True),
+    "pipedream": System("latest", "forward"),
+    "pipedream-nesterov": System("latest", "forward", nesterov=True),
+    "pipedream-vertical-sync": System("entry", "forward"),
+    "pipedream-2bw": System("entry", "forward"),
+    "spectrain": System("predicted", "predicted", "B(0,b)", "smoothed gradient"),
+    "pipeoptim": System("predicted", "latest", "B(s,b)", "optimizer's step"),
+    "timeprest": System("first", "latest"),
+    "v-timeprest": System("latest", "latest"),
+    "i-timeprest": System("first", "between"),
+}
 
-    def __init__(self, lr=0.05, momentum=0.9):
-        self.lr, self.momentum, self.v = lr, momentum, {}
+SIGNIFICANCE = {
+    "exponential": lambda d, rate: np.exp(-rate * d),
+    "inverse": lambda d, rate: 1 / (1 + rate * d),
+    "linear": lambda d, rate: max(0.0, 1 - rate * d),
+}
+"""σ(d): how much of a forward's weights is left in a backward d versions later."""
+
+
+# Optimizers ----------------------------------------------------------------------------------
+
+
+class SGD:
+    """v ← μ·v + g, w ← w − η·v; the gradient takes weight decay in."""
+
+    def __init__(self, lr=0.05, momentum=0.0, weight_decay=0.0):
+        self.lr, self.momentum, self.weight_decay, self.v = lr, momentum, weight_decay, {}
+
+    def _note(self, name, w, g):
+        g = g + self.weight_decay * w
+        self.v[name] = self.momentum * self.v[name] + g if name in self.v else g
+        return g
 
     def step(self, name, w, g):
-        self.v[name] = g if name not in self.v else self.momentum * self.v[name] + g
+        self._note(name, w, g)
         return w - self.lr * self.v[name]
+
+    def nesterov_step(self, name, w, g):
+        g = self._note(name, w, g)
+        return w - self.lr * (1 - self.momentum) * (g + self.momentum * self.v[name])
+
+    def smoothed_gradient(self, name):
+        return self.v[name]
+
+    def direction(self, name, w):
+        return self.v[name]
 
 
 class Adam:
-    """Adam with bias correction."""
+    """Adam with bias correction; weight decay in the gradient, or `decoupled` from it (AdamW)."""
 
-    def __init__(self, lr=0.05, beta1=0.9, beta2=0.999, eps=1e-8):
-        self.lr, self.betas, self.eps, self.state = lr, (beta1, beta2), eps, {}
+    def __init__(self, lr=0.05, weight_decay=0.0, decoupled=False):
+        self.lr, self.betas, self.eps = lr, (0.9, 0.999), 1e-8
+        self.weight_decay, self.decoupled = weight_decay, decoupled
+        self.m, self.v, self.t, self.mu_product = {}, {}, {}, {}
+
+    def _note(self, name, w, g):
+        if not self.decoupled:
+            g = g + self.weight_decay * w
+        b1, b2 = self.betas
+        self.t[name] = self.t.get(name, 0) + 1
+        self.m[name] = b1 * self.m.get(name, 0) + (1 - b1) * g
+        self.v[name] = b2 * self.v.get(name, 0) + (1 - b2) * g * g
+        return g
+
+    def _root(self, name):
+        return np.sqrt(self.v[name] / (1 - self.betas[1] ** self.t[name])) + self.eps
+
+    def _decayed(self, w):
+        return w - self.lr * self.weight_decay * w if self.decoupled else w
 
     def step(self, name, w, g):
-        m, v, t = self.state.get(name, (0.0, 0.0, 0))
-        b1, b2 = self.betas
-        m, v, t = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g, t + 1
-        self.state[name] = (m, v, t)
-        return w - self.lr * (m / (1 - b1**t)) / (np.sqrt(v / (1 - b2**t)) + self.eps)
+        self._note(name, w, g)
+        corrected = self.m[name] / (1 - self.betas[0] ** self.t[name])
+        return self._decayed(w) - self.lr * corrected / self._root(name)
+
+    def nesterov_step(self, name, w, g):
+        """NAdam (Dozat 2016), its momentum warmed up by 0.96^(t·0.004)."""
+        g = self._note(name, w, g)
+        mu, mu_next = (
+            self.betas[0] * (1 - 0.5 * 0.96 ** (t * 0.004))
+            for t in (self.t[name], self.t[name] + 1)
+        )
+        # As torch does, the product of all μ is kept in single precision: 1e-8 in the weights.
+        kept = self.mu_product[name] = self.mu_product.get(name, np.float32(1)) * np.float32(mu)
+        product = float(kept)
+        look = (1 - mu) * g / (1 - product) + mu_next * self.m[name] / (1 - product * mu_next)
+        return self._decayed(w) - self.lr * look / self._root(name)
+
+    def smoothed_gradient(self, name):
+        return self.m[name]
+
+    def direction(self, name, w):
+        corrected = self.m[name] / (1 - self.betas[0] ** self.t[name])
+        step = corrected / self._root(name)
+        return step + self.weight_decay * w if self.decoupled else step
+
+
+# Orders --------------------------------------------------------------------------------------
+
+WORD = re.compile(r"(\d+)([FBWU])(\d+)(?:\.(\d+))?")
+
+
+def parse(text, first=0):
+    """Per stage, its operations as (kind, b, i); mini-batches are counted from `first`."""
+    found = []
+    for s, line in enumerate(text.splitlines()):
+        found.append([])
+        for word in line.split():
+            stage, kind, b, i = WORD.fullmatch(word).groups()
+            assert int(stage) == s
+            found[s].append((kind, int(b) + first, None if i is None else int(i)))
+    return found
+
+
+def unit_clock(order):
+    """When each operation starts: F, B and W take one unit, U and messages none."""
+    starts = [{} for _ in order]
+    now = [0 for _ in order]
+    while any(len(begun) < len(ops) for begun, ops in zip(starts, order, strict=True)):
+        moved = False
+        for s, ops in enumerate(order):
+            if len(starts[s]) == len(ops):
+                continue
+            op = ops[len(starts[s])]
+            before = {"F": s - 1, "B": s + 1}.get(op[0], -1)
+            if 0 <= before < len(order):
+                if op not in starts[before]:
+                    continue
+                now[s] = max(now[s], starts[before][op] + 1)
+            starts[s][op] = now[s]
+            now[s] += op[0] != "U"
+            moved = True
+        assert moved, "the order can't be executed"
+    return starts
+
+
+def distances(order, aim):
+    """Per stage {b: k}: updates from the version at F(s,b), and at B(s,b), to the one aimed at."""
+    starts = unit_clock(order)
+    forward, backward = [], []
+    for s, ops in enumerate(order):
+        at = {"F": {}, "B": {}}
+        updates = []
+        for op in ops:
+            kind, b, _ = op
+            if kind == "U":
+                updates.append(starts[s][op])
+            elif kind in at:
+                at[kind].setdefault(b, len(updates))
+        if aim == "B(0,b)" and s > 0:
+            # Updates at the very instant that it starts come too late.
+            begins = {b: t for (kind, b, _), t in starts[0].items() if kind == "B"}
+            aims = {b: sum(t < begins[b] for t in updates) for b in at["B"]}
+        else:
+            aims = at["B"]
+        forward.append({b: aims[b] - at["F"][b] for b in aims})
+        backward.append({b: aims[b] - at["B"][b] for b in aims})
+    return forward, backward
+
+
+# Training ------------------------------------------------------------------------------------
 
 
 @dataclass
 class OracleStage:
-    """One stage's layers, its versions, and what it has in flight."""
+    """One stage's layers, all its versions, and what it has in flight."""
 
     layers: list[str]
-    versions: dict[int, dict[str, np.ndarray]]
+    versions: list[dict[str, np.ndarray]]
     optimizer: object
-    latest: int = 0
-    first_version: dict[int, int] = field(default_factory=dict)
-    used: dict[tuple[int, int], int] = field(default_factory=dict)
+    first: dict[int, int] = field(default_factory=dict)
+    used: dict[tuple[int, int], tuple[int, dict]] = field(default_factory=dict)
     saved: dict[tuple[int, int], list] = field(default_factory=dict)
+    parts: dict[tuple[int, int], list] = field(default_factory=dict)
     grads: dict[str, np.ndarray] = field(default_factory=dict)
+    summed: set[int] = field(default_factory=set)
+
+    @property
+    def latest(self):
+        return len(self.versions) - 1
 
 
 class Oracle:
     """Runs an order on a chain of linear layers ("l…") and tanh ("t…") with a mean squared loss."""
 
-    def __init__(self, variant, stages, weights, optimizer, batches):
+    def __init__(
+        self, system, stages, weights, optimizer, batches, *, decay="exponential", rate=1.0
+    ):
         """
         Args:
+            system: a row of `SYSTEMS`, or its name.
             stages: per stage, names of its layers.
             weights: ``{"l0.weight": [out, in], "l0.bias": [out], …}``.
             optimizer: makes an optimizer for each stage.
-            batches: per mini-batch, per micro-batch, (x, y).
+            batches: per mini-batch, per micro-batch, (x, y); their sizes may differ.
+            decay, rate: σ and λ, where backwards run on weights in between.
         """
-        self.variant = variant
+        self.system = SYSTEMS.get(system, system)
         self.batches = batches
-        self.micro_batches = len(batches[0])
+        self.significance = lambda d: SIGNIFICANCE[decay](d, rate)
         self.stages = [
             OracleStage(
                 names,
-                {0: {k: w.copy() for k, w in weights.items() if k.split(".")[0] in names}},
+                [{k: w.copy() for k, w in weights.items() if k.split(".")[0] in names}],
                 optimizer(),
             )
             for names in stages
         ]
+        self.entry = {}
         self.activations = {}
         self.gradients = {}
+        self.losses = [0.0 for _ in batches]
+        # Per stage and operation: its text and the version it counts as using; the versions it
+        # reads, and those that its forward's second run would read besides.
         self.log = [[] for _ in stages]
-        self.losses = []
-        self.most_versions = [1 for _ in stages]
+        self.reads = [[] for _ in stages]
+        self.differences = [Counter() for _ in stages]
 
-    def run(self, text):
-        """Run an order: a line of operations for each stage."""
-        lines = [line.split() for line in text.splitlines()]
-        todo = [[WORD.fullmatch(word).groups() for word in line] for line in lines]
+    def run(self, text, first=0):
+        """Run an order, a line of operations for each stage; then it is drained.
+
+        Args:
+            first: what its mini-batch 0 is in the whole run.
+        """
+        todo = parse(text, first)
+        self.k_forward, self.k_backward = (
+            distances(todo, self.system.aim) if self.system.aim else (None, None)
+        )
         while any(todo):
             moved = False
             for s, ops in enumerate(todo):
-                if ops and self._ready(s, ops[0]):
-                    self._execute(s, ops.pop(0))
+                if ops and self._ready(s, *ops[0]):
+                    self._execute(s, *ops.pop(0))
                     moved = True
             assert moved, "the order can't be executed"
+        assert not self.activations
+        assert not self.gradients
+        assert not any(stage.saved or stage.parts or stage.grads for stage in self.stages)
         return self
 
     def weights(self):
         """The latest weights of all stages."""
-        return {k: w for stage in self.stages for k, w in stage.versions[stage.latest].items()}
+        return {k: w for stage in self.stages for k, w in stage.versions[-1].items()}
 
-    def _ready(self, s, word):
-        _, kind, b, i = word
-        b = int(b)
+    def most_held(self, s, *, recompute=False):
+        """The most versions a stage must hold at once, if it holds only what it will yet read.
+
+        Args:
+            recompute: the forward runs again just before its backward, on the same weights.
+        """
+        latest, most = 0, 1
+        reads = [own | again if recompute else own for own, again in self.reads[s]]
+        for k, (text, version) in enumerate(self.log[s]):
+            latest = version if "U" in text else latest
+            older = {v for later in reads[k + 1 :] for v in later if v < latest}
+            most = max(most, 1 + len(older))
+        return most
+
+    # Operations ------------------------------------------------------------------------------
+
+    def _micros(self, b, i):
+        return range(len(self.batches[b])) if i is None else [i]
+
+    def _ready(self, s, kind, b, i):
         if kind == "F":
-            return s == 0 or (s, b, int(i)) in self.activations
+            return s == 0 or (s, b, i) in self.activations
         if kind == "B":
-            micros = range(self.micro_batches) if i is None else [int(i)]
-            return s == len(self.stages) - 1 or all((s, b, k) in self.gradients for k in micros)
+            return all((s, b, k) in self.gradients for k in self._micros(b, i))
         return True
 
-    def _execute(self, s, word):
-        _, kind, b, i = word
-        stage, b = self.stages[s], int(b)
+    def _execute(self, s, kind, b, i):
+        stage = self.stages[s]
+        again = set()
         if kind == "F":
-            version = self._forward(s, b, int(i))
+            version, weights, reads = self._forward_weights(s, b)
+            stage.used[b, i] = version, weights
+            self._forward(s, b, i, weights)
         elif kind == "B":
-            # One pass over all micro-batches, or one micro-batch.
-            micros = range(self.micro_batches) if i is None else [int(i)]
-            versions = {self._backward(s, b, k) for k in micros}
-            assert len(versions) == 1
-            version = versions.pop()
+            forward = {stage.used[b, k][0] for k in self._micros(b, i)}
+            again = forward
+            reads = set()
+            for k in self._micros(b, i):
+                version, weights, read = self._backward_weights(s, b, k)
+                reads |= read
+                self._backward(s, b, k, weights)
+                if not self.system.split:
+                    self._weight_gradients(stage, b, k)
+            # Where micro-batches ran forward on several versions, the oldest counts.
+            self.differences[s][version - min(forward)] += 1
+        elif kind == "W":
+            version, reads = stage.latest, set()
+            for k in self._micros(b, i):
+                self._weight_gradients(stage, b, k)
         else:
-            version = self._update(s)
+            self._update(stage)
+            version, reads = stage.latest, set()
         suffix = "" if i is None else f".{i}"
         self.log[s].append((f"{s}{kind}{b}{suffix}", version))
-        # What a real system would have to hold: the latest, and what is still to be used.
-        needed = {stage.latest}
-        if self.variant == "pipedream":
-            needed |= {v for key, v in stage.used.items() if key in stage.saved}
-        if self.variant == "timeprest":
-            begun = {k: n for k, n in self._begun(stage).items() if n < self.micro_batches}
-            needed |= {stage.first_version[k] for k in begun}
-        self.most_versions[s] = max(self.most_versions[s], len(needed))
+        self.reads[s].append((reads, again))
 
-    def _begun(self, stage):
-        counts = {}
-        for b, _ in stage.used:
-            counts[b] = counts.get(b, 0) + 1
-        return counts
+    # Which weights ---------------------------------------------------------------------------
 
-    def _forward_version(self, stage, b):
-        if self.variant == "timeprest":
-            return stage.first_version.setdefault(b, stage.latest)
-        assert self.variant in ("gpipe", "pipedream", "v-timeprest")
-        return stage.latest
+    def _forward_weights(self, s, b):
+        """Version it counts as, weights, and the versions these are made of."""
+        stage, rule = self.stages[s], self.system.forward
+        if s == 0:
+            self.entry.setdefault(b, stage.latest)
+        if rule == "predicted":
+            return stage.latest, self._predicted(stage, self.k_forward[s][b]), {stage.latest}
+        version = {
+            "latest": stage.latest,
+            "first": stage.first.setdefault(b, stage.latest),
+            "entry": self.entry[b],
+        }[rule]
+        return version, stage.versions[version], {version}
 
-    def _backward_version(self, stage, b, i):
-        if self.variant == "pipedream":
-            return stage.used[b, i]
-        assert self.variant in ("gpipe", "timeprest", "v-timeprest")
-        return stage.latest
+    def _backward_weights(self, s, b, i):
+        stage, rule = self.stages[s], self.system.backward
+        version, weights = stage.used[b, i]
+        latest = stage.latest
+        if rule == "forward":
+            return version, weights, {version}
+        if rule == "latest":
+            return latest, stage.versions[latest], {latest}
+        if rule == "predicted":
+            return latest, self._predicted(stage, self.k_backward[s][b]), {latest}
+        assert rule == "between"
+        sigma = self.significance(latest - version)
+        between = {k: w + sigma * (weights[k] - w) for k, w in stage.versions[latest].items()}
+        return latest, between, {version, latest}
 
-    def _forward(self, s, b, i):
+    def _predicted(self, stage, k):
+        """k of the optimizer's steps on from the latest; before the first update, where it is."""
+        latest, optimizer = stage.versions[stage.latest], stage.optimizer
+        if stage.latest == 0:
+            return latest
+        if self.system.steps_by == "smoothed gradient":
+            steps = {name: optimizer.smoothed_gradient(name) for name in latest}
+        else:
+            assert self.system.steps_by == "optimizer's step"
+            steps = {name: optimizer.direction(name, w) for name, w in latest.items()}
+        return {name: w - k * optimizer.lr * steps[name] for name, w in latest.items()}
+
+    # What is computed ------------------------------------------------------------------------
+
+    def _forward(self, s, b, i, weights):
         stage = self.stages[s]
-        version = self._forward_version(stage, b)
-        stage.used[b, i] = version
-        weights = stage.versions[version]
         x = self.batches[b][i][0] if s == 0 else self.activations.pop((s, b, i))
         saved = []
         for name in stage.layers:
@@ -165,39 +403,45 @@ class Oracle:
             else:
                 x = np.tanh(x)
                 saved.append(x)
-        if s == len(self.stages) - 1:
-            error = x - self.batches[b][i][1]
-            self.losses.append((error**2).mean())
-            # A micro-batch counts by its share of the mini-batch: 1 / N.
-            self.gradients[s, b, i] = 2 * error / error.size / self.micro_batches
-        else:
-            self.activations[s + 1, b, i] = x
         stage.saved[b, i] = saved
-        return version
+        if s < len(self.stages) - 1:
+            self.activations[s + 1, b, i] = x
+            return
+        # The mean over the samples of the whole mini-batch: a micro-batch counts by its share.
+        error = x - self.batches[b][i][1]
+        size = sum(y.size for _, y in self.batches[b])
+        self.losses[b] += (error**2).sum() / size
+        self.gradients[s, b, i] = 2 * error / size
 
-    def _backward(self, s, b, i):
+    def _backward(self, s, b, i, weights):
+        """Back through the layers; what weight gradients are made of is put aside."""
         stage = self.stages[s]
-        version = self._backward_version(stage, b, i)
-        weights = stage.versions[version]
         g = self.gradients.pop((s, b, i))
-        saved = stage.saved.pop((b, i))
-        for name, kept in zip(reversed(stage.layers), reversed(saved), strict=True):
+        stage.parts[b, i] = []
+        kept_by_layer = stage.saved.pop((b, i))
+        for name, kept in zip(reversed(stage.layers), reversed(kept_by_layer), strict=True):
             if name.startswith("t"):
                 g = g * (1 - kept**2)
-                continue
-            for key, part in ((f"{name}.weight", g.T @ kept), (f"{name}.bias", g.sum(0))):
-                stage.grads[key] = stage.grads.get(key, 0) + part
-            g = g @ weights[f"{name}.weight"]
+            else:
+                stage.parts[b, i].append((name, g, kept))
+                g = g @ weights[f"{name}.weight"]
         if s:
             self.gradients[s - 1, b, i] = g
-        return version
 
-    def _update(self, s):
-        stage = self.stages[s]
-        old = stage.versions[stage.latest]
-        stage.latest += 1
-        stage.versions[stage.latest] = {
-            key: stage.optimizer.step(key, w, stage.grads[key]) for key, w in old.items()
-        }
-        stage.grads = {}
-        return stage.latest
+    def _weight_gradients(self, stage, b, i):
+        stage.summed.add(b)
+        for name, g, kept in stage.parts.pop((b, i)):
+            for key, part in ((f"{name}.weight", g.T @ kept), (f"{name}.bias", g.sum(0))):
+                stage.grads[key] = stage.grads.get(key, 0) + part
+
+    def _update(self, stage):
+        """With the mean gradient of the mini-batches since the last update."""
+        optimizer = stage.optimizer
+        step = optimizer.nesterov_step if self.system.nesterov else optimizer.step
+        stage.versions.append(
+            {
+                name: step(name, w, stage.grads[name] / len(stage.summed))
+                for name, w in stage.versions[stage.latest].items()
+            }
+        )
+        stage.grads, stage.summed = {}, set()

@@ -144,7 +144,7 @@ def test_a_backward_makes_its_own_copies_of_the_weights(steps):
     model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))
     weights = WeightVersions(list(model.parameters()))
     x = torch.randn(5, 6)
-    with weights.forward(0), autocast():
+    with weights.forward(None), autocast():
         out = model(x)
     # What is saved: the two inputs in bfloat16, and no weights.
     assert sum(weights.saved.values()) == 2 * (5 * 6 + 5 * 8)
@@ -153,7 +153,7 @@ def test_a_backward_makes_its_own_copies_of_the_weights(steps):
             for p in model.parameters():
                 p.add_(1.0)
             weights.advance(set())
-    with weights.backward(steps):
+    with weights.backward(None):
         out.backward(torch.ones_like(out))
     through = torch.ones(5, 4, dtype=torch.bfloat16) @ model[1].weight.detach().bfloat16()
     torch.testing.assert_close(model[0].weight.grad, (through.t() @ x.bfloat16()).float())
@@ -180,12 +180,12 @@ def test_copies_of_every_kind_of_layer_run_backward_after_an_update():
 
     model = Layers()
     weights = WeightVersions(list(model.parameters()))
-    with weights.forward(0), autocast():
+    with weights.forward(None), autocast():
         loss = model(torch.randint(0, 9, (3, 5)))
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(1.5)
     weights.advance(set())
-    with weights.backward(1):
+    with weights.backward(None):
         loss.backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from oracle import SGD, Oracle
 from plans import plan_by_hand, with_times
+from timeprest.planner.operations import order_text
+from timeprest.planner.orders import make_order
+from timeprest.planner.plan import pipeline_of
 from timeprest.profiles.errors import RunError, TargetError
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
@@ -17,7 +24,7 @@ from timeprest.runtime.observer import read_losses
 from timeprest.runtime.padding import real_part
 from timeprest.runtime.run import run
 from timeprest.runtime.run_dir import load_weights
-from timeprest.runtime.settings import RunSettings
+from timeprest.runtime.settings import OptimizerChoice, RunSettings
 
 FILE = Path(__file__).parent / "ragged_tasks.py"
 EPOCHS = 2
@@ -130,6 +137,78 @@ def test_a_result_that_cant_be_cut(stages, tmp_path):
 @pytest.mark.parametrize("variant", ["timeprest", "v-timeprest"])
 def test_one_stage_is_plain_training_in_any_system(variant, few_profile, tmp_path):
     plan = plan_by_hand(few_profile, variant, 1, 3)
+    settings = RunSettings(task=f"{FILE}:FewSamples", epochs=EPOCHS, ragged="pad")
+    run(plan, settings, tmp_path / "run", inline=True)
+    compare(tmp_path / "run", *train_in_whole_mini_batches("FewSamples", 8, last=True))
+
+
+@pytest.mark.parametrize("n", [3, 8])
+@pytest.mark.parametrize(
+    "variant", ["timeprest", "v-timeprest", "i-timeprest", "pipedream-2bw", "gpipe"]
+)
+def test_every_system_equals_the_oracle(variant, n, few_profile, tmp_path):
+    """An epoch of mini-batches of 8, 8 and 5 samples, in 3 micro-batches or 8."""
+    plan = plan_by_hand(few_profile, variant, 3, n)
+    target = f"{FILE}:FewSamples"
+    choice = OptimizerChoice(name="sgd", lr=0.05, momentum=0.9)
+    settings = RunSettings(task=target, ragged="pad", optimizer=choice, evaluate=False)
+    run(plan, settings, tmp_path / "run", inline=True)
+    task = resolve(target).task
+    torch.manual_seed(0)
+    weights = {name: w.numpy().copy() for name, w in task.model().state_dict().items()}
+    samples = Samples(task, "train", 1, seed=0)
+    (segment,) = segments(plan, settings, samples.size)
+
+    def batch(positions):
+        found = [samples.take(0, range(k, k + 1)) for k in positions]
+        x = [inputs[0].numpy() for inputs, _ in found]
+        y = [wanted.numpy() for _, wanted in found]
+        return np.concatenate([*x, np.zeros((0, 5))]), np.concatenate([*y, np.zeros((0, 3))])
+
+    batches = [[batch(real_samples(segment, b, i)) for i in range(n)] for b in range(3)]
+    assert [sum(len(x) for x, _ in micros) for micros in batches] == [8, 8, 5]
+    stages = [list(stage.nodes) for stage in plan.stages]
+    oracle = Oracle(variant, stages, weights, partial(SGD, 0.05, 0.9), batches)
+    oracle.run(order_text(make_order(pipeline_of(plan), 3)))
+    state = load_weights(tmp_path / "run")
+    for name, weight in oracle.weights().items():
+        np.testing.assert_allclose(state[name], weight, rtol=0, atol=1e-10)
+    losses = read_losses(tmp_path / "run" / "metrics.jsonl")
+    np.testing.assert_allclose(losses, [oracle.losses[b] for b in range(3)], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("together", [2, 3])
+def test_an_update_after_several_mini_batches(together, few_profile, tmp_path):
+    """Its gradient is the mean of theirs, whatever their sizes: 8, 8 and 5 samples."""
+    plan = plan_by_hand(few_profile, "gpipe", 3, 3)
+    plan = msgspec.structs.replace(plan, update_every=together)
+    target = f"{FILE}:FewSamples"
+    settings = RunSettings(task=target, epochs=EPOCHS, ragged="pad", evaluate=False)
+    run(plan, settings, tmp_path / "run", inline=True)
+    task = resolve(target).task
+    torch.manual_seed(0)
+    model = task.model()
+    optimizer = task.optimizer(list(model.parameters()))
+    samples = Samples(task, "train", 8, seed=0)
+    for epoch in range(EPOCHS):
+        for first in range(0, 3, together):
+            numbers = range(first, min(first + together, 3))
+            optimizer.zero_grad()
+            for b in numbers:
+                positions = range(8 * b, min(8 * b + 8, 21))
+                inputs, wanted = samples.take(epoch, positions)
+                loss = task.loss(model(inputs[0][: len(positions)]), wanted)
+                (loss / len(numbers)).backward()
+            optimizer.step()
+    state = load_weights(tmp_path / "run")
+    for key, weight in model.state_dict().items():
+        torch.testing.assert_close(state[key], weight, rtol=0, atol=1e-10)
+
+
+def test_recomputed_stages_pad_alike(few_profile, tmp_path):
+    plan = plan_by_hand(few_profile, "gpipe", 3, 8)
+    stages = tuple(msgspec.structs.replace(stage, recompute=True) for stage in plan.stages)
+    plan = msgspec.structs.replace(plan, stages=stages)
     settings = RunSettings(task=f"{FILE}:FewSamples", epochs=EPOCHS, ragged="pad")
     run(plan, settings, tmp_path / "run", inline=True)
     compare(tmp_path / "run", *train_in_whole_mini_batches("FewSamples", 8, last=True))

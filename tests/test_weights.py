@@ -47,14 +47,14 @@ def test_backward_after_an_update_in_place_runs_for_every_kind_of_layer():
     weights = WeightVersions(list(model.parameters()))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     tokens = torch.randint(0, 11, (4, 5))
-    with weights.forward(0):
+    with weights.forward(weights.at(0)):
         loss = model(tokens)
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     optimizer.step()
     optimizer.zero_grad()
     weights.advance(set())
-    with weights.backward(1):
+    with weights.backward(weights.at(1)):
         loss.backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
@@ -66,14 +66,14 @@ def test_backward_uses_the_version_it_is_told():
     x = torch.tensor([[1.0]], requires_grad=True)
     grads = {}
     for version in (0, 1):
-        with weights.forward(weights.latest):
+        with weights.forward(weights.at(weights.latest)):
             y = nn.functional.linear(x, weight)
         weights.keep_latest()
         with torch.no_grad():
             weight.add_(3.0)
         weights.advance({0, 1})
         used = 0 if version == 0 else weights.latest
-        with weights.backward(used):
+        with weights.backward(weights.at(used)):
             (grads[version],) = torch.autograd.grad(y.sum(), x)
     assert grads[0].item() == 2.0
     assert grads[1].item() == 8.0
@@ -87,7 +87,7 @@ def test_forward_on_an_older_version_leaves_the_latest_in_place():
         weight.mul_(10)
     weights.advance({0})
     x = torch.tensor([[1.0]])
-    with weights.forward(0):
+    with weights.forward(weights.at(0)):
         assert nn.functional.linear(x, weight).item() == 2.0
     assert nn.functional.linear(x, weight).item() == 20.0
     assert weights.held == 2
@@ -104,12 +104,12 @@ def test_no_graph_holds_an_older_version():
         weights.keep_latest()
         weights.advance({0})
         x = torch.randn(1, 64, requires_grad=True)
-        with weights.forward(0):
+        with weights.forward(weights.at(0)):
             y = layer(x)
         before = live.live
         weights.drop(set())
         assert before - live.live == 64 * 64 * 4
-    with weights.backward(1):
+    with weights.backward(weights.at(1)):
         y.sum().backward()
     assert layer.weight.grad is not None
 
@@ -151,6 +151,10 @@ def profile_of_elevens(mlp_target):
         ("timeprest", 1, [1, 1, 1, 1]),
         ("gpipe", 4, [1, 1, 1, 1]),
         ("pipedream", 1, [4, 3, 2, 1]),
+        ("pipedream-nesterov", 1, [4, 3, 2, 1]),
+        ("pipedream-vertical-sync", 1, [4, 4, 4, 4]),
+        ("pipedream-2bw", 4, [2, 2, 2, 2]),
+        ("i-timeprest", 1, [4, 3, 2, 1]),
     ],
 )
 def test_copies_of_the_weights_counted_in_bytes(
@@ -163,7 +167,11 @@ def test_copies_of_the_weights_counted_in_bytes(
     """
     plan = plan_by_hand(with_times(profile_of_elevens), variant, 4, n, mini_batch=44)
     settings = RunSettings(
-        task=mlp_target, steps=12, optimizer=OptimizerChoice(name="sgd", lr=0.01), evaluate=False
+        task=mlp_target,
+        steps=12,
+        optimizer=OptimizerChoice(name="sgd", lr=0.01),
+        evaluate=False,
+        distances=False,
     )
     sizes = {0: 5 * 7 * 8, 1: 7 * 6 * 8, 2: 6 * 4 * 8, 3: 4 * 3 * 8}
     for s, nbytes in sizes.items():
@@ -193,7 +201,7 @@ def _train_counting(prepared, runners, watched, live):
     segment = prepared.segments[0]
     order = make_order(prepared.pipeline, segment.mini_batches)
     for runner in runners:
-        runner.begin(segment)
+        runner.begin(segment, order)
     seen = []
     for s, k in simulate(prepared.pipeline, order).sequence:
         runners[s].run(order[s][k])

@@ -1,0 +1,111 @@
+"""How far apart the weights of a mini-batch's forward and backward are.
+
+Older weights aren't kept for this. Up to `SAMPLED` weights of a stage, spread evenly over its
+parameters, stand for all of them: distances are exact for smaller stages, estimates for others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+SAMPLED = 16_384
+
+
+@dataclass
+class Staleness:
+    """What the backwards of a stretch of training saw.
+
+    Attributes:
+        differences: how often each version difference was seen.
+        distances: per backward that ran on other weights than its forward, ‖W_B − W_F‖ / ‖W_F‖.
+        backwards: all of them.
+        versions_held: most weight versions held at once.
+    """
+
+    differences: dict[int, int] = field(default_factory=dict)
+    distances: list[float] = field(default_factory=list)
+    backwards: int = 0
+    versions_held: int = 1
+
+    def note(self, difference: int, distance: float) -> None:
+        """Count a backward."""
+        self.differences[difference] = self.differences.get(difference, 0) + 1
+        self.backwards += 1
+        if distance:
+            self.distances.append(distance)
+
+    @property
+    def mean_distance(self) -> float:
+        """Over all backwards."""
+        return sum(self.distances) / self.backwards if self.backwards else 0.0
+
+
+class Sample:
+    """The weights that are looked at, of any version of a stage's parameters."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        total = sum(p.numel() for p in parameters)
+        self.parameters = parameters
+        self._stride = max(1, -(-total // SAMPLED))
+
+    def of(self, tensors: Sequence[Tensor] | None) -> Tensor:
+        """``[weights looked at]``. `tensors`: as `WeightVersions.forward` takes them."""
+        with torch.no_grad():
+            parts = [
+                t.detach().reshape(-1)[:: self._stride].double()
+                for t in (self.parameters if tensors is None else tensors)
+            ]
+            return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
+
+
+class Distances:
+    """Remembers the weights that forwards used until their backward, and compares."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._sample = Sample(parameters)
+        self._used: dict[int, int] = {}
+        self._predicted: dict[int, Tensor] = {}
+        self._overwritten: dict[int, Tensor] = {}
+
+    def forward(self, mini_batch: int, version: int, made: Sequence[Tensor] | None) -> None:
+        """A forward begins. `made`: predicted weights that it runs on; else None."""
+        if mini_batch not in self._used:
+            self._used[mini_batch] = version
+            if made is not None:
+                self._predicted[mini_batch] = self._sample.of(made)
+
+    def before_update(self, version: int) -> None:
+        """The latest version is about to be overwritten: look at it if some forward used it."""
+        if version in self._used.values():
+            self._overwritten[version] = self._sample.of(None)
+
+    def backward(
+        self, mini_batch: int, version: int, made: Sequence[Tensor] | None, *, last: bool
+    ) -> float:
+        """‖W_B − W_F‖ / ‖W_F‖ of a backward.
+
+        Args:
+            made: predicted or intermediate weights that it runs on; else None.
+            last: it is the mini-batch's last one.
+        """
+        used, predicted = self._used[mini_batch], self._predicted.get(mini_batch)
+        distance = 0.0
+        if made is not None or predicted is not None or used != version:
+            before = self._seen(used) if predicted is None else predicted
+            now = self._seen(version) if made is None else self._sample.of(made)
+            norm = float(before.norm())
+            distance = float((now - before).norm()) / norm if norm else 0.0
+        if last:
+            del self._used[mini_batch]
+            self._predicted.pop(mini_batch, None)
+            needed = set(self._used.values())
+            self._overwritten = {v: w for v, w in self._overwritten.items() if v in needed}
+        return distance
+
+    def _seen(self, version: int) -> Tensor:
+        found = self._overwritten.get(version)
+        return self._sample.of(None) if found is None else found
