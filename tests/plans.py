@@ -50,7 +50,17 @@ def split_evenly(names, stages):
     return [tuple(names[a:b]) for a, b in itertools.pairwise(borders)]
 
 
-def plan_by_hand(profile, variant, stages, micro_batches, limits=None, mini_batch=8, cut=None):
+def plan_by_hand(
+    profile,
+    variant,
+    stages,
+    micro_batches,
+    limits=None,
+    mini_batch=8,
+    cut=None,
+    *,
+    update_every=1,
+):
     """A plan with a given cut and in-flight limits (S − s by default)."""
     names = [layer.name for layer in profile.layers]
     groups = cut or split_evenly(names, stages)
@@ -58,7 +68,7 @@ def plan_by_hand(profile, variant, stages, micro_batches, limits=None, mini_batc
         ranges = limit_ranges(VARIANTS[variant], stages)
         limits = [min(most, stages - s) for s, (_, most) in enumerate(ranges)]
     factor = profile.optimizer.state_bytes_per_parameter_byte
-    question = Question(profile, uniform_cluster(stages), variant, mini_batch, factor)
+    question = Question(profile, uniform_cluster(stages), variant, mini_batch, factor, update_every)
     return make_plan(
         question, evaluate(question, lone_stages(groups, limits), micro_batches), REPORT
     )
