@@ -60,8 +60,13 @@ def plan_by_hand(
     cut=None,
     *,
     update_every=1,
+    recompute=(),
 ):
-    """A plan with a given cut and in-flight limits (S − s by default)."""
+    """A plan with a given cut and in-flight limits (S − s by default).
+
+    Args:
+        recompute: per stage; nowhere by default.
+    """
     names = [layer.name for layer in profile.layers]
     groups = cut or split_evenly(names, stages)
     if limits is None:
@@ -69,6 +74,10 @@ def plan_by_hand(
         limits = [min(most, stages - s) for s, (_, most) in enumerate(ranges)]
     factor = profile.optimizer.state_bytes_per_parameter_byte
     question = Question(profile, uniform_cluster(stages), variant, mini_batch, factor, update_every)
-    return make_plan(
-        question, evaluate(question, lone_stages(groups, limits), micro_batches), REPORT
-    )
+    stages_ = [
+        msgspec.structs.replace(stage, recompute=again)
+        for stage, again in itertools.zip_longest(
+            lone_stages(groups, limits), recompute, fillvalue=False
+        )
+    ]
+    return make_plan(question, evaluate(question, stages_, micro_batches), REPORT)
