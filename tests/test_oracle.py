@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from itertools import combinations
+from itertools import combinations, count
 
 import numpy as np
 import pytest
@@ -63,31 +63,41 @@ def settings_of(target, optimizer, **more):
 
 
 def ask_oracle(plan, asked, optimizer):
-    """What the oracle makes of the plan's own order, on the samples of epoch 0."""
+    """What the oracle makes of the plan's own orders, epoch by epoch."""
     task = resolve(asked.task).task
     torch.manual_seed(0)
     weights = {name: w.numpy().copy() for name, w in task.model().state_dict().items()}
     _, make, given_ = OPTIMIZERS[optimizer]
+    epochs = list(batches_by_epoch(task, plan.mini_batch, plan.micro_batches))
     oracle = Oracle(
         plan.variant,
         [list(s.nodes) for s in plan.stages],
         weights,
         lambda: make(lr=0.05, **given_),
-        batches_of(task, plan.mini_batch, plan.micro_batches),
+        [batch for epoch in epochs for batch in epoch],
         decay=asked.decay,
         rate=asked.decay_rate,
     )
-    return oracle.run(order_text(make_order(pipeline_of(plan), STEPS)))
+    first = 0
+    for epoch in epochs:
+        oracle.run(order_text(make_order(pipeline_of(plan), len(epoch))), first)
+        first += len(epoch)
+    return oracle
 
 
-def batches_of(task, mini_batch, n):
-    """Epoch 0's mini-batches, in N micro-batches that differ by one sample at most."""
+def batches_by_epoch(task, mini_batch, n):
+    """Mini-batches of N micro-batches that differ by one sample at most; 12 in all."""
     x, y = (part.numpy() for part in task.data("train").tensors)
-    shuffled = torch.randperm(len(x), generator=torch.Generator().manual_seed(0)).numpy()
-    return [
-        [(x[k], y[k]) for k in np.array_split(shuffled[b * mini_batch :][:mini_batch], n)]
-        for b in range(STEPS)
-    ]
+    left = STEPS
+    for epoch in count():
+        shuffle = torch.Generator().manual_seed(epoch)
+        shuffled = torch.randperm(len(x), generator=shuffle).numpy()
+        each = min(len(x) // mini_batch, left)
+        parts = [np.array_split(shuffled[b * mini_batch :][:mini_batch], n) for b in range(each)]
+        yield [[(x[k], y[k]) for k in micro_batches] for micro_batches in parts]
+        left -= each
+        if not left:
+            return
 
 
 def compare(run_dir, plan, oracle, summary):
@@ -153,6 +163,15 @@ def test_updates_after_several_mini_batches(
     profile = with_times(mlp_profile)
     plan = plan_by_hand(profile, variant, stages, n, update_every=every)
     train(plan, mlp_target, "momentum", tmp_path / "run")
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize(("variant", "stages", "n"), cases((3,), (4,)))
+def test_one_epoch_after_another(variant, stages, n, every, mlp_profile, mlp_target, tmp_path):
+    """Of 5, 5 and 2 mini-batches: each ends drained, with an update; versions go on."""
+    plan = plan_by_hand(with_times(mlp_profile), variant, stages, n, update_every=every)
+    target = mlp_target.replace("MLPTask", "ShortEpochs")
+    train(plan, target, "adam", tmp_path / "run")
 
 
 @pytest.mark.parametrize("n", [3, 5])
