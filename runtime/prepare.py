@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,9 +21,10 @@ from ..profiles.tracing.fingerprint import fingerprint
 from ..profiles.tracing.front_ends import TRACE_SAMPLES, trace
 from ..profiles.tracing.graph import TracedModel, tied_layers, values
 from ..profiles.tracing.pieces import Piece, cut
-from ..profiles.tracing.shapes import ValueSpec, value_specs
+from ..profiles.tracing.shapes import ValueSpec, result_shapes, value_specs
 from .channels import Crossing
 from .data import Segment, segments
+from .padding import DIVIDE, DROP, NO_EVALUATION, check_result
 from .precision import autocast_of, forward_context
 from .settings import RunSettings
 
@@ -90,6 +92,8 @@ def prepare(plan: Plan, settings: RunSettings) -> Prepared:
         raise TargetError(
             f"{target.name}: the model failed on its own inputs: {describe_error(error)}"
         ) from error
+    found = segments(plan, settings, dataset_size(target.task.data("train"), "train"))
+    _check_padding(plan, settings, target.task, traced, target, found)
     pipeline = pipeline_of(plan)
     crossings = _crossings(plan, traced, groups, specs, pipeline.micro_batches_per_backward)
     prepared = Prepared(
@@ -102,7 +106,7 @@ def prepare(plan: Plan, settings: RunSettings) -> Prepared:
         autocast=autocast,
         specs={name: spec for name, spec in specs.items() if not _is_input(traced, name)},
         crossings=crossings,
-        segments=segments(plan, settings, dataset_size(target.task.data("train"), "train")),
+        segments=found,
         inputs=tuple(node.name for node in traced.inputs),
     )
     few = min(3, max(segment.mini_batches for segment in prepared.segments))
@@ -138,6 +142,50 @@ def _check_runs(plan: Plan) -> None:
                 f"plan: stages[{s}].devices: tp-run doesn't train replicas of a stage yet; plan "
                 "without them: tp-plan solve --replicas off"
             )
+
+
+def _check_padding(
+    plan: Plan,
+    settings: RunSettings,
+    task: Task,
+    traced: TracedModel,
+    target: Target,
+    found: Sequence[Segment],
+) -> None:
+    """Refuse results that padding can't be cut off, where there is going to be any.
+
+    Raises TargetError.
+    """
+    size = plan.micro_batch
+    advice = None
+    if plan.mini_batch % plan.micro_batches:
+        advice = DIVIDE
+    elif any(segment.samples % plan.mini_batch for segment in found):
+        advice = DROP
+    elif settings.evaluate and _test_size(task) % size:
+        advice = NO_EVALUATION
+    if advice is None:
+        return
+    # A graph of one size alone is tried at that one.
+    other = size if traced.only_size is not None else size + 1
+    fake = sum(stage.memory_bytes for stage in plan.predicted.stages) > _SMALL_BYTES
+    try:
+        shapes, others = (
+            result_shapes(traced, target.sample(samples)[0], fake=fake) for samples in (size, other)
+        )
+    except TraceError:
+        raise
+    except Exception:  # the user's model, which needn't take that other size
+        return
+    check_result(shapes, others, size, other, advice)
+
+
+def _test_size(task: Task) -> int:
+    """Samples in the test data; 0 where it can't be had, which the evaluation is to say."""
+    try:
+        return dataset_size(task.data("test"), "test")
+    except Exception:  # the user's code
+        return 0
 
 
 def _trace(plan: Plan, model: nn.Module, target: Target, samples: int) -> TracedModel:

@@ -17,7 +17,7 @@ from .channels import Channels
 from .clipping import Clipping, Total, own_part, trained
 from .data import Samples, Segment, part_of, real_samples, updates_of
 from .operation_log import OperationLog, StageMetrics
-from .padding import real_part
+from .padding import NO_EVALUATION, real_part
 from .precision import forward_context
 from .prepare import Prepared
 from .scores import EvaluationScore, StageEpoch, StageScore
@@ -25,8 +25,6 @@ from .stage import Stage, StageWork
 
 EVALUATION_AHEAD = 8
 """Messages that a stage may have under way to each peer while it evaluates."""
-
-_NO_EVALUATION = "give test data that micro-batches divide, or train with --no-evaluate"
 
 OnMiniBatch = Callable[[Segment, int, float], None]
 """Called on the last stage with the segment, the mini-batch in it, and its mean loss."""
@@ -233,7 +231,7 @@ class StageRunner:
             if self.is_last:
                 size = self.prepared.plan.micro_batch
                 if real < size:
-                    result = real_part(result, real, size, _NO_EVALUATION)
+                    result = real_part(result, real, size, NO_EVALUATION)
                 with forward_context(self.prepared.autocast):
                     score.add(self.prepared.task, result, target, real)
 

@@ -27,7 +27,7 @@ from .batch_norm import DeferredBatchNorm
 from .clipping import Clipping
 from .data import Part
 from .optimizers import make_optimizer
-from .padding import real_part
+from .padding import DIVIDE, DROP, real_part
 from .precision import forward_context
 from .predictors import Predictor
 from .schedules import make_scheduler
@@ -368,7 +368,7 @@ class Stage:
         if not part.real:
             return None
         if part.padded:
-            result = real_part(result, part.real, part.size, "leave it out: --ragged drop")
+            result = real_part(result, part.real, part.size, f"{DROP}, or {DIVIDE}")
         loss = self.task.loss(result, target)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise RunError("the task's loss must give one number: a mean over the samples")

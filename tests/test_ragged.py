@@ -21,7 +21,7 @@ from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
 from timeprest.runtime.data import Samples, Segment, part_of, real_samples, segments
 from timeprest.runtime.observer import read_losses
-from timeprest.runtime.padding import real_part
+from timeprest.runtime.padding import check_result, real_part
 from timeprest.runtime.run import run
 from timeprest.runtime.run_dir import load_weights
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
@@ -121,17 +121,28 @@ def test_results_of_other_forms(name, n, tmp_path):
     assert found["accuracy"] == pytest.approx(accuracy, abs=1e-10)
 
 
-@pytest.mark.parametrize("stages", [1, 2])
-def test_a_result_that_cant_be_cut(stages, tmp_path):
-    plan = plan_by_hand(profile_of("TimeFirst"), "gpipe", stages, 4)
+@pytest.mark.parametrize(
+    ("n", "options", "message"),
+    [
+        (3, {}, r"up to 3 samples.* shape \[3, 3, 5\].*--micro-batches that divide"),
+        (4, {"ragged": "pad"}, r"up to 2 samples.* shape \[3, 2, 5\].*--ragged drop"),
+        (4, {}, r"up to 2 samples.* shape \[3, 2, 5\].*--no-evaluate"),
+    ],
+)
+def test_a_result_that_cant_be_cut_is_refused(n, options, message, tmp_path):
+    """Time first; and with micro-batches of 3 samples, that there are 3 steps is chance."""
+    plan = plan_by_hand(profile_of("TimeFirst"), "gpipe", 2, n)
     name = f"{FILE}:TimeFirst"
-    settings = RunSettings(task=name, ragged="pad", evaluate=False)
-    message = r"stage \d, at \dF2\.1: 1 samples? .* shape \[3, 2, 5\].*--ragged drop"
-    with pytest.raises(RunError, match=message):
-        run(plan, settings, tmp_path / "run", inline=True)
-    settings = RunSettings(task=name)
-    with pytest.raises(RunError, match=r"evaluation 10: .* shape \[3, 2, 5\].*--no-evaluate"):
-        run(plan, settings, tmp_path / "evaluated", inline=True)
+    with pytest.raises(TargetError, match=message):
+        run(plan, RunSettings(task=name, **options), tmp_path / "run", inline=True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_nothing_is_refused_where_nothing_is_padded(tmp_path):
+    plan = plan_by_hand(profile_of("TimeFirst"), "gpipe", 2, 4)
+    settings = RunSettings(task=f"{FILE}:TimeFirst", evaluate=False)
+    run(plan, settings, tmp_path / "run", inline=True)
+    assert len(read_losses(tmp_path / "run" / "metrics.jsonl")) == 2
 
 
 @pytest.mark.parametrize("variant", ["timeprest", "v-timeprest"])
@@ -250,6 +261,13 @@ def test_every_sample_has_one_place(samples, mini_batch, n):
         for i in range(n):
             seen += real_samples(segment, b, i)
     assert seen == list(range(samples))
+
+
+def test_shapes_of_results():
+    check_result([(4, 3), (8,)], [(5, 3), (10,)], 4, 5, "")
+    for shapes, others in (([()], [()]), ([(6, 4)], [(6, 5)]), ([(8, 2)], [(8, 2)])):
+        with pytest.raises(TargetError, match="say no more"):
+            check_result(shapes, others, 4, 5, "say no more")
 
 
 def test_what_is_real_of_a_result():
