@@ -64,20 +64,26 @@ class Samples:
         self._shuffled: list[int] = []
 
     def train(
-        self, epoch: int, mini_batch: int, micro_batches: int, micro_batch: int
+        self,
+        epoch: int,
+        mini_batch: int,
+        micro_batches: int,
+        micro_batch: int,
+        dealt: slice = slice(None),
     ) -> tuple[tuple[Tensor, ...], Any]:
         """Inputs and target of a micro-batch; samples are shuffled anew in each epoch.
 
         Args:
             mini_batch: within the epoch.
             micro_batch: within the mini-batch.
+            dealt: which of its samples, where replicas share them.
         """
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
             self._shuffled = torch.randperm(self.size, generator=generator).tolist()
             self._epoch = epoch
         start = (mini_batch * micro_batches + micro_batch) * self.micro_batch
-        return fetch(self.dataset, self._shuffled[start : start + self.micro_batch])
+        return fetch(self.dataset, self._shuffled[start : start + self.micro_batch][dealt])
 
     @property
     def evaluations(self) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..planner.distances import Distances as Ahead
-from ..planner.operations import Op
+from ..planner.operations import FORWARD, Op
 from ..planner.variants import Variant
 from ..planner.versions import VersionWalk
 from ..profiles.boundary import Inlet
@@ -22,6 +22,7 @@ from ..profiles.tracing.pieces import Piece, decode, encode
 from ..profiles.tracing.shapes import ValueSpec
 from .accounting import MemoryAccount
 from .again import Again, Ingredients
+from .dealing import Share
 from .optimizers import make_optimizer
 from .predictors import Predictor
 from .settings import RunSettings
@@ -51,11 +52,14 @@ class StageWork:
     """What a stage does with its piece, besides the piece.
 
     Attributes:
+        micro_batches: N, on all replicas together.
+        share: what this replica has of them.
         recompute: activations are computed again before the backward.
     """
 
     variant: Variant
     micro_batches: int
+    share: Share
     recompute: bool = False
 
 
@@ -81,7 +85,7 @@ class Stage:
         self.piece = piece
         self.specs = specs
         self.work = work
-        self.micro_batches = work.micro_batches
+        self.share = work.share
         self.task = task
         self.module = piece.module
         # Shares its parameters and leaf modules with `module`, traced in evaluation mode.
@@ -117,7 +121,7 @@ class Stage:
         """
         self.rules.walk = VersionWalk(
             self.work.variant,
-            self.micro_batches,
+            self.work.micro_batches,
             entries,
             recompute=self.work.recompute,
             latest=self.weights.latest,
@@ -179,7 +183,7 @@ class Stage:
     def backward(
         self, op: Op, grads: Mapping[str, Tensor], boundary_bytes: int = 0
     ) -> tuple[int, int, dict[str, Tensor]]:
-        """Backward of one micro-batch, or of a mini-batch's micro-batches in one pass.
+        """Backward of one micro-batch, or of this replica's of a mini-batch in one pass.
 
         Args:
             grads: for each output that needs one, the gradients summed over the stages that
@@ -191,8 +195,7 @@ class Stage:
         """
         version = self.walk.backward(op)
         forward_version = self.walk.forward_version(op)
-        numbers = range(self.micro_batches) if op.micro_batch is None else [op.micro_batch]
-        micros = [self._do_again(op, i) for i in numbers]
+        micros = [self._do_again(op, i) for i in self.share.of(op)]
         tensors = self.rules.backward(op, version)
         roots: list[Tensor | GradientEdge] = []
         root_grads: list[Tensor | None] = []
@@ -220,6 +223,15 @@ class Stage:
         if not self.work.variant.scratch_copies:
             self.weights.drop_scratch()
         return version, forward_version, back
+
+    def skip(self, op: Op) -> None:
+        """Another replica runs this forward or backward: only versions go on here."""
+        if op.kind == FORWARD:
+            self.walk.forward(op)
+        else:
+            self.walk.backward(op)
+            self.walk.finish(op)
+        self.weights.drop(self.walk.needed())
 
     def update(self, boundary_bytes: int = 0) -> int:
         """Optimizer step. Returns the new version; the old one is copied if it is needed."""
@@ -305,7 +317,7 @@ class Stage:
     def _distance(self, op: Op, version: int, tensors: list[Tensor] | None) -> float:
         if self._distances is None:
             return 0.0
-        last = op.micro_batch is None or op.micro_batch == self.micro_batches - 1
+        last = op.micro_batch is None or op.micro_batch == self.share.micro_batches[-1]
         made = self._made(version, tensors)
         return self._distances.backward(op.mini_batch, version, made, last=last)
 
