@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..planner.distances import Distances as Ahead
-from ..planner.operations import Op
+from ..planner.operations import FORWARD, Op
 from ..planner.variants import Variant
 from ..planner.versions import VersionWalk
 from ..profiles.boundary import Inlet
@@ -24,8 +24,8 @@ from ..profiles.tracing.shapes import ValueSpec
 from .accounting import MemoryAccount
 from .again import Again, Ingredients
 from .batch_norm import DeferredBatchNorm
-from .clipping import Clipping
 from .data import Part
+from .dealing import Share
 from .optimizers import make_optimizer
 from .padding import DIVIDE, DROP, real_part
 from .precision import forward_context
@@ -58,11 +58,14 @@ class StageWork:
     """What a stage does with its piece, besides the piece.
 
     Attributes:
+        micro_batches: N, on all replicas together.
+        share: what this replica has of them.
         recompute: activations are computed again before the backward.
     """
 
     variant: Variant
     micro_batches: int
+    share: Share
     recompute: bool = False
 
 
@@ -74,7 +77,6 @@ class Stage:
         account: what the stage holds, and its peak.
         staleness: what its backwards saw since the segment began.
         kept_outputs: outputs of the last forward whose memory is kept for the backward anyway.
-        clipping: what clips gradients before an update; None: nothing does.
         lr: learning rate of the last update's first parameter group; None: nothing to train.
     """
 
@@ -98,7 +100,7 @@ class Stage:
         self.piece = piece
         self.specs = specs
         self.work = work
-        self.micro_batches = work.micro_batches
+        self.share = work.share
         self.task = task
         self.module = piece.module
         # Shares its parameters and leaf modules with `module`, traced in evaluation mode.
@@ -109,7 +111,6 @@ class Stage:
         made = make_optimizer(task, settings, self.module.named_parameters())
         self.optimizer = None if made is None else follow(work.variant.update_rule, made)
         self.scheduler = make_scheduler(task, settings, self.optimizer, updates)
-        self.clipping: Clipping | None = None
         self.lr: float | None = None
         self._predictor = (
             Predictor(work.variant.prediction, self.optimizer)
@@ -138,7 +139,7 @@ class Stage:
         """
         self.rules.walk = VersionWalk(
             self.work.variant,
-            self.micro_batches,
+            self.work.micro_batches,
             entries,
             recompute=self.work.recompute,
             latest=self.weights.latest,
@@ -201,7 +202,7 @@ class Stage:
     def backward(
         self, op: Op, grads: Mapping[str, Tensor], boundary_bytes: int = 0
     ) -> tuple[int, int, dict[str, Tensor]]:
-        """Backward of one micro-batch, or of a mini-batch's micro-batches in one pass.
+        """Backward of one micro-batch, or of this replica's of a mini-batch in one pass.
 
         Args:
             grads: for each output that needs one, the gradients summed over the stages that
@@ -213,8 +214,7 @@ class Stage:
         """
         version = self.walk.backward(op)
         forward_version = self.walk.forward_version(op)
-        numbers = range(self.micro_batches) if op.micro_batch is None else [op.micro_batch]
-        micros = [self._do_again(op, i) for i in numbers]
+        micros = [self._do_again(op, i) for i in self.share.of(op)]
         tensors = self.rules.backward(op, version)
         roots: list[Tensor | GradientEdge] = []
         root_grads: list[Tensor | None] = []
@@ -243,6 +243,15 @@ class Stage:
             self.weights.drop_scratch()
         return version, forward_version, back
 
+    def skip(self, op: Op) -> None:
+        """Another replica runs this forward or backward: only versions go on here."""
+        if op.kind == FORWARD:
+            self.walk.forward(op)
+        else:
+            self.walk.backward(op)
+            self.walk.finish(op)
+        self.weights.drop(self.walk.needed())
+
     def update(self, mini_batch: int, boundary_bytes: int = 0) -> int:
         """Optimizer step after a mini-batch's backward.
 
@@ -250,8 +259,6 @@ class Stage:
         """
         if self._batch_norm is not None:
             self._batch_norm.settle(mini_batch)
-        if self.clipping is not None:
-            self.clipping()
         needed = self.walk.needed()
         if self._distances is not None:
             self._distances.before_update(self.walk.latest)
@@ -343,7 +350,7 @@ class Stage:
     def _distance(self, op: Op, version: int, tensors: list[Tensor] | None) -> float:
         if self._distances is None:
             return 0.0
-        last = op.micro_batch is None or op.micro_batch == self.micro_batches - 1
+        last = op.micro_batch is None or op.micro_batch == self.share.micro_batches[-1]
         made = self._made(version, tensors)
         return self._distances.backward(op.mini_batch, version, made, last=last)
 

@@ -19,6 +19,7 @@ from timeprest.planner.plan import pipeline_of
 from timeprest.profiles.errors import RunError, TargetError
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
+from timeprest.runtime import training
 from timeprest.runtime.data import Samples, Segment, part_of, real_samples, segments
 from timeprest.runtime.observer import read_losses
 from timeprest.runtime.padding import check_result, real_part
@@ -216,6 +217,36 @@ def test_an_update_after_several_mini_batches(together, few_profile, tmp_path):
         torch.testing.assert_close(state[key], weight, rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize(
+    ("variant", "n", "mini_batch"),
+    [
+        ("gpipe", 4, 7),  # every mini-batch is uneven
+        ("timeprest", 4, 8),  # the last mini-batch has 5
+        ("pipedream", 1, 8),
+        ("pipedream", 1, 10),  # it has 1: one replica of two has none
+    ],
+)
+def test_replicas_pad_alike(variant, n, mini_batch, few_profile, tmp_path, monkeypatch):
+    profile = profile_of("FewSamples", batch_size=10) if mini_batch > 8 else few_profile
+    plan, alone = (
+        plan_by_hand(profile, variant, 2, n, mini_batch=mini_batch, replicas=replicas)
+        for replicas in ((2, 1), None)
+    )
+    settings = RunSettings(task=f"{FILE}:FewSamples", epochs=EPOCHS, ragged="pad")
+    found = run(plan, settings, tmp_path / "replicated", inline=True)
+    pipeline = pipeline_of(plan)
+    monkeypatch.setattr(training, "make_order", lambda _, count: make_order(pipeline, count))
+    wanted = run(alone, settings, tmp_path / "alone", inline=True)
+    losses = [read_losses(tmp_path / name / "metrics.jsonl") for name in ("replicated", "alone")]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-10)
+    state = load_weights(tmp_path / "alone")
+    for key, weight in load_weights(tmp_path / "replicated").items():
+        torch.testing.assert_close(weight, state[key], rtol=0, atol=1e-10)
+    for mine, other in zip(found.epochs, wanted.epochs, strict=True):
+        assert mine.train_loss == pytest.approx(other.train_loss, abs=1e-10)
+        assert mine.test == pytest.approx(other.test, abs=1e-10)
+
+
 def test_recomputed_stages_pad_alike(few_profile, tmp_path):
     plan = plan_by_hand(few_profile, "gpipe", 3, 8)
     stages = tuple(msgspec.structs.replace(stage, recompute=True) for stage in plan.stages)
@@ -254,7 +285,7 @@ def test_every_sample_has_one_place(samples, mini_batch, n):
     segment = Segment(0, 0, count, samples, mini_batch, n)
     seen = []
     for b in range(count):
-        parts = [part_of(segment, b, i) for i in range(n)]
+        parts = [part_of(segment, b, i, -(-mini_batch // n)) for i in range(n)]
         assert sum(part.share for part in parts) == pytest.approx(1)
         assert max(part.real for part in parts) - min(part.real for part in parts) <= 1
         assert all(part.real <= part.size == -(-mini_batch // n) for part in parts)

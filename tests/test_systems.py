@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import msgspec
 import numpy as np
 import pytest
 from plain import train_plainly
 from plans import plan_by_hand, with_times
-from timeprest.planner.plan import check_plan
 from timeprest.planner.variants import VARIANTS
 from timeprest.profiles.errors import PlanError
 from timeprest.runtime.observer import read_losses
@@ -51,17 +49,4 @@ def test_what_cant_run_yet_is_refused(variant, mlp_profile, mlp_target):
     plan = plan_by_hand(with_times(mlp_profile), variant, 2, n)
     message = f"{variant} can be planned and simulated; tp-run doesn't train with it yet"
     with pytest.raises(PlanError, match=message):
-        prepare(plan, RunSettings(task=mlp_target))
-
-
-def test_replicas_are_refused(mlp_profile, mlp_target):
-    plan = plan_by_hand(with_times(mlp_profile), "gpipe", 2, 4)
-    more = (*plan.cluster.devices, plan.cluster.devices[0])
-    plan = msgspec.structs.replace(
-        plan,
-        cluster=msgspec.structs.replace(plan.cluster, devices=more),
-        stages=(plan.stages[0], msgspec.structs.replace(plan.stages[1], devices=(1, 2))),
-    )
-    assert check_plan(plan) is plan
-    with pytest.raises(PlanError, match=r"stages\[1\]\.devices: .*--replicas off"):
         prepare(plan, RunSettings(task=mlp_target))

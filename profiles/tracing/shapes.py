@@ -23,6 +23,7 @@ class ValueSpec:
         kind: "tensor", "number" or "size"; the last two travel as int64 tensors.
         shape: of the tensor that travels.
         needs_grad: whether a gradient comes back for it.
+        numbers: of a number or a size, what it is for this micro-batch size.
     """
 
     name: str
@@ -30,6 +31,7 @@ class ValueSpec:
     shape: tuple[int, ...]
     dtype: torch.dtype
     needs_grad: bool
+    numbers: tuple[float, ...] = ()
 
     @property
     def numel(self) -> int:
@@ -61,8 +63,10 @@ class _Recorder(fx.Interpreter):
 def describe(name: str, value: Any) -> ValueSpec:
     """The spec of a value at hand. Raises TraceError when it can't cross a cut."""
     tensor = encode(value, name)
+    kind = kind_of(value)
+    numbers = () if kind == "tensor" else tuple(value) if kind == "size" else (value,)
     return ValueSpec(
-        name, kind_of(value), tuple(tensor.shape), tensor.dtype, bool(tensor.requires_grad)
+        name, kind, tuple(tensor.shape), tensor.dtype, bool(tensor.requires_grad), numbers
     )
 
 
