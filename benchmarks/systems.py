@@ -1,4 +1,4 @@
-"""Trains the digits task with every system and writes docs/systems_measured.md: `make bench-systems`.
+"""Trains digits with every system and writes docs/systems_measured.md: `make bench-systems`.
 
 Four stages in one process, the same weight versions as in four. Figures are measured anew each
 time; the page says on what. With names of systems as arguments only those are run, and no page is
@@ -120,18 +120,18 @@ def page(rows: list[list[str]], short: list[str], seconds: float) -> str:
 Made by `make bench-systems` on {os.cpu_count()} cores ({platform.machine()}), Python \
 {platform.python_version()}, torch {torch.__version__}, in {seconds / 60:.0f} min.
 
-The digits task (1,797 images, a network of three convolutions and two linear layers), S = {STAGES} \
-stages cut by the planner, mini-batch {MINI_BATCH}, N = {MICRO_BATCHES} micro-batches (systems of \
-whole mini-batches: 1), {EPOCHS} epochs, {o.name} with lr {o.lr} and momentum {o.momentum} for all, \
-seeds {", ".join(map(str, SEEDS))}; inline, which has exactly the versions of a run in processes. \
-Figures per stage run from stage 0 to stage {STAGES - 1}.
+The digits task (1,797 images, a network of three convolutions and two linear layers), \
+S = {STAGES} stages cut by the planner, mini-batch {MINI_BATCH}, N = {MICRO_BATCHES} micro-batches \
+(systems of whole mini-batches: 1), {EPOCHS} epochs, {o.name} with lr {o.lr} and momentum \
+{o.momentum} for all, seeds {", ".join(map(str, SEEDS))}; inline, which has exactly the versions \
+of a run in processes. Figures per stage run from stage 0 to stage {STAGES - 1}.
 
 - *versions held*: of the weights at once, the latest among them.
 - *largest difference*: version of a backward less that of its forward.
 - *weights apart*: ‖W_B − W_F‖ / ‖W_F‖ of the weights that backwards and their forwards used, the \
 mean over an epoch, in the stage and epoch where it is largest.
-- *bytes held*: the runtime's own account at its peak: weights, older versions, gradients, optimizer, \
-activations, messages.
+- *bytes held*: the runtime's own account at its peak: weights, older versions, gradients, \
+optimizer, activations, messages.
 - *accuracy*: on the test images after the last epoch.
 
 {lines}
