@@ -74,6 +74,8 @@ class StagePrediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     forward_s: Seconds
     backward_s: Seconds
     """With the forward's work, where that is done again."""
+    weight_s: Seconds = 0.0
+    """How much of it is the weight part, in systems that split the backward."""
     update_s: Seconds
     all_reduce_s: Seconds = 0.0
     """Summing a mini-batch's gradients over the stage's replicas, before each update."""
@@ -226,6 +228,8 @@ def check_stages(
             raise PlanError(
                 f"stages[{s}].devices: {len(stage.devices)} replicas don't divide {what} {parts}"
             )
+        if stage.recompute and variant.recompute_refusal:
+            raise PlanError(f"stages[{s}].recompute: {variant.recompute_refusal}")
     _check_limits(variant, [stage.in_flight for stage in stages])
 
 
@@ -322,7 +326,7 @@ def pipeline_of(plan: Plan) -> Pipeline:
         plan.variant,
         plan.micro_batches,
         [
-            StageTimes(p.forward_s, p.backward_s, p.update_s, p.all_reduce_s)
+            StageTimes(p.forward_s, p.backward_s, p.update_s, p.all_reduce_s, p.weight_s)
             for p in plan.predicted.stages
         ],
         crossed,
