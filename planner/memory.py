@@ -1,9 +1,10 @@
 """Memory of a stage, by walking its order: its peak, and what it holds from step to step.
 
 A replica holds parameters, older versions that are still needed, gradients from a mini-batch's
-first backward to its update (the first weight part, where backwards are split), optimizer state, what its micro-batches in flight keep, messages,
-and while it works the largest working set of a layer. What is in flight when depends on the
-order alone (`Holdings`); how many bytes that is, on the stage's layers (`StageBytes`).
+first backward to its update (from its first weight part, where backwards are split), optimizer
+state, what its micro-batches in flight keep, messages, and while it works the largest working set
+of a layer. What is in flight when depends on the order alone (`Holdings`); how many bytes that is,
+on the stage's layers (`StageBytes`).
 """
 
 from __future__ import annotations
@@ -271,9 +272,7 @@ class StageBytes:
             gradients_bytes=self.parameters if gradients else 0,
             optimizer_bytes=self.optimizer,
             activations_bytes=(
-                kept * self.kept
-                + postponed * self.postponed
-                + (self.rebuilt if backward else 0)
+                kept * self.kept + postponed * self.postponed + (self.rebuilt if backward else 0)
             ),
             boundary_bytes=self.messages + (self.gradients if backward else 0),
             workspace_bytes=self.workspace if kind in _WORKING else 0,

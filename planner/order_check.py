@@ -15,8 +15,8 @@ def check_order(pipeline: Pipeline, order: Order, mini_batches: int) -> None:
 
     Raises:
         OrderError: a stage runs some operation twice or not at all, a backward before its
-            forward, a weight part or an update before its backward, more mini-batches in flight than its
-            limit; two stages exchange messages in different sequences; or a deadlock.
+            forward, a weight part or an update before its backward, more mini-batches in flight
+            than its limit; two stages exchange messages in different sequences; or a deadlock.
     """
     if len(order) != pipeline.stages:
         raise OrderError(f"the order has {len(order)} stages, the pipeline {pipeline.stages}")

@@ -136,5 +136,5 @@ PATTERNS: dict[OrderRule, Callable[[int, int, int], Pattern]] = {
     "1f1b-split": _split_one_by_one,
     "1f1b-micro": _micro_one_by_one,
 }
-"""Rules whose orders repeat with every mini-batch: from N, the micro-batches that 1F1B has ahead of the
-first backward, and the stage's limit."""
+"""Rules whose orders repeat with every mini-batch: from N, the micro-batches that 1F1B has ahead of
+the first backward, and the stage's limit."""

@@ -216,11 +216,8 @@ def check_stages(
             f"not {micro_batches}"
         )
     for s, stage in enumerate(stages):
-        if stage.recompute and variant.prediction:
-            raise PlanError(
-                f"stages[{s}].recompute: {variant.name} predicts weights and doesn't keep them, so "
-                "activations can't be computed again"
-            )
+        if stage.recompute and variant.recompute_refusal:
+            raise PlanError(f"stages[{s}].recompute: {variant.recompute_refusal}")
     dealt = ("mini_batch", mini_batch) if variant.whole_mini_batches else None
     what, parts = dealt or ("micro_batches", micro_batches)
     for s, stage in enumerate(stages):
@@ -228,8 +225,6 @@ def check_stages(
             raise PlanError(
                 f"stages[{s}].devices: {len(stage.devices)} replicas don't divide {what} {parts}"
             )
-        if stage.recompute and variant.recompute_refusal:
-            raise PlanError(f"stages[{s}].recompute: {variant.recompute_refusal}")
     _check_limits(variant, [stage.in_flight for stage in stages])
 
 

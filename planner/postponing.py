@@ -150,7 +150,7 @@ class _Idle:
         if start <= now and kind != WEIGHTS:
             self._position[s] += 1
             self._run(now, s, kind)
-        elif waiting and start - now >= _GAP * self._seconds[s][WEIGHTS] or start <= now:
+        elif (waiting and start - now >= _GAP * self._seconds[s][WEIGHTS]) or start <= now:
             self._run(now, s, WEIGHTS)
         elif start < inf:
             heapq.heappush(self._heap, (start, s))

@@ -204,9 +204,7 @@ def _stay_s(pipeline: Pipeline, stage: int) -> float:
             ((s, pipeline.backward_op_s(s)) for s in range(pipeline.stages)),
         )
     )
-    after_s = pipeline.weight_op_s(stage) * min(
-        pipeline.paces[stage] if pipeline.paces else (1.0,)
-    )
+    after_s = pipeline.weight_op_s(stage) * min(pipeline.paces[stage] if pipeline.paces else (1.0,))
     down = {stage: pipeline.micro_batches_per_replica(stage) * forward_s[stage]}
     for t in range(stage + 1, pipeline.stages):
         came = [

@@ -65,7 +65,13 @@ def laid_out(draw, most_stages=4, variants=ALL):
         variant.name,
         n,
         [
-            StageTimes(draw(seconds), draw(seconds), draw(seconds), r > 1 and draw(seconds))
+            StageTimes(
+                draw(seconds),
+                2 * draw(seconds),
+                draw(seconds),
+                r > 1 and draw(seconds),
+                draw(st.sampled_from([0.0, 0.5, 1.0])),
+            )
             for r in replicas
         ],
         [
