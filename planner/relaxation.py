@@ -294,6 +294,9 @@ class Relaxation:
         held_size = self._size(micro_batches, most_replicas)
         unit = self._unit(micro_batches, most_replicas)
         both = network.half_duplex or not cluster.network.overlap
+        # A backward has a gradient at hand; a weight part, when the gradients of weights are there
+        # at last, hasn't.
+        at_hand = 0 if self.variant.split_backward else 1
         for number, tensor in enumerate(self.graph.tensors):
             edge = tensor.edge
             sent = sized(edge.fixed_bytes, edge.bytes_per_sample, size)
@@ -305,8 +308,10 @@ class Relaxation:
                 ends=tensor.ends,
                 lower_s=wire_s if every or number in self.graph.lone_tensors else 0.0,
                 upper_s=0.0 if cluster.network.overlap else wire_s,
-                lower_bytes=RECEIVES_AHEAD["F"] * nbytes + 2 * gradient if self.limited else 0.0,
-                upper_bytes=(RECEIVES_AHEAD["B"] + 1) * gradient if self.limited else 0.0,
+                lower_bytes=(
+                    RECEIVES_AHEAD["F"] * nbytes + (1 + at_hand) * gradient if self.limited else 0.0
+                ),
+                upper_bytes=((RECEIVES_AHEAD["B"] + at_hand) * gradient if self.limited else 0.0),
                 kept_bytes=nbytes if self.limited else 0.0,
             )
 
