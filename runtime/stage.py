@@ -17,6 +17,7 @@ from ..planner.versions import VersionWalk
 from ..profiles.boundary import Inlet
 from ..profiles.errors import RunError
 from ..profiles.saved import storage_key
+from ..profiles.split_backward import SplitBackward
 from ..profiles.task import Task
 from ..profiles.tracing.pieces import Piece, decode, encode
 from ..profiles.tracing.shapes import ValueSpec
@@ -25,7 +26,6 @@ from .again import Again, Ingredients
 from .optimizers import make_optimizer
 from .predictors import Predictor
 from .settings import RunSettings
-from .split_backward import SplitBackward
 from .staleness import Distances, Staleness
 from .update_rules import follow
 from .weight_rules import DECAYS, WeightRules

@@ -14,13 +14,13 @@ from plans import plan_by_hand, with_times
 from small_models import ZOO
 from test_cuts import leaves_of, without_chance
 from timeprest.profiles.boundary import Inlet
+from timeprest.profiles.split_backward import SplitBackward
 from timeprest.profiles.target import resolve
 from timeprest.profiles.tracing.call import Call
 from timeprest.profiles.tracing.front_ends import trace
 from timeprest.profiles.tracing.graph import tied_layers
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import RunSettings
-from timeprest.runtime.split_backward import SplitBackward
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
