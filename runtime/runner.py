@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..planner.distances import prediction_distances
-from ..planner.operations import BACKWARD, FORWARD, Op, Order, op_text
+from ..planner.operations import BACKWARD, FORWARD, WEIGHT, Op, Order, op_text
 from ..planner.versions import entry_versions
 from ..profiles.errors import RunError, TimeprestError
 from ..profiles.target import describe_error
@@ -94,6 +94,8 @@ class StageRunner:
                 self._forward(op)
             elif op.kind == BACKWARD:
                 self._backward(op)
+            elif op.kind == WEIGHT:
+                self._weight(op)
             else:
                 self._update(op)
 
@@ -152,6 +154,13 @@ class StageRunner:
         sent = clock()
         self.score.add(begin, sent, compute_s=end - start, communication_s=sent - end)
         self._log(op, version, forward_version, start, end)
+
+    def _weight(self, op: Op) -> None:
+        start = time.perf_counter()
+        version = self.stage.backward_weight(op, self.channels.held_bytes)
+        end = time.perf_counter()
+        self.score.add(start, end, compute_s=end - start, communication_s=0.0)
+        self._log(op, version, None, start, end)
 
     def _update(self, op: Op) -> None:
         start = time.perf_counter()

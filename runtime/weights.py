@@ -130,7 +130,8 @@ class WeightVersions:
             k = self._index.get(key)
             if k is None:
                 counted[key] = storage_bytes(tensor)
-                return tensor
+                # An operation that saves its own output would hold itself alive through it.
+                return tensor.detach()
             return _Reference(k, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
         try:
