@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 import msgspec
@@ -19,6 +19,14 @@ if TYPE_CHECKING:
     from ..runtime.settings import OptimizerChoice
 
 
+_AUTOCAST: dict[str | None, Literal["profiled", "bfloat16", "off"]] = {
+    None: "profiled",
+    "bf16": "bfloat16",
+    "bfloat16": "bfloat16",
+    "off": "off",
+}
+
+
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("plan_path", metavar="PLAN")
 @click.option(
@@ -29,13 +37,52 @@ if TYPE_CHECKING:
 @click.option("--epochs", type=click.IntRange(1), help="[default: 5]")
 @click.option("--steps", type=click.IntRange(1), help="Mini-batches in all, instead of --epochs.")
 @click.option(
+    "--ragged",
+    type=click.Choice(["drop", "pad", "error"]),
+    default="drop",
+    show_default=True,
+    help="Samples that don't fill an epoch's last mini-batch.",
+)
+@click.option(
     "--optimizer",
     type=click.Choice(["sgd", "adam", "adamw"]),
     help="Instead of the task's own; needs --lr.",
 )
 @click.option("--lr", type=click.FloatRange(0, min_open=True))
 @click.option("--momentum", type=click.FloatRange(0, 1, max_open=True))
+@click.option("--nesterov", is_flag=True, help="Nesterov momentum, of sgd.")
+@click.option("--betas", metavar="B1,B2", help="Of adam and adamw.  [default: 0.9,0.999]")
 @click.option("--weight-decay", type=click.FloatRange(0))
+@click.option(
+    "--decay-only",
+    type=click.Choice(["matrices", "all"]),
+    default="all",
+    show_default=True,
+    help="Parameters with weight decay; matrices: biases and norms have none.",
+)
+@click.option(
+    "--lr-schedule",
+    type=click.Choice(["constant", "linear", "cosine"]),
+    help="Instead of the task's own scheduler; linear and cosine fall to 0 by the run's end.",
+)
+@click.option(
+    "--warmup", type=click.IntRange(0), help="Updates over which the learning rate rises."
+)
+@click.option(
+    "--clip-norm",
+    type=click.FloatRange(0, min_open=True),
+    help="Clip gradients of the whole model to this norm.",
+)
+@click.option(
+    "--autocast",
+    type=click.Choice(["bf16", "bfloat16", "off"]),
+    help="Run forwards under torch.autocast.  [default: as profiled]",
+)
+@click.option(
+    "--deferred-batch-norm",
+    is_flag=True,
+    help="Update BatchNorm's running statistics once for each mini-batch.",
+)
 @click.option("--seed", type=click.IntRange(0, 2**40), default=0, show_default=True)
 @click.option(
     "--threads",
@@ -90,10 +137,19 @@ def main(
     task: str | None,
     epochs: int | None,
     steps: int | None,
+    ragged: Literal["drop", "pad", "error"],
     optimizer: str | None,
     lr: float | None,
     momentum: float | None,
+    nesterov: bool,
+    betas: str | None,
     weight_decay: float | None,
+    decay_only: Literal["matrices", "all"],
+    lr_schedule: Literal["constant", "linear", "cosine"] | None,
+    warmup: int | None,
+    clip_norm: float | None,
+    autocast: str | None,
+    deferred_batch_norm: bool,
     seed: int,
     threads: int | None,
     inline: bool,
@@ -108,10 +164,19 @@ def main(
     quiet: bool,
     verbose: bool,
 ) -> None:
-    """Train by PLAN: a process for each stage on this machine."""
+    """Train by PLAN: a process for each stage and replica, on this machine."""
     if epochs is not None and steps is not None:
         raise UserError("--epochs, --steps: give one of them")
-    choice = _optimizer(optimizer, lr, momentum, weight_decay)
+    choice = _optimizer(
+        optimizer,
+        {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov or None,
+            "betas": _betas(betas),
+        },
+    )
     plan = read_plan(plan_path)
     # Torch takes its time; bad options and plans needn't wait for it.
     from ..runtime.run import run
@@ -124,6 +189,13 @@ def main(
         epochs=epochs or 5,
         steps=steps,
         optimizer=choice,
+        ragged=ragged,
+        decay_only=decay_only,
+        lr_schedule=lr_schedule,
+        warmup=warmup or 0,
+        clip_norm=clip_norm,
+        autocast=_AUTOCAST[autocast],
+        deferred_batch_norm=deferred_batch_norm,
         seed=seed,
         threads=threads or plan.profile.threads,
         evaluate=evaluate,
@@ -137,15 +209,20 @@ def main(
     console = output()
     silent = quiet or as_json
 
+    processes = sum(len(stage.devices) for stage in plan.stages)
+
     class Show:
         """Progress on the terminal: a bar for the epoch, a line for each that is done."""
 
         def begin(self) -> None:
             if not silent:
-                how = "inline" if inline else f"{len(plan.stages)} processes"
+                how = "inline" if inline else f"{processes} processes"
                 bar.print(f"training {settings.task} with {plan.variant}, {how}, in {where}")
                 if plan.profile.device != "cpu":
                     bar.print(f"predictions are for {plan.profile.device}; this runs on the CPU")
+                profiled = plan.profile.autocast or "off"
+                if settings.autocast not in ("profiled", profiled):
+                    bar.print(f"predictions are for autocast {profiled}; this is another")
                 if verbose:
                     bar.print(stage_table(plan), operations(plan, 16))
 
@@ -165,27 +242,35 @@ def main(
         click.echo(msgspec.json.encode(summary))
     elif not quiet:
         console.print(summary_table(plan, summary))
-        for line in summary_lines(summary):
+        for line in summary_lines(plan, summary):
             console.print(line)
         console.print(f"weights, metrics and summary are in {where}")
 
 
-def _optimizer(
-    name: str | None, lr: float | None, momentum: float | None, weight_decay: float | None
-) -> OptimizerChoice | None:
+def _optimizer(name: str | None, options: dict[str, Any]) -> OptimizerChoice | None:
     from ..runtime.settings import OptimizerChoice
 
+    given = {option: value for option, value in options.items() if value is not None}
     if name is None:
-        given = {"--lr": lr, "--momentum": momentum, "--weight-decay": weight_decay}
-        extra = [option for option, value in given.items() if value is not None]
-        if extra:
-            raise UserError(f"{', '.join(extra)}: name the --optimizer too")
+        if given:
+            extra = ", ".join(f"--{option.replace('_', '-')}" for option in given)
+            raise UserError(f"{extra}: name the --optimizer too")
         return None
-    if lr is None:
+    if "lr" not in given:
         raise UserError(f"--optimizer {name}: give its --lr too")
-    return OptimizerChoice(
-        name=name, lr=lr, momentum=momentum or 0.0, weight_decay=weight_decay or 0.0
-    )
+    return OptimizerChoice(name=name, **given)
+
+
+def _betas(text: str | None) -> tuple[float, float] | None:
+    if text is None:
+        return None
+    try:
+        first, second = (float(part) for part in text.split(","))
+        if not (0 <= first < 1 and 0 <= second < 1):
+            raise ValueError
+    except ValueError:
+        raise UserError(f"--betas {text!r}: give two numbers from 0 to 1, like 0.9,0.999") from None
+    return first, second
 
 
 if __name__ == "__main__":

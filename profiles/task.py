@@ -19,8 +19,15 @@ Split = Literal["train", "test"]
 class Task(Protocol):
     """A model, its data, its loss and its optimizer.
 
-    A task may also have ``metrics(output, target) -> dict[str, Tensor]``: figures beside the
-    loss for evaluation (such as ``{"accuracy": ...}``), each a mean over the samples given.
+    A task may also have
+
+    - ``metrics(output, target) -> dict[str, Tensor]``: figures beside the loss for evaluation
+      (such as ``{"accuracy": ...}``), each a mean over the samples given.
+    - ``parameter_groups(named_parameters) -> list[dict]``: groups as torch's optimizers take
+      them, of one stage's ``(name, parameter)`` pairs under the model's own names. Groups that
+      are empty on a stage are left out there.
+    - ``scheduler(optimizer)``: a new torch.optim.lr_scheduler of one stage's optimizer; it is
+      stepped after each update.
     """
 
     def model(self) -> nn.Module:
@@ -36,7 +43,8 @@ class Task(Protocol):
         """The loss of a micro-batch: a mean over its samples, so that uneven ones weigh right."""
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """A new optimizer over one stage's parameters."""
+        """A new optimizer over one stage's parameters, or over groups of them where there is a
+        ``parameter_groups``, or weight decay is for matrices alone."""
 
 
 def fetch(dataset: Dataset[Any], indices: Sequence[int]) -> tuple[tuple[Tensor, ...], Any]:

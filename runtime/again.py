@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .data import Part
+
 
 @dataclass
 class Ingredients:
@@ -27,7 +29,7 @@ class Ingredients:
 
     values: dict[str, Tensor]
     target: Any
-    share: float
+    part: Part
     nbytes: int
     random: Tensor
 
@@ -45,7 +47,7 @@ class Again:
         self._given: dict[str, tuple[Tensor, int]] = {}
 
     def keep(
-        self, values: Mapping[str, Tensor], received: Collection[str], target: Any, share: float
+        self, values: Mapping[str, Tensor], received: Collection[str], target: Any, part: Part
     ) -> Ingredients:
         """Before a forward gets these values. Call `kept` after it."""
         overwritten = self._overwritten
@@ -55,7 +57,7 @@ class Again:
         }
         self._given = {name: (v, v._version) for name, v in values.items()}
         nbytes = sum(values[name].numel() * values[name].element_size() for name in received)
-        return Ingredients(copies, target, share, nbytes, torch.get_rng_state())
+        return Ingredients(copies, target, part, nbytes, torch.get_rng_state())
 
     def kept(self, found: Ingredients) -> None:
         """The forward is done: what it left as it was needs no copy."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,32 +24,131 @@ class Segment:
         epoch: counted from 0.
         first: number of its first mini-batch in the whole run.
         mini_batches: how many it has.
+        samples: in all of them. The last mini-batch may have fewer than the others.
+        mini_batch: samples in every other.
+        micro_batches: in each mini-batch.
+        update_every: mini-batches that an update is made after, the last ones left out.
     """
 
     epoch: int
     first: int
     mini_batches: int
+    samples: int
+    mini_batch: int
+    micro_batches: int
+    update_every: int = 1
+
+    def together(self, mini_batch: int) -> int:
+        """Mini-batches whose mean is the gradient that this one's update goes by."""
+        first = mini_batch - mini_batch % self.update_every
+        return min(self.update_every, self.mini_batches - first)
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps."""
+        return -(-self.mini_batches // self.update_every)
+
+    def samples_of(self, mini_batch: int) -> int:
+        """Samples in the segment's mini-batch of this number."""
+        return min(self.mini_batch, self.samples - mini_batch * self.mini_batch)
 
 
 def segments(plan: Plan, settings: RunSettings, samples: int) -> tuple[Segment, ...]:
-    """The run's segments. Samples that don't fill a mini-batch sit an epoch out.
+    """The run's segments. Samples that don't fill a mini-batch are dealt with as settings say.
 
-    Raises TargetError when the data doesn't fill one mini-batch.
+    Raises TargetError when the data doesn't fill one mini-batch, or leaves some over and
+    mustn't.
     """
-    each = samples // plan.mini_batch
+    each, over = divmod(samples, plan.mini_batch)
+    if over and settings.ragged == "error":
+        raise TargetError(
+            f"{settings.task}: the last {over} of {samples} training samples don't fill a "
+            f"mini-batch of {plan.mini_batch}; leave them out (--ragged drop) or fill it up "
+            "(--ragged pad)"
+        )
+    if settings.ragged == "pad":
+        each += bool(over)
     if not each:
         raise TargetError(
             f"{settings.task}: {samples} training samples don't fill one mini-batch of "
-            f"{plan.mini_batch}; plan with a smaller --mini-batch"
+            f"{plan.mini_batch}; plan with a smaller --mini-batch, or fill it up (--ragged pad)"
         )
     total = settings.steps if settings.steps is not None else settings.epochs * each
     found: list[Segment] = []
     first = 0
     while first < total:
         count = min(each, total - first)
-        found.append(Segment(len(found), first, count))
+        used = min(count * plan.mini_batch, samples)
+        found.append(
+            Segment(
+                epoch=len(found),
+                first=first,
+                mini_batches=count,
+                samples=used,
+                mini_batch=plan.mini_batch,
+                micro_batches=plan.micro_batches,
+                update_every=plan.update_every,
+            )
+        )
         first += count
     return tuple(found)
+
+
+def updates_of(segments: Iterable[Segment]) -> int:
+    """Optimizer steps in a run."""
+    return sum(segment.updates for segment in segments)
+
+
+def real_samples(
+    segment: Segment, mini_batch: int, micro_batch: int, dealt: slice = slice(None)
+) -> range:
+    """Positions of a micro-batch's samples in the epoch, padding left out.
+
+    Micro-batches that don't divide a mini-batch differ by one sample, the larger ones first;
+    where there are more of them than samples, the last ones are empty.
+
+    Args:
+        dealt: which of the micro-batch's samples, where replicas share them.
+    """
+    each, more = divmod(segment.samples_of(mini_batch), segment.micro_batches)
+    start = mini_batch * segment.mini_batch + micro_batch * each + min(micro_batch, more)
+    return range(start, start + each + (micro_batch < more))[dealt]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a worker's micro-batch, filled up to full size, has of its mini-batch.
+
+    Attributes:
+        real: samples of its own, in front.
+        size: samples with padding.
+        share: of the mini-batch's samples: its weight in the mini-batch's loss.
+        weight: in the gradient of an update, which may be the mean of several mini-batches.
+    """
+
+    real: int
+    size: int
+    share: float
+    weight: float
+
+    @property
+    def padded(self) -> bool:
+        """Whether some of it isn't real."""
+        return self.real < self.size
+
+
+def part_of(
+    segment: Segment, mini_batch: int, micro_batch: int, size: int, dealt: slice = slice(None)
+) -> Part:
+    """The part that a micro-batch is, or what a replica has of it.
+
+    Args:
+        size: samples with padding.
+        dealt: as for `real_samples`.
+    """
+    real = len(real_samples(segment, mini_batch, micro_batch, dealt))
+    share = real / segment.samples_of(mini_batch)
+    return Part(real, size, share, share / segment.together(mini_batch))
 
 
 class Samples:
@@ -66,18 +165,44 @@ class Samples:
     def train(
         self, epoch: int, mini_batch: int, micro_batches: int, micro_batch: int
     ) -> tuple[tuple[Tensor, ...], Any]:
-        """Inputs and target of a micro-batch; samples are shuffled anew in each epoch.
+        """Inputs and target of a micro-batch, where all are of one size.
 
         Args:
             mini_batch: within the epoch.
             micro_batch: within the mini-batch.
         """
+        start = (mini_batch * micro_batches + micro_batch) * self.micro_batch
+        return self.take(epoch, range(start, start + self.micro_batch))
+
+    def take(
+        self, epoch: int, positions: range, size: int | None = None
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        """Inputs and target of the samples at these positions of an epoch's own shuffle.
+
+        The inputs are filled up with copies of their first sample; the target is that of the
+        real ones, and None where there are none.
+
+        Args:
+            size: samples with padding; by default a micro-batch.
+        """
+        shuffled = self._shuffle(epoch)
+        real = [shuffled[k] for k in positions]
+        # Where there is none to copy, any sample will do: nothing is made of the output.
+        return self._fetch(real, real[0] if real else shuffled[0], size or self.micro_batch)
+
+    def _shuffle(self, epoch: int) -> list[int]:
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
             self._shuffled = torch.randperm(self.size, generator=generator).tolist()
             self._epoch = epoch
-        start = (mini_batch * micro_batches + micro_batch) * self.micro_batch
-        return fetch(self.dataset, self._shuffled[start : start + self.micro_batch])
+        return self._shuffled
+
+    def _fetch(self, real: list[int], padding: int, size: int) -> tuple[tuple[Tensor, ...], Any]:
+        missing = size - len(real)
+        inputs, target = fetch(self.dataset, real + [padding] * missing)
+        if missing:
+            target = fetch(self.dataset, real)[1] if real else None
+        return inputs, target
 
     @property
     def evaluations(self) -> int:
@@ -91,7 +216,5 @@ class Samples:
         only what is real, and so must what is made of the output.
         """
         real = list(range(k * self.micro_batch, min((k + 1) * self.micro_batch, self.size)))
-        padded: Sequence[int] = real + [real[0]] * (self.micro_batch - len(real))
-        inputs, _ = fetch(self.dataset, padded)
-        _, target = fetch(self.dataset, real)
+        inputs, target = self._fetch(real, real[0], self.micro_batch)
         return inputs, target, len(real)

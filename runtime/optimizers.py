@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,46 +11,117 @@ from torch import nn
 from ..profiles.errors import TargetError, UserError
 from ..profiles.target import describe_error
 from ..profiles.task import Task
-from .settings import OptimizerChoice
+from .settings import OptimizerChoice, RunSettings
 
-_MAKERS: dict[str, Callable[[Sequence[nn.Parameter], OptimizerChoice], torch.optim.Optimizer]] = {
+Groups = list[dict[str, Any]]
+"""Parameter groups as torch's optimizers take them: "params" and, where they differ, options."""
+
+Named = Sequence[tuple[str, nn.Parameter]]
+"""Parameters under the model's own names."""
+
+Parameters = Iterable[Any]
+"""Parameters, or groups of them."""
+
+
+def _adam(choice: OptimizerChoice) -> dict[str, Any]:
+    betas = {} if choice.betas is None else {"betas": choice.betas}
+    return {"lr": choice.lr, "weight_decay": choice.weight_decay, **betas}
+
+
+_MAKERS: dict[str, Callable[[Parameters, OptimizerChoice], torch.optim.Optimizer]] = {
     "sgd": lambda parameters, o: torch.optim.SGD(
-        parameters, lr=o.lr, momentum=o.momentum, weight_decay=o.weight_decay
+        parameters,
+        lr=o.lr,
+        momentum=o.momentum,
+        weight_decay=o.weight_decay,
+        nesterov=o.nesterov,
     ),
-    "adam": lambda parameters, o: torch.optim.Adam(
-        parameters, lr=o.lr, weight_decay=o.weight_decay
-    ),
-    "adamw": lambda parameters, o: torch.optim.AdamW(
-        parameters, lr=o.lr, weight_decay=o.weight_decay
-    ),
+    "adam": lambda parameters, o: torch.optim.Adam(parameters, **_adam(o)),
+    "adamw": lambda parameters, o: torch.optim.AdamW(parameters, **_adam(o)),
 }
 
 OPTIMIZERS = tuple(_MAKERS)
 
 
 def check_choice(choice: OptimizerChoice) -> OptimizerChoice:
-    """Raises UserError for an unknown name, or momentum where there is none."""
+    """Raises UserError for an unknown name, or options that another optimizer has."""
     if choice.name not in _MAKERS:
         known = ", ".join(OPTIMIZERS)
         raise UserError(f"--optimizer: unknown {choice.name!r}; known are {known}")
     if choice.momentum and choice.name != "sgd":
         raise UserError(f"--momentum: {choice.name} has its own; leave it out, or use sgd")
+    if choice.nesterov and not choice.momentum:
+        raise UserError("--nesterov: goes with --optimizer sgd and a --momentum above 0")
+    if choice.betas is not None and choice.name == "sgd":
+        raise UserError("--betas: sgd has none; use adam or adamw")
     return choice
 
 
 def make_optimizer(
-    task: Task, choice: OptimizerChoice | None, parameters: Sequence[nn.Parameter]
+    task: Task, settings: RunSettings, named: Iterable[tuple[str, nn.Parameter]]
 ) -> torch.optim.Optimizer | None:
     """The optimizer of one stage; None for a stage without parameters to train.
 
-    Raises TargetError when the task's own can't be made.
+    Args:
+        named: the stage's parameters under the model's own names.
+
+    Raises TargetError when the task's own can't be made, or its groups aren't right.
     """
-    trained = [p for p in parameters if p.requires_grad]
+    trained = [(name, p) for name, p in named if p.requires_grad]
     if not trained:
         return None
+    parameters = _groups(task, settings, trained)
+    choice = settings.optimizer
     if choice is not None:
-        return _MAKERS[choice.name](trained, choice)
+        return _MAKERS[choice.name](parameters, choice)
     try:
-        return task.optimizer(trained)
+        return task.optimizer(parameters)
     except Exception as error:  # the user's code
         raise TargetError(f"the task's optimizer failed: {describe_error(error)}") from error
+
+
+def _groups(task: Task, settings: RunSettings, trained: Named) -> Parameters:
+    """What the optimizer is made of: parameters, or groups where there are any."""
+    by_task = getattr(task, "parameter_groups", None)
+    if by_task is None and settings.decay_only == "all":
+        return [p for _, p in trained]
+    groups: Groups = [{"params": [p for _, p in trained]}]
+    if by_task is not None:
+        try:
+            groups = [dict(group, params=list(group["params"])) for group in by_task(trained)]
+        except Exception as error:  # the user's code
+            reason = describe_error(error)
+            raise TargetError(f"the task's parameter_groups failed: {reason}") from error
+        _check_groups(groups, trained)
+    if settings.decay_only == "matrices":
+        groups = [part for group in groups for part in _by_dimensions(group)]
+    # A group may have all its parameters on other stages.
+    return [group for group in groups if group["params"]]
+
+
+def _by_dimensions(group: Mapping[str, Any]) -> Groups:
+    """The group's matrices, and its biases and norms without weight decay."""
+    matrices = [p for p in group["params"] if p.dim() >= 2]
+    others = [p for p in group["params"] if p.dim() < 2]
+    return [{**group, "params": matrices}, {**group, "params": others, "weight_decay": 0.0}]
+
+
+def _check_groups(groups: Groups, trained: Named) -> None:
+    names = {id(p): name for name, p in trained}
+    seen: set[int] = set()
+    for group in groups:
+        for p in group["params"]:
+            if id(p) not in names:
+                raise TargetError(
+                    "the task's parameter_groups: a group holds what isn't one of the parameters "
+                    "it was given; take them from (name, parameter) pairs"
+                )
+            if id(p) in seen:
+                raise TargetError(f"the task's parameter_groups: {names[id(p)]!r} is in two groups")
+            seen.add(id(p))
+    left = [name for key, name in names.items() if key not in seen]
+    if left:
+        raise TargetError(
+            f"the task's parameter_groups: {left[0]!r} is in no group; what isn't to be trained "
+            "needs requires_grad=False in model()"
+        )

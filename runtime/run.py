@@ -1,4 +1,4 @@
-"""Running a plan: in a process for each stage, or inline; the end summary."""
+"""Running a plan: in a process for each worker, or inline; the end summary."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from pathlib import Path
 from statistics import median
 
 from ..planner.plan import Plan
-from ..profiles.errors import FileError
+from ..profiles.errors import FileError, UserError
 from .channels import LocalChannels, Mailbox
 from .launch import launch
 from .observer import MetricsFile, Observer, Silent
 from .operation_log import OperationLog, StageMetrics
 from .optimizers import check_choice
-from .prepare import Prepared, prepare
+from .prepare import Prepared, prepare, with_own_weights
 from .run_dir import RunDir
 from .runner import StageRunner
 from .scores import EpochRecord, RunSummary, StageReport
 from .settings import RunSettings
+from .sums import LocalSums, Pool, sum_groups
 from .training import Course
 
 
@@ -33,7 +34,7 @@ def run(
 
     Args:
         run_dir: a new directory, or one without a run in it.
-        inline: all stages in this process, in simulated order, with the same versions.
+        inline: all workers in this process, in simulated order, with the same versions.
 
     Raises:
         TargetError, TraceError, PlanError, FileError: found before anything starts.
@@ -41,6 +42,8 @@ def run(
     """
     if settings.optimizer is not None:
         check_choice(settings.optimizer)
+    if settings.warmup and settings.lr_schedule is None:
+        raise UserError("--warmup: goes with an --lr-schedule")
     prepared = prepare(plan, settings)
     where = RunDir(run_dir)
     where.create(plan, settings)
@@ -50,8 +53,8 @@ def run(
     if inline:
         reports = _run_inline(prepared, where, collector)
     else:
-        launch(where, len(plan.stages), collector)
-        reports = where.read_reports(len(plan.stages))
+        launch(where, [worker.label for worker in prepared.workers], collector)
+        reports = where.read_reports(prepared.workers)
     seconds = time.perf_counter() - begin
     summary = summarize(prepared, collector.epochs, reports, seconds, inline=inline)
     where.write_summary(summary)
@@ -102,21 +105,28 @@ class _Both:
 
 
 def _run_inline(prepared: Prepared, where: RunDir, collector: _Collector) -> list[StageReport]:
-    mailbox = Mailbox()
+    mailbox, pool = Mailbox(), Pool(sum_groups(prepared.workers))
     logs = [
-        OperationLog(where.operations(s)) if prepared.settings.log_operations else None
-        for s in range(len(prepared.pieces))
+        OperationLog(where.operations(worker)) if prepared.settings.log_operations else None
+        for worker in prepared.workers
     ]
-    own = [StageMetrics(where.stage_metrics(s)) for s in range(len(prepared.pieces))]
+    own = [StageMetrics(where.stage_metrics(worker)) for worker in prepared.workers]
     runners = [
-        StageRunner(prepared, s, LocalChannels(s, mailbox), log, mine)
-        for s, (log, mine) in enumerate(zip(logs, own, strict=True))
+        StageRunner(
+            with_own_weights(prepared, worker),
+            worker.rank,
+            LocalChannels(worker.rank, mailbox),
+            LocalSums(worker.rank, pool),
+            log,
+            mine,
+        )
+        for worker, log, mine in zip(prepared.workers, logs, own, strict=True)
     ]
     try:
         metrics = MetricsFile(where.metrics)
     except OSError as error:
         raise FileError(f"{where.metrics}: can't be written: {error.strerror}") from None
-    course = Course(runners, _Both(metrics, collector), lambda: None)
+    course = Course(runners, _Both(metrics, collector), lambda: None, lambda: None)
     try:
         course.run()
     finally:
@@ -124,10 +134,11 @@ def _run_inline(prepared: Prepared, where: RunDir, collector: _Collector) -> lis
             if closing is not None:
                 closing.close()
     for runner in runners:
-        where.save_weights(runner.number, runner.stage.state())
+        if runner.worker.leads:
+            where.save_weights(runner.number, runner.stage.state())
     reports = course.reports()
-    for report in reports:
-        where.write_report(report)
+    for runner, report in zip(runners, reports, strict=True):
+        where.write_report(runner.worker, report)
     return reports
 
 
@@ -142,6 +153,7 @@ def summarize(
     """Put the stages' figures together."""
     plan = prepared.plan
     mini_batches = sum(segment.mini_batches for segment in prepared.segments)
+    samples = sum(segment.samples for segment in prepared.segments)
     # Like the prediction, the measured period is the slowest stage's. Inline, stages take
     # turns in one process: a period there says nothing about the pipeline.
     periods = [] if inline else [median(r.periods_s) for r in reports if r.periods_s]
@@ -152,7 +164,7 @@ def summarize(
         mini_batch=plan.mini_batch,
         micro_batches=plan.micro_batches,
         mini_batches=mini_batches,
-        samples_per_s=mini_batches * plan.mini_batch / trained_s if trained_s else 0.0,
+        samples_per_s=samples / trained_s if trained_s else 0.0,
         seconds=seconds,
         predicted_period_s=plan.predicted.period_s,
         measured_period_s=max(periods, default=None),

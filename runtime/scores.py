@@ -87,6 +87,9 @@ class EpochRecord(msgspec.Struct, frozen=True, kw_only=True):
     samples_per_s: float
     train_loss: float
     test: dict[str, float]
+    lr: float | None = None
+    """Learning rate of the last stage's last update (its first parameter group's); None: that
+    stage has nothing to train."""
 
 
 class StageEpoch(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,9 +109,10 @@ class StageEpoch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StageReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What one stage measured over the run."""
+    """What one worker measured over the run."""
 
     stage: int
+    replica: int = 0
     compute_s: float
     communication_s: float
     idle_s: float
@@ -146,3 +150,4 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     measured_period_s: float | None
     epochs: list[EpochRecord]
     stages: list[StageReport]
+    """Of all workers: stage by stage, and within a stage replica by replica."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
 FORMAT = "timeprest-run/1"
+
+
+Share = Annotated[float, Meta(ge=0, lt=1)]
 
 
 class OptimizerChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -16,8 +19,11 @@ class OptimizerChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     name: str
     """sgd, adam or adamw."""
     lr: Annotated[float, Meta(gt=0)]
-    momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    momentum: Share = 0.0
     weight_decay: Annotated[float, Meta(ge=0)] = 0.0
+    nesterov: bool = False
+    betas: tuple[Share, Share] | None = None
+    """Of adam and adamw; None: torch's own."""
 
 
 class RunSettings(
@@ -37,6 +43,23 @@ class RunSettings(
     """Mini-batches in all; where given, it ends the run instead of `epochs`."""
     optimizer: OptimizerChoice | None = None
     """None: the task's own."""
+    decay_only: Literal["all", "matrices"] = "all"
+    """Which parameters have weight decay: with "matrices" those of two dimensions or more, so
+    that biases and norms have none."""
+    lr_schedule: Literal["constant", "linear", "cosine"] | None = None
+    """None: the task's own scheduler, where it has one."""
+    warmup: Annotated[int, Meta(ge=0)] = 0
+    """Updates over which the learning rate of `lr_schedule` rises."""
+    clip_norm: Annotated[float, Meta(gt=0)] | None = None
+    """Largest norm that a mini-batch's gradient may have."""
+    ragged: Literal["drop", "pad", "error"] = "drop"
+    """Samples that don't fill an epoch's last mini-batch: leave them out, fill the mini-batch up
+    (the filling counts nowhere), or refuse to run."""
+    autocast: Literal["profiled", "bfloat16", "off"] = "profiled"
+    """What forwards run under: torch.autocast with this dtype, or what the profile was made
+    with."""
+    deferred_batch_norm: bool = False
+    """Update the running statistics of batch norms once for each mini-batch, with its own."""
     seed: int = 0
     threads: Annotated[int, Meta(ge=1)] = 1
     evaluate: bool = True

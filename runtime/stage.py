@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..planner.distances import Distances as Ahead
-from ..planner.operations import Op
+from ..planner.operations import BACKWARD, FORWARD, Op
 from ..planner.variants import Variant
 from ..planner.versions import VersionWalk
 from ..profiles.boundary import Inlet
@@ -23,8 +24,14 @@ from ..profiles.tracing.pieces import Piece, decode, encode
 from ..profiles.tracing.shapes import ValueSpec
 from .accounting import MemoryAccount
 from .again import Again, Ingredients
+from .batch_norm import DeferredBatchNorm
+from .data import Part
+from .dealing import Share
 from .optimizers import make_optimizer
+from .padding import DIVIDE, DROP, real_part
+from .precision import forward_context
 from .predictors import Predictor
+from .schedules import make_scheduler
 from .settings import RunSettings
 from .staleness import Distances, Staleness
 from .update_rules import follow
@@ -52,11 +59,14 @@ class StageWork:
     """What a stage does with its piece, besides the piece.
 
     Attributes:
+        micro_batches: N, on all replicas together.
+        share: what this replica has of them.
         recompute: activations are computed again before the backward.
     """
 
     variant: Variant
     micro_batches: int
+    share: Share
     recompute: bool = False
 
 
@@ -68,6 +78,7 @@ class Stage:
         account: what the stage holds, and its peak.
         staleness: what its backwards saw since the segment began.
         kept_outputs: outputs of the last forward whose memory is kept for the backward anyway.
+        lr: learning rate of the last update's first parameter group; None: nothing to train.
     """
 
     def __init__(
@@ -78,11 +89,19 @@ class Stage:
         work: StageWork,
         task: Task,
         settings: RunSettings,
+        updates: int,
+        autocast: torch.dtype | None = None,
     ) -> None:
+        """
+        Args:
+            updates: optimizer steps in the whole run.
+            autocast: dtype of torch.autocast for the forwards; None: off.
+        """
+        self.autocast = autocast
         self.piece = piece
         self.specs = specs
         self.work = work
-        self.micro_batches = work.micro_batches
+        self.share = work.share
         self.task = task
         self.module = piece.module
         # Shares its parameters and leaf modules with `module`, traced in evaluation mode.
@@ -90,8 +109,10 @@ class Stage:
         self.module.train()
         parameters = list(self.module.parameters())
         self.weights = WeightVersions(parameters)
-        made = make_optimizer(task, settings.optimizer, parameters)
+        made = make_optimizer(task, settings, self.module.named_parameters())
         self.optimizer = None if made is None else follow(work.variant.update_rule, made)
+        self.scheduler = make_scheduler(task, settings, self.optimizer, updates)
+        self.lr: float | None = None
         self._predictor = (
             Predictor(work.variant.prediction, self.optimizer)
             if work.variant.prediction and self.optimizer is not None
@@ -106,6 +127,7 @@ class Stage:
         self.kept_outputs: set[str] = set()
         self._distances = Distances(parameters) if settings.distances else None
         self._again = Again(self.module) if work.recompute else None
+        self._batch_norm = DeferredBatchNorm(self.module) if settings.deferred_batch_norm else None
         self._flying: dict[tuple[int, int], _MicroBatch] = {}
         # Per micro-batch whose weight part is still to come: that, and bytes saved for it.
         self._postponed: dict[tuple[int, int], tuple[SplitBackward, int]] = {}
@@ -120,7 +142,7 @@ class Stage:
         """
         self.rules.walk = VersionWalk(
             self.work.variant,
-            self.micro_batches,
+            self.work.micro_batches,
             entries,
             recompute=self.work.recompute,
             latest=self.weights.latest,
@@ -140,7 +162,7 @@ class Stage:
         op: Op,
         values: Mapping[str, Tensor],
         target: Any,
-        share: float,
+        part: Part,
         boundary_bytes: int = 0,
     ) -> tuple[int, dict[str, Tensor], Tensor | None]:
         """Forward of one micro-batch.
@@ -148,12 +170,12 @@ class Stage:
         Args:
             values: the piece's inputs by name: received tensors and the model's own inputs.
             target: for the loss, on the stage that makes the model's result.
-            share: of the update's samples that the micro-batch has; its loss counts by it.
+            part: what the micro-batch has of its mini-batch; its loss counts by it.
             boundary_bytes: what the channels hold now.
 
         Returns:
             The version used; the outputs to send, by name; the loss (mean over the
-            micro-batch, detached) on the last stage.
+            micro-batch's own samples, detached) on the last stage, where there are any.
         """
         assert op.micro_batch is not None
         version = self.walk.forward(op)
@@ -161,11 +183,12 @@ class Stage:
         if self._distances is not None:
             self._distances.forward(op.mini_batch, version, self._made(version, tensors))
         if self._again is None:
-            micro, outputs, loss = self._compute(values, target, share, tensors)
+            with self._statistics(op, part):
+                micro, outputs, loss = self._compute(values, target, part, tensors)
         else:
-            ingredients = self._again.keep(values, self._received(values), target, share)
-            with torch.no_grad():
-                _, outputs, loss = self._compute(values, target, share, tensors)
+            ingredients = self._again.keep(values, self._received(values), target, part)
+            with torch.no_grad(), self._statistics(op, part):
+                _, outputs, loss = self._compute(values, target, part, tensors)
             self._again.kept(ingredients)
             micro = _MicroBatch(ingredients.nbytes, again=ingredients)
         for name, tensor in outputs.items():
@@ -182,7 +205,7 @@ class Stage:
     def backward(
         self, op: Op, grads: Mapping[str, Tensor], boundary_bytes: int = 0
     ) -> tuple[int, int, dict[str, Tensor]]:
-        """Backward of one micro-batch, or of a mini-batch's micro-batches in one pass.
+        """Backward of one micro-batch, or of this replica's of a mini-batch in one pass.
 
         In systems that split it, what gives the gradients of received inputs alone.
 
@@ -196,8 +219,7 @@ class Stage:
         """
         version = self.walk.backward(op)
         forward_version = self.walk.forward_version(op)
-        numbers = range(self.micro_batches) if op.micro_batch is None else [op.micro_batch]
-        micros = [self._do_again(op, i) for i in numbers]
+        micros = [self._do_again(op, i) for i in self.share.of(op)]
         tensors = self.rules.backward(op, version)
         roots: list[Tensor | GradientEdge] = []
         root_grads: list[Tensor | None] = []
@@ -240,8 +262,22 @@ class Stage:
         self._kept_bytes -= kept_bytes
         return version
 
-    def update(self, boundary_bytes: int = 0) -> int:
-        """Optimizer step. Returns the new version; the old one is copied if it is needed."""
+    def skip(self, op: Op) -> None:
+        """Another replica runs this forward or backward: only versions go on here."""
+        if op.kind == FORWARD:
+            self.walk.forward(op)
+        elif op.kind == BACKWARD:
+            self.walk.backward(op)
+            self.walk.finish(op)
+        self.weights.drop(self.walk.needed())
+
+    def update(self, mini_batch: int, boundary_bytes: int = 0) -> int:
+        """Optimizer step after a mini-batch's backward.
+
+        Returns the new version; the old one is copied if it is needed.
+        """
+        if self._batch_norm is not None:
+            self._batch_norm.settle(mini_batch)
         needed = self.walk.needed()
         if self._distances is not None:
             self._distances.before_update(self.walk.latest)
@@ -250,7 +286,10 @@ class Stage:
         if self._predictor is not None:
             self._predictor.before_step()
         if self.optimizer is not None:
+            self.lr = float(self.optimizer.param_groups[0]["lr"])
             self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
         self._note(boundary_bytes)
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
@@ -263,7 +302,7 @@ class Stage:
         """Forward without gradients in evaluation mode: outputs by name, and the result."""
         self.evaluation_module.eval()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), forward_context(self.autocast):
                 arguments = [
                     decode(values[name], self.specs[name].kind)
                     if name in self.specs
@@ -288,16 +327,16 @@ class Stage:
         self,
         values: Mapping[str, Tensor],
         target: Any,
-        share: float,
+        part: Part,
         tensors: list[Tensor] | None,
     ) -> tuple[_MicroBatch, dict[str, Tensor], Tensor | None]:
         """The piece's forward on these weights: its graph, its outputs by name, the loss."""
         micro = _MicroBatch()
-        with self.weights.forward(tensors):
+        with self.weights.forward(tensors), forward_context(self.autocast):
             out = self.module(*[self._admit(name, values, micro) for name in self.piece.inputs])
-            loss = self._loss(out[-1], target) if self.piece.has_result else None
+            loss = self._loss(out[-1], target, part) if self.piece.has_result else None
             if loss is not None:
-                micro.loss = loss * share
+                micro.loss = loss * part.weight
         outputs = {
             name: encode(value, name) for name, value in zip(self.piece.outputs, out, strict=False)
         }
@@ -315,7 +354,7 @@ class Stage:
         tensors = self.rules.again(op, micro_batch)
         found = micro.again
         with self._again.as_before(found):
-            rebuilt, _, _ = self._compute(found.values, found.target, found.share, tensors)
+            rebuilt, _, _ = self._compute(found.values, found.target, found.part, tensors)
         # What it was made from stays until the backward is done, and counts besides.
         rebuilt.saved_bytes += micro.saved_bytes
         self._kept_bytes += rebuilt.saved_bytes - micro.saved_bytes
@@ -345,10 +384,16 @@ class Stage:
         kept_bytes = micro.saved_bytes + half.held_bytes
         self._postponed[op.mini_batch, op.micro_batch] = half, kept_bytes
 
+    def _statistics(self, op: Op, part: Part) -> AbstractContextManager[None]:
+        """What a forward runs under, its first time."""
+        if self._batch_norm is None:
+            return nullcontext()
+        return self._batch_norm.forward(op.mini_batch, part.real, part.size)
+
     def _distance(self, op: Op, version: int, tensors: list[Tensor] | None) -> float:
         if self._distances is None:
             return 0.0
-        last = op.micro_batch is None or op.micro_batch == self.micro_batches - 1
+        last = op.micro_batch is None or op.micro_batch == self.share.micro_batches[-1]
         made = self._made(version, tensors)
         return self._distances.backward(op.mini_batch, version, made, last=last)
 
@@ -369,7 +414,11 @@ class Stage:
             return inlet.admit(tensor)
         return decode(tensor, spec.kind)
 
-    def _loss(self, result: Any, target: Any) -> Tensor:
+    def _loss(self, result: Any, target: Any, part: Part) -> Tensor | None:
+        if not part.real:
+            return None
+        if part.padded:
+            result = real_part(result, part.real, part.size, f"{DROP}, or {DIVIDE}")
         loss = self.task.loss(result, target)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise RunError("the task's loss must give one number: a mean over the samples")

@@ -1,6 +1,6 @@
 """The course of a run: segments of training, each drained and followed by an evaluation.
 
-The same course is followed by a stage in its own process and by all stages in one.
+The same course is followed by a worker in its own process and by all workers in one.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from contextlib import contextmanager
 
 import torch
 
-from ..planner.operations import Order
+from ..planner.operations import UPDATE, Op, Order
 from ..planner.orders import make_order
 from ..planner.simulate import simulate
 from .data import Segment
 from .observer import Observer
-from .runner import StageRunner
+from .runner import EVALUATION_AHEAD, StageRunner
 from .scores import EpochRecord, EvaluationScore, StageEpoch, StageReport, StageScore
 
 Barrier = Callable[[], None]
@@ -27,23 +27,35 @@ class Course:
     """Runs the runners of this process (one, or all of them) through the whole training."""
 
     def __init__(
-        self, runners: Sequence[StageRunner], observer: Observer, barrier: Barrier
+        self,
+        runners: Sequence[StageRunner],
+        observer: Observer,
+        barrier: Barrier,
+        replica_barrier: Barrier,
     ) -> None:
+        """
+        Args:
+            barrier: waits for all workers.
+            replica_barrier: waits for the other replicas of this process's stage.
+        """
         self.runners = runners
         self.prepared = runners[0].prepared
         self.observer = observer
         self.barrier = barrier
+        self.replica_barrier = replica_barrier
         self.scores: list[list[StageScore]] = [[] for _ in runners]
         self.epochs: list[EpochRecord] = []
         self.stage_epochs: list[list[StageEpoch]] = [[] for _ in runners]
         self._orders: dict[int, Order] = {}
-        # Every stage draws from a random stream of its own, inline as in processes.
+        # Every worker draws from a random stream of its own, inline as in processes.
         self._random: list[torch.Tensor] = []
+        stages = len(self.prepared.plan.stages)
         for runner in runners:
-            torch.manual_seed(self.prepared.settings.seed * 1_000_003 + runner.number)
+            stream = runner.number + runner.worker.replica * stages
+            torch.manual_seed(self.prepared.settings.seed * 1_000_003 + stream)
             self._random.append(torch.get_rng_state())
         for runner in runners:
-            if runner.is_last:
+            if runner.tells:
                 runner.on_mini_batch = self._tell
 
     def run(self) -> None:
@@ -58,8 +70,8 @@ class Course:
                 scores.append(runner.score)
                 mine.append(_stage_epoch(segment, runner))
                 runner.record(mine[-1])
-                if runner.is_last:
-                    self._record(segment, runner.score, test)
+                if runner.tells:
+                    self._record(segment, runner.score, test, runner.stage.lr)
 
     def _train(self, segment: Segment) -> None:
         if segment.mini_batches not in self._orders:
@@ -75,19 +87,53 @@ class Course:
                 for op in order[runner.number]:
                     runner.run(op)
         else:
-            for s, k in simulate(self.prepared.pipeline, order).sequence:
-                with self._stream(s):
-                    self.runners[s].run(order[s][k])
+            self._take_turns(order)
         for runner in self.runners:
             runner.finish()
 
+    def _take_turns(self, order: Order) -> None:
+        """All workers in one process, in simulated sequence."""
+        sequence = simulate(self.prepared.pipeline, order).sequence
+        if self.prepared.pipeline.variant.flushes:
+            # Any stage may wait for sums with any other before it updates.
+            sequence = tuple(sorted(sequence, key=lambda at: _after_flush(order[at[0]][at[1]])))
+        updates: list[tuple[int, Iterator[None]]] = []
+        for s, k in sequence:
+            op = order[s][k]
+            if op.kind != UPDATE:
+                self._advance(updates)
+                updates = []
+            for position, runner in enumerate(self.runners):
+                if runner.number == s:
+                    updates.append((position, runner.steps(op)))
+            if op.kind != UPDATE:
+                self._advance(updates)
+                updates = []
+        self._advance(updates)
+
+    def _advance(self, running: Sequence[tuple[int, Iterator[None]]]) -> None:
+        """Lead operations to their ends, from pause to pause in turn."""
+        while running:
+            paused = []
+            for position, steps in running:
+                with self._stream(position):
+                    for _ in steps:
+                        paused.append((position, steps))
+                        break
+            running = paused
+
     def _evaluate(self) -> dict[str, float]:
+        """A stage's replica 0 evaluates; the others wait for it."""
         score = EvaluationScore()
+        evaluating = [runner for runner in self.runners if runner.worker.leads]
         for runner in self.runners:
             runner.begin_evaluation()
         for k in range(self.runners[0].evaluations):
-            for runner in self.runners:
+            for runner in evaluating:
                 runner.evaluate(k, score)
+            if not k % EVALUATION_AHEAD:
+                # So that nobody's wait is as long as the whole evaluation.
+                self.replica_barrier()
         for runner in self.runners:
             runner.finish()
         return score.means() if score.samples else {}
@@ -104,21 +150,24 @@ class Course:
     def _tell(self, segment: Segment, mini_batch: int, loss: float) -> None:
         self.observer.mini_batch(segment.epoch, mini_batch + 1, segment.mini_batches, loss)
 
-    def _record(self, segment: Segment, score: StageScore, test: dict[str, float]) -> None:
-        samples = segment.mini_batches * self.prepared.plan.mini_batch
+    def _record(
+        self, segment: Segment, score: StageScore, test: dict[str, float], lr: float | None
+    ) -> None:
+        weighted = sum(loss * segment.samples_of(b) for b, loss in enumerate(score.losses))
         record = EpochRecord(
             epoch=segment.epoch,
             mini_batches=segment.mini_batches,
             seconds=score.wall_s,
-            samples_per_s=samples / score.wall_s if score.wall_s else 0.0,
-            train_loss=sum(score.losses) / len(score.losses),
+            samples_per_s=segment.samples / score.wall_s if score.wall_s else 0.0,
+            train_loss=weighted / segment.samples,
             test=test,
+            lr=lr,
         )
         self.epochs.append(record)
         self.observer.epoch(record)
 
     def reports(self) -> list[StageReport]:
-        """What each stage of this process measured."""
+        """What each worker of this process measured."""
         found = []
         for runner, scores, epochs in zip(
             self.runners, self.scores, self.stage_epochs, strict=True
@@ -129,6 +178,7 @@ class Course:
             found.append(
                 StageReport(
                     stage=runner.number,
+                    replica=runner.worker.replica,
                     compute_s=compute,
                     communication_s=communication,
                     idle_s=max(wall - compute - communication, 0.0),
@@ -165,6 +215,11 @@ def _together(counts: Iterable[dict[int, int]]) -> dict[int, int]:
         for difference, count in counted.items():
             total[difference] = total.get(difference, 0) + count
     return dict(sorted(total.items()))
+
+
+def _after_flush(op: Op) -> tuple[int, bool]:
+    """Where a pipeline flushes, all updates may follow all other operations of a mini-batch."""
+    return op.mini_batch, op.kind == UPDATE
 
 
 def _rss_peak_bytes() -> int:

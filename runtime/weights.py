@@ -5,8 +5,11 @@ update has changed them in place. Saved-tensor hooks pack every saved tensor tha
 with a parameter as a reference (which parameter, size, stride, offset) and unpack it to the
 version that the training system prescribes for the backward. So no graph holds weights.
 
-Tensors computed from weights (weight norm, autocast copies) are saved as values: the part of a
-backward that goes through them is at the forward's weights.
+So are copies of a whole parameter in another precision, as autocast makes them: only where they
+came from is kept, and the backward makes its own.
+
+Other tensors computed from weights (weight norm) are saved as values: the part of a backward
+that goes through them is at the forward's weights.
 """
 
 from __future__ import annotations
@@ -22,12 +25,13 @@ from ..profiles.saved import storage_bytes, storage_key
 
 
 class _Reference(NamedTuple):
-    """A saved view of a parameter."""
+    """A saved view of a parameter, or of its copy in another precision."""
 
     parameter: int
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
+    copied_to: torch.dtype | None = None
 
 
 class WeightVersions:
@@ -44,7 +48,9 @@ class WeightVersions:
         self.saved: dict[int, int] = {}
         self._older: dict[int, list[Tensor]] = {}
         self._index = {storage_key(p): k for k, p in enumerate(self.parameters) if p.numel()}
+        self._position = {id(p): k for k, p in enumerate(self.parameters)}
         self._unpack_from: list[Tensor] = []
+        self._copies: dict[tuple[int, torch.dtype], Tensor] = {}
         self._scratch: list[Tensor] = []
 
     # Keeping versions --------------------------------------------------------------------
@@ -127,12 +133,16 @@ class WeightVersions:
 
         def pack(tensor: Tensor) -> Tensor | _Reference:
             key = storage_key(tensor)
+            copied_to = None
             k = self._index.get(key)
+            if k is None:
+                k, copied_to = self._copied_from(tensor), tensor.dtype
             if k is None:
                 counted[key] = storage_bytes(tensor)
                 # An operation that saves its own output would hold itself alive through it.
                 return tensor.detach()
-            return _Reference(k, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+            offset = int(tensor.storage_offset())
+            return _Reference(k, tensor.size(), tensor.stride(), offset, copied_to)
 
         try:
             with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
@@ -143,6 +153,20 @@ class WeightVersions:
                     p.data = data
             self.saved = counted
 
+    def _copied_from(self, tensor: Tensor) -> int | None:
+        """The parameter that this is a copy of in another precision, or a view of such a copy."""
+        # Autograd passes what it saves with its history, outputs of the operation left out.
+        copy = tensor._base if tensor._is_view() else tensor
+        made_by = copy.grad_fn if copy is not None else None
+        if copy is None or made_by is None or made_by.name() != "ToCopyBackward0":
+            return None
+        source = getattr(made_by.next_functions[0][0], "variable", None)
+        k = None if source is None else self._position.get(id(source))
+        # Only where a copy made later is laid out the same, from its storage's start.
+        if source is None or copy.device != source.device or copy.storage_offset():
+            return None
+        return k if copy.stride() == source.stride() else None
+
     @contextmanager
     def backward(self, tensors: list[Tensor] | None) -> Iterator[None]:
         """Run a backward on these, whatever its forward ran on; None: the parameters."""
@@ -151,9 +175,15 @@ class WeightVersions:
             yield
         finally:
             self._unpack_from = []
+            self._copies = {}
 
     def _unpack(self, kept: Tensor | _Reference) -> Tensor:
         if isinstance(kept, Tensor):
             return kept
         source = self._unpack_from[kept.parameter]
+        if kept.copied_to is not None:
+            key = (kept.parameter, kept.copied_to)
+            if key not in self._copies:
+                self._copies[key] = source.to(kept.copied_to)
+            source = self._copies[key]
         return source.as_strided(kept.size, kept.stride, kept.offset)

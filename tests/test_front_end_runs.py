@@ -88,7 +88,7 @@ def test_what_has_no_model_behind_it_is_refused(tmp_path):
             {"front_end": "pipedream"},
             "PipeDream's graph.txt .*can be planned and shown but not run",
         ),
-        ({"autocast": "bfloat16"}, "under autocast"),
+        ({"autocast": "float16"}, "under autocast .float16.*--autocast bf16 or off"),
         ({"granularity": "op"}, "another model"),
     ):
         changed = msgspec.structs.replace(plan.profile, **change)

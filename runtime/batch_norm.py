@@ -1,0 +1,169 @@
+"""BatchNorm in a pipeline: running statistics of whole mini-batches.
+
+A micro-batch is normalized by its own statistics. Deferred, the running statistics (those of
+evaluation) are those that whole mini-batches have, updated once for each; as in torchgpipe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+_OF_FUNCTION = (
+    "input",
+    "running_mean",
+    "running_var",
+    "weight",
+    "bias",
+    "training",
+    "momentum",
+    "eps",
+)
+_OF_OPERATION = (
+    "input",
+    "weight",
+    "bias",
+    "running_mean",
+    "running_var",
+    "training",
+    "momentum",
+    "eps",
+    "cudnn_enabled",
+)
+_ARGUMENTS: dict[Any, tuple[str, ...]] = {
+    functional.batch_norm: _OF_FUNCTION,
+    torch.batch_norm: _OF_OPERATION,
+    # Graphs of torch.export call this one.
+    torch.ops.aten.batch_norm.default: _OF_OPERATION,
+}
+_MOMENTUM = 0.1
+"""Of torch.nn.functional.batch_norm, where it isn't given."""
+
+Call = Mapping[str, Any]
+"""A batch norm's arguments by name."""
+
+
+class _Apart(TorchFunctionMode):
+    """Batch norms under it leave their running statistics alone, and are noted instead."""
+
+    def __init__(self, note: Callable[[Call], None]) -> None:
+        super().__init__()
+        self._note = note
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        names = _ARGUMENTS.get(func)
+        kwargs = kwargs or {}
+        if names is not None:
+            call = {**dict(zip(names, args, strict=False)), **kwargs}
+            if call.get("training") and call.get("running_mean") is not None:
+                self._note(call)
+                return func(**{**call, "running_mean": None, "running_var": None})
+        return func(*args, **kwargs)
+
+
+@dataclass
+class _Statistics:
+    """Of one batch norm, over the micro-batches of a mini-batch that were seen."""
+
+    running_mean: Tensor
+    running_var: Tensor
+    momentum: float
+    mean: Tensor
+    squares: Tensor
+    count: int = 0
+
+    def add(self, values: Tensor) -> None:
+        """Add values ``[samples, channels, ...]``; a mean and the squares about it are kept."""
+        columns = values.transpose(0, 1).flatten(1)
+        count = columns.shape[1]
+        if not count:
+            return
+        mean = columns.mean(1)
+        squares = (columns - mean[:, None]).square().sum(1)
+        apart = mean - self.mean
+        total = self.count + count
+        self.squares += squares + apart.square() * (self.count * count / total)
+        self.mean += apart * (count / total)
+        self.count = total
+
+    def settle(self) -> None:
+        """Move the running statistics once, as a batch norm of all values would."""
+        if self.count < 2:
+            return
+        variance = self.squares / (self.count - 1)
+        for running, found in ((self.running_mean, self.mean), (self.running_var, variance)):
+            running.lerp_(found.to(running.dtype), self.momentum)
+
+
+class DeferredBatchNorm:
+    """The running statistics of a stage's batch norms, updated once for each mini-batch."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._counters = [
+            buffer
+            for name, buffer in module.named_buffers()
+            if name.endswith("num_batches_tracked")
+        ]
+        self._found: dict[int, dict[int, _Statistics]] = {}
+        self._counted: dict[int, list[Tensor]] = {}
+
+    @contextmanager
+    def forward(self, mini_batch: int, real: int, size: int) -> Iterator[None]:
+        """Run the forward of a micro-batch.
+
+        Args:
+            real: its own samples, in front.
+            size: samples with padding.
+        """
+        found = self._found.setdefault(mini_batch, {})
+        before = [counter.clone() for counter in self._counters]
+
+        def note(call: Call) -> None:
+            with torch.no_grad():
+                _note(found, call, real, size)
+
+        with _Apart(note):
+            yield
+        # Frozen ones, in evaluation mode, count nothing.
+        after = [counter.clone() for counter in self._counters]
+        self._counted[mini_batch] = [b - a for a, b in zip(before, after, strict=True)]
+        for counter, value in zip(self._counters, before, strict=True):
+            counter.copy_(value)
+
+    def settle(self, mini_batch: int) -> None:
+        """All forwards of the mini-batch are done, and of those before."""
+        for done in sorted(b for b in self._found if b <= mini_batch):
+            for statistics in self._found.pop(done).values():
+                statistics.settle()
+            for counter, change in zip(self._counters, self._counted.pop(done), strict=True):
+                counter.add_(change)
+
+
+def _note(found: dict[int, _Statistics], call: Call, real: int, size: int) -> None:
+    values: Tensor = call["input"].detach()
+    # A whole number of rows for each sample, or the padding counts with the rest.
+    if values.shape[0] % size == 0:
+        values = values[: values.shape[0] // size * real]
+    if values.dtype in (torch.float16, torch.bfloat16):
+        values = values.float()
+    running = call["running_mean"]
+    statistics = found.get(id(running))
+    if statistics is None:
+        zeros = torch.zeros_like(running, dtype=values.dtype)
+        statistics = found[id(running)] = _Statistics(
+            running,
+            call["running_var"],
+            call.get("momentum", _MOMENTUM),
+            zeros,
+            zeros.clone(),
+        )
+    statistics.add(values)

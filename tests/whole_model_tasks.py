@@ -1,0 +1,88 @@
+"""Tasks that say more of their training: parameter groups and schedules."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from mlp_task import MLPTask
+
+
+class NotingSGD(torch.optim.SGD):
+    """Notes the norm of the gradients, the numbers they have, and the groups, at every step."""
+
+    notes: ClassVar[list] = []
+
+    def step(self, closure=None):
+        gradients = [p.grad.flatten() for group in self.param_groups for p in group["params"]]
+        whole = torch.cat(gradients)
+        self.notes.append((whole.norm().item(), whole.numel(), len(self.param_groups)))
+        return super().step(closure)
+
+
+class Noting(MLPTask):
+    """The small network with gradients noted."""
+
+    def optimizer(self, parameters):
+        return NotingSGD(parameters, lr=0.05)
+
+
+class Grouped(MLPTask):
+    """Groups by name: one of them is only on the stage that has l0, biases are everywhere."""
+
+    def parameter_groups(self, named_parameters):
+        named = dict(named_parameters)
+        biases = [name for name in named if name.endswith("bias")]
+        first = [name for name in named if name == "l0.weight"]
+        others = [name for name in named if name not in biases + first]
+        return [
+            {"params": [named[name] for name in biases], "lr": 0.2, "weight_decay": 0.0},
+            {"params": [named[name] for name in first], "momentum": 0.0},
+            {"params": [named[name] for name in others]},
+        ]
+
+    def optimizer(self, parameters):
+        return NotingSGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.3)
+
+
+class Missing(Grouped):
+    """Leaves a parameter out."""
+
+    def parameter_groups(self, named_parameters):
+        return super().parameter_groups(named_parameters)[1:]
+
+
+class Twice(Grouped):
+    """Has a parameter in two groups."""
+
+    def parameter_groups(self, named_parameters):
+        groups = super().parameter_groups(named_parameters)
+        return [*groups, groups[0]]
+
+
+class Strange(Grouped):
+    """Has a tensor of its own in a group."""
+
+    def parameter_groups(self, named_parameters):
+        return [{"params": [torch.zeros(1)]}]
+
+
+class NoParams(Grouped):
+    """Gives no groups."""
+
+    def parameter_groups(self, named_parameters):
+        return [list(named_parameters)]
+
+
+class Stepped(MLPTask):
+    """A schedule of its own."""
+
+    def scheduler(self, optimizer):
+        return torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
+
+
+class NoScheduler(MLPTask):
+    """Forgets to return it."""
+
+    def scheduler(self, optimizer):
+        torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
