@@ -115,10 +115,14 @@ def evaluate(question: Question, stages: Sequence[PlanStage], micro_batches: int
     last = len(stages) - 1
     found = [costs.stage(names, size // shares[s], s == last) for s, names in enumerate(nodes)]
     crossed = costs.crossings(nodes, size)
+    returning = {c.target for c in crossed if c.needs_grad}
     pipeline = make_pipeline(
         question.variant,
         micro_batches,
-        [_times(cluster, stage, cost) for stage, cost in zip(stages, found, strict=True)],
+        [
+            _times(cluster, stage, cost, split=variant.split_backward, returns=s in returning)
+            for s, (stage, cost) in enumerate(zip(stages, found, strict=True))
+        ],
         crossed,
         cluster,
         [stage.devices for stage in stages],
@@ -143,14 +147,21 @@ def evaluate(question: Question, stages: Sequence[PlanStage], micro_batches: int
     return Evaluation(stages, micro_batches, pipeline, crossed, prediction)
 
 
-def _times(cluster: Cluster, stage: PlanStage, cost: StageCost) -> StageTimes:
+def _times(
+    cluster: Cluster, stage: PlanStage, cost: StageCost, *, split: bool, returns: bool
+) -> StageTimes:
+    """`returns`: it sends gradients back; else all of a split backward is its weight part."""
     speed = min(cluster.devices[d].speed for d in stage.devices)
     backward_s = cost.backward_s + (cost.forward_s if stage.recompute else 0.0)
     all_reduce_s = 0.0
     if len(stage.devices) > 1 and cost.parameter_bytes:
         all_reduce_s = cluster.all_reduce_s(stage.devices, cost.parameter_bytes)
     return StageTimes(
-        cost.forward_s / speed, backward_s / speed, cost.update_s / speed, all_reduce_s
+        cost.forward_s / speed,
+        backward_s / speed,
+        cost.update_s / speed,
+        all_reduce_s,
+        (cost.weight_s if returns else backward_s) / speed if split else 0.0,
     )
 
 
@@ -226,7 +237,16 @@ def _bytes(
         messages=messages,
         gradients=gradients,
         workspace=cost.workspace_bytes,
+        postponed=_postponed_bytes(s, cost, crossed) if pipeline.weight_s else 0,
     )
+
+
+def _postponed_bytes(s: int, cost: StageCost, crossed: Sequence[Crossing]) -> int:
+    """Gradients that wait with a micro-batch for its weight part."""
+    if any(c.target == s and c.needs_grad for c in crossed):
+        return cost.postponed_bytes
+    # Nothing goes back, so all of the backward waits, with the gradients that came.
+    return sum(c.nbytes for c in crossed if c.source == s and c.needs_grad)
 
 
 # The prediction ------------------------------------------------------------------------------
@@ -249,6 +269,7 @@ def _predict_stage(
     return StagePrediction(
         forward_s=pipeline.forward_s[s],
         backward_s=pipeline.backward_s[s],
+        weight_s=pipeline.weight_op_s(s),
         update_s=pipeline.update_s[s],
         all_reduce_s=pipeline.all_reduce_s[s] if pipeline.all_reduce_s else 0.0,
         transfer_s=transfer_s,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..planner.distances import prediction_distances
-from ..planner.operations import BACKWARD, FORWARD, UPDATE, Op, Order, op_text
+from ..planner.operations import BACKWARD, FORWARD, UPDATE, WEIGHT, Op, Order, op_text
 from ..planner.versions import entry_versions
 from ..profiles.errors import RunError, TimeprestError
 from ..profiles.target import describe_error
@@ -146,6 +146,8 @@ class StageRunner:
                 self._forward(op)
             elif op.kind == BACKWARD:
                 self._backward(op)
+            elif op.kind == WEIGHT:
+                self._weight(op)
             else:
                 yield from self._update(op)
 
@@ -216,6 +218,13 @@ class StageRunner:
         sent = clock()
         self.score.add(begin, sent, compute_s=end - start, communication_s=sent - end)
         self._log(op, version, forward_version, start, end)
+
+    def _weight(self, op: Op) -> None:
+        start = time.perf_counter()
+        version = self.stage.backward_weight(op, self.channels.held_bytes)
+        end = time.perf_counter()
+        self.score.add(start, end, compute_s=end - start, communication_s=0.0)
+        self._log(op, version, None, start, end)
 
     def _update(self, op: Op) -> Iterator[None]:
         begin = time.perf_counter()

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..planner.distances import Distances as Ahead
-from ..planner.operations import FORWARD, Op
+from ..planner.operations import BACKWARD, FORWARD, Op
 from ..planner.variants import Variant
 from ..planner.versions import VersionWalk
 from ..profiles.boundary import Inlet
 from ..profiles.errors import RunError
 from ..profiles.saved import storage_key
+from ..profiles.split_backward import SplitBackward
 from ..profiles.task import Task
 from ..profiles.tracing.pieces import Piece, decode, encode
 from ..profiles.tracing.shapes import ValueSpec
@@ -128,6 +129,8 @@ class Stage:
         self._again = Again(self.module) if work.recompute else None
         self._batch_norm = DeferredBatchNorm(self.module) if settings.deferred_batch_norm else None
         self._flying: dict[tuple[int, int], _MicroBatch] = {}
+        # Per micro-batch whose weight part is still to come: that, and bytes saved for it.
+        self._postponed: dict[tuple[int, int], tuple[SplitBackward, int]] = {}
         self._kept_bytes = 0
 
     def begin(self, entries: Sequence[int], ahead: Ahead) -> None:
@@ -204,6 +207,8 @@ class Stage:
     ) -> tuple[int, int, dict[str, Tensor]]:
         """Backward of one micro-batch, or of this replica's of a mini-batch in one pass.
 
+        In systems that split it, what gives the gradients of received inputs alone.
+
         Args:
             grads: for each output that needs one, the gradients summed over the stages that
                 use it, ``[micro-batches of this backward, ...]``.
@@ -226,8 +231,10 @@ class Stage:
                 if name in grads:
                     roots.append(edge)
                     root_grads.append(grads[name][k])
-        if roots:
-            with self.weights.backward(tensors):
+        with self.weights.backward(tensors):
+            if self.work.variant.split_backward:
+                self._postpone(op, micros[0], roots, root_grads)
+            elif roots:
                 torch.autograd.backward(roots, root_grads)  # type: ignore[arg-type]
         back = {
             name: self._collect(name, [micro.inlets[name] for micro in micros])
@@ -235,7 +242,8 @@ class Stage:
         }
         messages = (*grads.values(), *back.values())
         self._note(boundary_bytes + sum(g.numel() * g.element_size() for g in messages))
-        self._kept_bytes -= sum(micro.saved_bytes for micro in micros)
+        if not self.work.variant.split_backward:
+            self._kept_bytes -= sum(micro.saved_bytes for micro in micros)
         self.staleness.note(version - forward_version, self._distance(op, version, tensors))
         self.walk.finish(op)
         self.weights.drop(self.walk.needed())
@@ -243,11 +251,22 @@ class Stage:
             self.weights.drop_scratch()
         return version, forward_version, back
 
+    def backward_weight(self, op: Op, boundary_bytes: int = 0) -> int:
+        """The weight part of a micro-batch's backward. Returns the version used."""
+        assert op.micro_batch is not None
+        half, kept_bytes = self._postponed.pop((op.mini_batch, op.micro_batch))
+        version = self.walk.latest
+        with self.weights.backward(self.weights.at(version)):
+            half.weights()
+        self._note(boundary_bytes)
+        self._kept_bytes -= kept_bytes
+        return version
+
     def skip(self, op: Op) -> None:
         """Another replica runs this forward or backward: only versions go on here."""
         if op.kind == FORWARD:
             self.walk.forward(op)
-        else:
+        elif op.kind == BACKWARD:
             self.walk.backward(op)
             self.walk.finish(op)
         self.weights.drop(self.walk.needed())
@@ -341,6 +360,30 @@ class Stage:
         self._kept_bytes += rebuilt.saved_bytes - micro.saved_bytes
         return rebuilt
 
+    def _postpone(
+        self,
+        op: Op,
+        micro: _MicroBatch,
+        roots: Sequence[Tensor | GradientEdge],
+        root_grads: Sequence[Tensor | None],
+    ) -> None:
+        """Run the first part of a backward; the graph is kept for the second."""
+        assert op.micro_batch is not None
+        edges, grads = [], []
+        for root, grad in zip(roots, root_grads, strict=True):
+            if isinstance(root, Tensor):
+                edges.append(get_gradient_edge(root))
+                grads.append(torch.ones_like(root))
+            elif grad is not None:
+                edges.append(root)
+                grads.append(grad)
+        inlets = micro.inlets.values()
+        half = SplitBackward(edges, grads, inlets, self.weights.parameters)
+        half.inputs()
+        self._kept_bytes += half.held_bytes
+        kept_bytes = micro.saved_bytes + half.held_bytes
+        self._postponed[op.mini_batch, op.micro_batch] = half, kept_bytes
+
     def _statistics(self, op: Op, part: Part) -> AbstractContextManager[None]:
         """What a forward runs under, its first time."""
         if self._batch_norm is None:
@@ -392,7 +435,10 @@ class Stage:
     def _collect(self, name: str, inlets: Sequence[Inlet]) -> Tensor:
         spec = self.specs[name]
         if len(inlets) == 1 and inlets[0].grad is not None:
-            return inlets[0].grad.unsqueeze(0)
+            grad = inlets[0].grad
+            # The graph, and the inlet with it, may stay.
+            inlets[0].grad = None
+            return grad.unsqueeze(0)
         gathered = torch.zeros((len(inlets), *spec.shape), dtype=spec.dtype)
         for slot, inlet in zip(gathered, inlets, strict=True):
             # A tensor that the loss doesn't depend on has no gradient: zero.

@@ -31,6 +31,7 @@ def with_times(profile, forward_s=1e-3, backward_s=2e-3, shares=None):
                     m,
                     forward_s=share * forward_s * m.micro_batch,
                     backward_s=share * backward_s * m.micro_batch,
+                    backward_input_s=None,
                 )
                 for m in layer.measurements
             ),

@@ -15,13 +15,15 @@ from timeprest.runtime.run_dir import load_weights
 from timeprest.runtime.settings import RunSettings
 
 STEPS = 6
+FLUSH = ("pipedream-flush", "zb-h1")
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3])
 @pytest.mark.parametrize("n", [1, 2, 4])
-def test_pipedream_flush_is_plain_training(stages, n, mlp_profile, mlp_target, tmp_path):
+@pytest.mark.parametrize("variant", FLUSH)
+def test_flush_systems_are_plain_training(variant, stages, n, mlp_profile, mlp_target, tmp_path):
     """Loss by loss and weight by weight."""
-    plan = plan_by_hand(with_times(mlp_profile), "pipedream-flush", stages, n)
+    plan = plan_by_hand(with_times(mlp_profile), variant, stages, n)
     settings = RunSettings(task=mlp_target, steps=STEPS, evaluate=False)
     summary = run(plan, settings, tmp_path / "run", inline=True)
     losses, model = train_plainly(mlp_target, plan.mini_batch, STEPS)
@@ -31,11 +33,14 @@ def test_pipedream_flush_is_plain_training(stages, n, mlp_profile, mlp_target, t
     for name, weight in model.state_dict().items():
         np.testing.assert_allclose(state[name], weight, rtol=0, atol=1e-10)
     assert [report.versions_held for report in summary.stages] == [1] * stages
+    for report, predicted in zip(summary.stages, plan.predicted.stages, strict=True):
+        assert report.peak.total <= predicted.memory_bytes
 
 
 @pytest.mark.processes
-def test_pipedream_flush_in_processes(mlp_profile, mlp_target, tmp_path):
-    plan = plan_by_hand(with_times(mlp_profile), "pipedream-flush", 3, 4)
+@pytest.mark.parametrize(("variant", "stages"), [(FLUSH[0], 3), (FLUSH[1], 2), (FLUSH[1], 3)])
+def test_flush_systems_in_processes(variant, stages, mlp_profile, mlp_target, tmp_path):
+    plan = plan_by_hand(with_times(mlp_profile), variant, stages, 4)
     run(plan, RunSettings(task=mlp_target, steps=STEPS, evaluate=False), tmp_path / "run")
     _, model = train_plainly(mlp_target, plan.mini_batch, STEPS)
     state = load_weights(tmp_path / "run")
