@@ -60,9 +60,9 @@ def _pin(text: str) -> tuple[str, int]:
 @click.option(
     "--replicas",
     type=click.Choice(["auto", "off"]),
-    default="off",
+    default="auto",
     show_default=True,
-    help="Stages may take several devices.",
+    help="Stages may take several devices, or not.",
 )
 @click.option(
     "--recompute",
@@ -152,8 +152,6 @@ def _next(plan: Plan, path: str) -> str:
         return "it can't be run: its profile was imported"
     if not variant_named(plan.variant).runs:
         return f"{plan.variant} can be planned and simulated; tp-run doesn't train with it yet"
-    if any(stage.recompute or len(stage.devices) > 1 for stage in plan.stages):
-        return "tp-run can't execute replicas or recomputation yet"
     return f"next: tp-run {path}"
 
 
