@@ -10,7 +10,6 @@ s is a stage, b a mini-batch, i a micro-batch (None where an operation takes the
 from __future__ import annotations
 
 import re
-from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -272,9 +271,10 @@ class Oracle:
         # reads, and those that its forward's second run would read besides.
         self.log = [[] for _ in stages]
         self.reads = [[] for _ in stages]
-        self.differences = [Counter() for _ in stages]
-        # Per stage, how far each backward's weights were from the mini-batch's first forward's.
-        self.apart = [[] for _ in stages]
+        # Per backward: its version less its forward's, and how far its weights were from those of
+        # the mini-batch's first forward: ‖W_B − W_F‖ / ‖W_F‖.
+        self.differences = [[] for _ in stages]
+        self.weight_distances = [[] for _ in stages]
 
     def run(self, text, first=0):
         """Run an order, a line of operations for each stage; then it is drained.
@@ -347,8 +347,8 @@ class Oracle:
                 if not self.system.split:
                     self._weight_gradients(stage, b, k)
             # Where micro-batches ran forward on several versions, the oldest counts.
-            self.differences[s][version - min(forward)] += 1
-            self.apart[s].append(relative_distance(weights, stage.used[b, 0][1]))
+            self.differences[s].append(version - min(forward))
+            self.weight_distances[s].append(_distance(weights, stage.used[b, 0][1]))
         elif kind == "W":
             version, reads = stage.latest, set()
             for k in self._micros(b, i):
@@ -458,3 +458,10 @@ class Oracle:
             }
         )
         stage.grads, stage.summed = {}, set()
+
+
+def _distance(weights, others):
+    if not weights:
+        return 0.0
+    a, b = (np.concatenate([w.ravel() for w in each.values()]) for each in (weights, others))
+    return np.linalg.norm(a - b) / np.linalg.norm(b)
