@@ -235,15 +235,6 @@ class OracleStage:
         return {name: g / len(self.summed) for name, g in self.grads.items()}
 
 
-def relative_distance(weights, others):
-    """‖W − W′‖ / ‖W′‖ over all of a stage's weights."""
-    apart, norm = (
-        np.sqrt(sum((part**2).sum() for part in parts))
-        for parts in ([weights[k] - w for k, w in others.items()], others.values())
-    )
-    return apart / norm if norm else 0.0
-
-
 class Oracle:
     """Runs an order on a chain of linear layers ("l…") and tanh ("t…") with a mean squared loss."""
 
