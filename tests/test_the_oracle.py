@@ -83,9 +83,6 @@ def make_batches(sizes, steps=STEPS, widths=WIDTHS):
 
 def text_of(system, stages, n, steps=STEPS):
     """The package's order with equal stages and S − s in flight."""
-    if SYSTEMS[system].split:
-        assert stages == 1
-        return one_stage_zero_bubble(n, steps)
     like = "pipedream" if system in WHOLE_MINI_BATCHES else system
     return order_text(make_order(unit_pipeline(like, stages, n), steps))
 
@@ -97,18 +94,6 @@ def without_updates(text, every, steps):
     return "\n".join(
         " ".join(w for w in line.split() if "U" not in w or int(w.split("U")[1]) in kept)
         for line in lines
-    )
-
-
-def one_stage_zero_bubble(n, steps):
-    return " ".join(
-        word
-        for b in range(steps)
-        for word in (
-            *(f"0{kind}{b}.{i}" for i in range(n) for kind in "FB"),
-            *(f"0W{b}.{i}" for i in range(n)),
-            f"0U{b}",
-        )
     )
 
 
@@ -188,7 +173,7 @@ def test_with_one_stage_every_system_is_plain_training(system, optimizer):
 
 @pytest.mark.parametrize("sizes", [[6], [2, 2, 2], [3, 2, 1], [3, 3, 0]])
 @pytest.mark.parametrize("stages", [2, 3, 4])
-@pytest.mark.parametrize("system", ["gpipe", "pipedream-flush"])
+@pytest.mark.parametrize("system", ["gpipe", "pipedream-flush", "zb-h1"])
 def test_flush_systems_are_plain_training(system, stages, sizes):
     """However a mini-batch is cut into micro-batches: each counts by its share, be it nothing."""
     batches = make_batches(sizes)
