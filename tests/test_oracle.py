@@ -171,29 +171,29 @@ def test_inline_equals_the_oracle(variant, stages, n, optimizer, mlp_profile, ml
 @pytest.mark.parametrize("optimizer", ["decayed sgd", "decayed momentum", "decayed adam", "adamw"])
 @pytest.mark.parametrize(
     ("variant", "stages", "n"),
-    [case for case in cases((3,), (4,)) if not VARIANTS[case[0]].flushes],
+    [
+        case
+        for case in cases((3,), (4,))
+        # For other systems weight decay is torch's own affair.
+        if VARIANTS[case[0]].prediction or VARIANTS[case[0]].update_rule != "optimizer"
+    ],
 )
 def test_weight_decay(variant, stages, n, optimizer, mlp_profile, mlp_target, tmp_path):
     plan = plan_by_hand(with_times(mlp_profile), variant, stages, n)
     train(plan, mlp_target, optimizer, tmp_path / "run")
 
 
-@pytest.mark.parametrize("every", [2, 5])
 @pytest.mark.parametrize(("variant", "stages", "n"), cases((4,), (4,)))
-def test_updates_after_several_mini_batches(
-    variant, stages, n, every, mlp_profile, mlp_target, tmp_path
-):
-    """12 mini-batches: with updates after each fifth the last takes the mean of two."""
-    profile = with_times(mlp_profile)
-    plan = plan_by_hand(profile, variant, stages, n, update_every=every)
+def test_updates_after_several_mini_batches(variant, stages, n, mlp_profile, mlp_target, tmp_path):
+    """12 mini-batches, an update after each fifth: the last takes the mean of two."""
+    plan = plan_by_hand(with_times(mlp_profile), variant, stages, n, update_every=5)
     train(plan, mlp_target, "momentum", tmp_path / "run")
 
 
-@pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize(("variant", "stages", "n"), cases((3,), (4,)))
-def test_one_epoch_after_another(variant, stages, n, every, mlp_profile, mlp_target, tmp_path):
+def test_one_epoch_after_another(variant, stages, n, mlp_profile, mlp_target, tmp_path):
     """Of 5, 5 and 2 mini-batches: each ends drained, with an update; versions go on."""
-    plan = plan_by_hand(with_times(mlp_profile), variant, stages, n, update_every=every)
+    plan = plan_by_hand(with_times(mlp_profile), variant, stages, n, update_every=2)
     target = mlp_target.replace("MLPTask", "ShortEpochs")
     train(plan, target, "adam", tmp_path / "run")
 
