@@ -56,7 +56,7 @@ def test_what_is_used_and_held_is_the_oracles(system, data):
     order = make_order(pipeline, mini_batches)
     oracle = ask_oracle(system, pipeline.micro_batches, order, mini_batches)
     entries = entry_versions(order[0])
-    again = [False] if pipeline.variant.prediction else [False, True]
+    again = [False] if pipeline.variant.recompute_refusal else [False, True]
     for s, ops in enumerate(order):
         for recompute in again:
             use = version_use(
