@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from ..profiles.files import read_file, write_file
 from ..profiles.profile import IMPORTED, Profile, check_profile
 from .cluster_options import cluster_of, cluster_options
 from .common import Bar, common_options, errors_as_lines, output
-from .plan_tables import comparison, front_table, print_plan
+from .plan_tables import assumed, comparison, front_table, print_plan
 
 
 def count_or_auto(text: str, option: str) -> int | None:
@@ -129,6 +130,7 @@ def solve(
         click.echo(msgspec.json.encode(plan))
     elif not quiet:
         print_plan(plan, 16 if verbose else 0)
+        _print_assumed(profile, [variant])
         output().print(f"wrote {path}; {_next(plan, path)}")
 
 
@@ -145,6 +147,11 @@ def _asked(options: dict[str, Any]) -> dict[str, Any]:
         "optimizer_state_factor": options["optimizer_state"],
         "update_every": options["update_every"],
     }
+
+
+def _print_assumed(profile: Profile, variants: Sequence[str]) -> None:
+    for note in filter(None, (assumed(profile, variant) for variant in variants)):
+        output().print(note)
 
 
 def _next(plan: Plan, path: str) -> str:
@@ -185,6 +192,7 @@ def _solve_all(
         console = output()
         console.print(comparison(plans, failed))
         console.print(front_table(front.points))
+        _print_assumed(profile, list(plans))
         console.print(f"wrote {', '.join(map(str, paths.values()))}")
 
 
