@@ -9,6 +9,7 @@ from statistics import median
 from ..planner.plan import Plan
 from ..profiles.errors import FileError, UserError
 from .channels import LocalChannels, Mailbox
+from .gradient_files import keep_gradients
 from .launch import launch
 from .observer import MetricsFile, Observer, Silent
 from .operation_log import OperationLog, StageMetrics
@@ -114,6 +115,8 @@ def _run_inline(prepared: Prepared, where: RunDir, collector: _Collector) -> lis
         StageRunner(prepared, s, LocalChannels(s, mailbox), log, mine)
         for s, (log, mine) in enumerate(zip(logs, own, strict=True))
     ]
+    for runner in runners:
+        keep_gradients(where, runner)
     try:
         metrics = MetricsFile(where.metrics)
     except OSError as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 
@@ -17,6 +17,7 @@ from ..planner.orders import make_order
 from ..planner.simulate import simulate
 from .clipping import Total, TotalInline
 from .data import Segment
+from .draws import WithoutDropout
 from .observer import Observer
 from .runner import StageRunner
 from .scores import EpochRecord, EvaluationScore, StageEpoch, StageReport, StageScore
@@ -59,6 +60,10 @@ class Course:
 
     def run(self) -> None:
         """Train all segments and evaluate after each."""
+        with nullcontext() if self.prepared.settings.dropout else WithoutDropout():
+            self._run()
+
+    def _run(self) -> None:
         for segment in self.prepared.segments:
             self.barrier()
             self._train(segment)

@@ -19,6 +19,7 @@ from ..profiles.errors import TimeprestError
 from ..profiles.target import describe_error
 from .channels import PeerError, ProcessChannels
 from .clipping import total_over_processes
+from .gradient_files import keep_gradients
 from .observer import MetricsFile, Observer, Silent
 from .operation_log import OperationLog, StageMetrics
 from .prepare import prepare
@@ -75,6 +76,7 @@ def _work(run_dir: RunDir, store_path: str, rank: int, world_size: int) -> None:
     channels = ProcessChannels(rank, prepared.crossings, settings.timeout_s)
     own = StageMetrics(run_dir.stage_metrics(rank))
     runner = StageRunner(prepared, rank, channels, log, own)
+    keep_gradients(run_dir, runner)
     metrics = MetricsFile(run_dir.metrics) if runner.is_last else None
     observer: Observer = metrics or Silent()
     course = Course([runner], observer, _barrier(rank), total_over_processes(rank))
