@@ -104,7 +104,7 @@ class Relaxation:
         self.question = question
         self.freedom = freedom
         self.variant: Variant = variant_named(question.variant)
-        self.graph = LayerGraph(question.profile)
+        self.graph = LayerGraph(question.profile, question.tied)
         # Predicted weights aren't kept: their activations can't be made again.
         self._again = (False,) if self.variant.prediction else RECOMPUTE[freedom.recompute]
 
@@ -174,7 +174,7 @@ class Relaxation:
             tensors=tuple(self._tensors(micro_batches, counts[-1], guess=guess)),
             modes=tuple(modes),
             options=tuple(options),
-            parameter_bytes=graph.parameter_bytes,
+            parameter_bytes=graph.likely_bytes if guess else graph.parameter_bytes,
             devices=len(self.question.cluster.devices) // grain,
             place=self._place(
                 [option.replicas * grain for option in options],
