@@ -187,18 +187,19 @@ def _plain_training(plain: PlainTraining, folder: Path, prepared: Prepared) -> T
 
 def _updates(prepared: Prepared) -> list[int]:
     """The mini-batch before each update."""
-    every = prepared.pipeline.update_every
     return [
         segment.first + b
         for segment in prepared.segments
         for b in range(segment.mini_batches)
-        if (b + 1) % every == 0 or b + 1 == segment.mini_batches
+        if segment.updates_after(b)
     ]
 
 
 def _tolerance(prepared: Prepared) -> tuple[float, str]:
-    """The tolerance of the parameters' least precise dtype, and its name."""
+    """The tolerance of the least precise dtype of parameters and autocast, and its name."""
     dtypes = {p.dtype for piece in prepared.pieces for p in piece.module.parameters()}
+    if prepared.autocast is not None:
+        dtypes.add(prepared.autocast)
     known = [dtype for dtype in dtypes if dtype in TOLERANCES] or [torch.float32]
     dtype = max(known, key=lambda dtype: TOLERANCES[dtype])
     return TOLERANCES[dtype], str(dtype).removeprefix("torch.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 import variety_tasks
@@ -20,10 +21,10 @@ from timeprest.runtime import check as checking
 from timeprest.runtime.check import INLINE, ONE_BY_ONE, WHOLE, check
 from timeprest.runtime.draws import WithoutDropout
 from timeprest.runtime.run import run
-from timeprest.runtime.settings import RunSettings
+from timeprest.runtime.settings import OptimizerChoice, RunSettings
 
 FILE = Path(__file__).parent / "variety_tasks.py"
-FLUSHING = ("gpipe", "pipedream-flush")
+FLUSHING = [name for name, v in VARIANTS.items() if v.runs and v.flushes]
 
 _profiles = {}
 
@@ -108,11 +109,29 @@ def test_a_wrong_optimizer_is_found(monkeypatch):
     assert weight.absolute > weight.allowed
 
 
-def test_uneven_micro_batches_and_averaged_gradients():
-    plan = plan_for("SkipsTask", "gpipe", 3, 3)
+def test_everything_that_settings_change_is_done_on_both_sides():
+    """Uneven micro-batches, a last mini-batch that isn't full, averaging, clipping, a schedule."""
+    plan = msgspec.structs.replace(plan_for("SkipsTask", "gpipe", 3, 3), update_every=2)
     assert plan.micro_batch == 3
-    settings = settings_for("SkipsTask", steps=4, ragged="pad")
-    assert check(plan, settings, inline=True).verdict == "same"
+    more = {"ragged": "pad", "clip_norm": 0.1, "lr_schedule": "linear", "warmup": 1}
+    choice = OptimizerChoice(name="adamw", lr=0.01, weight_decay=0.1)
+    settings = settings_for("SkipsTask", steps=7, optimizer=choice, decay_only="matrices", **more)
+    report = check(plan, settings, inline=True)
+    assert report.verdict == "same"
+    assert report.against[1].differences[1].absolute < 1e-14
+
+
+def test_deferred_batch_norms_are_deferred_on_both_sides():
+    settings = settings_for("ResNetTask", deferred_batch_norm=True)
+    report = check(plan_for("ResNetTask", "gpipe", 2, 4), settings, inline=True)
+    assert report.verdict == "same"
+
+
+def test_autocast_has_its_own_tolerance():
+    settings = settings_for("SkipsTask", autocast="bfloat16")
+    report = check(plan_for("SkipsTask", "gpipe", 2, 4), settings, inline=True)
+    assert report.verdict == "same"
+    assert (report.dtype, report.tolerance) == ("bfloat16", 5e-2)
 
 
 @pytest.mark.parametrize("training", [True, False])
