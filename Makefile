@@ -3,6 +3,7 @@
 # make check  lint, format and type checks alone
 # make model-table  profile the models of docs/models.md anew (a quarter of an hour)
 # make bench-scale    plan a GPT-3 shape for up to 4,096 devices (some minutes)
+# make bench-systems  train one model with every system for docs/systems_measured.md (minutes)
 # make bench-planner  solve published workloads anew for docs/planner_benchmark.md (some minutes)
 # make format put the code into the house's format
 
@@ -12,7 +13,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO ?= demo
 
-.PHONY: demo test check lint types tests format model-table bench-planner bench-scale clean
+.PHONY: demo test check lint types tests format model-table bench-planner bench-scale bench-systems clean
 
 demo: $(READY)
 	rm -rf $(DEMO)
@@ -43,6 +44,9 @@ model-table: $(READY)
 
 bench-planner: $(READY)
 	$(BIN)/python benchmarks/planner.py
+
+bench-systems: $(READY)
+	$(BIN)/python benchmarks/systems.py
 
 bench-scale: $(READY)
 	$(BIN)/python benchmarks/scale.py

@@ -79,12 +79,16 @@ def summary_lines(summary: RunSummary) -> list[Text]:
         seen = ", ".join(
             f"{difference} in {times}" for difference, times in report.version_differences.items()
         )
-        lines.append(Text(f"version differences seen on stage {report.stage}: {seen} backwards"))
+        apart = f"; weights up to {report.weight_distance:.2%} apart" * bool(report.weight_distance)
+        lines.append(
+            Text(f"version differences seen on stage {report.stage}: {seen} backwards{apart}")
+        )
     lines.append(
         Text(
             "peak: weights, older versions, gradients, optimizer, activations, messages; without "
             "scratch memory. RSS: the whole process, libraries included. versions: of the weights, "
-            "held at once. difference: version of a backward less that of its forward.",
+            "held at once. difference: version of a backward less that of its forward. apart: "
+            "‖W_B − W_F‖ / ‖W_F‖, the mean of the epoch with the largest.",
             style="dim",
         )
     )

@@ -1,6 +1,7 @@
-"""Pipelines laid over clusters of every kind: replicas, machines, shared wires.
+"""Drawn pipelines: chains with any times, and pipelines laid over clusters of every kind.
 
-All times are sums of powers of two, so that what happens at the same time does so to the last bit.
+The latter have replicas, machines, shared wires; all their times are sums of powers of two, so that
+what happens at the same time does so to the last bit.
 """
 
 from __future__ import annotations
@@ -11,10 +12,46 @@ from hypothesis import strategies as st
 from timeprest.planner.cluster import Cluster, Device, Network
 from timeprest.planner.layout import StageTimes, make_pipeline
 from timeprest.planner.orders import limit_ranges
+from timeprest.planner.pipeline import Link, Pipeline
 from timeprest.planner.stage_costs import Crossing
 from timeprest.planner.variants import VARIANTS
 
 ALL = tuple(sorted(VARIANTS))
+
+
+times = st.floats(0.01, 10, allow_nan=False)
+
+
+@st.composite
+def pipelines(draw, variants=ALL, most_stages=6, most_micro_batches=8):
+    variant = VARIANTS[draw(st.sampled_from(variants))]
+    stages = draw(st.integers(1, most_stages))
+    least = variant.least_micro_batches(stages)
+    n = (
+        1
+        if variant.whole_mini_batches
+        else draw(st.integers(least, max(least, most_micro_batches)))
+    )
+    links = {(s, s + 1) for s in range(stages - 1)}
+    for _ in range(draw(st.integers(0, 3)) if stages > 2 else 0):
+        a = draw(st.integers(0, stages - 2))
+        links.add((a, draw(st.integers(a + 1, stages - 1))))
+    limits = []
+    for least, most in reversed(limit_ranges(variant, stages)):
+        low = max(least, limits[0]) if limits else least
+        limits.insert(0, draw(st.integers(low, most)))
+    return Pipeline(
+        variant=variant,
+        micro_batches=n,
+        forward_s=tuple(draw(times) for _ in range(stages)),
+        backward_s=tuple(draw(times) for _ in range(stages)),
+        update_s=tuple(draw(st.sampled_from([0.0, 0.5])) for _ in range(stages)),
+        links=tuple(
+            Link(a, b, draw(st.floats(0, 5)), draw(st.floats(0, 5)), 0.1, draw(st.booleans()))
+            for a, b in sorted(links)
+        ),
+        limits=tuple(limits),
+    )
 
 
 @st.composite

@@ -37,3 +37,10 @@ class MLPTask:
 
     def optimizer(self, parameters):
         return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+class ShortEpochs(MLPTask):
+    """The same on 44 samples: five mini-batches of 8 in an epoch, and 4 samples left."""
+
+    def data(self, split):
+        return TensorDataset(*(part[:44] for part in super().data(split).tensors))

@@ -297,12 +297,13 @@ class Oracle:
         Args:
             recompute: the forward runs again just before its backward, on the same weights.
         """
+        last_read = {}
+        for k, (own, again) in enumerate(self.reads[s]):
+            last_read.update(dict.fromkeys(own | again if recompute else own, k))
         latest, most = 0, 1
-        reads = [own | again if recompute else own for own, again in self.reads[s]]
         for k, (text, version) in enumerate(self.log[s]):
             latest = version if "U" in text else latest
-            older = {v for later in reads[k + 1 :] for v in later if v < latest}
-            most = max(most, 1 + len(older))
+            most = max(most, 1 + sum(v < latest and last > k for v, last in last_read.items()))
         return most
 
     # Operations ------------------------------------------------------------------------------

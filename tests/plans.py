@@ -50,15 +50,34 @@ def split_evenly(names, stages):
     return [tuple(names[a:b]) for a, b in itertools.pairwise(borders)]
 
 
-def plan_by_hand(profile, variant, stages, micro_batches, limits=None, mini_batch=8, cut=None):
-    """A plan with a given cut and in-flight limits (S − s by default)."""
+def plan_by_hand(
+    profile,
+    variant,
+    stages,
+    micro_batches,
+    limits=None,
+    mini_batch=8,
+    cut=None,
+    *,
+    update_every=1,
+    recompute=(),
+):
+    """A plan with a given cut and in-flight limits (S − s by default).
+
+    Args:
+        recompute: per stage; nowhere by default.
+    """
     names = [layer.name for layer in profile.layers]
     groups = cut or split_evenly(names, stages)
     if limits is None:
         ranges = limit_ranges(VARIANTS[variant], stages)
         limits = [min(most, stages - s) for s, (_, most) in enumerate(ranges)]
     factor = profile.optimizer.state_bytes_per_parameter_byte
-    question = Question(profile, uniform_cluster(stages), variant, mini_batch, factor)
-    return make_plan(
-        question, evaluate(question, lone_stages(groups, limits), micro_batches), REPORT
-    )
+    question = Question(profile, uniform_cluster(stages), variant, mini_batch, factor, update_every)
+    stages_ = [
+        msgspec.structs.replace(stage, recompute=again)
+        for stage, again in itertools.zip_longest(
+            lone_stages(groups, limits), recompute, fillvalue=False
+        )
+    ]
+    return make_plan(question, evaluate(question, stages_, micro_batches), REPORT)

@@ -1,23 +1,23 @@
-"""Runs against the oracle: same weights, same losses, same version for every operation."""
+"""Runs against the oracle: same weights, same losses, same versions used and held."""
 
 from __future__ import annotations
 
 import json
-from itertools import combinations
+from itertools import combinations, count
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from oracle import Adam, Momentum, Oracle
+from oracle import SGD, SYSTEMS, Adam, Oracle
 from plain import train_plainly
-from plans import plan_by_hand, split_evenly, with_times
+from plans import plan_by_hand, with_times
 from timeprest.planner.operations import order_text
-from timeprest.planner.orders import make_order
+from timeprest.planner.orders import limit_ranges, make_order
 from timeprest.planner.plan import pipeline_of
+from timeprest.planner.variants import VARIANTS
 from timeprest.profiles.target import resolve
-from timeprest.runtime.data import Samples
 from timeprest.runtime.observer import read_losses
 from timeprest.runtime.run import run
 from timeprest.runtime.run_dir import load_weights
@@ -25,40 +25,79 @@ from timeprest.runtime.settings import OptimizerChoice, RunSettings
 
 STEPS = 12
 OPTIMIZERS = {
-    "momentum": (OptimizerChoice(name="sgd", lr=0.05, momentum=0.9), Momentum),
-    "adam": (OptimizerChoice(name="adam", lr=0.05), Adam),
+    "sgd": ({"name": "sgd"}, SGD, {}),
+    "momentum": ({"name": "sgd", "momentum": 0.9}, SGD, {"momentum": 0.9}),
+    "adam": ({"name": "adam"}, Adam, {}),
+    "decayed": (
+        {"name": "sgd", "momentum": 0.8, "weight_decay": 0.1},
+        SGD,
+        {"momentum": 0.8, "weight_decay": 0.1},
+    ),
+    "decayed adam": ({"name": "adam", "weight_decay": 0.1}, Adam, {"weight_decay": 0.1}),
+    "adamw": (
+        {"name": "adamw", "weight_decay": 0.1},
+        Adam,
+        {"weight_decay": 0.1, "decoupled": True},
+    ),
 }
-CASES = [
-    (variant, stages, n)
-    for variant in ("timeprest", "v-timeprest", "pipedream", "gpipe")
-    for stages in (1, 2, 3, 4)
-    for n in ((1,) if variant == "pipedream" else (1, 2, 4))
-]
+"""What tp-run is asked for, the oracle's own, and what that one is given."""
 
 
-def settings_of(target, optimizer):
+def cases(stages, counts):
+    """(system, S, N) of all systems that train, with these N where there are micro-batches."""
+    return [
+        (name, s, n)
+        for name, variant in VARIANTS.items()
+        for s in (stages if variant.runs else ())
+        for n in ((1,) if variant.whole_mini_batches else counts)
+        if n >= variant.least_micro_batches(s)
+    ]
+
+
+def settings_of(target, optimizer, **more):
+    asked, _, _ = OPTIMIZERS[optimizer]
+    choice = OptimizerChoice(**asked, lr=0.05)
     return RunSettings(
-        task=target, steps=STEPS, optimizer=optimizer, log_operations=True, evaluate=False
+        task=target, steps=STEPS, optimizer=choice, log_operations=True, evaluate=False, **more
     )
 
 
-def ask_oracle(plan, target, optimizer):
-    """What the oracle makes of the plan's own order, on the samples of epoch 0."""
-    task = resolve(target).task
+def ask_oracle(plan, asked, optimizer):
+    """What the oracle makes of the plan's own orders, epoch by epoch."""
+    task = resolve(asked.task).task
     torch.manual_seed(0)
     weights = {name: w.numpy().copy() for name, w in task.model().state_dict().items()}
-    samples = Samples(task, "train", plan.micro_batch, seed=0)
-    batches = [
-        [
-            (inputs[0].numpy(), wanted.numpy())
-            for inputs, wanted in (
-                samples.train(0, b, plan.micro_batches, i) for i in range(plan.micro_batches)
-            )
-        ]
-        for b in range(STEPS)
-    ]
-    oracle = Oracle(plan.variant, [list(s.nodes) for s in plan.stages], weights, optimizer, batches)
-    return oracle.run(order_text(make_order(pipeline_of(plan), STEPS)))
+    _, make, given_ = OPTIMIZERS[optimizer]
+    epochs = list(batches_by_epoch(task, plan.mini_batch, plan.micro_batches))
+    oracle = Oracle(
+        plan.variant,
+        [list(s.nodes) for s in plan.stages],
+        weights,
+        lambda: make(lr=0.05, **given_),
+        [batch for epoch in epochs for batch in epoch],
+        decay=asked.decay,
+        rate=asked.decay_rate,
+    )
+    first = 0
+    for epoch in epochs:
+        oracle.run(order_text(make_order(pipeline_of(plan), len(epoch))), first)
+        first += len(epoch)
+    return oracle
+
+
+def batches_by_epoch(task, mini_batch, n):
+    """Mini-batches of N micro-batches that differ by one sample at most; 12 in all."""
+    x, y = (part.numpy() for part in task.data("train").tensors)
+    left = STEPS
+    for epoch in count():
+        shuffle = torch.Generator().manual_seed(epoch)
+        shuffled = torch.randperm(len(x), generator=shuffle).numpy()
+        each = min(len(x) // mini_batch, left)
+        parts = [np.array_split(shuffled[b * mini_batch :][:mini_batch], n) for b in range(each)]
+        yield [[(x[k], y[k]) for k in micro_batches] for micro_batches in parts]
+        left -= each
+        if not left:
+            return
 
 
 def compare(run_dir, plan, oracle, summary):
@@ -67,79 +106,167 @@ def compare(run_dir, plan, oracle, summary):
     assert state.keys() == wanted.keys()
     for name, weight in wanted.items():
         np.testing.assert_allclose(state[name].numpy(), weight, rtol=0, atol=1e-10, err_msg=name)
-    for s in range(len(plan.stages)):
+    np.testing.assert_allclose(
+        read_losses(run_dir / "metrics.jsonl"), oracle.losses, rtol=0, atol=1e-10
+    )
+    for s, stage in enumerate(plan.stages):
         lines = (run_dir / "operations" / f"stage{s}.jsonl").read_text().splitlines()
         logged = [(line["op"], line["version"]) for line in map(json.loads, lines)]
         assert logged == oracle.log[s]
-    per_mini_batch = np.array(oracle.losses).reshape(STEPS, -1).mean(1)
-    np.testing.assert_allclose(
-        read_losses(run_dir / "metrics.jsonl"), per_mini_batch, rtol=0, atol=1e-10
-    )
-    held = [report.versions_held for report in summary.stages]
-    assert held == oracle.most_versions
+        report = summary.stages[s]
+        assert report.versions_held == oracle.most_held(s, recompute=stage.recompute)
+        assert report.version_differences == dict(oracle.differences[s])
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize(("variant", "stages", "n"), CASES)
+def train(plan, target, optimizer, run_dir, *, inline=True, **more):
+    """Run the plan, compare with the oracle, return the summary."""
+    asked = settings_of(target, optimizer, **more)
+    summary = run(plan, asked, run_dir, inline=inline)
+    compare(run_dir, plan, ask_oracle(plan, asked, optimizer), summary)
+    return summary
+
+
+# Inline ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("variant", "stages", "n", "optimizer"),
+    [
+        (*case, optimizer)
+        for case in cases((1, 2, 3, 4), (1, 2, 4))
+        for optimizer in ("sgd", "momentum", "adam")
+        # Where the pipeline drains before each update, optimizers see plain gradients.
+        if optimizer == "adam" or not VARIANTS[case[0]].flushes
+    ],
+)
 def test_inline_equals_the_oracle(variant, stages, n, optimizer, mlp_profile, mlp_target, tmp_path):
-    choice, by_hand = OPTIMIZERS[optimizer]
     plan = plan_by_hand(with_times(mlp_profile), variant, stages, n)
-    summary = run(plan, settings_of(mlp_target, choice), tmp_path / "run", inline=True)
-    compare(tmp_path / "run", plan, ask_oracle(plan, mlp_target, by_hand), summary)
+    train(plan, mlp_target, optimizer, tmp_path / "run")
 
 
-@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.parametrize("optimizer", ["decayed", "decayed adam", "adamw"])
+@pytest.mark.parametrize(
+    ("variant", "stages", "n"),
+    [case for case in cases((3,), (4,)) if not VARIANTS[case[0]].flushes],
+)
+def test_weight_decay(variant, stages, n, optimizer, mlp_profile, mlp_target, tmp_path):
+    plan = plan_by_hand(with_times(mlp_profile), variant, stages, n)
+    train(plan, mlp_target, optimizer, tmp_path / "run")
+
+
+@pytest.mark.parametrize("every", [2, 5])
+@pytest.mark.parametrize(("variant", "stages", "n"), cases((4,), (4,)))
+def test_updates_after_several_mini_batches(
+    variant, stages, n, every, mlp_profile, mlp_target, tmp_path
+):
+    """12 mini-batches: with updates after each fifth the last takes the mean of two."""
+    profile = with_times(mlp_profile)
+    plan = plan_by_hand(profile, variant, stages, n, update_every=every)
+    train(plan, mlp_target, "momentum", tmp_path / "run")
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize(("variant", "stages", "n"), cases((3,), (4,)))
+def test_one_epoch_after_another(variant, stages, n, every, mlp_profile, mlp_target, tmp_path):
+    """Of 5, 5 and 2 mini-batches: each ends drained, with an update; versions go on."""
+    plan = plan_by_hand(with_times(mlp_profile), variant, stages, n, update_every=every)
+    target = mlp_target.replace("MLPTask", "ShortEpochs")
+    train(plan, target, "adam", tmp_path / "run")
+
+
+@pytest.mark.parametrize("n", [3, 5])
+@pytest.mark.parametrize(("variant", "stages"), [(v, s) for v, s, n in cases((3,), (4,)) if n > 1])
+def test_uneven_micro_batches(variant, stages, n, mlp_profile, mlp_target, tmp_path):
+    """8 samples as 3, 3, 2 and as 2, 2, 2, 1, 1."""
+    plan = plan_by_hand(with_times(mlp_profile), variant, stages, n)
+    train(plan, mlp_target, "adam", tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("variant", "stages", "n"),
+    [case for case in cases((3,), (2, 4)) if not VARIANTS[case[0]].prediction],
+)
+def test_recomputation(variant, stages, n, mlp_profile, mlp_target, tmp_path):
+    """On the forward's weights: nothing changes but what the stage holds. Not on the last stage."""
+    plan = plan_by_hand(with_times(mlp_profile), variant, stages, n, recompute=(True, True, False))
+    train(plan, mlp_target, "momentum", tmp_path / "run")
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize(
+    ("decay", "rate"), [("exponential", 0.3), ("inverse", 1.0), ("linear", 0.4)]
+)
+def test_significance_of_a_forwards_weights(decay, rate, n, mlp_profile, mlp_target, tmp_path):
+    plan = plan_by_hand(with_times(mlp_profile), "i-timeprest", 4, n)
+    more = {"decay": decay, "decay_rate": rate}
+    summary = train(plan, mlp_target, "momentum", tmp_path / "run", **more)
+    assert max(summary.stages[0].version_differences) > 1
+
+
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_odd_orders_equal_the_oracle(data, mlp_profile, mlp_target, tmp_path_factory):
-    """Uneven stages and limits give orders in which updates land anywhere."""
+    """Uneven stages, limits and updates give orders in which updates land anywhere."""
     names = [layer.name for layer in mlp_profile.layers]
-    variant = data.draw(st.sampled_from(["timeprest", "v-timeprest"]))
-    stages = data.draw(st.integers(2, 4))
+    variant, stages, n = data.draw(st.sampled_from(cases((2, 3, 4), (1, 2, 4))))
     shares = data.draw(st.lists(st.integers(1, 9), min_size=len(names), max_size=len(names)))
-    limits = [1]
-    for _ in range(stages - 1):
-        limits.insert(0, limits[0] + data.draw(st.integers(0, 2)))
-    n = data.draw(st.sampled_from([1, 2, 4]))
+    limits = []
+    for least, most in reversed(limit_ranges(VARIANTS[variant], stages)):
+        limits.insert(0, data.draw(st.integers(max([least, *limits[:1]]), most)))
     backward_s = data.draw(st.sampled_from([1e-4, 1e-3, 3e-3]))
+    every = data.draw(st.sampled_from([1, 1, 2, 3]))
     profile = with_times(mlp_profile, backward_s=backward_s, shares=shares)
-    cut = split_evenly(names, stages)
-    plan = plan_by_hand(profile, variant, stages, n, limits, cut=cut)
-    run_dir = tmp_path_factory.mktemp("odd") / "run"
-    choice, by_hand = OPTIMIZERS["momentum"]
-    summary = run(plan, settings_of(mlp_target, choice), run_dir, inline=True)
-    compare(run_dir, plan, ask_oracle(plan, mlp_target, by_hand), summary)
-
-
-@pytest.mark.processes
-@pytest.mark.timeout(180)
-@pytest.mark.parametrize("stages", [2, 3])
-@pytest.mark.parametrize("variant", ["timeprest", "v-timeprest", "pipedream", "gpipe"])
-def test_processes_equal_inline_and_the_oracle(variant, stages, mlp_profile, mlp_target, tmp_path):
-    choice, by_hand = OPTIMIZERS["momentum" if stages == 3 else "adam"]
-    n = 1 if variant == "pipedream" else 4
-    plan = plan_by_hand(with_times(mlp_profile), variant, stages, n)
-    wanted = ask_oracle(plan, mlp_target, by_hand)
-    summary = run(plan, settings_of(mlp_target, choice), tmp_path / "processes")
-    compare(tmp_path / "processes", plan, wanted, summary)
-    run(plan, settings_of(mlp_target, choice), tmp_path / "inline", inline=True)
-    inline = load_weights(tmp_path / "inline")
-    for name, weight in load_weights(tmp_path / "processes").items():
-        assert (weight - inline[name]).abs().max() <= 1e-10, name
-    differences = [list(report.version_differences) for report in summary.stages]
-    predicted = [stage.version_difference for stage in plan.predicted.stages]
-    assert [max(seen) for seen in differences] == predicted
+    plan = plan_by_hand(profile, variant, stages, n, limits, update_every=every)
+    train(plan, mlp_target, "momentum", tmp_path_factory.mktemp("odd") / "run")
 
 
 def test_the_oracle_tells_systems_apart(mlp_profile, mlp_target):
     """Equality with it means something: each system ends with other weights."""
-    _, by_hand = OPTIMIZERS["momentum"]
     profile = with_times(mlp_profile)
-    found = [
-        ask_oracle(plan_by_hand(profile, v, 3, n), mlp_target, by_hand).weights()
-        for v, n in (("timeprest", 4), ("v-timeprest", 4), ("pipedream", 1), ("gpipe", 4))
-    ]
+    found = []
+    for variant, stages, n in cases((3,), (4,)):
+        # Those that flush are all the same.
+        if not VARIANTS[variant].flushes or variant == "gpipe":
+            plan = plan_by_hand(profile, variant, stages, n)
+            asked = settings_of(mlp_target, "momentum")
+            found.append(ask_oracle(plan, asked, "momentum").weights())
+    assert len(found) > 3
     for a, b in combinations(found, 2):
         assert max(np.abs(a[name] - b[name]).max() for name in a) > 1e-5
+
+
+def test_the_oracle_knows_every_system():
+    assert set(SYSTEMS) == set(VARIANTS)
+    assert all(variant.runs for variant in VARIANTS.values())
+
+
+# In processes ------------------------------------------------------------------------------
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    ("variant", "stages", "n", "optimizer"),
+    [
+        ("timeprest", 3, 4, "momentum"),
+        ("i-timeprest", 2, 2, "momentum"),
+        ("pipedream-vertical-sync", 2, 1, "momentum"),
+        ("pipedream-2bw", 2, 4, "adam"),
+        ("spectrain", 3, 1, "momentum"),
+        ("zb-h1", 3, 4, "sgd"),
+    ],
+)
+def test_processes_equal_inline_and_the_oracle(
+    variant, stages, n, optimizer, mlp_profile, mlp_target, tmp_path
+):
+    plan = plan_by_hand(with_times(mlp_profile), variant, stages, n)
+    summary = train(plan, mlp_target, optimizer, tmp_path / "processes", inline=False)
+    train(plan, mlp_target, optimizer, tmp_path / "inline")
+    inline = load_weights(tmp_path / "inline")
+    for name, weight in load_weights(tmp_path / "processes").items():
+        assert (weight - inline[name]).abs().max() <= 1e-10, name
+    predicted = [stage.version_difference for stage in plan.predicted.stages]
+    assert [max(report.version_differences) for report in summary.stages] == predicted
 
 
 @pytest.mark.processes

@@ -7,13 +7,13 @@ from itertools import pairwise
 from math import ceil
 
 import pytest
+from drawn_pipelines import pipelines
 from hypothesis import given
 from hypothesis import strategies as st
 from order_by_hand import list_schedule
 from timeprest.planner.operations import Op, op_text, order_text, parse_op, parse_order
 from timeprest.planner.order_check import check_order
 from timeprest.planner.orders import limit_ranges, make_order
-from timeprest.planner.pipeline import Link, Pipeline
 from timeprest.planner.simulate import simulate, steady_period_s, warm_mini_batches
 from timeprest.planner.variants import VARIANTS
 from timeprest.planner.versions import entry_versions, version_use
@@ -219,42 +219,6 @@ def test_gpipe_time_is_the_flow_shop_formula(stages, n):
 
 
 # Drawn -------------------------------------------------------------------------------------
-
-ALL = tuple(sorted(VARIANTS))
-
-times = st.floats(0.01, 10, allow_nan=False)
-
-
-@st.composite
-def pipelines(draw, variants=ALL, most_stages=6, most_micro_batches=8):
-    variant = VARIANTS[draw(st.sampled_from(variants))]
-    stages = draw(st.integers(1, most_stages))
-    least = variant.least_micro_batches(stages)
-    n = (
-        1
-        if variant.whole_mini_batches
-        else draw(st.integers(least, max(least, most_micro_batches)))
-    )
-    links = {(s, s + 1) for s in range(stages - 1)}
-    for _ in range(draw(st.integers(0, 3)) if stages > 2 else 0):
-        a = draw(st.integers(0, stages - 2))
-        links.add((a, draw(st.integers(a + 1, stages - 1))))
-    limits = []
-    for least, most in reversed(limit_ranges(variant, stages)):
-        low = max(least, limits[0]) if limits else least
-        limits.insert(0, draw(st.integers(low, most)))
-    return Pipeline(
-        variant=variant,
-        micro_batches=n,
-        forward_s=tuple(draw(times) for _ in range(stages)),
-        backward_s=tuple(draw(times) for _ in range(stages)),
-        update_s=tuple(draw(st.sampled_from([0.0, 0.5])) for _ in range(stages)),
-        links=tuple(
-            Link(a, b, draw(st.floats(0, 5)), draw(st.floats(0, 5)), 0.1, draw(st.booleans()))
-            for a, b in sorted(links)
-        ),
-        limits=tuple(limits),
-    )
 
 
 @given(pipelines(("timeprest",)), st.integers(1, 5))
