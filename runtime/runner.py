@@ -13,6 +13,7 @@ from ..planner.operations import BACKWARD, FORWARD, Op, Order, op_text
 from ..planner.versions import entry_versions
 from ..profiles.errors import RunError, TimeprestError
 from ..profiles.target import describe_error
+from .absent import add_gradients
 from .channels import Channels
 from .clipping import Clipping, Total, own_part, trained
 from .data import Samples, Segment, part_of, real_samples, updates_of
@@ -165,7 +166,10 @@ class StageRunner:
             if c.spec.needs_grad:
                 found = self.channels.receive(c, BACKWARD)
                 name = c.spec.name
-                grads[name] = grads[name].add_(found) if name in grads else found
+                if name in grads:
+                    add_gradients(grads[name], found)
+                else:
+                    grads[name] = found
         start = clock()
         version, forward_version, back = self.stage.backward(op, grads, self.channels.held_bytes)
         end = clock()

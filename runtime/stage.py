@@ -21,6 +21,7 @@ from ..profiles.saved import storage_key
 from ..profiles.task import Task
 from ..profiles.tracing.pieces import Piece, decode, encode
 from ..profiles.tracing.shapes import ValueSpec
+from .absent import absent, fill_absent
 from .accounting import MemoryAccount
 from .again import Again, Ingredients
 from .batch_norm import DeferredBatchNorm
@@ -205,7 +206,7 @@ class Stage:
 
         Args:
             grads: for each output that needs one, the gradients summed over the stages that
-                use it, ``[micro-batches of this backward, ...]``.
+                use it, ``[micro-batches of this backward, ...]``; there may be none (`absent`).
 
         Returns:
             The version used; the one the forward used; for each received input that needs
@@ -218,12 +219,13 @@ class Stage:
         tensors = self.rules.backward(op, version)
         roots: list[Tensor | GradientEdge] = []
         root_grads: list[Tensor | None] = []
+        gone = {name: absent(message) for name, message in grads.items()}
         for k, micro in enumerate(micros):
             if micro.loss is not None:
                 roots.append(micro.loss)
                 root_grads.append(None)
             for name, edge in micro.outlets.items():
-                if name in grads:
+                if name in grads and not gone[name][k]:
                     roots.append(edge)
                     root_grads.append(grads[name][k])
         if roots:
@@ -386,11 +388,13 @@ class Stage:
         spec = self.specs[name]
         if len(inlets) == 1 and inlets[0].grad is not None:
             return inlets[0].grad.unsqueeze(0)
-        gathered = torch.zeros((len(inlets), *spec.shape), dtype=spec.dtype)
+        gathered = torch.empty((len(inlets), *spec.shape), dtype=spec.dtype)
         for slot, inlet in zip(gathered, inlets, strict=True):
-            # A tensor that the loss doesn't depend on has no gradient: zero.
             if inlet.grad is not None:
                 slot.copy_(inlet.grad)
+            else:
+                # The loss doesn't depend on it.
+                fill_absent(slot)
         return gathered
 
     def _note(self, boundary_bytes: int, *, gradients_changed: bool = True) -> None:

@@ -21,10 +21,12 @@ from timeprest.runtime import check as checking
 from timeprest.runtime.check import INLINE, ONE_BY_ONE, WHOLE, check
 from timeprest.runtime.draws import WithoutDropout
 from timeprest.runtime.run import run
+from timeprest.runtime.run_dir import load_weights
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
 
 FILE = Path(__file__).parent / "variety_tasks.py"
 FLUSHING = [name for name, v in VARIANTS.items() if v.runs and v.flushes]
+MODELS = ["ResNetTask", "GPTTask", "SkipsTask", "MaskedTask", "FrozenTask"]
 
 _profiles = {}
 
@@ -43,7 +45,7 @@ def settings_for(name, **more):
 
 @pytest.mark.parametrize("variant", FLUSHING)
 @pytest.mark.parametrize("stages", [2, 3, 4])
-@pytest.mark.parametrize("name", ["ResNetTask", "GPTTask", "SkipsTask", "FrozenTask"])
+@pytest.mark.parametrize("name", MODELS)
 def test_flush_systems_train_every_model_as_one_process_does(name, stages, variant):
     report = check(plan_for(name, variant, stages, 4), settings_for(name), inline=True)
     assert report.verdict == "same"
@@ -57,7 +59,7 @@ def test_flush_systems_train_every_model_as_one_process_does(name, stages, varia
     assert all(d.absolute < 1e-14 for d in one_by_one.differences)
 
 
-@pytest.mark.parametrize("name", ["ResNetTask", "GPTTask", "SkipsTask", "FrozenTask"])
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("variant", [n for n, v in VARIANTS.items() if v.runs and not v.flushes])
 def test_the_other_systems_train_every_model(variant, name, tmp_path):
     n = 1 if VARIANTS[variant].whole_mini_batches else 4
@@ -82,6 +84,32 @@ def test_one_micro_batch_needs_one_comparison():
     assert whole.counts
     assert report.verdict == "same"
     assert not report.notes
+
+
+def test_a_loss_that_is_no_mean_over_samples_is_named():
+    """Words aren't spread evenly over micro-batches: no pipeline can know their number."""
+    plan = plan_for("WordMeanTask", "gpipe", 2, 4)
+    report = check(plan, settings_for("WordMeanTask"), inline=True)
+    whole, one_by_one = report.against
+    assert report.verdict == "differs"
+    assert not whole.same
+    assert one_by_one.same
+    assert "the loss isn't a mean over the samples" in report.notes[0]
+
+
+def test_a_model_of_many_kinds_of_tensors_is_one(tmp_path):
+    """Skips over a stage, several tensors at a cut, integers, booleans, and no gradients."""
+    plan = plan_for("MaskedTask", "gpipe", 4, 4)
+    assert any(edge.target - edge.source > 1 for edge in plan.edges)
+    assert sum(not edge.needs_grad for edge in plan.edges) > 1
+    assert max(sum(e.source == s for e in plan.edges) for s in range(3)) > 1
+    # The loss doesn't depend on this layer: it must not even decay.
+    settings = settings_for("MaskedTask", steps=3, evaluate=False)
+    run(plan, settings, tmp_path / "run", inline=True)
+    state = load_weights(tmp_path / "run")
+    before = resolve(settings.task).model(0).state_dict()
+    assert torch.equal(state["unused.weight"], before["unused.weight"])
+    assert not torch.equal(state["first.weight"], before["first.weight"])
 
 
 def test_random_numbers_of_its_own_are_named():
