@@ -123,8 +123,8 @@ Made by `make bench-systems` on {os.cpu_count()} cores ({platform.machine()}), P
 The digits task (1,797 images, a network of three convolutions and two linear layers), \
 S = {STAGES} stages cut by the planner, mini-batch {MINI_BATCH}, N = {MICRO_BATCHES} micro-batches \
 (systems of whole mini-batches: 1), {EPOCHS} epochs, {o.name} with lr {o.lr} and momentum \
-{o.momentum} for all, seeds {", ".join(map(str, SEEDS))}; inline, which has exactly the versions of \
-a run in processes. Figures per stage run from stage 0 to stage {STAGES - 1}.
+{o.momentum} for all, seeds {", ".join(map(str, SEEDS))}; inline, which has exactly the versions \
+of a run in processes. Figures per stage run from stage 0 to stage {STAGES - 1}.
 
 - *versions held*: of the weights at once, the latest among them.
 - *largest difference*: version of a backward less that of its forward.

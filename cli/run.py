@@ -174,7 +174,7 @@ def main(
     quiet: bool,
     verbose: bool,
 ) -> None:
-    """Train by PLAN: a process for each stage on this machine."""
+    """Train by PLAN: a process for each stage and replica, on this machine."""
     if epochs is not None and steps is not None:
         raise UserError("--epochs, --steps: give one of them")
     if checks and epochs is not None:
@@ -224,12 +224,14 @@ def main(
     console = output()
     silent = quiet or as_json
 
+    processes = sum(len(stage.devices) for stage in plan.stages)
+
     class Show:
         """Progress on the terminal: a bar for the epoch, a line for each that is done."""
 
         def begin(self) -> None:
             if not silent:
-                how = "inline" if inline else f"{len(plan.stages)} processes"
+                how = "inline" if inline else f"{processes} processes"
                 bar.print(f"training {settings.task} with {plan.variant}, {how}, in {where}")
                 if plan.profile.device != "cpu":
                     bar.print(f"predictions are for {plan.profile.device}; this runs on the CPU")
@@ -255,7 +257,7 @@ def main(
         click.echo(msgspec.json.encode(summary))
     elif not quiet:
         console.print(summary_table(plan, summary))
-        for line in summary_lines(summary):
+        for line in summary_lines(plan, summary):
             console.print(line)
         console.print(f"weights, metrics and summary are in {where}")
 

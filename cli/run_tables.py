@@ -7,7 +7,7 @@ from rich.text import Text
 
 from ..planner.plan import Plan
 from ..profiles.units import format_bytes, format_seconds
-from ..runtime.scores import EpochRecord, RunSummary
+from ..runtime.scores import EpochRecord, RunSummary, StageReport
 from .tables import compact_table, counted
 
 
@@ -25,18 +25,19 @@ def epoch_line(record: EpochRecord) -> str:
 
 
 def summary_table(plan: Plan, summary: RunSummary) -> Table:
-    """One row per stage: measured beside predicted."""
+    """One row per worker: measured beside predicted."""
     table = compact_table(
-        f"{summary.variant}, {len(summary.stages)} stages, {summary.mode}",
+        f"{summary.variant}, {_workers(plan)}, {summary.mode}",
         ["stage"],
         ["compute", "comm.", "idle", "(pred.)", "peak", "(pred.)", "RSS", "versions", "(pred.)"],
     )
     inline = summary.mode == "inline"
-    for report, predicted in zip(summary.stages, plan.predicted.stages, strict=True):
+    for report in summary.stages:
+        predicted = plan.predicted.stages[report.stage]
         # What the runtime can't see (scratch memory inside operations) isn't compared.
         accounted = predicted.memory_bytes - predicted.memory.workspace_bytes
         table.add_row(
-            str(report.stage),
+            _which(plan, report),
             format_seconds(report.compute_s),
             format_seconds(report.communication_s),
             "-" if inline else f"{report.idle_share:.0%}",
@@ -50,7 +51,19 @@ def summary_table(plan: Plan, summary: RunSummary) -> Table:
     return table
 
 
-def summary_lines(summary: RunSummary) -> list[Text]:
+def _workers(plan: Plan) -> str:
+    stages, workers = len(plan.stages), sum(len(stage.devices) for stage in plan.stages)
+    text = counted(stages, "stage", "stages")
+    return text if workers == stages else f"{text} on {workers} workers"
+
+
+def _which(plan: Plan, report: StageReport) -> str:
+    """``1``, or ``1, replica 0`` where the stage has several."""
+    several = len(plan.stages[report.stage].devices) > 1
+    return f"{report.stage}, replica {report.replica}" if several else str(report.stage)
+
+
+def summary_lines(plan: Plan, summary: RunSummary) -> list[Text]:
     """The run as a whole."""
     lines = [
         Text(
@@ -80,9 +93,8 @@ def summary_lines(summary: RunSummary) -> list[Text]:
             f"{difference} in {times}" for difference, times in report.version_differences.items()
         )
         apart = f"; weights up to {report.weight_distance:.2%} apart" * bool(report.weight_distance)
-        lines.append(
-            Text(f"version differences seen on stage {report.stage}: {seen} backwards{apart}")
-        )
+        which = _which(plan, report)
+        lines.append(Text(f"version differences seen on stage {which}: {seen} backwards{apart}"))
     lines.append(
         Text(
             "peak: weights, older versions, gradients, optimizer, activations, messages; without "

@@ -119,12 +119,20 @@ def evaluate(question: Question, stages: Sequence[PlanStage], micro_batches: int
     crossed = costs.crossings(nodes, size)
     devices = [stage.devices for stage in stages]
     exchanges = exchange_s(question.profile, cluster, nodes, devices)
+    returning = {c.target for c in crossed if c.needs_grad}
     pipeline = make_pipeline(
         question.variant,
         micro_batches,
         [
-            _times(cluster, stage, cost, sums)
-            for stage, cost, sums in zip(stages, found, exchanges, strict=True)
+            _times(
+                cluster,
+                stage,
+                cost,
+                exchanges[s],
+                split=variant.split_backward,
+                returns=s in returning,
+            )
+            for s, (stage, cost) in enumerate(zip(stages, found, strict=True))
         ],
         crossed,
         cluster,
@@ -150,14 +158,27 @@ def evaluate(question: Question, stages: Sequence[PlanStage], micro_batches: int
     return Evaluation(stages, micro_batches, pipeline, crossed, prediction)
 
 
-def _times(cluster: Cluster, stage: PlanStage, cost: StageCost, exchange_s: float) -> StageTimes:
+def _times(
+    cluster: Cluster,
+    stage: PlanStage,
+    cost: StageCost,
+    exchange_s: float,
+    *,
+    split: bool,
+    returns: bool,
+) -> StageTimes:
+    """`returns`: it sends gradients back; else all of a split backward is its weight part."""
     speed = min(cluster.devices[d].speed for d in stage.devices)
     backward_s = cost.backward_s + (cost.forward_s if stage.recompute else 0.0)
     all_reduce_s = exchange_s
     if len(stage.devices) > 1 and cost.parameter_bytes:
         all_reduce_s += cluster.all_reduce_s(stage.devices, cost.parameter_bytes)
     return StageTimes(
-        cost.forward_s / speed, backward_s / speed, cost.update_s / speed, all_reduce_s
+        cost.forward_s / speed,
+        backward_s / speed,
+        cost.update_s / speed,
+        all_reduce_s,
+        (cost.weight_s if returns else backward_s) / speed if split else 0.0,
     )
 
 
@@ -233,7 +254,16 @@ def _bytes(
         messages=messages,
         gradients=gradients,
         workspace=cost.workspace_bytes,
+        postponed=_postponed_bytes(s, cost, crossed) if pipeline.weight_s else 0,
     )
+
+
+def _postponed_bytes(s: int, cost: StageCost, crossed: Sequence[Crossing]) -> int:
+    """Gradients that wait with a micro-batch for its weight part."""
+    if any(c.target == s and c.needs_grad for c in crossed):
+        return cost.postponed_bytes
+    # Nothing goes back, so all of the backward waits, with the gradients that came.
+    return sum(c.nbytes for c in crossed if c.source == s and c.needs_grad)
 
 
 # The prediction ------------------------------------------------------------------------------
@@ -256,6 +286,7 @@ def _predict_stage(
     return StagePrediction(
         forward_s=pipeline.forward_s[s],
         backward_s=pipeline.backward_s[s],
+        weight_s=pipeline.weight_op_s(s),
         update_s=pipeline.update_s[s],
         all_reduce_s=pipeline.all_reduce_s[s] if pipeline.all_reduce_s else 0.0,
         transfer_s=transfer_s,

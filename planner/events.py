@@ -15,7 +15,7 @@ import heapq
 from math import gcd, inf, lcm
 from typing import NamedTuple
 
-from .kinds import BACKWARDS, FORWARDS, UPDATES
+from .kinds import BACKWARDS, FORWARDS, UPDATES, WEIGHTS
 from .pipeline import Link, Pipeline, Route
 
 NOT_YET = -1.0
@@ -70,23 +70,32 @@ class Clock:
         whole = pipeline.variant.whole_mini_batches
         micro = pipeline.variant.backward_unit == "micro"
         self.replicas = r
-        self.width = [r if whole else [1] * len(r), [1] * len(r) if micro else r]
-        self.slots = [r if whole else [n] * len(r), [n] * len(r) if micro else r, [1] * len(r)]
+        ones = [1] * len(r)
+        # By kind: forwards, backwards, updates, weight parts.
+        backward_width, backward_slots = (ones, [n] * len(r)) if micro else (r, r)
+        self.width = [r if whole else ones, backward_width, ones, backward_width]
+        self.slots = [r if whole else [n] * len(r), backward_slots, ones, backward_slots]
+        self._messageless = (WEIGHTS,) if pipeline.variant.split_backward else ()
         self.free_s = [[0.0] * count for count in r]
-        self.ready_s: list[list[list[float]]] = [[[] for _ in stages] for _ in range(2)]
-        self.starts_s: list[list[list[float]]] = [[[] for _ in stages] for _ in range(3)]
+        self.ready_s: list[list[list[float]]] = [[[] for _ in stages] for _ in range(4)]
+        self.starts_s: list[list[list[float]]] = [[[] for _ in stages] for _ in range(4)]
         self.mini_batches = 0
         # Messages still to be sent for a slot, and when the last of those sent arrives.
         self._left: list[list[list[int]]] = [[[] for _ in stages] for _ in range(2)]
         self._last_s: list[list[list[float]]] = [[[] for _ in stages] for _ in range(2)]
         self._due = [[0] * len(r), [0] * len(r)]
         self._wire_free: list[float] = []
-        self.ports: list[list[list[_Port]]] = [[[] for _ in stages] for _ in range(2)]
+        self.ports: list[list[list[_Port]]] = [[[] for _ in stages] for _ in range(4)]
         self.contended = False
         self.sending: list[tuple[float, int, int, int, int]] = []
         self._sent = 0
         self._connect()
-        seconds = (pipeline.forward_s, [pipeline.backward_op_s(s) for s in stages])
+        seconds = (
+            pipeline.forward_s,
+            [pipeline.backward_op_s(s) for s in stages],
+            [0.0 for _ in stages],
+            [pipeline.weight_op_s(s) for s in stages],
+        )
         self.seconds = [[self._by_replica(s, times[s]) for s in stages] for times in seconds]
         self.update_s = [pipeline.update_op_s(s) for s in stages]
         self._lanes = [
@@ -99,7 +108,7 @@ class Clock:
                 )
                 for s in stages
             ]
-            for kind in (FORWARDS, BACKWARDS)
+            for kind in range(4)
         ]
 
     def _by_replica(self, stage: int, slowest_s: float) -> list[float]:
@@ -173,6 +182,10 @@ class Clock:
                 if due > 1:
                     self._left[kind][s] += [due] * count
                     self._last_s[kind][s] += [0.0] * count
+            for kind in self._messageless:
+                count = more * self.slots[kind][s]
+                self.ready_s[kind][s] += [0.0] * count
+                self.starts_s[kind][s] += [NOT_YET] * count
             self.starts_s[UPDATES][s] += [NOT_YET] * more
 
     # Running -------------------------------------------------------------------------------

@@ -362,8 +362,11 @@ class Exploration:
         """The plan, if it fits the devices; the best one is kept."""
         key = (choice, micro_batches, limits)
         if key not in self._tried:
-            operations = choice.stages * (2 * micro_batches + 1)
-            flushes = self.relaxation.variant.flushes
+            variant = self.relaxation.variant
+            # Split backwards have a third operation, and three orders are tried for them.
+            each = 3 * 3 if variant.split_backward else 2
+            operations = choice.stages * (each * micro_batches + 1)
+            flushes = variant.flushes
             self.budget.spend(operations * (_FLUSHED if flushes else _MINI_BATCHES))
             self._tried[key] = evaluate(self.question, choice.with_limits(limits), micro_batches)
         found = self._tried[key]

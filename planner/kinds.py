@@ -1,18 +1,19 @@
 """Orders in short: a byte for each of a stage's operations, which says its kind.
 
 In every order that a rule makes, a stage runs its forwards in the sequence of their micro-batches,
-its backwards likewise, and its updates in that of their mini-batches: kinds alone say all.
+its backwards and their weight parts likewise, and its updates in that of their mini-batches: kinds
+alone say all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from .operations import BACKWARD, FORWARD, UPDATE, Op
+from .operations import BACKWARD, FORWARD, UPDATE, WEIGHT, Op
 
-FORWARDS, BACKWARDS, UPDATES = 0, 1, 2
+FORWARDS, BACKWARDS, UPDATES, WEIGHTS = 0, 1, 2, 3
 
-F, B, U = bytes([FORWARDS]), bytes([BACKWARDS]), bytes([UPDATES])
+F, B, U, W = (bytes([kind]) for kind in (FORWARDS, BACKWARDS, UPDATES, WEIGHTS))
 
 
 def numbered(
@@ -31,7 +32,7 @@ def numbered(
         update_every: only each so many-th update stands, and that of the last mini-batch.
     """
     n = micro_batches
-    forwards = backwards = updates = 0
+    forwards = backwards = updates = weights = 0
     ops = []
     for kind in kinds:
         if kind == FORWARDS:
@@ -42,6 +43,9 @@ def numbered(
             if not (updates + 1) % update_every or updates + 1 == mini_batches:
                 ops.append(Op(UPDATE, updates))
             updates += 1
+        elif kind == WEIGHTS:
+            ops.append(Op(WEIGHT, weights // n, weights % n))
+            weights += 1
         else:
             b, i = divmod(backwards, n) if micro else (backwards, None)
             ops.append(Op(BACKWARD, b, i))
@@ -55,12 +59,13 @@ def in_rows(kinds: bytes, micro_batches: int, *, micro: bool) -> Iterator[tuple[
     A mini-batch's last forward stands for itself.
     """
     n = micro_batches
-    forwards = backwards = updates = position = 0
+    forwards = backwards = updates = weights = position = 0
+    others = (B, W) if W in kinds else (B,)
     while position < len(kinds):
         kind = kinds[position]
         if kind == FORWARDS:
-            row = kinds.find(B, position)
-            row = (row if row >= 0 else len(kinds)) - position
+            ends = [end for end in (kinds.find(o, position) for o in others) if end >= 0]
+            row = min(ends, default=len(kinds)) - position
             b, i = divmod(forwards, n)
             row = min(row, max(n - 1 - i, 1))
             yield Op(FORWARD, b, i), row
@@ -71,6 +76,9 @@ def in_rows(kinds: bytes, micro_batches: int, *, micro: bool) -> Iterator[tuple[
         if kind == UPDATES:
             yield Op(UPDATE, updates), 1
             updates += 1
+        elif kind == WEIGHTS:
+            yield Op(WEIGHT, weights // n, weights % n), 1
+            weights += 1
         else:
             b, at = divmod(backwards, n) if micro else (backwards, None)
             yield Op(BACKWARD, b, at), 1

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..profiles.profile import Edge, Measurement, Profile
 from .partition.problem import Vector
-from .stage_costs import at, sized
+from .stage_costs import at, sized, weight_part_s
 from .tied import Tied, bound_groups
 
 
@@ -196,6 +196,11 @@ class LayerGraph:
                     backward_s=last.backward_s + loss.backward_s,
                     saved_bytes=last.saved_bytes + loss.saved_bytes,
                     workspace_bytes=max(last.workspace_bytes, loss.workspace_bytes),
+                    backward_input_s=(
+                        last.backward_s
+                        - weight_part_s(self.profile.layers[self.last_layer], last)
+                        + loss.backward_s
+                    ),
                 )
             self._measured[size] = found
         return self._measured[size]

@@ -14,12 +14,16 @@ from .variants import Variant, variant_named
 
 
 class StageTimes(NamedTuple):
-    """Of one micro-batch on the stage's slowest device, and of an update; in s."""
+    """Of one micro-batch on the stage's slowest device, and of an update; in s.
+
+    `weight_s`: how much of backward_s is its weight part, where the system splits backwards.
+    """
 
     forward_s: float
     backward_s: float
     update_s: float
     all_reduce_s: float = 0.0
+    weight_s: float = 0.0
 
 
 def make_pipeline(
@@ -47,6 +51,7 @@ def make_pipeline(
         paces=tuple(_paces(cluster, mine) for mine in devices) if replicated else (),
         all_reduce_s=sums if any(sums) else (),
         update_every=update_every,
+        weight_s=tuple(t.weight_s for t in times) if system.split_backward else (),
     )
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import inf
 
 from .events import Clock
-from .kinds import BACKWARDS, FORWARDS, UPDATES
-from .operations import BACKWARD, FORWARD, Op
+from .kinds import BACKWARDS, FORWARDS, UPDATES, WEIGHTS
+from .operations import BACKWARD, FORWARD, WEIGHT, Op
 
 Code = tuple[int, int]
 """Kind and first slot of an operation; of an update, kind and mini-batch."""
@@ -23,17 +23,19 @@ def codes(clock: Clock, s: int, ops: Iterable[Op]) -> list[Code]:
             found.append((FORWARDS, b * forwards + (i or 0)))
         elif kind == BACKWARD:
             found.append((BACKWARDS, b * backwards + (i or 0)))
+        elif kind == WEIGHT:
+            found.append((WEIGHTS, b * backwards + (i or 0)))
         else:
             found.append((UPDATES, b))
     return found
 
 
 def coded(
-    clock: Clock, s: int, kinds: Iterable[int], forwards: int, backwards: int, updates: int
+    clock: Clock, s: int, kinds: Iterable[int], done: Sequence[int] = (0, 0, 0, 0)
 ) -> list[Code]:
     """A stage's operations of these kinds, after so many of each, as the clock numbers them."""
-    counts = [forwards, backwards, updates]
-    widths = [clock.width[FORWARDS][s], clock.width[BACKWARDS][s], 1]
+    counts = list(done)
+    widths = [width[s] for width in clock.width]
     found = []
     for kind in kinds:
         found.append((kind, counts[kind] * widths[kind]))

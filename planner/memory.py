@@ -1,9 +1,10 @@
 """Memory of a stage, by walking its order: its peak, and what it holds from step to step.
 
 A replica holds parameters, older versions that are still needed, gradients from a mini-batch's
-first backward to its update, optimizer state, what its micro-batches in flight keep, messages,
-and while it works the largest working set of a layer. What is in flight when depends on the
-order alone (`Holdings`); how many bytes that is, on the stage's layers (`StageBytes`).
+first backward to its update (from its first weight part, where backwards are split), optimizer
+state, what its micro-batches in flight keep, messages, and while it works the largest working set
+of a layer. What is in flight when depends on the order alone (`Holdings`); how many bytes that is,
+on the stage's layers (`StageBytes`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import msgspec
 
 from ..profiles.profile import Bytes
 from .kinds import in_rows
-from .operations import BACKWARD, FORWARD, UPDATE, Op
+from .operations import BACKWARD, FORWARD, UPDATE, WEIGHT, Op
 from .simulate import Event
 from .stage_costs import RECEIVES_AHEAD, Crossing
 from .variants import Variant
@@ -33,7 +34,7 @@ class MemoryByKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     gradients_bytes: Bytes
     optimizer_bytes: Bytes
     activations_bytes: Bytes
-    """Saved for backward, of all micro-batches in flight."""
+    """Saved for backward, of all micro-batches in flight; and what weight parts wait with."""
     boundary_bytes: Bytes
     """Received and awaiting use, or awaiting their sending."""
     workspace_bytes: Bytes
@@ -51,13 +52,15 @@ class Moment(NamedTuple):
         kind: of the operation; None between two.
         versions: weight versions.
         gradients: whether there are any.
-        kept: micro-batches in flight.
+        kept: micro-batches whose activations are there: in flight, their weight parts included.
+        postponed: how many of them wait for their weight part alone.
     """
 
     kind: str | None
     versions: int
     gradients: bool
     kept: int
+    postponed: int = 0
 
 
 class HoldingsWalk:
@@ -66,7 +69,9 @@ class HoldingsWalk:
     Attributes:
         versions: weight versions held after the last one.
         gradients: whether there are gradients then.
-        kept: per replica, micro-batches in flight then.
+        kept: per replica, micro-batches in flight then, those that wait for their weight parts
+            included.
+        postponed: per replica, how many do.
         differences: per backward so far, its version less the one its forward used.
     """
 
@@ -88,7 +93,9 @@ class HoldingsWalk:
         self._update_every = update_every
         self.versions = 1
         self.gradients = False
+        self._split = variant.split_backward
         self.kept = [0] * r
+        self.postponed = [0] * r
         self.differences: list[int] = []
 
     def step(self, op: Op, count: int = 1) -> Moment:
@@ -102,12 +109,14 @@ class HoldingsWalk:
             return self._forward(op, i or 0, count)
         if kind == BACKWARD:
             return self._backward(op, i)
+        if kind == WEIGHT:
+            return self._weight(i or 0)
         if (b + 1) % self._update_every:
             # Gradients are kept for a later update.
-            return Moment(None, self.versions, self.gradients, max(self.kept))
+            return self.between()
         self._walk.update()
         self.versions = self._walk.held()
-        meanwhile = Moment(UPDATE, self.versions, self.gradients, max(self.kept))
+        meanwhile = self.between()._replace(kind=UPDATE)
         self.gradients = False
         return meanwhile
 
@@ -115,28 +124,45 @@ class HoldingsWalk:
         self._walk.forward(op, count)
         if i == self._last:
             self.versions = self._walk.held()
-        fullest = 0
+        fullest = (0, 0)
         for k in range(i, i + min(count, self._r)):
             j = k % self._r
             self.kept[j] += -(-(i + count - k) // self._r)
-            fullest = max(fullest, self.kept[j])
-        return Moment(FORWARD, self.versions, self.gradients, fullest)
+            fullest = max(fullest, (self.kept[j], self.postponed[j]))
+        return Moment(FORWARD, self.versions, self.gradients, *fullest)
 
     def _backward(self, op: Op, i: int | None) -> Moment:
         walk = self._walk
         self.differences.append(walk.backward(op) - walk.forward_version(op))
         walk.finish(op)
-        self.gradients = True
+        self.gradients = self.gradients or not self._split
         if i is None:
             meanwhile = Moment(BACKWARD, self.versions, True, max(self.kept))
             self.kept = [kept - self._share for kept in self.kept]
         else:
             j = i % self._r
-            meanwhile = Moment(BACKWARD, self.versions, True, self.kept[j])
-            self.kept[j] -= 1
+            self.postponed[j] += self._split
+            meanwhile = self._meanwhile(BACKWARD, j)
+            self.kept[j] -= not self._split
         if i is None or i == self._last:
             self.versions = walk.held()
         return meanwhile
+
+    def _weight(self, i: int) -> Moment:
+        j = i % self._r
+        self.gradients = True
+        meanwhile = self._meanwhile(WEIGHT, j)
+        self.kept[j] -= 1
+        self.postponed[j] -= 1
+        return meanwhile
+
+    def _meanwhile(self, kind: str, j: int) -> Moment:
+        return Moment(kind, self.versions, self.gradients, self.kept[j], self.postponed[j])
+
+    def between(self) -> Moment:
+        """What the replica that holds most has after the last operation."""
+        kept, postponed = max(zip(self.kept, self.postponed, strict=True))
+        return Moment(None, self.versions, self.gradients, kept, postponed)
 
 
 @dataclass(frozen=True)
@@ -187,14 +213,18 @@ def holdings(
     walk = HoldingsWalk(
         variant, micro_batches, replicas, entries, recompute=recompute, update_every=update_every
     )
-    fullest: dict[tuple[str | None, int, bool], Moment] = {}
+    fullest: dict[tuple[str | None, int, bool, int], Moment] = {}
     for op, count in in_rows(kinds, micro_batches, micro=variant.backward_unit == "micro"):
         moment = walk.step(op, count)
-        key = moment[:3]
+        key = (*moment[:3], moment.postponed)
         known = fullest.get(key)
         if known is None or moment.kept > known.kept:
             fullest[key] = moment
     return Holdings(tuple(fullest.values()), tuple(walk.differences))
+
+
+_WORKING = (FORWARD, BACKWARD, WEIGHT)
+"""Operations that layers work in."""
 
 
 @dataclass(frozen=True)
@@ -209,6 +239,7 @@ class StageBytes:
         messages: held all the time: posted receives, and what awaits its sending.
         gradients: messages that a backward has at hand.
         workspace: largest working set of any layer.
+        postponed: gradients that wait with each micro-batch for its weight part.
     """
 
     parameters: int
@@ -220,28 +251,31 @@ class StageBytes:
     messages: int
     gradients: int
     workspace: int
+    postponed: int = 0
 
     def total(self, moment: Moment) -> int:
         """Bytes held at a moment."""
-        kind, versions, gradients, kept = moment
+        kind, versions, gradients, kept, postponed = moment
         total = self.parameters * (versions + gradients) + self.buffers + self.optimizer
-        total += self.scratch + kept * self.kept + self.messages
+        total += self.scratch + kept * self.kept + postponed * self.postponed + self.messages
         if kind == BACKWARD:
             total += self.rebuilt + self.gradients
-        return total + self.workspace if kind in (FORWARD, BACKWARD) else total
+        return total + self.workspace if kind in _WORKING else total
 
     def by_kind(self, moment: Moment) -> MemoryByKind:
         """The same, by kind."""
-        kind, versions, gradients, kept = moment
+        kind, versions, gradients, kept, postponed = moment
         backward = kind == BACKWARD
         return MemoryByKind(
             weights_bytes=self.parameters + self.buffers,
             versions_bytes=(versions - 1) * self.parameters + self.scratch,
             gradients_bytes=self.parameters if gradients else 0,
             optimizer_bytes=self.optimizer,
-            activations_bytes=kept * self.kept + (self.rebuilt if backward else 0),
+            activations_bytes=(
+                kept * self.kept + postponed * self.postponed + (self.rebuilt if backward else 0)
+            ),
             boundary_bytes=self.messages + (self.gradients if backward else 0),
-            workspace_bytes=self.workspace if kind in (FORWARD, BACKWARD) else 0,
+            workspace_bytes=self.workspace if kind in _WORKING else 0,
         )
 
     def peak(self, found: Holdings) -> MemoryByKind:
@@ -300,5 +334,4 @@ def memory_steps(
     """
     for event in events:
         yield event.start_s, held.total(walk.step(event.op))
-        after = Moment(None, walk.versions, walk.gradients, max(walk.kept))
-        yield event.end_s, held.total(after)
+        yield event.end_s, held.total(walk.between())

@@ -5,6 +5,8 @@ Index letters: s stage, b mini-batch, i micro-batch.
     1F0.2   stage 1, forward of mini-batch 0's micro-batch 2
     1B0.2   its backward, in systems whose backward takes one micro-batch
     1B0     backward of the whole mini-batch 0
+    1W0.2   gradients of the weights for micro-batch 2, in systems that split the backward:
+            1B0.2 is then the gradients of what the stage received, alone
     1U0     optimizer step after mini-batch 0
 """
 
@@ -16,9 +18,9 @@ from typing import NamedTuple
 
 from ..profiles.errors import OrderError
 
-FORWARD, BACKWARD, UPDATE = "F", "B", "U"
+FORWARD, BACKWARD, WEIGHT, UPDATE = "F", "B", "W", "U"
 
-_TEXT = re.compile(r"(\d+)([FBU])(\d+)(?:\.(\d+))?")
+_TEXT = re.compile(r"(\d+)([FBWU])(\d+)(?:\.(\d+))?")
 
 
 class Op(NamedTuple):

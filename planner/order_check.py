@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..profiles.errors import OrderError
-from .operations import BACKWARD, FORWARD, UPDATE, Op, Order, op_text
+from .operations import BACKWARD, FORWARD, UPDATE, WEIGHT, Op, Order, op_text
 from .pipeline import Pipeline
 from .simulate import simulate
 
@@ -15,8 +15,8 @@ def check_order(pipeline: Pipeline, order: Order, mini_batches: int) -> None:
 
     Raises:
         OrderError: a stage runs some operation twice or not at all, a backward before its
-            forward, an update before its backward, more mini-batches in flight than its
-            limit; two stages exchange messages in different sequences; or a deadlock.
+            forward, a weight part or an update before its backward, more mini-batches in flight
+            than its limit; two stages exchange messages in different sequences; or a deadlock.
     """
     if len(order) != pipeline.stages:
         raise OrderError(f"the order has {len(order)} stages, the pipeline {pipeline.stages}")
@@ -38,11 +38,13 @@ def check_order(pipeline: Pipeline, order: Order, mini_batches: int) -> None:
 def _check_stage(pipeline: Pipeline, s: int, ops: Sequence[Op], mini_batches: int) -> None:
     by_micro_batch = pipeline.variant.backward_unit == "micro"
     micro_batches = range(pipeline.micro_batches)
+    parts = [BACKWARD, WEIGHT] if pipeline.variant.split_backward else [BACKWARD]
     wanted = {
         *(Op(FORWARD, b, i) for b in range(mini_batches) for i in micro_batches),
         *(Op(UPDATE, b) for b in range(mini_batches) if _updates(pipeline, b, mini_batches)),
         *(
-            Op(BACKWARD, b, i)
+            Op(part, b, i)
+            for part in parts
             for b in range(mini_batches)
             for i in (micro_batches if by_micro_batch else [None])
         ),
@@ -65,9 +67,10 @@ def _check_stage(pipeline: Pipeline, s: int, ops: Sequence[Op], mini_batches: in
             before = [Op(FORWARD, op.mini_batch, i) for i in micro_batches]
             if op.kind == UPDATE:
                 units = micro_batches if by_micro_batch else [None]
-                before = [Op(BACKWARD, op.mini_batch, i) for i in units]
+                before = [Op(parts[-1], op.mini_batch, i) for i in units]
             elif op.micro_batch is not None:
-                before = [Op(FORWARD, op.mini_batch, op.micro_batch)]
+                earlier = FORWARD if op.kind == BACKWARD else BACKWARD
+                before = [Op(earlier, op.mini_batch, op.micro_batch)]
             missing = [other for other in before if other not in seen]
             if missing:
                 raise OrderError(f"{name}: runs before {op_text(s, missing[0])}")

@@ -11,7 +11,7 @@ stage. What they mean differs from rule to rule, with D stages behind a stage:
   comes back earlier than after the D stages behind.
 - 1f1b-micro: D + 1 micro-batches run forward before the first backward, N ≥ S of them make a
   mini-batch; so at most two mini-batches are in flight, one on the last stage.
-- gpipe, 1f1b-flush: the pipeline drains before the next mini-batch begins: exactly one.
+- gpipe, 1f1b-flush, 1f1b-split: the pipeline drains before the next mini-batch begins: exactly one.
 
 Where 1F1B goes by micro-batches and stages have replicas, each replica runs as many forwards before
 its first backward as there are devices from its stage on for each of its stage's, rounded up: the
@@ -23,10 +23,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from .kinds import B, F, U, numbered
+from .kinds import B, F, U, W, numbered
 from .list_schedule import ListSchedule
 from .operations import Order
 from .pipeline import Pipeline
+from .postponing import postponed
 from .variants import OrderRule, Variant
 
 Ranges = tuple[tuple[int, int], ...]
@@ -92,7 +93,11 @@ def order_patterns(pipeline: Pipeline) -> tuple[Pattern, ...]:
         # Falls from stage to stage, so that none waits for what comes after its own message there.
         ahead = (-(-devices // r) - 1) * r
         found.append(make(n, min(ahead, n - 1), pipeline.limits[s]))
-    return tuple(reversed(found))
+    found.reverse()
+    if pipeline.variant.split_backward:
+        rows = [pattern.further.replace(W, b"").replace(U, b"") for pattern in found]
+        found = [Pattern(kinds + U, kinds + U) for kinds in postponed(pipeline, rows)]
+    return tuple(found)
 
 
 def _gpipe(n: int, ahead: int, limit: int) -> Pattern:
@@ -118,11 +123,18 @@ def _micro_one_by_one(n: int, ahead: int, limit: int) -> Pattern:
     return Pattern(F * ahead + further, further)
 
 
+def _split_one_by_one(n: int, ahead: int, limit: int) -> Pattern:
+    """The same with backwards in two parts; `postponing` moves the second ones."""
+    mini_batch = F * ahead + (F + B + W) * (n - ahead) + (B + W) * ahead + U
+    return Pattern(mini_batch, mini_batch)
+
+
 PATTERNS: dict[OrderRule, Callable[[int, int, int], Pattern]] = {
     "gpipe": _gpipe,
     "1f1b": _mini_one_by_one,
     "1f1b-flush": _flushed_one_by_one,
+    "1f1b-split": _split_one_by_one,
     "1f1b-micro": _micro_one_by_one,
 }
-"""Rules whose orders don't depend on times: from N, the micro-batches that 1F1B has ahead of the
-first backward, and the stage's limit."""
+"""Rules whose orders repeat with every mini-batch: from N, the micro-batches that 1F1B has ahead of
+the first backward, and the stage's limit."""

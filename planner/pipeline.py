@@ -80,6 +80,8 @@ class Pipeline:
         all_reduce_s: per stage, summing gradients over its replicas, and those of parameters that
             other stages use too with them. Empty: 0 each.
         update_every: mini-batches per update; their gradients are summed up until then.
+        weight_s: per stage, how much of the backward is its weight part, which runs by itself where
+            the system splits it. Empty: 0 each.
     """
 
     variant: Variant
@@ -92,6 +94,7 @@ class Pipeline:
     paces: tuple[tuple[float, ...], ...] = ()
     all_reduce_s: tuple[float, ...] = ()
     update_every: int = 1
+    weight_s: tuple[float, ...] = ()
 
     @property
     def stages(self) -> int:
@@ -131,8 +134,14 @@ class Pipeline:
         return self.micro_batches // lcm(self.replicas(link.source), self.replicas(link.target))
 
     def backward_op_s(self, stage: int) -> float:
-        """Duration of one backward operation on one replica."""
-        return self.backward_s[stage] * self.micro_batches_per_share(stage)
+        """Duration of one backward operation on one replica; where split, of its first part."""
+        return (self.backward_s[stage] - self.weight_op_s(stage)) * self.micro_batches_per_share(
+            stage
+        )
+
+    def weight_op_s(self, stage: int) -> float:
+        """Duration of one weight part on one replica."""
+        return self.weight_s[stage] if self.weight_s else 0.0
 
     def update_op_s(self, stage: int) -> float:
         """Duration of one update: gradients are summed over the replicas first."""

@@ -75,6 +75,8 @@ class StagePrediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     forward_s: Seconds
     backward_s: Seconds
     """With the forward's work, where that is done again."""
+    weight_s: Seconds = 0.0
+    """How much of it is the weight part, in systems that split the backward."""
     update_s: Seconds
     all_reduce_s: Seconds = 0.0
     """Summing gradients over the stage's replicas, and those of parameters that other stages use
@@ -219,11 +221,8 @@ def check_stages(
             f"not {micro_batches}"
         )
     for s, stage in enumerate(stages):
-        if stage.recompute and variant.prediction:
-            raise PlanError(
-                f"stages[{s}].recompute: {variant.name} predicts weights and doesn't keep them, so "
-                "activations can't be computed again"
-            )
+        if stage.recompute and variant.recompute_refusal:
+            raise PlanError(f"stages[{s}].recompute: {variant.recompute_refusal}")
     dealt = ("mini_batch", mini_batch) if variant.whole_mini_batches else None
     what, parts = dealt or ("micro_batches", micro_batches)
     for s, stage in enumerate(stages):
@@ -328,7 +327,7 @@ def pipeline_of(plan: Plan) -> Pipeline:
         plan.variant,
         plan.micro_batches,
         [
-            StageTimes(p.forward_s, p.backward_s, p.update_s, p.all_reduce_s)
+            StageTimes(p.forward_s, p.backward_s, p.update_s, p.all_reduce_s, p.weight_s)
             for p in plan.predicted.stages
         ],
         crossed,

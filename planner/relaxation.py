@@ -24,7 +24,7 @@ from .evaluate import Question
 from .layer_graph import LayerGraph
 from .orders import limit_ranges
 from .partition.problem import Mode, Option, Place, Shared, StageProblem, Tensor, Vector
-from .stage_costs import RECEIVES_AHEAD, sized
+from .stage_costs import RECEIVES_AHEAD, sized, weight_part_s
 from .variants import Variant, variant_named
 
 RECOMPUTE = {"off": (False,), "on": (True,), "auto": (False, True)}
@@ -70,6 +70,11 @@ def held_under(variant: Variant, stages: int, cap: int) -> Held:
         limit = limits[max(stages - 1 - behind, 0)]
         return float(min(limit, 1 + behind))
 
+    def micro_batches(behind: int) -> float:
+        if variant.forwards_first:
+            return np.inf
+        return float(stages) if variant.split_backward else 1.0 + behind
+
     def versions(behind: int) -> float:
         if variant.stashes:
             return mini_batches(behind)
@@ -79,7 +84,7 @@ def held_under(variant: Variant, stages: int, cap: int) -> Held:
 
     return Held(
         mini_batches=mini_batches,
-        micro_batches=lambda behind: np.inf if variant.forwards_first else 1.0 + behind,
+        micro_batches=micro_batches,
         versions=versions,
     )
 
@@ -105,8 +110,8 @@ class Relaxation:
         self.freedom = freedom
         self.variant: Variant = variant_named(question.variant)
         self.graph = LayerGraph(question.profile, question.tied)
-        # Predicted weights aren't kept: their activations can't be made again.
-        self._again = (False,) if self.variant.prediction else RECOMPUTE[freedom.recompute]
+        refused = self.variant.recompute_refusal
+        self._again = (False,) if refused else RECOMPUTE[freedom.recompute]
 
     @cached_property
     def limited(self) -> bool:
@@ -156,17 +161,21 @@ class Relaxation:
         """
         modes: list[Mode] = []
         options: list[Option] = []
+        drains = (view or self.views[0]) == "drain"
+        # Weight parts may run while the next mini-batch fills the pipeline behind the stage.
+        partial = drains and not guess and self.variant.split_backward
         counts = [1] if lone else self.replica_counts(micro_batches)
         counts = [r for r in counts if r % grain == 0]
         for r in counts:
             for again in self._again:
                 options.append(Option(r // grain, len(modes)))
-                modes.append(self._mode(micro_batches, r, again=again, grain=grain))
+                modes.append(
+                    self._mode(micro_batches, r, again=again, grain=grain, inputs_only=partial)
+                )
         smallest = self._size(micro_batches, counts[-1])
         graph, optimizer = self.graph, self.question.profile.optimizer
         every = self.question.update_every
         per_byte_s = optimizer.update_s_per_byte / every
-        drains = (view or self.views[0]) == "drain"
         before, after = self._heads(micro_batches, guess=guess) if drains else (None, None)
         return StageProblem(
             names=graph.names,
@@ -214,11 +223,14 @@ class Relaxation:
         share = replicas if self.variant.whole_mini_batches else 1
         return -(-self.question.mini_batch // (micro_batches * share))
 
-    def _mode(self, micro_batches: int, replicas: int, *, again: bool, grain: int) -> Mode:
+    def _mode(
+        self, micro_batches: int, replicas: int, *, again: bool, grain: int, inputs_only: bool
+    ) -> Mode:
+        """`inputs_only`: of backwards, what gives the gradients of inputs."""
         size = self._size(micro_batches, replicas)
         measured = self.graph.measured(size)
         forward = np.array([m.forward_s for m in measured])
-        backward = np.array([m.backward_s for m in measured])
+        backward = self._input_parts(size) if inputs_only else self._backwards(size)
         # Replicas of a whole mini-batch work at once, each in its own time.
         rounds = micro_batches * (replicas if self.variant.whole_mini_batches else 1) / grain
         fixed = self.graph.buffer_bytes
@@ -235,6 +247,14 @@ class Relaxation:
             shared_once=unit,
             inputs_kept=1.0,
         )
+
+    def _backwards(self, size: int) -> Vector:
+        return np.array([m.backward_s for m in self.graph.measured(size)])
+
+    def _input_parts(self, size: int) -> Vector:
+        """What the layers' backwards take without their weight parts."""
+        pairs = zip(self.graph.profile.layers, self.graph.measured(size), strict=True)
+        return np.array([m.backward_s - weight_part_s(layer, m) for layer, m in pairs])
 
     def _unit(self, micro_batches: int, replicas: int) -> float:
         """Micro-batches that one replica's backward works through at once."""
@@ -253,9 +273,11 @@ class Relaxation:
         each direction for some micro-batch, however the rest is cut. In GPipe's order those
         behind a stage come on top: its backwards begin when all forwards are through.
         """
-        measured = self.graph.measured(self._size(micro_batches, 1))
+        size = self._size(micro_batches, 1)
+        measured = self.graph.measured(size)
         fastest = max(device.speed for device in self.question.cluster.devices)
-        work = np.array([m.forward_s + m.backward_s for m in measured]) / fastest
+        backward = self._input_parts(size) if self.variant.split_backward else self._backwards(size)
+        work = (np.array([m.forward_s for m in measured]) + backward) / fastest
         spine = work * self.graph.spine
         # 1F1B with equal stages takes as long as that too.
         return spine, spine if self.variant.forwards_first or guess else None
@@ -272,6 +294,9 @@ class Relaxation:
         held_size = self._size(micro_batches, most_replicas)
         unit = self._unit(micro_batches, most_replicas)
         both = network.half_duplex or not cluster.network.overlap
+        # A backward has a gradient at hand; a weight part, when the gradients of weights are there
+        # at last, hasn't.
+        at_hand = 0 if self.variant.split_backward else 1
         for number, tensor in enumerate(self.graph.tensors):
             edge = tensor.edge
             sent = sized(edge.fixed_bytes, edge.bytes_per_sample, size)
@@ -283,8 +308,10 @@ class Relaxation:
                 ends=tensor.ends,
                 lower_s=wire_s if every or number in self.graph.lone_tensors else 0.0,
                 upper_s=0.0 if cluster.network.overlap else wire_s,
-                lower_bytes=RECEIVES_AHEAD["F"] * nbytes + 2 * gradient if self.limited else 0.0,
-                upper_bytes=(RECEIVES_AHEAD["B"] + 1) * gradient if self.limited else 0.0,
+                lower_bytes=(
+                    RECEIVES_AHEAD["F"] * nbytes + (1 + at_hand) * gradient if self.limited else 0.0
+                ),
+                upper_bytes=((RECEIVES_AHEAD["B"] + at_hand) * gradient if self.limited else 0.0),
                 kept_bytes=nbytes if self.limited else 0.0,
             )
 

@@ -135,11 +135,9 @@ def explore(
     """The exploration that answers a request; not begun yet. Raises PlanError."""
     if request.recompute not in RECOMPUTE:
         raise PlanError(f"--recompute {request.recompute}: give one of {', '.join(RECOMPUTE)}")
-    if request.recompute == "on" and variant_named(question.variant).prediction:
-        raise PlanError(
-            f"--recompute on: {question.variant} predicts weights and doesn't keep them, so "
-            "activations can't be computed again"
-        )
+    refusal = variant_named(question.variant).recompute_refusal
+    if request.recompute == "on" and refusal:
+        raise PlanError(f"--recompute on: {refusal}")
     freedom = Freedom(request.replicas, request.recompute)
     if request.solver not in SOLVERS:
         raise PlanError(f"--solver {request.solver}: give one of {', '.join(SOLVERS)}")

@@ -199,8 +199,12 @@ def _stay_s(pipeline: Pipeline, stage: int) -> float:
     back up for its gradients."""
     forward_s, backward_s = (
         [seconds * min(pipeline.paces[s] if pipeline.paces else (1.0,)) for s, seconds in pairs]
-        for pairs in (enumerate(pipeline.forward_s), enumerate(pipeline.backward_s))
+        for pairs in (
+            enumerate(pipeline.forward_s),
+            ((s, pipeline.backward_op_s(s)) for s in range(pipeline.stages)),
+        )
     )
+    after_s = pipeline.weight_op_s(stage) * min(pipeline.paces[stage] if pipeline.paces else (1.0,))
     down = {stage: pipeline.micro_batches_per_replica(stage) * forward_s[stage]}
     for t in range(stage + 1, pipeline.stages):
         came = [
@@ -217,8 +221,10 @@ def _stay_s(pipeline: Pipeline, stage: int) -> float:
             for link in pipeline.links
             if link.source == t and link.has_gradient
         ]
-        up[t] = max(down[t], *back, 0.0) + backward_s[t] * pipeline.micro_batches_per_share(t)
-    return up[stage] + (pipeline.update_op_s(stage) if pipeline.update_every == 1 else 0.0)
+        up[t] = max(down[t], *back, 0.0) + backward_s[t]
+    # Its last weight part may come after all messages.
+    update_s = pipeline.update_op_s(stage) if pipeline.update_every == 1 else 0.0
+    return up[stage] + after_s + update_s
 
 
 def idle_shares(pipeline: Pipeline, period_s: float) -> tuple[float, ...]:

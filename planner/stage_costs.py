@@ -20,6 +20,8 @@ class StageCost:
 
     Attributes:
         forward_s, backward_s: of one micro-batch; the last stage's hold the loss.
+        weight_s: how much of the backward is its weight part (`weight_part_s`).
+        postponed_bytes: gradients that wait for the weight part of one micro-batch.
         kept_bytes: what one micro-batch in flight keeps for its backward.
         kept_storages: names of the storages among them that other layers may keep too.
         workspace_bytes: largest working set of any of its layers.
@@ -33,6 +35,8 @@ class StageCost:
     kept_bytes: int
     kept_storages: frozenset[str]
     workspace_bytes: int
+    weight_s: float = 0.0
+    postponed_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -75,13 +79,36 @@ def at(measurements: Sequence[Measurement], micro_batch: int) -> Measurement:
     def between(a: float, b: float) -> float:
         return a + (b - a) * share
 
+    def between_known(a: float | None, b: float | None) -> float | None:
+        return None if a is None or b is None else between(a, b)
+
     return Measurement(
         micro_batch=micro_batch,
         forward_s=between(low.forward_s, high.forward_s),
         backward_s=between(low.backward_s, high.backward_s),
         saved_bytes=round(between(low.saved_bytes, high.saved_bytes)),
         workspace_bytes=round(between(low.workspace_bytes, high.workspace_bytes)),
+        backward_input_s=between_known(low.backward_input_s, high.backward_input_s),
+        postponed_bytes=(
+            None
+            if (found := between_known(low.postponed_bytes, high.postponed_bytes)) is None
+            else round(found)
+        ),
     )
+
+
+UNMEASURED_WEIGHT_SHARE = 0.5
+"""How much of a layer's backward is its weight part, where the profile doesn't say."""
+
+
+def weight_part_s(layer: Layer, measured: Measurement) -> float:
+    """The weight part of a layer's backward: what its inputs' gradients alone don't take.
+
+    Where that wasn't measured, half of the backward of layers that have weights.
+    """
+    if measured.backward_input_s is not None:
+        return max(measured.backward_s - measured.backward_input_s, 0.0)
+    return measured.backward_s * UNMEASURED_WEIGHT_SHARE if layer.parameter_bytes else 0.0
 
 
 def sized(fixed_bytes: int, bytes_per_sample: float, micro_batch: int) -> int:
@@ -117,9 +144,11 @@ class Costs:
         self._position = {layer.name: k for k, layer in enumerate(profile.layers)}
         self._storages = {storage.name: storage for storage in profile.storages}
         self._needs: dict[str, list[Edge]] = {layer.name: [] for layer in profile.layers}
+        self._made: dict[str, list[Edge]] = {layer.name: [] for layer in profile.layers}
         self._makes: dict[str, set[str]] = {layer.name: set() for layer in profile.layers}
         for edge in profile.edges:
             self._makes[edge.producer].add(edge.storage)
+            self._made[edge.producer].append(edge)
             if edge.consumer in self._needs:
                 self._needs[edge.consumer].append(edge)
 
@@ -160,6 +189,22 @@ class Costs:
             ),
             kept_storages=frozenset(shared),
             workspace_bytes=max((m.workspace_bytes for m in (*measured, *losses)), default=0),
+            weight_s=sum(weight_part_s(la, m) for la, m in zip(layers, measured, strict=True)),
+            postponed_bytes=sum(
+                self._waiting(layer, m) for layer, m in zip(layers, measured, strict=True)
+            ),
+        )
+
+    def _waiting(self, layer: Layer, measured: Measurement) -> int:
+        """Gradients that wait for a layer's weight part: those of its outputs, if not measured."""
+        if measured.postponed_bytes is not None:
+            return measured.postponed_bytes
+        if not layer.parameter_bytes:
+            return 0
+        outputs = {edge.tensor: edge for edge in self._made[layer.name] if edge.needs_grad}
+        return sum(
+            sized(edge.fixed_bytes, edge.bytes_per_sample, measured.micro_batch)
+            for edge in outputs.values()
         )
 
     def _shared_storages(self, layers: Sequence[Layer], micro_batch: int) -> dict[str, int]:

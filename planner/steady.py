@@ -8,7 +8,7 @@ from typing import Protocol
 
 from ..profiles.errors import OrderError
 from .events import Clock
-from .kinds import BACKWARDS, FORWARDS, UPDATES, B, F
+from .kinds import BACKWARDS, FORWARDS, UPDATES, WEIGHTS, B, F, W
 from .list_schedule import ListSchedule
 from .listed import Code, Contended, Listed, coded, codes
 from .operations import Order
@@ -91,7 +91,8 @@ def _run_scheduled(pipeline: Pipeline) -> _Run:
 
 def _lengths(pipeline: Pipeline) -> tuple[int, int]:
     """Mini-batches to wait for at most, and how many are begun."""
-    each = pipeline.micro_batches + pipeline.backwards_per_mini_batch + 1
+    split = pipeline.variant.split_backward
+    each = pipeline.micro_batches + pipeline.backwards_per_mini_batch * (1 + split) + 1
     affordable = max(3, MOST_OPERATIONS // (pipeline.stages * each))
     deep = max(pipeline.limits)
     most = min(40 + 8 * deep, affordable)
@@ -117,7 +118,7 @@ class _Source(Protocol):
 
 
 class _Patterned:
-    """Orders that don't depend on times.
+    """Orders that repeat with every mini-batch.
 
     Where stages wait for one another's messages, they go by lists made beforehand: for `length`
     mini-batches, and so many more that the lists' end doesn't show.
@@ -132,7 +133,7 @@ class _Patterned:
         if clock.contended:
             clock.grow(length + 2 * self._ahead)
             lists = [
-                coded(clock, s, pattern.kinds(length + self._ahead), 0, 0, 0)
+                coded(clock, s, pattern.kinds(length + self._ahead))
                 for s, pattern in enumerate(self._patterns)
             ]
             self._run = Contended(clock, lists)
@@ -156,9 +157,11 @@ class _Patterned:
         """What the stage runs from its b-th update to the next."""
         first, further = self._patterns[s]
         if not b:
-            return coded(self.clock, s, first, 0, 0, 0)
-        forwards, backwards = (first.count(kind) + (b - 1) * further.count(kind) for kind in (F, B))
-        return coded(self.clock, s, further, forwards, backwards, b)
+            return coded(self.clock, s, first)
+        forwards, backwards, weights = (
+            first.count(kind) + (b - 1) * further.count(kind) for kind in (F, B, W)
+        )
+        return coded(self.clock, s, further, (forwards, backwards, b, weights))
 
     def run(self, mini_batches: int) -> bool:
         if isinstance(self._run, Contended):
@@ -201,7 +204,8 @@ class _Watch:
     def __init__(self, source: _Source) -> None:
         self.source = source
         self.clock = source.clock
-        kinds = (FORWARDS, UPDATES, BACKWARDS)
+        split = source.clock.pipeline.variant.split_backward
+        kinds = (FORWARDS, UPDATES, BACKWARDS, *((WEIGHTS,) if split else ()))
         starts, slots = self.clock.starts_s, self.clock.slots
         self._rows = [
             (mine, each)

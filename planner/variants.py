@@ -11,7 +11,7 @@ from typing import Literal
 
 from ..profiles.errors import PlanError
 
-OrderRule = Literal["gpipe", "1f1b", "1f1b-flush", "1f1b-micro", "nf1b"]
+OrderRule = Literal["gpipe", "1f1b", "1f1b-flush", "1f1b-micro", "1f1b-split", "nf1b"]
 BackwardUnit = Literal["micro", "mini"]
 ForwardWeights = Literal["latest", "first-micro-batch", "entry", "predicted"]
 BackwardWeights = Literal["latest", "forward", "predicted", "intermediate"]
@@ -46,6 +46,8 @@ class Variant:
         horizon: the version that predictions aim at: the stage's when the mini-batch ends its
             "round-trip", at its backward on stage 0; or when its own "backward" runs.
         update_rule: the user's "optimizer"; or its "nesterov" form, the gradient discounted.
+        split_backward: each backward has two parts, B for the gradients of what the stage received
+            and W for those of its weights; W has no messages and may come later.
     """
 
     name: str
@@ -63,6 +65,22 @@ class Variant:
     prediction: Prediction = ""
     horizon: Horizon = ""
     update_rule: UpdateRule = "optimizer"
+    split_backward: bool = False
+
+    @property
+    def recompute_refusal(self) -> str:
+        """Why stages can't compute their activations again before a backward; empty: they can."""
+        if self.prediction:
+            return (
+                f"{self.name} predicts weights and doesn't keep them, so activations can't be "
+                "computed again"
+            )
+        if self.split_backward:
+            return (
+                f"{self.name} postpones weight gradients, which need what a backward would have "
+                "computed again; plan with --recompute off"
+            )
+        return ""
 
     @property
     def stashes(self) -> bool:
@@ -193,6 +211,17 @@ _TABLE = (
         whole_mini_batches=False,
         summary="all forwards, all backwards, flush: plain mini-batch training (1811.06965)",
         forwards_first=True,
+    ),
+    Variant(
+        name="zb-h1",
+        order="1f1b-split",
+        backward_unit="micro",
+        flushes=True,
+        forward_weights="latest",
+        backward_weights="latest",
+        whole_mini_batches=False,
+        summary="1F1B, flush, weight gradients postponed to fill the bubble (2401.10241)",
+        split_backward=True,
     ),
 )
 

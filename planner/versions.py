@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ..profiles.errors import OrderError
-from .operations import BACKWARD, FORWARD, UPDATE, Op
+from .operations import BACKWARD, FORWARD, UPDATE, WEIGHT, Op
 from .variants import Variant
 
 
@@ -197,6 +197,8 @@ def version_use(
             versions.append(used)
             differences.append(used - walk.forward_version(op))
             walk.finish(op)
+        elif op.kind == WEIGHT:
+            versions.append(walk.latest)
         else:
             assert op.kind == UPDATE
             versions.append(walk.update())

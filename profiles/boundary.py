@@ -11,17 +11,20 @@ from torch import Tensor
 class Inlet:
     """One entry of a tensor; after the backward, `grad` holds the gradient for its producer.
 
+    `anchor` is the leaf behind it, for backwards that run to some leaves alone.
+
     Unlike a leaf that requires grad, the tensor isn't kept alive unless some operation saves
     it, and a first operation that works in place may overwrite it.
     """
 
     def __init__(self) -> None:
         self.grad: Tensor | None = None
+        self.anchor: Tensor | None = None
 
     def admit(self, tensor: Tensor) -> Tensor:
         """The same memory as a tensor of the graph that requires grad."""
-        anchor = torch.empty(0, dtype=tensor.dtype, device=tensor.device, requires_grad=True)
-        admitted: Tensor = _Admit.apply(anchor, tensor, self)
+        self.anchor = torch.empty(0, dtype=tensor.dtype, device=tensor.device, requires_grad=True)
+        admitted: Tensor = _Admit.apply(self.anchor, tensor, self)
         return admitted
 
 

@@ -50,6 +50,11 @@ class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Largest working set besides what is kept, in the forward or the backward."""
     relative_error: Annotated[float, Meta(ge=0)] | None = None
     """Standard error of forward_s + backward_s over their sum; None where nothing was timed."""
+    backward_input_s: Seconds | None = None
+    """The part of backward_s that gives the gradients of the layer's inputs alone, as in systems
+    that split the backward. None: not measured."""
+    postponed_bytes: Bytes | None = None
+    """Gradients that wait for the rest then, the weight part. None: not measured."""
 
 
 class Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -19,7 +19,7 @@ _MARKS = {
 
 
 def fill_absent(slot: Tensor) -> None:
-    """Say that there is no gradient. Types that have no mark get zeros."""
+    """Say that there is no gradient, in one slot or several. Types that have no mark get zeros."""
     mark = _MARKS.get(slot.dtype)
     if mark is None:
         slot.zero_()
@@ -43,7 +43,7 @@ def absent(message: Tensor) -> list[bool]:
         return [False] * slots
     marked = bits == mark[1]
     gone: list[bool] = marked.all(1).tolist()
-    message.masked_fill_(marked.view(message.shape), 0.0)
+    message.masked_fill_(marked.reshape(message.shape), 0.0)
     for slot, none in zip(message, gone, strict=True):
         if none:
             fill_absent(slot)

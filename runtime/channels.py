@@ -1,6 +1,6 @@
-"""Moving tensors between stages: within one process, or between processes over gloo.
+"""Moving tensors between workers: within one process, or between processes over gloo.
 
-A message is named by its crossing (which tensor, from which stage to which) and its kind,
+A message is named by its crossing (which tensor, from which worker to which) and its kind,
 forward or gradient. Messages of one crossing and kind arrive in the sequence they were sent.
 """
 
@@ -9,58 +9,25 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from itertools import cycle, islice
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..planner.operations import BACKWARD, FORWARD
-from ..planner.stage_costs import RECEIVES_AHEAD
-from ..profiles.errors import RunError
-from ..profiles.tracing.shapes import ValueSpec
-
-
-@dataclass(frozen=True)
-class Crossing:
-    """A tensor between two stages.
-
-    Attributes:
-        number: its position among all crossings; the same on every worker.
-        gradient_micro_batches: micro-batches in one gradient message.
-    """
-
-    number: int
-    spec: ValueSpec
-    source: int
-    target: int
-    gradient_micro_batches: int
-
-    def shape(self, kind: str) -> tuple[int, ...]:
-        """Shape of a message: gradients of several micro-batches come stacked."""
-        if kind == FORWARD:
-            return self.spec.shape
-        return (self.gradient_micro_batches, *self.spec.shape)
-
-    def ends(self, kind: str) -> tuple[int, int]:
-        """Sending and receiving stage of a message of this kind."""
-        if kind == FORWARD:
-            return self.source, self.target
-        return self.target, self.source
-
-
-class PeerError(RunError):
-    """A wait on another stage failed: it is gone, or the bound was reached."""
+from ..planner.operations import BACKWARD
+from .crossings import Crossing, Lane
+from .peers import PeerError, why_lost
 
 
 class Channels(Protocol):
-    """What a stage needs to talk to the others."""
+    """What a worker needs to talk to the others."""
 
-    def open(self, forwards: int, gradients: int) -> None:
-        """Announce how many messages of each kind every crossing is going to carry."""
+    def open(self, lanes: Sequence[Lane]) -> None:
+        """Announce all messages that this worker is going to take."""
 
     def send(self, crossing: Crossing, kind: str, tensor: Tensor, *, kept: bool = False) -> None:
         """Start sending; never waits for the receiver. The tensor must not change any more.
@@ -87,7 +54,7 @@ class Channels(Protocol):
 
 
 class Mailbox:
-    """Messages within one process that wait to be received; shared by all its stages."""
+    """Messages within one process that wait to be received; shared by all its workers."""
 
     def __init__(self) -> None:
         self.queues: dict[tuple[int, str], deque[Tensor]] = {}
@@ -95,13 +62,13 @@ class Mailbox:
 
 
 class LocalChannels:
-    """Queues within one process, for the inline run; one object for each stage."""
+    """Queues within one process, for the inline run; one object for each worker."""
 
-    def __init__(self, stage: int, mailbox: Mailbox) -> None:
-        self.stage = stage
+    def __init__(self, rank: int, mailbox: Mailbox) -> None:
+        self.rank = rank
         self._mailbox = mailbox
 
-    def open(self, forwards: int, gradients: int) -> None:
+    def open(self, lanes: Sequence[Lane]) -> None:
         """Nothing to prepare."""
 
     def send(self, crossing: Crossing, kind: str, tensor: Tensor, *, kept: bool = False) -> None:
@@ -119,7 +86,7 @@ class LocalChannels:
         if not waiting:
             raise PeerError(f"no {kind} message of {crossing.spec.name!r} has been sent")
         tensor = waiting.popleft()
-        self._count(self.stage, -_nbytes(tensor))
+        self._count(self.rank, -_nbytes(tensor))
         return tensor
 
     def throttle(self, most: int) -> None:
@@ -128,57 +95,58 @@ class LocalChannels:
     def close(self) -> None:
         """Nothing is under way."""
 
-    def _count(self, stage: int, change: int) -> None:
+    def _count(self, rank: int, change: int) -> None:
         counts = self._mailbox.waiting_bytes
-        counts[stage] = counts.get(stage, 0) + change
+        counts[rank] = counts.get(rank, 0) + change
 
     @property
     def held_bytes(self) -> int:
-        """Messages that wait for this stage."""
-        return self._mailbox.waiting_bytes.get(self.stage, 0)
+        """Messages that wait for this worker."""
+        return self._mailbox.waiting_bytes.get(self.rank, 0)
 
 
 class ProcessChannels:
-    """Messages between processes by torch.distributed; one object per stage.
+    """Messages between processes by torch.distributed; one object per worker.
 
     Receives are posted ahead. Sends are waited for by a thread of their own for each peer, so
     that a tensor is let go as soon as it is gone, and computing never waits for a receiver.
     """
 
-    def __init__(self, stage: int, crossings: Sequence[Crossing], timeout_s: float) -> None:
-        self.stage = stage
+    def __init__(self, names: Sequence[str], timeout_s: float) -> None:
+        """
+        Args:
+            names: of all workers, by rank; for messages.
+        """
+        self.names = names
         self.timeout = timedelta(seconds=timeout_s)
-        self._incoming = [
-            (c, kind)
-            for c in crossings
-            for kind in (FORWARD, BACKWARD)
-            if c.ends(kind)[1] == stage and (kind == FORWARD or c.spec.needs_grad)
-        ]
         self._posted: dict[tuple[int, str], deque[tuple[dist.Work, Tensor]]] = {}
-        self._to_post: dict[tuple[int, str], int] = {}
+        self._to_post: dict[tuple[int, str], Iterator[Crossing]] = {}
         self._senders: dict[int, _Sender] = {}
 
-    def open(self, forwards: int, gradients: int) -> None:
+    def open(self, lanes: Sequence[Lane]) -> None:
         """Post the first receives."""
-        for crossing, kind in self._incoming:
-            key = (crossing.number, kind)
-            self._to_post[key] = forwards if kind == FORWARD else gradients
-            self._posted[key] = deque()
-            for _ in range(RECEIVES_AHEAD[kind]):
-                self._post(crossing, kind)
+        self._to_post = {}
+        for lane in lanes:
+            upcoming = islice(cycle(lane.crossings), lane.count)
+            for crossing in lane.crossings:
+                self._to_post[crossing.number, lane.kind] = upcoming
+                self._posted[crossing.number, lane.kind] = deque()
+            for _ in range(lane.ahead):
+                self._post_next(upcoming, lane.kind)
 
-    def _post(self, crossing: Crossing, kind: str) -> None:
-        key = (crossing.number, kind)
-        if not self._to_post[key]:
-            return
-        self._to_post[key] -= 1
+    def _post_next(self, upcoming: Iterator[Crossing], kind: str) -> bool:
+        """Post the receive that comes next in its lane. Returns whether there is one."""
+        crossing = next(upcoming, None)
+        if crossing is None:
+            return False
         buffer = torch.empty(crossing.shape(kind), dtype=crossing.spec.dtype)
         try:
             work = dist.irecv(buffer, crossing.ends(kind)[0], tag=_tag(crossing, kind))
         except RuntimeError as error:
             raise self._lost(crossing.ends(kind)[0], error) from error
         assert work is not None
-        self._posted[key].append((work, buffer))
+        self._posted[crossing.number, kind].append((work, buffer))
+        return True
 
     def send(self, crossing: Crossing, kind: str, tensor: Tensor, *, kept: bool = False) -> None:
         """Hand the message to gloo and its thread."""
@@ -199,12 +167,16 @@ class ProcessChannels:
 
     def receive(self, crossing: Crossing, kind: str) -> Tensor:
         """Wait for the oldest posted receive, and post another one."""
-        work, buffer = self._posted[crossing.number, kind].popleft()
+        key = crossing.number, kind
+        posted, upcoming = self._posted[key], self._to_post[key]
+        while not posted and self._post_next(upcoming, kind):
+            pass
+        work, buffer = posted.popleft()
         try:
             work.wait(self.timeout)
         except RuntimeError as error:
             raise self._lost(crossing.ends(kind)[0], error) from error
-        self._post(crossing, kind)
+        self._post_next(upcoming, kind)
         return buffer
 
     def throttle(self, most: int) -> None:
@@ -230,15 +202,7 @@ class ProcessChannels:
         return posted + sum(sender.pending_bytes for sender in self._senders.values())
 
     def _lost(self, peer: int, error: BaseException) -> PeerError:
-        text = str(error)
-        if "Timed out" in text or "timeout" in text or isinstance(error, TimeoutError):
-            bound = self.timeout.total_seconds()
-            why = f"nothing came for {bound:g} s (--timeout)"
-        elif "closed" in text or "reset" in text or "Broken pipe" in text:
-            why = "it is gone"
-        else:
-            why = " ".join(text.split())[:200]
-        return PeerError(f"waiting for stage {peer}: {why}")
+        return PeerError(f"waiting for {self.names[peer]}: {why_lost(error, self.timeout)}")
 
 
 class _Sender:

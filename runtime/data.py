@@ -103,20 +103,25 @@ def updates_of(segments: Iterable[Segment]) -> int:
     return sum(segment.updates for segment in segments)
 
 
-def real_samples(segment: Segment, mini_batch: int, micro_batch: int) -> range:
+def real_samples(
+    segment: Segment, mini_batch: int, micro_batch: int, dealt: slice = slice(None)
+) -> range:
     """Positions of a micro-batch's samples in the epoch, padding left out.
 
     Micro-batches that don't divide a mini-batch differ by one sample, the larger ones first;
     where there are more of them than samples, the last ones are empty.
+
+    Args:
+        dealt: which of the micro-batch's samples, where replicas share them.
     """
     each, more = divmod(segment.samples_of(mini_batch), segment.micro_batches)
     start = mini_batch * segment.mini_batch + micro_batch * each + min(micro_batch, more)
-    return range(start, start + each + (micro_batch < more))
+    return range(start, start + each + (micro_batch < more))[dealt]
 
 
 @dataclass(frozen=True)
 class Part:
-    """What a micro-batch, filled up to the plan's size, has of its mini-batch.
+    """What a worker's micro-batch, filled up to full size, has of its mini-batch.
 
     Attributes:
         real: samples of its own, in front.
@@ -136,10 +141,16 @@ class Part:
         return self.real < self.size
 
 
-def part_of(segment: Segment, mini_batch: int, micro_batch: int) -> Part:
-    """The part that a micro-batch is."""
-    real = len(real_samples(segment, mini_batch, micro_batch))
-    size = -(-segment.mini_batch // segment.micro_batches)
+def part_of(
+    segment: Segment, mini_batch: int, micro_batch: int, size: int, dealt: slice = slice(None)
+) -> Part:
+    """The part that a micro-batch is, or what a replica has of it.
+
+    Args:
+        size: samples with padding.
+        dealt: as for `real_samples`.
+    """
+    real = len(real_samples(segment, mini_batch, micro_batch, dealt))
     share = real / segment.samples_of(mini_batch)
     return Part(real, size, share, share / segment.together(mini_batch))
 
@@ -167,16 +178,21 @@ class Samples:
         start = (mini_batch * micro_batches + micro_batch) * self.micro_batch
         return self.take(epoch, range(start, start + self.micro_batch))
 
-    def take(self, epoch: int, positions: range) -> tuple[tuple[Tensor, ...], Any]:
+    def take(
+        self, epoch: int, positions: range, size: int | None = None
+    ) -> tuple[tuple[Tensor, ...], Any]:
         """Inputs and target of the samples at these positions of an epoch's own shuffle.
 
-        The inputs are filled up to a micro-batch with copies of their first sample; the target
-        is that of the real ones, and None where there are none.
+        The inputs are filled up with copies of their first sample; the target is that of the
+        real ones, and None where there are none.
+
+        Args:
+            size: samples with padding; by default a micro-batch.
         """
         shuffled = self._shuffle(epoch)
         real = [shuffled[k] for k in positions]
         # Where there is none to copy, any sample will do: nothing is made of the output.
-        return self._fetch(real, padding=real[0] if real else shuffled[0])
+        return self._fetch(real, real[0] if real else shuffled[0], size or self.micro_batch)
 
     def _shuffle(self, epoch: int) -> list[int]:
         if epoch != self._epoch:
@@ -185,8 +201,8 @@ class Samples:
             self._epoch = epoch
         return self._shuffled
 
-    def _fetch(self, real: list[int], padding: int) -> tuple[tuple[Tensor, ...], Any]:
-        missing = self.micro_batch - len(real)
+    def _fetch(self, real: list[int], padding: int, size: int) -> tuple[tuple[Tensor, ...], Any]:
+        missing = size - len(real)
         inputs, target = fetch(self.dataset, real + [padding] * missing)
         if missing:
             target = fetch(self.dataset, real)[1] if real else None
@@ -204,5 +220,5 @@ class Samples:
         only what is real, and so must what is made of the output.
         """
         real = list(range(k * self.micro_batch, min((k + 1) * self.micro_batch, self.size)))
-        inputs, target = self._fetch(real, padding=real[0])
+        inputs, target = self._fetch(real, real[0], self.micro_batch)
         return inputs, target, len(real)

@@ -1,4 +1,4 @@
-"""Starting the stage processes of one machine with torch.distributed's own launcher."""
+"""Starting the worker processes of one machine with torch.distributed's own launcher."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,27 +31,29 @@ class Workers:
     Attributes:
         module: what each one runs; its arguments are the directory and the store's file.
         where: their directory, with what they note of failures, and their logs.
-        label: how a rank is named in messages; {0} is the rank.
+        labels: how each is named in messages, by rank.
         logs_kept: the directory stays, so that a message may send the user to the logs; where
             it doesn't, the last line of a log stands in the message.
     """
 
     module: str
     where: RunDir
-    count: int
-    label: str = "stage {0} (rank {0})"
+    labels: tuple[str, ...]
     logs_kept: bool = True
 
 
-def launch(run_dir: RunDir, stages: int, observer: Observer) -> None:
-    """Run all stages of a prepared run directory and wait for their end.
+def launch(run_dir: RunDir, labels: Sequence[str], observer: Observer) -> None:
+    """Run all workers of a prepared run directory and wait for their end.
+
+    Args:
+        labels: how each is named in messages, by rank.
 
     Raises:
         RunError: a worker failed; the message says which one, at which operation and why.
         UserError: the same, where the user's input is the cause.
         KeyboardInterrupt: the user stopped the run; all workers have ended.
     """
-    workers = Workers(module=f"{__package__}.worker", where=run_dir, count=stages)
+    workers = Workers(module=f"{__package__}.worker", where=run_dir, labels=tuple(labels))
     run_workers(workers, Tail(run_dir.metrics, observer).poll)
 
 
@@ -75,7 +77,7 @@ def run_workers(workers: Workers, poll: Callable[[], None]) -> None:
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
-            nproc_per_node=workers.count,
+            nproc_per_node=len(workers.labels),
             run_id="timeprest",
             # Rendezvous and store are files: nothing listens but gloo, on the loopback device.
             rdzv_backend="c10d",
@@ -122,7 +124,7 @@ class _Watch:
 
     def _end_the_stuck(self) -> None:
         if self._failed_at is None:
-            if any((self.run_dir.path / "errors").glob("stage*.json")):
+            if any(self.run_dir.errors.glob("*.json")):
                 self._failed_at = time.monotonic()
         elif time.monotonic() - self._failed_at > GRACE_S:
             self._kill_workers()
@@ -154,12 +156,12 @@ def _explain(workers: Workers, error: BaseException, killed: set[int]) -> Timepr
 
     `killed`: processes that were ended from here, which isn't a cause.
     """
-    noted = workers.where.read_errors(workers.count)
+    noted = workers.where.read_errors()
     failures = getattr(error, "failures", {})
     silent = [
         (rank, failure)
         for rank, failure in failures.items()
-        if not any(e["stage"] == rank for e in noted)
+        if not any(e["rank"] == rank for e in noted)
         and failure.exitcode != -signal.SIGTERM
         and failure.pid not in killed
     ]
@@ -176,7 +178,7 @@ def _explain(workers: Workers, error: BaseException, killed: set[int]) -> Timepr
         )
         others = f"; {noted[0]['message']}" if noted else ""
         printed = _printed(workers, "Its output is", rank)
-        return RunError(f"{workers.label.format(rank)} {how}{others}{printed}")
+        return RunError(f"{workers.labels[rank]} {how}{others}{printed}")
     printed = _printed(workers, "What the workers printed is")
     if noted:
         return RunError(f"{noted[0]['message']}{printed}")

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .channels import PeerError
+from .peers import PeerError
 
 ALL_REDUCE = -1
 """In place of a pair: a sum over all processes."""

@@ -23,9 +23,9 @@ from ..profiles.errors import TimeprestError
 from ..profiles.files import write_bytes
 from ..profiles.target import describe_error
 from ..profiles.units import format_bytes
-from .channels import PeerError
 from .link_bursts import ALL_REDUCE, Process
 from .links import LinkDir, LinkSettings, LinkTimes, backend_of
+from .peers import PeerError
 
 # Longest wait for the others to start. All load torch at once, on the cores that there are.
 MEETING_S = 30.0

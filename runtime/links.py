@@ -134,8 +134,7 @@ def measure_links(
         workers = Workers(
             module=f"{__package__}.link_worker",
             where=where,
-            count=processes,
-            label="process {0}",
+            labels=tuple(f"process {rank}" for rank in range(processes)),
             logs_kept=False,
         )
         run_workers(workers, _Progress(where.progress, progress))

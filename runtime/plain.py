@@ -105,7 +105,7 @@ class PlainTraining:
             yield 1.0, whole
             return
         for i in range(segment.micro_batches):
-            part = part_of(segment, b, i)
+            part = part_of(segment, b, i, self.prepared.plan.micro_batch)
             statistics = (
                 self._batch_norm.forward(segment.first + b, part.real, part.size)
                 if self._batch_norm is not None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -18,13 +20,17 @@ from ..profiles.target import Target, describe_error, resolve
 from ..profiles.task import Task, dataset_size
 from ..profiles.tracing.fingerprint import fingerprint
 from ..profiles.tracing.front_ends import TRACE_SAMPLES, trace
-from ..profiles.tracing.graph import TracedModel, tied_layers, values
+from ..profiles.tracing.graph import TracedModel, shared_parameters, tied_layers, values
 from ..profiles.tracing.pieces import Piece, cut
-from ..profiles.tracing.shapes import ValueSpec, value_specs
-from .channels import Crossing
+from ..profiles.tracing.shapes import ValueSpec, result_shapes, value_specs
+from .crossings import Crossing
 from .data import Segment, segments
+from .dealing import Deal, Sent, Share, Specs, deal, deal_evaluation, share_of
+from .padding import DIVIDE, DROP, NO_EVALUATION, check_result
 from .precision import autocast_of, forward_context
 from .settings import RunSettings
+from .tied import TiedParameters, first_names, give_copies
+from .workers import Worker, workers_of
 
 _SMALL_BYTES = 2**28
 """A model that needs less in all is run once, for real, to learn its shapes."""
@@ -35,21 +41,34 @@ class Prepared:
     """A plan ready to run.
 
     Attributes:
+        workers: by rank.
+        shares: what each worker has of a mini-batch, by rank.
         pieces: per stage, for training; `evaluation_pieces` the same in evaluation mode.
         autocast: dtype of torch.autocast for the forwards; None: off.
-        specs: of every value that layers take from each other.
-        crossings: what goes between stages; the same list on every worker.
+        tied: parameters that several stages hold copies of.
+        names: for each name of a parameter, the first that the model has for it.
+        specs: per stage, of every value that layers take from each other, for a replica's
+            micro-batch.
+        deal: what goes between workers in training.
+        evaluation_crossings: what goes between the stages' replicas 0 in evaluation.
+        evaluation_samples: in a micro-batch of evaluation.
     """
 
     plan: Plan
     settings: RunSettings
     task: Task
     pipeline: Pipeline
+    workers: tuple[Worker, ...]
+    shares: tuple[Share, ...]
     pieces: tuple[Piece, ...]
     evaluation_pieces: tuple[Piece, ...]
+    tied: tuple[TiedParameters, ...]
+    names: Mapping[str, str]
     autocast: torch.dtype | None
-    specs: dict[str, ValueSpec]
-    crossings: tuple[Crossing, ...]
+    specs: tuple[Specs, ...]
+    deal: Deal
+    evaluation_crossings: tuple[Crossing, ...]
+    evaluation_samples: int
     segments: tuple[Segment, ...]
     inputs: tuple[str, ...]
 
@@ -76,42 +95,82 @@ def prepare(plan: Plan, settings: RunSettings) -> Prepared:
     torch.set_num_threads(settings.threads)
     model = target.model(settings.seed)
     model.train()
-    traced = _trace_for_training(plan, model, target)
-    position = {layer.name: k for k, layer in enumerate(traced.layers)}
+    pipeline = pipeline_of(plan)
+    workers = workers_of(plan.stages)
+    shares = tuple(share_of(pipeline, plan.micro_batch, worker) for worker in workers)
+    samples = [share.samples for worker, share in zip(workers, shares, strict=True) if worker.leads]
+    traced = _trace_for_training(plan, model, target, samples)
+    with forward_context(autocast):
+        specs = {n: _specs(plan, traced[n], target, n) for n in traced}
+    # What every stage has room for.
+    least = min(samples)
+    position = {layer.name: k for k, layer in enumerate(traced[least].layers)}
     groups = [sorted(position[name] for name in stage.nodes) for stage in plan.stages]
-    inputs, _ = target.sample(plan.micro_batch)
+    pieces = {n: cut(of_size, groups) for n, of_size in traced.items()}
+    evaluated = _trace_for_evaluation(plan, model, target, traced[least])
+    sent = _sent(plan, traced[least], groups)
+    dealt = deal(pipeline, workers, sent, samples, specs)
+    chosen = tuple(pieces[n][s] for s, n in enumerate(samples))
+    evaluation_pieces = tuple(cut(evaluated, groups))
+    modes = zip(chosen, evaluation_pieces, strict=True)
+    prepared = Prepared(
+        plan=plan,
+        settings=settings,
+        task=target.task,
+        pipeline=pipeline,
+        workers=workers,
+        shares=shares,
+        pieces=chosen,
+        evaluation_pieces=evaluation_pieces,
+        tied=give_copies([[piece.module for piece in both] for both in modes]),
+        names=first_names(model),
+        autocast=autocast,
+        specs=tuple(specs[n] for n in samples),
+        deal=dealt,
+        evaluation_crossings=deal_evaluation(len(dealt.crossings), workers, sent, specs[least]),
+        evaluation_samples=least,
+        segments=segments(plan, settings, dataset_size(target.task.data("train"), "train")),
+        inputs=tuple(node.name for node in traced[least].inputs),
+    )
+    _check_padding(prepared, target, traced, samples[-1])
+    few = min(3, max(segment.mini_batches for segment in prepared.segments))
+    check_order(pipeline, make_order(pipeline, few), few)
+    return prepared
+
+
+def with_own_weights(prepared: Prepared, worker: Worker) -> Prepared:
+    """The same, where the replicas of a stage in one process need weights of their own."""
+    if worker.leads:
+        return prepared
+    s = worker.stage
+    # Together: both modes of a stage share their parameters.
+    own = copy.deepcopy((prepared.pieces[s], prepared.evaluation_pieces[s]))
+    return replace(
+        prepared,
+        pieces=(*prepared.pieces[:s], own[0], *prepared.pieces[s + 1 :]),
+        evaluation_pieces=(
+            *prepared.evaluation_pieces[:s],
+            own[1],
+            *prepared.evaluation_pieces[s + 1 :],
+        ),
+    )
+
+
+def _specs(plan: Plan, traced: TracedModel, target: Target, samples: int) -> dict[str, ValueSpec]:
+    """Of what layers take from each other, for so many samples."""
+    inputs, _ = target.sample(samples)
     whole_bytes = sum(stage.memory_bytes for stage in plan.predicted.stages)
     try:
-        with forward_context(autocast):
-            specs = value_specs(traced, inputs, fake=whole_bytes > _SMALL_BYTES)
+        specs = value_specs(traced, inputs, fake=whole_bytes > _SMALL_BYTES)
     except TimeprestError:
         raise
     except Exception as error:  # the user's model runs here
         raise TargetError(
             f"{target.name}: the model failed on its own inputs: {describe_error(error)}"
         ) from error
-    pipeline = pipeline_of(plan)
-    crossings = _crossings(plan, traced, groups, specs, pipeline.micro_batches_per_backward)
-    prepared = Prepared(
-        plan=plan,
-        settings=settings,
-        task=target.task,
-        pipeline=pipeline,
-        pieces=tuple(cut(traced, groups)),
-        evaluation_pieces=tuple(cut(_trace_for_evaluation(plan, model, target, traced), groups)),
-        autocast=autocast,
-        specs={name: spec for name, spec in specs.items() if not _is_input(traced, name)},
-        crossings=crossings,
-        segments=segments(plan, settings, dataset_size(target.task.data("train"), "train")),
-        inputs=tuple(node.name for node in traced.inputs),
-    )
-    few = min(3, max(segment.mini_batches for segment in prepared.segments))
-    check_order(pipeline, make_order(pipeline, few), few)
-    return prepared
-
-
-def _is_input(traced: TracedModel, name: str) -> bool:
-    return any(node.name == name for node in traced.inputs)
+    for node in traced.inputs:
+        specs.pop(node.name, None)
+    return specs
 
 
 def _check_profiled(plan: Plan) -> None:
@@ -132,12 +191,52 @@ def _check_runs(plan: Plan) -> None:
             f"plan: variant: {plan.variant} can be planned and simulated; tp-run doesn't train "
             "with it yet"
         )
-    for s, stage in enumerate(plan.stages):
-        if len(stage.devices) > 1:
-            raise PlanError(
-                f"plan: stages[{s}].devices: tp-run doesn't train replicas of a stage yet; plan "
-                "without them: tp-plan solve --replicas off"
-            )
+
+
+def _check_padding(
+    prepared: Prepared, target: Target, traced: Mapping[int, TracedModel], result_samples: int
+) -> None:
+    """Refuse results that padding can't be cut off, where there is going to be any.
+
+    Args:
+        traced: by number of samples.
+        result_samples: in a micro-batch of the last stage.
+
+    Raises TargetError.
+    """
+    plan, size = prepared.plan, result_samples
+    if plan.mini_batch % plan.micro_batches:
+        advice = DIVIDE
+    elif any(segment.samples % plan.mini_batch for segment in prepared.segments):
+        advice = DROP
+    elif prepared.settings.evaluate:
+        size = prepared.evaluation_samples
+        if not _test_size(prepared.task) % size:
+            return
+        advice = NO_EVALUATION
+    else:
+        return
+    graph = traced[size]
+    # A graph of one size alone is tried at that one.
+    other = size if graph.only_size is not None else size + 1
+    fake = sum(stage.memory_bytes for stage in plan.predicted.stages) > _SMALL_BYTES
+    try:
+        shapes, others = (
+            result_shapes(graph, target.sample(samples)[0], fake=fake) for samples in (size, other)
+        )
+    except TraceError:
+        raise
+    except Exception:  # the user's model, which needn't take that other size
+        return
+    check_result(shapes, others, size, other, advice)
+
+
+def _test_size(task: Task) -> int:
+    """Samples in the test data; 0 where it can't be had, which the evaluation is to say."""
+    try:
+        return dataset_size(task.data("test"), "test")
+    except Exception:  # the user's code
+        return 0
 
 
 def _trace(plan: Plan, model: nn.Module, target: Target, samples: int) -> TracedModel:
@@ -152,12 +251,22 @@ def _trace(plan: Plan, model: nn.Module, target: Target, samples: int) -> Traced
     )
 
 
-def _trace_for_training(plan: Plan, model: nn.Module, target: Target) -> TracedModel:
-    traced = _trace(plan, model, target, TRACE_SAMPLES)
-    _check_model(plan, traced, target)
-    if traced.only_size not in (None, plan.micro_batch):
-        traced = _trace(plan, model, target, plan.micro_batch)
-    return traced
+def _trace_for_training(
+    plan: Plan, model: nn.Module, target: Target, samples: Sequence[int]
+) -> dict[int, TracedModel]:
+    """The graph for each of these numbers of samples: the same one, where it is for any."""
+    first = _trace(plan, model, target, TRACE_SAMPLES)
+    _check_model(plan, first, target)
+    found = {
+        n: first if first.only_size in (None, n) else _trace(plan, model, target, n)
+        for n in sorted(set(samples))
+    }
+    if any(not _same_graph(traced, first) for traced in found.values()):
+        raise TraceError(
+            f"{target.name}: the model's forward has other layers for another number of samples; "
+            "it can't be cut into stages"
+        )
+    return found
 
 
 def _trace_for_evaluation(
@@ -169,8 +278,7 @@ def _trace_for_evaluation(
         evaluation = _trace(plan, model, target, traced.only_size or TRACE_SAMPLES)
     finally:
         model.train()
-    same_layers = [la.name for la in evaluation.layers] == [la.name for la in traced.layers]
-    if not same_layers or _names(evaluation) != _names(traced):
+    if not _same_graph(evaluation, traced):
         raise TraceError(
             f"{target.name}: the model's forward has other layers in evaluation mode than in "
             "training mode; it can't be evaluated with the pipeline it is trained with"
@@ -178,8 +286,11 @@ def _trace_for_evaluation(
     return evaluation
 
 
-def _names(traced: TracedModel) -> list[str]:
-    return [value.node.name for value in values(traced)]
+def _same_graph(one: TracedModel, other: TracedModel) -> bool:
+    """Whether both have the same layers, with the same values between them."""
+    layers = [[layer.name for layer in traced.layers] for traced in (one, other)]
+    names = [[value.node.name for value in values(traced)] for traced in (one, other)]
+    return layers[0] == layers[1] and names[0] == names[1]
 
 
 def _check_model(plan: Plan, traced: TracedModel, target: Target) -> None:
@@ -201,30 +312,25 @@ def _check_model(plan: Plan, traced: TracedModel, target: Target) -> None:
     ]
     check_cut([stage.nodes for stage in plan.stages], names, edges)
     stage_of = {name: s for s, stage in enumerate(plan.stages) for name in stage.nodes}
+    free = shared_parameters(traced) if plan.tied == "split" else {}
     for group in tied_layers(traced):
-        if len({stage_of[names[k]] for k in group}) > 1:
+        if group not in free and len({stage_of[names[k]] for k in group}) > 1:
             shared = ", ".join(repr(names[k]) for k in group)
             raise PlanError(f"plan: layers {shared} share parameters and must be on one stage")
 
 
-def _crossings(
-    plan: Plan,
-    traced: TracedModel,
-    groups: list[list[int]],
-    specs: dict[str, ValueSpec],
-    gradient_micro_batches: int,
-) -> tuple[Crossing, ...]:
+def _sent(plan: Plan, traced: TracedModel, groups: list[list[int]]) -> list[Sent]:
+    """What goes from stage to stage. Raises PlanError when the plan says otherwise."""
     stage_of = {layer: s for s, group in enumerate(groups) for layer in group}
     stage_of[len(traced.layers)] = len(groups) - 1
-    found: list[Crossing] = []
+    found: list[Sent] = []
     for value in values(traced):
         if value.producer is None:
             continue
         source = stage_of[value.producer]
         for target in sorted({stage_of[k] for k in value.consumers} - {source}):
-            spec = specs[value.node.name]
-            found.append(Crossing(len(found), spec, source, target, gradient_micro_batches))
-    mine = {(c.spec.name, c.source, c.target) for c in found}
+            found.append(Sent(value.node.name, source, target))
+    mine: set[tuple[str, int, int]] = set(found)
     planned = {(e.tensor, e.source, e.target) for e in plan.edges}
     if mine != planned:
         odd = sorted(mine ^ planned)[0]
@@ -233,4 +339,4 @@ def _crossings(
             f"{'is missing' if odd in mine else 'is not needed'} for these stages; after editing "
             "stages, run tp-plan check PLAN --profile PROFILE -o PLAN"
         )
-    return tuple(found)
+    return found

@@ -1,4 +1,4 @@
-"""Running a plan: in a process for each stage, or inline; the end summary."""
+"""Running a plan: in a process for each worker, or inline; the end summary."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from .launch import launch
 from .observer import MetricsFile, Observer, Silent
 from .operation_log import OperationLog, StageMetrics
 from .optimizers import check_choice
-from .prepare import Prepared, prepare
+from .prepare import Prepared, prepare, with_own_weights
 from .run_dir import RunDir
 from .runner import StageRunner
 from .scores import EpochRecord, RunSummary, StageReport
 from .settings import RunSettings
+from .sums import LocalSums, Pool, sum_groups
 from .training import Course
 
 
@@ -34,7 +35,7 @@ def run(
 
     Args:
         run_dir: a new directory, or one without a run in it.
-        inline: all stages in this process, in simulated order, with the same versions.
+        inline: all workers in this process, in simulated order, with the same versions.
 
     Raises:
         TargetError, TraceError, PlanError, FileError: found before anything starts.
@@ -53,8 +54,8 @@ def run(
     if inline:
         reports = _run_inline(prepared, where, collector)
     else:
-        launch(where, len(plan.stages), collector)
-        reports = where.read_reports(len(plan.stages))
+        launch(where, [worker.label for worker in prepared.workers], collector)
+        reports = where.read_reports(prepared.workers)
     seconds = time.perf_counter() - begin
     summary = summarize(prepared, collector.epochs, reports, seconds, inline=inline)
     where.write_summary(summary)
@@ -105,15 +106,22 @@ class _Both:
 
 
 def _run_inline(prepared: Prepared, where: RunDir, collector: _Collector) -> list[StageReport]:
-    mailbox = Mailbox()
+    mailbox, pool = Mailbox(), Pool(sum_groups(prepared.workers, prepared.tied))
     logs = [
-        OperationLog(where.operations(s)) if prepared.settings.log_operations else None
-        for s in range(len(prepared.pieces))
+        OperationLog(where.operations(worker)) if prepared.settings.log_operations else None
+        for worker in prepared.workers
     ]
-    own = [StageMetrics(where.stage_metrics(s)) for s in range(len(prepared.pieces))]
+    own = [StageMetrics(where.stage_metrics(worker)) for worker in prepared.workers]
     runners = [
-        StageRunner(prepared, s, LocalChannels(s, mailbox), log, mine)
-        for s, (log, mine) in enumerate(zip(logs, own, strict=True))
+        StageRunner(
+            with_own_weights(prepared, worker),
+            worker.rank,
+            LocalChannels(worker.rank, mailbox),
+            LocalSums(worker.rank, pool),
+            log,
+            mine,
+        )
+        for worker, log, mine in zip(prepared.workers, logs, own, strict=True)
     ]
     for runner in runners:
         keep_gradients(where, runner)
@@ -121,7 +129,7 @@ def _run_inline(prepared: Prepared, where: RunDir, collector: _Collector) -> lis
         metrics = MetricsFile(where.metrics)
     except OSError as error:
         raise FileError(f"{where.metrics}: can't be written: {error.strerror}") from None
-    course = Course(runners, _Both(metrics, collector), lambda: None)
+    course = Course(runners, _Both(metrics, collector), lambda: None, lambda: None)
     try:
         course.run()
     finally:
@@ -129,10 +137,11 @@ def _run_inline(prepared: Prepared, where: RunDir, collector: _Collector) -> lis
             if closing is not None:
                 closing.close()
     for runner in runners:
-        where.save_weights(runner.number, runner.stage.state())
+        if runner.worker.leads:
+            where.save_weights(runner.number, runner.stage.state())
     reports = course.reports()
-    for report in reports:
-        where.write_report(report)
+    for runner, report in zip(runners, reports, strict=True):
+        where.write_report(runner.worker, report)
     return reports
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from ..profiles.errors import FileError
 from ..profiles.files import read_file, write_bytes, write_file
 from .scores import RunSummary, StageReport
 from .settings import RunSettings
+from .workers import Worker
 
 
 class RunDir:
@@ -23,15 +24,18 @@ class RunDir:
 
     plan.json, settings.json   what was run
     metrics.jsonl              progress: mini-batches and epochs
-    stages/stage0.jsonl        each stage's epochs: times, versions, distances
+    stages/stage0.jsonl        each worker's epochs: times, versions, distances
     operations/stage0.jsonl    every operation, where asked for
     gradients/stage0/0.safetensors
                                what each update stepped with, where asked for
     weights/stage0.safetensors final weights, under the model's own names
-    reports/stage0.json        each stage's own figures
+    reports/stage0.json        each worker's own figures
     summary.json               the end of the run
-    errors/stage0.json         why a stage failed
+    errors/stage0.json         why a worker failed
     logs/                      what the workers printed
+
+    What a stage's replica 0 writes is called stage0, what the others write stage0.1, stage0.2, …
+    Weights are written by replica 0 alone.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -58,13 +62,13 @@ class RunDir:
         """Progress, line by line."""
         return self.path / "metrics.jsonl"
 
-    def operations(self, stage: int) -> Path:
-        """A stage's log of operations."""
-        return self.path / "operations" / f"stage{stage}.jsonl"
+    def operations(self, worker: Worker) -> Path:
+        """A worker's log of operations."""
+        return self.path / "operations" / f"{worker.file}.jsonl"
 
-    def stage_metrics(self, stage: int) -> Path:
-        """A stage's epochs."""
-        return self.path / "stages" / f"stage{stage}.jsonl"
+    def stage_metrics(self, worker: Worker) -> Path:
+        """A worker's epochs."""
+        return self.path / "stages" / f"{worker.file}.jsonl"
 
     def gradients(self, stage: int) -> Path:
         """A stage's gradients, a file for each update."""
@@ -74,23 +78,24 @@ class RunDir:
         """A stage's final weights."""
         return self.path / "weights" / f"stage{stage}.safetensors"
 
-    def error(self, stage: int) -> Path:
-        """Why a stage failed."""
-        return self.path / "errors" / f"stage{stage}.json"
+    @property
+    def errors(self) -> Path:
+        """Where workers note why they failed."""
+        return self.path / "errors"
 
     def save_weights(self, stage: int, state: dict[str, Tensor]) -> None:
         """Write a stage's parameters and buffers. Raises FileError."""
         save_tensors(self.weights(stage), state)
 
-    def write_report(self, report: StageReport) -> None:
-        """Write a stage's figures."""
-        self._write_json(self.path / "reports" / f"stage{report.stage}.json", report)
+    def write_report(self, worker: Worker, report: StageReport) -> None:
+        """Write a worker's figures."""
+        self._write_json(self._report(worker), report)
 
-    def read_reports(self, stages: int) -> list[StageReport]:
-        """All stages' figures. Raises FileError."""
+    def read_reports(self, workers: Sequence[Worker]) -> list[StageReport]:
+        """These workers' figures. Raises FileError."""
         found = []
-        for s in range(stages):
-            path = self.path / "reports" / f"stage{s}.json"
+        for worker in workers:
+            path = self._report(worker)
             try:
                 found.append(msgspec.json.decode(path.read_bytes(), type=StageReport))
             except (OSError, msgspec.DecodeError) as error:
@@ -101,26 +106,35 @@ class RunDir:
         """Write the end of the run."""
         self._write_json(self.path / "summary.json", summary)
 
-    def write_error(self, stage: int, message: str, *, from_peer: bool, exit_code: int) -> None:
-        """Note why a stage failed; the launcher reports the first cause."""
+    def write_error(
+        self, rank: int, message: str, *, from_peer: bool, exit_code: int, file: str | None = None
+    ) -> None:
+        """Note why a worker failed; the launcher reports the first cause.
+
+        Args:
+            file: what its files are called.
+        """
         content = {
-            "stage": stage,
+            "rank": rank,
             "message": message,
             "from_peer": from_peer,
             "exit_code": exit_code,
             "time": time.time(),
         }
-        self._write_json(self.error(stage), content)
+        self._write_json(self.errors / f"{file or f'rank{rank}'}.json", content)
 
-    def read_errors(self, stages: int) -> list[dict[str, Any]]:
-        """What the stages noted, causes before their consequences, then by time."""
+    def read_errors(self) -> list[dict[str, Any]]:
+        """What the workers noted, causes before their consequences, then by time."""
         found = []
-        for s in range(stages):
+        for path in sorted(self.errors.glob("*.json")):
             try:
-                found.append(json.loads(self.error(s).read_text(encoding="utf-8")))
+                found.append(json.loads(path.read_text(encoding="utf-8")))
             except (OSError, ValueError):
                 continue
         return sorted(found, key=lambda e: (bool(e["from_peer"]), float(e["time"])))
+
+    def _report(self, worker: Worker) -> Path:
+        return self.path / "reports" / f"{worker.file}.json"
 
     def _write_json(self, path: Path, value: Any) -> None:
         write_bytes(path, msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n")

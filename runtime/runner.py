@@ -1,42 +1,48 @@
-"""A stage at work: it follows its order, takes messages, computes, sends, and keeps the score."""
+"""A worker: it follows its stage's order, takes messages, computes, sends, and keeps the score."""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..planner.distances import prediction_distances
-from ..planner.operations import BACKWARD, FORWARD, Op, Order, op_text
+from ..planner.operations import BACKWARD, FORWARD, UPDATE, WEIGHT, Op, Order, op_text
 from ..planner.versions import entry_versions
 from ..profiles.errors import RunError, TimeprestError
 from ..profiles.target import describe_error
-from .absent import add_gradients
 from .channels import Channels
-from .clipping import Clipping, Total, own_part, trained
-from .data import Samples, Segment, part_of, real_samples, updates_of
+from .clipping import clip, own_part, squared_norm, trained
+from .crossings import Crossing, Lane, join, lane
+from .data import Part, Samples, Segment, part_of, real_samples, updates_of
+from .gradients import GradientSum
 from .operation_log import OperationLog, StageMetrics
-from .padding import real_part
+from .padding import NO_EVALUATION, real_part
 from .precision import forward_context
 from .prepare import Prepared
 from .scores import EvaluationScore, StageEpoch, StageScore
 from .stage import Stage, StageWork
+from .sums import ALL, Sums, stage_group
+from .tied import TiedParameters
 
 EVALUATION_AHEAD = 8
 """Messages that a stage may have under way to each peer while it evaluates."""
 
-_NO_EVALUATION = "give test data that micro-batches divide, or train with --no-evaluate"
-
 OnMiniBatch = Callable[[Segment, int, float], None]
-"""Called on the last stage with the segment, the mini-batch in it, and its mean loss."""
+"""Called on the last stage with the segment, the mini-batch in it, and its mean loss, when the
+mini-batch's update is due."""
 
 
 class StageRunner:
-    """One stage of a prepared plan.
+    """One worker of a prepared plan: a stage, or one replica of it.
 
     Attributes:
+        worker: which one.
+        tells: the one that tells of progress.
         score: times, losses and update times of the segment at hand.
         last_op: text of the operation at hand, for reports.
     """
@@ -44,54 +50,51 @@ class StageRunner:
     def __init__(
         self,
         prepared: Prepared,
-        s: int,
+        rank: int,
         channels: Channels,
+        sums: Sums,
         log: OperationLog | None = None,
         metrics: StageMetrics | None = None,
         on_mini_batch: OnMiniBatch | None = None,
     ) -> None:
         plan, settings = prepared.plan, prepared.settings
         self.prepared = prepared
-        self.number = s
+        self.worker = worker = prepared.workers[rank]
+        self.number = s = worker.stage
+        self.share = prepared.shares[rank]
         self.channels = channels
+        self.sums = sums
         self.log = log
         self.metrics = metrics
         self.on_mini_batch = on_mini_batch
         self.is_last = s == len(plan.stages) - 1
+        self.tells = self.is_last and worker.leads
         self.stage = Stage(
             prepared.pieces[s],
             prepared.evaluation_pieces[s].module,
-            prepared.specs,
-            StageWork(prepared.pipeline.variant, plan.micro_batches, plan.stages[s].recompute),
+            prepared.specs[s],
+            StageWork(
+                prepared.pipeline.variant,
+                plan.micro_batches,
+                self.share,
+                plan.stages[s].recompute,
+                prepared.names,
+            ),
             prepared.task,
             settings,
             updates_of(prepared.segments),
             prepared.autocast,
         )
         self.own_inputs = [n for n in self.stage.piece.inputs if n in prepared.inputs]
-        self.incoming = [c for c in prepared.crossings if c.target == s]
-        self.outgoing = [c for c in prepared.crossings if c.source == s]
+        crossings = prepared.deal.crossings
+        self.incoming = _by_name(c for c in crossings if c.target == rank)
+        self.outgoing = [c for c in crossings if c.source == rank]
+        self._tied = [tied for tied in prepared.tied if s in tied.stages]
         self._samples: dict[str, Samples] = {}
         self.score = StageScore()
         self.segment: Segment | None = None
         self.last_op = "start"
-        self._loss = 0.0
-
-    def clip(self, total: Total) -> None:
-        """Clip gradients from now on, where the settings say so.
-
-        Args:
-            total: sums squared norms over all stages; for systems that flush.
-        """
-        most = self.prepared.settings.clip_norm
-        if most is None:
-            return
-        own = list(self.stage.module.parameters())
-        if not self.prepared.pipeline.variant.flushes:
-            every = [p for piece in self.prepared.pieces for p in piece.module.parameters()]
-            self.stage.clipping = Clipping(own, own_part(most, trained(own), trained(every)), None)
-        else:
-            self.stage.clipping = Clipping(own, most, total)
+        self._losses: dict[int, float] = {}
 
     # Training ------------------------------------------------------------------------------
 
@@ -100,15 +103,44 @@ class StageRunner:
         variant = self.prepared.pipeline.variant
         entries = entry_versions(order[0], self.stage.weights.latest)
         self.stage.begin(entries, prediction_distances(variant, order)[self.number])
-        n = self.prepared.plan.micro_batches
-        gradients = segment.mini_batches * self.prepared.pipeline.backwards_per_mini_batch
         self.segment = segment
         self.score = StageScore()
-        self.channels.open(segment.mini_batches * n, gradients)
+        self.channels.open(self._lanes(segment.mini_batches))
+
+    def _lanes(self, mini_batches: int) -> list[Lane]:
+        """All messages that come in a segment."""
+        mine = self.share.micro_batches
+        lanes = []
+        for crossings in self.incoming.values():
+            steps = [[c for c in crossings if i in c.micro_batches] for i in mine]
+            lanes.append(lane(FORWARD, steps, mini_batches))
+        stage_of = self.prepared.workers
+        back: dict[tuple[str, int], list[Crossing]] = {}
+        for c in self.outgoing:
+            if c.spec.needs_grad:
+                back.setdefault((c.spec.name, stage_of[c.target].stage), []).append(c)
+        for crossings in back.values():
+            steps = [[c for c in crossings if i in c.micro_batches] for i in mine]
+            if self.prepared.pipeline.variant.backward_unit == "mini":
+                steps = [crossings]
+            lanes.append(lane(BACKWARD, steps, mini_batches))
+        return lanes
 
     def run(self, op: Op) -> None:
         """Run one operation of the order. Raises RunError naming the operation."""
+        for _ in self.steps(op):
+            pass
+
+    def steps(self, op: Op) -> Iterator[None]:
+        """Run one operation, and pause wherever a sum over workers has been started.
+
+        In one process all workers that an update sums over are led to the same pause before one
+        goes on. Of what another replica does, nothing is done here. Raises as `run`.
+        """
         assert self.segment is not None
+        if op.kind != UPDATE and not self.share.of(op):
+            self.stage.skip(op)
+            return
         self.last_op = op_text(
             self.number, Op(op.kind, self.segment.first + op.mini_batch, op.micro_batch)
         )
@@ -117,8 +149,10 @@ class StageRunner:
                 self._forward(op)
             elif op.kind == BACKWARD:
                 self._backward(op)
+            elif op.kind == WEIGHT:
+                self._weight(op)
             else:
-                self._update(op)
+                yield from self._update(op)
 
     def record(self, epoch: StageEpoch) -> None:
         """Write down what the stage saw in a segment."""
@@ -137,10 +171,16 @@ class StageRunner:
         clock = time.perf_counter
         begin = clock()
         values, target = self._own(segment, op.mini_batch, op.micro_batch)
-        part = part_of(segment, op.mini_batch, op.micro_batch)
+        part = self._part(segment, op)
         loaded = clock()
-        for c in self.incoming:
-            values[c.spec.name] = self.channels.receive(c, FORWARD)
+        for name, crossings in self.incoming.items():
+            parts = [
+                (c, self.channels.receive(c, FORWARD))
+                for c in crossings
+                if op.micro_batch in c.micro_batches
+            ]
+            values[name] = join(self.stage.specs[name].shape, parts)
+        values.update(self.prepared.deal.known[self.number])
         start = clock()
         version, outputs, loss = self.stage.forward(
             op, values, target, part, self.channels.held_bytes
@@ -149,9 +189,10 @@ class StageRunner:
             self._note_loss(op, 0.0 if loss is None else float(loss) * part.share)
         end = clock()
         for c in self.outgoing:
-            name = c.spec.name
-            kept = name in self.stage.kept_outputs
-            self.channels.send(c, FORWARD, outputs[name], kept=kept)
+            if op.micro_batch in c.micro_batches:
+                name = c.spec.name
+                kept = name in self.stage.kept_outputs
+                self.channels.send(c, FORWARD, c.part(outputs[name]), kept=kept)
         sent = clock()
         self.score.add(
             begin, sent, compute_s=end - start + loaded - begin, communication_s=sent - end
@@ -161,43 +202,102 @@ class StageRunner:
     def _backward(self, op: Op) -> None:
         clock = time.perf_counter
         begin = clock()
+        mine = self.share.of(op)
         grads: dict[str, Tensor] = {}
         for c in self.outgoing:
-            if c.spec.needs_grad:
-                found = self.channels.receive(c, BACKWARD)
+            if c.spec.needs_grad and not set(mine).isdisjoint(c.micro_batches):
                 name = c.spec.name
-                if name in grads:
-                    add_gradients(grads[name], found)
-                else:
-                    grads[name] = found
+                message = self.channels.receive(c, BACKWARD)
+                shape = self.stage.specs[name].shape
+                grads[name] = c.add_gradient(grads.get(name), message, mine, shape)
         start = clock()
         version, forward_version, back = self.stage.backward(op, grads, self.channels.held_bytes)
         end = clock()
-        for c in self.incoming:
-            if c.spec.needs_grad:
-                self.channels.send(c, BACKWARD, back[c.spec.name])
+        for crossings in self.incoming.values():
+            for c in crossings:
+                if c.spec.needs_grad and not set(mine).isdisjoint(c.micro_batches):
+                    part = c.gradient_part(back[c.spec.name], mine)
+                    self.channels.send(c, BACKWARD, part)
         sent = clock()
         self.score.add(begin, sent, compute_s=end - start, communication_s=sent - end)
         self._log(op, version, forward_version, start, end)
 
-    def _update(self, op: Op) -> None:
+    def _weight(self, op: Op) -> None:
+        start = time.perf_counter()
+        version = self.stage.backward_weight(op, self.channels.held_bytes)
+        end = time.perf_counter()
+        self.score.add(start, end, compute_s=end - start, communication_s=0.0)
+        self._log(op, version, None, start, end)
+
+    def _update(self, op: Op) -> Iterator[None]:
+        begin = time.perf_counter()
+        done = [b for b in self._losses if b <= op.mini_batch]
+        losses = torch.tensor([self._losses.pop(b) for b in done], dtype=torch.float64)
+        started = self._start_sums(losses)
+        if started or self.prepared.settings.clip_norm is not None:
+            # In one process, those that sum over all workers pause as often as the others.
+            yield
+        for summing in started:
+            summing.wait()
+        if self.prepared.settings.clip_norm is not None:
+            yield from self._clip()
         start = time.perf_counter()
         version = self.stage.update(op.mini_batch, self.channels.held_bytes)
         end = time.perf_counter()
-        waited_s = self.stage.clipping.waited_s if self.stage.clipping else 0.0
-        self.score.add(start, end, compute_s=end - start - waited_s, communication_s=0.0)
+        self.score.add(begin, end, compute_s=end - start, communication_s=start - begin)
         self.score.updates.append(end)
         self._log(op, version, None, start, end)
+        for b, loss in zip(done, losses.tolist(), strict=True):
+            self._tell_loss(b, loss)
+
+    def _start_sums(self, losses: Tensor) -> list[GradientSum]:
+        """Start to sum gradients over whoever has a part of them, and losses over replicas."""
+        started = []
+        for tied in self._tied:
+            copies = tied.of(self.number, self.stage.module)
+            started.append(GradientSum(self.sums, tied.group, copies))
+        if self.worker.replicas > 1:
+            elsewhere = self._copies(self._tied)
+            own = [p for p in self.stage.weights.parameters if id(p) not in elsewhere]
+            started.append(GradientSum(self.sums, stage_group(self.number), own, [losses]))
+        return started
+
+    def _copies(self, tied: Iterable[TiedParameters]) -> set[int]:
+        return {id(p) for shared in tied for p in shared.of(self.number, self.stage.module)}
+
+    def _clip(self) -> Iterator[None]:
+        """Clip the gradients, which are summed over the stage's replicas."""
+        most = self.prepared.settings.clip_norm
+        assert most is not None
+        own = self.stage.weights.parameters
+        # A parameter with copies on several stages counts once.
+        elsewhere = self._copies(t for t in self._tied if not t.counts_in(self.number))
+        counted = [p for p in own if id(p) not in elsewhere]
+        squared = torch.tensor([squared_norm(counted)], dtype=torch.float64)
+        if self.prepared.pipeline.variant.flushes:
+            if not self.worker.leads:
+                squared.zero_()
+            summing = self.sums.start(ALL, [squared])
+            yield
+            summing.wait()
+        else:
+            every = [p for piece in self.prepared.pieces for p in piece.module.parameters()]
+            most = own_part(most, trained(own), trained(every))
+        clip(own, math.sqrt(float(squared)), most)
+
+    def _part(self, segment: Segment, op: Op) -> Part:
+        assert op.micro_batch is not None
+        return part_of(segment, op.mini_batch, op.micro_batch, self.share.samples, self.share.dealt)
 
     def _note_loss(self, op: Op, share: float) -> None:
-        """Add a micro-batch's share of its mini-batch's loss."""
+        """Add a micro-batch's share of its mini-batch's loss to what this worker has of it."""
+        self._losses[op.mini_batch] = self._losses.get(op.mini_batch, 0.0) + share
+
+    def _tell_loss(self, mini_batch: int, loss: float) -> None:
         assert self.segment is not None
-        self._loss += share
-        if op.micro_batch == self.prepared.plan.micro_batches - 1:
-            self.score.losses.append(self._loss)
-            if self.on_mini_batch:
-                self.on_mini_batch(self.segment, op.mini_batch, self._loss)
-            self._loss = 0.0
+        self.score.losses.append(loss)
+        if self.on_mini_batch:
+            self.on_mini_batch(self.segment, mini_batch, loss)
 
     def _log(
         self, op: Op, version: int, forward_version: int | None, start: float, end: float
@@ -216,7 +316,17 @@ class StageRunner:
         """Get ready for one pass over the test data."""
         self.last_op = f"{self.number} evaluation"
         with self._explained():
-            self.channels.open(self.evaluations, 0)
+            count = self.evaluations
+            self.channels.open([lane(FORWARD, [[c]], count) for c in self._evaluated()])
+
+    def _evaluated(self, *, outgoing: bool = False) -> list[Crossing]:
+        """What comes here in evaluation, or goes out."""
+        rank = self.worker.rank
+        return [
+            c
+            for c in self.prepared.evaluation_crossings
+            if (c.source if outgoing else c.target) == rank
+        ]
 
     def evaluate(self, k: int, score: EvaluationScore) -> None:
         """Forward of the k-th test micro-batch; the last stage adds to the score."""
@@ -228,16 +338,16 @@ class StageRunner:
             if self.own_inputs or self.is_last:
                 inputs, target, real = self.samples("test").evaluation(k)
                 values = self._named(inputs)
-            for c in self.incoming:
+            for c in self._evaluated():
                 values[c.spec.name] = self.channels.receive(c, FORWARD)
             self.channels.throttle(EVALUATION_AHEAD)
             outputs, result = self.stage.evaluate(values)
-            for c in self.outgoing:
+            for c in self._evaluated(outgoing=True):
                 self.channels.send(c, FORWARD, outputs[c.spec.name])
             if self.is_last:
-                size = self.prepared.plan.micro_batch
+                size = self.prepared.evaluation_samples
                 if real < size:
-                    result = real_part(result, real, size, _NO_EVALUATION)
+                    result = real_part(result, real, size, NO_EVALUATION)
                 with forward_context(self.prepared.autocast):
                     score.add(self.prepared.task, result, target, real)
 
@@ -247,9 +357,8 @@ class StageRunner:
         """The samples of a split, loaded on first use."""
         if split not in self._samples:
             plan, settings = self.prepared.plan, self.prepared.settings
-            self._samples[split] = Samples(
-                self.prepared.task, split, plan.micro_batch, settings.seed
-            )
+            size = plan.micro_batch if split == "train" else self.prepared.evaluation_samples
+            self._samples[split] = Samples(self.prepared.task, split, size, settings.seed)
         return self._samples[split]
 
     def _own(
@@ -257,8 +366,9 @@ class StageRunner:
     ) -> tuple[dict[str, Tensor], Any]:
         if not (self.own_inputs or self.is_last):
             return {}, None
-        positions = real_samples(segment, mini_batch, micro_batch)
-        inputs, target = self.samples("train").take(segment.epoch, positions)
+        positions = real_samples(segment, mini_batch, micro_batch, self.share.dealt)
+        samples = self.samples("train")
+        inputs, target = samples.take(segment.epoch, positions, self.share.samples)
         return self._named(inputs), target
 
     def _named(self, inputs: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -281,9 +391,17 @@ class _Explained:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is None or not isinstance(error, Exception):
             return
-        where = f"stage {self.runner.number}, at {self.runner.last_op}"
+        where = f"{self.runner.worker.name}, at {self.runner.last_op}"
         if isinstance(error, TimeprestError):
             if not str(error).startswith("stage "):
                 raise type(error)(f"{where}: {error}") from error
             return
         raise RunError(f"{where}: {describe_error(error)}") from error
+
+
+def _by_name(crossings: Iterable[Crossing]) -> dict[str, list[Crossing]]:
+    """The crossings of each tensor."""
+    found: dict[str, list[Crossing]] = {}
+    for crossing in crossings:
+        found.setdefault(crossing.spec.name, []).append(crossing)
+    return found

@@ -109,9 +109,10 @@ class StageEpoch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StageReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What one stage measured over the run."""
+    """What one worker measured over the run."""
 
     stage: int
+    replica: int = 0
     compute_s: float
     communication_s: float
     idle_s: float
@@ -149,3 +150,4 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     measured_period_s: float | None
     epochs: list[EpochRecord]
     stages: list[StageReport]
+    """Of all workers: stage by stage, and within a stage replica by replica."""

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..planner.distances import Distances as Ahead
-from ..planner.operations import Op
+from ..planner.operations import BACKWARD, FORWARD, Op
 from ..planner.variants import Variant
 from ..planner.versions import VersionWalk
 from ..profiles.boundary import Inlet
 from ..profiles.errors import RunError
 from ..profiles.saved import storage_key
+from ..profiles.split_backward import SplitBackward
 from ..profiles.task import Task
 from ..profiles.tracing.pieces import Piece, decode, encode
 from ..profiles.tracing.shapes import ValueSpec
@@ -25,10 +26,10 @@ from .absent import absent, fill_absent
 from .accounting import MemoryAccount
 from .again import Again, Ingredients
 from .batch_norm import DeferredBatchNorm
-from .clipping import Clipping
 from .data import Part
+from .dealing import Share
 from .optimizers import make_optimizer
-from .padding import real_part
+from .padding import DIVIDE, DROP, real_part
 from .precision import forward_context
 from .predictors import Predictor
 from .schedules import make_scheduler
@@ -59,12 +60,17 @@ class StageWork:
     """What a stage does with its piece, besides the piece.
 
     Attributes:
+        micro_batches: N, on all replicas together.
+        share: what this replica has of them.
         recompute: activations are computed again before the backward.
+        names: for each name of a parameter, the first that the whole model has for it.
     """
 
     variant: Variant
     micro_batches: int
+    share: Share
     recompute: bool = False
+    names: Mapping[str, str] = field(default_factory=dict)
 
 
 class Stage:
@@ -75,7 +81,6 @@ class Stage:
         account: what the stage holds, and its peak.
         staleness: what its backwards saw since the segment began.
         kept_outputs: outputs of the last forward whose memory is kept for the backward anyway.
-        clipping: what clips gradients before an update; None: nothing does.
         lr: learning rate of the last update's first parameter group; None: nothing to train.
     """
 
@@ -99,7 +104,7 @@ class Stage:
         self.piece = piece
         self.specs = specs
         self.work = work
-        self.micro_batches = work.micro_batches
+        self.share = work.share
         self.task = task
         self.module = piece.module
         # Shares its parameters and leaf modules with `module`, traced in evaluation mode.
@@ -107,10 +112,11 @@ class Stage:
         self.module.train()
         parameters = list(self.module.parameters())
         self.weights = WeightVersions(parameters)
-        made = make_optimizer(task, settings, self.module.named_parameters())
+        # Copies of a parameter go by one name, so that groups treat them alike.
+        named = [(work.names.get(name, name), p) for name, p in self.module.named_parameters()]
+        made = make_optimizer(task, settings, named)
         self.optimizer = None if made is None else follow(work.variant.update_rule, made)
         self.scheduler = make_scheduler(task, settings, self.optimizer, updates)
-        self.clipping: Clipping | None = None
         self.lr: float | None = None
         self._predictor = (
             Predictor(work.variant.prediction, self.optimizer)
@@ -128,6 +134,8 @@ class Stage:
         self._again = Again(self.module) if work.recompute else None
         self._batch_norm = DeferredBatchNorm(self.module) if settings.deferred_batch_norm else None
         self._flying: dict[tuple[int, int], _MicroBatch] = {}
+        # Per micro-batch whose weight part is still to come: that, and bytes saved for it.
+        self._postponed: dict[tuple[int, int], tuple[SplitBackward, int]] = {}
         self._kept_bytes = 0
 
     def begin(self, entries: Sequence[int], ahead: Ahead) -> None:
@@ -139,7 +147,7 @@ class Stage:
         """
         self.rules.walk = VersionWalk(
             self.work.variant,
-            self.micro_batches,
+            self.work.micro_batches,
             entries,
             recompute=self.work.recompute,
             latest=self.weights.latest,
@@ -202,7 +210,9 @@ class Stage:
     def backward(
         self, op: Op, grads: Mapping[str, Tensor], boundary_bytes: int = 0
     ) -> tuple[int, int, dict[str, Tensor]]:
-        """Backward of one micro-batch, or of a mini-batch's micro-batches in one pass.
+        """Backward of one micro-batch, or of this replica's of a mini-batch in one pass.
+
+        In systems that split it, what gives the gradients of received inputs alone.
 
         Args:
             grads: for each output that needs one, the gradients summed over the stages that
@@ -214,8 +224,7 @@ class Stage:
         """
         version = self.walk.backward(op)
         forward_version = self.walk.forward_version(op)
-        numbers = range(self.micro_batches) if op.micro_batch is None else [op.micro_batch]
-        micros = [self._do_again(op, i) for i in numbers]
+        micros = [self._do_again(op, i) for i in self.share.of(op)]
         tensors = self.rules.backward(op, version)
         roots: list[Tensor | GradientEdge] = []
         root_grads: list[Tensor | None] = []
@@ -228,8 +237,10 @@ class Stage:
                 if name in grads and not gone[name][k]:
                     roots.append(edge)
                     root_grads.append(grads[name][k])
-        if roots:
-            with self.weights.backward(tensors):
+        with self.weights.backward(tensors):
+            if self.work.variant.split_backward:
+                self._postpone(op, micros[0], roots, root_grads)
+            elif roots:
                 torch.autograd.backward(roots, root_grads)  # type: ignore[arg-type]
         back = {
             name: self._collect(name, [micro.inlets[name] for micro in micros])
@@ -237,13 +248,34 @@ class Stage:
         }
         messages = (*grads.values(), *back.values())
         self._note(boundary_bytes + sum(g.numel() * g.element_size() for g in messages))
-        self._kept_bytes -= sum(micro.saved_bytes for micro in micros)
+        if not self.work.variant.split_backward:
+            self._kept_bytes -= sum(micro.saved_bytes for micro in micros)
         self.staleness.note(version - forward_version, self._distance(op, version, tensors))
         self.walk.finish(op)
         self.weights.drop(self.walk.needed())
         if not self.work.variant.scratch_copies:
             self.weights.drop_scratch()
         return version, forward_version, back
+
+    def backward_weight(self, op: Op, boundary_bytes: int = 0) -> int:
+        """The weight part of a micro-batch's backward. Returns the version used."""
+        assert op.micro_batch is not None
+        half, kept_bytes = self._postponed.pop((op.mini_batch, op.micro_batch))
+        version = self.walk.latest
+        with self.weights.backward(self.weights.at(version)):
+            half.weights()
+        self._note(boundary_bytes)
+        self._kept_bytes -= kept_bytes
+        return version
+
+    def skip(self, op: Op) -> None:
+        """Another replica runs this forward or backward: only versions go on here."""
+        if op.kind == FORWARD:
+            self.walk.forward(op)
+        elif op.kind == BACKWARD:
+            self.walk.backward(op)
+            self.walk.finish(op)
+        self.weights.drop(self.walk.needed())
 
     def update(self, mini_batch: int, boundary_bytes: int = 0) -> int:
         """Optimizer step after a mini-batch's backward.
@@ -252,8 +284,6 @@ class Stage:
         """
         if self._batch_norm is not None:
             self._batch_norm.settle(mini_batch)
-        if self.clipping is not None:
-            self.clipping()
         needed = self.walk.needed()
         if self._distances is not None:
             self._distances.before_update(self.walk.latest)
@@ -294,8 +324,13 @@ class Stage:
         return outputs, out[-1] if self.piece.has_result else None
 
     def state(self) -> dict[str, Tensor]:
-        """Parameters and buffers under the model's own names."""
-        return dict(self.module.state_dict())
+        """Parameters and buffers under the model's own names, tied ones under each."""
+        state = dict(self.module.state_dict())
+        first = {self.work.names.get(name, name): tensor for name, tensor in state.items()}
+        for name, known_as in self.work.names.items():
+            if known_as in first:
+                state.setdefault(name, first[known_as])
+        return state
 
     # Parts -------------------------------------------------------------------------------
 
@@ -336,6 +371,30 @@ class Stage:
         self._kept_bytes += rebuilt.saved_bytes - micro.saved_bytes
         return rebuilt
 
+    def _postpone(
+        self,
+        op: Op,
+        micro: _MicroBatch,
+        roots: Sequence[Tensor | GradientEdge],
+        root_grads: Sequence[Tensor | None],
+    ) -> None:
+        """Run the first part of a backward; the graph is kept for the second."""
+        assert op.micro_batch is not None
+        edges, grads = [], []
+        for root, grad in zip(roots, root_grads, strict=True):
+            if isinstance(root, Tensor):
+                edges.append(get_gradient_edge(root))
+                grads.append(torch.ones_like(root))
+            elif grad is not None:
+                edges.append(root)
+                grads.append(grad)
+        inlets = micro.inlets.values()
+        half = SplitBackward(edges, grads, inlets, self.weights.parameters)
+        half.inputs()
+        self._kept_bytes += half.held_bytes
+        kept_bytes = micro.saved_bytes + half.held_bytes
+        self._postponed[op.mini_batch, op.micro_batch] = half, kept_bytes
+
     def _statistics(self, op: Op, part: Part) -> AbstractContextManager[None]:
         """What a forward runs under, its first time."""
         if self._batch_norm is None:
@@ -345,7 +404,7 @@ class Stage:
     def _distance(self, op: Op, version: int, tensors: list[Tensor] | None) -> float:
         if self._distances is None:
             return 0.0
-        last = op.micro_batch is None or op.micro_batch == self.micro_batches - 1
+        last = op.micro_batch is None or op.micro_batch == self.share.micro_batches[-1]
         made = self._made(version, tensors)
         return self._distances.backward(op.mini_batch, version, made, last=last)
 
@@ -370,7 +429,7 @@ class Stage:
         if not part.real:
             return None
         if part.padded:
-            result = real_part(result, part.real, part.size, "leave it out: --ragged drop")
+            result = real_part(result, part.real, part.size, f"{DROP}, or {DIVIDE}")
         loss = self.task.loss(result, target)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise RunError("the task's loss must give one number: a mean over the samples")
@@ -387,7 +446,10 @@ class Stage:
     def _collect(self, name: str, inlets: Sequence[Inlet]) -> Tensor:
         spec = self.specs[name]
         if len(inlets) == 1 and inlets[0].grad is not None:
-            return inlets[0].grad.unsqueeze(0)
+            grad = inlets[0].grad
+            # The graph, and the inlet with it, may stay.
+            inlets[0].grad = None
+            return grad.unsqueeze(0)
         gathered = torch.empty((len(inlets), *spec.shape), dtype=spec.dtype)
         for slot, inlet in zip(gathered, inlets, strict=True):
             if inlet.grad is not None:

@@ -1,6 +1,6 @@
 """The course of a run: segments of training, each drained and followed by an evaluation.
 
-The same course is followed by a stage in its own process and by all stages in one.
+The same course is followed by a worker in its own process and by all workers in one.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ import torch
 from ..planner.operations import UPDATE, Op, Order
 from ..planner.orders import make_order
 from ..planner.simulate import simulate
-from .clipping import Total, TotalInline
 from .data import Segment
 from .draws import WithoutDropout
 from .observer import Observer
-from .runner import StageRunner
+from .runner import EVALUATION_AHEAD, StageRunner
 from .scores import EpochRecord, EvaluationScore, StageEpoch, StageReport, StageScore
 
 Barrier = Callable[[], None]
@@ -33,29 +32,31 @@ class Course:
         runners: Sequence[StageRunner],
         observer: Observer,
         barrier: Barrier,
-        total: Total | None = None,
+        replica_barrier: Barrier,
     ) -> None:
         """
         Args:
-            total: sums squared norms of gradients over all processes; None: all stages are here.
+            barrier: waits for all workers.
+            replica_barrier: waits for the other replicas of this process's stage.
         """
         self.runners = runners
         self.prepared = runners[0].prepared
         self.observer = observer
         self.barrier = barrier
+        self.replica_barrier = replica_barrier
         self.scores: list[list[StageScore]] = [[] for _ in runners]
         self.epochs: list[EpochRecord] = []
         self.stage_epochs: list[list[StageEpoch]] = [[] for _ in runners]
         self._orders: dict[int, Order] = {}
-        # Every stage draws from a random stream of its own, inline as in processes.
+        # Every worker draws from a random stream of its own, inline as in processes.
         self._random: list[torch.Tensor] = []
+        stages = len(self.prepared.plan.stages)
         for runner in runners:
-            torch.manual_seed(self.prepared.settings.seed * 1_000_003 + runner.number)
+            stream = runner.number + runner.worker.replica * stages
+            torch.manual_seed(self.prepared.settings.seed * 1_000_003 + stream)
             self._random.append(torch.get_rng_state())
-        total = total or TotalInline([list(r.stage.module.parameters()) for r in runners])
         for runner in runners:
-            runner.clip(total)
-            if runner.is_last:
+            if runner.tells:
                 runner.on_mini_batch = self._tell
 
     def run(self) -> None:
@@ -74,7 +75,7 @@ class Course:
                 scores.append(runner.score)
                 mine.append(_stage_epoch(segment, runner))
                 runner.record(mine[-1])
-                if runner.is_last:
+                if runner.tells:
                     self._record(segment, runner.score, test, runner.stage.lr)
 
     def _train(self, segment: Segment) -> None:
@@ -91,30 +92,53 @@ class Course:
                 for op in order[runner.number]:
                     runner.run(op)
         else:
-            sequence = simulate(self.prepared.pipeline, order).sequence
-            if self._updates_wait:
-                # Nothing of a mini-batch needs an update of it: they can all come last.
-                last = sorted(sequence, key=lambda at: _updates_last(order[at[0]][at[1]]))
-                sequence = tuple(last)
-            for s, k in sequence:
-                with self._stream(s):
-                    self.runners[s].run(order[s][k])
+            self._take_turns(order)
         for runner in self.runners:
             runner.finish()
 
-    @property
-    def _updates_wait(self) -> bool:
-        """Whether a mini-batch's updates need the gradients of all stages."""
-        clipped = self.prepared.settings.clip_norm is not None
-        return clipped and self.prepared.pipeline.variant.flushes
+    def _take_turns(self, order: Order) -> None:
+        """All workers in one process, in simulated sequence."""
+        sequence = simulate(self.prepared.pipeline, order).sequence
+        if self.prepared.pipeline.variant.flushes:
+            # Any stage may wait for sums with any other before it updates.
+            sequence = tuple(sorted(sequence, key=lambda at: _after_flush(order[at[0]][at[1]])))
+        updates: list[tuple[int, Iterator[None]]] = []
+        for s, k in sequence:
+            op = order[s][k]
+            if op.kind != UPDATE:
+                self._advance(updates)
+                updates = []
+            for position, runner in enumerate(self.runners):
+                if runner.number == s:
+                    updates.append((position, runner.steps(op)))
+            if op.kind != UPDATE:
+                self._advance(updates)
+                updates = []
+        self._advance(updates)
+
+    def _advance(self, running: Sequence[tuple[int, Iterator[None]]]) -> None:
+        """Lead operations to their ends, from pause to pause in turn."""
+        while running:
+            paused = []
+            for position, steps in running:
+                with self._stream(position):
+                    for _ in steps:
+                        paused.append((position, steps))
+                        break
+            running = paused
 
     def _evaluate(self) -> dict[str, float]:
+        """A stage's replica 0 evaluates; the others wait for it."""
         score = EvaluationScore()
+        evaluating = [runner for runner in self.runners if runner.worker.leads]
         for runner in self.runners:
             runner.begin_evaluation()
         for k in range(self.runners[0].evaluations):
-            for runner in self.runners:
+            for runner in evaluating:
                 runner.evaluate(k, score)
+            if not k % EVALUATION_AHEAD:
+                # So that nobody's wait is as long as the whole evaluation.
+                self.replica_barrier()
         for runner in self.runners:
             runner.finish()
         return score.means() if score.samples else {}
@@ -148,7 +172,7 @@ class Course:
         self.observer.epoch(record)
 
     def reports(self) -> list[StageReport]:
-        """What each stage of this process measured."""
+        """What each worker of this process measured."""
         found = []
         for runner, scores, epochs in zip(
             self.runners, self.scores, self.stage_epochs, strict=True
@@ -159,6 +183,7 @@ class Course:
             found.append(
                 StageReport(
                     stage=runner.number,
+                    replica=runner.worker.replica,
                     compute_s=compute,
                     communication_s=communication,
                     idle_s=max(wall - compute - communication, 0.0),
@@ -173,10 +198,6 @@ class Course:
                 )
             )
         return found
-
-
-def _updates_last(op: Op) -> tuple[int, bool]:
-    return op.mini_batch, op.kind == UPDATE
 
 
 def _stage_epoch(segment: Segment, runner: StageRunner) -> StageEpoch:
@@ -199,6 +220,11 @@ def _together(counts: Iterable[dict[int, int]]) -> dict[int, int]:
         for difference, count in counted.items():
             total[difference] = total.get(difference, 0) + count
     return dict(sorted(total.items()))
+
+
+def _after_flush(op: Op) -> tuple[int, bool]:
+    """Where a pipeline flushes, all updates may follow all other operations of a mini-batch."""
+    return op.mini_batch, op.kind == UPDATE
 
 
 def _rss_peak_bytes() -> int:

@@ -139,7 +139,8 @@ class WeightVersions:
                 k, copied_to = self._copied_from(tensor), tensor.dtype
             if k is None:
                 counted[key] = storage_bytes(tensor)
-                return tensor
+                # An operation that saves its own output would hold itself alive through it.
+                return tensor.detach()
             offset = int(tensor.storage_offset())
             return _Reference(k, tensor.size(), tensor.stride(), offset, copied_to)
 

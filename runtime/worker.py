@@ -1,6 +1,7 @@
-"""A stage process: ``python -m timeprest.runtime.worker RUN_DIR STORE``.
+"""A worker process: ``python -m timeprest.runtime.worker RUN_DIR STORE``.
 
-Started by torch.distributed's launcher, which sets RANK and WORLD_SIZE; rank s runs stage s.
+Started by torch.distributed's launcher, which sets RANK and WORLD_SIZE; which stage and replica a
+rank is, `workers` says.
 """
 
 from __future__ import annotations
@@ -10,43 +11,52 @@ import signal
 import sys
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ..profiles.allocator import keep_freed_memory
 from ..profiles.errors import TimeprestError
 from ..profiles.target import describe_error
-from .channels import PeerError, ProcessChannels
-from .clipping import total_over_processes
+from .channels import ProcessChannels
 from .gradient_files import keep_gradients
 from .observer import MetricsFile, Observer, Silent
 from .operation_log import OperationLog, StageMetrics
-from .prepare import prepare
+from .peers import PeerError
+from .prepare import Prepared, prepare
 from .run_dir import RunDir
 from .runner import StageRunner
-from .training import Course
+from .sums import ALL, ProcessSums, stage_group, sum_groups
+from .training import Barrier, Course
+from .workers import Worker, workers_of
 
 
 def main(arguments: list[str]) -> int:
-    """Run one stage. Returns the exit code; why it failed stands in the run directory."""
+    """Run one worker. Returns the exit code; why it failed stands in the run directory."""
     run_dir, store_path = RunDir(arguments[0]), arguments[1]
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
     keep_freed_memory()
     # Ctrl-C ends a worker at once, without a traceback; the launcher says that it was stopped.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    worker = Worker(rank, rank)
+
+    def note(message: str, exit_code: int, *, from_peer: bool = False) -> None:
+        run_dir.write_error(
+            rank, message, from_peer=from_peer, exit_code=exit_code, file=worker.file
+        )
+
     try:
-        _work(run_dir, store_path, rank, world_size)
+        plan, settings = run_dir.read()
+        worker = workers_of(plan.stages)[rank]
+        _work(run_dir, store_path, worker, prepare(plan, settings))
     except TimeprestError as error:
-        from_peer = isinstance(error, PeerError)
-        run_dir.write_error(rank, str(error), from_peer=from_peer, exit_code=error.exit_code)
+        note(str(error), error.exit_code, from_peer=isinstance(error, PeerError))
         return _leave(error.exit_code)
     except Exception as error:
         import traceback
 
         traceback.print_exc()
-        message = f"stage {rank}: {describe_error(error)}"
-        run_dir.write_error(rank, message, from_peer=False, exit_code=1)
+        note(f"{worker.name}: {describe_error(error)}", 1)
         return _leave(1)
     return _leave(0)
 
@@ -59,45 +69,54 @@ def _leave(code: int) -> int:
     os._exit(code)
 
 
-def _work(run_dir: RunDir, store_path: str, rank: int, world_size: int) -> None:
-    plan, settings = run_dir.read()
-    prepared = prepare(plan, settings)
-    timeout = timedelta(seconds=settings.timeout_s)
+def _work(run_dir: RunDir, store_path: str, worker: Worker, prepared: Prepared) -> None:
+    rank, timeout_s = worker.rank, prepared.settings.timeout_s
+    names = [other.name for other in prepared.workers]
     # Local runs listen on the loopback device alone.
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if Path("/sys/class/net/lo").exists() else "lo0"
-    store = dist.FileStore(store_path, world_size)  # type: ignore[attr-defined]
+    store = dist.FileStore(store_path, len(names))  # type: ignore[attr-defined]
+    groups = sum_groups(prepared.workers, prepared.tied)
     try:
         dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=world_size, timeout=timeout
+            "gloo",
+            store=store,
+            rank=rank,
+            world_size=len(names),
+            timeout=timedelta(seconds=timeout_s),
         )
+        sums = ProcessSums(groups, names, rank, timeout_s)
     except RuntimeError as error:
-        raise PeerError(f"stage {rank}: the workers didn't find each other: {error}") from error
-    log = OperationLog(run_dir.operations(rank)) if settings.log_operations else None
-    channels = ProcessChannels(rank, prepared.crossings, settings.timeout_s)
-    own = StageMetrics(run_dir.stage_metrics(rank))
-    runner = StageRunner(prepared, rank, channels, log, own)
+        raise PeerError(f"{worker.name}: the workers didn't find each other: {error}") from error
+    log = None
+    if prepared.settings.log_operations:
+        log = OperationLog(run_dir.operations(worker))
+    own = StageMetrics(run_dir.stage_metrics(worker))
+    channels = ProcessChannels(names, timeout_s)
+    runner = StageRunner(prepared, rank, channels, sums, log, own)
     keep_gradients(run_dir, runner)
-    metrics = MetricsFile(run_dir.metrics) if runner.is_last else None
+    metrics = MetricsFile(run_dir.metrics) if runner.tells else None
     observer: Observer = metrics or Silent()
-    course = Course([runner], observer, _barrier(rank), total_over_processes(rank))
+    meet = _barrier(worker, sums, ALL)
+    course = Course([runner], observer, meet, _barrier(worker, sums, stage_group(worker.stage)))
     course.run()
     for closing in (log, own, metrics):
         if closing is not None:
             closing.close()
-    run_dir.save_weights(rank, runner.stage.state())
+    if worker.leads:
+        run_dir.save_weights(worker.stage, runner.stage.state())
     for report in course.reports():
-        run_dir.write_report(report)
-    _barrier(rank)()
+        run_dir.write_report(worker, report)
+    meet()
     channels.end()
     dist.destroy_process_group()
 
 
-def _barrier(rank: int) -> Any:
+def _barrier(worker: Worker, sums: ProcessSums, group: str) -> Barrier:
     def wait() -> None:
         try:
-            dist.barrier()
-        except RuntimeError as error:
-            raise PeerError(f"stage {rank}: waiting for the others: {error}") from error
+            sums.start(group, [torch.zeros(1)]).wait()
+        except PeerError as error:
+            raise PeerError(f"{worker.name}: {error}") from error
 
     return wait
 

@@ -40,11 +40,14 @@ def pipelines(draw, variants=ALL, most_stages=6, most_micro_batches=8):
     for least, most in reversed(limit_ranges(variant, stages)):
         low = max(least, limits[0]) if limits else least
         limits.insert(0, draw(st.integers(low, most)))
+    backward_s = tuple(draw(times) for _ in range(stages))
+    shares = [draw(st.floats(0, 1)) for _ in range(stages)] if variant.split_backward else []
     return Pipeline(
         variant=variant,
         micro_batches=n,
         forward_s=tuple(draw(times) for _ in range(stages)),
-        backward_s=tuple(draw(times) for _ in range(stages)),
+        backward_s=backward_s,
+        weight_s=tuple(share * whole for share, whole in zip(shares, backward_s, strict=False)),
         update_s=tuple(draw(st.sampled_from([0.0, 0.5])) for _ in range(stages)),
         links=tuple(
             Link(a, b, draw(st.floats(0, 5)), draw(st.floats(0, 5)), 0.1, draw(st.booleans()))
@@ -102,7 +105,13 @@ def laid_out(draw, most_stages=4, variants=ALL):
         variant.name,
         n,
         [
-            StageTimes(draw(seconds), draw(seconds), draw(seconds), r > 1 and draw(seconds))
+            StageTimes(
+                draw(seconds),
+                2 * draw(seconds),
+                draw(seconds),
+                r > 1 and draw(seconds),
+                draw(st.sampled_from([0.0, 0.5, 1.0])),
+            )
             for r in replicas
         ],
         [

@@ -229,6 +229,15 @@ class OracleStage:
         return len(self.versions) - 1
 
 
+def relative_distance(weights, others):
+    """‖W − W′‖ / ‖W′‖ over all of a stage's weights."""
+    apart, norm = (
+        np.sqrt(sum((part**2).sum() for part in parts))
+        for parts in ([weights[k] - w for k, w in others.items()], others.values())
+    )
+    return apart / norm if norm else 0.0
+
+
 class Oracle:
     """Runs an order on a chain of linear layers ("l…") and tanh ("t…") with a mean squared loss."""
 
@@ -264,6 +273,8 @@ class Oracle:
         self.log = [[] for _ in stages]
         self.reads = [[] for _ in stages]
         self.differences = [Counter() for _ in stages]
+        # Per stage, how far each backward's weights were from the mini-batch's first forward's.
+        self.apart = [[] for _ in stages]
 
     def run(self, text, first=0):
         """Run an order, a line of operations for each stage; then it is drained.
@@ -337,6 +348,7 @@ class Oracle:
                     self._weight_gradients(stage, b, k)
             # Where micro-batches ran forward on several versions, the oldest counts.
             self.differences[s][version - min(forward)] += 1
+            self.apart[s].append(relative_distance(weights, stage.used[b, 0][1]))
         elif kind == "W":
             version, reads = stage.latest, set()
             for k in self._micros(b, i):

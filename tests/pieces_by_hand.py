@@ -5,12 +5,17 @@ from __future__ import annotations
 import torch
 from models import flat
 from timeprest.profiles.boundary import Inlet
+from timeprest.profiles.split_backward import SplitBackward
 from timeprest.profiles.tracing.pieces import cut, decode, encode
 from timeprest.profiles.tracing.shapes import value_specs
+from torch.autograd.graph import get_gradient_edge
 
 
-def run_pieces(traced, groups, inputs, seed, fake=True, leaves=flat):
-    """Forward and backward piece by piece, each in a graph of its own; as the stages will."""
+def run_pieces(traced, groups, inputs, seed, fake=True, leaves=flat, split=False):
+    """Forward and backward piece by piece, each in a graph of its own; as the stages will.
+
+    `split`: backwards in two parts, all the second ones after all the first.
+    """
     specs = value_specs(traced, inputs, fake=fake)
     pieces = cut(traced, groups)
     known = dict(zip((node.name for node in traced.inputs), inputs, strict=True))
@@ -36,16 +41,33 @@ def run_pieces(traced, groups, inputs, seed, fake=True, leaves=flat):
         entries.append(inlets)
         outputs.append(out)
     result = outputs[-1][-1]
-    grads = {}
+    grads, halves = {}, []
     loss = sum(t.square().sum() for t in leaves(result))
     for piece, inlets, out in reversed(list(zip(pieces, entries, outputs, strict=True))):
         roots = [(loss, None)] if piece.has_result else []
         for name, value in zip(piece.outputs, out, strict=False):
             if name in grads:
                 roots.append((value, grads.pop(name)))
-        if roots:
+        if split:
+            halves.append(split_backward(piece, roots, inlets.values()))
+        elif roots:
             torch.autograd.backward([r for r, _ in roots], [g for _, g in roots])
         for name, inlet in inlets.items():
             if inlet.grad is not None:
                 grads[name] = grads[name] + inlet.grad if name in grads else inlet.grad
+    for half in halves:
+        half.weights()
+        assert not half.held_bytes
     return result, loss
+
+
+def split_backward(piece, roots, inlets):
+    """The first part of a piece's backward done."""
+    half = SplitBackward(
+        [get_gradient_edge(root) for root, _ in roots],
+        [torch.ones_like(root) if grad is None else grad for root, grad in roots],
+        inlets,
+        piece.module.parameters(),
+    )
+    half.inputs()
+    return half

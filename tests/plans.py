@@ -31,6 +31,7 @@ def with_times(profile, forward_s=1e-3, backward_s=2e-3, shares=None):
                     m,
                     forward_s=share * forward_s * m.micro_batch,
                     backward_s=share * backward_s * m.micro_batch,
+                    backward_input_s=None,
                 )
                 for m in layer.measurements
             ),
@@ -61,11 +62,13 @@ def plan_by_hand(
     *,
     update_every=1,
     recompute=(),
+    replicas=None,
 ):
     """A plan with a given cut and in-flight limits (S − s by default).
 
     Args:
         recompute: per stage; nowhere by default.
+        replicas: per stage; one each by default.
     """
     names = [layer.name for layer in profile.layers]
     groups = cut or split_evenly(names, stages)
@@ -73,11 +76,18 @@ def plan_by_hand(
         ranges = limit_ranges(VARIANTS[variant], stages)
         limits = [min(most, stages - s) for s, (_, most) in enumerate(ranges)]
     factor = profile.optimizer.state_bytes_per_parameter_byte
-    question = Question(profile, uniform_cluster(stages), variant, mini_batch, factor, update_every)
+    replicas = replicas or [1] * stages
+    cluster = uniform_cluster(sum(replicas))
+    question = Question(profile, cluster, variant, mini_batch, factor, update_every)
+    first = itertools.accumulate(replicas, initial=0)
     stages_ = [
-        msgspec.structs.replace(stage, recompute=again)
-        for stage, again in itertools.zip_longest(
-            lone_stages(groups, limits), recompute, fillvalue=False
+        msgspec.structs.replace(stage, recompute=again, devices=tuple(range(a, a + r)))
+        for stage, again, a, r in zip(
+            lone_stages(groups, limits),
+            [*recompute, *[False] * (stages - len(recompute))],
+            first,
+            replicas,
+            strict=False,
         )
     ]
     return make_plan(question, evaluate(question, stages_, micro_batches), REPORT)

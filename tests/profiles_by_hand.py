@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 from hypothesis import strategies as st
 from timeprest.profiles.profile import (
     Edge,
@@ -120,7 +121,25 @@ def drawn_profiles(draw, most=7):
     for k in range(count):
         if f"n{k}" not in users:
             edges.append((f"n{k}", "output", f"t{k}", 8 * (k + 1)))
-    return profile_by_hand(layers, edges)
+    profile = profile_by_hand(layers, edges)
+    return with_parts(profile, draw) if draw(st.booleans()) else profile
+
+
+def with_parts(profile, draw):
+    """With a measured input part of some layers' backwards."""
+    layers = []
+    for layer in profile.layers:
+        share = draw(st.sampled_from([None, 0.0, 0.25, 1.0, 1.5]))
+        measured = layer.measurements
+        if share is not None:
+            measured = tuple(
+                msgspec.structs.replace(
+                    m, backward_input_s=share * m.backward_s, postponed_bytes=8 * m.micro_batch
+                )
+                for m in measured
+            )
+        layers.append(msgspec.structs.replace(layer, measurements=measured))
+    return msgspec.structs.replace(profile, layers=tuple(layers))
 
 
 def chain(count, parameters=100, saved=10):

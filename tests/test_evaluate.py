@@ -306,7 +306,7 @@ def evaluated(draw):
         limits.insert(0, draw(st.integers(max(least, limits[0] if limits else 1), most)))
     order = draw(st.permutations(range(sum(replicas))))
     parts = [order[sum(replicas[:s]) : sum(replicas[: s + 1])] for s in range(stages)]
-    again = st.just(False) if variant.prediction else st.booleans()
+    again = st.just(False) if variant.recompute_refusal else st.booleans()
     found = [stage(groups[s], parts[s], limits[s], recompute=draw(again)) for s in range(stages)]
     asked = question(profile, draw(clusters(sum(replicas))), variant.name)
     asked = replace(asked, update_every=draw(st.sampled_from([1, 1, 2, 3])))

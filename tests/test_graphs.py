@@ -42,9 +42,11 @@ def test_something_skips_a_stage(graph_profile):
     assert any(not edge.needs_grad for edge in plan.edges)
 
 
-@pytest.mark.parametrize("stages", [1, 2, 3, 4, 7])
-def test_gpipe_on_a_graph_is_plain_training(stages, graph_profile, tmp_path):
-    plan = plan_by_hand(graph_profile, "gpipe", stages, 4)
+@pytest.mark.parametrize(
+    ("variant", "stages"), [*(("gpipe", s) for s in (1, 2, 3, 4, 7)), ("zb-h1", 3), ("zb-h1", 7)]
+)
+def test_flush_systems_on_a_graph_are_plain_training(variant, stages, graph_profile, tmp_path):
+    plan = plan_by_hand(graph_profile, variant, stages, 4)
     name = f"{FILE}:GraphTask"
     summary = run(plan, RunSettings(task=name, steps=STEPS), tmp_path / "run", inline=True)
     task = resolve(name).task
@@ -53,6 +55,8 @@ def test_gpipe_on_a_graph_is_plain_training(stages, graph_profile, tmp_path):
     state = load_weights(tmp_path / "run")
     for key, weight in model.state_dict().items():
         torch.testing.assert_close(state[key], weight, rtol=0, atol=1e-10)
+    for report, predicted in zip(summary.stages, plan.predicted.stages, strict=True):
+        assert report.peak.total <= predicted.memory_bytes
     # Evaluation: 60 samples in micro-batches of 2, in evaluation mode, on the final weights.
     model.eval()
     test = task.data("test")

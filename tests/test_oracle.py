@@ -116,6 +116,8 @@ def compare(run_dir, plan, oracle, summary):
         report = summary.stages[s]
         assert report.versions_held == oracle.most_held(s, recompute=stage.recompute)
         assert report.version_differences == dict(oracle.differences[s])
+        apart = sum(e.weight_distance * sum(e.version_differences.values()) for e in report.epochs)
+        assert apart == pytest.approx(sum(oracle.apart[s]), abs=1e-10)
 
 
 def train(plan, target, optimizer, run_dir, *, inline=True, **more):

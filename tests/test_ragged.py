@@ -19,9 +19,10 @@ from timeprest.planner.plan import pipeline_of
 from timeprest.profiles.errors import RunError, TargetError
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
+from timeprest.runtime import training
 from timeprest.runtime.data import Samples, Segment, part_of, real_samples, segments
 from timeprest.runtime.observer import read_losses
-from timeprest.runtime.padding import real_part
+from timeprest.runtime.padding import check_result, real_part
 from timeprest.runtime.run import run
 from timeprest.runtime.run_dir import load_weights
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
@@ -121,17 +122,28 @@ def test_results_of_other_forms(name, n, tmp_path):
     assert found["accuracy"] == pytest.approx(accuracy, abs=1e-10)
 
 
-@pytest.mark.parametrize("stages", [1, 2])
-def test_a_result_that_cant_be_cut(stages, tmp_path):
-    plan = plan_by_hand(profile_of("TimeFirst"), "gpipe", stages, 4)
+@pytest.mark.parametrize(
+    ("n", "options", "message"),
+    [
+        (3, {}, r"up to 3 samples.* shape \[3, 3, 5\].*--micro-batches that divide"),
+        (4, {"ragged": "pad"}, r"up to 2 samples.* shape \[3, 2, 5\].*--ragged drop"),
+        (4, {}, r"up to 2 samples.* shape \[3, 2, 5\].*--no-evaluate"),
+    ],
+)
+def test_a_result_that_cant_be_cut_is_refused(n, options, message, tmp_path):
+    """Time first; and with micro-batches of 3 samples, that there are 3 steps is chance."""
+    plan = plan_by_hand(profile_of("TimeFirst"), "gpipe", 2, n)
     name = f"{FILE}:TimeFirst"
-    settings = RunSettings(task=name, ragged="pad", evaluate=False)
-    message = r"stage \d, at \dF2\.1: 1 samples? .* shape \[3, 2, 5\].*--ragged drop"
-    with pytest.raises(RunError, match=message):
-        run(plan, settings, tmp_path / "run", inline=True)
-    settings = RunSettings(task=name)
-    with pytest.raises(RunError, match=r"evaluation 10: .* shape \[3, 2, 5\].*--no-evaluate"):
-        run(plan, settings, tmp_path / "evaluated", inline=True)
+    with pytest.raises(TargetError, match=message):
+        run(plan, RunSettings(task=name, **options), tmp_path / "run", inline=True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_nothing_is_refused_where_nothing_is_padded(tmp_path):
+    plan = plan_by_hand(profile_of("TimeFirst"), "gpipe", 2, 4)
+    settings = RunSettings(task=f"{FILE}:TimeFirst", evaluate=False)
+    run(plan, settings, tmp_path / "run", inline=True)
+    assert len(read_losses(tmp_path / "run" / "metrics.jsonl")) == 2
 
 
 @pytest.mark.parametrize("variant", ["timeprest", "v-timeprest"])
@@ -205,6 +217,36 @@ def test_an_update_after_several_mini_batches(together, few_profile, tmp_path):
         torch.testing.assert_close(state[key], weight, rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize(
+    ("variant", "n", "mini_batch"),
+    [
+        ("gpipe", 4, 7),  # every mini-batch is uneven
+        ("timeprest", 4, 8),  # the last mini-batch has 5
+        ("pipedream", 1, 8),
+        ("pipedream", 1, 10),  # it has 1: one replica of two has none
+    ],
+)
+def test_replicas_pad_alike(variant, n, mini_batch, few_profile, tmp_path, monkeypatch):
+    profile = profile_of("FewSamples", batch_size=10) if mini_batch > 8 else few_profile
+    plan, alone = (
+        plan_by_hand(profile, variant, 2, n, mini_batch=mini_batch, replicas=replicas)
+        for replicas in ((2, 1), None)
+    )
+    settings = RunSettings(task=f"{FILE}:FewSamples", epochs=EPOCHS, ragged="pad")
+    found = run(plan, settings, tmp_path / "replicated", inline=True)
+    pipeline = pipeline_of(plan)
+    monkeypatch.setattr(training, "make_order", lambda _, count: make_order(pipeline, count))
+    wanted = run(alone, settings, tmp_path / "alone", inline=True)
+    losses = [read_losses(tmp_path / name / "metrics.jsonl") for name in ("replicated", "alone")]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-10)
+    state = load_weights(tmp_path / "alone")
+    for key, weight in load_weights(tmp_path / "replicated").items():
+        torch.testing.assert_close(weight, state[key], rtol=0, atol=1e-10)
+    for mine, other in zip(found.epochs, wanted.epochs, strict=True):
+        assert mine.train_loss == pytest.approx(other.train_loss, abs=1e-10)
+        assert mine.test == pytest.approx(other.test, abs=1e-10)
+
+
 def test_recomputed_stages_pad_alike(few_profile, tmp_path):
     plan = plan_by_hand(few_profile, "gpipe", 3, 8)
     stages = tuple(msgspec.structs.replace(stage, recompute=True) for stage in plan.stages)
@@ -243,13 +285,20 @@ def test_every_sample_has_one_place(samples, mini_batch, n):
     segment = Segment(0, 0, count, samples, mini_batch, n)
     seen = []
     for b in range(count):
-        parts = [part_of(segment, b, i) for i in range(n)]
+        parts = [part_of(segment, b, i, -(-mini_batch // n)) for i in range(n)]
         assert sum(part.share for part in parts) == pytest.approx(1)
         assert max(part.real for part in parts) - min(part.real for part in parts) <= 1
         assert all(part.real <= part.size == -(-mini_batch // n) for part in parts)
         for i in range(n):
             seen += real_samples(segment, b, i)
     assert seen == list(range(samples))
+
+
+def test_shapes_of_results():
+    check_result([(4, 3), (8,)], [(5, 3), (10,)], 4, 5, "")
+    for shapes, others in (([()], [()]), ([(6, 4)], [(6, 5)]), ([(8, 2)], [(8, 2)])):
+        with pytest.raises(TargetError, match="say no more"):
+            check_result(shapes, others, 4, 5, "say no more")
 
 
 def test_what_is_real_of_a_result():

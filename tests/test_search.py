@@ -89,7 +89,7 @@ def drawn_questions(draw, most):
     variant = draw(st.sampled_from(sorted(VARIANTS)))
     profile = draw(drawn_profiles(most=most))
     question = Question(profile, draw(drawn_clusters()), variant, profile.batch_size, 1.0)
-    ways = ["off", "off", "auto"] + ["on"] * (not VARIANTS[variant].prediction)
+    ways = ["off", "off", "auto"] + ["on"] * (not VARIANTS[variant].recompute_refusal)
     freedom = Freedom(draw(st.booleans()), draw(st.sampled_from(ways)))
     counts = draw(st.sampled_from([None, None, 1, 2, 4, 3]))
     if VARIANTS[variant].whole_mini_batches:

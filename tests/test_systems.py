@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import msgspec
 import numpy as np
 import pytest
 from plain import train_plainly
 from plans import plan_by_hand, with_times
-from timeprest.planner.plan import check_plan
 from timeprest.planner.variants import VARIANTS
 from timeprest.profiles.errors import PlanError
 from timeprest.runtime.observer import read_losses
@@ -17,13 +15,15 @@ from timeprest.runtime.run_dir import load_weights
 from timeprest.runtime.settings import RunSettings
 
 STEPS = 6
+FLUSH = ("pipedream-flush", "zb-h1")
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3])
 @pytest.mark.parametrize("n", [1, 2, 4])
-def test_pipedream_flush_is_plain_training(stages, n, mlp_profile, mlp_target, tmp_path):
+@pytest.mark.parametrize("variant", FLUSH)
+def test_flush_systems_are_plain_training(variant, stages, n, mlp_profile, mlp_target, tmp_path):
     """Loss by loss and weight by weight."""
-    plan = plan_by_hand(with_times(mlp_profile), "pipedream-flush", stages, n)
+    plan = plan_by_hand(with_times(mlp_profile), variant, stages, n)
     settings = RunSettings(task=mlp_target, steps=STEPS, evaluate=False)
     summary = run(plan, settings, tmp_path / "run", inline=True)
     losses, model = train_plainly(mlp_target, plan.mini_batch, STEPS)
@@ -33,11 +33,14 @@ def test_pipedream_flush_is_plain_training(stages, n, mlp_profile, mlp_target, t
     for name, weight in model.state_dict().items():
         np.testing.assert_allclose(state[name], weight, rtol=0, atol=1e-10)
     assert [report.versions_held for report in summary.stages] == [1] * stages
+    for report, predicted in zip(summary.stages, plan.predicted.stages, strict=True):
+        assert report.peak.total <= predicted.memory_bytes
 
 
 @pytest.mark.processes
-def test_pipedream_flush_in_processes(mlp_profile, mlp_target, tmp_path):
-    plan = plan_by_hand(with_times(mlp_profile), "pipedream-flush", 3, 4)
+@pytest.mark.parametrize(("variant", "stages"), [(FLUSH[0], 3), (FLUSH[1], 2), (FLUSH[1], 3)])
+def test_flush_systems_in_processes(variant, stages, mlp_profile, mlp_target, tmp_path):
+    plan = plan_by_hand(with_times(mlp_profile), variant, stages, 4)
     run(plan, RunSettings(task=mlp_target, steps=STEPS, evaluate=False), tmp_path / "run")
     _, model = train_plainly(mlp_target, plan.mini_batch, STEPS)
     state = load_weights(tmp_path / "run")
@@ -51,17 +54,4 @@ def test_what_cant_run_yet_is_refused(variant, mlp_profile, mlp_target):
     plan = plan_by_hand(with_times(mlp_profile), variant, 2, n)
     message = f"{variant} can be planned and simulated; tp-run doesn't train with it yet"
     with pytest.raises(PlanError, match=message):
-        prepare(plan, RunSettings(task=mlp_target))
-
-
-def test_replicas_are_refused(mlp_profile, mlp_target):
-    plan = plan_by_hand(with_times(mlp_profile), "gpipe", 2, 4)
-    more = (*plan.cluster.devices, plan.cluster.devices[0])
-    plan = msgspec.structs.replace(
-        plan,
-        cluster=msgspec.structs.replace(plan.cluster, devices=more),
-        stages=(plan.stages[0], msgspec.structs.replace(plan.stages[1], devices=(1, 2))),
-    )
-    assert check_plan(plan) is plan
-    with pytest.raises(PlanError, match=r"stages\[1\]\.devices: .*--replicas off"):
         prepare(plan, RunSettings(task=mlp_target))

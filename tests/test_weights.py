@@ -16,6 +16,7 @@ from timeprest.runtime.channels import LocalChannels, Mailbox
 from timeprest.runtime.prepare import prepare
 from timeprest.runtime.runner import StageRunner
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
+from timeprest.runtime.sums import LocalSums, Pool
 from timeprest.runtime.weights import WeightVersions
 from torch import nn
 
@@ -178,7 +179,11 @@ def test_copies_of_the_weights_counted_in_bytes(
         with _CopiesOf(nbytes) as live:
             prepared = prepare(plan, settings)
             mailbox = Mailbox()
-            runners = [StageRunner(prepared, k, LocalChannels(k, mailbox)) for k in range(4)]
+            pool = Pool({})
+            runners = [
+                StageRunner(prepared, k, LocalChannels(k, mailbox), LocalSums(k, pool))
+                for k in range(4)
+            ]
             start = live.now
             seen = _train_counting(prepared, runners, s, live)
         # What tracing and the model itself hold besides doesn't change during the run.

@@ -83,11 +83,21 @@ def test_clipping_in_flush_systems_is_that_of_one_process(
     compare(tmp_path / "run", clipped)
 
 
+@pytest.mark.parametrize("replicas", [(2,), (2, 1), (1, 4), (2, 2, 1)])
+def test_replicas_clip_as_one(replicas, mlp_profile, mlp_target, tmp_path):
+    """The norm counts each stage once."""
+    plan = plan_by_hand(
+        with_times(mlp_profile), "pipedream-flush", len(replicas), 4, replicas=replicas
+    )
+    run(plan, settings_of(mlp_target, clip_norm=CLIP), tmp_path / "run", inline=True)
+    compare(tmp_path / "run", train(mlp_target, clip_norm=CLIP))
+
+
 @pytest.mark.processes
 @pytest.mark.timeout(180)
 def test_processes_clip_decay_and_schedule(mlp_profile, mlp_target, tmp_path):
-    """Everything at once, in three processes."""
-    plan = plan_by_hand(with_times(mlp_profile), "gpipe", 3, 3)
+    """Everything at once, in three processes, two of them replicas."""
+    plan = plan_by_hand(with_times(mlp_profile), "gpipe", 2, 2, mini_batch=7, replicas=(2, 1))
     settings = settings_of(
         mlp_target,
         optimizer=OptimizerChoice(name="adamw", lr=0.05, weight_decay=0.3, betas=(0.8, 0.95)),
@@ -110,7 +120,8 @@ def test_processes_clip_decay_and_schedule(mlp_profile, mlp_target, tmp_path):
         shares += [(1 + math.cos(math.pi * k / (STEPS - 3))) / 2 for k in range(STEPS - 3)]
         return LambdaLR(optimizer, lambda update: [*shares, 0][update])
 
-    compare(tmp_path / "run", train(mlp_target, make, clip_norm=CLIP, schedule=schedule))
+    trained = train(mlp_target, make, clip_norm=CLIP, schedule=schedule, mini_batch=7)
+    compare(tmp_path / "run", trained)
     last = (1 + math.cos(math.pi * 4 / 5)) / 2
     assert summary.epochs[-1].lr == pytest.approx(0.05 * last)
 

@@ -98,17 +98,31 @@ def _measurements(bench: Bench, k: int) -> tuple[Measurement, ...]:
         forward_s = [times[k] for times in case.forward_s]
         backward_s = [times[k] for times in case.backward_s]
         both = [f + b for f, b in zip(forward_s, backward_s, strict=True)]
+        whole_s = _rounded(max(median(backward_s) - engine_s, 0.0))
+        input_s = whole_s
+        if _has_weights(bench, k):
+            partly_s = median(times[k] for times in case.input_s)
+            input_s = min(_rounded(max(partly_s - engine_s, 0.0)), whole_s)
         found.append(
             Measurement(
                 micro_batch=case.size,
                 forward_s=_rounded(max(median(forward_s) - call_s, 0.0)),
-                backward_s=_rounded(max(median(backward_s) - engine_s, 0.0)),
+                backward_s=whole_s,
                 saved_bytes=sum(case.held.saved[k].values()),
                 workspace_bytes=case.workspace[k],
                 relative_error=None if bench.platform.computed else round(relative_error(both), 4),
+                backward_input_s=input_s,
+                postponed_bytes=case.postponed[k],
             )
         )
     return tuple(found)
+
+
+def _has_weights(bench: Bench, k: int) -> bool:
+    """Whether a layer (or the loss behind the last one) has a weight part in its backward."""
+    layers = bench.traced.layers
+    state = state_of_layer(bench.traced, layers[k]).values() if k < len(layers) else ()
+    return any(isinstance(tensor, nn.Parameter) and tensor.requires_grad for tensor in state)
 
 
 def _layers(bench: Bench) -> tuple[Layer, ...]:

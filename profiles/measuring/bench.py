@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
 from ..boundary import Inlet
 from ..saved import storage_bytes
+from ..split_backward import SplitBackward
 from ..target import Target
 from ..tracing.call import Call
 from ..tracing.graph import TracedModel, Value, values
@@ -21,7 +22,7 @@ from ..tracing.pieces import Piece, cut
 from .clocks import Clock
 from .held_bytes import Held, count_held
 from .platforms import Meter, Platform
-from .step_in_pieces import Phase, Probe, Step
+from .step_in_pieces import Phase, Probe, Step, inputs_alone
 from .timing import worst_error
 
 Progress = Callable[[str, float, float], None]
@@ -66,6 +67,10 @@ class Case:
         self.workspace: list[int] = []
         self.forward_s: list[list[float]] = []
         self.backward_s: list[list[float]] = []
+        self.input_s: list[list[float]] = []
+        """Of the backwards, what gives the gradients of inputs alone; not in every round."""
+        self.postponed: list[int] = []
+        """Bytes of gradients that wait for the rest then."""
         self.whole: list[tuple[float, float]] = []
         self.empty_s: dict[Phase, list[float]] = {"F": [], "B": []}
         """Seconds of calling a piece without a layer in it, amid the others."""
@@ -138,6 +143,25 @@ class Bench:
             say = f"bytes at micro-batch size {case.size}"
             self._step(case).run(case.inputs, _WorkspaceProbe(self, case, meter, say))
         self._forget_gradients()
+        self._count_postponed(case)
+
+    def _count_postponed(self, case: Case) -> None:
+        """What a backward in two parts keeps between them, layer by layer."""
+        case.postponed = [0] * len(self.parts)
+
+        def partly(
+            k: int,
+            edges: Sequence[GradientEdge],
+            grads: Sequence[Tensor],
+            inlets: Sequence[Inlet],
+        ) -> None:
+            parameters = case.pieces[k].module.parameters()
+            half = SplitBackward(edges, grads, inlets, parameters)
+            half.inputs()
+            case.postponed[k] = half.held_bytes
+
+        self._step(case).run(case.inputs, _NoProbe(), partly)
+        self._forget_gradients()
 
     def _compute(self, clock: Clock) -> None:
         """Bytes and computed times in one step: both are the same every time."""
@@ -153,6 +177,8 @@ class Bench:
             case.forward_s.append(forward_s)
             case.backward_s.append(backward_s)
             self._forget_gradients()
+            self._count_postponed(case)
+            self._time_inputs(case, clock, 0.0)
             case.whole.append(self._time_whole(case, clock))
 
     # Time --------------------------------------------------------------------------------
@@ -170,6 +196,10 @@ class Bench:
                 break
             share = max(elapsed / seconds if seconds else 0.0, k / _MAX_ROUNDS)
             self._round(clock, keep=True, done=min(share, 1.0))
+            if k % 2 == 0:
+                # A forward and half a backward, which need less certainty: not in every round.
+                for case in self.cases:
+                    self._time_inputs(case, clock, min(share, 1.0))
 
     def worst_error(self) -> float:
         """Largest relative error of a heavy layer at any size, of the rounds so far."""
@@ -204,6 +234,12 @@ class Bench:
                 for phase, times in probe.empty_seconds().items():
                     case.empty_s[phase] += times
 
+    def _time_inputs(self, case: Case, clock: Clock, done: float) -> None:
+        """Time the part of each layer's backward that gives the gradients of its inputs."""
+        probe = _TimeProbe(self, clock, f"micro-batch size {case.size}", done, partly=True)
+        self._step(case).run(case.inputs, probe, inputs_alone)
+        case.input_s.append(probe.input_seconds())
+
     def _time_whole(self, case: Case, clock: Clock) -> tuple[float, float]:
         inputs = [tensor.clone() for tensor in case.inputs]
         start = clock.mark()
@@ -221,6 +257,16 @@ class Bench:
         end = clock.mark()
         clock.settle()
         return clock.seconds(start, middle), clock.seconds(begin, end)
+
+
+class _NoProbe:
+    """Nothing is measured on the way."""
+
+    def before(self, k: int, phase: Phase, arriving: Sequence[Tensor]) -> None:
+        pass
+
+    def after(self, k: int, phase: Phase) -> None:
+        pass
 
 
 class _Probes:
@@ -257,9 +303,12 @@ class _WorkspaceProbe:
 
 
 class _TimeProbe:
-    """Takes a mark before and after everything."""
+    """Takes a mark before and after everything. `partly`: no empty pieces are called."""
 
-    def __init__(self, bench: Bench, clock: Clock, say: str, done: float) -> None:
+    def __init__(
+        self, bench: Bench, clock: Clock, say: str, done: float, *, partly: bool = False
+    ) -> None:
+        self.partly = partly
         self.clock, self.say, self.done, self.bench = clock, say, done, bench
         self.parts = bench.parts
         self.marks: dict[tuple[int, Phase], list[Any]] = {}
@@ -273,7 +322,7 @@ class _TimeProbe:
 
     def after(self, k: int, phase: Phase) -> None:
         self.marks[k, phase].append(self.clock.mark())
-        if k % self.stride == 0 and not self.bench.platform.computed:
+        if k % self.stride == 0 and not (self.partly or self.bench.platform.computed):
             self.empty_marks[phase].append(self._empty(phase))
 
     def _empty(self, phase: Phase) -> tuple[Any, Any]:
@@ -298,12 +347,16 @@ class _TimeProbe:
     def seconds(self) -> tuple[list[float], list[float]]:
         """Forward and backward of every part; 0 for a layer without a backward."""
         self.clock.settle()
-        found: dict[Phase, list[float]] = {"F": [], "B": []}
-        for phase, times in found.items():
-            for k in range(len(self.parts)):
-                marks = self.marks.get((k, phase))
-                times.append(self.clock.seconds(*marks) if marks else 0.0)
-        return found["F"], found["B"]
+        return self._of("F"), self._of("B")
+
+    def input_seconds(self) -> list[float]:
+        """The part of every backward that gives the gradients of inputs; 0 where none needs one."""
+        self.clock.settle()
+        return self._of("I")
+
+    def _of(self, phase: Phase) -> list[float]:
+        found = (self.marks.get((k, phase)) for k in range(len(self.parts)))
+        return [self.clock.seconds(*marks) if marks else 0.0 for marks in found]
 
 
 def _empty_module() -> torch.fx.GraphModule:

@@ -20,7 +20,20 @@ from torch.utils._pytree import tree_leaves
 from ..boundary import Inlet
 from ..tracing.pieces import Piece
 
-Phase = Literal["F", "B"]
+Phase = Literal["F", "B", "I"]
+"""Forward, backward, and the part of a backward that gives the gradients of inputs alone."""
+
+
+Partly = Callable[[int, Sequence[GradientEdge], Sequence[Tensor], Sequence[Inlet]], None]
+"""Layer, where its gradients enter, those, and its inputs."""
+
+
+def inputs_alone(
+    _: int, edges: Sequence[GradientEdge], gradients: Sequence[Tensor], inlets: Sequence[Inlet]
+) -> None:
+    """The plain way to run a backward partly."""
+    leaves = [inlet.anchor for inlet in inlets if inlet.anchor is not None]
+    torch.autograd.backward(edges, gradients, inputs=leaves)
 
 
 class Probe(Protocol):
@@ -53,8 +66,12 @@ class Step:
     loss: Callable[[Any], Tensor] | None
     forward_context: Callable[[], AbstractContextManager[Any]]
 
-    def run(self, tensors: Sequence[Tensor], probe: Probe) -> None:
-        """Run it once; gradients of the parameters accumulate."""
+    def run(self, tensors: Sequence[Tensor], probe: Probe, partly: Partly | None = None) -> None:
+        """Run it once; gradients of the parameters accumulate.
+
+        Args:
+            partly: runs a layer's backward to its inputs alone, instead of the whole of it.
+        """
         walk = _Walk(self, dict(zip(self.inputs, (t.clone() for t in tensors), strict=False)))
         with self.forward_context():
             for k in range(len(self.pieces)):
@@ -62,7 +79,7 @@ class Step:
             roots = walk.result(probe)
         walk.first_backward(roots, probe)
         for k in reversed(range(len(self.pieces))):
-            walk.backward(k, probe)
+            walk.backward(k, probe, partly)
 
 
 @dataclass
@@ -138,19 +155,26 @@ class _Walk:
         roots.clear()
         self._collect(self.graphs.pop())
 
-    def backward(self, k: int, probe: Probe) -> None:
+    def backward(self, k: int, probe: Probe, partly: Partly | None) -> None:
         graph = self.graphs.pop()
         found = [(e, self.gradients.pop(n)) for n, e in graph.edges.items() if n in self.gradients]
         if not found:
             return
         edges, arrived = [e for e, _ in found], [g for _, g in found]
         del found
-        probe.before(k, "B", [gradient for parts in arrived for gradient in parts])
+        phase: Phase = "B" if partly is None else "I"
+        inlets = list(graph.inlets.values())
+        if partly is not None and not inlets:
+            return
+        probe.before(k, phase, [gradient for parts in arrived for gradient in parts])
         # Those of one tensor's consumers add up; whoever made the tensor pays for it.
         gradients = [functools.reduce(torch.add, parts) for parts in arrived]
         arrived.clear()
-        torch.autograd.backward(edges, gradients)
-        probe.after(k, "B")
+        if partly is None:
+            torch.autograd.backward(edges, gradients)
+        else:
+            partly(k, edges, gradients, inlets)
+        probe.after(k, phase)
         self._collect(graph)
 
     def _collect(self, graph: _Graph) -> None:

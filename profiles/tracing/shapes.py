@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from .graph import TracedModel, values
+from .packing import take_apart
 from .pieces import encode, kind_of
 from .state import unchanged
 
@@ -22,6 +23,7 @@ class ValueSpec:
         kind: "tensor", "number" or "size"; the last two travel as int64 tensors.
         shape: of the tensor that travels.
         needs_grad: whether a gradient comes back for it.
+        numbers: of a number or a size, what it is for this micro-batch size.
     """
 
     name: str
@@ -29,6 +31,7 @@ class ValueSpec:
     shape: tuple[int, ...]
     dtype: torch.dtype
     needs_grad: bool
+    numbers: tuple[float, ...] = ()
 
     @property
     def numel(self) -> int:
@@ -60,8 +63,10 @@ class _Recorder(fx.Interpreter):
 def describe(name: str, value: Any) -> ValueSpec:
     """The spec of a value at hand. Raises TraceError when it can't cross a cut."""
     tensor = encode(value, name)
+    kind = kind_of(value)
+    numbers = () if kind == "tensor" else tuple(value) if kind == "size" else (value,)
     return ValueSpec(
-        name, kind_of(value), tuple(tensor.shape), tensor.dtype, bool(tensor.requires_grad)
+        name, kind, tuple(tensor.shape), tensor.dtype, bool(tensor.requires_grad), numbers
     )
 
 
@@ -74,19 +79,32 @@ def value_specs(
         fake: run the model on fake tensors, which takes no memory but two seconds to set up;
             where an operation has no fake form, it runs for real all the same.
     """
-    wanted = {value.node.name for value in values(traced)}
-    with unchanged(traced.module):
-        if not fake:
-            recorder = _Recorder(traced.module, wanted)
-            recorder.run(*[tensor.clone() for tensor in inputs])
-            return recorder.found
-        from torch._subclasses.fake_tensor import FakeTensorMode
+    return _look(traced, inputs, {value.node.name for value in values(traced)}, fake=fake)[0]
 
-        try:
-            with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-                recorder = _Recorder(traced.module, wanted)
-                recorder.run(*[mode.from_tensor(tensor) for tensor in inputs])
-        except Exception:  # an operation without a fake form, of whatever library
-            recorder = _Recorder(traced.module, wanted)
-            recorder.run(*[tensor.clone() for tensor in inputs])
-    return recorder.found
+
+def result_shapes(
+    traced: TracedModel, inputs: Sequence[Tensor], *, fake: bool = True
+) -> list[tuple[int, ...]]:
+    """Shapes of the tensors in the model's result, for inputs of this size; as `value_specs`."""
+    leaves, _ = take_apart(_look(traced, inputs, set(), fake=fake)[1])
+    return [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def _look(
+    traced: TracedModel, inputs: Sequence[Tensor], wanted: set[str], *, fake: bool
+) -> tuple[dict[str, ValueSpec], Any]:
+    """Specs of the wanted values, and the result."""
+    with unchanged(traced.module):
+        if fake:
+            from torch._subclasses.fake_tensor import FakeTensorMode
+
+            try:
+                with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+                    recorder = _Recorder(traced.module, wanted)
+                    result = recorder.run(*[mode.from_tensor(tensor) for tensor in inputs])
+                return recorder.found, result
+            except Exception:  # an operation without a fake form, of whatever library
+                pass
+        recorder = _Recorder(traced.module, wanted)
+        result = recorder.run(*[tensor.clone() for tensor in inputs])
+    return recorder.found, result

@@ -1,0 +1,232 @@
+"""Summing tensors over workers: between processes by all-reduce, and within one process.
+
+Groups of workers have names, the same on every worker (`sum_groups`). All workers of a group start
+the same sums in the same sequence, with tensors of the same shapes. A sum is started first and
+waited for later: an inline run has all of them start before the first one waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .peers import PeerError, why_lost
+from .tied import TiedParameters
+from .workers import Worker
+
+ALL = "all stages"
+"""The group of all workers."""
+
+BUCKET_BYTES = 2**20
+"""Tensors that are smaller go together, up to this size; larger ones go as they are."""
+
+Groups = Mapping[str, tuple[int, ...]]
+"""Ranks by name, rising."""
+
+
+def stage_group(stage: int) -> str:
+    """Name of the group of a stage's replicas."""
+    return f"stage {stage}"
+
+
+def sum_groups(
+    workers: Sequence[Worker], tied: Sequence[TiedParameters] = ()
+) -> dict[str, tuple[int, ...]]:
+    """All groups that a run of these workers sums over; those of one worker left out."""
+    groups: dict[str, list[int]] = {ALL: [worker.rank for worker in workers]}
+    for worker in workers:
+        groups.setdefault(stage_group(worker.stage), []).append(worker.rank)
+    for shared in tied:
+        groups[shared.group] = [w.rank for w in workers if w.stage in shared.stages]
+    return {name: tuple(ranks) for name, ranks in groups.items() if len(ranks) > 1}
+
+
+class Pending(Protocol):
+    """A sum that has been started."""
+
+    def wait(self) -> None:
+        """When this returns, the tensors hold the sums. Raises PeerError within the bound."""
+
+
+class Sums(Protocol):
+    """What a worker needs to sum over groups that it is in."""
+
+    def start(self, group: str, tensors: Sequence[Tensor]) -> Pending:
+        """Start to sum each tensor over the group, in place. A group of one is none.
+
+        Nobody may use the tensors until `Pending.wait` returns.
+        """
+
+
+class _Done:
+    """A sum over one worker."""
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+
+# Within one process -------------------------------------------------------------------------
+
+
+@dataclass
+class _Offers:
+    """What the workers of a group have offered for one sum, by rank."""
+
+    tensors: dict[int, Sequence[Tensor]] = field(default_factory=dict)
+    done: bool = False
+
+
+class Pool:
+    """Sums that workers of one process have started; shared by all of them."""
+
+    def __init__(self, groups: Groups) -> None:
+        self.groups = groups
+        self.offers: dict[tuple[str, int], _Offers] = {}
+
+
+class LocalSums:
+    """Sums within one process, for the inline run; one object for each worker."""
+
+    def __init__(self, rank: int, pool: Pool) -> None:
+        self.rank = rank
+        self._pool = pool
+        self._started: dict[str, int] = {}
+
+    def start(self, group: str, tensors: Sequence[Tensor]) -> Pending:
+        """Offer the tensors; whoever waits first sums up what all have offered."""
+        if group not in self._pool.groups:
+            return _Done()
+        number = self._started[group] = self._started.get(group, 0) + 1
+        offers = self._pool.offers.setdefault((group, number), _Offers())
+        offers.tensors[self.rank] = tensors
+        return _LocalPending(self._pool, (group, number))
+
+
+class _LocalPending:
+    def __init__(self, pool: Pool, key: tuple[str, int]) -> None:
+        self._pool = pool
+        self._key = key
+
+    def wait(self) -> None:
+        """Sum in the sequence of ranks, so that runs repeat."""
+        offers = self._pool.offers.get(self._key)
+        if offers is None:
+            return
+        ranks = self._pool.groups[self._key[0]]
+        missing = [rank for rank in ranks if rank not in offers.tensors]
+        if missing:
+            raise PeerError(f"a sum over {self._key[0]} waits for rank {missing[0]}")
+        with torch.no_grad():
+            for same in zip(*(offers.tensors[rank] for rank in ranks), strict=True):
+                total = same[0].clone()
+                for other in same[1:]:
+                    total += other
+                for tensor in same:
+                    tensor.copy_(total)
+        del self._pool.offers[self._key]
+
+
+# Between processes --------------------------------------------------------------------------
+
+
+class ProcessSums:
+    """Sums between processes by torch.distributed; one object for each worker.
+
+    Made by all workers at the same time, after the process group.
+    """
+
+    def __init__(self, groups: Groups, names: Sequence[str], rank: int, timeout_s: float) -> None:
+        """
+        Args:
+            names: of all workers, by rank.
+        """
+        self.timeout = timedelta(seconds=timeout_s)
+        self._ranks = groups
+        self._rank = rank
+        self._names = names
+        self._groups: dict[str, dist.ProcessGroup | None] = {}
+        for name, ranks in groups.items():
+            # Every process takes part in making every group.
+            self._groups[name] = (
+                None
+                if len(ranks) == len(names)
+                else dist.new_group(list(ranks), timeout=self.timeout)
+            )
+
+    def start(self, group: str, tensors: Sequence[Tensor]) -> Pending:
+        """Hand the tensors to gloo, small ones of a type together."""
+        if group not in self._ranks:
+            return _Done()
+        pending = _ProcessPending(self, group)
+        for together in _buckets(tensors):
+            pending.add(together)
+        return pending
+
+    def all_reduce(self, group: str, tensor: Tensor) -> dist.Work:
+        """Start one all-reduce. Raises PeerError."""
+        try:
+            work: dist.Work = dist.all_reduce(tensor, group=self._groups[group], async_op=True)
+        except RuntimeError as error:
+            raise self.lost(group, error) from error
+        return work
+
+    def lost(self, group: str, error: BaseException) -> PeerError:
+        """The error that a failed sum is told as."""
+        others = [self._names[rank] for rank in self._ranks[group] if rank != self._rank]
+        whom = others[0] if len(others) == 1 else f"the others of {group}"
+        return PeerError(f"waiting for {whom}: {why_lost(error, self.timeout)}")
+
+
+class _ProcessPending:
+    def __init__(self, sums: ProcessSums, group: str) -> None:
+        self._sums = sums
+        self._group = group
+        self._works: list[tuple[dist.Work, Tensor, list[Tensor]]] = []
+
+    def add(self, tensors: list[Tensor]) -> None:
+        """Start the sum of a bucket's tensors."""
+        if len(tensors) == 1 and tensors[0].is_contiguous():
+            flat = tensors[0]
+        else:
+            flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+        self._works.append((self._sums.all_reduce(self._group, flat), flat, tensors))
+
+    def wait(self) -> None:
+        """Wait for all buckets, and put what was packed back in its places."""
+        for work, flat, tensors in self._works:
+            try:
+                work.wait(self._sums.timeout)
+            except RuntimeError as error:
+                raise self._sums.lost(self._group, error) from error
+            if flat is tensors[0]:
+                continue
+            with torch.no_grad():
+                parts = flat.split([tensor.numel() for tensor in tensors])
+                for tensor, part in zip(tensors, parts, strict=True):
+                    tensor.copy_(part.view(tensor.shape))
+        self._works = []
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """The tensors, small ones of a type together; the same way on every worker."""
+    filling: dict[torch.dtype, list[Tensor]] = {}
+    filled: dict[torch.dtype, int] = {}
+    for tensor in tensors:
+        if not tensor.numel():
+            continue
+        kind, nbytes = tensor.dtype, tensor.nbytes
+        if nbytes >= BUCKET_BYTES:
+            yield [tensor]
+            continue
+        if filled.get(kind, 0) + nbytes > BUCKET_BYTES:
+            yield filling.pop(kind)
+            filled[kind] = 0
+        filling.setdefault(kind, []).append(tensor)
+        filled[kind] = filled.get(kind, 0) + nbytes
+    yield from filling.values()

@@ -1,0 +1,167 @@
+"""Orders with split backwards: timetables, the bubble by the paper's formula, memory, messages."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from timeprest.planner.memory import holdings
+from timeprest.planner.operations import Op, order_text
+from timeprest.planner.order_check import check_order
+from timeprest.planner.orders import make_order, order_patterns
+from timeprest.planner.pipeline import Link, Pipeline
+from timeprest.planner.postponing import postponed
+from timeprest.planner.simulate import least_period_s, simulate
+from timeprest.planner.steady import steady_state
+from timeprest.planner.variants import VARIANTS
+from timeprest.profiles.errors import OrderError
+
+ZB, FLUSH = VARIANTS["zb-h1"], VARIANTS["pipedream-flush"]
+
+
+def equal_stages(stages, n, forward=1.0, inputs=1.0, weights=1.0, wire=0.0):
+    return Pipeline(
+        variant=ZB,
+        micro_batches=n,
+        forward_s=(forward,) * stages,
+        backward_s=(inputs + weights,) * stages,
+        weight_s=(weights,) * stages,
+        update_s=(0.0,) * stages,
+        links=tuple(Link(s, s + 1, wire, wire, 0.0) for s in range(stages - 1)),
+        limits=(1,) * stages,
+    )
+
+
+def unsplit(pipeline):
+    return replace(pipeline, variant=FLUSH, weight_s=())
+
+
+def most_kept(pipeline):
+    """Per stage, micro-batches whose activations it keeps at once."""
+    return [
+        holdings(
+            pipeline.variant, pipeline.micro_batches, pipeline.replicas(s), pattern.further
+        ).micro_batches_kept
+        for s, pattern in enumerate(order_patterns(pipeline))
+    ]
+
+
+def test_the_papers_timetable():
+    """Figure 2's schedule for 4 stages and 8 micro-batches, weight parts s backwards late."""
+    lines = order_text(make_order(equal_stages(4, 8), 1)).splitlines()
+    assert [" ".join(word[1] for word in line.split()) for line in lines] == [
+        "F F F F B W F B W F B W F B W F B W B W B W B W U",
+        "F F F B F B W F B W F B W F B W F B W B W B W W U",
+        "F F B F B F B W F B W F B W F B W F B W B W W W U",
+        "F B F B F B F B W F B W F B W F B W F B W W W W U",
+    ]
+    assert lines[3].split()[:10] == [
+        *("3F0.0", "3B0.0", "3F0.1", "3B0.1", "3F0.2", "3B0.2", "3F0.3", "3B0.3", "3W0.0"),
+        "3F0.4",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("forward", "inputs", "weights"), [(1, 1, 1), (1.0, 1.25, 0.75), (2.0, 1.0, 1.0), (1, 1.5, 1)]
+)
+@pytest.mark.parametrize(("stages", "n"), [(2, 2), (2, 5), (4, 8), (4, 13), (8, 16), (8, 32)])
+def test_the_bubble_is_the_papers(stages, n, forward, inputs, weights):
+    """(p − 1)·(T_F + T_B − T_W), a third of 1F1B's where the three are equal."""
+    pipeline = equal_stages(stages, n, forward, inputs, weights)
+    work = n * (forward + inputs + weights)
+    bubble = steady_state(pipeline).period_s - work
+    assert bubble == pytest.approx((stages - 1) * (forward + inputs - weights))
+    plain = steady_state(unsplit(pipeline)).period_s - work
+    assert plain == pytest.approx((stages - 1) * (forward + inputs + weights))
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 5, 8, 16])
+@pytest.mark.parametrize("n", [1, 2, 3, 7, 16, 64])
+def test_orders_keep_the_rules(stages, n):
+    """Any N, also below S: legal, no slower than without the split, no more memory at the peak."""
+    pipeline = equal_stages(stages, n)
+    check_order(pipeline, make_order(pipeline, 2), 2)
+    plain = unsplit(pipeline)
+    period_s, plain_s = steady_state(pipeline).period_s, steady_state(plain).period_s
+    assert period_s <= plain_s * (1 + 1e-9)
+    if stages > 1:
+        assert period_s < plain_s
+    assert max(most_kept(pipeline)) == max(most_kept(plain)) == min(stages, n)
+
+
+times = st.floats(0.1, 4)
+
+
+@st.composite
+def uneven(draw):
+    """Stages with times of their own, skips, links of any speed and without gradients."""
+    stages, n = draw(st.integers(1, 8)), draw(st.integers(1, 20))
+    pairs = {(s, s + 1) for s in range(stages - 1)}
+    if stages > 2 and draw(st.booleans()):
+        pairs.add((0, stages - 1))
+    backward_s = [draw(times) for _ in range(stages)]
+    seconds = st.floats(0, 1)
+    return Pipeline(
+        variant=ZB,
+        micro_batches=n,
+        forward_s=tuple(draw(times) for _ in range(stages)),
+        backward_s=tuple(backward_s),
+        weight_s=tuple(draw(st.floats(0, 1)) * whole for whole in backward_s),
+        update_s=tuple(draw(st.sampled_from([0.0, 0.5])) for _ in range(stages)),
+        links=tuple(
+            Link(a, b, draw(seconds), draw(seconds), 0.1, draw(st.integers(0, 5)) > 0)
+            for a, b in sorted(pairs)
+        ),
+        limits=(1,) * stages,
+    )
+
+
+@given(uneven())
+def test_uneven_stages_keep_the_rules(pipeline):
+    check_order(pipeline, make_order(pipeline, 2), 2)
+    assert max(most_kept(pipeline)) <= max(most_kept(unsplit(pipeline)))
+    period_s = steady_state(pipeline).period_s
+    assert least_period_s(pipeline) <= period_s * (1 + 1e-9)
+    if pipeline.stages == 1 or all(link.has_gradient for link in pipeline.links):
+        # Where a stage gets no gradients it may run ahead; then it's no longer the slowest's pace.
+        assert period_s <= steady_state(unsplit(pipeline)).period_s * (1 + 1e-6)
+
+
+@given(uneven())
+def test_orders_are_pure_functions(pipeline):
+    assert make_order(pipeline, 2) == make_order(replace(pipeline), 2)
+
+
+def test_uneven_stages_get_weight_parts_where_they_would_be_idle():
+    """Stage 1 waits for stage 2, three times as slow: its weight parts go there."""
+    pipeline = replace(
+        equal_stages(3, 8, wire=0.25), forward_s=(1.0, 1.0, 3.0), backward_s=(2.0, 2.0, 3.0)
+    )
+    rows = [pattern.further.translate(None, b"\2\3") for pattern in order_patterns(pipeline)]
+    assert b"\1\3" in postponed(pipeline, rows)[1]
+    assert steady_state(pipeline).period_s < steady_state(unsplit(pipeline)).period_s
+
+
+def test_a_gradient_message_leaves_before_the_weight_part():
+    timeline = simulate(equal_stages(2, 1), make_order(equal_stages(2, 1), 1))
+    at = [{event.op.kind: event for event in events} for events in timeline.stages]
+    assert at[0]["B"].start_s == at[1]["B"].end_s == 3.0
+    assert at[1]["W"].start_s == 3.0
+    assert at[0]["U"].start_s == 5.0
+
+
+def test_the_checker_knows_weight_parts():
+    pipeline = equal_stages(1, 1)
+    good = [Op("F", 0, 0), Op("B", 0, 0), Op("W", 0, 0), Op("U", 0)]
+    check_order(pipeline, (tuple(good),), 1)
+    for order, message in [
+        ([good[0], good[2], good[1], good[3]], "0W0.0: runs before 0B0.0"),
+        ([good[0], good[1], good[3], good[2]], "0U0: runs before 0W0.0"),
+        ([good[0], good[1], good[3]], "0U0: runs before 0W0.0"),
+    ]:
+        with pytest.raises(OrderError, match=message):
+            check_order(pipeline, (tuple(order),), 1)
+    with pytest.raises(OrderError, match="not expected"):
+        check_order(unsplit(pipeline), (tuple(good),), 1)
