@@ -155,6 +155,16 @@ class TiedTask(GPTTask):
         return TiedGPT().double()
 
 
+class DecayedEmbeddingTask(TiedTask):
+    """Weight decay for the embedding, which a head's stage knows as its own weight."""
+
+    def parameter_groups(self, named):
+        return [
+            {"params": [p for name, p in named if name == "wte.weight"], "weight_decay": 0.5},
+            {"params": [p for name, p in named if name != "wte.weight"], "weight_decay": 0.0},
+        ]
+
+
 class TiedByCallTask(GPTTask):
     """The head is a function of the embedding's weights, and the embedding is called twice."""
 
