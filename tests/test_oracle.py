@@ -186,7 +186,7 @@ def test_uneven_micro_batches(variant, stages, n, mlp_profile, mlp_target, tmp_p
 
 @pytest.mark.parametrize(
     ("variant", "stages", "n"),
-    [case for case in cases((3,), (2, 4)) if not VARIANTS[case[0]].prediction],
+    [case for case in cases((3,), (2, 4)) if not VARIANTS[case[0]].recompute_refusal],
 )
 def test_recomputation(variant, stages, n, mlp_profile, mlp_target, tmp_path):
     """On the forward's weights: nothing changes but what the stage holds. Not on the last stage."""

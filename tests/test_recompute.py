@@ -98,7 +98,7 @@ def again(profile, plan, stages):
     return make_plan(question, evaluate(question, changed, plan.micro_batches), REPORT)
 
 
-RECOMPUTING = [name for name, variant in VARIANTS.items() if not variant.prediction]
+RECOMPUTING = [name for name, variant in VARIANTS.items() if not variant.recompute_refusal]
 
 
 @pytest.mark.parametrize("variant", RECOMPUTING)
