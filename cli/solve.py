@@ -16,6 +16,7 @@ from ..planner.partition.solve import SOLVERS
 from ..planner.plan import Plan
 from ..planner.relaxation import RECOMPUTE
 from ..planner.search import solve as solve_plan
+from ..planner.tied import TIED
 from ..planner.variants import VARIANTS, variant_named
 from ..profiles.errors import InfeasibleError, PlanError, UserError
 from ..profiles.files import read_file, write_file
@@ -71,6 +72,13 @@ def _pin(text: str) -> tuple[str, int]:
     default="off",
     show_default=True,
     help="Stages compute activations again instead of keeping them.",
+)
+@click.option(
+    "--tied",
+    type=click.Choice(TIED),
+    default="together",
+    show_default=True,
+    help="Layers that share parameters: on one stage, or on several with copies.",
 )
 @click.option(
     "--pin", "pins", multiple=True, metavar="NAME=STAGE", help="Layer NAME is on stage STAGE."
@@ -141,6 +149,7 @@ def _asked(options: dict[str, Any]) -> dict[str, Any]:
         "stages": count_or_auto(options["stages"], "--stages"),
         "replicas": options["replicas"] == "auto",
         "recompute": options["recompute"],
+        "tied": options["tied"],
         "pins": tuple(_pin(text) for text in options["pins"]),
         "solver": options["solver"],
         "time_limit_s": options["time_limit"],

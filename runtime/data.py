@@ -43,6 +43,10 @@ class Segment:
         first = mini_batch - mini_batch % self.update_every
         return min(self.update_every, self.mini_batches - first)
 
+    def updates_after(self, mini_batch: int) -> bool:
+        """Whether there is an update after this one."""
+        return (mini_batch + 1) % self.update_every == 0 or mini_batch + 1 == self.mini_batches
+
     @property
     def updates(self) -> int:
         """Optimizer steps."""
