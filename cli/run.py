@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,8 +16,9 @@ from ..profiles.errors import UserError
 from .common import Bar, common_options, errors_as_lines, output
 
 if TYPE_CHECKING:
+    from ..planner.plan import Plan
     from ..runtime.scores import EpochRecord
-    from ..runtime.settings import OptimizerChoice
+    from ..runtime.settings import OptimizerChoice, RunSettings
 
 
 _AUTOCAST: dict[str | None, Literal["profiled", "bfloat16", "off"]] = {
@@ -129,6 +131,13 @@ _AUTOCAST: dict[str | None, Literal["profiled", "bfloat16", "off"]] = {
     is_flag=True,
     help="Write every operation with its weight version and times to RUN/operations.",
 )
+@click.option(
+    "--check",
+    "checks",
+    is_flag=True,
+    help="Train --steps mini-batches (3 by default) once more without a pipeline, and say where "
+    "loss, gradients and weights differ most. Keeps nothing without --run-dir.",
+)
 @click.option("--run-dir", help="[default: runs/VARIANT-DATE-TIME]")
 @common_options
 @errors_as_lines
@@ -159,6 +168,7 @@ def main(
     decay_rate: float,
     distances: bool,
     log_operations: bool,
+    checks: bool,
     run_dir: str | None,
     as_json: bool,
     quiet: bool,
@@ -167,6 +177,8 @@ def main(
     """Train by PLAN: a process for each stage and replica, on this machine."""
     if epochs is not None and steps is not None:
         raise UserError("--epochs, --steps: give one of them")
+    if checks and epochs is not None:
+        raise UserError("--check, --epochs: a check trains --steps mini-batches")
     choice = _optimizer(
         optimizer,
         {
@@ -205,6 +217,9 @@ def main(
         distances=distances,
         log_operations=log_operations,
     )
+    if checks:
+        _check(plan, settings, run_dir, inline=inline, as_json=as_json, quiet=quiet)
+        return
     where = Path(run_dir or f"runs/{plan.variant}-{time.strftime('%Y%m%d-%H%M%S')}")
     console = output()
     silent = quiet or as_json
@@ -245,6 +260,31 @@ def main(
         for line in summary_lines(plan, summary):
             console.print(line)
         console.print(f"weights, metrics and summary are in {where}")
+
+
+def _check(
+    plan: Plan,
+    settings: RunSettings,
+    run_dir: str | None,
+    *,
+    inline: bool,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Ends with code 1 when something differs."""
+    from ..runtime.check import check
+    from .check_tables import check_lines, check_table
+
+    report = check(plan, settings, run_dir=run_dir, inline=inline)
+    if as_json:
+        click.echo(msgspec.json.encode(report))
+    elif not quiet:
+        console = output()
+        console.print(check_table(report))
+        for line in check_lines(report):
+            console.print(line, markup=False)
+    if report.verdict != "same":
+        sys.exit(1)
 
 
 def _optimizer(name: str | None, options: dict[str, Any]) -> OptimizerChoice | None:

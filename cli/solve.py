@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,14 @@ from ..planner.partition.solve import SOLVERS
 from ..planner.plan import Plan
 from ..planner.relaxation import RECOMPUTE
 from ..planner.search import solve as solve_plan
+from ..planner.tied import TIED
 from ..planner.variants import VARIANTS, variant_named
 from ..profiles.errors import InfeasibleError, PlanError, UserError
 from ..profiles.files import read_file, write_file
 from ..profiles.profile import IMPORTED, Profile, check_profile
 from .cluster_options import cluster_of, cluster_options
 from .common import Bar, common_options, errors_as_lines, output
-from .plan_tables import comparison, front_table, print_plan
+from .plan_tables import assumed, comparison, front_table, print_plan
 
 
 def count_or_auto(text: str, option: str) -> int | None:
@@ -60,9 +62,9 @@ def _pin(text: str) -> tuple[str, int]:
 @click.option(
     "--replicas",
     type=click.Choice(["auto", "off"]),
-    default="off",
+    default="auto",
     show_default=True,
-    help="Stages may take several devices.",
+    help="Stages may take several devices, or not.",
 )
 @click.option(
     "--recompute",
@@ -70,6 +72,13 @@ def _pin(text: str) -> tuple[str, int]:
     default="off",
     show_default=True,
     help="Stages compute activations again instead of keeping them.",
+)
+@click.option(
+    "--tied",
+    type=click.Choice(TIED),
+    default="together",
+    show_default=True,
+    help="Layers that share parameters: on one stage, or on several with copies.",
 )
 @click.option(
     "--pin", "pins", multiple=True, metavar="NAME=STAGE", help="Layer NAME is on stage STAGE."
@@ -129,6 +138,7 @@ def solve(
         click.echo(msgspec.json.encode(plan))
     elif not quiet:
         print_plan(plan, 16 if verbose else 0)
+        _print_assumed(profile, [variant])
         output().print(f"wrote {path}; {_next(plan, path)}")
 
 
@@ -139,6 +149,7 @@ def _asked(options: dict[str, Any]) -> dict[str, Any]:
         "stages": count_or_auto(options["stages"], "--stages"),
         "replicas": options["replicas"] == "auto",
         "recompute": options["recompute"],
+        "tied": options["tied"],
         "pins": tuple(_pin(text) for text in options["pins"]),
         "solver": options["solver"],
         "time_limit_s": options["time_limit"],
@@ -147,13 +158,16 @@ def _asked(options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _print_assumed(profile: Profile, variants: Sequence[str]) -> None:
+    for note in filter(None, (assumed(profile, variant) for variant in variants)):
+        output().print(note)
+
+
 def _next(plan: Plan, path: str) -> str:
     if plan.profile.front_end in IMPORTED:
         return "it can't be run: its profile was imported"
     if not variant_named(plan.variant).runs:
         return f"{plan.variant} can be planned and simulated; tp-run doesn't train with it yet"
-    if any(stage.recompute or len(stage.devices) > 1 for stage in plan.stages):
-        return "tp-run can't execute replicas or recomputation yet"
     return f"next: tp-run {path}"
 
 
@@ -187,6 +201,7 @@ def _solve_all(
         console = output()
         console.print(comparison(plans, failed))
         console.print(front_table(front.points))
+        _print_assumed(profile, list(plans))
         console.print(f"wrote {', '.join(map(str, paths.values()))}")
 
 

@@ -28,6 +28,7 @@ from .plan import (
 from .simulate import idle_shares, most_waiting
 from .stage_costs import RECEIVES_AHEAD, Costs, Crossing, StageCost
 from .steady import Steady, steady_state
+from .tied import Tied, exchange_s
 from .variants import variant_named
 from .versions import entry_versions
 
@@ -42,6 +43,7 @@ class Question:
     mini_batch: int
     optimizer_state_factor: float
     update_every: int = 1
+    tied: Tied = "together"
 
     @cached_property
     def costs(self) -> Costs:
@@ -115,17 +117,26 @@ def evaluate(question: Question, stages: Sequence[PlanStage], micro_batches: int
     last = len(stages) - 1
     found = [costs.stage(names, size // shares[s], s == last) for s, names in enumerate(nodes)]
     crossed = costs.crossings(nodes, size)
+    devices = [stage.devices for stage in stages]
+    exchanges = exchange_s(question.profile, cluster, nodes, devices)
     returning = {c.target for c in crossed if c.needs_grad}
     pipeline = make_pipeline(
         question.variant,
         micro_batches,
         [
-            _times(cluster, stage, cost, split=variant.split_backward, returns=s in returning)
+            _times(
+                cluster,
+                stage,
+                cost,
+                exchanges[s],
+                split=variant.split_backward,
+                returns=s in returning,
+            )
             for s, (stage, cost) in enumerate(zip(stages, found, strict=True))
         ],
         crossed,
         cluster,
-        [stage.devices for stage in stages],
+        devices,
         [stage.in_flight for stage in stages],
         question.update_every,
     )
@@ -148,14 +159,20 @@ def evaluate(question: Question, stages: Sequence[PlanStage], micro_batches: int
 
 
 def _times(
-    cluster: Cluster, stage: PlanStage, cost: StageCost, *, split: bool, returns: bool
+    cluster: Cluster,
+    stage: PlanStage,
+    cost: StageCost,
+    exchange_s: float,
+    *,
+    split: bool,
+    returns: bool,
 ) -> StageTimes:
     """`returns`: it sends gradients back; else all of a split backward is its weight part."""
     speed = min(cluster.devices[d].speed for d in stage.devices)
     backward_s = cost.backward_s + (cost.forward_s if stage.recompute else 0.0)
-    all_reduce_s = 0.0
+    all_reduce_s = exchange_s
     if len(stage.devices) > 1 and cost.parameter_bytes:
-        all_reduce_s = cluster.all_reduce_s(stage.devices, cost.parameter_bytes)
+        all_reduce_s += cluster.all_reduce_s(stage.devices, cost.parameter_bytes)
     return StageTimes(
         cost.forward_s / speed,
         backward_s / speed,
@@ -310,6 +327,7 @@ def make_plan(question: Question, found: Evaluation, report: SolverReport) -> Pl
             cluster=question.cluster,
             optimizer_state_factor=question.optimizer_state_factor,
             update_every=question.update_every,
+            tied=question.tied,
             stages=found.stages,
             edges=tuple(
                 PlanEdge(

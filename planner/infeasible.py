@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 
 import msgspec
@@ -159,13 +160,7 @@ def _advice(exploration: Exploration) -> str:
 
 
 def _on(question: Question, cluster: Cluster) -> Question:
-    return Question(
-        question.profile,
-        cluster,
-        question.variant,
-        question.mini_batch,
-        question.optimizer_state_factor,
-    )
+    return replace(question, cluster=cluster)
 
 
 def _with_memory(cluster: Cluster, nbytes: int | None) -> Cluster:

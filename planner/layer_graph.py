@@ -10,6 +10,7 @@ import numpy as np
 from ..profiles.profile import Edge, Measurement, Profile
 from .partition.problem import Vector
 from .stage_costs import at, sized, weight_part_s
+from .tied import Tied, bound_groups
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,11 @@ class LayerGraph:
         names: of the n layers.
         needs: per layer, bit mask of the layers it uses.
         together: bit masks of layers that must share a stage.
-        parameter_bytes, buffer_bytes: per layer, [n].
+        parameter_bytes, buffer_bytes: per layer, [n]. Shared parameters count in one layer.
+        likely_bytes: the same with a copy where layers that share some are split.
     """
 
-    def __init__(self, profile: Profile) -> None:
+    def __init__(self, profile: Profile, tied: Tied = "together") -> None:
         self.profile = profile
         self.names = tuple(layer.name for layer in profile.layers)
         self.position = {name: k for k, name in enumerate(self.names)}
@@ -45,10 +47,15 @@ class LayerGraph:
                 needs[self.position[edge.consumer]] |= 1 << self.position[edge.producer]
         self.needs = tuple(needs)
         self.together = tuple(
-            sum(1 << self.position[name] for name in set(group)) for group in profile.tied
+            sum(1 << self.position[name] for name in set(group))
+            for group in bound_groups(profile, tied)
         )
         layers = profile.layers
         self.parameter_bytes: Vector = np.array([float(la.parameter_bytes) for la in layers])
+        # Where copies are likely to be, should groups be split: at their far ends.
+        self.likely_bytes: Vector = self.parameter_bytes.copy()
+        for shared in profile.shared if tied == "split" else ():
+            self.likely_bytes[self.position[shared.layers[-1]]] += shared.parameter_bytes
         self.buffer_bytes: Vector = np.array([float(la.buffer_bytes) for la in layers])
         self._measured: dict[int, list[Measurement]] = {}
 

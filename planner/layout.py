@@ -38,6 +38,7 @@ def make_pipeline(
 ) -> Pipeline:
     """A pipeline from stage times, what crosses the cuts, and each stage's devices."""
     system = variant_named(variant)
+    sums = tuple(t.all_reduce_s for t in times)
     replicated = any(len(mine) > 1 for mine in devices)
     return Pipeline(
         variant=system,
@@ -48,7 +49,7 @@ def make_pipeline(
         links=_links(system, crossed, cluster, devices),
         limits=tuple(limits),
         paces=tuple(_paces(cluster, mine) for mine in devices) if replicated else (),
-        all_reduce_s=tuple(t.all_reduce_s for t in times) if replicated else (),
+        all_reduce_s=sums if any(sums) else (),
         update_every=update_every,
         weight_s=tuple(t.weight_s for t in times) if system.split_backward else (),
     )

@@ -77,7 +77,8 @@ class Pipeline:
         links: one for each pair of stages that exchange tensors.
         limits: per stage, mini-batches that may be in flight there.
         paces: per stage, for each replica its times over those of the slowest. Empty: one each.
-        all_reduce_s: per stage, summing gradients over its replicas. Empty: 0 each.
+        all_reduce_s: per stage, summing gradients over its replicas, and those of parameters that
+            other stages use too with them. Empty: 0 each.
         update_every: mini-batches per update; their gradients are summed up until then.
         weight_s: per stage, how much of the backward is its weight part, which runs by itself where
             the system splits it. Empty: 0 each.

@@ -19,6 +19,7 @@ from .memory import MemoryByKind
 from .orders import limit_ranges
 from .pipeline import Pipeline
 from .stage_costs import Crossing
+from .tied import Tied, bound_groups, check_tied, hint
 from .variants import Variant, variant_named
 
 FORMAT = "timeprest-plan/1"
@@ -78,7 +79,8 @@ class StagePrediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """How much of it is the weight part, in systems that split the backward."""
     update_s: Seconds
     all_reduce_s: Seconds = 0.0
-    """Summing a mini-batch's gradients over the stage's replicas, before each update."""
+    """Summing gradients over the stage's replicas, and those of parameters that other stages use
+    too with them, before each update."""
     transfer_s: Seconds
     """Messages to and from this stage for one micro-batch: latency and wire."""
     parameter_bytes: Bytes
@@ -138,6 +140,8 @@ class Plan(
     """Bytes of optimizer state per byte of parameters."""
     update_every: Count = 1
     """Mini-batches per update: their gradients are averaged. Fewer updates, smaller differences."""
+    tied: Tied = "together"
+    """"split": layers that share parameters may be on several stages, each with a copy."""
     stages: Annotated[tuple[PlanStage, ...], Meta(min_length=1)]
     edges: tuple[PlanEdge, ...]
     predicted: Prediction
@@ -180,6 +184,7 @@ def check_plan(plan: Plan, where: str = "plan") -> Plan:
         raise fail(f"stages: layer {twice!r} stands in two places")
     _check_devices(plan, fail)
     try:
+        check_tied(variant, plan.tied)
         check_stages(variant, plan.mini_batch, plan.micro_batches, plan.stages)
     except PlanError as error:
         raise fail(str(error)) from None
@@ -276,11 +281,12 @@ def check_against_profile(plan: Plan, profile: Profile, where: str = "plan") -> 
         where,
     )
     stage_of = {name: s for s, stage in enumerate(plan.stages) for name in stage.nodes}
-    for group in profile.tied:
+    for group in bound_groups(profile, plan.tied):
         if len({stage_of[name] for name in group}) > 1:
             raise PlanError(
                 f"{where}: layers {', '.join(map(repr, group))} must be on one stage: they "
                 "share parameters, or one changes in place what the others use"
+                f"{hint(profile, group)}"
             )
 
 

@@ -42,6 +42,7 @@ def recheck(plan: Plan, profile: Profile, where: str = "plan") -> Recheck:
         plan.mini_batch,
         plan.optimizer_state_factor,
         plan.update_every,
+        plan.tied,
     )
     found = evaluate(question, plan.stages, plan.micro_batches)
     period_s = found.prediction.period_s

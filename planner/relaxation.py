@@ -109,7 +109,7 @@ class Relaxation:
         self.question = question
         self.freedom = freedom
         self.variant: Variant = variant_named(question.variant)
-        self.graph = LayerGraph(question.profile)
+        self.graph = LayerGraph(question.profile, question.tied)
         refused = self.variant.recompute_refusal
         self._again = (False,) if refused else RECOMPUTE[freedom.recompute]
 
@@ -183,7 +183,7 @@ class Relaxation:
             tensors=tuple(self._tensors(micro_batches, counts[-1], guess=guess)),
             modes=tuple(modes),
             options=tuple(options),
-            parameter_bytes=graph.parameter_bytes,
+            parameter_bytes=graph.likely_bytes if guess else graph.parameter_bytes,
             devices=len(self.question.cluster.devices) // grain,
             place=self._place(
                 [option.replicas * grain for option in options],

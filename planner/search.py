@@ -16,6 +16,7 @@ from .micro_batch_counts import micro_batch_counts
 from .partition.solve import SOLVERS, source_for
 from .plan import Plan, SolverReport
 from .relaxation import RECOMPUTE, Freedom, Relaxation
+from .tied import Tied, check_tied
 from .variants import variant_named
 
 
@@ -53,6 +54,7 @@ def solve(
     mini_batch: int | None = None,
     optimizer_state_factor: float | None = None,
     update_every: int = 1,
+    tied: Tied = "together",
     progress: Progress | None = None,
     seen: Callable[[Evaluation], None] | None = None,
     **asked: object,
@@ -64,6 +66,8 @@ def solve(
         optimizer_state_factor: bytes of optimizer state per byte of parameters; the
             profile's by default.
         update_every: mini-batches per update.
+        tied: "split": layers that share parameters may be on several stages, each with a copy;
+            for systems that flush.
         progress: told (what is done, how much of it, of how much).
         seen: told every plan that fits.
         asked: fields of `Request`.
@@ -80,8 +84,9 @@ def solve(
     )
     if update_every < 1:
         raise PlanError(f"--update-every {update_every}: give at least 1")
+    check_tied(variant_named(variant), tied)
     mini_batch = mini_batch or profile.batch_size
-    question = Question(profile, cluster, variant, mini_batch, factor, update_every)
+    question = Question(profile, cluster, variant, mini_batch, factor, update_every, tied)
     request = Request(**asked)  # type: ignore[arg-type]
     exploration = explore(question, request, progress or (lambda *_: None), seen)
     stopped = _run(exploration)
@@ -169,7 +174,7 @@ def _most_stages(question: Question, relaxation: Relaxation, asked: int | None) 
     if asked > devices:
         raise PlanError(f"--stages {asked}: the cluster has only {devices} devices")
     if asked > relaxation.graph.most_stages:
-        note = "; tied layers must stay together" if question.profile.tied else ""
+        note = "; tied layers must stay together" if relaxation.graph.together else ""
         raise PlanError(
             f"--stages {asked}: the model can be cut into {relaxation.graph.most_stages} stages "
             f"at most ({layers} layers{note})"

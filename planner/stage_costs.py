@@ -8,6 +8,7 @@ from functools import lru_cache
 
 from ..profiles.errors import PlanError
 from ..profiles.profile import Edge, Layer, Measurement, Profile
+from .tied import copied_bytes
 
 RECEIVES_AHEAD = {"F": 2, "B": 1}
 """Messages of each kind and link that a stage has buffers posted for, ahead of their use."""
@@ -115,6 +116,15 @@ def sized(fixed_bytes: int, bytes_per_sample: float, micro_batch: int) -> int:
     return round(fixed_bytes + bytes_per_sample * micro_batch)
 
 
+def unmeasured_weight_parts(profile: Profile) -> tuple[str, ...]:
+    """Names of layers whose weight part is assumed."""
+    return tuple(
+        layer.name
+        for layer in profile.layers
+        if layer.parameter_bytes and any(m.backward_input_s is None for m in layer.measurements)
+    )
+
+
 def private_bytes(profile: Profile, layer: Layer, measured: Measurement) -> int:
     """What a layer keeps besides the storages that other layers may keep too."""
     storages = {s.name: s for s in profile.storages}
@@ -169,7 +179,7 @@ class Costs:
         measured = [m for m, _ in looked_up]
         losses = [at(profile.loss, micro_batch)] if last and profile.loss else []
         shared = self._shared_storages(layers, micro_batch)
-        parameters = sum(layer.parameter_bytes for layer in layers)
+        parameters = sum(layer.parameter_bytes for layer in layers) + copied_bytes(profile, names)
         optimizer = profile.optimizer
         return StageCost(
             forward_s=sum(m.forward_s for m in (*measured, *losses)),

@@ -101,6 +101,14 @@ class ModelInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     consumers: tuple[str, ...]
 
 
+class SharedParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Parameters of several layers that share nothing else: each can have a copy of them."""
+
+    layers: Annotated[tuple[str, ...], Meta(min_length=2)]
+    """In the order of the layers; they count among the first one's parameter_bytes."""
+    parameter_bytes: Bytes
+
+
 class OptimizerCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What an optimizer step costs: ``update_fixed_s + update_s_per_byte * parameter bytes``."""
 
@@ -155,6 +163,8 @@ class Profile(
     tied: tuple[tuple[str, ...], ...]
     """Groups of layers that must each stay on one stage: they share parameters or buffers, or
     one of them changes in place what the others use."""
+    shared: tuple[SharedParameters, ...] = ()
+    """Those groups of `tied` that may be split, at the cost of copies."""
     loss: tuple[Measurement, ...]
     """The loss, on the last stage; empty where the target has none."""
     optimizer: OptimizerCost
@@ -208,6 +218,11 @@ def check_profile(profile: Profile, where: str = "profile") -> Profile:
         for name in group:
             if name not in position:
                 raise FileError(f"{where}: tied: unknown layer {name!r}")
+    groups = {frozenset(group) for group in profile.tied}
+    for shared in profile.shared:
+        if frozenset(shared.layers) not in groups:
+            shown = ", ".join(map(repr, shared.layers))
+            raise FileError(f"{where}: shared: {shown} aren't a group of `tied`")
     return profile
 
 

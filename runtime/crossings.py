@@ -15,6 +15,7 @@ from torch import Tensor
 from ..planner.operations import FORWARD
 from ..planner.stage_costs import RECEIVES_AHEAD
 from ..profiles.tracing.shapes import ValueSpec
+from .absent import add_gradients, fill_absent
 
 
 @dataclass(frozen=True)
@@ -91,11 +92,15 @@ class Crossing:
         """
         slots = self._slots(micro_batches)
         if slots is None and self.taken is None:
-            return message if total is None else total.add_(message)
+            if total is None:
+                return message
+            add_gradients(total, message)
+            return total
         if total is None:
-            total = torch.zeros((len(micro_batches), *shape), dtype=message.dtype)
+            total = torch.empty((len(micro_batches), *shape), dtype=message.dtype)
+            fill_absent(total)
         mine = total if slots is None else total[slots]
-        (mine if self.taken is None else self.taken.of(mine, 1)).add_(message)
+        add_gradients(mine if self.taken is None else self.taken.of(mine, 1), message)
         return total
 
     def _slots(self, micro_batches: Sequence[int]) -> slice | None:

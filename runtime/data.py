@@ -43,6 +43,10 @@ class Segment:
         first = mini_batch - mini_batch % self.update_every
         return min(self.update_every, self.mini_batches - first)
 
+    def updates_after(self, mini_batch: int) -> bool:
+        """Whether there is an update after this one."""
+        return (mini_batch + 1) % self.update_every == 0 or mini_batch + 1 == self.mini_batches
+
     @property
     def updates(self) -> int:
         """Optimizer steps."""
@@ -161,18 +165,6 @@ class Samples:
         self.seed = seed
         self._epoch = -1
         self._shuffled: list[int] = []
-
-    def train(
-        self, epoch: int, mini_batch: int, micro_batches: int, micro_batch: int
-    ) -> tuple[tuple[Tensor, ...], Any]:
-        """Inputs and target of a micro-batch, where all are of one size.
-
-        Args:
-            mini_batch: within the epoch.
-            micro_batch: within the mini-batch.
-        """
-        start = (mini_batch * micro_batches + micro_batch) * self.micro_batch
-        return self.take(epoch, range(start, start + self.micro_batch))
 
     def take(
         self, epoch: int, positions: range, size: int | None = None

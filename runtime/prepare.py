@@ -20,7 +20,7 @@ from ..profiles.target import Target, describe_error, resolve
 from ..profiles.task import Task, dataset_size
 from ..profiles.tracing.fingerprint import fingerprint
 from ..profiles.tracing.front_ends import TRACE_SAMPLES, trace
-from ..profiles.tracing.graph import TracedModel, tied_layers, values
+from ..profiles.tracing.graph import TracedModel, shared_parameters, tied_layers, values
 from ..profiles.tracing.pieces import Piece, cut
 from ..profiles.tracing.shapes import ValueSpec, result_shapes, value_specs
 from .crossings import Crossing
@@ -29,6 +29,7 @@ from .dealing import Deal, Sent, Share, Specs, deal, deal_evaluation, share_of
 from .padding import DIVIDE, DROP, NO_EVALUATION, check_result
 from .precision import autocast_of, forward_context
 from .settings import RunSettings
+from .tied import TiedParameters, first_names, give_copies
 from .workers import Worker, workers_of
 
 _SMALL_BYTES = 2**28
@@ -44,6 +45,8 @@ class Prepared:
         shares: what each worker has of a mini-batch, by rank.
         pieces: per stage, for training; `evaluation_pieces` the same in evaluation mode.
         autocast: dtype of torch.autocast for the forwards; None: off.
+        tied: parameters that several stages hold copies of.
+        names: for each name of a parameter, the first that the model has for it.
         specs: per stage, of every value that layers take from each other, for a replica's
             micro-batch.
         deal: what goes between workers in training.
@@ -59,6 +62,8 @@ class Prepared:
     shares: tuple[Share, ...]
     pieces: tuple[Piece, ...]
     evaluation_pieces: tuple[Piece, ...]
+    tied: tuple[TiedParameters, ...]
+    names: Mapping[str, str]
     autocast: torch.dtype | None
     specs: tuple[Specs, ...]
     deal: Deal
@@ -105,6 +110,9 @@ def prepare(plan: Plan, settings: RunSettings) -> Prepared:
     evaluated = _trace_for_evaluation(plan, model, target, traced[least])
     sent = _sent(plan, traced[least], groups)
     dealt = deal(pipeline, workers, sent, samples, specs)
+    chosen = tuple(pieces[n][s] for s, n in enumerate(samples))
+    evaluation_pieces = tuple(cut(evaluated, groups))
+    modes = zip(chosen, evaluation_pieces, strict=True)
     prepared = Prepared(
         plan=plan,
         settings=settings,
@@ -112,8 +120,10 @@ def prepare(plan: Plan, settings: RunSettings) -> Prepared:
         pipeline=pipeline,
         workers=workers,
         shares=shares,
-        pieces=tuple(pieces[n][s] for s, n in enumerate(samples)),
-        evaluation_pieces=tuple(cut(evaluated, groups)),
+        pieces=chosen,
+        evaluation_pieces=evaluation_pieces,
+        tied=give_copies([[piece.module for piece in both] for both in modes]),
+        names=first_names(model),
         autocast=autocast,
         specs=tuple(specs[n] for n in samples),
         deal=dealt,
@@ -302,8 +312,9 @@ def _check_model(plan: Plan, traced: TracedModel, target: Target) -> None:
     ]
     check_cut([stage.nodes for stage in plan.stages], names, edges)
     stage_of = {name: s for s, stage in enumerate(plan.stages) for name in stage.nodes}
+    free = shared_parameters(traced) if plan.tied == "split" else {}
     for group in tied_layers(traced):
-        if len({stage_of[names[k]] for k in group}) > 1:
+        if group not in free and len({stage_of[names[k]] for k in group}) > 1:
             shared = ", ".join(repr(names[k]) for k in group)
             raise PlanError(f"plan: layers {shared} share parameters and must be on one stage")
 

@@ -9,6 +9,7 @@ from statistics import median
 from ..planner.plan import Plan
 from ..profiles.errors import FileError, UserError
 from .channels import LocalChannels, Mailbox
+from .gradient_files import keep_gradients
 from .launch import launch
 from .observer import MetricsFile, Observer, Silent
 from .operation_log import OperationLog, StageMetrics
@@ -105,7 +106,7 @@ class _Both:
 
 
 def _run_inline(prepared: Prepared, where: RunDir, collector: _Collector) -> list[StageReport]:
-    mailbox, pool = Mailbox(), Pool(sum_groups(prepared.workers))
+    mailbox, pool = Mailbox(), Pool(sum_groups(prepared.workers, prepared.tied))
     logs = [
         OperationLog(where.operations(worker)) if prepared.settings.log_operations else None
         for worker in prepared.workers
@@ -122,6 +123,8 @@ def _run_inline(prepared: Prepared, where: RunDir, collector: _Collector) -> lis
         )
         for worker, log, mine in zip(prepared.workers, logs, own, strict=True)
     ]
+    for runner in runners:
+        keep_gradients(where, runner)
     try:
         metrics = MetricsFile(where.metrics)
     except OSError as error:

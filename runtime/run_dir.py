@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ class RunDir:
     metrics.jsonl              progress: mini-batches and epochs
     stages/stage0.jsonl        each worker's epochs: times, versions, distances
     operations/stage0.jsonl    every operation, where asked for
+    gradients/stage0/0.safetensors
+                               what each update stepped with, where asked for
     weights/stage0.safetensors final weights, under the model's own names
     reports/stage0.json        each worker's own figures
     summary.json               the end of the run
@@ -68,6 +70,10 @@ class RunDir:
         """A worker's epochs."""
         return self.path / "stages" / f"{worker.file}.jsonl"
 
+    def gradients(self, stage: int) -> Path:
+        """A stage's gradients, a file for each update."""
+        return self.path / "gradients" / f"stage{stage}"
+
     def weights(self, stage: int) -> Path:
         """A stage's final weights."""
         return self.path / "weights" / f"stage{stage}.safetensors"
@@ -79,16 +85,7 @@ class RunDir:
 
     def save_weights(self, stage: int, state: dict[str, Tensor]) -> None:
         """Write a stage's parameters and buffers. Raises FileError."""
-        from safetensors.torch import save
-
-        # safetensors wants each memory once: tied tensors are written under every name.
-        seen: set[int] = set()
-        separate = {}
-        for name, tensor in state.items():
-            key = tensor.untyped_storage().data_ptr()
-            separate[name] = tensor.clone() if key in seen else tensor.contiguous()
-            seen.add(key)
-        write_bytes(self.weights(stage), save(separate))
+        save_tensors(self.weights(stage), state)
 
     def write_report(self, worker: Worker, report: StageReport) -> None:
         """Write a worker's figures."""
@@ -141,6 +138,20 @@ class RunDir:
 
     def _write_json(self, path: Path, value: Any) -> None:
         write_bytes(path, msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n")
+
+
+def save_tensors(path: Path, named: Mapping[str, Tensor]) -> None:
+    """Write tensors to a safetensors file. Raises FileError."""
+    from safetensors.torch import save
+
+    # safetensors wants each memory once: tied tensors are written under every name.
+    seen: set[int] = set()
+    separate = {}
+    for name, tensor in named.items():
+        key = tensor.untyped_storage().data_ptr()
+        separate[name] = tensor.clone() if key in seen else tensor.contiguous()
+        seen.add(key)
+    write_bytes(path, save(separate))
 
 
 def load_weights(path: str | Path) -> dict[str, Tensor]:

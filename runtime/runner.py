@@ -27,6 +27,7 @@ from .prepare import Prepared
 from .scores import EvaluationScore, StageEpoch, StageScore
 from .stage import Stage, StageWork
 from .sums import ALL, Sums, stage_group
+from .tied import TiedParameters
 
 EVALUATION_AHEAD = 8
 """Messages that a stage may have under way to each peer while it evaluates."""
@@ -77,6 +78,7 @@ class StageRunner:
                 plan.micro_batches,
                 self.share,
                 plan.stages[s].recompute,
+                prepared.names,
             ),
             prepared.task,
             settings,
@@ -87,6 +89,7 @@ class StageRunner:
         crossings = prepared.deal.crossings
         self.incoming = _by_name(c for c in crossings if c.target == rank)
         self.outgoing = [c for c in crossings if c.source == rank]
+        self._tied = [tied for tied in prepared.tied if s in tied.stages]
         self._samples: dict[str, Samples] = {}
         self.score = StageScore()
         self.segment: Segment | None = None
@@ -230,14 +233,12 @@ class StageRunner:
         begin = time.perf_counter()
         done = [b for b in self._losses if b <= op.mini_batch]
         losses = torch.tensor([self._losses.pop(b) for b in done], dtype=torch.float64)
-        if self.worker.replicas > 1:
-            group = stage_group(self.number)
-            summing = GradientSum(self.sums, group, self.stage.weights.parameters, [losses])
-            yield
-            summing.wait()
-        elif self.prepared.settings.clip_norm is not None:
+        started = self._start_sums(losses)
+        if started or self.prepared.settings.clip_norm is not None:
             # In one process, those that sum over all workers pause as often as the others.
             yield
+        for summing in started:
+            summing.wait()
         if self.prepared.settings.clip_norm is not None:
             yield from self._clip()
         start = time.perf_counter()
@@ -249,12 +250,30 @@ class StageRunner:
         for b, loss in zip(done, losses.tolist(), strict=True):
             self._tell_loss(b, loss)
 
+    def _start_sums(self, losses: Tensor) -> list[GradientSum]:
+        """Start to sum gradients over whoever has a part of them, and losses over replicas."""
+        started = []
+        for tied in self._tied:
+            copies = tied.of(self.number, self.stage.module)
+            started.append(GradientSum(self.sums, tied.group, copies))
+        if self.worker.replicas > 1:
+            elsewhere = self._copies(self._tied)
+            own = [p for p in self.stage.weights.parameters if id(p) not in elsewhere]
+            started.append(GradientSum(self.sums, stage_group(self.number), own, [losses]))
+        return started
+
+    def _copies(self, tied: Iterable[TiedParameters]) -> set[int]:
+        return {id(p) for shared in tied for p in shared.of(self.number, self.stage.module)}
+
     def _clip(self) -> Iterator[None]:
         """Clip the gradients, which are summed over the stage's replicas."""
         most = self.prepared.settings.clip_norm
         assert most is not None
         own = self.stage.weights.parameters
-        squared = torch.tensor([squared_norm(own)], dtype=torch.float64)
+        # A parameter with copies on several stages counts once.
+        elsewhere = self._copies(t for t in self._tied if not t.counts_in(self.number))
+        counted = [p for p in own if id(p) not in elsewhere]
+        squared = torch.tensor([squared_norm(counted)], dtype=torch.float64)
         if self.prepared.pipeline.variant.flushes:
             if not self.worker.leads:
                 squared.zero_()

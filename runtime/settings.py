@@ -73,3 +73,7 @@ class RunSettings(
     """Measure how far apart the weights of forwards and backwards are (`staleness`)."""
     log_operations: bool = False
     """Write every operation with its weight version and times to operations/."""
+    dropout: bool = True
+    """False: nothing drops out in training, so that runs can be held against each other."""
+    keep_gradients: bool = False
+    """Write the gradients that every update steps with to gradients/."""

@@ -22,6 +22,7 @@ from ..profiles.split_backward import SplitBackward
 from ..profiles.task import Task
 from ..profiles.tracing.pieces import Piece, decode, encode
 from ..profiles.tracing.shapes import ValueSpec
+from .absent import absent, fill_absent
 from .accounting import MemoryAccount
 from .again import Again, Ingredients
 from .batch_norm import DeferredBatchNorm
@@ -62,12 +63,14 @@ class StageWork:
         micro_batches: N, on all replicas together.
         share: what this replica has of them.
         recompute: activations are computed again before the backward.
+        names: for each name of a parameter, the first that the whole model has for it.
     """
 
     variant: Variant
     micro_batches: int
     share: Share
     recompute: bool = False
+    names: Mapping[str, str] = field(default_factory=dict)
 
 
 class Stage:
@@ -109,7 +112,9 @@ class Stage:
         self.module.train()
         parameters = list(self.module.parameters())
         self.weights = WeightVersions(parameters)
-        made = make_optimizer(task, settings, self.module.named_parameters())
+        # Copies of a parameter go by one name, so that groups treat them alike.
+        named = [(work.names.get(name, name), p) for name, p in self.module.named_parameters()]
+        made = make_optimizer(task, settings, named)
         self.optimizer = None if made is None else follow(work.variant.update_rule, made)
         self.scheduler = make_scheduler(task, settings, self.optimizer, updates)
         self.lr: float | None = None
@@ -211,7 +216,7 @@ class Stage:
 
         Args:
             grads: for each output that needs one, the gradients summed over the stages that
-                use it, ``[micro-batches of this backward, ...]``.
+                use it, ``[micro-batches of this backward, ...]``; there may be none (`absent`).
 
         Returns:
             The version used; the one the forward used; for each received input that needs
@@ -223,12 +228,13 @@ class Stage:
         tensors = self.rules.backward(op, version)
         roots: list[Tensor | GradientEdge] = []
         root_grads: list[Tensor | None] = []
+        gone = {name: absent(message) for name, message in grads.items()}
         for k, micro in enumerate(micros):
             if micro.loss is not None:
                 roots.append(micro.loss)
                 root_grads.append(None)
             for name, edge in micro.outlets.items():
-                if name in grads:
+                if name in grads and not gone[name][k]:
                     roots.append(edge)
                     root_grads.append(grads[name][k])
         with self.weights.backward(tensors):
@@ -319,8 +325,13 @@ class Stage:
         return outputs, out[-1] if self.piece.has_result else None
 
     def state(self) -> dict[str, Tensor]:
-        """Parameters and buffers under the model's own names."""
-        return dict(self.module.state_dict())
+        """Parameters and buffers under the model's own names, tied ones under each."""
+        state = dict(self.module.state_dict())
+        first = {self.work.names.get(name, name): tensor for name, tensor in state.items()}
+        for name, known_as in self.work.names.items():
+            if known_as in first:
+                state.setdefault(name, first[known_as])
+        return state
 
     # Parts -------------------------------------------------------------------------------
 
@@ -440,11 +451,13 @@ class Stage:
             # The graph, and the inlet with it, may stay.
             inlets[0].grad = None
             return grad.unsqueeze(0)
-        gathered = torch.zeros((len(inlets), *spec.shape), dtype=spec.dtype)
+        gathered = torch.empty((len(inlets), *spec.shape), dtype=spec.dtype)
         for slot, inlet in zip(gathered, inlets, strict=True):
-            # A tensor that the loss doesn't depend on has no gradient: zero.
             if inlet.grad is not None:
                 slot.copy_(inlet.grad)
+            else:
+                # The loss doesn't depend on it.
+                fill_absent(slot)
         return gathered
 
     def _note(self, boundary_bytes: int, *, gradients_changed: bool = True) -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .peers import PeerError, why_lost
+from .tied import TiedParameters
 from .workers import Worker
 
 ALL = "all stages"
@@ -34,11 +35,15 @@ def stage_group(stage: int) -> str:
     return f"stage {stage}"
 
 
-def sum_groups(workers: Sequence[Worker]) -> dict[str, tuple[int, ...]]:
+def sum_groups(
+    workers: Sequence[Worker], tied: Sequence[TiedParameters] = ()
+) -> dict[str, tuple[int, ...]]:
     """All groups that a run of these workers sums over; those of one worker left out."""
     groups: dict[str, list[int]] = {ALL: [worker.rank for worker in workers]}
     for worker in workers:
         groups.setdefault(stage_group(worker.stage), []).append(worker.rank)
+    for shared in tied:
+        groups[shared.group] = [w.rank for w in workers if w.stage in shared.stages]
     return {name: tuple(ranks) for name, ranks in groups.items() if len(ranks) > 1}
 
 

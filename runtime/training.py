@@ -8,7 +8,7 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 
@@ -16,6 +16,7 @@ from ..planner.operations import UPDATE, Op, Order
 from ..planner.orders import make_order
 from ..planner.simulate import simulate
 from .data import Segment
+from .draws import WithoutDropout
 from .observer import Observer
 from .runner import EVALUATION_AHEAD, StageRunner
 from .scores import EpochRecord, EvaluationScore, StageEpoch, StageReport, StageScore
@@ -60,6 +61,10 @@ class Course:
 
     def run(self) -> None:
         """Train all segments and evaluate after each."""
+        with nullcontext() if self.prepared.settings.dropout else WithoutDropout():
+            self._run()
+
+    def _run(self) -> None:
         for segment in self.prepared.segments:
             self.barrier()
             self._train(segment)

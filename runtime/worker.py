@@ -19,6 +19,7 @@ from ..profiles.allocator import keep_freed_memory
 from ..profiles.errors import TimeprestError
 from ..profiles.target import describe_error
 from .channels import ProcessChannels
+from .gradient_files import keep_gradients
 from .observer import MetricsFile, Observer, Silent
 from .operation_log import OperationLog, StageMetrics
 from .peers import PeerError
@@ -74,7 +75,7 @@ def _work(run_dir: RunDir, store_path: str, worker: Worker, prepared: Prepared) 
     # Local runs listen on the loopback device alone.
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if Path("/sys/class/net/lo").exists() else "lo0"
     store = dist.FileStore(store_path, len(names))  # type: ignore[attr-defined]
-    groups = sum_groups(prepared.workers)
+    groups = sum_groups(prepared.workers, prepared.tied)
     try:
         dist.init_process_group(
             "gloo",
@@ -92,6 +93,7 @@ def _work(run_dir: RunDir, store_path: str, worker: Worker, prepared: Prepared) 
     own = StageMetrics(run_dir.stage_metrics(worker))
     channels = ProcessChannels(names, timeout_s)
     runner = StageRunner(prepared, rank, channels, sums, log, own)
+    keep_gradients(run_dir, runner)
     metrics = MetricsFile(run_dir.metrics) if runner.tells else None
     observer: Observer = metrics or Silent()
     meet = _barrier(worker, sums, ALL)

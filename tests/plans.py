@@ -63,6 +63,7 @@ def plan_by_hand(
     update_every=1,
     recompute=(),
     replicas=None,
+    tied="together",
 ):
     """A plan with a given cut and in-flight limits (S − s by default).
 
@@ -78,7 +79,7 @@ def plan_by_hand(
     factor = profile.optimizer.state_bytes_per_parameter_byte
     replicas = replicas or [1] * stages
     cluster = uniform_cluster(sum(replicas))
-    question = Question(profile, cluster, variant, mini_batch, factor, update_every)
+    question = Question(profile, cluster, variant, mini_batch, factor, update_every, tied)
     first = itertools.accumulate(replicas, initial=0)
     stages_ = [
         msgspec.structs.replace(stage, recompute=again, devices=tuple(range(a, a + r)))

@@ -16,11 +16,12 @@ from ..profile import (
     ModelInput,
     OptimizerCost,
     Profile,
+    SharedParameters,
     Storage,
     Totals,
 )
 from ..saved import storage_key
-from ..tracing.graph import OUTPUT, state_of_layer, tied_layers
+from ..tracing.graph import OUTPUT, shared_parameters, state_of_layer, tied_layers
 from .bench import Bench
 from .timing import relative_error
 
@@ -36,6 +37,7 @@ def assemble(
     """The profile that a bench's measurements make. `assumptions`: made before them."""
     traced, first = bench.traced, bench.cases[0]
     bound = first.held.bound_by_changes(first.crossing, len(bench.names))
+    shared = shared_parameters(traced)
     tied = sorted({*tied_layers(traced), *bound})
     parameter = next(bench.model.parameters())
     platform = bench.platform
@@ -57,6 +59,11 @@ def assemble(
         edges=_edges(bench),
         storages=_storages(bench),
         tied=tuple(tuple(bench.names[k] for k in group) for group in tied),
+        shared=tuple(
+            SharedParameters(layers=tuple(bench.names[k] for k in group), parameter_bytes=nbytes)
+            for group, nbytes in sorted(shared.items())
+            if group not in set(bound)
+        ),
         loss=_measurements(bench, len(bench.names)) if bench.target.task else (),
         optimizer=optimizer,
         whole_model=tuple(

@@ -6,8 +6,10 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import fx, nn
+import torch
+from torch import Tensor, fx, nn
 
+from ..errors import TraceError
 from .graph import TracedModel
 from .grouping import Home, group, matches
 
@@ -46,6 +48,40 @@ class _Tracer(fx.Tracer):
             return root_fn(*args, **named)
 
         return call, [self.root, *positional]
+
+    def trace(self, root: Any, concrete_args: Any = None) -> fx.Graph:
+        """Trace, knowing what is switched on outside."""
+        self.modes = _modes()
+        return super().trace(root, concrete_args)
+
+    def create_proxy(self, kind: str, *details: Any, **more: Any) -> fx.Proxy:
+        """Add an operation. Raises TraceError where it runs in a mode that graphs don't have."""
+        proxy: fx.Proxy = super().create_proxy(kind, *details, **more)
+        grad, *others = _modes()
+        if others != list(self.modes[1:]):
+            raise TraceError(
+                "the forward switches torch.autocast or torch.inference_mode, which symbolic "
+                "tracing can't see"
+            )
+        if grad == self.modes[0] or not kind.startswith("call_"):
+            return proxy
+        return super().create_proxy("call_function", without_gradient, (proxy,), {})
+
+
+def _modes() -> tuple[bool, ...]:
+    """What a forward may switch for some of its operations."""
+    autocast = [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")]
+    return (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast)
+
+
+def without_gradient(value: Any) -> Any:
+    """What an operation under torch.no_grad made: a graph has no such context, so it is cut off
+    behind each of them."""
+    if isinstance(value, Tensor):
+        return value.detach()
+    if type(value) in (list, tuple):
+        return type(value)(without_gradient(item) for item in value)
+    return value
 
 
 def homes(node: fx.Node) -> list[Home]:

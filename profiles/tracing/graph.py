@@ -134,12 +134,37 @@ def fetch_attribute(module: nn.Module, path: str) -> Any:
 
 def tied_layers(traced: TracedModel) -> tuple[tuple[int, ...], ...]:
     """Groups of layers (positions, rising) that share a parameter or a buffer."""
-    users: dict[int, set[int]] = {}
+    return tuple(sorted({group for group, _ in _shared_state(traced)}))
+
+
+def shared_parameters(traced: TracedModel) -> dict[tuple[int, ...], int]:
+    """Those groups of `tied_layers` that share whole parameters alone, and how many bytes.
+
+    Each layer of such a group could as well have a copy, with gradients summed over the copies.
+    """
+    found: dict[tuple[int, ...], int] = {}
+    others: set[tuple[int, ...]] = set()
+    for group, tensors in _shared_state(traced):
+        if all(isinstance(t, nn.Parameter) for t in tensors) and len({id(t) for t in tensors}) == 1:
+            nbytes = tensors[0].numel() * tensors[0].element_size()
+            found[group] = found.get(group, 0) + nbytes
+        else:
+            others.add(group)
+    return {group: nbytes for group, nbytes in found.items() if group not in others}
+
+
+def _shared_state(traced: TracedModel) -> list[tuple[tuple[int, ...], list[Tensor]]]:
+    """For each memory that several layers use, their positions, and the tensors that lie in it."""
+    users: dict[int, dict[int, list[Tensor]]] = {}
     for k, layer in enumerate(traced.layers):
         for tensor in state_of_layer(traced, layer).values():
             if tensor.numel():
-                users.setdefault(storage_key(tensor), set()).add(k)
-    return tuple(sorted({tuple(sorted(group)) for group in users.values() if len(group) > 1}))
+                users.setdefault(storage_key(tensor), {}).setdefault(k, []).append(tensor)
+    return [
+        (tuple(sorted(by_layer)), [t for tensors in by_layer.values() for t in tensors])
+        for by_layer in users.values()
+        if len(by_layer) > 1
+    ]
 
 
 def nodes_in(value: Any) -> Iterator[fx.Node]:

@@ -1,0 +1,87 @@
+"""What a model does in training that isn't a function of its inputs alone: dropout, batch norms.
+
+A torch function mode sees every operation that a model's Python code calls, whether the model is
+the user's own, a piece cut from it, or a graph that torch.export made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch.overrides import TorchFunctionMode
+
+_RECURRENT = ("gru", "lstm", "rnn_tanh", "rnn_relu")
+_TRAINING = 5
+"""Position of `training` in all batch norms."""
+
+
+class Traits:
+    """What was seen of a model while it trained.
+
+    Attributes:
+        drops: it drops something out.
+        mixes: a layer mixes the samples of a micro-batch (batch norm).
+        draws: it draws random numbers besides dropout.
+    """
+
+    def __init__(self) -> None:
+        self.drops = False
+        self.mixes = False
+        self.draws = False
+
+
+class WithoutDropout(TorchFunctionMode):
+    """Runs every dropout with probability 0, and notes what it sees in `traits`."""
+
+    def __init__(self, traits: Traits | None = None) -> None:
+        super().__init__()
+        self.traits = traits or Traits()
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call `func`, its dropout probability replaced by 0."""
+        # An operation of a graph that was exported has its overload behind a dot.
+        name = getattr(func, "__name__", "").split(".")[0]
+        given = dict(kwargs or {})
+        if "dropout" in name:
+            args = self._replace(args, given, 1, "p")
+        elif name == "scaled_dot_product_attention":
+            args = self._replace(args, given, 4, "dropout_p", default=0.0)
+        elif name == "multi_head_attention_forward":
+            args = self._replace(args, given, 10, "dropout_p")
+        elif name in _RECURRENT:
+            # The only float among its arguments, in each of its two forms; `train` is the next.
+            for k, found in enumerate(args):
+                if isinstance(found, float):
+                    self.traits.drops |= found > 0 and bool(args[k + 1])
+            args = tuple(0.0 if isinstance(a, float) else a for a in args)
+        elif "batch_norm" in name:
+            training = args[_TRAINING] if len(args) > _TRAINING else given.get("training", False)
+            self.traits.mixes |= bool(training)
+        return func(*args, **given)
+
+    def _replace(
+        self,
+        args: tuple[Any, ...],
+        given: dict[str, Any],
+        position: int,
+        name: str,
+        default: float = 0.5,
+    ) -> tuple[Any, ...]:
+        """Arguments with 0 for the probability, wherever it stands."""
+        if len(args) > position:
+            found = args[position]
+            args = (*args[:position], 0.0, *args[position + 1 :])
+        else:
+            found = given.get(name, default)
+            given[name] = 0.0
+        third = args[2] if len(args) > 2 and isinstance(args[2], bool) else True
+        trains = bool(given.get("training", given.get("train", third)))
+        self.traits.drops |= trains and found > 0
+        return args

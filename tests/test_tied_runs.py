@@ -1,0 +1,142 @@
+"""Runs with copies of shared parameters on several stages: plain training, copies alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from plans import plan_by_hand, with_times
+from safetensors.torch import load_file
+from timeprest.planner.variants import VARIANTS
+from timeprest.profiles.errors import PlanError
+from timeprest.profiles.measuring.measure import measure
+from timeprest.profiles.target import resolve
+from timeprest.profiles.tracing.front_ends import trace
+from timeprest.profiles.tracing.pieces import cut
+from timeprest.runtime.check import check
+from timeprest.runtime.prepare import prepare
+from timeprest.runtime.settings import OptimizerChoice, RunSettings
+from timeprest.runtime.tied import give_copies
+
+FILE = Path(__file__).parent / "variety_tasks.py"
+FLUSHING = [name for name, v in VARIANTS.items() if v.runs and v.flushes]
+TASKS = ["TiedTask", "TiedByCallTask"]
+
+_profiles = {}
+
+
+def plan_for(name, variant, stages, replicas=None):
+    """Even cuts into `stages`, each on one device, or on as many as `replicas` say."""
+    if name not in _profiles:
+        target = resolve(f"{FILE}:{name}")
+        found = measure(target, batch_size=8, micro_batch_sizes=[2, 4, 8], seconds=0)
+        _profiles[name] = with_times(found)
+    return plan_by_hand(_profiles[name], variant, stages, 4, replicas=replicas, tied="split")
+
+
+def settings_for(name, **more):
+    return RunSettings(task=f"{FILE}:{name}", steps=4, **more)
+
+
+def copies_of(run_dir, stages, name="wte.weight"):
+    """The shared weight as each stage that uses it has it at the end."""
+    files = [load_file(run_dir / "weights" / f"stage{s}.safetensors") for s in range(stages)]
+    return [file[name] for file in files if name in file]
+
+
+@pytest.mark.parametrize("variant", FLUSHING)
+@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("name", TASKS)
+def test_copies_train_as_one_parameter_does(name, stages, variant, tmp_path):
+    """Losses, gradients and weights to 1e-10, and copies bit by bit."""
+    plan = plan_for(name, variant, stages)
+    report = check(plan, settings_for(name), inline=True, run_dir=tmp_path / "run")
+    assert report.verdict == "same"
+    assert report.tolerance == 1e-10
+    assert all(d.absolute < 1e-10 for against in report.against for d in against.differences)
+    copies = copies_of(tmp_path / "run", stages)
+    assert len(copies) == 2
+    assert torch.equal(*copies)
+    if name == "TiedTask":
+        assert torch.equal(*copies_of(tmp_path / "run", stages, "head.weight"))
+
+
+def test_a_copy_that_misses_gradients_is_found(monkeypatch):
+    """The check would see it: without the sum, each copy steps by its own part."""
+    from timeprest.runtime.runner import StageRunner
+
+    monkeypatch.setattr(StageRunner, "_start_sums", lambda self, losses: [])
+    report = check(plan_for("TiedTask", "gpipe", 2), settings_for("TiedTask"), inline=True)
+    assert report.verdict == "differs"
+    assert report.against[1].differences[1].name in ("wte.weight", "head.weight")
+
+
+def test_clipping_counts_a_copy_once():
+    settings = settings_for("TiedTask", clip_norm=0.05)
+    report = check(plan_for("TiedTask", "gpipe", 3), settings, inline=True)
+    assert report.verdict == "same"
+
+
+def test_replicas_of_stages_with_copies(tmp_path):
+    """Two workers of the first stage and two of the last: one sum over the four."""
+    plan = plan_for("TiedTask", "gpipe", 3, [2, 1, 2])
+    settings = settings_for("TiedTask", clip_norm=0.5)
+    report = check(plan, settings, inline=True, run_dir=tmp_path / "run")
+    assert report.verdict == "same"
+    assert torch.equal(*copies_of(tmp_path / "run", 3))
+
+
+def test_groups_know_copies_by_one_name(tmp_path):
+    """Weight decay for the embedding by its name alone: its copy in the head has it too."""
+    plan = plan_for("TiedTask", "gpipe", 2)
+    settings = settings_for("DecayedEmbeddingTask")
+    report = check(plan, settings, inline=True, run_dir=tmp_path / "run")
+    assert report.verdict == "same"
+    assert torch.equal(*copies_of(tmp_path / "run", 2))
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(180)
+def test_copies_in_processes(tmp_path):
+    plan = plan_for("TiedByCallTask", "pipedream-flush", 3, [1, 1, 2])
+    choice = OptimizerChoice(name="sgd", lr=0.1, momentum=0.9)
+    settings = settings_for("TiedByCallTask", optimizer=choice)
+    report = check(plan, settings, run_dir=tmp_path / "run")
+    assert report.verdict == "same"
+    assert torch.equal(*copies_of(tmp_path / "run", 3))
+
+
+def test_plans_that_keep_them_together_are_refused_when_cut():
+    plan = msgspec.structs.replace(plan_for("TiedTask", "gpipe", 2), tied="together")
+    with pytest.raises(PlanError, match="'wte', 'head' share parameters and must be on one stage"):
+        prepare(plan, settings_for("TiedTask"))
+
+
+@pytest.mark.parametrize("front_end", ["fx", "export"])
+@pytest.mark.parametrize("name", TASKS)
+def test_copies_are_a_stages_own(name, front_end):
+    """In both modes, and nothing of the user's model changes hands."""
+    target = resolve(f"{FILE}:{name}")
+    model = target.model(0)
+    before = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
+    modes = []
+    for training in (True, False):
+        model.train(training)
+        traced = trace(model, "model", target.call(4)[0], front_end=front_end)
+        n = len(traced.layers)
+        groups = [list(range(3)), list(range(3, n - 2)), list(range(n - 2, n))]
+        modes.append([piece.module for piece in cut(traced, groups)])
+    stages = list(zip(*modes, strict=True))
+    (tied,) = give_copies(stages)
+    assert tied.stages == (0, 2)
+    held = [[{id(p) for p in module.parameters()} for module in both] for both in stages]
+    assert all(train == evaluate for train, evaluate in held)
+    assert not held[0][0] & held[2][0]
+    first, last = (tied.of(s, stages[s][0])[0] for s in tied.stages)
+    assert first is not last
+    assert torch.equal(first, last)
+    assert last.requires_grad
+    after = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
+    assert after == before
