@@ -279,3 +279,18 @@ def test_a_lost_replica_ends_the_run(trap, replicas, message, mlp_profile, tmp_p
         run(plan, how, tmp_path / "run")
     assert time.monotonic() - begin < 45
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("replicas", [(2,), (2, 1), (1, 4)])
+def test_types_and_missing_gradients(replicas, tmp_path):
+    """Two types of parameters; AdamW would move one without a gradient if it had one of zero."""
+    name = f"{HERE / 'mixed_task.py'}:MixedTask"
+    profile = measure(resolve(name), batch_size=8, micro_batch_sizes=[2, 4, 8], seconds=0)
+    plan, _ = plans(with_times(profile), "gpipe", replicas)
+    run(plan, RunSettings(task=name, steps=STEPS), tmp_path, inline=True)
+    _, model = train_plainly(name, plan.mini_batch, STEPS)
+    state = load_weights(tmp_path)
+    assert state["shift"].tolist() == [1.0] * 6
+    for key, weight in model.state_dict().items():
+        exact = weight.dtype == torch.float64
+        torch.testing.assert_close(state[key], weight, rtol=0, atol=1e-5 if exact else 1e-4)
