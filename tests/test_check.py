@@ -31,12 +31,12 @@ MODELS = ["ResNetTask", "GPTTask", "SkipsTask", "MaskedTask", "FrozenTask"]
 _profiles = {}
 
 
-def plan_for(name, variant, stages, n):
+def plan_for(name, variant, stages, n, **more):
     if name not in _profiles:
         target = resolve(f"{FILE}:{name}")
         found = measure(target, batch_size=8, micro_batch_sizes=[2, 4, 8], seconds=0)
         _profiles[name] = with_times(found)
-    return plan_by_hand(_profiles[name], variant, stages, n)
+    return plan_by_hand(_profiles[name], variant, stages, n, **more)
 
 
 def settings_for(name, **more):
@@ -153,6 +153,14 @@ def test_deferred_batch_norms_are_deferred_on_both_sides():
     settings = settings_for("ResNetTask", deferred_batch_norm=True)
     report = check(plan_for("ResNetTask", "gpipe", 2, 4), settings, inline=True)
     assert report.verdict == "same"
+
+
+def test_replicas_have_running_statistics_of_their_own():
+    plan = plan_for("ResNetTask", "gpipe", 3, 4, replicas=[1, 2, 1])
+    report = check(plan, settings_for("ResNetTask"), inline=True)
+    assert report.verdict == "same"
+    assert any("replica 0's samples" in note for note in report.notes)
+    assert all(d.absolute < 1e-14 for d in report.against[1].differences)
 
 
 def test_autocast_has_its_own_tolerance():
