@@ -11,7 +11,7 @@ from ..profiles.errors import UserError
 from ..profiles.files import read_file, write_file
 from ..profiles.profile import Profile, check_profile
 from .common import common_options, errors_as_lines, output
-from .plan_tables import print_plan
+from .plan_tables import assumed, print_plan
 from .published import published
 from .simulate import simulate_plan
 from .solve import solve
@@ -75,6 +75,9 @@ def check(
         click.echo(msgspec.json.encode(found.plan))
     elif not quiet:
         print_plan(found.plan, 0)
+        note = assumed(profile, found.plan.variant)
+        if note:
+            output().print(note)
         console = output()
         for line in found.changes:
             console.print(f"changed: {line}")

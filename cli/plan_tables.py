@@ -13,6 +13,9 @@ from ..planner.front import FrontPoint
 from ..planner.operations import op_text
 from ..planner.orders import make_order
 from ..planner.plan import Plan, PlanStage, pipeline_of
+from ..planner.stage_costs import UNMEASURED_WEIGHT_SHARE, unmeasured_weight_parts
+from ..planner.variants import variant_named
+from ..profiles.profile import Profile
 from ..profiles.units import format_bytes, format_seconds
 from .common import output
 from .tables import compact_table, counted
@@ -96,6 +99,18 @@ def legend() -> Text:
     )
 
 
+def assumed(profile: Profile, variant: str) -> str | None:
+    """What a plan of this system takes for granted, since the profile doesn't say; or None."""
+    layers = unmeasured_weight_parts(profile)
+    if not layers or not variant_named(variant).split_backward:
+        return None
+    return (
+        f"{variant}: the profile doesn't say how much of a backward is for the weights; "
+        f"{UNMEASURED_WEIGHT_SHARE:.0%} is assumed in "
+        f"{counted(len(layers), 'layer', 'layers')} (profile again to measure it)"
+    )
+
+
 def comparison(plans: Mapping[str, Plan], failed: Mapping[str, str]) -> Group:
     """A row for each system's best plan; and why others have none."""
     table = compact_table(
@@ -160,7 +175,10 @@ def operations(plan: Plan, count: int) -> Group:
     """Each stage's first operations as text: 1F0.2 is stage 1, mini-batch 0, micro-batch 2."""
     pipeline = pipeline_of(plan)
     order = make_order(pipeline, 2 * len(plan.stages) + count // max(plan.micro_batches, 1) + 2)
-    lines = [Text(f"first {count} operations of each stage (F forward, B backward, U update):")]
+    letters = "F forward, B backward, U update"
+    if pipeline.variant.split_backward:
+        letters = "F forward, B backward to the stage's inputs, W to its weights, U update"
+    lines = [Text(f"first {count} operations of each stage ({letters}):")]
     for s, ops in enumerate(order):
         lines.append(Text("  " + " ".join(op_text(s, op) for op in islice(ops, count))))
     return Group(*lines)

@@ -17,10 +17,9 @@ def epoch_line(record: EpochRecord) -> str:
         f"test {name} {value:.2%}" if name == "accuracy" else f"test {name} {value:.4f}"
         for name, value in record.test.items()
     )
-    lr = "" if record.lr is None else f"  lr {record.lr:.3g}"
     return (
         f"epoch {record.epoch + 1:3d}  {record.seconds:6.2f} s  "
-        f"{record.samples_per_s:7.0f} samples/s  train loss {record.train_loss:.4f}{lr}  {figures}"
+        f"{record.samples_per_s:7.0f} samples/s  train loss {record.train_loss:.4f}  {figures}"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from ..profiles.files import read_file, write_file
 from ..profiles.profile import IMPORTED, Profile, check_profile
 from .cluster_options import cluster_of, cluster_options
 from .common import Bar, common_options, errors_as_lines, output
-from .plan_tables import comparison, front_table, print_plan
+from .plan_tables import assumed, comparison, front_table, print_plan
 
 
 def count_or_auto(text: str, option: str) -> int | None:
@@ -61,9 +62,9 @@ def _pin(text: str) -> tuple[str, int]:
 @click.option(
     "--replicas",
     type=click.Choice(["auto", "off"]),
-    default="off",
+    default="auto",
     show_default=True,
-    help="Stages may take several devices.",
+    help="Stages may take several devices, or not.",
 )
 @click.option(
     "--recompute",
@@ -137,6 +138,7 @@ def solve(
         click.echo(msgspec.json.encode(plan))
     elif not quiet:
         print_plan(plan, 16 if verbose else 0)
+        _print_assumed(profile, [variant])
         output().print(f"wrote {path}; {_next(plan, path)}")
 
 
@@ -156,13 +158,16 @@ def _asked(options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _print_assumed(profile: Profile, variants: Sequence[str]) -> None:
+    for note in filter(None, (assumed(profile, variant) for variant in variants)):
+        output().print(note)
+
+
 def _next(plan: Plan, path: str) -> str:
     if plan.profile.front_end in IMPORTED:
         return "it can't be run: its profile was imported"
     if not variant_named(plan.variant).runs:
         return f"{plan.variant} can be planned and simulated; tp-run doesn't train with it yet"
-    if any(stage.recompute or len(stage.devices) > 1 for stage in plan.stages):
-        return "tp-run can't execute replicas or recomputation yet"
     return f"next: tp-run {path}"
 
 
@@ -196,6 +201,7 @@ def _solve_all(
         console = output()
         console.print(comparison(plans, failed))
         console.print(front_table(front.points))
+        _print_assumed(profile, list(plans))
         console.print(f"wrote {', '.join(map(str, paths.values()))}")
 
 

@@ -116,6 +116,15 @@ def sized(fixed_bytes: int, bytes_per_sample: float, micro_batch: int) -> int:
     return round(fixed_bytes + bytes_per_sample * micro_batch)
 
 
+def unmeasured_weight_parts(profile: Profile) -> tuple[str, ...]:
+    """Names of layers whose weight part is assumed."""
+    return tuple(
+        layer.name
+        for layer in profile.layers
+        if layer.parameter_bytes and any(m.backward_input_s is None for m in layer.measurements)
+    )
+
+
 def private_bytes(profile: Profile, layer: Layer, measured: Measurement) -> int:
     """What a layer keeps besides the storages that other layers may keep too."""
     storages = {s.name: s for s in profile.storages}

@@ -72,7 +72,8 @@ class SplitBackward:
         self._waiting.append((aside, graph.off_chain))
         # So all of the graph that lies behind the last branch is let go.
         self._entries = []
-        kept = [grad for entries, _ in self._waiting for _, grad in entries]
+        # A loss's own gradient, one number, doesn't count.
+        kept = [grad for entries, _ in self._waiting for _, grad in entries if grad.dim()]
         self.held_bytes = sum({storage_key(t): storage_bytes(t) for t in kept}.values())
 
     def weights(self) -> None:

@@ -14,7 +14,8 @@ class PeerError(RunError):
 def why_lost(error: BaseException, timeout: timedelta) -> str:
     """What a failed wait means, in a few words."""
     text = str(error)
-    if "Timed out" in text or "timeout" in text or isinstance(error, TimeoutError):
+    late = "timed out" in text.lower() or "timeout" in text
+    if late or isinstance(error, TimeoutError):
         return f"nothing came for {timeout.total_seconds():g} s (--timeout)"
     if "closed" in text or "reset" in text or "Broken pipe" in text:
         return "it is gone"

@@ -10,7 +10,6 @@ s is a stage, b a mini-batch, i a micro-batch (None where an operation takes the
 from __future__ import annotations
 
 import re
-from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -32,6 +31,7 @@ class System:
     steps_by: what weights are predicted with: the gradients smoothed, or the optimizer's own step
     nesterov: the update looks ahead along the momentum, its gradient discounted
     split:    B makes the gradient of the stage's input, W those of its weights
+    flushes:  no stage updates before all stages have the mini-batch's gradients
     """
 
     forward: str
@@ -40,12 +40,13 @@ class System:
     steps_by: str = ""
     nesterov: bool = False
     split: bool = False
+    flushes: bool = False
 
 
 SYSTEMS = {
-    "gpipe": System("latest", "latest"),
-    "pipedream-flush": System("latest", "latest"),
-    "zb-h1": System("latest", "latest", split=True),
+    "gpipe": System("latest", "latest", flushes=True),
+    "pipedream-flush": System("latest", "latest", flushes=True),
+    "zb-h1": System("latest", "latest", split=True, flushes=True),
     "pipedream": System("latest", "forward"),
     "pipedream-nesterov": System("latest", "forward", nesterov=True),
     "pipedream-vertical-sync": System("entry", "forward"),
@@ -223,26 +224,32 @@ class OracleStage:
     parts: dict[tuple[int, int], list] = field(default_factory=dict)
     grads: dict[str, np.ndarray] = field(default_factory=dict)
     summed: set[int] = field(default_factory=set)
+    done: dict[int, int] = field(default_factory=dict)
 
     @property
     def latest(self):
         return len(self.versions) - 1
 
-
-def relative_distance(weights, others):
-    """‖W − W′‖ / ‖W′‖ over all of a stage's weights."""
-    apart, norm = (
-        np.sqrt(sum((part**2).sum() for part in parts))
-        for parts in ([weights[k] - w for k, w in others.items()], others.values())
-    )
-    return apart / norm if norm else 0.0
+    def mean_gradients(self):
+        """Over the mini-batches since the last update."""
+        return {name: g / len(self.summed) for name, g in self.grads.items()}
 
 
 class Oracle:
     """Runs an order on a chain of linear layers ("l…") and tanh ("t…") with a mean squared loss."""
 
     def __init__(
-        self, system, stages, weights, optimizer, batches, *, decay="exponential", rate=1.0
+        self,
+        system,
+        stages,
+        weights,
+        optimizer,
+        batches,
+        *,
+        decay="exponential",
+        rate=1.0,
+        schedule=lambda update: 1.0,
+        clip=None,
     ):
         """
         Args:
@@ -252,10 +259,17 @@ class Oracle:
             optimizer: makes an optimizer for each stage.
             batches: per mini-batch, per micro-batch, (x, y); their sizes may differ.
             decay, rate: σ and λ, where backwards run on weights in between.
+            schedule: share of the learning rate that a stage's update has, counted from 0.
+            clip: the largest norm of an update's gradient. In systems that flush it is that of the
+                whole model's. In others each stage has its part of it, so that the squares sum
+                up: as its weights are to all weights.
         """
         self.system = SYSTEMS.get(system, system)
         self.batches = batches
         self.significance = lambda d: SIGNIFICANCE[decay](d, rate)
+        self.schedule, self.clip = schedule, clip
+        # Norms of whole gradients, once all stages have theirs.
+        self.drained = {}
         self.stages = [
             OracleStage(
                 names,
@@ -264,6 +278,7 @@ class Oracle:
             )
             for names in stages
         ]
+        self.rates = [stage.optimizer.lr for stage in self.stages]
         self.entry = {}
         self.activations = {}
         self.gradients = {}
@@ -272,9 +287,10 @@ class Oracle:
         # reads, and those that its forward's second run would read besides.
         self.log = [[] for _ in stages]
         self.reads = [[] for _ in stages]
-        self.differences = [Counter() for _ in stages]
-        # Per stage, how far each backward's weights were from the mini-batch's first forward's.
-        self.apart = [[] for _ in stages]
+        # Per backward: its version less its forward's, and how far its weights were from those of
+        # the mini-batch's first forward: ‖W_B − W_F‖ / ‖W_F‖.
+        self.differences = [[] for _ in stages]
+        self.weight_distances = [[] for _ in stages]
 
     def run(self, text, first=0):
         """Run an order, a line of operations for each stage; then it is drained.
@@ -327,7 +343,17 @@ class Oracle:
             return s == 0 or (s, b, i) in self.activations
         if kind == "B":
             return all((s, b, k) in self.gradients for k in self._micros(b, i))
+        if kind == "U" and self.system.flushes:
+            return b in self.drained or self._drained(b)
         return True
+
+    def _drained(self, b):
+        """All stages have all gradients of mini-batch b."""
+        if all(stage.done.get(b, 0) == len(self.batches[b]) for stage in self.stages):
+            self.drained[b] = _norm(
+                w for stage in self.stages for w in stage.mean_gradients().values()
+            )
+        return b in self.drained
 
     def _execute(self, s, kind, b, i):
         stage = self.stages[s]
@@ -347,14 +373,14 @@ class Oracle:
                 if not self.system.split:
                     self._weight_gradients(stage, b, k)
             # Where micro-batches ran forward on several versions, the oldest counts.
-            self.differences[s][version - min(forward)] += 1
-            self.apart[s].append(relative_distance(weights, stage.used[b, 0][1]))
+            self.differences[s].append(version - min(forward))
+            self.weight_distances[s].append(_distance(weights, stage.used[b, 0][1]))
         elif kind == "W":
             version, reads = stage.latest, set()
             for k in self._micros(b, i):
                 self._weight_gradients(stage, b, k)
         else:
-            self._update(stage)
+            self._update(s, b)
             version, reads = stage.latest, set()
         suffix = "" if i is None else f".{i}"
         self.log[s].append((f"{s}{kind}{b}{suffix}", version))
@@ -443,18 +469,36 @@ class Oracle:
 
     def _weight_gradients(self, stage, b, i):
         stage.summed.add(b)
+        stage.done[b] = stage.done.get(b, 0) + 1
         for name, g, kept in stage.parts.pop((b, i)):
             for key, part in ((f"{name}.weight", g.T @ kept), (f"{name}.bias", g.sum(0))):
                 stage.grads[key] = stage.grads.get(key, 0) + part
 
-    def _update(self, stage):
-        """With the mean gradient of the mini-batches since the last update."""
-        optimizer = stage.optimizer
+    def _update(self, s, b):
+        stage = self.stages[s]
+        gradients, optimizer = stage.mean_gradients(), stage.optimizer
+        if self.clip is not None:
+            most, norm = self.clip, self.drained.get(b)
+            if not self.system.flushes:
+                sizes = [sum(w.size for w in each.versions[0].values()) for each in self.stages]
+                most, norm = most * np.sqrt(sizes[s] / sum(sizes)), _norm(gradients.values())
+            share = min(1.0, most / (norm + 1e-6))
+            gradients = {name: share * g for name, g in gradients.items()}
         step = optimizer.nesterov_step if self.system.nesterov else optimizer.step
-        stage.versions.append(
-            {
-                name: step(name, w, stage.grads[name] / len(stage.summed))
-                for name, w in stage.versions[stage.latest].items()
-            }
-        )
+        optimizer.lr = self.rates[s] * self.schedule(stage.latest)
+        latest = stage.versions[stage.latest]
+        stage.versions.append({name: step(name, w, gradients[name]) for name, w in latest.items()})
+        # The next update's, which predictions go by.
+        optimizer.lr = self.rates[s] * self.schedule(stage.latest)
         stage.grads, stage.summed = {}, set()
+
+
+def _norm(arrays):
+    return np.sqrt(sum((a**2).sum() for a in arrays))
+
+
+def _distance(weights, others):
+    if not weights:
+        return 0.0
+    a, b = (np.concatenate([w.ravel() for w in each.values()]) for each in (weights, others))
+    return np.linalg.norm(a - b) / np.linalg.norm(b)

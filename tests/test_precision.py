@@ -67,10 +67,12 @@ def furthest(found, wanted, first):
     return max(float((found[key] - wanted[key]).abs().max() / change) for key in first)
 
 
-@pytest.mark.parametrize("stages", [1, 2, 4])
-@pytest.mark.parametrize("n", [1, 4])
-def test_gpipe_is_plain_training_under_autocast(stages, n, profile, tmp_path):
-    plan = plan_by_hand(profile, "gpipe", stages, n)
+@pytest.mark.parametrize(
+    ("variant", "stages", "n"),
+    [*(("gpipe", s, n) for s in (1, 2, 4) for n in (1, 4)), ("zb-h1", 2, 1), ("zb-h1", 4, 4)],
+)
+def test_flush_systems_are_plain_training_under_autocast(variant, stages, n, profile, tmp_path):
+    plan = plan_by_hand(profile, variant, stages, n)
     assert plan.profile.autocast == "bfloat16"
     summary = run(plan, RunSettings(task=TARGET, steps=STEPS), tmp_path / "run", inline=True)
     losses, first, model = train()

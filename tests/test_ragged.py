@@ -72,7 +72,7 @@ def compare(run_dir, losses, model):
         torch.testing.assert_close(state[key], weight, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("variant", ["gpipe", "pipedream-flush"])
+@pytest.mark.parametrize("variant", ["gpipe", "pipedream-flush", "zb-h1"])
 @pytest.mark.parametrize("stages", [1, 3])
 @pytest.mark.parametrize(
     ("n", "mini_batch", "ragged"),

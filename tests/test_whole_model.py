@@ -71,7 +71,7 @@ def settings_of(task, **options):
 # Clipping ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("variant", ["gpipe", "pipedream-flush"])
+@pytest.mark.parametrize("variant", ["gpipe", "pipedream-flush", "zb-h1"])
 @pytest.mark.parametrize(("stages", "n"), [(1, 2), (3, 1), (3, 4), (7, 3)])
 def test_clipping_in_flush_systems_is_that_of_one_process(
     variant, stages, n, mlp_profile, mlp_target, tmp_path
