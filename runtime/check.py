@@ -38,6 +38,10 @@ _MIXES = (
     "a batch norm takes its statistics over {m} samples, a micro-batch, not over the mini-batch's "
     "{b}: the verdict is on the same micro-batches one by one"
 )
+_STATISTICS = (
+    "running statistics of batch norms come from replica 0's samples alone where a stage has "
+    "several, and aren't compared there"
+)
 _DRAWS = (
     "the model draws random numbers that aren't dropout's, each stage its own: differences can "
     "come from that"
@@ -151,6 +155,9 @@ def _against_plain(
     traits = whole.traits
     notes = [_DROPOUT] if traits.drops else []
     notes += [_DRAWS] if traits.draws else []
+    if traits.mixes and any(len(stage.devices) > 1 for stage in plan.stages):
+        notes.append(_STATISTICS)
+        found = _without_statistics(found, prepared)
     by_whole = _plain_training(whole, folder / "whole", prepared)
     if plan.micro_batches == 1:
         return [Against(what=WHOLE, differences=compare(found, by_whole, tolerance))], notes
@@ -183,6 +190,18 @@ def _training_of(where: RunDir, prepared: Prepared) -> Training:
 
 def _plain_training(plain: PlainTraining, folder: Path, prepared: Prepared) -> Training:
     return Training(plain.losses, [folder], plain.model.state_dict(), _updates(prepared))
+
+
+def _without_statistics(found: Training, prepared: Prepared) -> Training:
+    """The same without buffers that replicas don't share."""
+    dropped = {
+        name
+        for stage, piece in zip(prepared.plan.stages, prepared.pieces, strict=True)
+        if len(stage.devices) > 1
+        for name, _ in piece.module.named_buffers()
+    }
+    state = {name: tensor for name, tensor in found.state.items() if name not in dropped}
+    return Training(found.losses, found.gradients, state, found.updates)
 
 
 def _updates(prepared: Prepared) -> list[int]:

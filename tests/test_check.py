@@ -25,26 +25,25 @@ from timeprest.runtime.run_dir import load_weights
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
 
 FILE = Path(__file__).parent / "variety_tasks.py"
-FLUSHING = [name for name, v in VARIANTS.items() if v.runs and v.flushes]
+ORDERS = [(v, s) for v in ("gpipe", "pipedream-flush") for s in (2, 3, 4)] + [("zb-h1", 3)]
 MODELS = ["ResNetTask", "GPTTask", "SkipsTask", "MaskedTask", "FrozenTask"]
 
 _profiles = {}
 
 
-def plan_for(name, variant, stages, n):
+def plan_for(name, variant, stages, n, **more):
     if name not in _profiles:
         target = resolve(f"{FILE}:{name}")
         found = measure(target, batch_size=8, micro_batch_sizes=[2, 4, 8], seconds=0)
         _profiles[name] = with_times(found)
-    return plan_by_hand(_profiles[name], variant, stages, n)
+    return plan_by_hand(_profiles[name], variant, stages, n, **more)
 
 
 def settings_for(name, **more):
     return RunSettings(task=f"{FILE}:{name}", **more)
 
 
-@pytest.mark.parametrize("variant", FLUSHING)
-@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize(("variant", "stages"), ORDERS)
 @pytest.mark.parametrize("name", MODELS)
 def test_flush_systems_train_every_model_as_one_process_does(name, stages, variant):
     report = check(plan_for(name, variant, stages, 4), settings_for(name), inline=True)
@@ -153,6 +152,14 @@ def test_deferred_batch_norms_are_deferred_on_both_sides():
     settings = settings_for("ResNetTask", deferred_batch_norm=True)
     report = check(plan_for("ResNetTask", "gpipe", 2, 4), settings, inline=True)
     assert report.verdict == "same"
+
+
+def test_replicas_have_running_statistics_of_their_own():
+    plan = plan_for("ResNetTask", "gpipe", 3, 4, replicas=[1, 2, 1])
+    report = check(plan, settings_for("ResNetTask"), inline=True)
+    assert report.verdict == "same"
+    assert any("replica 0's samples" in note for note in report.notes)
+    assert all(d.absolute < 1e-14 for d in report.against[1].differences)
 
 
 def test_autocast_has_its_own_tolerance():
