@@ -185,7 +185,8 @@ class Exploration:
         left = self.budget.seconds_left
         until = None if left is None else time.monotonic() + left * _BLOCKS_SHARE
         found: list[tuple[float, int, Case, Held | None, bool]] = []
-        for done, case in enumerate(self.cases):
+        # More micro-batches leave devices idle for less: those cases first.
+        for done, case in enumerate(sorted(self.cases, key=lambda c: -c.micro_batches)):
             self._say(f"first plans: {case.micro_batches} micro-batches", done, len(self.cases))
             for held, lone in product(self._guesses(None), self._lone[::-1]):
                 if lone and self.most_stages > _MOST_BLOCKS and self.freedom.replicas:
@@ -196,7 +197,8 @@ class Exploration:
                 if until is not None and time.monotonic() > until:
                     break
         for objective_s, _, case, held, lone in sorted(found, key=lambda item: item[:2]):
-            if objective_s < self.period_s:
+            late = until is not None and time.monotonic() > until
+            if objective_s < self.period_s and not (late and self.best is not None):
                 self._try_in_blocks(case, held, until, lone=lone)
 
     def _in_blocks(
