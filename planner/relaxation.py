@@ -405,7 +405,8 @@ class Relaxation:
         count, device = len(cluster.devices), cluster.devices[0]
         gradients = 1.0 + self.question.optimizer_state_factor + variant.scratch_copies
         counts = held or least_held(variant)
-        per_unit = 1.0 if guess and variant.stashes else 0.0
+        # A version for each mini-batch in flight, where those are the units.
+        per_unit = float(guess and variant.stashes and variant.backward_unit == "mini")
         sync = Sync(cluster)
         both_ways = guess or not cluster.network.overlap or not self.freedom.replicas
 
