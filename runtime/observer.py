@@ -37,6 +37,28 @@ class Silent:
         """Ignored."""
 
 
+class Both:
+    """Two observers as one."""
+
+    def __init__(self, first: Observer, second: Observer) -> None:
+        self.pair = (first, second)
+
+    def begin(self) -> None:
+        """Tell both."""
+        for observer in self.pair:
+            observer.begin()
+
+    def mini_batch(self, epoch: int, done: int, of: int, loss: float) -> None:
+        """Tell both."""
+        for observer in self.pair:
+            observer.mini_batch(epoch, done, of, loss)
+
+    def epoch(self, record: EpochRecord) -> None:
+        """Tell both."""
+        for observer in self.pair:
+            observer.epoch(record)
+
+
 class MetricsFile:
     """Writes progress as lines of JSON; of the mini-batches all losses, a few lines a second.
 

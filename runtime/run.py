@@ -11,7 +11,7 @@ from ..profiles.errors import FileError, UserError
 from .channels import LocalChannels, Mailbox
 from .gradient_files import keep_gradients
 from .launch import launch
-from .observer import MetricsFile, Observer, Silent
+from .observer import Both, MetricsFile, Observer, Silent
 from .operation_log import OperationLog, StageMetrics
 from .optimizers import check_choice
 from .prepare import Prepared, prepare, with_own_weights
@@ -83,28 +83,6 @@ class _Collector:
         self.observer.epoch(record)
 
 
-class _Both:
-    """Two observers as one."""
-
-    def __init__(self, first: Observer, second: Observer) -> None:
-        self.pair = (first, second)
-
-    def begin(self) -> None:
-        """Tell both."""
-        for observer in self.pair:
-            observer.begin()
-
-    def mini_batch(self, epoch: int, done: int, of: int, loss: float) -> None:
-        """Tell both."""
-        for observer in self.pair:
-            observer.mini_batch(epoch, done, of, loss)
-
-    def epoch(self, record: EpochRecord) -> None:
-        """Tell both."""
-        for observer in self.pair:
-            observer.epoch(record)
-
-
 def _run_inline(prepared: Prepared, where: RunDir, collector: _Collector) -> list[StageReport]:
     mailbox, pool = Mailbox(), Pool(sum_groups(prepared.workers, prepared.tied))
     logs = [
@@ -129,7 +107,7 @@ def _run_inline(prepared: Prepared, where: RunDir, collector: _Collector) -> lis
         metrics = MetricsFile(where.metrics)
     except OSError as error:
         raise FileError(f"{where.metrics}: can't be written: {error.strerror}") from None
-    course = Course(runners, _Both(metrics, collector), lambda: None, lambda: None)
+    course = Course(runners, Both(metrics, collector), lambda: None, lambda: None)
     try:
         course.run()
     finally:

@@ -32,6 +32,7 @@ class RunDir:
     reports/stage0.json        each worker's own figures
     summary.json               the end of the run
     errors/stage0.json         why a worker failed
+    status/stage0.json         what each worker is at
     logs/                      what the workers printed
 
     What a stage's replica 0 writes is called stage0, what the others write stage0.1, stage0.2, …
@@ -82,6 +83,15 @@ class RunDir:
     def errors(self) -> Path:
         """Where workers note why they failed."""
         return self.path / "errors"
+
+    @property
+    def statuses(self) -> Path:
+        """What each worker is at (`status`)."""
+        return self.path / "status"
+
+    def status(self, worker: Worker) -> Path:
+        """What a worker is at."""
+        return self.statuses / f"{worker.file}.json"
 
     def save_weights(self, stage: int, state: dict[str, Tensor]) -> None:
         """Write a stage's parameters and buffers. Raises FileError."""

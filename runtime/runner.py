@@ -26,6 +26,7 @@ from .precision import forward_context
 from .prepare import Prepared
 from .scores import EvaluationScore, StageEpoch, StageScore
 from .stage import Stage, StageWork
+from .status import Status, Untold
 from .sums import ALL, Sums, stage_group
 from .tied import TiedParameters
 
@@ -45,6 +46,7 @@ class StageRunner:
         tells: the one that tells of progress.
         score: times, losses and update times of the segment at hand.
         last_op: text of the operation at hand, for reports.
+        status: is told of every operation.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class StageRunner:
         self.score = StageScore()
         self.segment: Segment | None = None
         self.last_op = "start"
+        self.status: Status = Untold()
         self._losses: dict[int, float] = {}
 
     # Training ------------------------------------------------------------------------------
@@ -144,6 +147,7 @@ class StageRunner:
         self.last_op = op_text(
             self.number, Op(op.kind, self.segment.first + op.mini_batch, op.micro_batch)
         )
+        self.status.begin(self.last_op)
         with self._explained():
             if op.kind == FORWARD:
                 self._forward(op)
@@ -153,6 +157,7 @@ class StageRunner:
                 self._weight(op)
             else:
                 yield from self._update(op)
+        self.status.done()
 
     def record(self, epoch: StageEpoch) -> None:
         """Write down what the stage saw in a segment."""
@@ -315,6 +320,7 @@ class StageRunner:
     def begin_evaluation(self) -> None:
         """Get ready for one pass over the test data."""
         self.last_op = f"{self.number} evaluation"
+        self.status.begin(self.last_op)
         with self._explained():
             count = self.evaluations
             self.channels.open([lane(FORWARD, [[c]], count) for c in self._evaluated()])
@@ -331,6 +337,7 @@ class StageRunner:
     def evaluate(self, k: int, score: EvaluationScore) -> None:
         """Forward of the k-th test micro-batch; the last stage adds to the score."""
         self.last_op = f"{self.number} evaluation {k}"
+        self.status.begin(self.last_op)
         with self._explained():
             values: dict[str, Tensor] = {}
             target: Any = None
