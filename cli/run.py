@@ -13,7 +13,9 @@ import msgspec
 from ..planner.plan import read_plan
 from ..profiles.allocator import keep_freed_memory
 from ..profiles.errors import UserError
+from ..runtime.launched import check_world_size
 from .common import Bar, common_options, errors_as_lines, output
+from .one_rank import OneRankCommand, meeting_at_hand, one_rank_tells
 
 if TYPE_CHECKING:
     from ..planner.plan import Plan
@@ -29,7 +31,7 @@ _AUTOCAST: dict[str | None, Literal["profiled", "bfloat16", "off"]] = {
 }
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=OneRankCommand, context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("plan_path", metavar="PLAN")
 @click.option(
     "--task",
@@ -141,6 +143,7 @@ _AUTOCAST: dict[str | None, Literal["profiled", "bfloat16", "off"]] = {
 @click.option("--run-dir", help="[default: runs/VARIANT-DATE-TIME]")
 @common_options
 @errors_as_lines
+@one_rank_tells
 def main(
     plan_path: str,
     task: str | None,
@@ -174,7 +177,10 @@ def main(
     quiet: bool,
     verbose: bool,
 ) -> None:
-    """Train by PLAN: a process for each stage and replica, on this machine."""
+    """Train by PLAN: a process for each stage and replica, on this machine.
+
+    Started by torchrun or srun, it is one of these processes, on one machine of many.
+    """
     if epochs is not None and steps is not None:
         raise UserError("--epochs, --steps: give one of them")
     if checks and epochs is not None:
@@ -190,6 +196,15 @@ def main(
         },
     )
     plan = read_plan(plan_path)
+    processes = sum(len(stage.devices) for stage in plan.stages)
+    meeting = meeting_at_hand()
+    if meeting is not None:
+        check_world_size(meeting.launched, processes)
+        if inline or checks:
+            raise UserError(
+                f"--{'inline' if inline else 'check'}: not under "
+                f"{meeting.launched.by}: start tp-run by itself"
+            )
     # Torch takes its time; bad options and plans needn't wait for it.
     from ..runtime.run import run
     from ..runtime.settings import RunSettings
@@ -220,11 +235,13 @@ def main(
     if checks:
         _check(plan, settings, run_dir, inline=inline, as_json=as_json, quiet=quiet)
         return
-    where = Path(run_dir or f"runs/{plan.variant}-{time.strftime('%Y%m%d-%H%M%S')}")
+    named = run_dir or f"runs/{plan.variant}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if meeting is not None:
+        # Each host may name its own.
+        named = run_dir or meeting.share("run directory", named)
+    where = Path(named)
     console = output()
     silent = quiet or as_json
-
-    processes = sum(len(stage.devices) for stage in plan.stages)
 
     class Show:
         """Progress on the terminal: a bar for the epoch, a line for each that is done."""
@@ -252,7 +269,15 @@ def main(
         # As the stages' own processes do.
         keep_freed_memory()
     with Bar(plan.variant, quiet=silent) as bar:
-        summary = run(plan, settings, where, inline=inline, observer=Show())
+        if meeting is None:
+            summary = run(plan, settings, where, inline=inline, observer=Show())
+        else:
+            from ..runtime.member import run_member
+
+            told = run_member(plan, settings, named, meeting, Show())
+            if told is None:
+                return
+            summary = told
     if as_json:
         click.echo(msgspec.json.encode(summary))
     elif not quiet:

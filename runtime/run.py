@@ -41,10 +41,7 @@ def run(
         TargetError, TraceError, PlanError, FileError: found before anything starts.
         RunError: training failed; the message says which stage, at which operation and why.
     """
-    if settings.optimizer is not None:
-        check_choice(settings.optimizer)
-    if settings.warmup and settings.lr_schedule is None:
-        raise UserError("--warmup: goes with an --lr-schedule")
+    check_settings(settings)
     prepared = prepare(plan, settings)
     where = RunDir(run_dir)
     where.create(plan, settings)
@@ -60,6 +57,14 @@ def run(
     summary = summarize(prepared, collector.epochs, reports, seconds, inline=inline)
     where.write_summary(summary)
     return summary
+
+
+def check_settings(settings: RunSettings) -> None:
+    """Raise UserError for settings that contradict each other."""
+    if settings.optimizer is not None:
+        check_choice(settings.optimizer)
+    if settings.warmup and settings.lr_schedule is None:
+        raise UserError("--warmup: goes with an --lr-schedule")
 
 
 class _Collector:

@@ -44,8 +44,18 @@ class RunDir:
 
     def create(self, plan: Plan, settings: RunSettings) -> None:
         """Make the directory. Raises FileError when it holds a run already, or can't be made."""
+        self.check_new()
+        self.join(plan, settings)
+
+    def check_new(self) -> None:
+        """Raise FileError when it holds a run already."""
         if (self.path / "plan.json").exists():
             raise FileError(f"{self.path}: holds a run already; give another --run-dir")
+
+    def join(self, plan: Plan, settings: RunSettings) -> None:
+        """Make what isn't there of it: another host's worker may have. Raises FileError."""
+        if (self.path / "plan.json").exists():
+            return
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
