@@ -12,14 +12,21 @@ Statuses = Mapping[int, WorkerStatus]
 """By rank; those that are out of reach are missing."""
 
 
-def blame(statuses: Statuses, complaining: int, message: str, stopped: frozenset[int]) -> str:
+def blame(
+    statuses: Statuses,
+    complaining: int,
+    message: str,
+    stopped: frozenset[int],
+    silent: Sequence[int] = (),
+) -> str:
     """What to say when workers only waited in vain.
 
     Args:
         complaining: who did so first; `message`: what it said.
         stopped: ranks whose processes stand still.
+        silent: ranks that no longer tell what they are at, so that their statuses are old.
     """
-    rank = culprit(statuses, complaining)
+    rank = silent[0] if silent else culprit(statuses, complaining)
     if rank is None or rank == complaining:
         return message + who_waited(statuses, complaining)
     status = statuses.get(rank)
@@ -28,7 +35,8 @@ def blame(statuses: Statuses, complaining: int, message: str, stopped: frozenset
         how = "is gone"
     name = status.label if status is not None else f"rank {rank}"
     others = {r: s for r, s in statuses.items() if r != complaining}
-    return f"{name} {how}{where_it_was(status)}; {message}{who_waited(others, rank)}"
+    where = where_it_was(status, "last heard of: " if silent else "")
+    return f"{name} {how}{where}; {message}{who_waited(others, rank)}"
 
 
 def circumstances(statuses: Statuses, rank: int) -> str:
@@ -78,12 +86,12 @@ MOST_NAMED = 3
 """Workers that wait and are named in a report."""
 
 
-def where_it_was(status: WorkerStatus | None) -> str:
+def where_it_was(status: WorkerStatus | None, how: str = "") -> str:
     """ "; last finished 1U4, next 1F6.0", or nothing where that isn't known."""
     if status is None:
         return ""
     finished = f"last finished {status.finished}" if status.finished else "nothing finished yet"
-    return f"; {finished}, next {status.at or 'not begun'}"
+    return f"; {how}{finished}, next {status.at or 'not begun'}"
 
 
 def who_waited(statuses: Statuses, but: int | None) -> str:

@@ -136,10 +136,9 @@ class Meeting:
         self._failing.set()
         message = str(error)
         try:
+            self._own.set(f"failing/{self.rank}", b"")
             self._own.add("failed", 1)
-            self._beat(0)
             if isinstance(error, PeerError):
-                self._leave_it_to_others()
                 message = self._blame(message)
             else:
                 message += circumstances(self._statuses(), self.rank)
@@ -159,14 +158,31 @@ class Meeting:
             with contextlib.suppress(OSError):
                 os.kill(here[rank].pid, signal.SIGKILL)
 
-    def _leave_it_to_others(self) -> None:
+    def _blame(self, message: str) -> str:
+        """Leave it to others to tell for a while, and see who says nothing at all."""
+        before = self._beats()
         end = time.monotonic() + GRACE_S
         while time.monotonic() < end and not self._own.add("told", 0):
             time.sleep(0.05)
-
-    def _blame(self, message: str) -> str:
         statuses = self._statuses()
-        return blame(statuses, self.rank, message, stopped_ranks(self._here(statuses)))
+        here = self._here(statuses)
+        after = self._beats()
+        silent = [
+            rank
+            for rank, beat in before.items()
+            # Of this host's workers, more is known than that.
+            if after[rank] == beat and rank not in here and not self._has(f"failing/{rank}")
+        ]
+        gone = [rank for rank, status in here.items() if _is_gone(status.pid)]
+        return blame(statuses, self.rank, message, stopped_ranks(here), silent or gone)
+
+    def _has(self, key: str) -> bool:
+        return bool(self._own.check([key]))
+
+    def _beats(self) -> dict[int, bytes]:
+        """What each has told last of itself."""
+        keys = {rank: f"beat/{rank}" for rank in range(self.launched.world_size)}
+        return {rank: bytes(self._own.get(key)) for rank, key in keys.items() if self._has(key)}
 
     def _here(self, statuses: dict[int, WorkerStatus]) -> dict[int, WorkerStatus]:
         host = self.status().host
@@ -174,11 +190,7 @@ class Meeting:
 
     def _statuses(self) -> dict[int, WorkerStatus]:
         """What is known of all: exactly on this host, of the others as last told."""
-        found = {}
-        for rank in range(self.launched.world_size):
-            key = f"beat/{rank}"
-            if self._own.check([key]):
-                found[rank] = _decode(bytes(self._own.get(key)))
+        found = {rank: _decode(beat) for rank, beat in self._beats().items()}
         if self.statuses is not None:
             found.update(self._here(read_statuses(self.statuses)))
         return found
@@ -222,6 +234,7 @@ class Meeting:
             return
         self._failing.set()
         with contextlib.suppress(RuntimeError):
+            self._own.set(f"failing/{self.rank}", b"")
             self._own.add("failed", 1)
             statuses = self._statuses()
             gone = [rank for rank, s in self._here(statuses).items() if _is_gone(s.pid)]

@@ -63,6 +63,15 @@ def test_the_report_names_the_culprit_its_operations_and_the_waiting():
     assert "doesn't answer; last" in blame(statuses, 0, message, frozenset())
 
 
+def test_of_a_worker_that_tells_nothing_any_more_only_the_last_word_is_known():
+    statuses = table(at(0, "0B3", 1), at(1, "1F3.0", 0, finished="1U1"))
+    message = "stage 0, at 0B3: waiting for stage 1: it is gone"
+    said = blame(statuses, 0, message, frozenset(), [1])
+    assert (
+        said == f"stage 1 (rank 1) is gone; last heard of: last finished 1U1, next 1F3.0; {message}"
+    )
+
+
 def test_only_some_of_many_that_wait_are_named():
     statuses = table(at(0, "0U0"), *(at(rank, f"{rank}F1.0", 0) for rank in range(1, 9)))
     said = circumstances(statuses, 0)

@@ -99,7 +99,8 @@ def test_there_is_a_process_for_each_worker():
 
 
 def test_the_interface_is_that_of_the_way_to_the_address(monkeypatch):
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setenv(VARIABLE, "")
+    monkeypatch.delenv(VARIABLE)
     assert own_address("127.0.0.1", 29500) == "127.0.0.1"
     assert interface_of("127.0.0.1") in ("lo", "lo0")
     assert interface_of("192.0.2.1") is None
@@ -108,7 +109,8 @@ def test_the_interface_is_that_of_the_way_to_the_address(monkeypatch):
 
 
 def test_the_loopback_device_reaches_no_other_host(monkeypatch):
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setenv(VARIABLE, "")
+    monkeypatch.delenv(VARIABLE)
     with pytest.raises(UserError, match="which other hosts can't reach"):
         use_interface(Launched("torchrun", 0, 2, "127.0.0.1"))
     monkeypatch.setenv(VARIABLE, "lo")

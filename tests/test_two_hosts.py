@@ -61,7 +61,7 @@ def test_two_hosts_train_as_one_process_does(hosts, plan, mlp_target, tmp_path):
     assert found.keys() == wanted.keys()
     for name, weight in wanted.items():
         assert torch.equal(found[name], weight), name
-    boundary = sum(edge.sample_bytes for edge in plan.edges) * plan.mini_batch
+    boundary = sum(edge.bytes_per_micro_batch for edge in plan.edges) * plan.micro_batches
     for host in (0, 1):
         sent = hosts.sent_bytes(host) - before[host]
         assert sent > boundary * summary.mini_batches
@@ -75,8 +75,8 @@ def test_a_worker_that_dies_ends_both_hosts(hosts, plan, tmp_path):
     assert [process.returncode for process in processes] == [1, 1]
     told = [line for text in errors for line in text.splitlines() if line.startswith("tp-run: ")]
     assert len(told) == 1
-    assert told[0].startswith("tp-run: stage 1 (rank 1) is gone; last finished 1")
-    assert "stage 0, at 0" in told[0]
+    assert told[0].startswith("tp-run: stage 1 (rank 1) is gone; last heard of: ")
+    assert "stage 0, at 0B5: waiting for stage 1: it is gone" in told[0]
     assert not any(
         str(tmp_path) in " ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"])
     )
