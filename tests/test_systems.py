@@ -48,10 +48,3 @@ def test_flush_systems_in_processes(variant, stages, mlp_profile, mlp_target, tm
         np.testing.assert_allclose(state[name], weight, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("variant", [name for name, v in VARIANTS.items() if not v.runs])
-def test_what_cant_run_yet_is_refused(variant, mlp_profile, mlp_target):
-    n = 1 if VARIANTS[variant].whole_mini_batches else 4
-    plan = plan_by_hand(with_times(mlp_profile), variant, 2, n)
-    message = f"{variant} can be planned and simulated; tp-run doesn't train with it yet"
-    with pytest.raises(PlanError, match=message):
-        prepare(plan, RunSettings(task=mlp_target))
