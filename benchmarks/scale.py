@@ -31,6 +31,7 @@ TARGET = "gpt2:layers=96,width=12288,heads=96,context=2048,tied=0,dropout=0"
 DEVICES = (64, 512, 4096)
 SYSTEMS = ("pipedream-flush", "pipedream-2bw")
 MINI_BATCH = 1536
+TIME_LIMIT_S = 120.0
 LINKS = {
     "bandwidth": "300GB/s",
     "latency": "5us",
@@ -45,7 +46,8 @@ Made by `make bench-scale`. The profile is `{TARGET}` (96 blocks, 175 billion pa
 operator granularity, reckoned by `tp-profile --device meta --spec a100-80gb`; nothing is run.
 The cluster: machines of 8 devices with 80 GB each, 300 GB/s and 5 µs inside, 25 GB/s and 20 µs
 between them. Mini-batches of {MINI_BATCH} sequences, Adam; replicas and recomputation are left to
-the planner (`--replicas auto --recompute auto`). Periods are simulated from reckoned times: they
+the planner (`--replicas auto --recompute auto --time-limit {TIME_LIMIT_S:.0f}`); an evaluation
+that has begun by then is ended first. Periods are simulated from reckoned times: they
 say what the planner does at this scale, not what such a cluster would reach.
 """
 
@@ -71,7 +73,7 @@ def solve_one(path: str, system: str, devices: int) -> dict[str, Any]:
         optimizer_state_factor=2.0,
         replicas=True,
         recompute="auto",
-        time_limit_s=120.0,
+        time_limit_s=TIME_LIMIT_S,
     )
     return {
         "system": system,

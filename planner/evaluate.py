@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -78,15 +78,22 @@ class Evaluation:
 
     def over_limit(self, cluster: Cluster) -> list[tuple[int, int]]:
         """Stages over the memory of one of their devices, and by how many bytes."""
-        over = []
+        return [(s, need - limit) for s, need, limit in self._needs(cluster) if need > limit]
+
+    def memory_shares(self, cluster: Cluster) -> list[float]:
+        """What stages with limited memory need of the smallest of their devices: over 1, it
+        doesn't fit."""
+        return [need / limit for _, need, limit in self._needs(cluster)]
+
+    def _needs(self, cluster: Cluster) -> Iterator[tuple[int, int, int]]:
+        """Stage, the bytes it needs, and those of the smallest of its devices."""
         for s, (stage, predicted) in enumerate(
             zip(self.stages, self.prediction.stages, strict=True)
         ):
             limits = [cluster.devices[d].memory_bytes for d in stage.devices]
             limit = min((m for m in limits if m is not None), default=None)
-            if limit is not None and predicted.memory_bytes > limit:
-                over.append((s, predicted.memory_bytes - limit))
-        return over
+            if limit is not None:
+                yield s, predicted.memory_bytes, limit
 
 
 def lone_stages(nodes: Sequence[Sequence[str]], limits: Sequence[int]) -> tuple[PlanStage, ...]:

@@ -59,6 +59,7 @@ class Clock:
         ready_s: per kind, stage and slot, when its messages are all there; infinite while some
             aren't even sent.
         starts_s: per kind, stage and slot (of updates: mini-batch), when it started.
+        blocking: whether some messages keep devices busy.
         contended: whether messages wait for other stages' messages, or keep devices busy. Then
             `run` doesn't send: what is in `sending` is to be delivered in its time's sequence.
     """
@@ -86,7 +87,7 @@ class Clock:
         self._due = [[0] * len(r), [0] * len(r)]
         self._wire_free: list[float] = []
         self.ports: list[list[list[_Port]]] = [[[] for _ in stages] for _ in range(4)]
-        self.contended = False
+        self.contended = self.blocking = False
         self.sending: list[tuple[float, int, int, int, int]] = []
         self._sent = 0
         self._connect()
@@ -124,12 +125,12 @@ class Clock:
             routes = link.all_routes()
             uses += len(routes) * (2 if link.has_gradient else 1)
             if any(not route.overlaps for route in routes):
-                self.contended = True
+                self.blocking = True
             self._connect_kind(FORWARDS, link, routes, wires)
             if link.has_gradient:
                 self._connect_kind(BACKWARDS, link, routes, wires)
         self._wire_free = [0.0] * len(wires)
-        self.contended = self.contended or len(wires) < uses
+        self.contended = self.blocking or len(wires) < uses
 
     def _connect_kind(
         self, kind: int, link: Link, routes: tuple[Route, ...], wires: dict[object, int]

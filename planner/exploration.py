@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import product
 
 import msgspec
@@ -19,8 +20,11 @@ from ..profiles.units import format_seconds
 from .choices import Choice, all_limits, capped, caps, choice_of
 from .evaluate import Evaluation, Question, evaluate
 from .orders import limit_ranges
+from .partition.coarse import Blocks, blocks
+from .partition.minimax import minimax_with_bound
 from .partition.problem import Cut, StageProblem
-from .partition.solve import Found, Source
+from .partition.rising import rising_minimax
+from .partition.solve import DpSource, Found, Source
 from .partition.sweep import OutOfTime
 from .plan import PlanStage
 from .relaxation import Freedom, Held, Relaxation, held_under
@@ -52,6 +56,18 @@ _FLUSHED = 3
 
 _LARGE = 20_000
 """With more layers × devices, guesses leave the number of stages open."""
+
+_CLOSE = 1.001
+"""With as much, cuts and bounds of the relaxed problem are found up to this factor."""
+
+_MOST_BLOCKS = 200
+"""The first guesses cut between so many blocks of layers."""
+
+_BLOCKS_SHARE = 0.25
+"""Of the time, for the first guesses."""
+
+_REPAIRS, _REPAIR = 3, 1.002
+"""Times that a guess is made again with less memory, and how much less than it was over."""
 
 _MOST_WIDENED = 16
 """With more stages, single limits aren't raised or lowered: each takes a simulation."""
@@ -127,6 +143,9 @@ class Exploration:
     def __post_init__(self) -> None:
         self.relaxation = Relaxation(self.question, self.freedom)
         self._sharper: dict[Case, str] = {}
+        self._blocks: Blocks | None = None
+        # Per choice, of the largest share of a device's memory that it takes, the least so far.
+        self._over: dict[Choice, float] = {}
         self._tried: dict[tuple[Choice, int, tuple[int, ...]], Evaluation] = {}
 
     @property
@@ -148,7 +167,10 @@ class Exploration:
 
     def run(self) -> str | None:
         """Search until all is proven, or the budget is used up: says then what was."""
+        # A case that isn't reached keeps the trivial bound.
+        self.bounds = dict.fromkeys(self.cases, 0.0)
         try:
+            self._try_blocks()
             self._bound_all()
             self._try_guesses()
             self._prove()
@@ -156,24 +178,118 @@ class Exploration:
             return str(reason)
         return None
 
+    def _try_blocks(self) -> None:
+        """Where there is much to look at: a plan early, from guesses with fewer places to cut."""
+        if not self._large or not isinstance(self.source, DpSource):
+            return
+        left = self.budget.seconds_left
+        until = None if left is None else time.monotonic() + left * _BLOCKS_SHARE
+        found: list[tuple[float, int, Case, Held | None, bool]] = []
+        # More micro-batches leave devices idle for less: those cases first.
+        for done, case in enumerate(sorted(self.cases, key=lambda c: -c.micro_batches)):
+            self._say(f"first plans: {case.micro_batches} micro-batches", done, len(self.cases))
+            for held, lone in product(self._guesses(None), self._lone[::-1]):
+                if lone and self.most_stages > _MOST_BLOCKS and self.freedom.replicas:
+                    continue
+                answer = self._in_blocks(case, held, until, lone=lone)
+                if answer is not None:
+                    found.append((answer[1].objective_s, len(found), case, held, lone))
+                if until is not None and time.monotonic() > until:
+                    break
+        for objective_s, _, case, held, lone in sorted(found, key=lambda item: item[:2]):
+            late = until is not None and time.monotonic() > until
+            if objective_s < self.period_s and not (late and self.best is not None):
+                self._try_in_blocks(case, held, until, lone=lone)
+
+    def _in_blocks(
+        self,
+        case: Case,
+        held: Held | None,
+        until: float | None,
+        *,
+        lone: bool,
+        share: float = 1.0,
+    ) -> tuple[StageProblem, Cut] | None:
+        """A guess's best cut between blocks.
+
+        Args:
+            share: of the devices' memory, that it may use.
+        """
+        problem = self._problem(
+            case, held, guess=True, lone=lone, alike=self._alike, memory_share=share
+        )
+        coarse, lattice = self._blocks_of(problem).coarse(problem)
+        deadline = None if until is None else max(until, time.monotonic() + 1.0)
+        answer = rising_minimax(coarse, lattice, deadline=deadline, few=0)
+        answer = answer or minimax_with_bound(
+            coarse, lattice, below=self.period_s, deadline=deadline
+        )
+        if answer.cut is None:
+            return None
+        return problem, self._blocks_of(problem).fine(answer.cut)
+
+    def _try_in_blocks(
+        self, case: Case, held: Held | None, until: float | None, *, lone: bool
+    ) -> None:
+        """A guess's best cut; where it takes too much memory after all, with less to use."""
+        share = 1.0
+        for _ in range(_REPAIRS):
+            answer = self._in_blocks(case, held, until, lone=lone, share=share)
+            if answer is None:
+                return
+            self._try(*answer, case.micro_batches)
+            over = self._over.get(choice_of(*answer), 1.0)
+            if over <= 1.0:
+                return
+            share /= over * _REPAIR
+
+    def _blocks_of(self, problem: StageProblem) -> Blocks:
+        if self._blocks is None:
+            assert isinstance(self.source, DpSource)
+            self._blocks = blocks(problem, self.source.lattice, _MOST_BLOCKS)
+        return self._blocks
+
     def _bound_all(self) -> None:
-        # A case that isn't reached keeps the trivial bound.
-        self.bounds = dict.fromkeys(self.cases, 0.0)
         found: dict[Case, list[tuple[float, StageProblem, Cut]]] = {}
-        for done, case in enumerate(self.cases):
-            self._say(f"bounds: {case.micro_batches} micro-batches", done, len(self.cases))
+        # The bound of the case that the best plan is from counts most: it gets the time that the
+        # others leave.
+        cases = sorted(self.cases, key=lambda c: self._best_so_far(c))
+        end = self._bounds_end
+        for done, case in enumerate(cases):
+            self._say(f"bounds: {case.micro_batches} micro-batches", done, len(cases))
             found[case] = []
-            for view in self.relaxation.views:
-                problem = self._problem(case, view=view)
-                answer = self._solve(problem, self._bound_seconds)
+            for number, (view, alike) in enumerate(self._views):
+                solves = len(self._views) * (len(cases) - done) - number
+                if self._large:
+                    # Most cases are soon seen to hold nothing better than the best plan; what
+                    # time they leave is for those that may.
+                    solves = min(solves, 2)
+                seconds = None if end is None else max(end - time.monotonic(), 0.0) / solves
+                if self._grain > 1 and not alike:
+                    seconds = min(seconds or _BOUND_S, _BOUND_S)
+                problem = self._problem(case, view=view, alike=alike)
+                answer = self._solve(problem, seconds)
                 if answer.bound_s >= self.bounds[case]:
                     self.bounds[case], self._sharper[case] = answer.bound_s, view
                 if answer.cut is not None:
                     found[case].append((answer.bound_s, problem, answer.cut))
                 self.budget.check()
+                if self.bounds[case] * SAME >= self.period_s:
+                    break
         for case in self._promising():
             for _, problem, cut in sorted(found[case], key=lambda item: -item[0]):
                 self._try(problem, cut, case.micro_batches)
+
+    def _best_so_far(self, case: Case) -> bool:
+        return self.best is not None and self.best.micro_batches == case.micro_batches
+
+    @property
+    def _bounds_end(self) -> float | None:
+        """When bounds must be done: half of the time is for them, the rest for plans; more where
+        there are plans already."""
+        left = self.budget.seconds_left
+        share = 0.5 if self.best is None else 0.7
+        return None if left is None else time.monotonic() + left * share
 
     def _try_guesses(self) -> None:
         for done, case in enumerate(self._promising()):
@@ -182,16 +298,19 @@ class Exploration:
                 for held, lone in product(self._guesses(stages), self._lone):
                     if self.bounds[case] * SAME >= self.period_s:
                         break
-                    grain = 1 if lone else self._grain
-                    problem = self._problem(
-                        case, held, guess=True, lone=lone, grain=grain, stages=stages
-                    )
-                    if not problem.options:
-                        continue
-                    answer = self._solve(problem, self._guess_seconds)
-                    if answer.cut is not None:
-                        self._try(problem, answer.cut, case.micro_batches, grain=grain)
+                    self._guess(case, held, stages, lone=lone)
                     self.budget.check()
+
+    def _guess(self, case: Case, held: Held | None, stages: int | None, *, lone: bool) -> None:
+        grain = 1 if lone else self._grain
+        problem = self._problem(
+            case, held, guess=True, lone=lone, grain=grain, stages=stages, alike=self._alike
+        )
+        if not problem.options:
+            return
+        answer = self._solve(problem, self._guess_seconds)
+        if answer.cut is not None:
+            self._try(problem, answer.cut, case.micro_batches, grain=grain)
 
     def _prove(self) -> None:
         for case in self._promising():
@@ -216,7 +335,11 @@ class Exploration:
             best = min(best_s, self.period_s)
             self._say(f"bound {format_seconds(bound_s)}, best {_shown(best)}", 0, 0)
 
-        answer = self.source.best(problem, seconds=seconds, progress=tell)
+        # Cuts that can't beat the best plan are of no use.
+        below, within = (self.period_s, _CLOSE) if self._large else (float("inf"), 1.0)
+        answer = self.source.best(
+            problem, seconds=seconds, below=below, within=within, progress=tell
+        )
         if answer.interrupted:
             raise KeyboardInterrupt
         return answer
@@ -243,6 +366,8 @@ class Exploration:
         lone: bool = False,
         grain: int = 1,
         view: str = "",
+        alike: bool = False,
+        memory_share: float = 1.0,
         stages: int | None = None,
     ) -> StageProblem:
         return self.relaxation.problem(
@@ -252,25 +377,42 @@ class Exploration:
             lone=lone,
             grain=grain,
             view=view,
+            alike=alike,
+            memory_share=memory_share,
             stages=case.stages if case.stages is not None else stages,
             pins=self.pins,
         )
 
+    @cached_property
+    def _large(self) -> bool:
+        """Whether there is so much to look at that plans come before bounds."""
+        return self.most_stages * len(self.question.profile.layers) > _LARGE
+
+    @cached_property
+    def _alike(self) -> bool:
+        """Whether guesses leave open where devices lie (`Relaxation.problem`)."""
+        open_counts = all(case.stages is None for case in self.cases)
+        return self._large and self.question.cluster.uniform and open_counts
+
+    @cached_property
+    def _views(self) -> list[tuple[str, bool]]:
+        """Views of the relaxed problem that make the bound; and which leave open where devices
+        lie, and know better what is in flight."""
+        views, relaxation = self.relaxation.views, self.relaxation
+        if self._alike:
+            return [(view, True) for view in views[:2]]
+        plain = [(view, False) for view in views]
+        known = self.question.cluster.uniform and relaxation.limited and relaxation.counted
+        if known and isinstance(self.source, DpSource):
+            return plain + [(view, True) for view in views]
+        return plain
+
     @property
     def _grain(self) -> int:
         """Devices that guesses count as one."""
-        if not self.freedom.replicas:
+        if not self.freedom.replicas or self._alike:
             return 1
         return -(-len(self.question.cluster.devices) // _MOST_UNITS)
-
-    @property
-    def _bound_seconds(self) -> float | None:
-        """For one bound: all of them get half of what there is, so that some is left for plans."""
-        left = self.budget.seconds_left
-        if left is None:
-            return None if self._grain == 1 else _BOUND_S
-        share = left / (2 * len(self.cases) * len(self.relaxation.views))
-        return share if self._grain == 1 else min(share, _BOUND_S)
 
     @property
     def _guess_seconds(self) -> float | None:
@@ -285,8 +427,7 @@ class Exploration:
     def _stage_counts(self, case: Case) -> list[int | None]:
         """Stage counts to guess with: all where they are few, else by doubling."""
         most = self.most_stages
-        large = most * len(self.question.profile.layers) > _LARGE
-        if case.stages is not None or large:
+        if case.stages is not None or self._large:
             return [None]
         if most <= 8:
             return [None, *range(most, 0, -1)]
@@ -370,6 +511,8 @@ class Exploration:
             self.budget.spend(operations * (_FLUSHED if flushes else _MINI_BATCHES))
             self._tried[key] = evaluate(self.question, choice.with_limits(limits), micro_batches)
         found = self._tried[key]
+        over = max(found.memory_shares(self.question.cluster), default=0.0)
+        self._over[choice] = min(over, self._over.get(choice, over))
         if found.over_limit(self.question.cluster):
             return None
         self.seen(found)

@@ -94,19 +94,27 @@ class _Worker:
         ops: kind, slot, and position in the stage's list.
     """
 
-    def __init__(self, clock: Clock, s: int, j: int, codes: Iterable[Code]) -> None:
+    def __init__(self, s: int, j: int) -> None:
         self.stage, self.replica = s, j
         self.ops: list[tuple[int, int, int]] = []
         self.done = 0
         self.entry: tuple[float, int, int, int] | None = None
-        r = clock.replicas[s]
-        for position, (kind, slot) in enumerate(codes):
-            if kind == UPDATES:
-                self.ops.append((kind, slot, position))
-            elif clock.width[kind][s] > 1:
-                self.ops.append((kind, slot + j, position))
-            elif slot % r == j:
-                self.ops.append((kind, slot, position))
+
+
+def _workers(clock: Clock, s: int, codes: Iterable[Code]) -> list[_Worker]:
+    """A stage's replicas, with its list dealt among them."""
+    r = clock.replicas[s]
+    found = [_Worker(s, j) for j in range(r)]
+    for position, (kind, slot) in enumerate(codes):
+        if kind == UPDATES:
+            for worker in found:
+                worker.ops.append((kind, slot, position))
+        elif clock.width[kind][s] > 1:
+            for worker in found:
+                worker.ops.append((kind, slot + worker.replica, position))
+        else:
+            found[slot % r].ops.append((kind, slot, position))
+    return found
 
 
 class Contended:
@@ -130,10 +138,9 @@ class Contended:
         self._lists = lists
         self._shares: dict[tuple[int, int], int] = {}
         self._heap: list[tuple[float, int, int, int]] = []
-        self._workers = [
-            [_Worker(clock, s, j, lists[s]) for j in range(clock.replicas[s])]
-            for s in range(len(lists))
-        ]
+        # Per stage, replicas that have come to their next update.
+        self._arrived: list[set[int]] = [set() for _ in lists]
+        self._workers = [_workers(clock, s, codes) for s, codes in enumerate(lists)]
         for workers in self._workers:
             for worker in workers:
                 self._offer(worker)
@@ -141,7 +148,8 @@ class Contended:
     def run(self, mini_batches: int) -> bool:
         """Go on until every stage has updated after so many; False when nothing is left first."""
         clock, heap = self.clock, self._heap
-        while min(self.updates) < mini_batches:
+        behind = sum(done < mini_batches for done in self.updates)
+        while behind:
             if not heap and not clock.sending:
                 return False
             if clock.sending and (not heap or clock.sending[0][0] <= heap[0][0]):
@@ -152,6 +160,8 @@ class Contended:
             if worker.entry is entry:
                 self.now_s = entry[0]
                 self._run(worker)
+                updated = worker.ops[worker.done - 1][0] == UPDATES
+                behind -= updated and self.updates[worker.stage] == mini_batches
         return True
 
     def _next(self, worker: _Worker) -> tuple[int, int, int] | None:
@@ -167,7 +177,8 @@ class Contended:
         s, j = worker.stage, worker.replica
         kind, slot, _ = todo
         if kind == UPDATES:
-            if any(self._next(other) != todo for other in self._workers[s]):
+            self._arrived[s].add(j)
+            if len(self._arrived[s]) < len(self._workers[s]):
                 return
             start = max(self.clock.free_s[s])
         else:
@@ -184,6 +195,7 @@ class Contended:
             self.clock.update(s, slot)
             self.updates[s] += 1
             self._finish(s, position)
+            self._arrived[s].clear()
             for other in self._workers[s]:
                 other.done += 1
                 self._offer(other)
@@ -204,6 +216,8 @@ class Contended:
         kind, s, complete = self.clock.deliver()
         for t, slot in complete:
             self._offer(self._workers[t][slot % self.clock.replicas[t]])
+        if not self.clock.blocking:
+            return
         # Where transfers don't overlap computing, they have moved what both stages do next.
         for t in (s, *(port.stage for port in self.clock.ports[kind][s])):
             for worker in self._workers[t]:

@@ -9,7 +9,7 @@ each. Index letters: s stage, N micro-batches.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import inf
 
 from .events import Clock
@@ -21,23 +21,27 @@ _GAP = 0.5
 """A weight part isn't begun when what comes next is there before so much of its time is over."""
 
 
+_MOST_TRIED = 50_000
+"""Operations of a mini-batch, on all stages, for which several ways are tried."""
+
+
 def postponed(pipeline: Pipeline, rows: Sequence[bytes]) -> tuple[bytes, ...]:
     """Per stage, the kinds of a mini-batch's operations, its update left out.
 
     Three ways to place the weight parts are tried, and the one with the shortest period is taken:
     as late as memory allows (the paper's, best where stages are equal), whenever the stage would
-    be idle, and right after their backwards: so no system that doesn't split is faster.
+    be idle, and right after their backwards: so no system that doesn't split is faster. Of
+    mini-batches with very many operations, where the bubble is small, the first way is taken.
 
     Args:
         rows: the same without weight parts.
     """
     most = _most_kept(pipeline, rows)
-    ways: list[Callable[[], tuple[bytes, ...]]] = [
-        lambda: tuple(_late(row, keep) for row, keep in zip(rows, most, strict=True)),
-        lambda: _Idle(pipeline, rows, most).place(),
-        lambda: tuple(row.replace(B, B + W) for row in rows),
-    ]
-    found = [way() for way in ways]
+    late = tuple(_late(row, keep) for row, keep in zip(rows, most, strict=True))
+    if sum(map(len, late)) > _MOST_TRIED:
+        return late
+    at_once = tuple(row.replace(B, B + W) for row in rows)
+    found = [late, _Idle(pipeline, rows, most).place(), at_once]
     periods = [_period_s(pipeline, kinds) for kinds in found]
     # Rounding is no reason to take a later one.
     best = min(periods) * (1 + 1e-9)

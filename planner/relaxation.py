@@ -12,7 +12,7 @@ stages behind a stage.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import accumulate, pairwise
 
@@ -24,6 +24,7 @@ from .evaluate import Question
 from .layer_graph import LayerGraph
 from .orders import limit_ranges
 from .partition.problem import Mode, Option, Place, Shared, StageProblem, Tensor, Vector
+from .partition.rising_places import RisingPlaces
 from .stage_costs import RECEIVES_AHEAD, sized, weight_part_s
 from .variants import Variant, variant_named
 
@@ -45,6 +46,9 @@ class Held:
     micro_batches: Callable[[int], float]
     versions: Callable[[int], float]
 
+
+Change = Callable[[Place, int], Place]
+"""Of a place, by its replicas; never of its units and copies."""
 
 _LARGE = 1e9
 """Bytes, to read an affine time off."""
@@ -142,6 +146,8 @@ class Relaxation:
         lone: bool = False,
         grain: int = 1,
         view: str = "",
+        alike: bool = False,
+        memory_share: float = 1.0,
         stages: int | None = None,
         pins: tuple[tuple[int, int], ...] = (),
     ) -> StageProblem:
@@ -152,7 +158,10 @@ class Relaxation:
             guess: a guess, not a bound.
             lone: each stage on one device, whatever may be chosen.
             grain: stages take multiples of so many devices; the problem counts those as one.
-            view: one of `views`; the first by default.
+            view: one of `views`; "drain" by default where systems flush.
+            alike: devices are counted from a stage's first one to the end without those left out,
+                and links are the fastest there are, wherever they lie (`alike`).
+            memory_share: of each device's memory, that a guess may use.
             stages: how many; None: any number.
             pins: (layer, stage).
 
@@ -161,22 +170,38 @@ class Relaxation:
         """
         modes: list[Mode] = []
         options: list[Option] = []
-        drains = (view or self.views[0]) == "drain"
+        view = view or ("drain" if self.variant.flushes else "cycle")
+        drains, returns = view != "cycle", view == "return"
         # Weight parts may run while the next mini-batch fills the pipeline behind the stage.
         partial = drains and not guess and self.variant.split_backward
         counts = [1] if lone else self.replica_counts(micro_batches)
         counts = [r for r in counts if r % grain == 0]
+        known: dict[tuple[bool, int, float], int] = {}
         for r in counts:
             for again in self._again:
-                options.append(Option(r // grain, len(modes)))
-                modes.append(
-                    self._mode(micro_batches, r, again=again, grain=grain, inputs_only=partial)
-                )
+                share = r if self.variant.whole_mini_batches else 1
+                key = again, share, self._unit(micro_batches, r) if again else 0.0
+                if key not in known:
+                    known[key] = len(modes)
+                    modes.append(
+                        self._mode(micro_batches, r, again=again, grain=grain, inputs_only=partial)
+                    )
+                options.append(Option(r // grain, known[key]))
         smallest = self._size(micro_batches, counts[-1])
         graph, optimizer = self.graph, self.question.profile.optimizer
         every = self.question.update_every
         per_byte_s = optimizer.update_s_per_byte / every
-        before, after = self._heads(micro_batches, guess=guess) if drains else (None, None)
+        before, after = None, None
+        if drains:
+            # 1F1B with equal stages takes as long as if both counted in full.
+            before, after = self._heads(micro_batches, both=guess or returns)
+        place = self._places(
+            options, micro_batches, held, guess=guess, syncs=not drains, grain=grain, alike=alike
+        )
+        if returns:
+            place = self._returning(place, options, micro_batches)
+        if memory_share != 1.0:
+            place = _changed(place, options, _smaller(memory_share))
         return StageProblem(
             names=graph.names,
             needs=graph.needs,
@@ -185,16 +210,9 @@ class Relaxation:
             options=tuple(options),
             parameter_bytes=graph.likely_bytes if guess else graph.parameter_bytes,
             devices=len(self.question.cluster.devices) // grain,
-            place=self._place(
-                [option.replicas * grain for option in options],
-                micro_batches,
-                held or least_held(self.variant),
-                guess=guess,
-                syncs=not drains,
-                grain=grain,
-            ),
+            place=place,
             together=graph.together,
-            shared=tuple(self._shared(smallest)) if self.limited else (),
+            shared=tuple(self._shared(smallest, guess=guess)) if self.limited else (),
             # While the pipeline drains, a stage's update runs beside others' backwards.
             serial_s=None if drains else per_byte_s * graph.parameter_bytes,
             serial_fixed_s=0.0 if drains else optimizer.update_fixed_s / every,
@@ -212,9 +230,44 @@ class Relaxation:
 
         "cycle": a stage runs its work, its all-reduce and its update in each period. "drain",
         where systems flush: its work runs after the pipeline has filled up to it and before it
-        has drained from it.
+        has drained from it. "return", where they flush and run 1F1B: see `_returning`.
         """
-        return ("drain", "cycle") if self.variant.flushes else ("cycle",)
+        if not self.variant.flushes:
+            return ("cycle",)
+        return ("drain", "return", "cycle") if self._one_by_one else ("drain", "cycle")
+
+    @property
+    def _one_by_one(self) -> bool:
+        return self.variant.order == "1f1b-flush"
+
+    def _returning(
+        self, place: Callable[[int, int], Place], options: Sequence[Option], micro_batches: int
+    ) -> Callable[[int, int], Place]:
+        """Places for a stage whose first backward waits for the way to the end and back.
+
+        In 1F1B that flushes, a replica runs n = N / r micro-batches, 1 + a of them forward before
+        its first backward, a ≤ ⌈K / r⌉ − 1. The first forward f begins when the layers before the
+        stage have run one; the first backward b when those behind it, W in both directions, have
+        run that micro-batch too. n backwards and n − 1 − a forwards are still to run then, and
+        the way back to the first stage. So with P of both directions before the stage
+
+            T ≥ P + f + W + n·b + (n − 1 − a)·f = P + W + n·(f + b) − a·f
+
+        where a·f is at most a share of the work: as fast a device as does it in the time left.
+        Wires are left out.
+        """
+        measured = self.graph.measured(self._size(micro_batches, 1))
+        shares = [m.forward_s / (m.forward_s + m.backward_s) for m in measured if m.backward_s]
+        worst = 1.0 if len(shares) < sum(m.forward_s > 0 for m in measured) else max(shares)
+        devices = len(self.question.cluster.devices)
+
+        def change(found: Place, r: int) -> Place:
+            each = micro_batches // r
+            ahead = min(-(-devices // r), each) - 1
+            speed = found.speed / (1 - worst * ahead / each)
+            return replace(found, speed=speed, lower_scale=0.0, upper_scale=0.0)
+
+        return _changed(place, options, change)
 
     # Layers ----------------------------------------------------------------------------------
 
@@ -266,12 +319,15 @@ class Relaxation:
         measured = self.graph.measured(size)
         return np.array([float(m.workspace_bytes) for m in measured])
 
-    def _heads(self, micro_batches: int, *, guess: bool) -> tuple[Vector, Vector | None]:
+    def _heads(self, micro_batches: int, *, both: bool) -> tuple[Vector, Vector | None]:
         """What runs before a stage's first work and after its last.
 
         The layers that every path goes through, the spine, run one after another, once in
         each direction for some micro-batch, however the rest is cut. In GPipe's order those
         behind a stage come on top: its backwards begin when all forwards are through.
+
+        Args:
+            both: those behind it come on top, whatever the order.
         """
         size = self._size(micro_batches, 1)
         measured = self.graph.measured(size)
@@ -279,8 +335,7 @@ class Relaxation:
         backward = self._input_parts(size) if self.variant.split_backward else self._backwards(size)
         work = (np.array([m.forward_s for m in measured]) + backward) / fastest
         spine = work * self.graph.spine
-        # 1F1B with equal stages takes as long as that too.
-        return spine, spine if self.variant.forwards_first or guess else None
+        return spine, spine if self.variant.forwards_first or both else None
 
     # Tensors ---------------------------------------------------------------------------------
 
@@ -321,10 +376,10 @@ class Relaxation:
         networks = [cluster.network, *filter(None, [cluster.between_machines])]
         return max(networks, key=lambda network: network.bandwidth_bytes_per_s)
 
-    def _shared(self, size: int) -> Iterator[Shared]:
+    def _shared(self, size: int, *, guess: bool) -> Iterator[Shared]:
         """Storages that several layers may keep. A stage that gets a view holds that alone."""
         smallest = self.graph.storage_bytes(size)
-        for tensor in self.graph.tensors:
+        for tensor in () if guess else self.graph.tensors:
             edge = tensor.edge
             nbytes = sized(edge.fixed_bytes, edge.bytes_per_sample, size)
             smallest[edge.storage] = min(smallest[edge.storage], nbytes)
@@ -332,6 +387,87 @@ class Relaxation:
             yield Shared(savers, smallest[name])
 
     # Places ----------------------------------------------------------------------------------
+
+    def _places(
+        self,
+        options: Sequence[Option],
+        micro_batches: int,
+        held: Held | None,
+        *,
+        guess: bool,
+        syncs: bool,
+        grain: int,
+        alike: bool,
+    ) -> Callable[[int, int], Place]:
+        if alike:
+            return self._alike(options, micro_batches, held, guess=guess, syncs=syncs)
+        return self._place(
+            [option.replicas * grain for option in options],
+            micro_batches,
+            held or least_held(self.variant),
+            guess=guess,
+            syncs=syncs,
+            grain=grain,
+        )
+
+    @property
+    def counted(self) -> bool:
+        """Whether the order fixes how many micro-batches are in flight: as many for each replica
+        as there are devices from its stage on for each of its stage's (`orders`)."""
+        return self.variant.order in ("1f1b-flush", "1f1b-micro")
+
+    def _alike(
+        self,
+        options: Sequence[Option],
+        micro_batches: int,
+        held: Held | None,
+        *,
+        guess: bool,
+        syncs: bool,
+    ) -> RisingPlaces:
+        """Places where devices are all alike.
+
+        A plan's stages, moved together to the list's end, have the devices from a stage's first
+        one to the end that the plan uses from there on; so what its order has in flight is known.
+        Gradients are summed and tensors sent over the fastest links that so many devices have
+        anywhere, at the most from as many devices as there are others.
+        """
+        cluster, variant = self.question.cluster, self.variant
+        count, device = len(cluster.devices), cluster.devices[0]
+        gradients = 1.0 + self.question.optimizer_state_factor + variant.scratch_copies
+        counts = held or least_held(variant)
+        # A version for each mini-batch in flight, where those are the units.
+        per_unit = float(guess and variant.stashes and variant.backward_unit == "mini")
+        sync = Sync(cluster)
+        both_ways = guess or not cluster.network.overlap or not self.freedom.replicas
+
+        def place(r: int) -> Place:
+            fixed_s, per_byte = sync.least(r) if syncs else (0.0, 0.0)
+            share = 1 if variant.whole_mini_batches else r
+            units = micro_batches / share
+            if self.counted:
+                units = 1.0
+            elif variant.backward_unit == "micro":
+                units = min(counts.micro_batches(0), units)
+            return Place(
+                speed=device.speed,
+                memory_bytes=float(device.memory_bytes or np.inf),
+                sync_s=fixed_s,
+                sync_s_per_byte=per_byte,
+                lower_scale=1 / r / (1 if both_ways else max(count - r, 1)),
+                upper_scale=1 / r,
+                units=units,
+                copies=gradients + counts.versions(0 if per_unit else count),
+            )
+
+        def most(r: int) -> float:
+            if self.counted:
+                return micro_batches // r
+            if variant.backward_unit == "micro":
+                return 1.0
+            return counts.mini_batches(count)
+
+        return RisingPlaces(options, place, copies_per_unit=per_unit, most=most)
 
     def _place(
         self,
@@ -381,6 +517,19 @@ class Relaxation:
         return place
 
 
+def _changed(
+    place: Callable[[int, int], Place], options: Sequence[Option], change: Change
+) -> Callable[[int, int], Place]:
+    """Places that are each changed by a function of theirs and of their replicas."""
+    if isinstance(place, RisingPlaces):
+        return place.changed(options, change)
+    return lambda option, k: change(place(option, k), options[option].replicas)
+
+
+def _smaller(share: float) -> Change:
+    return lambda place, _: replace(place, memory_bytes=place.memory_bytes * share)
+
+
 class Sync:
     """What summing gradients over neighbouring devices takes."""
 
@@ -389,6 +538,13 @@ class Sync:
         pairs = pairwise(device.machine for device in cluster.devices)
         self._moves = [0, *accumulate(int(a != b) for a, b in pairs)]
         self._known: dict[tuple[int, int], tuple[float, float]] = {}
+
+    def least(self, count: int) -> tuple[float, float]:
+        """Of an all-reduce over so many devices, wherever they lie, at the least: as `of`."""
+        moves = np.array(self._moves)
+        first = np.unique(moves[count - 1 :] - moves[: len(moves) - count + 1], return_index=True)
+        times = [self.of(range(at, at + count)) for at in first[1].tolist()]
+        return min(fixed for fixed, _ in times), min(per_byte for _, per_byte in times)
 
     def of(self, devices: range) -> tuple[float, float]:
         """Of an all-reduce: seconds in any case, and for each byte."""

@@ -166,18 +166,6 @@ class Samples:
         self._epoch = -1
         self._shuffled: list[int] = []
 
-    def train(
-        self, epoch: int, mini_batch: int, micro_batches: int, micro_batch: int
-    ) -> tuple[tuple[Tensor, ...], Any]:
-        """Inputs and target of a micro-batch, where all are of one size.
-
-        Args:
-            mini_batch: within the epoch.
-            micro_batch: within the mini-batch.
-        """
-        start = (mini_batch * micro_batches + micro_batch) * self.micro_batch
-        return self.take(epoch, range(start, start + self.micro_batch))
-
     def take(
         self, epoch: int, positions: range, size: int | None = None
     ) -> tuple[tuple[Tensor, ...], Any]:

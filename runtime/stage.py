@@ -292,7 +292,8 @@ class Stage:
         if self._predictor is not None:
             self._predictor.before_step()
         if self.optimizer is not None:
-            self.lr = float(self.optimizer.param_groups[0]["lr"])
+            lr = self.optimizer.param_groups[0].get("lr")
+            self.lr = None if lr is None else float(lr)
             self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()

@@ -18,7 +18,7 @@ def train_plainly(target, mini_batch, steps):
     samples = Samples(task, "train", mini_batch, seed=0)
     losses = []
     for b in range(steps):
-        inputs, wanted = samples.train(0, b, 1, 0)
+        inputs, wanted = samples.take(0, range(b * mini_batch, (b + 1) * mini_batch))
         optimizer.zero_grad()
         loss = task.loss(Call(inputs, names).of(model), wanted)
         loss.backward()

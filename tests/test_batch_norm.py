@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 import torch
 from plans import plan_by_hand, with_times
@@ -17,12 +18,14 @@ from torch import nn
 EPOCHS = 2
 
 
-def run_of(name, n, stages, run_dir, variant="gpipe", **options):
+def run_of(name, n, stages, run_dir, variant="gpipe", *, recompute=False, **options):
     """Final parameters and buffers."""
     target = resolve(f"batch_norm_tasks:{name}")
     profile = measure(target, batch_size=8, micro_batch_sizes=[2, 4, 8], seconds=0)
     assert profile.front_end == ("export" if name == "Exported" else "fx")
     plan = plan_by_hand(with_times(profile), variant, stages, n)
+    again = (msgspec.structs.replace(stage, recompute=recompute) for stage in plan.stages)
+    plan = msgspec.structs.replace(plan, stages=tuple(again))
     settings = RunSettings(task=target.name, epochs=EPOCHS, **options)
     run(plan, settings, run_dir, inline=True)
     return load_weights(run_dir)
@@ -63,6 +66,13 @@ def test_running_statistics_dont_change_training(tmp_path):
             assert (a[key] - b[key]).abs().max() > 1e-3, key
         else:
             torch.testing.assert_close(a[key], b[key], rtol=0, atol=1e-12)
+
+
+def test_what_is_computed_again_counts_once(tmp_path):
+    a = run_of("Traced", 4, 2, tmp_path / "a", deferred_batch_norm=True)
+    b = run_of("Traced", 4, 2, tmp_path / "b", deferred_batch_norm=True, recompute=True)
+    for key in a:
+        torch.testing.assert_close(a[key], b[key], rtol=0, atol=1e-12)
 
 
 def test_with_one_micro_batch_nothing_is_deferred(tmp_path):

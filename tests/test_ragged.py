@@ -16,6 +16,7 @@ from plans import plan_by_hand, with_times
 from timeprest.planner.operations import order_text
 from timeprest.planner.orders import make_order
 from timeprest.planner.plan import pipeline_of
+from timeprest.planner.variants import VARIANTS
 from timeprest.profiles.errors import RunError, TargetError
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
@@ -72,7 +73,7 @@ def compare(run_dir, losses, model):
         torch.testing.assert_close(state[key], weight, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("variant", ["gpipe", "pipedream-flush", "zb-h1"])
+@pytest.mark.parametrize("variant", [name for name, v in VARIANTS.items() if v.flushes])
 @pytest.mark.parametrize("stages", [1, 3])
 @pytest.mark.parametrize(
     ("n", "mini_batch", "ragged"),

@@ -101,9 +101,13 @@ def test_replicas_equal_one_worker(
     for report in summary.stages:
         predicted = plan.predicted.stages[report.stage]
         assert report.versions_held == predicted.versions_held
-        assert report.peak.activations_bytes == predicted.memory.activations_bytes
+        # Where a backward is split, the last stage also keeps the loss's own number.
+        more = 8 * VARIANTS[variant].split_backward
+        kept = predicted.memory.activations_bytes
+        assert kept <= report.peak.activations_bytes <= kept + more
         if how.optimizer is MOMENTUM:
-            assert report.peak.total <= predicted.memory_bytes - predicted.memory.workspace_bytes
+            most = predicted.memory_bytes - predicted.memory.workspace_bytes
+            assert report.peak.total <= most + more
 
 
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -136,7 +140,8 @@ def test_whatever_else_the_plan_asks_for(data, mlp_profile, mlp_target, tmp_path
     for report in summary.stages:
         predicted = plan.predicted.stages[report.stage]
         assert report.versions_held <= predicted.versions_held
-        assert report.peak.activations_bytes <= predicted.memory.activations_bytes
+        more = 8 * variant.split_backward
+        assert report.peak.activations_bytes <= predicted.memory.activations_bytes + more
 
 
 @pytest.mark.parametrize("variant", WHOLE)
@@ -149,10 +154,10 @@ def test_uneven_replicas_share_whole_mini_batches(
     how = RunSettings(task=mlp_target, steps=STEPS, log_operations=True)
     summary = run_both(plan, alone, how, tmp_path, monkeypatch)
     compare(plan, tmp_path)
-    assert summary.epochs[-1].test == pytest.approx(tested(mlp_target, tmp_path), abs=1e-10)
+    assert summary.epochs[-1].test == pytest.approx(by_hand(mlp_target, tmp_path), abs=1e-10)
 
 
-def tested(target, where):
+def by_hand(target, where):
     """What the unreplicated run's weights give in evaluation, by hand."""
     task = resolve(target).task
     model = task.model()
@@ -274,3 +279,18 @@ def test_a_lost_replica_ends_the_run(trap, replicas, message, mlp_profile, tmp_p
         run(plan, how, tmp_path / "run")
     assert time.monotonic() - begin < 45
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("replicas", [(2,), (2, 1), (1, 4)])
+def test_types_and_missing_gradients(replicas, tmp_path):
+    """Two types of parameters; AdamW would move one without a gradient if it had one of zero."""
+    name = f"{HERE / 'mixed_task.py'}:MixedTask"
+    profile = measure(resolve(name), batch_size=8, micro_batch_sizes=[2, 4, 8], seconds=0)
+    plan, _ = plans(with_times(profile), "gpipe", replicas)
+    run(plan, RunSettings(task=name, steps=STEPS), tmp_path, inline=True)
+    _, model = train_plainly(name, plan.mini_batch, STEPS)
+    state = load_weights(tmp_path)
+    assert state["shift"].tolist() == [1.0] * 6
+    for key, weight in model.state_dict().items():
+        exact = weight.dtype == torch.float64
+        torch.testing.assert_close(state[key], weight, rtol=0, atol=1e-5 if exact else 1e-4)

@@ -15,10 +15,19 @@ from timeprest.planner.partition import rising
 from timeprest.planner.partition.downsets import find_downsets
 from timeprest.planner.partition.problem import Mode, Option, Place
 from timeprest.planner.partition.rising_places import RisingPlaces
+from timeprest.planner.partition.rising_targets import rising_by_targets
 from timeprest.planner.partition.stage_load import cut_load, is_downset
 
 
-def alike(problem, *, limit=float("inf"), sync=0.0, copies=1.0, copies_per_unit=0.0):
+def alike(
+    problem,
+    *,
+    limit=float("inf"),
+    sync=0.0,
+    copies=1.0,
+    copies_per_unit=0.0,
+    most=float("inf"),
+):
     """The problem with equal devices, ⌈k / r⌉ units in flight, and any number of stages."""
 
     def place(r):
@@ -31,7 +40,9 @@ def alike(problem, *, limit=float("inf"), sync=0.0, copies=1.0, copies_per_unit=
             copies=copies,
         )
 
-    places = RisingPlaces(problem.options, place, copies_per_unit=copies_per_unit)
+    places = RisingPlaces(
+        problem.options, place, copies_per_unit=copies_per_unit, most=lambda r: max(most - r + 1, 1)
+    )
     return replace(problem, place=places, stages=None, pins=())
 
 
@@ -50,18 +61,26 @@ def devices_of(problem, cut):
     sync=st.sampled_from([0.0, 0.1, 1.0]),
     copies=st.sampled_from([0.0, 1.0, 2.0]),
     copies_per_unit=st.sampled_from([0.0, 1.0]),
+    most=st.sampled_from([float("inf"), 1.0, 2.0]),
 )
-def test_as_good_as_trying_everything(drawn, limit, sync, copies, copies_per_unit):
-    problem = alike(drawn, limit=limit, sync=sync, copies=copies, copies_per_unit=copies_per_unit)
+def test_as_good_as_trying_everything(drawn, limit, sync, copies, copies_per_unit, most):
+    problem = alike(
+        drawn, limit=limit, sync=sync, copies=copies, copies_per_unit=copies_per_unit, most=most
+    )
+    by_targets = rising_by_targets(problem, find_downsets(problem, 10_000))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rising, "FEW", 0)
         answer = solved(problem)
     best = brute_force(problem)
     assert answer.complete
+    assert by_targets.complete
     if best is None:
         assert answer.cut is None
-        assert answer.bound_s == float("inf")
+        assert by_targets.cut is None
+        assert answer.bound_s == by_targets.bound_s == float("inf")
         return
+    assert cut_load(problem, by_targets.cut) == by_targets.cut.objective_s
+    assert by_targets.cut.objective_s == pytest.approx(best.objective_s, rel=1e-8)
     assert answer.cut.objective_s == pytest.approx(best.objective_s, rel=1e-9)
     assert answer.bound_s == pytest.approx(best.objective_s, rel=1e-9)
     assert cut_load(problem, answer.cut) == pytest.approx(best.objective_s, rel=1e-9)
@@ -129,3 +148,25 @@ def test_problems_of_other_kinds_are_left_alone():
     assert rising.rising_minimax(replace(problem, devices=2), lattice) is None
     large = replace(problem, options=problem.options * 2000)
     assert rising.rising_minimax(large, lattice) is None
+
+
+def test_what_holds_nothing_per_unit_is_weighed_all_the_same():
+    """Parameters alone are over the limit of a single stage."""
+    problem = alike(many(40), limit=float("inf"))
+    modes = tuple(
+        replace(mode, fixed_bytes=np.zeros(problem.layers), flight_bytes=np.zeros(problem.layers))
+        for mode in problem.modes
+    )
+    light = replace(problem, modes=modes, tensors=(), shared=(), workspace_bytes=None)
+    held = np.ones(problem.layers)
+    limit = float(held.sum()) / 2
+    tight = alike(replace(light, parameter_bytes=held), limit=limit)
+    found = solved(tight)
+    assert found.cut is not None
+    assert cut_load(tight, found.cut) < float("inf")
+
+
+def test_what_many_hold_at_the_most_bounds_what_fits():
+    """A stage that never has more than one unit in flight fits wherever it does with one."""
+    problem = alike(many(40), most=1.0)
+    assert problem.place(0, 40).units == problem.place(0, 1).units

@@ -24,6 +24,7 @@ from timeprest.runtime.settings import RunSettings
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 TOLERANCE = 1e-12
 
@@ -177,6 +178,10 @@ def test_a_weight_used_side_by_side_waits():
             id="a weight, and what is made of it behind",
         ),
         pytest.param(lambda m, v: [v * 3], id="no weights"),
+        pytest.param(
+            lambda m, v: [m.b(checkpoint(lambda z: m.a(z.tanh()), v, use_reentrant=False))],
+            id="a checkpoint",
+        ),
         pytest.param(lambda m, v: [torch.stack([m.a(v), v]).unbind()[0]], id="half used"),
     ],
 )

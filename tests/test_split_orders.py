@@ -165,3 +165,10 @@ def test_the_checker_knows_weight_parts():
             check_order(pipeline, (tuple(order),), 1)
     with pytest.raises(OrderError, match="not expected"):
         check_order(unsplit(pipeline), (tuple(good),), 1)
+
+
+def test_very_long_mini_batches_take_the_papers_way():
+    pipeline = equal_stages(8, 2100)
+    patterns = order_patterns(pipeline)
+    assert all(len(pattern.further) == 3 * 2100 + 1 for pattern in patterns)
+    assert max(most_kept(pipeline)) == 8

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from plans import plan_by_hand, with_times
+from timeprest.planner.variants import VARIANTS
 from timeprest.profiles.errors import RunError, TargetError, UserError
 from timeprest.profiles.target import resolve
 from timeprest.runtime.clipping import clip, own_part, squared_norm
@@ -71,7 +72,7 @@ def settings_of(task, **options):
 # Clipping ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("variant", ["gpipe", "pipedream-flush", "zb-h1"])
+@pytest.mark.parametrize("variant", [name for name, v in VARIANTS.items() if v.flushes])
 @pytest.mark.parametrize(("stages", "n"), [(1, 2), (3, 1), (3, 4), (7, 3)])
 def test_clipping_in_flush_systems_is_that_of_one_process(
     variant, stages, n, mlp_profile, mlp_target, tmp_path

@@ -36,7 +36,11 @@ NEVER = 2**62
 
 
 def rising_minimax(
-    problem: StageProblem, lattice: Lattice, *, deadline: float | None = None
+    problem: StageProblem,
+    lattice: Lattice,
+    *,
+    deadline: float | None = None,
+    few: int | None = None,
 ) -> Answer | None:
     """The cut on a lattice whose largest stage load is smallest, or what is known at the deadline.
 
@@ -44,6 +48,7 @@ def rising_minimax(
 
     Args:
         deadline: on the clock of `time.monotonic`.
+        few: options × devices that count as few; FEW by default.
 
     Returns:
         None where this isn't the way: places aren't `RisingPlaces`, the number of stages is
@@ -52,7 +57,7 @@ def rising_minimax(
     places = problem.place
     if not isinstance(places, RisingPlaces) or problem.stages is not None:
         return None
-    if len(problem.options) * problem.devices <= FEW:
+    if len(problem.options) * problem.devices <= (FEW if few is None else few):
         return None
     rows = problem.layers + len(problem.tensors) + len(problem.options) + len(problem.modes) ** 2
     if lattice.size**2 // 2 * rows > MOST_NUMBERS:

@@ -59,6 +59,7 @@ class StageTable:
         self._usable: Positions = np.flatnonzero(replicas <= problem.devices)
         self._replicas = replicas[self._usable]
         self._mode = np.array([option.mode for option in problem.options])[self._usable]
+        self._most = np.array(places.most)[self._usable]
         self._place = {
             field: np.array([getattr(places.alike[o], field) for o in self._usable])
             for field in (*PLACE, *COUNTS)
@@ -174,11 +175,14 @@ class StageTable:
         limit = self._place["memory_bytes"][at] * FITS
         each = self._place["units"][at] * flight + self._copies_per_unit * parameters
         once = once + (self._place["copies"][at] - self._copies_per_unit) * parameters
-        most = np.full(len(at), float(self._problem.devices))
+        # What holds nothing for a unit fits with any number of them, or with none.
+        most = np.where(once <= limit, float(self._problem.devices), 0.0)
         np.divide(limit - once, each, out=most, where=(each > 0) & np.isfinite(limit))
         most = np.clip(np.floor(most), 0, self._problem.devices)
         most = np.where(once + (most + 1) * each <= limit, most + 1, most)
         most = np.where(once + most * each <= limit, most, most - 1)
+        # What never has more in flight fits wherever it does with that many.
+        most = np.where(most >= self._most[at], self._problem.devices, most)
         units: Positions = np.clip(most, 0, self._problem.devices).astype(np.intp)
         return units
 

@@ -11,9 +11,10 @@ from .chains import chains_below
 from .downsets import Lattice, find_downsets
 from .ilp import solve_ilp
 from .linear_orders import good_cut
-from .minimax import minimax_with_bound
+from .minimax import Answer, minimax_with_bound
 from .problem import Cut, StageProblem
-from .rising import rising_minimax
+from .rising import FEW, rising_minimax
+from .rising_targets import rising_by_targets
 from .sweep import OutOfTime
 
 MOST_DOWNSETS = 300_000
@@ -55,9 +56,16 @@ class Source(Protocol):
         problem: StageProblem,
         *,
         seconds: float | None = None,
+        below: float = float("inf"),
+        within: float = 1.0,
         progress: Progress | None = None,
     ) -> Found:
-        """The best cut, and a bound on all cuts."""
+        """The best cut, and a bound on all cuts.
+
+        Args:
+            below: cuts with objectives from it on may be left out; the bound is at most it then.
+            within: a cut whose objective is at most so many times the bound will do.
+        """
 
     def each_below(
         self,
@@ -84,13 +92,27 @@ class DpSource:
         problem: StageProblem,
         *,
         seconds: float | None = None,
+        below: float = float("inf"),
+        within: float = 1.0,
         progress: Progress | None = None,
     ) -> Found:
         """See `Source`."""
         deadline = None if seconds is None else time.monotonic() + seconds
-        answer = rising_minimax(problem, self.lattice, deadline=deadline)
-        answer = answer or minimax_with_bound(problem, self.lattice, deadline=deadline)
+        answer = (
+            rising_minimax(problem, self.lattice, deadline=deadline)
+            or self._by_targets(problem, below, within, deadline)
+            or minimax_with_bound(problem, self.lattice, below=below, deadline=deadline)
+        )
         return Found(answer.cut, answer.bound_s)
+
+    def _by_targets(
+        self, problem: StageProblem, below: float, within: float, deadline: float | None
+    ) -> Answer | None:
+        if len(problem.options) * problem.devices <= FEW:
+            return None
+        return rising_by_targets(
+            problem, self.lattice, below=below, within=within, deadline=deadline
+        )
 
     def each_below(
         self,
@@ -116,6 +138,8 @@ class IlpSource:
         problem: StageProblem,
         *,
         seconds: float | None = None,
+        below: float = float("inf"),
+        within: float = 1.0,
         progress: Progress | None = None,
     ) -> Found:
         """See `Source`."""
