@@ -24,6 +24,7 @@ from .partition.coarse import Blocks, blocks
 from .partition.minimax import minimax_with_bound
 from .partition.problem import Cut, StageProblem
 from .partition.rising import rising_minimax
+from .partition.rising_targets import rising_by_targets
 from .partition.solve import DpSource, Found, Source
 from .partition.sweep import OutOfTime
 from .plan import PlanStage
@@ -62,6 +63,9 @@ _CLOSE = 1.001
 
 _MOST_BLOCKS = 200
 """The first guesses cut between so many blocks of layers."""
+
+_FINER = 4
+"""Where none of those fits, between up to so many times as many."""
 
 _BLOCKS_SHARE = 0.25
 """Of the time, for the first guesses."""
@@ -143,7 +147,7 @@ class Exploration:
     def __post_init__(self) -> None:
         self.relaxation = Relaxation(self.question, self.freedom)
         self._sharper: dict[Case, str] = {}
-        self._blocks: Blocks | None = None
+        self._blocks: dict[int, Blocks] = {}
         # Per choice, of the largest share of a device's memory that it takes, the least so far.
         self._over: dict[Choice, float] = {}
         self._tried: dict[tuple[Choice, int, tuple[int, ...]], Evaluation] = {}
@@ -184,6 +188,15 @@ class Exploration:
             return
         left = self.budget.seconds_left
         until = None if left is None else time.monotonic() + left * _BLOCKS_SHARE
+        most = _MOST_BLOCKS
+        while most <= _MOST_BLOCKS * _FINER and self.best is None and not _late(until):
+            self._try_between(most, until)
+            if most >= len(self.question.profile.layers):
+                break
+            most *= 2
+
+    def _try_between(self, most: int, until: float | None) -> None:
+        """Guesses at cuts between so many blocks, the best ones first."""
         found: list[tuple[float, int, Case, Held | None, bool]] = []
         # More micro-batches leave devices idle for less: those cases first.
         for done, case in enumerate(sorted(self.cases, key=lambda c: -c.micro_batches)):
@@ -191,18 +204,19 @@ class Exploration:
             for held, lone in product(self._guesses(None), self._lone[::-1]):
                 if lone and self.most_stages > _MOST_BLOCKS and self.freedom.replicas:
                     continue
-                answer = self._in_blocks(case, held, until, lone=lone)
+                answer = self._in_blocks(most, case, held, until, lone=lone)
                 if answer is not None:
                     found.append((answer[1].objective_s, len(found), case, held, lone))
-                if until is not None and time.monotonic() > until:
+                if _late(until):
                     break
         for objective_s, _, case, held, lone in sorted(found, key=lambda item: item[:2]):
-            late = until is not None and time.monotonic() > until
-            if objective_s < self.period_s and not (late and self.best is not None):
-                self._try_in_blocks(case, held, until, lone=lone)
+            # Guesses that are no better than what there is aren't worth a simulation.
+            if objective_s * _CLOSE < self.period_s and not (self.best and _late(until)):
+                self._try_in_blocks(most, case, held, until, lone=lone)
 
     def _in_blocks(
         self,
+        most: int,
         case: Case,
         held: Held | None,
         until: float | None,
@@ -213,28 +227,32 @@ class Exploration:
         """A guess's best cut between blocks.
 
         Args:
+            most: blocks.
             share: of the devices' memory, that it may use.
         """
         problem = self._problem(
             case, held, guess=True, lone=lone, alike=self._alike, memory_share=share
         )
-        coarse, lattice = self._blocks_of(problem).coarse(problem)
+        coarse, lattice = self._blocks_of(problem, most).coarse(problem)
         deadline = None if until is None else max(until, time.monotonic() + 1.0)
-        answer = rising_minimax(coarse, lattice, deadline=deadline, few=0)
-        answer = answer or minimax_with_bound(
-            coarse, lattice, below=self.period_s, deadline=deadline
+        answer = (
+            rising_minimax(coarse, lattice, deadline=deadline, few=0)
+            or rising_by_targets(
+                coarse, lattice, below=self.period_s, within=_CLOSE, deadline=deadline
+            )
+            or minimax_with_bound(coarse, lattice, below=self.period_s, deadline=deadline)
         )
         if answer.cut is None:
             return None
-        return problem, self._blocks_of(problem).fine(answer.cut)
+        return problem, self._blocks_of(problem, most).fine(answer.cut)
 
     def _try_in_blocks(
-        self, case: Case, held: Held | None, until: float | None, *, lone: bool
+        self, most: int, case: Case, held: Held | None, until: float | None, *, lone: bool
     ) -> None:
         """A guess's best cut; where it takes too much memory after all, with less to use."""
         share = 1.0
         for _ in range(_REPAIRS):
-            answer = self._in_blocks(case, held, until, lone=lone, share=share)
+            answer = self._in_blocks(most, case, held, until, lone=lone, share=share)
             if answer is None:
                 return
             self._try(*answer, case.micro_batches)
@@ -243,11 +261,11 @@ class Exploration:
                 return
             share /= over * _REPAIR
 
-    def _blocks_of(self, problem: StageProblem) -> Blocks:
-        if self._blocks is None:
+    def _blocks_of(self, problem: StageProblem, most: int) -> Blocks:
+        if most not in self._blocks:
             assert isinstance(self.source, DpSource)
-            self._blocks = blocks(problem, self.source.lattice, _MOST_BLOCKS)
-        return self._blocks
+            self._blocks[most] = blocks(problem, self.source.lattice, most)
+        return self._blocks[most]
 
     def _bound_all(self) -> None:
         found: dict[Case, list[tuple[float, StageProblem, Cut]]] = {}
@@ -439,8 +457,12 @@ class Exploration:
         if not self.relaxation.limited:
             yield None
             return
-        for cap in caps(limit_ranges(variant, most)):
-            yield held_under(variant, most, cap)
+        ranges, tried = limit_ranges(variant, most), set()
+        for cap in caps(ranges):
+            limits = capped(ranges, cap)
+            if limits not in tried:
+                tried.add(limits)
+                yield held_under(variant, most, cap)
 
     # Plans -------------------------------------------------------------------------------------
 
@@ -544,6 +566,10 @@ class Exploration:
 
     def _say(self, what: str, done: int, total: int) -> None:
         self.progress(what, done, total)
+
+
+def _late(until: float | None) -> bool:
+    return until is not None and time.monotonic() > until
 
 
 def _shown(seconds: float) -> str:
