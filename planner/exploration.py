@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
@@ -73,6 +74,9 @@ _BLOCKS_SHARE = 0.25
 _REPAIRS, _REPAIR = 3, 1.002
 """Times that a guess is made again with less memory, and how much less than it was over."""
 
+_SOON_S = 1.0
+"""What takes no longer may be done after the time limit."""
+
 _MOST_WIDENED = 16
 """With more stages, single limits aren't raised or lowered: each takes a simulation."""
 
@@ -93,9 +97,17 @@ class Budget:
     effort: int = EFFORT
     deadline: float | None = None
     tried: int = 0
+    _slowest: float = 0.0
 
-    def spend(self, operations: int) -> None:
-        """Take so many operations. Raises OutOfBudget when the budget is used up."""
+    def spend(self, operations: int, *, needed: bool = True) -> None:
+        """Take so many operations. Raises OutOfBudget when the budget is used up.
+
+        Args:
+            needed: though they may take longer than there is time.
+        """
+        left = self.seconds_left
+        if not needed and left is not None and self.expected_s(operations) > left:
+            raise OutOfBudget("time limit")
         self.tried += 1
         self.effort -= operations
         if self.effort < 0 and self.tried > _LEAST_TRIED:
@@ -106,6 +118,14 @@ class Budget:
         """Raises OutOfBudget when the time is over."""
         if self.deadline is not None and time.monotonic() > self.deadline:
             raise OutOfBudget("time limit")
+
+    def took(self, operations: int, seconds: float) -> None:
+        """So many operations were simulated in so much time."""
+        self._slowest = max(self._slowest, seconds / operations)
+
+    def expected_s(self, operations: int) -> float:
+        """What so many may take, by the slowest so far."""
+        return operations * self._slowest
 
     @property
     def seconds_left(self) -> float | None:
@@ -172,9 +192,13 @@ class Exploration:
     def run(self) -> str | None:
         """Search until all is proven, or the budget is used up: says then what was."""
         # A case that isn't reached keeps the trivial bound.
-        self.bounds = dict.fromkeys(self.cases, 0.0)
+        self.bounds = {
+            case: self.relaxation.round_trip_s(case.micro_batches) for case in self.cases
+        }
         try:
-            self._try_blocks()
+            # Bounds are still worth looking for where more of these plans would take too long.
+            with suppress(OutOfBudget):
+                self._try_blocks()
             self._bound_all()
             self._try_guesses()
             self._prove()
@@ -334,7 +358,7 @@ class Exploration:
         for case in self._promising():
             if self.bounds[case] * SAME >= self.period_s:
                 continue
-            problem = self._problem(case, view=self._sharper[case])
+            problem = self._problem(case, view=self._sharper.get(case, ""))
             unresolved = float("inf")
             cuts = self.source.each_below(
                 problem, lambda: self.period_s, deadline=self.budget.deadline
@@ -525,13 +549,11 @@ class Exploration:
         """The plan, if it fits the devices; the best one is kept."""
         key = (choice, micro_batches, limits)
         if key not in self._tried:
-            variant = self.relaxation.variant
-            # Split backwards have a third operation, and three orders are tried for them.
-            each = 3 * 3 if variant.split_backward else 2
-            operations = choice.stages * (each * micro_batches + 1)
-            flushes = variant.flushes
-            self.budget.spend(operations * (_FLUSHED if flushes else _MINI_BATCHES))
+            operations = self._operations(choice.stages, micro_batches)
+            self.budget.spend(operations, needed=self.best is None)
+            begin = time.monotonic()
             self._tried[key] = evaluate(self.question, choice.with_limits(limits), micro_batches)
+            self.budget.took(operations, time.monotonic() - begin)
         found = self._tried[key]
         over = max(found.memory_shares(self.question.cluster), default=0.0)
         self._over[choice] = min(over, self._over.get(choice, over))
@@ -542,8 +564,16 @@ class Exploration:
             self.best = found
         return found
 
+    def _operations(self, stages: int, micro_batches: int) -> int:
+        """What simulating a plan takes, about."""
+        variant = self.relaxation.variant
+        # Split backwards have a third operation, and three orders are tried for them.
+        each = 3 * 3 if variant.split_backward else 2
+        operations = stages * (each * micro_batches + 1)
+        return operations * (_FLUSHED if variant.flushes else _MINI_BATCHES)
+
     def tighten(self) -> None:
-        """Lower the best plan's limits as far as its period stays."""
+        """Lower the best plan's limits as far as its period stays, and there is time."""
         if self.best is None:
             return
         ranges = limit_ranges(self.relaxation.variant, len(self.best.stages))
@@ -552,7 +582,7 @@ class Exploration:
                 best = self.best
                 limits = [stage.in_flight for stage in best.stages]
                 least = max(ranges[s][0], limits[s + 1] if s + 1 < len(limits) else 1)
-                if limits[s] <= least or len(limits) > _MOST_WIDENED:
+                if limits[s] <= least or len(limits) > _MOST_WIDENED or self._too_late:
                     break
                 limits[s] -= 1
                 stages = tuple(
@@ -563,6 +593,14 @@ class Exploration:
                 if found.prediction.period_s > best.prediction.period_s * SAME:
                     break
                 self.best = found
+
+    @property
+    def _too_late(self) -> bool:
+        """Whether simulating the best plan anew takes long, and longer than there is time."""
+        if self.best is None or self.budget.seconds_left is None:
+            return False
+        operations = self._operations(len(self.best.stages), self.best.micro_batches)
+        return self.budget.expected_s(operations) > max(self.budget.seconds_left, _SOON_S)
 
     def _say(self, what: str, done: int, total: int) -> None:
         self.progress(what, done, total)
