@@ -188,6 +188,10 @@ class Relaxation:
                     )
                 options.append(Option(r // grain, known[key]))
         smallest = self._size(micro_batches, counts[-1])
+        devices = len(self.question.cluster.devices)
+        if guess and alike and self.variant.order == "1f1b-micro":
+            # It never has more than N micro-batches in flight, each on one device at a time.
+            devices = min(devices, micro_batches)
         graph, optimizer = self.graph, self.question.profile.optimizer
         every = self.question.update_every
         per_byte_s = optimizer.update_s_per_byte / every
@@ -209,7 +213,7 @@ class Relaxation:
             modes=tuple(modes),
             options=tuple(options),
             parameter_bytes=graph.likely_bytes if guess else graph.parameter_bytes,
-            devices=len(self.question.cluster.devices) // grain,
+            devices=devices // grain,
             place=place,
             together=graph.together,
             shared=tuple(self._shared(smallest, guess=guess)) if self.limited else (),
@@ -223,6 +227,19 @@ class Relaxation:
             stages=stages,
             pins=pins,
         )
+
+    def round_trip_s(self, micro_batches: int) -> float:
+        """No period is shorter where at most N micro-batches are in flight; else 0.
+
+        In `pipedream-2bw` every stage runs a micro-batch forward after the backward of the N-th
+        one before it at the latest. So a period takes at least as long as one micro-batch needs
+        from a stage to the end and back; of that only layers count that all paths go through, and
+        that gradients come back along.
+        """
+        if self.variant.order != "1f1b-micro":
+            return 0.0
+        work, _ = self._heads(micro_batches, both=False)
+        return max((sum(work[row].tolist()) for row in self.graph.returning_rows), default=0.0)
 
     @property
     def views(self) -> tuple[str, ...]:
