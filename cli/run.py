@@ -103,9 +103,16 @@ _AUTOCAST: dict[str | None, Literal["profiled", "bfloat16", "off"]] = {
     help="Evaluate on the test data after each epoch.",
 )
 @click.option(
+    "--on-nan",
+    type=click.Choice(["stop", "warn"]),
+    default="stop",
+    show_default=True,
+    help="A loss or gradients that aren't finite: end the run, or count them and go on.",
+)
+@click.option(
     "--timeout",
     type=click.FloatRange(0, min_open=True),
-    help="Longest wait for a message, in seconds.  [default: 60, or 100 periods]",
+    help="Longest wait for a message, in seconds.  [default: 25, or 100 periods]",
 )
 @click.option(
     "--decay",
@@ -166,6 +173,7 @@ def main(
     threads: int | None,
     inline: bool,
     evaluate: bool,
+    on_nan: Literal["stop", "warn"],
     timeout: float | None,
     decay: str,
     decay_rate: float,
@@ -226,7 +234,8 @@ def main(
         seed=seed,
         threads=threads or plan.profile.threads,
         evaluate=evaluate,
-        timeout_s=timeout or max(60.0, 100 * plan.predicted.period_s),
+        on_nan=on_nan,
+        timeout_s=timeout or max(25.0, 100 * plan.predicted.period_s),
         decay=decay,
         decay_rate=decay_rate,
         distances=distances,

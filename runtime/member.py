@@ -18,7 +18,7 @@ from .observer import Observer
 from .prepare import prepare
 from .run import check_settings, summarize
 from .run_dir import RunDir
-from .scores import RunSummary, StageReport
+from .scores import RunSummary, StageReport, decode
 from .settings import RunSettings
 from .status import StatusFile
 from .worker import take_part
@@ -70,7 +70,7 @@ def run_member(
     found = meeting.gather("reports", msgspec.json.encode(report))
     if not tells:
         return None
-    reports = [msgspec.json.decode(text, type=StageReport) for text in found]
+    reports = [decode(text, StageReport) for text in found]
     seconds = time.perf_counter() - begin
     summary = summarize(prepared, course.epochs, reports, seconds, inline=False)
     where.write_summary(summary)

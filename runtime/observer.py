@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 import msgspec
 
-from .scores import EpochRecord
+from .scores import EpochRecord, with_nan
 
 
 class Observer(Protocol):
@@ -121,13 +122,13 @@ class Tail:
         whole = new[: new.rfind(b"\n") + 1]
         self._position += len(whole)
         for line in whole.splitlines():
-            found = msgspec.json.decode(line)
+            found = with_nan(msgspec.json.decode(line))
             kind = found.pop("kind")
             if kind == "epoch":
                 self.observer.epoch(msgspec.convert(found, EpochRecord))
             else:
                 self.observer.mini_batch(
-                    found["epoch"], found["done"], found["of"], found["losses"][-1]
+                    found["epoch"], found["done"], found["of"], _number(found["losses"][-1])
                 )
 
 
@@ -137,5 +138,10 @@ def read_losses(path: Path) -> list[float]:
     for line in path.read_bytes().splitlines():
         found = msgspec.json.decode(line)
         if found["kind"] == "mini_batches":
-            losses += found["losses"]
+            losses += map(_number, found["losses"])
     return losses
+
+
+def _number(loss: float | None) -> float:
+    """JSON has null for what isn't finite."""
+    return math.nan if loss is None else loss

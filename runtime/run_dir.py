@@ -14,7 +14,7 @@ from torch import Tensor
 from ..planner.plan import Plan, read_plan
 from ..profiles.errors import FileError
 from ..profiles.files import read_file, write_bytes, write_file
-from .scores import RunSummary, StageReport
+from .scores import RunSummary, StageReport, decode
 from .settings import RunSettings
 from .workers import Worker
 
@@ -117,7 +117,7 @@ class RunDir:
         for worker in workers:
             path = self._report(worker)
             try:
-                found.append(msgspec.json.decode(path.read_bytes(), type=StageReport))
+                found.append(decode(path.read_bytes(), StageReport))
             except (OSError, msgspec.DecodeError) as error:
                 raise FileError(f"{path}: can't be read: {error}") from None
         return found

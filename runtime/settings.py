@@ -63,6 +63,8 @@ class RunSettings(
     seed: int = 0
     threads: Annotated[int, Meta(ge=1)] = 1
     evaluate: bool = True
+    on_nan: Literal["stop", "warn"] = "stop"
+    """A loss or gradients that aren't finite: end the run, or count them and go on."""
     timeout_s: Annotated[float, Meta(gt=0)] = 60.0
     """Longest wait for a message, before the run is given up."""
     decay: str = "exponential"

@@ -33,7 +33,7 @@ from .training import Barrier, Course
 from .workers import Worker, workers_of
 
 MEETING_S = 60.0
-"""Longest wait for the other workers to be ready, which takes as long as the slowest needs."""
+"""Longest wait for the other workers to be ready, with the model built and the data loaded."""
 
 
 def main(arguments: list[str]) -> int:
@@ -120,6 +120,14 @@ def take_part(
     channels = ProcessChannels(names, timeout_s, status)
     runner = StageRunner(prepared, rank, channels, sums, log, own)
     runner.status = status
+    runner.load()
+    status.begin("meeting the others")
+    status.wait(others)
+    try:
+        dist.monitored_barrier(timeout=timedelta(seconds=max(timeout_s, MEETING_S)))
+    except RuntimeError as error:
+        raise PeerError(f"{worker.name}: waiting for the others to load: {error}") from error
+    status.go_on()
     keep_gradients(run_dir, runner)
     metrics = MetricsFile(run_dir.metrics) if runner.tells else None
     told: Observer = metrics or Silent()
