@@ -13,7 +13,8 @@ import msgspec
 from ..planner.plan import read_plan
 from ..profiles.allocator import keep_freed_memory
 from ..profiles.errors import UserError
-from .common import Bar, common_options, errors_as_lines, output
+from ..profiles.profile import MAX_THREADS
+from .common import Bar, OneLineCommand, common_options, errors_as_lines, naming, output
 
 if TYPE_CHECKING:
     from ..planner.plan import Plan
@@ -29,7 +30,7 @@ _AUTOCAST: dict[str | None, Literal["profiled", "bfloat16", "off"]] = {
 }
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=OneLineCommand, context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("plan_path", metavar="PLAN")
 @click.option(
     "--task",
@@ -88,7 +89,7 @@ _AUTOCAST: dict[str | None, Literal["profiled", "bfloat16", "off"]] = {
 @click.option("--seed", type=click.IntRange(0, 2**40), default=0, show_default=True)
 @click.option(
     "--threads",
-    type=click.IntRange(1),
+    type=click.IntRange(1, MAX_THREADS),
     help="Torch's threads for each stage.  [default: as profiled]",
 )
 @click.option(
@@ -218,7 +219,8 @@ def main(
         log_operations=log_operations,
     )
     if checks:
-        _check(plan, settings, run_dir, inline=inline, as_json=as_json, quiet=quiet)
+        with naming(plan_path):
+            _check(plan, settings, run_dir, inline=inline, as_json=as_json, quiet=quiet)
         return
     where = Path(run_dir or f"runs/{plan.variant}-{time.strftime('%Y%m%d-%H%M%S')}")
     console = output()
@@ -251,7 +253,7 @@ def main(
     if inline:
         # As the stages' own processes do.
         keep_freed_memory()
-    with Bar(plan.variant, quiet=silent) as bar:
+    with naming(plan_path), Bar(plan.variant, quiet=silent) as bar:
         summary = run(plan, settings, where, inline=inline, observer=Show())
     if as_json:
         click.echo(msgspec.json.encode(summary))
