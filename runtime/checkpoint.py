@@ -44,7 +44,7 @@ _SUMS = ".sums"
 Agree = Callable[[bool], bool]
 """Whether all workers say yes; all of them call it together."""
 
-_FREE: dict[str, Any] = {
+FREE: dict[str, Any] = {
     "epochs": 1,
     "resume_at": None,
     "keep_checkpoints": 3,
@@ -102,7 +102,7 @@ def plan_checksum(plan: Plan) -> str:
 
 def settings_checksum(settings: RunSettings) -> str:
     """Changes whenever a setting does that what is trained depends on."""
-    return _checksum(msgspec.structs.replace(settings, **_FREE))
+    return _checksum(msgspec.structs.replace(settings, **FREE))
 
 
 def _checksum(value: msgspec.Struct) -> str:

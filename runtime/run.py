@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import msgspec
 
@@ -61,6 +63,7 @@ def run(
 
 def resume(
     run_dir: str | Path,
+    changes: Mapping[str, Any] | None = None,
     *,
     epochs: int | None = None,
     at: int | None = None,
@@ -73,6 +76,7 @@ def resume(
     is of the part from here on.
 
     Args:
+        changes: of settings that don't change what is trained (`checkpoint.FREE`), by name.
         epochs: in all, where there are to be more than before.
         at: mini-batches done at another checkpoint of the run.
 
@@ -83,6 +87,7 @@ def resume(
     """
     where = RunDir(run_dir)
     plan, settings = where.read()
+    settings = msgspec.structs.replace(settings, **(changes or {}))
     settings = settings_to_resume(where, plan, settings, epochs=epochs, at=at)
     prepared = prepare(plan, settings)
     done = settings.resume_at or 0
