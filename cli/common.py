@@ -39,6 +39,10 @@ def output() -> Console:
     )
 
 
+class Stopped(KeyboardInterrupt):
+    """Ctrl-C, with what the user can do next."""
+
+
 def errors_as_lines(function: F) -> F:
     """Turn our errors into one line on stderr and their exit code; Ctrl-C into code 130."""
 
@@ -49,8 +53,9 @@ def errors_as_lines(function: F) -> F:
         except TimeprestError as error:
             complain(str(error))
             sys.exit(error.exit_code)
-        except KeyboardInterrupt:
-            click.echo(f"{_program()}: stopped", err=True)
+        except KeyboardInterrupt as stop:
+            more = f"; {stop}" if isinstance(stop, Stopped) and str(stop) else ""
+            click.echo(f"{_program()}: stopped{more}", err=True)
             sys.exit(130)
         except BrokenPipeError:
             # The reader of our output (head, less) has had enough.

@@ -19,6 +19,7 @@ from ..profiles.allocator import keep_freed_memory
 from ..profiles.errors import TimeprestError
 from ..profiles.target import describe_error
 from .channels import ProcessChannels
+from .checkpoint import Agree, CheckpointWriter
 from .gradient_files import keep_gradients
 from .observer import MetricsFile, Observer, Silent
 from .operation_log import OperationLog, StageMetrics
@@ -26,6 +27,7 @@ from .peers import PeerError
 from .prepare import Prepared, prepare
 from .run_dir import RunDir
 from .runner import StageRunner
+from .starting import rewind_logs
 from .sums import ALL, ProcessSums, stage_group, sum_groups
 from .training import Barrier, Course
 from .workers import Worker, workers_of
@@ -88,20 +90,26 @@ def _work(run_dir: RunDir, store_path: str, worker: Worker, prepared: Prepared) 
     except RuntimeError as error:
         raise PeerError(f"{worker.name}: the workers didn't find each other: {error}") from error
     log = None
+    rewind_logs(run_dir, prepared.plan, prepared.settings, worker)
+    more = prepared.settings.resumed
     if prepared.settings.log_operations:
-        log = OperationLog(run_dir.operations(worker))
-    own = StageMetrics(run_dir.stage_metrics(worker))
+        log = OperationLog(run_dir.operations(worker), more=more)
+    own = StageMetrics(run_dir.stage_metrics(worker), more=more)
     channels = ProcessChannels(names, timeout_s)
     runner = StageRunner(prepared, rank, channels, sums, log, own)
     keep_gradients(run_dir, runner)
-    metrics = MetricsFile(run_dir.metrics) if runner.tells else None
+    metrics = MetricsFile(run_dir.metrics, more=more) if runner.tells else None
     observer: Observer = metrics or Silent()
     meet = _barrier(worker, sums, ALL)
-    course = Course([runner], observer, meet, _barrier(worker, sums, stage_group(worker.stage)))
+    files = [file for file in (log, own, metrics) if file is not None]
+    checkpoints = CheckpointWriter(
+        run_dir, prepared.plan, prepared.settings, _agree(worker, sums), {rank: files}
+    )
+    of_stage = _barrier(worker, sums, stage_group(worker.stage))
+    course = Course([runner], observer, meet, of_stage, checkpoints)
     course.run()
-    for closing in (log, own, metrics):
-        if closing is not None:
-            closing.close()
+    for file in files:
+        file.close()
     if worker.leads:
         run_dir.save_weights(worker.stage, runner.stage.state())
     for report in course.reports():
@@ -112,13 +120,23 @@ def _work(run_dir: RunDir, store_path: str, worker: Worker, prepared: Prepared) 
 
 
 def _barrier(worker: Worker, sums: ProcessSums, group: str) -> Barrier:
-    def wait() -> None:
-        try:
-            sums.start(group, [torch.zeros(1)]).wait()
-        except PeerError as error:
-            raise PeerError(f"{worker.name}: {error}") from error
+    return lambda: _sum(worker, sums, group, torch.zeros(1))
 
-    return wait
+
+def _agree(worker: Worker, sums: ProcessSums) -> Agree:
+    def agree(yes: bool) -> bool:
+        against = torch.tensor([float(not yes)])
+        _sum(worker, sums, ALL, against)
+        return not against.item()
+
+    return agree
+
+
+def _sum(worker: Worker, sums: ProcessSums, group: str, tensor: torch.Tensor) -> None:
+    try:
+        sums.start(group, [tensor]).wait()
+    except PeerError as error:
+        raise PeerError(f"{worker.name}: {error}") from error
 
 
 if __name__ == "__main__":
