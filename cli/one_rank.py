@@ -13,6 +13,7 @@ import click
 
 from ..profiles.errors import RunError, TimeprestError
 from ..runtime.launched import launched_by
+from .common import OneLineCommand
 
 if TYPE_CHECKING:
     from ..runtime.meeting import Meeting
@@ -23,7 +24,7 @@ _SILENT_S = 1.0
 """Before a rank that says nothing ends: the launcher ends the others when one has."""
 
 
-class OneRankCommand(click.Command):
+class OneRankCommand(OneLineCommand):
     """A command whose usage errors are shown by rank 0 alone."""
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:

@@ -4,21 +4,33 @@ from __future__ import annotations
 
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
 import msgspec
+from click.core import ParameterSource
 
 from ..planner.plan import read_plan
 from ..profiles.allocator import keep_freed_memory
 from ..profiles.errors import UserError
+from ..profiles.profile import MAX_THREADS
 from ..runtime.launched import check_world_size
-from .common import Bar, common_options, errors_as_lines, output
+from .common import (
+    Bar,
+    Stopped,
+    common_options,
+    errors_as_lines,
+    naming,
+    output,
+)
+from .export import export
 from .one_rank import OneRankCommand, meeting_at_hand, one_rank_tells
 
 if TYPE_CHECKING:
     from ..planner.plan import Plan
+    from ..runtime.meeting import Meeting
     from ..runtime.scores import EpochRecord
     from ..runtime.settings import OptimizerChoice, RunSettings
 
@@ -31,8 +43,32 @@ _AUTOCAST: dict[str | None, Literal["profiled", "bfloat16", "off"]] = {
 }
 
 
-@click.command(cls=OneRankCommand, context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("plan_path", metavar="PLAN")
+class _WithExport(OneRankCommand):
+    """A command that hands over to another one where its first argument is that one's name."""
+
+    def make_context(
+        self,
+        info_name: str | None,
+        args: list[str],
+        parent: click.Context | None = None,
+        **extra: Any,
+    ) -> click.Context:
+        """The context of whichever command it is."""
+        if args[:1] == ["export"]:
+            return export.make_context(f"{info_name} export", args[1:], parent, **extra)
+        return super().make_context(info_name, args, parent, **extra)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command that the context is of."""
+        return super().invoke(ctx) if ctx.command is self else ctx.command.invoke(ctx)
+
+
+@click.command(
+    cls=_WithExport,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="tp-run export RUN -o FILE writes a run's whole model to one safetensors file.",
+)
+@click.argument("plan_path", metavar="PLAN", required=False)
 @click.option(
     "--task",
     help="Built-in task, file.py:NAME or pkg.module:NAME.  "
@@ -90,7 +126,7 @@ _AUTOCAST: dict[str | None, Literal["profiled", "bfloat16", "off"]] = {
 @click.option("--seed", type=click.IntRange(0, 2**40), default=0, show_default=True)
 @click.option(
     "--threads",
-    type=click.IntRange(1),
+    type=click.IntRange(1, MAX_THREADS),
     help="Torch's threads for each stage.  [default: as profiled]",
 )
 @click.option(
@@ -147,12 +183,54 @@ _AUTOCAST: dict[str | None, Literal["profiled", "bfloat16", "off"]] = {
     help="Train --steps mini-batches (3 by default) once more without a pipeline, and say where "
     "loss, gradients and weights differ most. Keeps nothing without --run-dir.",
 )
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Check all that the run needs, send a micro-batch's shapes over every cut, and stop.",
+)
 @click.option("--run-dir", help="[default: runs/VARIANT-DATE-TIME]")
+@click.option(
+    "--checkpoint-every",
+    type=click.IntRange(0),
+    help="Mini-batches between two checkpoints; the pipeline drains there. 0: none.  "
+    "[default: at the end of each epoch]",
+)
+@click.option(
+    "--keep-checkpoints",
+    type=click.IntRange(1),
+    default=3,
+    show_default=True,
+    help="How many of them are kept, the newest.",
+)
+@click.option(
+    "--from",
+    "start_from",
+    metavar="RUN",
+    help="Start from the weights and optimizer state of another run's newest checkpoint, of one "
+    "of its checkpoints, or from a safetensors file; its stages and system may be others.",
+)
+@click.option(
+    "--resume",
+    is_flag=True,
+    help="Go on with the run in --run-dir from its newest checkpoint. --epochs may grow.",
+)
+@click.option(
+    "--resume-at",
+    type=click.IntRange(1),
+    help="The same from another checkpoint, by the mini-batches done.",
+)
+@click.option(
+    "--max-restarts",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="After a failure start again from the newest checkpoint, so many times at most.",
+)
 @common_options
 @errors_as_lines
 @one_rank_tells
 def main(
-    plan_path: str,
+    plan_path: str | None,
     task: str | None,
     epochs: int | None,
     steps: int | None,
@@ -180,7 +258,14 @@ def main(
     distances: bool,
     log_operations: bool,
     checks: bool,
+    dry_run: bool,
     run_dir: str | None,
+    checkpoint_every: int | None,
+    keep_checkpoints: int,
+    start_from: str | None,
+    resume: bool,
+    resume_at: int | None,
+    max_restarts: int,
     as_json: bool,
     quiet: bool,
     verbose: bool,
@@ -189,8 +274,19 @@ def main(
 
     Started by torchrun or srun, it is one of these processes, on one machine of many.
     """
+    meeting = meeting_at_hand()
+    resume = resume or resume_at is not None
+    if not resume and meeting is not None and _restarted(meeting, run_dir):
+        # The launcher repeats the command with which the run was begun.
+        resume, epochs = True, None
+    elif resume:
+        _check_resumable(run_dir, start_from)
+    elif plan_path is None:
+        raise click.UsageError("Missing argument 'PLAN'.")
     if epochs is not None and steps is not None:
         raise UserError("--epochs, --steps: give one of them")
+    if checks and (start_from is not None or resume):
+        raise UserError("--check: trains anew; leave --from and --resume out")
     if checks and epochs is not None:
         raise UserError("--check, --epochs: a check trains --steps mini-batches")
     choice = _optimizer(
@@ -203,9 +299,41 @@ def main(
             "betas": _betas(betas),
         },
     )
-    plan = read_plan(plan_path)
+    # Torch takes its time; bad options and plans needn't wait for it.
+    if resume:
+        assert run_dir is not None
+        plan, settings = _read_run(run_dir, plan_path)
+    else:
+        assert plan_path is not None
+        plan = read_plan(plan_path)
+        from ..runtime.settings import RunSettings
+
+        settings = RunSettings(
+            task=task or plan.profile.target,
+            epochs=epochs or 5,
+            steps=steps,
+            optimizer=choice,
+            ragged=ragged,
+            decay_only=decay_only,
+            lr_schedule=lr_schedule,
+            warmup=warmup or 0,
+            clip_norm=clip_norm,
+            autocast=_AUTOCAST[autocast],
+            deferred_batch_norm=deferred_batch_norm,
+            seed=seed,
+            threads=threads or plan.profile.threads,
+            evaluate=evaluate,
+            on_nan=on_nan,
+            timeout_s=timeout or max(25.0, 100 * plan.predicted.period_s),
+            decay=decay,
+            decay_rate=decay_rate,
+            distances=distances,
+            log_operations=log_operations,
+            checkpoint_every=checkpoint_every,
+            keep_checkpoints=keep_checkpoints,
+            start_from=start_from,
+        )
     processes = sum(len(stage.devices) for stage in plan.stages)
-    meeting = meeting_at_hand()
     if meeting is not None:
         check_world_size(meeting.launched, processes)
         if inline or checks:
@@ -213,42 +341,29 @@ def main(
                 f"--{'inline' if inline else 'check'}: not under "
                 f"{meeting.launched.by}: start tp-run by itself"
             )
-    # Torch takes its time; bad options and plans needn't wait for it.
+        if max_restarts:
+            raise UserError("--max-restarts: is torchrun's own option there, or srun's --requeue")
+    from ..runtime.restarts import with_restarts
+    from ..runtime.run import resume as resume_run
     from ..runtime.run import run
-    from ..runtime.settings import RunSettings
     from .plan_tables import operations, stage_table
     from .run_tables import epoch_line, summary_lines, summary_table
 
-    settings = RunSettings(
-        task=task or plan.profile.target,
-        epochs=epochs or 5,
-        steps=steps,
-        optimizer=choice,
-        ragged=ragged,
-        decay_only=decay_only,
-        lr_schedule=lr_schedule,
-        warmup=warmup or 0,
-        clip_norm=clip_norm,
-        autocast=_AUTOCAST[autocast],
-        deferred_batch_norm=deferred_batch_norm,
-        seed=seed,
-        threads=threads or plan.profile.threads,
-        evaluate=evaluate,
-        on_nan=on_nan,
-        timeout_s=timeout or max(25.0, 100 * plan.predicted.period_s),
-        decay=decay,
-        decay_rate=decay_rate,
-        distances=distances,
-        log_operations=log_operations,
-    )
     if checks:
-        _check(plan, settings, run_dir, inline=inline, as_json=as_json, quiet=quiet)
+        with naming(plan_path or str(run_dir)):
+            _check(plan, settings, run_dir, inline=inline, as_json=as_json, quiet=quiet)
         return
     named = run_dir or f"runs/{plan.variant}-{time.strftime('%Y%m%d-%H%M%S')}"
     if meeting is not None:
         # Each host may name its own.
         named = run_dir or meeting.share("run directory", named)
     where = Path(named)
+    if dry_run:
+        if resume or checks:
+            raise UserError("--dry-run: goes with neither --resume nor --check")
+        with naming(plan_path or named):
+            _dry_run(plan, settings, named, meeting, as_json=as_json, quiet=quiet)
+        return
     console = output()
     silent = quiet or as_json
 
@@ -258,7 +373,8 @@ def main(
         def begin(self) -> None:
             if not silent:
                 how = "inline" if inline else f"{processes} processes"
-                bar.print(f"training {settings.task} with {plan.variant}, {how}, in {where}")
+                what = f"training {settings.task} with {plan.variant}, {how}, in {where}"
+                bar.print(f"{what}, from {_place(where, resume_at)}" if resume else what)
                 if plan.profile.device != "cpu":
                     bar.print(f"predictions are for {plan.profile.device}; this runs on the CPU")
                 profiled = plan.profile.autocast or "off"
@@ -277,16 +393,38 @@ def main(
     if inline:
         # As the stages' own processes do.
         keep_freed_memory()
-    with Bar(plan.variant, quiet=silent) as bar:
-        if meeting is None:
-            summary = run(plan, settings, where, inline=inline, observer=Show())
-        else:
-            from ..runtime.member import run_member
+    with naming(plan_path or str(run_dir)), Bar(plan.variant, quiet=silent) as bar:
+        free = {
+            "timeout_s": timeout,
+            "keep_checkpoints": _given("keep_checkpoints"),
+            "log_operations": log_operations or None,
+            "on_nan": _given("on_nan"),
+        }
+        changes = {name: value for name, value in free.items() if value is not None}
+        try:
+            if meeting is not None:
+                from ..runtime.member import resume_member, run_member
 
-            told = run_member(plan, settings, named, meeting, Show())
-            if told is None:
-                return
-            summary = told
+                told = (
+                    resume_member(named, changes, meeting, Show(), epochs=epochs, at=resume_at)
+                    if resume
+                    else run_member(plan, settings, named, meeting, Show())
+                )
+                if told is None:
+                    return
+                summary = told
+            else:
+                again = partial(resume_run, where, changes, inline=inline, observer=Show())
+                first = (
+                    partial(again, epochs=epochs, at=resume_at)
+                    if resume
+                    else partial(run, plan, settings, where, inline=inline, observer=Show())
+                )
+                summary = with_restarts(
+                    first, again, max_restarts, lambda line: click.echo(f"tp-run: {line}", err=True)
+                )
+        except KeyboardInterrupt:
+            raise Stopped(_how_to_go_on(where)) from None
     if as_json:
         click.echo(msgspec.json.encode(summary))
     elif not quiet:
@@ -294,6 +432,107 @@ def main(
         for line in summary_lines(plan, summary):
             console.print(line)
         console.print(f"weights, metrics and summary are in {where}")
+
+
+_RESUMABLE = {
+    *("plan_path", "run_dir", "resume", "resume_at", "epochs", "checks", "start_from"),
+    *("inline", "timeout", "keep_checkpoints", "log_operations", "as_json", "quiet", "verbose"),
+}
+"""Options that may be given to a run that is resumed, or are refused elsewhere."""
+
+
+def _given(name: str) -> Any:
+    """An option's value where it is on the command line; else None."""
+    context = click.get_current_context()
+    there = context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+    return context.params[name] if there else None
+
+
+def _check_resumable(run_dir: str | None, start_from: str | None) -> None:
+    """Refuse options that would make another run of it."""
+    if run_dir is None:
+        raise UserError("--resume: name the run with --run-dir")
+    if start_from is not None:
+        raise UserError("--resume, --from: give one of them")
+    options = click.get_current_context().command.params
+    changed = [
+        option.opts[0]
+        for option in options
+        if option.name not in _RESUMABLE and _given(option.name or "") is not None
+    ]
+    if changed:
+        raise UserError(
+            f"{', '.join(changed)}: a resumed run keeps its settings, and only --epochs may grow; "
+            f"to start another run from its weights: tp-run PLAN --from {run_dir}"
+        )
+
+
+def _read_run(run_dir: str, plan_path: str | None) -> tuple[Plan, RunSettings]:
+    """A run that is resumed. Raises UserError when PLAN is given and is another."""
+    from ..runtime.run_dir import RunDir
+
+    plan, settings = RunDir(run_dir).read()
+    if plan_path is not None and read_plan(plan_path) != plan:
+        raise UserError(
+            f"{plan_path}: isn't the plan of {run_dir}; leave it out to resume that run, or start "
+            f"another one from its weights: --from {run_dir}"
+        )
+    return plan, settings
+
+
+def _place(where: Path, at: int | None) -> str:
+    """Where a run is resumed."""
+    from ..runtime.starting import newest_checkpoint
+
+    found = newest_checkpoint(where)
+    if found is None:
+        return "its beginning: it has no checkpoint yet"
+    return f"mini-batch {at or int(found.name)} on"
+
+
+def _how_to_go_on(where: Path) -> str:
+    """After a run was stopped."""
+    from ..runtime.starting import newest_checkpoint
+
+    found = newest_checkpoint(where)
+    if found is None:
+        return ""
+    return f"its newest checkpoint is {found}; go on with tp-run --resume --run-dir {where}"
+
+
+def _restarted(meeting: Meeting, run_dir: str | None) -> bool:
+    """Whether the launcher has started all workers of a run again, that has a directory."""
+    begun = run_dir is not None and (Path(run_dir) / "plan.json").exists()
+    return meeting.launched.attempt > 0 and begun
+
+
+def _dry_run(
+    plan: Plan,
+    settings: RunSettings,
+    run_dir: str,
+    meeting: Meeting | None,
+    *,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Ends with code 2 when there is a problem."""
+    from ..runtime.dry_run import dry_run
+    from .dry_run_tables import cut_table, dry_run_lines, worker_table
+
+    found = dry_run(plan, settings, run_dir, meeting)
+    if found is None:
+        return
+    if as_json:
+        click.echo(msgspec.json.encode(found))
+    elif not quiet:
+        console = output()
+        console.print(worker_table(found))
+        if found.cuts:
+            console.print(cut_table(found))
+        for line in dry_run_lines(found):
+            console.print(line, markup=False)
+    if found.problems:
+        raise UserError(f"not ready: {'; '.join(found.problems)}")
 
 
 def _check(

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 
-import msgspec
-
 from ..profiles.units import format_seconds
+from .budget import Budget, OutOfBudget, is_late, operations_of
 from .choices import Choice, all_limits, capped, caps, choice_of
 from .evaluate import Evaluation, Question, evaluate
+from .in_flight import Held, held_under
 from .orders import limit_ranges
 from .partition.coarse import Blocks, blocks
 from .partition.minimax import minimax_with_bound
@@ -28,33 +28,17 @@ from .partition.rising import rising_minimax
 from .partition.rising_targets import rising_by_targets
 from .partition.solve import DpSource, Found, Source
 from .partition.sweep import OutOfTime
-from .plan import PlanStage
-from .relaxation import Freedom, Held, Relaxation, held_under
+from .ranking import SAME, better
+from .relaxation import Freedom, Relaxation
+from .tightening import tightened
 
 Progress = Callable[[str, int, int], None]
-
-SAME = 1 + 1e-9
-"""Periods within this factor are the same; rounding is no gain."""
-
-EFFORT = 1_000_000
-"""Simulated operations that a search may spend; the same everywhere, so plans repeat."""
-
-
-_LEAST_TRIED = 24
-"""Plans that may be tried whatever they take."""
 
 _MOST_UNITS = 512
 """With more devices, guesses let stages take several at once."""
 
 _BOUND_S = 3.0
 """For a bound then: what the dynamic program has excluded by that time."""
-
-_MINI_BATCHES = 8
-"""What it takes a simulation to become steady, about."""
-
-_FLUSHED = 3
-"""The same where the pipeline runs empty after each."""
-
 
 _LARGE = 20_000
 """With more layers × devices, guesses leave the number of stages open."""
@@ -79,58 +63,6 @@ _SOON_S = 1.0
 
 _MOST_WIDENED = 16
 """With more stages, single limits aren't raised or lowered: each takes a simulation."""
-
-
-class OutOfBudget(Exception):  # noqa: N818 - it ends a search, nothing went wrong
-    """The search has used what it was given; `args[0]` says what."""
-
-
-@dataclass
-class Budget:
-    """What a search may still spend.
-
-    Attributes:
-        effort: simulated operations.
-        deadline: by `time.monotonic`; None: no limit.
-    """
-
-    effort: int = EFFORT
-    deadline: float | None = None
-    tried: int = 0
-    _slowest: float = 0.0
-
-    def spend(self, operations: int, *, needed: bool = True) -> None:
-        """Take so many operations. Raises OutOfBudget when the budget is used up.
-
-        Args:
-            needed: though they may take longer than there is time.
-        """
-        left = self.seconds_left
-        if not needed and left is not None and self.expected_s(operations) > left:
-            raise OutOfBudget("time limit")
-        self.tried += 1
-        self.effort -= operations
-        if self.effort < 0 and self.tried > _LEAST_TRIED:
-            raise OutOfBudget("effort")
-        self.check()
-
-    def check(self) -> None:
-        """Raises OutOfBudget when the time is over."""
-        if self.deadline is not None and time.monotonic() > self.deadline:
-            raise OutOfBudget("time limit")
-
-    def took(self, operations: int, seconds: float) -> None:
-        """So many operations were simulated in so much time."""
-        self._slowest = max(self._slowest, seconds / operations)
-
-    def expected_s(self, operations: int) -> float:
-        """What so many may take, by the slowest so far."""
-        return operations * self._slowest
-
-    @property
-    def seconds_left(self) -> float | None:
-        """Until the deadline."""
-        return None if self.deadline is None else max(self.deadline - time.monotonic(), 0.0)
 
 
 @dataclass(frozen=True)
@@ -213,7 +145,7 @@ class Exploration:
         left = self.budget.seconds_left
         until = None if left is None else time.monotonic() + left * _BLOCKS_SHARE
         most = _MOST_BLOCKS
-        while most <= _MOST_BLOCKS * _FINER and self.best is None and not _late(until):
+        while most <= _MOST_BLOCKS * _FINER and self.best is None and not is_late(until):
             self._try_between(most, until)
             if most >= len(self.question.profile.layers):
                 break
@@ -231,11 +163,11 @@ class Exploration:
                 answer = self._in_blocks(most, case, held, until, lone=lone)
                 if answer is not None:
                     found.append((answer[1].objective_s, len(found), case, held, lone))
-                if _late(until):
+                if is_late(until):
                     break
         for objective_s, _, case, held, lone in sorted(found, key=lambda item: item[:2]):
             # Guesses that are no better than what there is aren't worth a simulation.
-            if objective_s * _CLOSE < self.period_s and not (self.best and _late(until)):
+            if objective_s * _CLOSE < self.period_s and not (self.best and is_late(until)):
                 self._try_in_blocks(most, case, held, until, lone=lone)
 
     def _in_blocks(
@@ -549,7 +481,7 @@ class Exploration:
         """The plan, if it fits the devices; the best one is kept."""
         key = (choice, micro_batches, limits)
         if key not in self._tried:
-            operations = self._operations(choice.stages, micro_batches)
+            operations = operations_of(self.relaxation.variant, choice.stages, micro_batches)
             self.budget.spend(operations, needed=self.best is None)
             begin = time.monotonic()
             self._tried[key] = evaluate(self.question, choice.with_limits(limits), micro_batches)
@@ -564,34 +496,10 @@ class Exploration:
             self.best = found
         return found
 
-    def _operations(self, stages: int, micro_batches: int) -> int:
-        """What simulating a plan takes, about."""
-        variant = self.relaxation.variant
-        # Split backwards have a third operation, and three orders are tried for them.
-        each = 3 * 3 if variant.split_backward else 2
-        operations = stages * (each * micro_batches + 1)
-        return operations * (_FLUSHED if variant.flushes else _MINI_BATCHES)
-
     def tighten(self) -> None:
         """Lower the best plan's limits as far as its period stays, and there is time."""
-        if self.best is None:
-            return
-        ranges = limit_ranges(self.relaxation.variant, len(self.best.stages))
-        for s in range(len(self.best.stages)):
-            while True:
-                best = self.best
-                limits = [stage.in_flight for stage in best.stages]
-                least = max(ranges[s][0], limits[s + 1] if s + 1 < len(limits) else 1)
-                if limits[s] <= least or len(limits) > _MOST_WIDENED or self._too_late:
-                    break
-                limits[s] -= 1
-                stages = tuple(
-                    _with_limit(stage, limit)
-                    for stage, limit in zip(best.stages, limits, strict=True)
-                )
-                found = evaluate(self.question, stages, best.micro_batches)
-                if found.prediction.period_s > best.prediction.period_s * SAME:
-                    break
+        if self.best is not None and len(self.best.stages) <= _MOST_WIDENED:
+            for found in tightened(self.question, self.best, lambda: not self._too_late):
                 self.best = found
 
     @property
@@ -599,38 +507,14 @@ class Exploration:
         """Whether simulating the best plan anew takes long, and longer than there is time."""
         if self.best is None or self.budget.seconds_left is None:
             return False
-        operations = self._operations(len(self.best.stages), self.best.micro_batches)
+        operations = operations_of(
+            self.relaxation.variant, len(self.best.stages), self.best.micro_batches
+        )
         return self.budget.expected_s(operations) > max(self.budget.seconds_left, _SOON_S)
 
     def _say(self, what: str, done: int, total: int) -> None:
         self.progress(what, done, total)
 
 
-def _late(until: float | None) -> bool:
-    return until is not None and time.monotonic() > until
-
-
 def _shown(seconds: float) -> str:
     return format_seconds(seconds) if seconds < float("inf") else "none yet"
-
-
-def better(found: Evaluation, best: Evaluation) -> bool:
-    """A shorter period; at the same period fewer devices, stages, staleness, then less memory."""
-
-    def rank(e: Evaluation) -> tuple[int, int, int, int]:
-        predicted = e.prediction.stages
-        return (
-            sum(len(stage.devices) for stage in e.stages),
-            len(e.stages),
-            max(stage.version_difference for stage in predicted),
-            max(stage.memory_bytes for stage in predicted),
-        )
-
-    mine, its = found.prediction.period_s, best.prediction.period_s
-    if mine * SAME < its or its * SAME < mine:
-        return mine < its
-    return rank(found) < rank(best)
-
-
-def _with_limit(stage: PlanStage, limit: int) -> PlanStage:
-    return msgspec.structs.replace(stage, in_flight=limit)

@@ -116,6 +116,7 @@ def check(
         steps=settings.steps or STEPS,
         evaluate=False,
         keep_gradients=True,
+        checkpoint_every=0,
         dropout=settings.dropout and not flushes,
     )
     prepared = prepare(plan, settings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,8 @@ from .settings import RunSettings
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of training that ends drained: an epoch, or what `steps` leave of it.
+    """A stretch of training that ends drained: an epoch, what `steps` leave of it, or its part
+    between two checkpoints.
 
     Attributes:
         epoch: counted from 0.
@@ -28,6 +30,9 @@ class Segment:
         mini_batch: samples in every other.
         micro_batches: in each mini-batch.
         update_every: mini-batches that an update is made after, the last ones left out.
+        offset: mini-batches of its epoch before it.
+        rest: mini-batches of its epoch after it.
+        checkpoint: one is written at its end.
     """
 
     epoch: int
@@ -37,6 +42,19 @@ class Segment:
     mini_batch: int
     micro_batches: int
     update_every: int = 1
+    offset: int = 0
+    rest: int = 0
+    checkpoint: bool = False
+
+    @property
+    def end(self) -> int:
+        """Mini-batches of the run that are done after it."""
+        return self.first + self.mini_batches
+
+    @property
+    def of_epoch(self) -> int:
+        """Mini-batches in its epoch."""
+        return self.offset + self.mini_batches + self.rest
 
     def together(self, mini_batch: int) -> int:
         """Mini-batches whose mean is the gradient that this one's update goes by."""
@@ -79,23 +97,49 @@ def segments(plan: Plan, settings: RunSettings, samples: int) -> tuple[Segment, 
         )
     total = settings.steps if settings.steps is not None else settings.epochs * each
     found: list[Segment] = []
-    first = 0
-    while first < total:
+    for epoch, first in enumerate(range(0, total, each)):
         count = min(each, total - first)
-        used = min(count * plan.mini_batch, samples)
-        found.append(
-            Segment(
-                epoch=len(found),
-                first=first,
-                mini_batches=count,
-                samples=used,
-                mini_batch=plan.mini_batch,
-                micro_batches=plan.micro_batches,
-                update_every=plan.update_every,
+        cuts = checkpoints_within(first, count, settings.checkpoint_every, plan.update_every)
+        for start, end in itertools.pairwise(sorted({0, *cuts, count})):
+            left = samples - start * plan.mini_batch
+            due = end in cuts or (settings.checkpoint_every != 0 and first + end == total)
+            found.append(
+                Segment(
+                    epoch=epoch,
+                    first=first + start,
+                    mini_batches=end - start,
+                    samples=min((end - start) * plan.mini_batch, left),
+                    mini_batch=plan.mini_batch,
+                    micro_batches=plan.micro_batches,
+                    update_every=plan.update_every,
+                    offset=start,
+                    rest=count - end,
+                    checkpoint=due,
+                )
             )
-        )
-        first += count
     return tuple(found)
+
+
+def checkpoints_within(
+    first: int, count: int, every: int | None, update_every: int
+) -> tuple[int, ...]:
+    """Where the checkpoints of an epoch are, in mini-batches of the epoch.
+
+    Each comes at the update that a multiple of `every` falls on, or the next one: updates are made
+    of the same mini-batches with and without it.
+
+    Args:
+        first: mini-batches of the run before the epoch.
+        count: in the epoch.
+        every: mini-batches of the run; None: at the epoch's end; 0: nowhere.
+        update_every: mini-batches that an update is made after.
+    """
+    if every is None:
+        return (count,)
+    if not every:
+        return ()
+    multiples = range(every - first % every, count + 1, every)
+    return tuple(sorted({min(-(-k // update_every) * update_every, count) for k in multiples}))
 
 
 def updates_of(segments: Iterable[Segment]) -> int:
@@ -115,7 +159,8 @@ def real_samples(
         dealt: which of the micro-batch's samples, where replicas share them.
     """
     each, more = divmod(segment.samples_of(mini_batch), segment.micro_batches)
-    start = mini_batch * segment.mini_batch + micro_batch * each + min(micro_batch, more)
+    before = (segment.offset + mini_batch) * segment.mini_batch
+    start = before + micro_batch * each + min(micro_batch, more)
     return range(start, start + each + (micro_batch < more))[dealt]
 
 

@@ -66,9 +66,12 @@ class MetricsFile:
     Every line of kind "mini_batches" holds the losses since the last one.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._file: TextIO = path.open("w", encoding="utf-8")
+    def __init__(self, path: Path, *, more: bool = False) -> None:
+        """`more`: a run that is resumed goes on with the file."""
+        self.path = path
+        self._file: TextIO = path.open("a" if more else "w", encoding="utf-8")
         self._losses: list[float] = []
+        self._at = (0, 0, 0)
         self._written = 0.0
 
     def begin(self) -> None:
@@ -77,18 +80,20 @@ class MetricsFile:
     def mini_batch(self, epoch: int, done: int, of: int, loss: float) -> None:
         """Note a loss."""
         self._losses.append(loss)
+        self._at = epoch, done, of
         if done == of or time.monotonic() - self._written > 0.2:
-            self._write(
-                {
-                    "kind": "mini_batches",
-                    "epoch": epoch,
-                    "done": done,
-                    "of": of,
-                    "losses": self._losses,
-                }
-            )
-            self._losses = []
-            self._written = time.monotonic()
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the losses that were noted."""
+        if not self._losses:
+            return
+        epoch, done, of = self._at
+        self._write(
+            {"kind": "mini_batches", "epoch": epoch, "done": done, "of": of, "losses": self._losses}
+        )
+        self._losses = []
+        self._written = time.monotonic()
 
     def epoch(self, record: EpochRecord) -> None:
         """Note an epoch's record."""
@@ -99,17 +104,19 @@ class MetricsFile:
         self._file.flush()
 
     def close(self) -> None:
-        """Close the file."""
+        """Write what is left, and close the file."""
+        self.flush()
         self._file.close()
 
 
 class Tail:
-    """Reads a metrics file while it grows, and passes it on to an observer."""
+    """Reads a metrics file while it grows, and passes what is new on to an observer."""
 
     def __init__(self, path: Path, observer: Observer) -> None:
         self.path = path
         self.observer = observer
-        self._position = 0
+        # Of a run that is resumed, there is one already.
+        self._position = path.stat().st_size if path.exists() else 0
 
     def poll(self) -> None:
         """Pass on the lines that are new and whole."""
@@ -145,3 +152,14 @@ def read_losses(path: Path) -> list[float]:
 def _number(loss: float | None) -> float:
     """JSON has null for what isn't finite."""
     return math.nan if loss is None else loss
+
+
+def read_epochs(path: Path) -> list[EpochRecord]:
+    """The epochs of a run that are done."""
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    found = [with_nan(msgspec.json.decode(line)) for line in lines]
+    return [
+        msgspec.convert({k: v for k, v in line.items() if k != "kind"}, EpochRecord)
+        for line in found
+        if line["kind"] == "epoch"
+    ]

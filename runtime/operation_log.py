@@ -14,9 +14,11 @@ from .scores import StageEpoch
 class OperationLog:
     """Lines of JSON, one per operation: op, version, forward_version, start_s, end_s."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, more: bool = False) -> None:
+        """`more`: a run that is resumed goes on with the file."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: TextIO = path.open("w", encoding="utf-8")
+        self.path = path
+        self._file: TextIO = path.open("a" if more else "w", encoding="utf-8")
 
     def write(
         self, op: str, version: int, forward_version: int | None, start_s: float, end_s: float
@@ -27,6 +29,10 @@ class OperationLog:
             line["forward_version"] = forward_version
         self._file.write(json.dumps(line) + "\n")
 
+    def flush(self) -> None:
+        """Write what is buffered."""
+        self._file.flush()
+
     def close(self) -> None:
         """Flush and close."""
         self._file.close()
@@ -35,13 +41,19 @@ class OperationLog:
 class StageMetrics:
     """Lines of JSON, one per epoch: what the stage saw in it."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, more: bool = False) -> None:
+        """`more`: a run that is resumed goes on with the file."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: TextIO = path.open("w", encoding="utf-8")
+        self.path = path
+        self._file: TextIO = path.open("a" if more else "w", encoding="utf-8")
 
     def epoch(self, seen: StageEpoch) -> None:
         """Add an epoch."""
         self._file.write(msgspec.json.encode(seen).decode() + "\n")
+        self._file.flush()
+
+    def flush(self) -> None:
+        """Write what is buffered."""
         self._file.flush()
 
     def close(self) -> None:

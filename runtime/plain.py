@@ -99,7 +99,7 @@ class PlainTraining:
     def _losses(self, segment: Segment, b: int) -> Iterator[tuple[float, Tensor]]:
         """Share of the mini-batch and loss of each part that goes through the model at once."""
         if not self.by_micro_batch:
-            start, count = b * segment.mini_batch, segment.samples_of(b)
+            start, count = real_samples(segment, b, 0).start, segment.samples_of(b)
             whole = self._loss(segment, range(start, start + count), count, count)
             assert whole is not None
             yield 1.0, whole

@@ -32,7 +32,8 @@ class Predictor:
     """Predicts one stage's weights from its optimizer.
 
     Attributes:
-        kept_bytes: of gradients kept because the optimizer has no state.
+        last: gradients kept because the optimizer has no state, by parameter.
+        kept_bytes: of them.
     """
 
     def __init__(self, prediction: Prediction, optimizer: Optimizer) -> None:
@@ -45,12 +46,12 @@ class Predictor:
                 "SGD, Adam and AdamW; take one of them, or a system that predicts nothing"
             )
         self._direction = rules[0]
-        self._last: dict[nn.Parameter, Tensor] = {}
+        self.last: dict[nn.Parameter, Tensor] = {}
 
     @property
     def kept_bytes(self) -> int:
         """Bytes of gradients kept after their update."""
-        return sum(g.numel() * g.element_size() for g in self._last.values())
+        return sum(g.numel() * g.element_size() for g in self.last.values())
 
     def before_step(self) -> None:
         """The optimizer is about to step: keep what its state won't tell afterwards."""
@@ -60,7 +61,7 @@ class Predictor:
             decay = group["weight_decay"]
             for p in group["params"]:
                 if p.grad is not None:
-                    self._last[p] = p.grad.add(p.detach(), alpha=decay) if decay else p.grad
+                    self.last[p] = p.grad.add(p.detach(), alpha=decay) if decay else p.grad
 
     def predict(self, steps: int, into: dict[nn.Parameter, Tensor]) -> None:
         """Write the weights so many updates ahead. `into`: a tensor for each parameter."""
@@ -79,7 +80,7 @@ class Predictor:
 
     def _momentum(self, p: nn.Parameter, group: dict[str, Any]) -> Tensor | None:
         found = self.optimizer.state.get(p, {}).get("momentum_buffer")
-        return found if found is not None else self._last.get(p)
+        return found if found is not None else self.last.get(p)
 
     def _first_moment(self, p: nn.Parameter, group: dict[str, Any]) -> Tensor | None:
         found: Tensor | None = self.optimizer.state.get(p, {}).get("exp_avg")

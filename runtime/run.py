@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
+from typing import Any
+
+import msgspec
 
 from ..planner.plan import Plan
 from ..profiles.errors import FileError, UserError
 from .channels import LocalChannels, Mailbox
+from .checkpoint import CheckpointWriter
 from .gradient_files import keep_gradients
 from .launch import launch
-from .observer import Both, MetricsFile, Observer, Silent
+from .observer import Both, MetricsFile, Observer, Silent, read_epochs
 from .operation_log import OperationLog, StageMetrics
 from .optimizers import check_choice
 from .prepare import Prepared, prepare, with_own_weights
@@ -19,6 +24,7 @@ from .run_dir import RunDir
 from .runner import StageRunner
 from .scores import EpochRecord, RunSummary, StageReport
 from .settings import RunSettings
+from .starting import rewind_logs, settings_to_resume, source, telling_worker
 from .sums import LocalSums, Pool, sum_groups
 from .training import Course
 
@@ -41,11 +47,53 @@ def run(
         TargetError, TraceError, PlanError, FileError: found before anything starts.
         RunError: training failed; the message says which stage, at which operation and why.
     """
-    check_settings(settings)
+    settings = check_settings(settings)
     prepared = prepare(plan, settings)
     where = RunDir(run_dir)
     where.create(plan, settings)
-    collector = _Collector(observer or Silent())
+    return _train(prepared, where, observer, inline=inline)
+
+
+def resume(
+    run_dir: str | Path,
+    changes: Mapping[str, Any] | None = None,
+    *,
+    epochs: int | None = None,
+    at: int | None = None,
+    inline: bool = False,
+    observer: Observer | None = None,
+) -> RunSummary:
+    """Go on with a run from its newest checkpoint; from its beginning, where it has none yet.
+
+    The summary has the losses and figures of all epochs; what the stages measured of themselves
+    is of the part from here on.
+
+    Args:
+        changes: of settings that don't change what is trained (`checkpoint.FREE`), by name.
+        epochs: in all, where there are to be more than before.
+        at: mini-batches done at another checkpoint of the run.
+
+    Raises as `run`; and
+        FileError: the directory holds no run, or the checkpoint is broken: the message names the
+            file, and the newest checkpoint before it that is whole.
+        UserError: the run has ended, or its plan or settings have been changed since.
+    """
+    where = RunDir(run_dir)
+    plan, settings = where.read()
+    settings = msgspec.structs.replace(settings, **(changes or {}))
+    settings = settings_to_resume(where, plan, settings, epochs=epochs, at=at)
+    prepared = prepare(plan, settings)
+    check_unfinished(prepared, where)
+    where.reopen(settings)
+    rewind_logs(where, plan, settings, telling_worker(plan))
+    return _train(prepared, where, observer, inline=inline)
+
+
+def _train(
+    prepared: Prepared, where: RunDir, observer: Observer | None, *, inline: bool
+) -> RunSummary:
+    """Train, in a run directory that is ready."""
+    collector = _Collector(observer or Silent(), read_epochs(where.metrics))
     collector.begin()
     begin = time.perf_counter()
     if inline:
@@ -59,20 +107,37 @@ def run(
     return summary
 
 
-def check_settings(settings: RunSettings) -> None:
-    """Raise UserError for settings that contradict each other."""
+def check_settings(settings: RunSettings) -> RunSettings:
+    """The same, with paths made absolute. Raises UserError when they contradict each other."""
     if settings.optimizer is not None:
         check_choice(settings.optimizer)
     if settings.warmup and settings.lr_schedule is None:
         raise UserError("--warmup: goes with an --lr-schedule")
+    if settings.start_from is not None:
+        start = Path(settings.start_from).absolute()
+        source(start)
+        settings = msgspec.structs.replace(settings, start_from=str(start))
+    return settings
+
+
+def check_unfinished(prepared: Prepared, where: RunDir) -> None:
+    """Raise UserError when a run that is to be resumed has nothing left to do."""
+    settings = prepared.settings
+    done = settings.resume_at or 0
+    if prepared.segments[-1].end <= done:
+        raise UserError(
+            f"{where.path}: this run has ended, after {done} mini-batches"
+            + ("" if settings.steps else f"; for more, give --epochs above {settings.epochs}")
+        )
 
 
 class _Collector:
     """Passes progress on and keeps the epochs' records."""
 
-    def __init__(self, observer: Observer) -> None:
+    def __init__(self, observer: Observer, epochs: list[EpochRecord]) -> None:
+        """`epochs`: those done before the run was resumed."""
         self.observer = observer
-        self.epochs: list[EpochRecord] = []
+        self.epochs = epochs
 
     def begin(self) -> None:
         """Pass on."""
@@ -90,11 +155,15 @@ class _Collector:
 
 def _run_inline(prepared: Prepared, where: RunDir, collector: _Collector) -> list[StageReport]:
     mailbox, pool = Mailbox(), Pool(sum_groups(prepared.workers, prepared.tied))
+    workers, settings = prepared.workers, prepared.settings
+    for worker in workers:
+        rewind_logs(where, prepared.plan, settings, worker)
+    more = settings.resumed
     logs = [
-        OperationLog(where.operations(worker)) if prepared.settings.log_operations else None
-        for worker in prepared.workers
+        OperationLog(where.operations(worker), more=more) if settings.log_operations else None
+        for worker in workers
     ]
-    own = [StageMetrics(where.stage_metrics(worker)) for worker in prepared.workers]
+    own = [StageMetrics(where.stage_metrics(worker), more=more) for worker in workers]
     runners = [
         StageRunner(
             with_own_weights(prepared, worker),
@@ -109,16 +178,23 @@ def _run_inline(prepared: Prepared, where: RunDir, collector: _Collector) -> lis
     for runner in runners:
         keep_gradients(where, runner)
     try:
-        metrics = MetricsFile(where.metrics)
+        metrics = MetricsFile(where.metrics, more=more)
     except OSError as error:
         raise FileError(f"{where.metrics}: can't be written: {error.strerror}") from None
-    course = Course(runners, Both(metrics, collector), lambda: None, lambda: None)
+    told = [metrics if runner.tells else None for runner in runners]
+    files = {
+        runner.worker.rank: [file for file in mine if file is not None]
+        for runner, *mine in zip(runners, logs, own, told, strict=True)
+    }
+    checkpoints = CheckpointWriter(where, prepared.plan, settings, logs=files)
     try:
+        both = Both(metrics, collector)
+        course = Course(runners, both, lambda: None, lambda: None, checkpoints)
         course.run()
     finally:
-        for closing in (*logs, *own, metrics):
-            if closing is not None:
-                closing.close()
+        for of_worker in files.values():
+            for file in of_worker:
+                file.close()
     for runner in runners:
         if runner.worker.leads:
             where.save_weights(runner.number, runner.stage.state())

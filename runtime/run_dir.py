@@ -28,6 +28,7 @@ class RunDir:
     operations/stage0.jsonl    every operation, where asked for
     gradients/stage0/0.safetensors
                                what each update stepped with, where asked for
+    checkpoints/00000120/      the run after so many mini-batches (`checkpoint`)
     weights/stage0.safetensors final weights, under the model's own names
     reports/stage0.json        each worker's own figures
     summary.json               the end of the run
@@ -63,6 +64,12 @@ class RunDir:
         write_file(self.path / "settings.json", settings)
         write_file(self.path / "plan.json", plan)
 
+    def reopen(self, settings: RunSettings) -> None:
+        """Get the directory of a run that is resumed ready. Raises FileError."""
+        write_file(self.path / "settings.json", settings)
+        for path in self.errors.glob("*.json"):
+            path.unlink(missing_ok=True)
+
     def read(self) -> tuple[Plan, RunSettings]:
         """What is being run. Raises FileError."""
         settings = read_file(self.path / "settings.json", RunSettings)
@@ -88,6 +95,15 @@ class RunDir:
     def weights(self, stage: int) -> Path:
         """A stage's final weights."""
         return self.path / "weights" / f"stage{stage}.safetensors"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where the checkpoints are."""
+        return self.path / "checkpoints"
+
+    def checkpoint(self, mini_batches: int) -> Path:
+        """The checkpoint after so many mini-batches."""
+        return self.checkpoints / f"{mini_batches:08d}"
 
     @property
     def errors(self) -> Path:
@@ -162,6 +178,11 @@ class RunDir:
 
 def save_tensors(path: Path, named: Mapping[str, Tensor]) -> None:
     """Write tensors to a safetensors file. Raises FileError."""
+    write_bytes(path, tensor_bytes(named))
+
+
+def tensor_bytes(named: Mapping[str, Tensor]) -> bytes:
+    """Tensors as a safetensors file has them."""
     from safetensors.torch import save
 
     # safetensors wants each memory once: tied tensors are written under every name.
@@ -171,7 +192,7 @@ def save_tensors(path: Path, named: Mapping[str, Tensor]) -> None:
         key = tensor.untyped_storage().data_ptr()
         separate[name] = tensor.clone() if key in seen else tensor.contiguous()
         seen.add(key)
-    write_bytes(path, save(separate))
+    return save(separate)
 
 
 def load_weights(path: str | Path) -> dict[str, Tensor]:
@@ -179,16 +200,21 @@ def load_weights(path: str | Path) -> dict[str, Tensor]:
 
     Raises FileError when the run has none, or a file is broken.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     files = sorted((Path(path) / "weights").glob("stage*.safetensors"))
     if not files:
         raise FileError(f"{path}: no weights in it; has the run ended?")
     state: dict[str, Tensor] = {}
     for file in files:
-        try:
-            state.update(load_file(file))
-        except (OSError, SafetensorError) as error:
-            raise FileError(f"{file}: can't be read: {error}") from None
+        state.update(read_tensors(file))
     return state
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file. Raises FileError."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise FileError(f"{path}: can't be read: {error}") from None

@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from ..profiles.profile import Threads
+
 FORMAT = "timeprest-run/1"
 
 
@@ -60,8 +62,18 @@ class RunSettings(
     with."""
     deferred_batch_norm: bool = False
     """Update the running statistics of batch norms once for each mini-batch, with its own."""
+    checkpoint_every: Annotated[int, Meta(ge=0)] | None = None
+    """Mini-batches between two checkpoints, at each of which the pipeline drains; None: at the end
+    of every epoch; 0: never."""
+    keep_checkpoints: Annotated[int, Meta(ge=1)] = 3
+    """How many are kept, the newest ones."""
+    start_from: str | None = None
+    """Run or checkpoint directory, or safetensors file, whose weights the training starts from."""
+    resume_at: Annotated[int, Meta(ge=0)] | None = None
+    """Mini-batches done when the run was resumed, those of one of its checkpoints; None: it wasn't
+    resumed."""
     seed: int = 0
-    threads: Annotated[int, Meta(ge=1)] = 1
+    threads: Threads = 1
     evaluate: bool = True
     on_nan: Literal["stop", "warn"] = "stop"
     """A loss or gradients that aren't finite: end the run, or count them and go on."""
@@ -79,3 +91,8 @@ class RunSettings(
     """False: nothing drops out in training, so that runs can be held against each other."""
     keep_gradients: bool = False
     """Write the gradients that every update steps with to gradients/."""
+
+    @property
+    def resumed(self) -> bool:
+        """Whether the run goes on where it was stopped."""
+        return self.resume_at is not None

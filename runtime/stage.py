@@ -80,6 +80,7 @@ class Stage:
         walk: which version each operation uses; the runtime follows it with real weights.
         account: what the stage holds, and its peak.
         staleness: what its backwards saw since the segment began.
+        predictor: of systems that predict weights, where there is something to train.
         kept_outputs: outputs of the last forward whose memory is kept for the backward anyway.
         lr: learning rate of the last update's first parameter group; None: nothing to train.
     """
@@ -118,14 +119,14 @@ class Stage:
         self.optimizer = None if made is None else follow(work.variant.update_rule, made)
         self.scheduler = make_scheduler(task, settings, self.optimizer, updates)
         self.lr: float | None = None
-        self._predictor = (
+        self.predictor = (
             Predictor(work.variant.prediction, self.optimizer)
             if work.variant.prediction and self.optimizer is not None
             else None
         )
         decay = DECAYS[settings.decay]
         self.rules = WeightRules(
-            work.variant, self.weights, self._predictor, lambda d: decay(settings.decay_rate, d)
+            work.variant, self.weights, self.predictor, lambda d: decay(settings.decay_rate, d)
         )
         self.account = MemoryAccount(parameters, list(self.module.buffers()))
         self.staleness = Staleness()
@@ -289,8 +290,8 @@ class Stage:
             self._distances.before_update(self.walk.latest)
         if self.walk.latest in needed:
             self.weights.keep_latest()
-        if self._predictor is not None:
-            self._predictor.before_step()
+        if self.predictor is not None:
+            self.predictor.before_step()
         if self.optimizer is not None:
             lr = self.optimizer.param_groups[0].get("lr")
             self.lr = None if lr is None else float(lr)
@@ -462,7 +463,7 @@ class Stage:
 
     def _note(self, boundary_bytes: int, *, gradients_changed: bool = True) -> None:
         self.staleness.versions_held = max(self.staleness.versions_held, self.weights.held)
-        kept = self._predictor.kept_bytes if self._predictor is not None else 0
+        kept = self.predictor.kept_bytes if self.predictor is not None else 0
         self.account.note(
             versions_held=self.weights.held,
             versions_bytes=self.weights.older_bytes + kept,

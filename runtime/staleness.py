@@ -38,11 +38,6 @@ class Staleness:
         if distance:
             self.distances.append(distance)
 
-    @property
-    def mean_distance(self) -> float:
-        """Over all backwards."""
-        return sum(self.distances) / self.backwards if self.backwards else 0.0
-
 
 class Sample:
     """The weights that are looked at, of any version of a stage's parameters."""

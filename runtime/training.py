@@ -15,11 +15,15 @@ import torch
 from ..planner.operations import UPDATE, Op, Order
 from ..planner.orders import make_order
 from ..planner.simulate import simulate
+from .checkpoint import CheckpointWriter
 from .data import Segment
 from .draws import WithoutDropout
+from .epoch_sums import EpochSums
 from .observer import Observer
+from .run_dir import RunDir
 from .runner import EVALUATION_AHEAD, StageRunner
 from .scores import EpochRecord, EvaluationScore, StageEpoch, StageReport, StageScore
+from .starting import restore_worker
 
 Barrier = Callable[[], None]
 
@@ -33,11 +37,15 @@ class Course:
         observer: Observer,
         barrier: Barrier,
         replica_barrier: Barrier,
+        checkpoints: CheckpointWriter | None = None,
     ) -> None:
         """
         Args:
             barrier: waits for all workers.
             replica_barrier: waits for the other replicas of this process's stage.
+            checkpoints: writes those that the segments ask for; None: there are none.
+
+        Raises FileError when the run starts from a checkpoint or weights that can't be used.
         """
         self.runners = runners
         self.prepared = runners[0].prepared
@@ -47,6 +55,9 @@ class Course:
         self.scores: list[list[StageScore]] = [[] for _ in runners]
         self.epochs: list[EpochRecord] = []
         self.stage_epochs: list[list[StageEpoch]] = [[] for _ in runners]
+        self.sums = [EpochSums() for _ in runners]
+        self.done = 0
+        self._checkpoints = checkpoints
         self._orders: dict[int, Order] = {}
         # Every worker draws from a random stream of its own, inline as in processes.
         self._random: list[torch.Tensor] = []
@@ -55,9 +66,22 @@ class Course:
             stream = runner.number + runner.worker.replica * stages
             torch.manual_seed(self.prepared.settings.seed * 1_000_003 + stream)
             self._random.append(torch.get_rng_state())
+        if checkpoints is not None:
+            self._start(checkpoints.where)
         for runner in runners:
             if runner.tells:
                 runner.on_mini_batch = self._tell
+
+    def _start(self, where: RunDir) -> None:
+        """Go to where the run starts, which the settings say."""
+        settings = self.prepared.settings
+        self.done = settings.resume_at or 0
+        for position, runner in enumerate(self.runners):
+            found = restore_worker(where, settings, runner)
+            if found is not None:
+                self._random[position], self.sums[position] = found
+        if len(self.runners) == 1:
+            torch.set_rng_state(self._random[0])
 
     def run(self) -> None:
         """Train all segments and evaluate after each."""
@@ -66,17 +90,38 @@ class Course:
 
     def _run(self) -> None:
         for segment in self.prepared.segments:
+            if segment.first < self.done:
+                continue
             self.barrier()
             self._train(segment)
-            test = self._evaluate() if self.prepared.settings.evaluate else {}
-            for runner, scores, mine in zip(
-                self.runners, self.scores, self.stage_epochs, strict=True
-            ):
+            for runner, scores, sums in zip(self.runners, self.scores, self.sums, strict=True):
                 scores.append(runner.score)
-                mine.append(_stage_epoch(segment, runner))
-                runner.record(mine[-1])
-                if runner.tells:
-                    self._record(segment, runner.score, test, runner.stage.lr)
+                sums.add(segment, runner.score, runner.stage.staleness)
+            if not segment.rest:
+                self._end_epoch(segment)
+            self.done = segment.end
+            if segment.checkpoint:
+                self._write_checkpoint(segment)
+
+    def _end_epoch(self, segment: Segment) -> None:
+        """Evaluate, and tell of the epoch. `segment`: its last."""
+        test = self._evaluate() if self.prepared.settings.evaluate else {}
+        for position, runner in enumerate(self.runners):
+            sums, self.sums[position] = self.sums[position], EpochSums()
+            self.stage_epochs[position].append(sums.stage_epoch(segment.epoch))
+            runner.record(self.stage_epochs[position][-1])
+            if runner.tells:
+                record = sums.record(segment, test, runner.stage.lr)
+                self.epochs.append(record)
+                self.observer.epoch(record)
+
+    def _write_checkpoint(self, segment: Segment) -> None:
+        if self._checkpoints is None:
+            return
+        if len(self.runners) == 1:
+            self._random[0] = torch.get_rng_state()
+        together = zip(self.runners, self._random, self.sums, strict=True)
+        self._checkpoints.write(segment, list(together))
 
     def _train(self, segment: Segment) -> None:
         if segment.mini_batches not in self._orders:
@@ -153,23 +198,8 @@ class Course:
         self._random[position] = torch.get_rng_state()
 
     def _tell(self, segment: Segment, mini_batch: int, loss: float) -> None:
-        self.observer.mini_batch(segment.epoch, mini_batch + 1, segment.mini_batches, loss)
-
-    def _record(
-        self, segment: Segment, score: StageScore, test: dict[str, float], lr: float | None
-    ) -> None:
-        weighted = sum(loss * segment.samples_of(b) for b, loss in enumerate(score.losses))
-        record = EpochRecord(
-            epoch=segment.epoch,
-            mini_batches=segment.mini_batches,
-            seconds=score.wall_s,
-            samples_per_s=segment.samples / score.wall_s if score.wall_s else 0.0,
-            train_loss=weighted / segment.samples,
-            test=test,
-            lr=lr,
-        )
-        self.epochs.append(record)
-        self.observer.epoch(record)
+        done = segment.offset + mini_batch + 1
+        self.observer.mini_batch(segment.epoch, done, segment.of_epoch, loss)
 
     def reports(self) -> list[StageReport]:
         """What each worker of this process measured."""
@@ -199,20 +229,6 @@ class Course:
                 )
             )
         return found
-
-
-def _stage_epoch(segment: Segment, runner: StageRunner) -> StageEpoch:
-    score, seen = runner.score, runner.stage.staleness
-    return StageEpoch(
-        epoch=segment.epoch,
-        compute_s=score.compute_s,
-        communication_s=score.communication_s,
-        idle_s=max(score.wall_s - score.compute_s - score.communication_s, 0.0),
-        versions_held=seen.versions_held,
-        version_differences=dict(sorted(seen.differences.items())),
-        weight_distance=seen.mean_distance,
-        largest_weight_distance=max(seen.distances, default=0.0),
-    )
 
 
 def _together(counts: Iterable[dict[int, int]]) -> dict[int, int]:

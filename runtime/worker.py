@@ -18,6 +18,7 @@ from ..profiles.allocator import keep_freed_memory
 from ..profiles.errors import TimeprestError
 from ..profiles.target import describe_error
 from .channels import ProcessChannels
+from .checkpoint import Agree, CheckpointWriter
 from .gradient_files import keep_gradients
 from .interface import use_loopback
 from .observer import Both, MetricsFile, Observer, Silent
@@ -27,6 +28,7 @@ from .prepare import Prepared, prepare
 from .run_dir import RunDir
 from .runner import StageRunner
 from .scores import StageReport
+from .starting import rewind_logs
 from .status import StatusFile
 from .sums import ALL, ProcessSums, stage_group, sum_groups
 from .training import Barrier, Course
@@ -85,7 +87,7 @@ def take_part(
     prepared: Prepared,
     status: StatusFile,
     observer: Observer | None = None,
-) -> tuple[StageReport, Course]:
+) -> StageReport:
     """Train as one worker of many; gloo listens where its environment variable says.
 
     Args:
@@ -114,9 +116,11 @@ def take_part(
         raise PeerError(f"{worker.name}: the workers didn't find each other: {error}") from error
     status.go_on()
     log = None
+    rewind_logs(run_dir, prepared.plan, prepared.settings, worker)
+    more = prepared.settings.resumed
     if prepared.settings.log_operations:
-        log = OperationLog(run_dir.operations(worker))
-    own = StageMetrics(run_dir.stage_metrics(worker))
+        log = OperationLog(run_dir.operations(worker), more=more)
+    own = StageMetrics(run_dir.stage_metrics(worker), more=more)
     channels = ProcessChannels(names, timeout_s, status)
     runner = StageRunner(prepared, rank, channels, sums, log, own)
     runner.status = status
@@ -129,16 +133,20 @@ def take_part(
         raise PeerError(f"{worker.name}: waiting for the others to load: {error}") from error
     status.go_on()
     keep_gradients(run_dir, runner)
-    metrics = MetricsFile(run_dir.metrics) if runner.tells else None
+    metrics = MetricsFile(run_dir.metrics, more=more) if runner.tells else None
     told: Observer = metrics or Silent()
     if metrics is not None and observer is not None:
         told = Both(metrics, observer)
     meet = _barrier(worker, sums, ALL)
-    course = Course([runner], told, meet, _barrier(worker, sums, stage_group(worker.stage)))
+    files = [file for file in (log, own, metrics) if file is not None]
+    checkpoints = CheckpointWriter(
+        run_dir, prepared.plan, prepared.settings, _agree(worker, sums), {rank: files}
+    )
+    of_stage = _barrier(worker, sums, stage_group(worker.stage))
+    course = Course([runner], told, meet, of_stage, checkpoints)
     course.run()
-    for closing in (log, own, metrics):
-        if closing is not None:
-            closing.close()
+    for file in files:
+        file.close()
     if worker.leads:
         run_dir.save_weights(worker.stage, runner.stage.state())
     report = course.reports()[0]
@@ -147,17 +155,27 @@ def take_part(
     meet()
     channels.end()
     dist.destroy_process_group()
-    return report, course
+    return report
 
 
 def _barrier(worker: Worker, sums: ProcessSums, group: str) -> Barrier:
-    def wait() -> None:
-        try:
-            sums.start(group, [torch.zeros(1)]).wait()
-        except PeerError as error:
-            raise PeerError(f"{worker.name}: {error}") from error
+    return lambda: _sum(worker, sums, group, torch.zeros(1))
 
-    return wait
+
+def _agree(worker: Worker, sums: ProcessSums) -> Agree:
+    def agree(yes: bool) -> bool:
+        against = torch.tensor([float(not yes)])
+        _sum(worker, sums, ALL, against)
+        return not against.item()
+
+    return agree
+
+
+def _sum(worker: Worker, sums: ProcessSums, group: str, tensor: torch.Tensor) -> None:
+    try:
+        sums.start(group, [tensor]).wait()
+    except PeerError as error:
+        raise PeerError(f"{worker.name}: {error}") from error
 
 
 if __name__ == "__main__":

@@ -60,6 +60,13 @@ def test_gradients_that_arent_finite_stop_the_run(mlp_profile, tmp_path):
 def test_with_warn_the_run_goes_on_and_says_where(mlp_profile, tmp_path):
     plan, task = made("BadLoss", mlp_profile)
     settings = RunSettings(task=task, steps=4, on_nan="warn")
+    records = []
+
+    class Keep(Silent):
+        def epoch(self, record):
+            records.append(record)
+
+    tail = Tail(tmp_path / "metrics.jsonl", Keep())
     summary = run(plan, settings, tmp_path, inline=True)
     # NaN plus a constant has the constant's gradients: only the last stage sees it.
     assert [report.not_finite for report in summary.stages] == [[], [2, 3]]
@@ -68,13 +75,7 @@ def test_with_warn_the_run_goes_on_and_says_where(mlp_profile, tmp_path):
     # NaN is null in JSON; what reads it back finds NaN again.
     reports = RunDir(tmp_path).read_reports(workers_of(plan.stages))
     assert [r.not_finite for r in reports] == [r.not_finite for r in summary.stages]
-    records = []
-
-    class Keep(Silent):
-        def epoch(self, record):
-            records.append(record)
-
-    Tail(tmp_path / "metrics.jsonl", Keep()).poll()
+    tail.poll()
     assert math.isnan(records[0].train_loss)
     assert math.isnan(records[0].test["loss"])
     assert json.loads((tmp_path / "summary.json").read_text())["epochs"][0]["train_loss"] is None

@@ -1,0 +1,29 @@
+"""tp-run export: a run's whole model as one file."""
+
+from __future__ import annotations
+
+import click
+
+from .common import OneLineCommand, errors_as_lines
+
+
+@click.command(cls=OneLineCommand, context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("run_dir", metavar="RUN")
+@click.option("-o", "--output", required=True, help="The safetensors file to write.")
+@click.option(
+    "--at",
+    type=click.IntRange(1),
+    help="Mini-batches done at the checkpoint to take.  [default: the newest]",
+)
+@click.option("-q", "--quiet", is_flag=True, help="Print errors only.")
+@errors_as_lines
+def export(run_dir: str, output: str, at: int | None, quiet: bool) -> None:
+    """Write the whole model of RUN, under its own names, to one safetensors file.
+
+    Its newest checkpoint counts; without any, its final weights. RUN may be a checkpoint too.
+    """
+    from ..runtime.export import export as export_run
+
+    source = export_run(run_dir, output, at=at)
+    if not quiet:
+        click.echo(f"wrote {output}, from {source}")

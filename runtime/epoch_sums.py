@@ -1,0 +1,71 @@
+"""What a worker saw of an epoch so far, where checkpoints cut it into segments."""
+
+from __future__ import annotations
+
+import msgspec
+
+from .data import Segment
+from .scores import EpochRecord, StageEpoch, StageScore
+from .staleness import Staleness
+
+
+class EpochSums(msgspec.Struct, kw_only=True):
+    """Sums over the segments of an epoch that are done. Times in seconds."""
+
+    samples: int = 0
+    weighted_loss: float = 0.0
+    """Losses of mini-batches times their samples, on the worker that tells of progress."""
+    wall_s: float = 0.0
+    compute_s: float = 0.0
+    communication_s: float = 0.0
+    versions_held: int = 1
+    version_differences: dict[int, int] = {}
+    backwards: int = 0
+    distances: float = 0.0
+    largest_distance: float = 0.0
+
+    def add(self, segment: Segment, score: StageScore, seen: Staleness) -> None:
+        """A segment is done."""
+        self.samples += segment.samples
+        for b, loss in enumerate(score.losses):
+            self.weighted_loss += loss * segment.samples_of(b)
+        self.wall_s += score.wall_s
+        self.compute_s += score.compute_s
+        self.communication_s += score.communication_s
+        self.versions_held = max(self.versions_held, seen.versions_held)
+        for difference, count in seen.differences.items():
+            before = self.version_differences.get(difference, 0)
+            self.version_differences[difference] = before + count
+        self.backwards += seen.backwards
+        self.distances += sum(seen.distances)
+        self.largest_distance = max(self.largest_distance, *seen.distances, 0.0)
+
+    def stage_epoch(self, epoch: int) -> StageEpoch:
+        """The epoch as its stage saw it."""
+        return StageEpoch(
+            epoch=epoch,
+            compute_s=self.compute_s,
+            communication_s=self.communication_s,
+            idle_s=max(self.wall_s - self.compute_s - self.communication_s, 0.0),
+            versions_held=self.versions_held,
+            version_differences=dict(sorted(self.version_differences.items())),
+            weight_distance=self.distances / self.backwards if self.backwards else 0.0,
+            largest_weight_distance=self.largest_distance,
+        )
+
+    def record(self, segment: Segment, test: dict[str, float], lr: float | None) -> EpochRecord:
+        """The epoch as it is told.
+
+        Args:
+            segment: its last.
+            lr: of its last update.
+        """
+        return EpochRecord(
+            epoch=segment.epoch,
+            mini_batches=segment.of_epoch,
+            seconds=self.wall_s,
+            samples_per_s=self.samples / self.wall_s if self.wall_s else 0.0,
+            train_loss=self.weighted_loss / self.samples,
+            test=test,
+            lr=lr,
+        )

@@ -1,0 +1,203 @@
+"""Where a run starts: at new weights, at a checkpoint of its own, or at what another run made."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+from torch import Tensor
+
+from ..planner.plan import Plan
+from ..profiles.errors import FileError, UserError
+from .checkpoint import (
+    Saved,
+    checkpoints_in,
+    find_whole,
+    plan_checksum,
+    settings_checksum,
+)
+from .epoch_sums import EpochSums
+from .run_dir import RunDir, load_weights, read_tensors
+from .runner import StageRunner
+from .settings import RunSettings
+from .stage import Stage
+from .worker_state import WorkerState, give_kept, restore
+from .workers import Worker, workers_of
+
+
+def settings_to_resume(
+    where: RunDir, plan: Plan, settings: RunSettings, *, epochs: int | None, at: int | None
+) -> RunSettings:
+    """The settings of a run that goes on at its newest checkpoint, or at its beginning.
+
+    Args:
+        epochs: in all, where there are to be more.
+        at: mini-batches done at another checkpoint.
+
+    Raises:
+        FileError: the checkpoint is broken.
+        UserError: it is of another plan or other settings than the run directory holds, or
+            `epochs` says less than before.
+    """
+    found = find_whole(where, at, lambda place: f"--resume-at {place}")
+    if found is None and at is not None:
+        raise UserError(f"--resume-at {at}: {where.path} has no checkpoints")
+    if found is None and (where.path / "summary.json").exists():
+        raise UserError(
+            f"{where.path}: this run has ended, and it has no checkpoints to go on from"
+        )
+    if epochs is not None:
+        if settings.steps is not None:
+            raise UserError("--epochs: this run is of --steps, which can't grow; use --from")
+        if epochs < settings.epochs:
+            raise UserError(
+                f"--epochs {epochs}: the run was to have {settings.epochs}; there may be more, "
+                "not fewer"
+            )
+        settings = msgspec.structs.replace(settings, epochs=epochs)
+    if found is None:
+        return msgspec.structs.replace(settings, resume_at=0)
+    for name, now, then in (
+        ("plan.json", plan_checksum(plan), found.info.plan),
+        ("settings.json", settings_checksum(settings), found.info.settings),
+    ):
+        if now != then:
+            raise UserError(
+                f"{where.path / name}: isn't what {found.path} was made with; to start another "
+                f"run from its weights: tp-run PLAN --from {where.path}"
+            )
+    return msgspec.structs.replace(settings, resume_at=found.info.mini_batches)
+
+
+def rewind_logs(where: RunDir, plan: Plan, settings: RunSettings, worker: Worker) -> None:
+    """Cut a worker's own logs to what they were at the checkpoint that a run is resumed from.
+
+    Raises FileError.
+    """
+    if settings.resume_at is None:
+        return
+    noted: Mapping[str, int] = {}
+    if settings.resume_at:
+        noted = Saved(where.checkpoint(settings.resume_at)).worker_state(worker.file).logs
+    logs = [where.operations(worker), where.stage_metrics(worker)]
+    if worker == telling_worker(plan):
+        logs.append(where.metrics)
+    for path in logs:
+        size = noted.get(str(path.relative_to(where.path)), 0)
+        try:
+            if path.exists() and path.stat().st_size > size:
+                os.truncate(path, size)
+        except OSError as error:
+            raise FileError(f"{path}: can't be written: {error.strerror}") from None
+
+
+def telling_worker(plan: Plan) -> Worker:
+    """The one that tells of progress."""
+    last = len(plan.stages) - 1
+    return next(w for w in workers_of(plan.stages) if w.stage == last and w.leads)
+
+
+def restore_worker(
+    where: RunDir, settings: RunSettings, runner: StageRunner
+) -> tuple[Tensor, EpochSums] | None:
+    """Put a worker where the run starts.
+
+    Returns the state of its random numbers and its sums; None where they are new.
+
+    Raises FileError for a file that is broken, or of another model.
+    """
+    stage, worker = runner.stage, runner.worker
+    if not settings.resume_at:
+        if settings.start_from is not None:
+            start_from(stage, Path(settings.start_from))
+        return None
+    saved = Saved(where.checkpoint(settings.resume_at))
+    name = f"weights/stage{worker.stage}.safetensors"
+    give_weights(stage, saved.tensors(name), str(saved.path / name))
+    state: WorkerState = saved.worker_state(worker.file)
+    try:
+        random = restore(stage, state, saved.tensors(f"state/{worker.file}.safetensors"))
+    except (KeyError, ValueError, RuntimeError) as error:
+        raise FileError(f"{saved.path}: isn't a state of this {worker.name}: {error}") from error
+    return random, state.sums
+
+
+def start_from(stage: Stage, path: Path) -> None:
+    """Give a stage the weights of another run and, parameter by parameter, what its optimizer
+    kept, where that was of the same class.
+
+    Args:
+        path: a run directory (its newest checkpoint counts, or its final weights), a
+            checkpoint's, or a safetensors file with weights alone.
+
+    Raises FileError when it isn't one of these, or the weights are another model's.
+    """
+    saved = source(path)
+    if saved is None:
+        weights = read_tensors(path) if path.is_file() else load_weights(path)
+        give_weights(stage, weights, str(path))
+        return
+    give_weights(stage, saved.weights(), str(saved.path))
+    if stage.optimizer is not None:
+        mine = type(stage.optimizer).__name__
+        kept = saved.kept()
+        give_kept(stage, {name: state for name, (kind, state) in kept.items() if kind == mine})
+
+
+def source(path: Path, at: int | None = None, option: str = "--from {path}") -> Saved | None:
+    """The checkpoint that a path means, whole; None: there are weights alone.
+
+    Args:
+        at: one of a run's checkpoints instead of the newest, by its mini-batches.
+        option: how the user names an older one, with {path} and {at} in it.
+
+    Raises FileError: there is nothing at all, or what there is is broken.
+    """
+    if path.is_file():
+        return None
+    if (path / "checkpoint.json").exists():
+        saved = Saved(path)
+        saved.verify()
+        return saved
+    where = RunDir(path)
+    if not path.is_dir():
+        raise FileError(f"{path}: no such run directory, checkpoint or safetensors file")
+
+    def instead(place: int) -> str:
+        return option.format(path=where.checkpoint(place), at=place)
+
+    found = find_whole(where, at, instead)
+    if found is None and not list(path.glob("weights/*.safetensors")):
+        raise FileError(f"{path}: holds no checkpoint and no weights")
+    return found
+
+
+def give_weights(stage: Stage, weights: Mapping[str, Tensor], where: str) -> None:
+    """Write weights under the model's own names into a stage's parameters and buffers.
+
+    Args:
+        where: names their file in messages.
+
+    Raises FileError when one is missing or has another shape.
+    """
+    names = stage.work.names
+    known = {names.get(name, name): tensor for name, tensor in weights.items()}
+    for name, mine in stage.module.state_dict().items():
+        found = weights.get(name, known.get(names.get(name, name)))
+        if found is None:
+            raise FileError(f"{where}: has no {name!r}: are these weights of another model?")
+        if found.shape != mine.shape:
+            raise FileError(
+                f"{where}: {name!r} has shape {list(found.shape)}, and {list(mine.shape)} in this "
+                "model"
+            )
+        mine.copy_(found)
+
+
+def newest_checkpoint(run_dir: str | Path) -> Path | None:
+    """A run's newest checkpoint; None: it has none yet."""
+    where = RunDir(run_dir)
+    places = checkpoints_in(where)
+    return where.checkpoint(places[-1]) if places else None
