@@ -17,7 +17,7 @@ from timeprest.runtime.run import resume, run
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
 
 HERE = Path(__file__).parent
-RUNNING = [name for name, variant in VARIANTS.items() if variant.runs]
+RUNNING = list(VARIANTS)
 WHOLE = [name for name in RUNNING if VARIANTS[name].whole_mini_batches]
 MOMENTUM = OptimizerChoice(name="sgd", lr=0.05, momentum=0.9)
 PLAIN = OptimizerChoice(name="sgd", lr=0.05)
