@@ -111,7 +111,7 @@ def _work(run_dir: RunDir, store_path: str, worker: Worker, prepared: Prepared) 
     for file in files:
         file.close()
     if worker.leads:
-        run_dir.save_weights(worker.stage, runner.stage.state())
+        run_dir.save_weights(worker.stage, runner.state())
     for report in course.reports():
         run_dir.write_report(worker, report)
     meet()
