@@ -5,6 +5,7 @@
 # make bench-scale    plan a GPT-3 shape for up to 4,096 devices (some minutes)
 # make bench-systems  train one model with every system for docs/systems_measured.md (minutes)
 # make bench-planner  solve published workloads anew for docs/planner_benchmark.md (some minutes)
+# make fuzz   break 2,000 files and 500 command lines, and see that each is refused in one line
 # make format put the code into the house's format
 
 PYTHON ?= python3
@@ -13,7 +14,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO ?= demo
 
-.PHONY: demo test check lint types tests format model-table bench-planner bench-scale bench-systems clean
+.PHONY: demo test check lint types tests format model-table bench-planner bench-scale bench-systems fuzz clean
 
 demo: $(READY)
 	rm -rf $(DEMO)
@@ -50,6 +51,9 @@ bench-systems: $(READY)
 
 bench-scale: $(READY)
 	$(BIN)/python benchmarks/scale.py
+
+fuzz: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore tests/fuzz.py --files 2000 --lines 500
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

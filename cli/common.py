@@ -6,7 +6,8 @@ import functools
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import click
@@ -15,12 +16,14 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
 from .. import __version__
-from ..profiles.errors import TimeprestError
+from ..profiles.errors import PlanError, TimeprestError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 _PLAIN_WIDTH = 100
 _REFRESH_S = 0.1
+_LONGEST_LINE = 1000
+"""Characters of an error; names in a broken file can be any length."""
 
 
 def output() -> Console:
@@ -48,8 +51,7 @@ def errors_as_lines(function: F) -> F:
         try:
             return function(*args, **kwargs)
         except TimeprestError as error:
-            line = " ".join(str(error).split())
-            click.echo(f"{_program()}: {line}", err=True)
+            complain(str(error))
             sys.exit(error.exit_code)
         except KeyboardInterrupt as stop:
             more = f"; {stop}" if isinstance(stop, Stopped) and str(stop) else ""
@@ -61,6 +63,73 @@ def errors_as_lines(function: F) -> F:
             sys.exit(0)
 
     return wrapped  # type: ignore[return-value]
+
+
+def complain(message: str) -> None:
+    """Print one line on stderr, whatever the message has in it from files and command lines."""
+    words = " ".join(message.split())
+    # What would move the cursor or can't be encoded is shown by its code.
+    line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in words)
+    if len(line) > _LONGEST_LINE:
+        line = f"{line[: _LONGEST_LINE // 2]} … {line[-_LONGEST_LINE // 3 :]}"
+    click.echo(f"{_program()}: {line}", err=True)
+
+
+@contextmanager
+def naming(plan_path: str) -> Iterator[None]:
+    """Errors about a plan name its file."""
+    try:
+        yield
+    except PlanError as error:
+        said = str(error)
+        if not said.startswith("plan: "):
+            raise
+        raise PlanError(f"{plan_path}{said.removeprefix('plan')}") from error
+
+
+class _OneLine(click.Command):
+    """A command whose usage errors are one line too."""
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        **extra: Any,
+    ) -> Any:
+        """As click's, which prints the usage and a hint besides."""
+        try:
+            code = super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
+            if not standalone_mode:
+                return code
+        except (click.ClickException, click.Abort) as error:
+            if not standalone_mode:
+                raise
+            sys.exit(_ended_by(error))
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+def _ended_by(error: click.ClickException | click.Abort) -> int:
+    """Say what ended the command; its exit code."""
+    if isinstance(error, click.Abort):
+        complain("stopped")
+        return 130
+    if isinstance(error, click.exceptions.NoArgsIsHelpError):
+        error.show()
+        return error.exit_code
+    context = getattr(error, "ctx", None)
+    see = f" (see {context.command_path} --help)" if context is not None else ""
+    complain(error.format_message() + see)
+    return error.exit_code
+
+
+class OneLineCommand(_OneLine):
+    """For tools that are one command."""
+
+
+class OneLineGroup(_OneLine, click.Group):
+    """For tools of several commands."""
 
 
 def _program() -> str:

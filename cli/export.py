@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import click
 
-from .common import errors_as_lines
+from .common import OneLineCommand, errors_as_lines
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=OneLineCommand, context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("run_dir", metavar="RUN")
 @click.option("-o", "--output", required=True, help="The safetensors file to write.")
 @click.option(

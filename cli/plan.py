@@ -10,14 +10,14 @@ from ..planner.recheck import recheck
 from ..profiles.errors import UserError
 from ..profiles.files import read_file, write_file
 from ..profiles.profile import Profile, check_profile
-from .common import common_options, errors_as_lines, output
+from .common import OneLineGroup, common_options, errors_as_lines, output
 from .plan_tables import assumed, print_plan
 from .published import published
 from .simulate import simulate_plan
 from .solve import solve
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=OneLineGroup, context_settings={"help_option_names": ["-h", "--help"]})
 def main() -> None:
     """Decide how to cut a profiled model into pipeline stages."""
 

@@ -12,8 +12,8 @@ import msgspec
 from ..profiles.errors import UserError
 from ..profiles.files import check_writable, write_file
 from ..profiles.importers.foreign import import_profile, is_foreign
-from ..profiles.profile import FRONT_ENDS, Profile
-from .common import Bar, common_options, errors_as_lines, output, whole_numbers
+from ..profiles.profile import FRONT_ENDS, MAX_THREADS, Profile
+from .common import Bar, OneLineCommand, common_options, errors_as_lines, output, whole_numbers
 from .profile_tables import print_profile
 
 
@@ -46,7 +46,7 @@ def _options(function: Any) -> Any:
             ),
             click.option(
                 "--threads",
-                type=click.IntRange(1),
+                type=click.IntRange(1, MAX_THREADS),
                 default=1,
                 show_default=True,
                 help="Torch's threads; each stage will run with as many.",
@@ -110,7 +110,7 @@ def _options(function: Any) -> Any:
     return function
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=OneLineCommand, context_settings={"help_option_names": ["-h", "--help"]})
 @_options
 @common_options
 @errors_as_lines

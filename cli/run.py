@@ -14,7 +14,16 @@ from click.core import ParameterSource
 from ..planner.plan import read_plan
 from ..profiles.allocator import keep_freed_memory
 from ..profiles.errors import UserError
-from .common import Bar, Stopped, common_options, errors_as_lines, output
+from ..profiles.profile import MAX_THREADS
+from .common import (
+    Bar,
+    OneLineCommand,
+    Stopped,
+    common_options,
+    errors_as_lines,
+    naming,
+    output,
+)
 from .export import export
 
 if TYPE_CHECKING:
@@ -31,7 +40,7 @@ _AUTOCAST: dict[str | None, Literal["profiled", "bfloat16", "off"]] = {
 }
 
 
-class _WithExport(click.Command):
+class _WithExport(OneLineCommand):
     """A command that hands over to another one where its first argument is that one's name."""
 
     def make_context(
@@ -114,7 +123,7 @@ class _WithExport(click.Command):
 @click.option("--seed", type=click.IntRange(0, 2**40), default=0, show_default=True)
 @click.option(
     "--threads",
-    type=click.IntRange(1),
+    type=click.IntRange(1, MAX_THREADS),
     help="Torch's threads for each stage.  [default: as profiled]",
 )
 @click.option(
@@ -296,7 +305,8 @@ def main(
     from .run_tables import epoch_line, summary_lines, summary_table
 
     if checks:
-        _check(plan, settings, run_dir, inline=inline, as_json=as_json, quiet=quiet)
+        with naming(plan_path or str(run_dir)):
+            _check(plan, settings, run_dir, inline=inline, as_json=as_json, quiet=quiet)
         return
     where = Path(run_dir or f"runs/{plan.variant}-{time.strftime('%Y%m%d-%H%M%S')}")
     console = output()
@@ -330,7 +340,7 @@ def main(
     if inline:
         # As the stages' own processes do.
         keep_freed_memory()
-    with Bar(plan.variant, quiet=silent) as bar:
+    with naming(plan_path or str(run_dir)), Bar(plan.variant, quiet=silent) as bar:
         try:
             if resume:
                 free = {

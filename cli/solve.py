@@ -166,8 +166,6 @@ def _print_assumed(profile: Profile, variants: Sequence[str]) -> None:
 def _next(plan: Plan, path: str) -> str:
     if plan.profile.front_end in IMPORTED:
         return "it can't be run: its profile was imported"
-    if not variant_named(plan.variant).runs:
-        return f"{plan.variant} can be planned and simulated; tp-run doesn't train with it yet"
     return f"next: tp-run {path}"
 
 

@@ -13,6 +13,7 @@ from .kinds import numbered
 from .layout import StageTimes, make_pipeline
 from .memory import Holdings, StageBytes, boundary_buffers, holdings
 from .operations import FORWARD
+from .orders import PATTERNS
 from .pipeline import Pipeline
 from .plan import (
     Plan,
@@ -214,7 +215,9 @@ def _holdings(
         )
         for s, kinds in enumerate(steady.kinds)
     )
-    if steady.cycle or steady.mini_batches >= 2 * max(pipeline.limits):
+    # Patterns are walked until all has been in flight, whatever was simulated of them.
+    whole = variant.order in PATTERNS or steady.mini_batches >= 2 * max(pipeline.limits)
+    if steady.cycle or whole:
         return found
     # The simulation may have ended before all was in flight that may be.
     return tuple(

@@ -10,49 +10,35 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 
-import msgspec
-
 from ..profiles.units import format_seconds
+from .budget import Budget, OutOfBudget, is_late, operations_of
 from .choices import Choice, all_limits, capped, caps, choice_of
 from .evaluate import Evaluation, Question, evaluate
+from .in_flight import Held, held_under
 from .orders import limit_ranges
 from .partition.coarse import Blocks, blocks
 from .partition.minimax import minimax_with_bound
 from .partition.problem import Cut, StageProblem
 from .partition.rising import rising_minimax
+from .partition.rising_targets import rising_by_targets
 from .partition.solve import DpSource, Found, Source
 from .partition.sweep import OutOfTime
-from .plan import PlanStage
-from .relaxation import Freedom, Held, Relaxation, held_under
+from .ranking import SAME, better
+from .relaxation import Freedom, Relaxation
+from .tightening import tightened
 
 Progress = Callable[[str, int, int], None]
-
-SAME = 1 + 1e-9
-"""Periods within this factor are the same; rounding is no gain."""
-
-EFFORT = 1_000_000
-"""Simulated operations that a search may spend; the same everywhere, so plans repeat."""
-
-
-_LEAST_TRIED = 24
-"""Plans that may be tried whatever they take."""
 
 _MOST_UNITS = 512
 """With more devices, guesses let stages take several at once."""
 
 _BOUND_S = 3.0
 """For a bound then: what the dynamic program has excluded by that time."""
-
-_MINI_BATCHES = 8
-"""What it takes a simulation to become steady, about."""
-
-_FLUSHED = 3
-"""The same where the pipeline runs empty after each."""
-
 
 _LARGE = 20_000
 """With more layers × devices, guesses leave the number of stages open."""
@@ -63,50 +49,20 @@ _CLOSE = 1.001
 _MOST_BLOCKS = 200
 """The first guesses cut between so many blocks of layers."""
 
+_FINER = 4
+"""Where none of those fits, between up to so many times as many."""
+
 _BLOCKS_SHARE = 0.25
 """Of the time, for the first guesses."""
 
 _REPAIRS, _REPAIR = 3, 1.002
 """Times that a guess is made again with less memory, and how much less than it was over."""
 
+_SOON_S = 1.0
+"""What takes no longer may be done after the time limit."""
+
 _MOST_WIDENED = 16
 """With more stages, single limits aren't raised or lowered: each takes a simulation."""
-
-
-class OutOfBudget(Exception):  # noqa: N818 - it ends a search, nothing went wrong
-    """The search has used what it was given; `args[0]` says what."""
-
-
-@dataclass
-class Budget:
-    """What a search may still spend.
-
-    Attributes:
-        effort: simulated operations.
-        deadline: by `time.monotonic`; None: no limit.
-    """
-
-    effort: int = EFFORT
-    deadline: float | None = None
-    tried: int = 0
-
-    def spend(self, operations: int) -> None:
-        """Take so many operations. Raises OutOfBudget when the budget is used up."""
-        self.tried += 1
-        self.effort -= operations
-        if self.effort < 0 and self.tried > _LEAST_TRIED:
-            raise OutOfBudget("effort")
-        self.check()
-
-    def check(self) -> None:
-        """Raises OutOfBudget when the time is over."""
-        if self.deadline is not None and time.monotonic() > self.deadline:
-            raise OutOfBudget("time limit")
-
-    @property
-    def seconds_left(self) -> float | None:
-        """Until the deadline."""
-        return None if self.deadline is None else max(self.deadline - time.monotonic(), 0.0)
 
 
 @dataclass(frozen=True)
@@ -143,7 +99,7 @@ class Exploration:
     def __post_init__(self) -> None:
         self.relaxation = Relaxation(self.question, self.freedom)
         self._sharper: dict[Case, str] = {}
-        self._blocks: Blocks | None = None
+        self._blocks: dict[int, Blocks] = {}
         # Per choice, of the largest share of a device's memory that it takes, the least so far.
         self._over: dict[Choice, float] = {}
         self._tried: dict[tuple[Choice, int, tuple[int, ...]], Evaluation] = {}
@@ -168,9 +124,13 @@ class Exploration:
     def run(self) -> str | None:
         """Search until all is proven, or the budget is used up: says then what was."""
         # A case that isn't reached keeps the trivial bound.
-        self.bounds = dict.fromkeys(self.cases, 0.0)
+        self.bounds = {
+            case: self.relaxation.round_trip_s(case.micro_batches) for case in self.cases
+        }
         try:
-            self._try_blocks()
+            # Bounds are still worth looking for where more of these plans would take too long.
+            with suppress(OutOfBudget):
+                self._try_blocks()
             self._bound_all()
             self._try_guesses()
             self._prove()
@@ -184,6 +144,15 @@ class Exploration:
             return
         left = self.budget.seconds_left
         until = None if left is None else time.monotonic() + left * _BLOCKS_SHARE
+        most = _MOST_BLOCKS
+        while most <= _MOST_BLOCKS * _FINER and self.best is None and not is_late(until):
+            self._try_between(most, until)
+            if most >= len(self.question.profile.layers):
+                break
+            most *= 2
+
+    def _try_between(self, most: int, until: float | None) -> None:
+        """Guesses at cuts between so many blocks, the best ones first."""
         found: list[tuple[float, int, Case, Held | None, bool]] = []
         # More micro-batches leave devices idle for less: those cases first.
         for done, case in enumerate(sorted(self.cases, key=lambda c: -c.micro_batches)):
@@ -191,18 +160,19 @@ class Exploration:
             for held, lone in product(self._guesses(None), self._lone[::-1]):
                 if lone and self.most_stages > _MOST_BLOCKS and self.freedom.replicas:
                     continue
-                answer = self._in_blocks(case, held, until, lone=lone)
+                answer = self._in_blocks(most, case, held, until, lone=lone)
                 if answer is not None:
                     found.append((answer[1].objective_s, len(found), case, held, lone))
-                if until is not None and time.monotonic() > until:
+                if is_late(until):
                     break
         for objective_s, _, case, held, lone in sorted(found, key=lambda item: item[:2]):
-            late = until is not None and time.monotonic() > until
-            if objective_s < self.period_s and not (late and self.best is not None):
-                self._try_in_blocks(case, held, until, lone=lone)
+            # Guesses that are no better than what there is aren't worth a simulation.
+            if objective_s * _CLOSE < self.period_s and not (self.best and is_late(until)):
+                self._try_in_blocks(most, case, held, until, lone=lone)
 
     def _in_blocks(
         self,
+        most: int,
         case: Case,
         held: Held | None,
         until: float | None,
@@ -213,28 +183,32 @@ class Exploration:
         """A guess's best cut between blocks.
 
         Args:
+            most: blocks.
             share: of the devices' memory, that it may use.
         """
         problem = self._problem(
             case, held, guess=True, lone=lone, alike=self._alike, memory_share=share
         )
-        coarse, lattice = self._blocks_of(problem).coarse(problem)
+        coarse, lattice = self._blocks_of(problem, most).coarse(problem)
         deadline = None if until is None else max(until, time.monotonic() + 1.0)
-        answer = rising_minimax(coarse, lattice, deadline=deadline, few=0)
-        answer = answer or minimax_with_bound(
-            coarse, lattice, below=self.period_s, deadline=deadline
+        answer = (
+            rising_minimax(coarse, lattice, deadline=deadline, few=0)
+            or rising_by_targets(
+                coarse, lattice, below=self.period_s, within=_CLOSE, deadline=deadline
+            )
+            or minimax_with_bound(coarse, lattice, below=self.period_s, deadline=deadline)
         )
         if answer.cut is None:
             return None
-        return problem, self._blocks_of(problem).fine(answer.cut)
+        return problem, self._blocks_of(problem, most).fine(answer.cut)
 
     def _try_in_blocks(
-        self, case: Case, held: Held | None, until: float | None, *, lone: bool
+        self, most: int, case: Case, held: Held | None, until: float | None, *, lone: bool
     ) -> None:
         """A guess's best cut; where it takes too much memory after all, with less to use."""
         share = 1.0
         for _ in range(_REPAIRS):
-            answer = self._in_blocks(case, held, until, lone=lone, share=share)
+            answer = self._in_blocks(most, case, held, until, lone=lone, share=share)
             if answer is None:
                 return
             self._try(*answer, case.micro_batches)
@@ -243,11 +217,11 @@ class Exploration:
                 return
             share /= over * _REPAIR
 
-    def _blocks_of(self, problem: StageProblem) -> Blocks:
-        if self._blocks is None:
+    def _blocks_of(self, problem: StageProblem, most: int) -> Blocks:
+        if most not in self._blocks:
             assert isinstance(self.source, DpSource)
-            self._blocks = blocks(problem, self.source.lattice, _MOST_BLOCKS)
-        return self._blocks
+            self._blocks[most] = blocks(problem, self.source.lattice, most)
+        return self._blocks[most]
 
     def _bound_all(self) -> None:
         found: dict[Case, list[tuple[float, StageProblem, Cut]]] = {}
@@ -316,7 +290,7 @@ class Exploration:
         for case in self._promising():
             if self.bounds[case] * SAME >= self.period_s:
                 continue
-            problem = self._problem(case, view=self._sharper[case])
+            problem = self._problem(case, view=self._sharper.get(case, ""))
             unresolved = float("inf")
             cuts = self.source.each_below(
                 problem, lambda: self.period_s, deadline=self.budget.deadline
@@ -439,8 +413,12 @@ class Exploration:
         if not self.relaxation.limited:
             yield None
             return
-        for cap in caps(limit_ranges(variant, most)):
-            yield held_under(variant, most, cap)
+        ranges, tried = limit_ranges(variant, most), set()
+        for cap in caps(ranges):
+            limits = capped(ranges, cap)
+            if limits not in tried:
+                tried.add(limits)
+                yield held_under(variant, most, cap)
 
     # Plans -------------------------------------------------------------------------------------
 
@@ -503,13 +481,11 @@ class Exploration:
         """The plan, if it fits the devices; the best one is kept."""
         key = (choice, micro_batches, limits)
         if key not in self._tried:
-            variant = self.relaxation.variant
-            # Split backwards have a third operation, and three orders are tried for them.
-            each = 3 * 3 if variant.split_backward else 2
-            operations = choice.stages * (each * micro_batches + 1)
-            flushes = variant.flushes
-            self.budget.spend(operations * (_FLUSHED if flushes else _MINI_BATCHES))
+            operations = operations_of(self.relaxation.variant, choice.stages, micro_batches)
+            self.budget.spend(operations, needed=self.best is None)
+            begin = time.monotonic()
             self._tried[key] = evaluate(self.question, choice.with_limits(limits), micro_batches)
+            self.budget.took(operations, time.monotonic() - begin)
         found = self._tried[key]
         over = max(found.memory_shares(self.question.cluster), default=0.0)
         self._over[choice] = min(over, self._over.get(choice, over))
@@ -521,26 +497,20 @@ class Exploration:
         return found
 
     def tighten(self) -> None:
-        """Lower the best plan's limits as far as its period stays."""
-        if self.best is None:
-            return
-        ranges = limit_ranges(self.relaxation.variant, len(self.best.stages))
-        for s in range(len(self.best.stages)):
-            while True:
-                best = self.best
-                limits = [stage.in_flight for stage in best.stages]
-                least = max(ranges[s][0], limits[s + 1] if s + 1 < len(limits) else 1)
-                if limits[s] <= least or len(limits) > _MOST_WIDENED:
-                    break
-                limits[s] -= 1
-                stages = tuple(
-                    _with_limit(stage, limit)
-                    for stage, limit in zip(best.stages, limits, strict=True)
-                )
-                found = evaluate(self.question, stages, best.micro_batches)
-                if found.prediction.period_s > best.prediction.period_s * SAME:
-                    break
+        """Lower the best plan's limits as far as its period stays, and there is time."""
+        if self.best is not None and len(self.best.stages) <= _MOST_WIDENED:
+            for found in tightened(self.question, self.best, lambda: not self._too_late):
                 self.best = found
+
+    @property
+    def _too_late(self) -> bool:
+        """Whether simulating the best plan anew takes long, and longer than there is time."""
+        if self.best is None or self.budget.seconds_left is None:
+            return False
+        operations = operations_of(
+            self.relaxation.variant, len(self.best.stages), self.best.micro_batches
+        )
+        return self.budget.expected_s(operations) > max(self.budget.seconds_left, _SOON_S)
 
     def _say(self, what: str, done: int, total: int) -> None:
         self.progress(what, done, total)
@@ -548,25 +518,3 @@ class Exploration:
 
 def _shown(seconds: float) -> str:
     return format_seconds(seconds) if seconds < float("inf") else "none yet"
-
-
-def better(found: Evaluation, best: Evaluation) -> bool:
-    """A shorter period; at the same period fewer devices, stages, staleness, then less memory."""
-
-    def rank(e: Evaluation) -> tuple[int, int, int, int]:
-        predicted = e.prediction.stages
-        return (
-            sum(len(stage.devices) for stage in e.stages),
-            len(e.stages),
-            max(stage.version_difference for stage in predicted),
-            max(stage.memory_bytes for stage in predicted),
-        )
-
-    mine, its = found.prediction.period_s, best.prediction.period_s
-    if mine * SAME < its or its * SAME < mine:
-        return mine < its
-    return rank(found) < rank(best)
-
-
-def _with_limit(stage: PlanStage, limit: int) -> PlanStage:
-    return msgspec.structs.replace(stage, in_flight=limit)

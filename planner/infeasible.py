@@ -15,9 +15,10 @@ from .choices import capped, choice_of
 from .cluster import Cluster
 from .evaluate import Evaluation, Question, evaluate
 from .exploration import Exploration
+from .in_flight import held_under
 from .orders import limit_ranges
 from .partition.problem import Cut, StageProblem
-from .relaxation import Relaxation, held_under
+from .relaxation import Relaxation
 
 _CUTS = 8
 """Cuts to look at for each micro-batch count: a guess that fits may not fit after all."""

@@ -172,6 +172,29 @@ class LayerGraph:
         return np.array([float(found == count) for found in related])
 
     @cached_property
+    def returning_rows(self) -> list[list[int]]:
+        """Layers of the spine in order, in rows: within each, gradients come back all the way."""
+        made: dict[int, set[int]] = {}
+        for edge in self.profile.edges:
+            if edge.needs_grad and edge.consumer in self.position:
+                made.setdefault(self.position[edge.consumer], set()).add(
+                    self.position[edge.producer]
+                )
+        rows: list[list[int]] = []
+        # Layers that send gradients back to the last one of the spine so far.
+        reached: set[int] = set()
+        for k in range(len(self.names)):
+            returns = not reached.isdisjoint(made.get(k, ()))
+            if self.spine[k]:
+                if not returns:
+                    rows.append([])
+                rows[-1].append(k)
+                reached = {k}
+            elif returns:
+                reached.add(k)
+        return rows
+
+    @cached_property
     def last_layer(self) -> int | None:
         """The one layer that nothing comes after: always on the last stage. None: several."""
         used = 0

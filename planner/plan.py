@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from ..profiles.errors import PlanError
 from ..profiles.files import read_file
-from ..profiles.profile import Bytes, Count, Profile, Seconds
+from ..profiles.profile import Bytes, Count, Profile, Seconds, Threads
 from .cluster import Cluster
 from .layout import StageTimes, make_pipeline
 from .memory import MemoryByKind
@@ -38,7 +38,7 @@ class ProfileReference(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     front_end: str = "fx"
     granularity: str = "layer"
     device: str
-    threads: Count
+    threads: Threads
     dtype: str
     autocast: str | None = None
 

@@ -14,83 +14,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from itertools import accumulate, pairwise
 
 import numpy as np
 
-from .choices import capped
 from .cluster import Cluster, Network
 from .evaluate import Question
+from .in_flight import Held, least_held
 from .layer_graph import LayerGraph
-from .orders import limit_ranges
 from .partition.problem import Mode, Option, Place, Shared, StageProblem, Tensor, Vector
 from .partition.rising_places import RisingPlaces
 from .stage_costs import RECEIVES_AHEAD, sized, weight_part_s
+from .sync import Sync
 from .variants import Variant, variant_named
 
 RECOMPUTE = {"off": (False,), "on": (True,), "auto": (False, True)}
 """Whether stages may, must or mustn't compute their activations again."""
 
 
-@dataclass(frozen=True)
-class Held:
-    """What a stage has in flight when its memory is at its peak, by D.
-
-    Attributes:
-        mini_batches: each with all its micro-batches, in systems whose backward takes them all.
-        micro_batches: in systems whose backward takes one.
-        versions: weight versions held.
-    """
-
-    mini_batches: Callable[[int], float]
-    micro_batches: Callable[[int], float]
-    versions: Callable[[int], float]
-
-
 Change = Callable[[Place, int], Place]
 """Of a place, by its replicas; never of its units and copies."""
-
-_LARGE = 1e9
-"""Bytes, to read an affine time off."""
-
-
-def least_held(variant: Variant) -> Held:
-    """What every order has when a stage's backward begins, however it is made."""
-    return Held(
-        mini_batches=lambda _: 1.0,
-        micro_batches=lambda _: np.inf if variant.forwards_first else 1.0,
-        versions=lambda _: 1.0,
-    )
-
-
-def held_under(variant: Variant, stages: int, cap: int) -> Held:
-    """A guess at what stages with equal times have at their peak, no limit being above `cap`.
-
-    A mini-batch stays at a stage with D behind it while D others begin behind (docs/systems.md).
-    """
-    limits = capped(limit_ranges(variant, stages), cap)
-
-    def mini_batches(behind: int) -> float:
-        limit = limits[max(stages - 1 - behind, 0)]
-        return float(min(limit, 1 + behind))
-
-    def micro_batches(behind: int) -> float:
-        if variant.forwards_first:
-            return np.inf
-        return float(stages) if variant.split_backward else 1.0 + behind
-
-    def versions(behind: int) -> float:
-        if variant.stashes:
-            return mini_batches(behind)
-        if variant.forward_weights in ("first-micro-batch", "entry"):
-            return min(mini_batches(behind), 2.0)
-        return 1.0
-
-    return Held(
-        mini_batches=mini_batches,
-        micro_batches=micro_batches,
-        versions=versions,
-    )
 
 
 @dataclass(frozen=True)
@@ -188,6 +130,10 @@ class Relaxation:
                     )
                 options.append(Option(r // grain, known[key]))
         smallest = self._size(micro_batches, counts[-1])
+        devices = len(self.question.cluster.devices)
+        if guess and alike and self.variant.order == "1f1b-micro":
+            # It never has more than N micro-batches in flight, each on one device at a time.
+            devices = min(devices, micro_batches)
         graph, optimizer = self.graph, self.question.profile.optimizer
         every = self.question.update_every
         per_byte_s = optimizer.update_s_per_byte / every
@@ -209,7 +155,7 @@ class Relaxation:
             modes=tuple(modes),
             options=tuple(options),
             parameter_bytes=graph.likely_bytes if guess else graph.parameter_bytes,
-            devices=len(self.question.cluster.devices) // grain,
+            devices=devices // grain,
             place=place,
             together=graph.together,
             shared=tuple(self._shared(smallest, guess=guess)) if self.limited else (),
@@ -223,6 +169,19 @@ class Relaxation:
             stages=stages,
             pins=pins,
         )
+
+    def round_trip_s(self, micro_batches: int) -> float:
+        """No period is shorter where at most N micro-batches are in flight; else 0.
+
+        In `pipedream-2bw` every stage runs a micro-batch forward after the backward of the N-th
+        one before it at the latest. So a period takes at least as long as one micro-batch needs
+        from a stage to the end and back; of that only layers count that all paths go through, and
+        that gradients come back along.
+        """
+        if self.variant.order != "1f1b-micro":
+            return 0.0
+        work, _ = self._heads(micro_batches, both=False)
+        return max((sum(work[row].tolist()) for row in self.graph.returning_rows), default=0.0)
 
     @property
     def views(self) -> tuple[str, ...]:
@@ -528,35 +487,6 @@ def _changed(
 
 def _smaller(share: float) -> Change:
     return lambda place, _: replace(place, memory_bytes=place.memory_bytes * share)
-
-
-class Sync:
-    """What summing gradients over neighbouring devices takes."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        self.cluster = cluster
-        pairs = pairwise(device.machine for device in cluster.devices)
-        self._moves = [0, *accumulate(int(a != b) for a, b in pairs)]
-        self._known: dict[tuple[int, int], tuple[float, float]] = {}
-
-    def least(self, count: int) -> tuple[float, float]:
-        """Of an all-reduce over so many devices, wherever they lie, at the least: as `of`."""
-        moves = np.array(self._moves)
-        first = np.unique(moves[count - 1 :] - moves[: len(moves) - count + 1], return_index=True)
-        times = [self.of(range(at, at + count)) for at in first[1].tolist()]
-        return min(fixed for fixed, _ in times), min(per_byte for _, per_byte in times)
-
-    def of(self, devices: range) -> tuple[float, float]:
-        """Of an all-reduce: seconds in any case, and for each byte."""
-        if len(devices) == 1:
-            return 0.0, 0.0
-        # As many devices in as many machines take the same time.
-        key = len(devices), self._moves[devices[-1]] - self._moves[devices[0]]
-        if key not in self._known:
-            fixed_s = self.cluster.all_reduce_s(devices, 0.0)
-            whole_s = self.cluster.all_reduce_s(devices, _LARGE)
-            self._known[key] = fixed_s, (whole_s - fixed_s) / _LARGE
-        return self._known[key]
 
 
 def _slower(fastest: Network, cluster: Cluster, first: int) -> float:

@@ -8,13 +8,15 @@ from dataclasses import dataclass
 
 from ..profiles.errors import InfeasibleError, PlanError
 from ..profiles.profile import Profile
+from .budget import EFFORT, Budget
 from .cluster import Cluster
 from .evaluate import Evaluation, Question, make_plan
-from .exploration import EFFORT, SAME, Budget, Case, Exploration, Progress
+from .exploration import Case, Exploration, Progress
 from .infeasible import diagnose
 from .micro_batch_counts import micro_batch_counts
 from .partition.solve import SOLVERS, source_for
 from .plan import Plan, SolverReport
+from .ranking import SAME
 from .relaxation import RECOMPUTE, Freedom, Relaxation
 from .tied import Tied, check_tied
 from .variants import variant_named

@@ -37,7 +37,6 @@ class Variant:
             latest.
         whole_mini_batches: the system knows no micro-batches, N is 1.
         summary: one line for people.
-        runs: the runtime can train with it; else it can be planned and simulated.
         scratch_copies: copies of the weights besides the versions: where predictions are made.
         micro_batch_per_stage: there must be a micro-batch for each stage, N ≥ S.
         forwards_first: at every stage all forwards of a mini-batch run before its first backward.
@@ -58,7 +57,6 @@ class Variant:
     backward_weights: BackwardWeights
     whole_mini_batches: bool
     summary: str
-    runs: bool = True
     scratch_copies: int = 0
     micro_batch_per_stage: bool = False
     forwards_first: bool = False

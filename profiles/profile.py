@@ -36,6 +36,10 @@ Bytes = Annotated[int, Meta(ge=0)]
 BytesPerSample = Annotated[float, Meta(ge=0)]
 Count = Annotated[int, Meta(ge=1)]
 
+MAX_THREADS = 1024
+Threads = Annotated[int, Meta(ge=1, le=MAX_THREADS)]
+"""Torch starts as many as it is told, however few cores there are."""
+
 
 class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One layer at one micro-batch size."""
@@ -148,7 +152,7 @@ class Profile(
     """"layer", "op", or name patterns of the modules that are one layer each."""
     device: str
     """"cpu", "cuda", or "meta:" and the device spec: computed, not measured."""
-    threads: Count
+    threads: Threads
     dtype: str
     autocast: str | None = None
     """Dtype of torch.autocast while measuring; None: off."""

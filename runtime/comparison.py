@@ -121,7 +121,6 @@ def _gradients(
     for k, b in enumerate(updates):
         scales = {name: _largest(g) for name, g in gradients_in(wanted.gradients, k)}
         floor = FLOOR * tolerance * max(scales.values(), default=0.0)
-        # Pieces know a tied parameter under the names that they use, the whole model under all.
         mine = dict(gradients_in(found.gradients, k))
 
         def differences(

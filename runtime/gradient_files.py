@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -21,22 +21,28 @@ class GradientFiles:
     Args:
         folder: gets a file for each update, counted from 0.
         optimizer: None: there is nothing to train, and nothing is written.
+        names: for each name of a parameter, the first that the whole model has for it: pieces may
+            know a tied one by another.
     """
 
     def __init__(
-        self, folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer | None
+        self,
+        folder: Path,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        names: Mapping[str, str],
     ) -> None:
         self.folder = folder
         self.module = module
+        self.names = names
         self.updates = 0
         if optimizer is not None:
             optimizer.register_step_pre_hook(self._write)
 
     def _write(self, *_: Any) -> None:
-        # Tied parameters under every name: pieces of a model may have kept one of them.
         found = {
-            name: p.grad
-            for name, p in self.module.named_parameters(remove_duplicate=False)
+            self.names.get(name, name): p.grad
+            for name, p in self.module.named_parameters()
             if p.grad is not None
         }
         save_tensors(self.folder / f"{self.updates}.safetensors", found)
@@ -46,7 +52,12 @@ class GradientFiles:
 def keep_gradients(where: RunDir, runner: StageRunner) -> None:
     """Write a stage's gradients to the run directory, where the settings ask for them."""
     if runner.prepared.settings.keep_gradients and runner.worker.leads:
-        GradientFiles(where.gradients(runner.number), runner.stage.module, runner.stage.optimizer)
+        GradientFiles(
+            where.gradients(runner.number),
+            runner.stage.module,
+            runner.stage.optimizer,
+            runner.prepared.names,
+        )
 
 
 def gradients_in(folders: Sequence[Path], update: int) -> Iterator[tuple[str, Tensor]]:

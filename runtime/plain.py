@@ -61,7 +61,7 @@ class PlainTraining:
             if settings.deferred_batch_norm and by_micro_batch
             else None
         )
-        GradientFiles(gradients, self.model, self.optimizer)
+        GradientFiles(gradients, self.model, self.optimizer, prepared.names)
         self.losses: list[float] = []
         self.traits = Traits()
         self._samples: dict[int, Samples] = {}

@@ -13,7 +13,6 @@ from ..planner.order_check import check_order
 from ..planner.orders import make_order
 from ..planner.pipeline import Pipeline
 from ..planner.plan import Plan, check_cut, check_plan, pipeline_of
-from ..planner.variants import variant_named
 from ..profiles.errors import PlanError, TargetError, TimeprestError, TraceError
 from ..profiles.profile import IMPORTED
 from ..profiles.target import Target, describe_error, resolve
@@ -86,7 +85,6 @@ def prepare(plan: Plan, settings: RunSettings) -> Prepared:
     """
     check_plan(plan)
     _check_profiled(plan)
-    _check_runs(plan)
     autocast = autocast_of(plan, settings)
     target = resolve(settings.task)
     if target.task is None:
@@ -194,15 +192,6 @@ def _check_profiled(plan: Plan) -> None:
             f"plan: was made from {IMPORTED[made_from.front_end]} ({made_from.target}): costs "
             "without a model, which can be planned and shown but not run. Profile a model of your "
             "own with tp-profile"
-        )
-
-
-def _check_runs(plan: Plan) -> None:
-    """Refuse what can be planned and simulated, and a run doesn't do yet."""
-    if not variant_named(plan.variant).runs:
-        raise PlanError(
-            f"plan: variant: {plan.variant} can be planned and simulated; tp-run doesn't train "
-            "with it yet"
         )
 
 

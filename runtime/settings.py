@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from ..profiles.profile import Threads
+
 FORMAT = "timeprest-run/1"
 
 
@@ -71,7 +73,7 @@ class RunSettings(
     """Mini-batches done when the run was resumed, those of one of its checkpoints; None: it wasn't
     resumed."""
     seed: int = 0
-    threads: Annotated[int, Meta(ge=1)] = 1
+    threads: Threads = 1
     evaluate: bool = True
     timeout_s: Annotated[float, Meta(gt=0)] = 60.0
     """Longest wait for a message, before the run is given up."""

@@ -31,7 +31,7 @@ from timeprest.runtime.settings import OptimizerChoice, RunSettings
 from timeprest.runtime.state_tree import pack, unpack
 
 HERE = Path(__file__).parent
-RUNNING = [name for name, variant in VARIANTS.items() if variant.runs]
+RUNNING = list(VARIANTS)
 WHOLE = [name for name in RUNNING if VARIANTS[name].whole_mini_batches]
 MOMENTUM = OptimizerChoice(name="sgd", lr=0.05, momentum=0.9)
 PLAIN = OptimizerChoice(name="sgd", lr=0.05)

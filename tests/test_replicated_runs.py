@@ -34,7 +34,7 @@ GRAPH = HERE / "graph_task.py"
 STEPS = 7
 ADAM = OptimizerChoice(name="adam", lr=0.05)
 MOMENTUM = OptimizerChoice(name="sgd", lr=0.05, momentum=0.9)
-RUNNING = [name for name, variant in VARIANTS.items() if variant.runs]
+RUNNING = list(VARIANTS)
 WHOLE = [name for name in RUNNING if VARIANTS[name].whole_mini_batches]
 
 

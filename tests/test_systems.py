@@ -1,4 +1,4 @@
-"""What runs of each system: flush systems are plain training, and the rest is refused in a line."""
+"""Flush systems are plain training, loss by loss."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ import numpy as np
 import pytest
 from plain import train_plainly
 from plans import plan_by_hand, with_times
-from timeprest.planner.variants import VARIANTS
-from timeprest.profiles.errors import PlanError
 from timeprest.runtime.observer import read_losses
-from timeprest.runtime.prepare import prepare
 from timeprest.runtime.run import run
 from timeprest.runtime.run_dir import load_weights
 from timeprest.runtime.settings import RunSettings
@@ -46,12 +43,3 @@ def test_flush_systems_in_processes(variant, stages, mlp_profile, mlp_target, tm
     state = load_weights(tmp_path / "run")
     for name, weight in model.state_dict().items():
         np.testing.assert_allclose(state[name], weight, rtol=0, atol=1e-10)
-
-
-@pytest.mark.parametrize("variant", [name for name, v in VARIANTS.items() if not v.runs])
-def test_what_cant_run_yet_is_refused(variant, mlp_profile, mlp_target):
-    n = 1 if VARIANTS[variant].whole_mini_batches else 4
-    plan = plan_by_hand(with_times(mlp_profile), variant, 2, n)
-    message = f"{variant} can be planned and simulated; tp-run doesn't train with it yet"
-    with pytest.raises(PlanError, match=message):
-        prepare(plan, RunSettings(task=mlp_target))

@@ -114,7 +114,8 @@ class Platform:
     def build(self, make: Callable[[], nn.Module], *, first: bool) -> nn.Module:
         """Build a model here.
 
-        On a device that isn't there it takes no memory, unless building looks at values.
+        On a device that isn't there it takes no memory, unless building looks at values or
+        changes the model's dtype.
 
         Args:
             first: build it with real tensors and place it then.
@@ -126,7 +127,7 @@ class Platform:
                 with self.working():
                     return make()
             except TargetError as failure:
-                if not isinstance(failure.__cause__, DataDependentOutputException):
+                if not _needs_real_tensors(failure.__cause__):
                     raise
         model = make()
         for module in model.modules():
@@ -138,6 +139,15 @@ class Platform:
                 if buffer is not None:
                     module._buffers[name] = self.place(buffer)
         return model
+
+
+def _needs_real_tensors(cause: BaseException | None) -> bool:
+    """Whether building a model failed for its tensors being fake, and not for a fault of its own.
+
+    Torch can't always change the dtype of a module whose parameters are fake (`model.double()`).
+    """
+    swapping = isinstance(cause, RuntimeError) and "Couldn't swap" in str(cause)
+    return swapping or isinstance(cause, DataDependentOutputException)
 
 
 def platform_of(device: str, spec: str | None = None, autocast: str | None = None) -> Platform:
