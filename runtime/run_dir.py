@@ -44,9 +44,9 @@ class RunDir:
 
     def create(self, plan: Plan, settings: RunSettings) -> None:
         """Make the directory. Raises FileError when it holds a run already, or can't be made."""
-        if (self.path / "plan.json").exists():
-            raise FileError(f"{self.path}: holds a run already; give another --run-dir")
         try:
+            if (self.path / "plan.json").exists():
+                raise FileError(f"{self.path}: holds a run already; give another --run-dir")
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise FileError(f"{self.path}: can't be made: {error.strerror}") from None
