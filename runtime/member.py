@@ -96,6 +96,8 @@ def _prepare(plan: Plan, settings: RunSettings, meeting: Meeting) -> Prepared:
     keep_freed_memory()
     use_interface(meeting.launched)
     prepared = prepare(plan, settings)
+    if settings.start_from is not None:
+        check_start(prepared, Path(settings.start_from))
     meeting.gather("ready")
     return prepared
 
