@@ -71,6 +71,13 @@ _FINER = 4
 _BLOCKS_SHARE = 0.25
 """Of the time, for the first guesses."""
 
+_ROOM = 0.995
+"""Of the memory, what first guesses use if they can: what awaits its sending is only known from
+an order."""
+
+_ALIKE = 0.01
+"""Of first guesses whose loads differ by no more, that with the most micro-batches comes first."""
+
 _REPAIRS, _REPAIR = 3, 1.002
 """Times that a guess is made again with less memory, and how much less than it was over."""
 
@@ -233,7 +240,9 @@ class Exploration:
                     found.append((answer[1].objective_s, len(found), case, held, lone))
                 if _late(until):
                     break
-        for objective_s, _, case, held, lone in sorted(found, key=lambda item: item[:2]):
+        least = min((item[0] for item in found), default=0.0)
+        found.sort(key=lambda item: (item[0] > least * (1 + _ALIKE) and item[0], item[1]))
+        for objective_s, _, case, held, lone in found:
             # Guesses that are no better than what there is aren't worth a simulation.
             if objective_s * _CLOSE < self.period_s and not (self.best and _late(until)):
                 self._try_in_blocks(most, case, held, until, lone=lone)
@@ -274,9 +283,12 @@ class Exploration:
         self, most: int, case: Case, held: Held | None, until: float | None, *, lone: bool
     ) -> None:
         """A guess's best cut; where it takes too much memory after all, with less to use."""
-        share = 1.0
+        share = _ROOM
         for _ in range(_REPAIRS):
             answer = self._in_blocks(most, case, held, until, lone=lone, share=share)
+            if answer is None and share == _ROOM:
+                share = 1.0
+                answer = self._in_blocks(most, case, held, until, lone=lone, share=share)
             if answer is None:
                 return
             self._try(*answer, case.micro_batches)
