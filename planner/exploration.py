@@ -75,8 +75,12 @@ _ROOM = 0.995
 """Of the memory, what first guesses use if they can: what awaits its sending is only known from
 an order."""
 
-_ALIKE = 0.01
-"""Of first guesses whose loads differ by no more, that with the most micro-batches comes first."""
+_ALIKE = 0.02
+"""Of the best first guesses, those that differ by no more are tried in the sequence in which they
+were made: more micro-batches first, then as many replicas for every stage."""
+
+_EQUAL = 3
+"""Numbers of replicas, the same for every stage, that first guesses are made with."""
 
 _REPAIRS, _REPAIR = 3, 1.002
 """Times that a guess is made again with less memory, and how much less than it was over."""
@@ -228,24 +232,41 @@ class Exploration:
 
     def _try_between(self, most: int, until: float | None) -> None:
         """Guesses at cuts between so many blocks, the best ones first."""
-        found: list[tuple[float, int, Case, Held | None, bool]] = []
+        found: list[tuple[float, int, Case, Held | None, int | None]] = []
         # More micro-batches leave devices idle for less: those cases first.
         for done, case in enumerate(sorted(self.cases, key=lambda c: -c.micro_batches)):
             self._say(f"first plans: {case.micro_batches} micro-batches", done, len(self.cases))
-            for held, lone in product(self._guesses(None), self._lone[::-1]):
-                if lone and self.most_stages > _MOST_BLOCKS and self.freedom.replicas:
-                    continue
-                answer = self._in_blocks(most, case, held, until, lone=lone)
+            for held, each in product(self._guesses(None), self._equal_replicas(case)):
+                answer = self._in_blocks(most, case, held, until, each=each)
                 if answer is not None:
-                    found.append((answer[1].objective_s, len(found), case, held, lone))
+                    found.append((answer[1].objective_s, len(found), case, held, each))
                 if _late(until):
                     break
+            if _late(until) and found:
+                break
         least = min((item[0] for item in found), default=0.0)
         found.sort(key=lambda item: (item[0] > least * (1 + _ALIKE) and item[0], item[1]))
-        for objective_s, _, case, held, lone in found:
+        for objective_s, _, case, held, each in found:
             # Guesses that are no better than what there is aren't worth a simulation.
             if objective_s * _CLOSE < self.period_s and not (self.best and _late(until)):
-                self._try_in_blocks(most, case, held, until, lone=lone)
+                self._try_in_blocks(most, case, held, until, each=each)
+
+    def _equal_replicas(self, case: Case) -> list[int | None]:
+        """Replicas that all stages might have, first; None: any for each.
+
+        With as many everywhere stages wait least for one another. Those where the fewest stages
+        that can hold the model take most of the devices.
+        """
+        if not self.freedom.replicas:
+            return [None]
+        problem = self._problem(case, guess=True, lone=True, alike=self._alike)
+        place = problem.place(0, 1)
+        held = place.copies * float(problem.parameter_bytes.sum())
+        least = max(held / place.memory_bytes, 1.0)
+        counts = self.relaxation.replica_counts(case.micro_batches)
+        within = [r for r in counts if 1 < r <= problem.devices / least]
+        few = [1] if self.most_stages <= _MOST_BLOCKS else []
+        return [*few, *within[-_EQUAL:], None]
 
     def _in_blocks(
         self,
@@ -254,20 +275,30 @@ class Exploration:
         held: Held | None,
         until: float | None,
         *,
-        lone: bool,
+        each: int | None,
         share: float = 1.0,
     ) -> tuple[StageProblem, Cut] | None:
         """A guess's best cut between blocks.
 
         Args:
             most: blocks.
+            each: of replicas, for every stage; None: any.
             share: of the devices' memory, that it may use.
         """
         problem = self._problem(
-            case, held, guess=True, lone=lone, alike=self._alike, memory_share=share
+            case, held, guess=True, each=each, alike=self._alike, memory_share=share
         )
+        if not problem.options:
+            return None
+        if each is not None and each > 1:
+            # One size of stage must do everywhere, so cuts must be finer; and it is soon seen.
+            most *= 2
         coarse, lattice = self._blocks_of(problem, most).coarse(problem)
-        deadline = None if until is None else max(until, time.monotonic() + 1.0)
+        left, deadline = self.budget.seconds_left, None
+        if until is not None and left is not None:
+            # The first plan matters more than what else there may be time for.
+            seconds = _SOON_S if self.best else left * _BLOCKS_SHARE
+            deadline = max(until, time.monotonic() + seconds)
         answer = (
             rising_minimax(coarse, lattice, deadline=deadline, few=0)
             or rising_by_targets(
@@ -280,15 +311,15 @@ class Exploration:
         return problem, self._blocks_of(problem, most).fine(answer.cut)
 
     def _try_in_blocks(
-        self, most: int, case: Case, held: Held | None, until: float | None, *, lone: bool
+        self, most: int, case: Case, held: Held | None, until: float | None, *, each: int | None
     ) -> None:
         """A guess's best cut; where it takes too much memory after all, with less to use."""
         share = _ROOM
         for _ in range(_REPAIRS):
-            answer = self._in_blocks(most, case, held, until, lone=lone, share=share)
+            answer = self._in_blocks(most, case, held, until, each=each, share=share)
             if answer is None and share == _ROOM:
                 share = 1.0
-                answer = self._in_blocks(most, case, held, until, lone=lone, share=share)
+                answer = self._in_blocks(most, case, held, until, each=each, share=share)
             if answer is None:
                 return
             self._try(*answer, case.micro_batches)
@@ -418,6 +449,7 @@ class Exploration:
         *,
         guess: bool = False,
         lone: bool = False,
+        each: int | None = None,
         grain: int = 1,
         view: str = "",
         alike: bool = False,
@@ -429,6 +461,7 @@ class Exploration:
             held=held,
             guess=guess,
             lone=lone,
+            each=each,
             grain=grain,
             view=view,
             alike=alike,
