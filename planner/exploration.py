@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
+from math import inf
 
 import msgspec
 
@@ -219,7 +220,10 @@ class Exploration:
 
     def _try_blocks(self) -> None:
         """Where there is much to look at: a plan early, from guesses with fewer places to cut."""
-        if not self._large or not isinstance(self.source, DpSource):
+        if not self.large or not isinstance(self.source, DpSource):
+            return
+        if min(map(self._least_devices, self.cases)) > len(self.question.cluster.devices):
+            # The weights alone are too large: bounds soon prove it.
             return
         left = self.budget.seconds_left
         until = None if left is None else time.monotonic() + left * _BLOCKS_SHARE
@@ -259,14 +263,20 @@ class Exploration:
         """
         if not self.freedom.replicas:
             return [None]
-        problem = self._problem(case, guess=True, lone=True, alike=self._alike)
-        place = problem.place(0, 1)
-        held = place.copies * float(problem.parameter_bytes.sum())
-        least = max(held / place.memory_bytes, 1.0)
+        devices = len(self.question.cluster.devices)
+        if self.relaxation.counted and not self.relaxation.variant.flushes:
+            devices = min(devices, case.micro_batches)
+        most = devices / max(self._least_devices(case), 1.0)
         counts = self.relaxation.replica_counts(case.micro_batches)
-        within = [r for r in counts if 1 < r <= problem.devices / least]
+        within = [r for r in counts if 1 < r <= most]
         few = [1] if self.most_stages <= _MOST_BLOCKS else []
         return [*few, *within[-_EQUAL:], None]
+
+    def _least_devices(self, case: Case) -> float:
+        """What all weights take, over the memory of the largest device; a guess."""
+        largest = max(device.memory_bytes or inf for device in self.question.cluster.devices)
+        copies = self._problem(case, guess=True, lone=True, alike=self.alike).place(0, 1).copies
+        return copies * float(self.relaxation.graph.parameter_bytes.sum()) / largest
 
     def _in_blocks(
         self,
@@ -286,7 +296,7 @@ class Exploration:
             share: of the devices' memory, that it may use.
         """
         problem = self._problem(
-            case, held, guess=True, each=each, alike=self._alike, memory_share=share
+            case, held, guess=True, each=each, alike=self.alike, memory_share=share
         )
         if not problem.options:
             return None
@@ -345,7 +355,7 @@ class Exploration:
             found[case] = []
             for number, (view, alike) in enumerate(self._views):
                 solves = len(self._views) * (len(cases) - done) - number
-                if self._large:
+                if self.large:
                     # Most cases are soon seen to hold nothing better than the best plan; what
                     # time they leave is for those that may.
                     solves = min(solves, 2)
@@ -389,7 +399,7 @@ class Exploration:
     def _guess(self, case: Case, held: Held | None, stages: int | None, *, lone: bool) -> None:
         grain = 1 if lone else self._grain
         problem = self._problem(
-            case, held, guess=True, lone=lone, grain=grain, stages=stages, alike=self._alike
+            case, held, guess=True, lone=lone, grain=grain, stages=stages, alike=self.alike
         )
         if not problem.options:
             return
@@ -421,7 +431,7 @@ class Exploration:
             self._say(f"bound {format_seconds(bound_s)}, best {_shown(best)}", 0, 0)
 
         # Cuts that can't beat the best plan are of no use.
-        below, within = (self.period_s, _CLOSE) if self._large else (float("inf"), 1.0)
+        below, within = (self.period_s, _CLOSE) if self.large else (float("inf"), 1.0)
         answer = self.source.best(
             problem, seconds=seconds, below=below, within=within, progress=tell
         )
@@ -471,22 +481,22 @@ class Exploration:
         )
 
     @cached_property
-    def _large(self) -> bool:
+    def large(self) -> bool:
         """Whether there is so much to look at that plans come before bounds."""
         return self.most_stages * len(self.question.profile.layers) > _LARGE
 
     @cached_property
-    def _alike(self) -> bool:
+    def alike(self) -> bool:
         """Whether guesses leave open where devices lie (`Relaxation.problem`)."""
         open_counts = all(case.stages is None for case in self.cases)
-        return self._large and self.question.cluster.uniform and open_counts
+        return self.large and self.question.cluster.uniform and open_counts
 
     @cached_property
     def _views(self) -> list[tuple[str, bool]]:
         """Views of the relaxed problem that make the bound; and which leave open where devices
         lie, and know better what is in flight."""
         views, relaxation = self.relaxation.views, self.relaxation
-        if self._alike:
+        if self.alike:
             return [(view, True) for view in views[:2]]
         plain = [(view, False) for view in views]
         known = self.question.cluster.uniform and relaxation.limited and relaxation.counted
@@ -497,7 +507,7 @@ class Exploration:
     @property
     def _grain(self) -> int:
         """Devices that guesses count as one."""
-        if not self.freedom.replicas or self._alike:
+        if not self.freedom.replicas or self.alike:
             return 1
         return -(-len(self.question.cluster.devices) // _MOST_UNITS)
 
@@ -514,7 +524,7 @@ class Exploration:
     def _stage_counts(self, case: Case) -> list[int | None]:
         """Stage counts to guess with: all where they are few, else by doubling."""
         most = self.most_stages
-        if case.stages is not None or self._large:
+        if case.stages is not None or self.large:
             return [None]
         if most <= 8:
             return [None, *range(most, 0, -1)]
