@@ -21,6 +21,10 @@ _FLUSHED = 3
 """The same where the pipeline runs empty after each."""
 
 
+SOON_S = 1.0
+"""What takes no longer may be done after the time limit."""
+
+
 class OutOfBudget(Exception):  # noqa: N818 - it ends a search, nothing went wrong
     """The search has used what it was given; `args[0]` says what."""
 

@@ -14,19 +14,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
-from math import inf
 
 from ..profiles.units import format_seconds
-from .budget import Budget, OutOfBudget, is_late, operations_of
+from .budget import SOON_S, Budget, OutOfBudget, operations_of
 from .choices import Choice, all_limits, capped, caps, choice_of
 from .evaluate import Evaluation, Question, evaluate
+from .first_plans import CLOSE, try_blocks
 from .in_flight import Held, held_under
 from .orders import limit_ranges
-from .partition.coarse import Blocks, blocks
-from .partition.minimax import minimax_with_bound
+from .partition.coarse import Blocks
 from .partition.problem import Cut, StageProblem
-from .partition.rising import rising_minimax
-from .partition.rising_targets import rising_by_targets
 from .partition.solve import DpSource, Found, Source
 from .partition.sweep import OutOfTime
 from .ranking import SAME, better
@@ -43,35 +40,6 @@ _BOUND_S = 3.0
 
 _LARGE = 20_000
 """With more layers × devices, guesses leave the number of stages open."""
-
-_CLOSE = 1.001
-"""With as much, cuts and bounds of the relaxed problem are found up to this factor."""
-
-_MOST_BLOCKS = 200
-"""The first guesses cut between so many blocks of layers."""
-
-_FINER = 4
-"""Where none of those fits, between up to so many times as many."""
-
-_BLOCKS_SHARE = 0.25
-"""Of the time, for the first guesses."""
-
-_ROOM = 0.995
-"""Of the memory, what first guesses use if they can: what awaits its sending is only known from
-an order."""
-
-_ALIKE = 0.02
-"""Of the best first guesses, those that differ by no more are tried in the sequence in which they
-were made: more micro-batches first, then as many replicas for every stage."""
-
-_EQUAL = 3
-"""Numbers of replicas, the same for every stage, that first guesses are made with."""
-
-_REPAIRS, _REPAIR = 3, 1.002
-"""Times that a guess is made again with less memory, and how much less than it was over."""
-
-_SOON_S = 1.0
-"""What takes no longer may be done after the time limit."""
 
 _MOST_WIDENED = 16
 """With more stages, single limits aren't raised or lowered: each takes a simulation."""
@@ -111,9 +79,9 @@ class Exploration:
     def __post_init__(self) -> None:
         self.relaxation = Relaxation(self.question, self.freedom)
         self._sharper: dict[Case, str] = {}
-        self._blocks: dict[int, Blocks] = {}
+        self.blocks: dict[int, Blocks] = {}
         # Per choice, of the largest share of a device's memory that it takes, the least so far.
-        self._over: dict[Choice, float] = {}
+        self.over: dict[Choice, float] = {}
         self._tried: dict[tuple[Choice, int, tuple[int, ...]], Evaluation] = {}
 
     @property
@@ -142,139 +110,13 @@ class Exploration:
         try:
             # Bounds are still worth looking for where more of these plans would take too long.
             with suppress(OutOfBudget):
-                self._try_blocks()
+                try_blocks(self)
             self._bound_all()
             self._try_guesses()
             self._prove()
         except OutOfBudget as reason:
             return str(reason)
         return None
-
-    def _try_blocks(self) -> None:
-        """Where there is much to look at: a plan early, from guesses with fewer places to cut."""
-        if not self.large or not isinstance(self.source, DpSource):
-            return
-        if min(map(self._least_devices, self.cases)) > len(self.question.cluster.devices):
-            # The weights alone are too large: bounds soon prove it.
-            return
-        left = self.budget.seconds_left
-        until = None if left is None else time.monotonic() + left * _BLOCKS_SHARE
-        most = _MOST_BLOCKS
-        while most <= _MOST_BLOCKS * _FINER and self.best is None and not is_late(until):
-            self._try_between(most, until)
-            if most >= len(self.question.profile.layers):
-                break
-            most *= 2
-
-    def _try_between(self, most: int, until: float | None) -> None:
-        """Guesses at cuts between so many blocks, the best ones first."""
-        found: list[tuple[float, int, Case, Held | None, int | None]] = []
-        # More micro-batches leave devices idle for less: those cases first.
-        for done, case in enumerate(sorted(self.cases, key=lambda c: -c.micro_batches)):
-            self._say(f"first plans: {case.micro_batches} micro-batches", done, len(self.cases))
-            for held, each in product(self._guesses(None), self._equal_replicas(case)):
-                answer = self._in_blocks(most, case, held, until, each=each)
-                if answer is not None:
-                    found.append((answer[1].objective_s, len(found), case, held, each))
-                if is_late(until):
-                    break
-            if is_late(until) and found:
-                break
-        least = min((item[0] for item in found), default=0.0)
-        found.sort(key=lambda item: (item[0] > least * (1 + _ALIKE) and item[0], item[1]))
-        for objective_s, _, case, held, each in found:
-            # Guesses that are no better than what there is aren't worth a simulation.
-            if objective_s * _CLOSE < self.period_s and not (self.best and is_late(until)):
-                self._try_in_blocks(most, case, held, until, each=each)
-
-    def _equal_replicas(self, case: Case) -> list[int | None]:
-        """Replicas that all stages might have, first; None: any for each.
-
-        With as many everywhere stages wait least for one another. Those where the fewest stages
-        that can hold the model take most of the devices.
-        """
-        if not self.freedom.replicas:
-            return [None]
-        devices = len(self.question.cluster.devices)
-        if self.relaxation.counted and not self.relaxation.variant.flushes:
-            devices = min(devices, case.micro_batches)
-        most = devices / max(self._least_devices(case), 1.0)
-        counts = self.relaxation.replica_counts(case.micro_batches)
-        within = [r for r in counts if 1 < r <= most]
-        few = [1] if self.most_stages <= _MOST_BLOCKS else []
-        return [*few, *within[-_EQUAL:], None]
-
-    def _least_devices(self, case: Case) -> float:
-        """What all weights take, over the memory of the largest device; a guess."""
-        largest = max(device.memory_bytes or inf for device in self.question.cluster.devices)
-        copies = self._problem(case, guess=True, lone=True, alike=self.alike).place(0, 1).copies
-        return copies * float(self.relaxation.graph.parameter_bytes.sum()) / largest
-
-    def _in_blocks(
-        self,
-        most: int,
-        case: Case,
-        held: Held | None,
-        until: float | None,
-        *,
-        each: int | None,
-        share: float = 1.0,
-    ) -> tuple[StageProblem, Cut] | None:
-        """A guess's best cut between blocks.
-
-        Args:
-            most: blocks.
-            each: of replicas, for every stage; None: any.
-            share: of the devices' memory, that it may use.
-        """
-        problem = self._problem(
-            case, held, guess=True, each=each, alike=self.alike, memory_share=share
-        )
-        if not problem.options:
-            return None
-        if each is not None and each > 1:
-            # One size of stage must do everywhere, so cuts must be finer; and it is soon seen.
-            most *= 2
-        coarse, lattice = self._blocks_of(problem, most).coarse(problem)
-        left, deadline = self.budget.seconds_left, None
-        if until is not None and left is not None:
-            # The first plan matters more than what else there may be time for.
-            seconds = _SOON_S if self.best else left * _BLOCKS_SHARE
-            deadline = max(until, time.monotonic() + seconds)
-        answer = (
-            rising_minimax(coarse, lattice, deadline=deadline, few=0)
-            or rising_by_targets(
-                coarse, lattice, below=self.period_s, within=_CLOSE, deadline=deadline
-            )
-            or minimax_with_bound(coarse, lattice, below=self.period_s, deadline=deadline)
-        )
-        if answer.cut is None:
-            return None
-        return problem, self._blocks_of(problem, most).fine(answer.cut)
-
-    def _try_in_blocks(
-        self, most: int, case: Case, held: Held | None, until: float | None, *, each: int | None
-    ) -> None:
-        """A guess's best cut; where it takes too much memory after all, with less to use."""
-        share = _ROOM
-        for _ in range(_REPAIRS):
-            answer = self._in_blocks(most, case, held, until, each=each, share=share)
-            if answer is None and share == _ROOM:
-                share = 1.0
-                answer = self._in_blocks(most, case, held, until, each=each, share=share)
-            if answer is None:
-                return
-            self._try(*answer, case.micro_batches)
-            over = self._over.get(choice_of(*answer), 1.0)
-            if over <= 1.0:
-                return
-            share /= over * _REPAIR
-
-    def _blocks_of(self, problem: StageProblem, most: int) -> Blocks:
-        if most not in self._blocks:
-            assert isinstance(self.source, DpSource)
-            self._blocks[most] = blocks(problem, self.source.lattice, most)
-        return self._blocks[most]
 
     def _bound_all(self) -> None:
         found: dict[Case, list[tuple[float, StageProblem, Cut]]] = {}
@@ -283,7 +125,7 @@ class Exploration:
         cases = sorted(self.cases, key=lambda c: self._best_so_far(c))
         end = self._bounds_end
         for done, case in enumerate(cases):
-            self._say(f"bounds: {case.micro_batches} micro-batches", done, len(cases))
+            self.say(f"bounds: {case.micro_batches} micro-batches", done, len(cases))
             found[case] = []
             for number, (view, alike) in enumerate(self._views):
                 solves = len(self._views) * (len(cases) - done) - number
@@ -294,7 +136,7 @@ class Exploration:
                 seconds = None if end is None else max(end - time.monotonic(), 0.0) / solves
                 if self._grain > 1 and not alike:
                     seconds = min(seconds or _BOUND_S, _BOUND_S)
-                problem = self._problem(case, view=view, alike=alike)
+                problem = self.problem_for(case, view=view, alike=alike)
                 answer = self._solve(problem, seconds)
                 if answer.bound_s >= self.bounds[case]:
                     self.bounds[case], self._sharper[case] = answer.bound_s, view
@@ -305,7 +147,7 @@ class Exploration:
                     break
         for case in self._promising():
             for _, problem, cut in sorted(found[case], key=lambda item: -item[0]):
-                self._try(problem, cut, case.micro_batches)
+                self.try_cut(problem, cut, case.micro_batches)
 
     def _best_so_far(self, case: Case) -> bool:
         return self.best is not None and self.best.micro_batches == case.micro_batches
@@ -320,9 +162,9 @@ class Exploration:
 
     def _try_guesses(self) -> None:
         for done, case in enumerate(self._promising()):
-            self._say(f"plans: {case.micro_batches} micro-batches", done, len(self.cases))
+            self.say(f"plans: {case.micro_batches} micro-batches", done, len(self.cases))
             for stages in self._stage_counts(case):
-                for held, lone in product(self._guesses(stages), self._lone):
+                for held, lone in product(self.guesses(stages), self._lone):
                     if self.bounds[case] * SAME >= self.period_s:
                         break
                     self._guess(case, held, stages, lone=lone)
@@ -330,28 +172,28 @@ class Exploration:
 
     def _guess(self, case: Case, held: Held | None, stages: int | None, *, lone: bool) -> None:
         grain = 1 if lone else self._grain
-        problem = self._problem(
+        problem = self.problem_for(
             case, held, guess=True, lone=lone, grain=grain, stages=stages, alike=self.alike
         )
         if not problem.options:
             return
         answer = self._solve(problem, self._guess_seconds)
         if answer.cut is not None:
-            self._try(problem, answer.cut, case.micro_batches, grain=grain)
+            self.try_cut(problem, answer.cut, case.micro_batches, grain=grain)
 
     def _prove(self) -> None:
         for case in self._promising():
             if self.bounds[case] * SAME >= self.period_s:
                 continue
-            problem = self._problem(case, view=self._sharper.get(case, ""))
+            problem = self.problem_for(case, view=self._sharper.get(case, ""))
             unresolved = float("inf")
             cuts = self.source.each_below(
                 problem, lambda: self.period_s, deadline=self.budget.deadline
             )
             try:
                 for cut in cuts:
-                    self._say(self._standing, 0, 0)
-                    if not self._try(problem, cut, case.micro_batches, every_limit=True):
+                    self.say(self._standing, 0, 0)
+                    if not self.try_cut(problem, cut, case.micro_batches, every_limit=True):
                         unresolved = min(unresolved, cut.objective_s)
             except OutOfTime:
                 raise OutOfBudget("time limit") from None
@@ -360,10 +202,10 @@ class Exploration:
     def _solve(self, problem: StageProblem, seconds: float | None) -> Found:
         def tell(bound_s: float, best_s: float) -> None:
             best = min(best_s, self.period_s)
-            self._say(f"bound {format_seconds(bound_s)}, best {_shown(best)}", 0, 0)
+            self.say(f"bound {format_seconds(bound_s)}, best {_shown(best)}", 0, 0)
 
         # Cuts that can't beat the best plan are of no use.
-        below, within = (self.period_s, _CLOSE) if self.large else (float("inf"), 1.0)
+        below, within = (self.period_s, CLOSE) if self.large else (float("inf"), 1.0)
         answer = self.source.best(
             problem, seconds=seconds, below=below, within=within, progress=tell
         )
@@ -384,7 +226,7 @@ class Exploration:
 
     # Problems ----------------------------------------------------------------------------------
 
-    def _problem(
+    def problem_for(
         self,
         case: Case,
         held: Held | None = None,
@@ -463,7 +305,7 @@ class Exploration:
         doubled = {1 << k for k in range(most.bit_length())} | {most}
         return [None, *sorted(doubled, reverse=True)]
 
-    def _guesses(self, stages: int | None) -> Iterator[Held | None]:
+    def guesses(self, stages: int | None) -> Iterator[Held | None]:
         variant, most = self.relaxation.variant, stages or self.most_stages
         if not self.relaxation.limited:
             yield None
@@ -477,7 +319,7 @@ class Exploration:
 
     # Plans -------------------------------------------------------------------------------------
 
-    def _try(
+    def try_cut(
         self,
         problem: StageProblem,
         cut: Cut,
@@ -543,7 +385,7 @@ class Exploration:
             self.budget.took(operations, time.monotonic() - begin)
         found = self._tried[key]
         over = max(found.memory_shares(self.question.cluster), default=0.0)
-        self._over[choice] = min(over, self._over.get(choice, over))
+        self.over[choice] = min(over, self.over.get(choice, over))
         if found.over_limit(self.question.cluster):
             return None
         self.seen(found)
@@ -565,9 +407,9 @@ class Exploration:
         operations = operations_of(
             self.relaxation.variant, len(self.best.stages), self.best.micro_batches
         )
-        return self.budget.expected_s(operations) > max(self.budget.seconds_left, _SOON_S)
+        return self.budget.expected_s(operations) > max(self.budget.seconds_left, SOON_S)
 
-    def _say(self, what: str, done: int, total: int) -> None:
+    def say(self, what: str, done: int, total: int) -> None:
         self.progress(what, done, total)
 
 
