@@ -14,11 +14,13 @@ from click.core import ParameterSource
 from ..planner.plan import read_plan
 from ..profiles.allocator import keep_freed_memory
 from ..profiles.errors import UserError
-from ..profiles.profile import MAX_THREADS
+from ..profiles.limits import MAX_FACTOR, MAX_SECONDS, MAX_THREADS
 from ..runtime.launched import check_world_size
 from .common import (
     Bar,
+    Number,
     Stopped,
+    Whole,
     common_options,
     errors_as_lines,
     naming,
@@ -75,8 +77,8 @@ class _WithExport(OneRankCommand):
     help="Built-in task, file.py:NAME or pkg.module:NAME.  "
     "[default: what the plan's profile measured]",
 )
-@click.option("--epochs", type=click.IntRange(1), help="[default: 5]")
-@click.option("--steps", type=click.IntRange(1), help="Mini-batches in all, instead of --epochs.")
+@click.option("--epochs", type=Whole(), help="[default: 5]")
+@click.option("--steps", type=Whole(), help="Mini-batches in all, instead of --epochs.")
 @click.option(
     "--ragged",
     type=click.Choice(["drop", "pad", "error"]),
@@ -89,11 +91,11 @@ class _WithExport(OneRankCommand):
     type=click.Choice(["sgd", "adam", "adamw"]),
     help="Instead of the task's own; needs --lr.",
 )
-@click.option("--lr", type=click.FloatRange(0, min_open=True))
-@click.option("--momentum", type=click.FloatRange(0, 1, max_open=True))
+@click.option("--lr", type=Number(0, MAX_FACTOR, min_open=True))
+@click.option("--momentum", type=Number(0, 1, max_open=True))
 @click.option("--nesterov", is_flag=True, help="Nesterov momentum, of sgd.")
 @click.option("--betas", metavar="B1,B2", help="Of adam and adamw.  [default: 0.9,0.999]")
-@click.option("--weight-decay", type=click.FloatRange(0))
+@click.option("--weight-decay", type=Number(0, MAX_FACTOR))
 @click.option(
     "--decay-only",
     type=click.Choice(["matrices", "all"]),
@@ -106,12 +108,10 @@ class _WithExport(OneRankCommand):
     type=click.Choice(["constant", "linear", "cosine"]),
     help="Instead of the task's own scheduler; linear and cosine fall to 0 by the run's end.",
 )
-@click.option(
-    "--warmup", type=click.IntRange(0), help="Updates over which the learning rate rises."
-)
+@click.option("--warmup", type=Whole(0), help="Updates over which the learning rate rises.")
 @click.option(
     "--clip-norm",
-    type=click.FloatRange(0, min_open=True),
+    type=Number(0, MAX_FACTOR, min_open=True),
     help="Clip gradients of the whole model to this norm.",
 )
 @click.option(
@@ -148,7 +148,7 @@ class _WithExport(OneRankCommand):
 )
 @click.option(
     "--timeout",
-    type=click.FloatRange(0, min_open=True),
+    type=Number(0, MAX_FACTOR, min_open=True),
     help="Longest wait for a message, in seconds.  [default: 25, or 100 periods]",
 )
 @click.option(
@@ -161,7 +161,7 @@ class _WithExport(OneRankCommand):
 @click.option(
     "--lambda",
     "decay_rate",
-    type=click.FloatRange(0),
+    type=Number(0, MAX_FACTOR),
     default=1.0,
     show_default=True,
     help="i-timeprest: how fast they fade.",
@@ -192,13 +192,13 @@ class _WithExport(OneRankCommand):
 @click.option("--run-dir", help="[default: runs/VARIANT-DATE-TIME]")
 @click.option(
     "--checkpoint-every",
-    type=click.IntRange(0),
+    type=Whole(0),
     help="Mini-batches between two checkpoints; the pipeline drains there. 0: none.  "
     "[default: at the end of each epoch]",
 )
 @click.option(
     "--keep-checkpoints",
-    type=click.IntRange(1),
+    type=Whole(),
     default=3,
     show_default=True,
     help="How many of them are kept, the newest.",
@@ -217,7 +217,7 @@ class _WithExport(OneRankCommand):
 )
 @click.option(
     "--resume-at",
-    type=click.IntRange(1),
+    type=Whole(),
     help="The same from another checkpoint, by the mini-batches done.",
 )
 @click.option(
@@ -325,7 +325,7 @@ def main(
             threads=threads or plan.profile.threads,
             evaluate=evaluate,
             on_nan=on_nan,
-            timeout_s=timeout or max(25.0, 100 * plan.predicted.period_s),
+            timeout_s=timeout or min(max(25.0, 100 * plan.predicted.period_s), MAX_SECONDS),
             decay=decay,
             decay_rate=decay_rate,
             distances=distances,

@@ -13,7 +13,6 @@ holds the parts of its own workers.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import re
@@ -223,8 +222,7 @@ def find_whole(where: RunDir, at: int | None, instead: Callable[[int], str]) -> 
         return _whole(where, place)
     except FileError as error:
         for older in reversed([k for k in known if k < place]):
-            with contextlib.suppress(FileError):
-                _whole(where, older)
+            if _is_whole(where, older):
                 raise FileError(f"{error}. The one before it is whole: {instead(older)}") from None
         raise FileError(f"{error}. No other one before it is whole") from None
 
@@ -233,6 +231,14 @@ def _whole(where: RunDir, place: int) -> Saved:
     found = Saved(where.checkpoint(place))
     found.verify()
     return found
+
+
+def _is_whole(where: RunDir, place: int) -> bool:
+    try:
+        _whole(where, place)
+    except FileError:
+        return False
+    return True
 
 
 # Writing ------------------------------------------------------------------------------------
@@ -315,7 +321,7 @@ class CheckpointWriter:
                 f"state/{worker.file}.safetensors": tensor_bytes(tensors),
             }
             if worker.leads:
-                weights = tensor_bytes(runner.stage.state())
+                weights = tensor_bytes(runner.state())
                 contents[f"weights/{worker.file}.safetensors"] = weights
             parts = {}
             for name, content in contents.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -22,7 +23,7 @@ from .run import check_settings, check_unfinished, summarize
 from .run_dir import RunDir
 from .scores import RunSummary, StageReport, decode
 from .settings import RunSettings
-from .starting import rewind_logs, settings_to_resume, telling_worker
+from .starting import check_start, rewind_logs, settings_to_resume, telling_worker
 from .status import StatusFile
 from .worker import take_part
 from .workers import workers_of
@@ -96,6 +97,8 @@ def _prepare(plan: Plan, settings: RunSettings, meeting: Meeting) -> Prepared:
     keep_freed_memory()
     use_interface(meeting.launched)
     prepared = prepare(plan, settings)
+    if settings.start_from is not None:
+        check_start(prepared, Path(settings.start_from))
     meeting.gather("ready")
     return prepared
 

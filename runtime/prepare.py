@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..planner.order_check import check_order
 from ..planner.orders import make_order
@@ -46,6 +46,7 @@ class Prepared:
         autocast: dtype of torch.autocast for the forwards; None: off.
         tied: parameters that several stages hold copies of.
         names: for each name of a parameter, the first that the model has for it.
+        unused: parameters and buffers of the model that no stage uses, under its names.
         specs: per stage, of every value that layers take from each other, for a replica's
             micro-batch.
         deal: what goes between workers in training.
@@ -63,6 +64,7 @@ class Prepared:
     evaluation_pieces: tuple[Piece, ...]
     tied: tuple[TiedParameters, ...]
     names: Mapping[str, str]
+    unused: Mapping[str, Tensor]
     autocast: torch.dtype | None
     specs: tuple[Specs, ...]
     deal: Deal
@@ -122,6 +124,7 @@ def prepare(plan: Plan, settings: RunSettings) -> Prepared:
         evaluation_pieces=evaluation_pieces,
         tied=give_copies([[piece.module for piece in both] for both in modes]),
         names=first_names(model),
+        unused=_unused(model, chosen),
         autocast=autocast,
         specs=tuple(specs[n] for n in samples),
         deal=dealt,
@@ -152,6 +155,16 @@ def with_own_weights(prepared: Prepared, worker: Worker) -> Prepared:
             *prepared.evaluation_pieces[s + 1 :],
         ),
     )
+
+
+def _unused(model: nn.Module, pieces: Sequence[Piece]) -> dict[str, Tensor]:
+    names = first_names(model)
+    used = {names.get(name, name) for piece in pieces for name in piece.module.state_dict()}
+    return {
+        name: tensor
+        for name, tensor in model.state_dict().items()
+        if names.get(name, name) not in used and isinstance(tensor, Tensor)
+    }
 
 
 def _specs(plan: Plan, traced: TracedModel, target: Target, samples: int) -> dict[str, ValueSpec]:

@@ -24,7 +24,7 @@ from .run_dir import RunDir
 from .runner import StageRunner
 from .scores import EpochRecord, RunSummary, StageReport
 from .settings import RunSettings
-from .starting import rewind_logs, settings_to_resume, source, telling_worker
+from .starting import check_start, rewind_logs, settings_to_resume, telling_worker
 from .sums import LocalSums, Pool, sum_groups
 from .training import Course
 
@@ -49,6 +49,8 @@ def run(
     """
     settings = check_settings(settings)
     prepared = prepare(plan, settings)
+    if settings.start_from is not None:
+        check_start(prepared, Path(settings.start_from))
     where = RunDir(run_dir)
     where.create(plan, settings)
     return _train(prepared, where, observer, inline=inline)
@@ -115,7 +117,6 @@ def check_settings(settings: RunSettings) -> RunSettings:
         raise UserError("--warmup: goes with an --lr-schedule")
     if settings.start_from is not None:
         start = Path(settings.start_from).absolute()
-        source(start)
         settings = msgspec.structs.replace(settings, start_from=str(start))
     return settings
 
@@ -197,7 +198,7 @@ def _run_inline(prepared: Prepared, where: RunDir, collector: _Collector) -> lis
                 file.close()
     for runner in runners:
         if runner.worker.leads:
-            where.save_weights(runner.number, runner.stage.state())
+            where.save_weights(runner.number, runner.state())
     reports = course.reports()
     for runner, report in zip(runners, reports, strict=True):
         where.write_report(runner.worker, report)

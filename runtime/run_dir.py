@@ -50,14 +50,18 @@ class RunDir:
 
     def check_new(self) -> None:
         """Raise FileError when it holds a run already."""
-        if (self.path / "plan.json").exists():
+        try:
+            taken = (self.path / "plan.json").exists()
+        except OSError as error:
+            raise FileError(f"{self.path}: can't be read: {error.strerror}") from None
+        if taken:
             raise FileError(f"{self.path}: holds a run already; give another --run-dir")
 
     def join(self, plan: Plan, settings: RunSettings) -> None:
         """Make what isn't there of it: another host's worker may have. Raises FileError."""
-        if (self.path / "plan.json").exists():
-            return
         try:
+            if (self.path / "plan.json").exists():
+                return
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise FileError(f"{self.path}: can't be made: {error.strerror}") from None

@@ -162,6 +162,11 @@ class StageRunner:
                 yield from self._update(op)
         self.status.done()
 
+    def state(self) -> dict[str, Tensor]:
+        """The stage's parameters and buffers under the model's own names; the first stage's with
+        those that no stage uses."""
+        return {**self.stage.state(), **({} if self.number else self.prepared.unused)}
+
     def record(self, epoch: StageEpoch) -> None:
         """Write down what the stage saw in a segment."""
         if self.metrics is not None:

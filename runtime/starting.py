@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..planner.plan import Plan
 from ..profiles.errors import FileError, UserError
@@ -19,6 +19,7 @@ from .checkpoint import (
     settings_checksum,
 )
 from .epoch_sums import EpochSums
+from .prepare import Prepared
 from .run_dir import RunDir, load_weights, read_tensors
 from .runner import StageRunner
 from .settings import RunSettings
@@ -111,11 +112,13 @@ def restore_worker(
     stage, worker = runner.stage, runner.worker
     if not settings.resume_at:
         if settings.start_from is not None:
-            start_from(stage, Path(settings.start_from))
+            start_from(runner, Path(settings.start_from))
         return None
     saved = Saved(where.checkpoint(settings.resume_at))
     name = f"weights/stage{worker.stage}.safetensors"
-    give_weights(stage, saved.tensors(name), str(saved.path / name))
+    weights = saved.tensors(name)
+    give_weights(stage, weights, str(saved.path / name))
+    _give_unused(runner, weights)
     state: WorkerState = saved.worker_state(worker.file)
     try:
         random = restore(stage, state, saved.tensors(f"state/{worker.file}.safetensors"))
@@ -124,8 +127,8 @@ def restore_worker(
     return random, state.sums
 
 
-def start_from(stage: Stage, path: Path) -> None:
-    """Give a stage the weights of another run and, parameter by parameter, what its optimizer
+def start_from(runner: StageRunner, path: Path) -> None:
+    """Give a worker the weights of another run and, parameter by parameter, what its optimizer
     kept, where that was of the same class.
 
     Args:
@@ -134,16 +137,14 @@ def start_from(stage: Stage, path: Path) -> None:
 
     Raises FileError when it isn't one of these, or the weights are another model's.
     """
-    saved = source(path)
-    if saved is None:
-        weights = read_tensors(path) if path.is_file() else load_weights(path)
-        give_weights(stage, weights, str(path))
-        return
-    give_weights(stage, saved.weights(), str(saved.path))
-    if stage.optimizer is not None:
-        mine = type(stage.optimizer).__name__
+    stage = runner.stage
+    weights, named, saved = _weights_of(path)
+    give_weights(stage, weights, named)
+    _give_unused(runner, weights)
+    if saved is not None and stage.optimizer is not None:
+        own = type(stage.optimizer).__name__
         kept = saved.kept()
-        give_kept(stage, {name: state for name, (kind, state) in kept.items() if kind == mine})
+        give_kept(stage, {name: state for name, (kind, state) in kept.items() if kind == own})
 
 
 def source(path: Path, at: int | None = None, option: str = "--from {path}") -> Saved | None:
@@ -182,9 +183,36 @@ def give_weights(stage: Stage, weights: Mapping[str, Tensor], where: str) -> Non
 
     Raises FileError when one is missing or has another shape.
     """
-    names = stage.work.names
+    for mine, found in _matched(stage.module, stage.work.names, weights, where):
+        mine.copy_(found)
+
+
+def check_start(prepared: Prepared, path: Path) -> None:
+    """Refuse weights that the run can't start from, before it has a directory. Raises FileError.
+
+    Args:
+        path: as for `start_from`.
+    """
+    weights, named, _ = _weights_of(path)
+    for piece in prepared.pieces:
+        _matched(piece.module, prepared.names, weights, named)
+
+
+def _weights_of(path: Path) -> tuple[dict[str, Tensor], str, Saved | None]:
+    """Weights of all stages, their place, and the checkpoint, if they are from one."""
+    saved = source(path)
+    if saved is not None:
+        return saved.weights(), str(saved.path), saved
+    return read_tensors(path) if path.is_file() else load_weights(path), str(path), None
+
+
+def _matched(
+    module: nn.Module, names: Mapping[str, str], weights: Mapping[str, Tensor], where: str
+) -> list[tuple[Tensor, Tensor]]:
+    """Each of a module's parameters and buffers with what is to be written into it."""
     known = {names.get(name, name): tensor for name, tensor in weights.items()}
-    for name, mine in stage.module.state_dict().items():
+    matched = []
+    for name, mine in module.state_dict().items():
         found = weights.get(name, known.get(names.get(name, name)))
         if found is None:
             raise FileError(f"{where}: has no {name!r}: are these weights of another model?")
@@ -193,7 +221,15 @@ def give_weights(stage: Stage, weights: Mapping[str, Tensor], where: str) -> Non
                 f"{where}: {name!r} has shape {list(found.shape)}, and {list(mine.shape)} in this "
                 "model"
             )
-        mine.copy_(found)
+        matched.append((mine, found))
+    return matched
+
+
+def _give_unused(runner: StageRunner, weights: Mapping[str, Tensor]) -> None:
+    """The same for what no stage uses, so that it is written again as it was."""
+    for name, mine in runner.prepared.unused.items():
+        if name in weights and weights[name].shape == mine.shape:
+            mine.copy_(weights[name])
 
 
 def newest_checkpoint(run_dir: str | Path) -> Path | None:

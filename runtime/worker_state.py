@@ -75,7 +75,7 @@ def capture(
                 f"a checkpoint can't hold what {type(optimizer).__name__} keeps besides the state "
                 "of each parameter. Train without checkpoints (--checkpoint-every 0)"
             )
-        kept = pack(by_name, tensors, "optimizer")
+        kept = pack(dict(sorted(by_name.items())), tensors, "optimizer")
         options = [
             {key: value for key, value in group.items() if key != "params"}
             for group in optimizer.param_groups
