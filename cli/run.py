@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -29,12 +28,14 @@ from .common import (
 )
 from .export import export
 from .one_rank import OneRankCommand, meeting_at_hand, one_rank_tells
+from .optimizer_options import betas_in, optimizer_choice
+from .run_checks import show_check, show_dry_run
 
 if TYPE_CHECKING:
     from ..planner.plan import Plan
     from ..runtime.meeting import Meeting
     from ..runtime.scores import EpochRecord
-    from ..runtime.settings import OptimizerChoice, RunSettings
+    from ..runtime.settings import RunSettings
 
 
 _AUTOCAST: dict[str | None, Literal["profiled", "bfloat16", "off"]] = {
@@ -289,14 +290,14 @@ def main(
         raise UserError("--check: trains anew; leave --from and --resume out")
     if checks and epochs is not None:
         raise UserError("--check, --epochs: a check trains --steps mini-batches")
-    choice = _optimizer(
+    choice = optimizer_choice(
         optimizer,
         {
             "lr": lr,
             "momentum": momentum,
             "weight_decay": weight_decay,
             "nesterov": nesterov or None,
-            "betas": _betas(betas),
+            "betas": betas_in(betas),
         },
     )
     # Torch takes its time; bad options and plans needn't wait for it.
@@ -351,7 +352,7 @@ def main(
 
     if checks:
         with naming(plan_path or str(run_dir)):
-            _check(plan, settings, run_dir, inline=inline, as_json=as_json, quiet=quiet)
+            show_check(plan, settings, run_dir, inline=inline, as_json=as_json, quiet=quiet)
         return
     named = run_dir or f"runs/{plan.variant}-{time.strftime('%Y%m%d-%H%M%S')}"
     if meeting is not None:
@@ -362,7 +363,7 @@ def main(
         if resume or checks:
             raise UserError("--dry-run: goes with neither --resume nor --check")
         with naming(plan_path or named):
-            _dry_run(plan, settings, named, meeting, as_json=as_json, quiet=quiet)
+            show_dry_run(plan, settings, named, meeting, as_json=as_json, quiet=quiet)
         return
     console = output()
     silent = quiet or as_json
@@ -504,86 +505,6 @@ def _restarted(meeting: Meeting, run_dir: str | None) -> bool:
     """Whether the launcher has started all workers of a run again, that has a directory."""
     begun = run_dir is not None and (Path(run_dir) / "plan.json").exists()
     return meeting.launched.attempt > 0 and begun
-
-
-def _dry_run(
-    plan: Plan,
-    settings: RunSettings,
-    run_dir: str,
-    meeting: Meeting | None,
-    *,
-    as_json: bool,
-    quiet: bool,
-) -> None:
-    """Ends with code 2 when there is a problem."""
-    from ..runtime.dry_run import dry_run
-    from .dry_run_tables import cut_table, dry_run_lines, worker_table
-
-    found = dry_run(plan, settings, run_dir, meeting)
-    if found is None:
-        return
-    if as_json:
-        click.echo(msgspec.json.encode(found))
-    elif not quiet:
-        console = output()
-        console.print(worker_table(found))
-        if found.cuts:
-            console.print(cut_table(found))
-        for line in dry_run_lines(found):
-            console.print(line, markup=False)
-    if found.problems:
-        raise UserError(f"not ready: {'; '.join(found.problems)}")
-
-
-def _check(
-    plan: Plan,
-    settings: RunSettings,
-    run_dir: str | None,
-    *,
-    inline: bool,
-    as_json: bool,
-    quiet: bool,
-) -> None:
-    """Ends with code 1 when something differs."""
-    from ..runtime.check import check
-    from .check_tables import check_lines, check_table
-
-    report = check(plan, settings, run_dir=run_dir, inline=inline)
-    if as_json:
-        click.echo(msgspec.json.encode(report))
-    elif not quiet:
-        console = output()
-        console.print(check_table(report))
-        for line in check_lines(report):
-            console.print(line, markup=False)
-    if report.verdict != "same":
-        sys.exit(1)
-
-
-def _optimizer(name: str | None, options: dict[str, Any]) -> OptimizerChoice | None:
-    from ..runtime.settings import OptimizerChoice
-
-    given = {option: value for option, value in options.items() if value is not None}
-    if name is None:
-        if given:
-            extra = ", ".join(f"--{option.replace('_', '-')}" for option in given)
-            raise UserError(f"{extra}: name the --optimizer too")
-        return None
-    if "lr" not in given:
-        raise UserError(f"--optimizer {name}: give its --lr too")
-    return OptimizerChoice(name=name, **given)
-
-
-def _betas(text: str | None) -> tuple[float, float] | None:
-    if text is None:
-        return None
-    try:
-        first, second = (float(part) for part in text.split(","))
-        if not (0 <= first < 1 and 0 <= second < 1):
-            raise ValueError
-    except ValueError:
-        raise UserError(f"--betas {text!r}: give two numbers from 0 to 1, like 0.9,0.999") from None
-    return first, second
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ SILENCE_S = 30.0
 """Longest time that a worker that has come may be silent while the others wait for it."""
 
 BEAT_S = 0.5
+POLL_S = 0.05
 GRACE_S = 2.0
 """What a worker that only waited in vain leaves to the one that knows the cause."""
 
@@ -84,18 +85,18 @@ class Meeting:
     def gather(self, what: str, mine: bytes = b"") -> list[bytes]:
         """What each worker says to `what`, by rank; waits for all. Raises PeerError."""
         keys = [f"{what}/{rank}" for rank in range(self.launched.world_size)]
-        self.store.set(keys[self.rank], mine)
         beats: dict[int, tuple[bytes, float]] = {}
-        while True:
-            try:
-                self.store.wait(keys, timedelta(seconds=1))
-                return [bytes(self.store.get(key)) for key in keys]
-            except RuntimeError as error:
-                if "timed out" not in str(error).lower() and "timeout" not in str(error).lower():
-                    raise PeerError(f"rank {self.rank}: the store of rank 0 is gone") from error
-            for rank, key in enumerate(keys):
-                if not self.store.check([key]):
-                    self._check_alive(rank, beats, what)
+        try:
+            self.store.set(keys[self.rank], mine)
+            # Asked again and again: torch prints a warning when a wait takes too long.
+            while not self.store.check(keys):
+                time.sleep(POLL_S)
+                for rank, key in enumerate(keys):
+                    if not self.store.check([key]):
+                        self._check_alive(rank, beats, what)
+            return [bytes(self.store.get(key)) for key in keys]
+        except RuntimeError as error:
+            raise PeerError(f"rank {self.rank}: the store of rank 0 is gone") from error
 
     def _check_alive(self, rank: int, beats: dict[int, tuple[bytes, float]], what: str) -> None:
         now = time.monotonic()
@@ -202,7 +203,9 @@ class Meeting:
             self._own.set(f"left/{self.rank}", b"")
             if self.rank == 0 and not self.launched.agent_store:
                 keys = [f"left/{rank}" for rank in range(self.launched.world_size)]
-                self._own.wait(keys, timedelta(seconds=GRACE_S if code else SILENCE_S))
+                end = time.monotonic() + (GRACE_S if code else SILENCE_S)
+                while time.monotonic() < end and not self._own.check(keys):
+                    time.sleep(POLL_S)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
