@@ -6,6 +6,7 @@
 # make bench-systems  train one model with every system for docs/systems_measured.md (minutes)
 # make bench-planner  solve published workloads anew for docs/planner_benchmark.md (some minutes)
 # make fuzz   break 2,000 files and 500 command lines, and see that each is refused in one line
+# make chaos  kill the workers of 50 runs at drawn moments; each must end with the right weights
 # make format put the code into the house's format
 
 PYTHON ?= python3
@@ -14,7 +15,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO ?= demo
 
-.PHONY: demo test check lint types tests format model-table bench-planner bench-scale bench-systems fuzz clean
+.PHONY: demo test check lint types tests format model-table bench-planner bench-scale bench-systems fuzz chaos clean
 
 demo: $(READY)
 	rm -rf $(DEMO)
@@ -54,6 +55,9 @@ bench-scale: $(READY)
 
 fuzz: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore tests/fuzz.py --files 2000 --lines 500
+
+chaos: $(READY)
+	CHAOS_RUNS=50 $(BIN)/pytest -n 2 tests/test_restarts.py
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import resource
 import subprocess
@@ -22,6 +23,7 @@ from typing import Any
 
 from timeprest.planner.cluster import uniform_cluster
 from timeprest.planner.search import solve
+from timeprest.profiles.errors import InfeasibleError
 from timeprest.profiles.files import read_file
 from timeprest.profiles.profile import Profile, check_profile
 from timeprest.profiles.units import format_bytes, format_seconds
@@ -31,7 +33,7 @@ TARGET = "gpt2:layers=96,width=12288,heads=96,context=2048,tied=0,dropout=0"
 DEVICES = (64, 512, 4096)
 SYSTEMS = ("pipedream-flush", "pipedream-2bw")
 MINI_BATCH = 1536
-TIME_LIMIT_S = 120.0
+TIME_LIMIT_S = 60.0
 LINKS = {
     "bandwidth": "300GB/s",
     "latency": "5us",
@@ -46,9 +48,11 @@ Made by `make bench-scale`. The profile is `{TARGET}` (96 blocks, 175 billion pa
 operator granularity, reckoned by `tp-profile --device meta --spec a100-80gb`; nothing is run.
 The cluster: machines of 8 devices with 80 GB each, 300 GB/s and 5 µs inside, 25 GB/s and 20 µs
 between them. Mini-batches of {MINI_BATCH} sequences, Adam; replicas and recomputation are left to
-the planner (`--replicas auto --recompute auto --time-limit {TIME_LIMIT_S:.0f}`); an evaluation
-that has begun by then is ended first. Periods are simulated from reckoned times: they
-say what the planner does at this scale, not what such a cluster would reach.
+the planner. Each solve has {TIME_LIMIT_S:.0f} s
+(`--replicas auto --recompute auto --time-limit {TIME_LIMIT_S:.0f}`); a plan whose
+simulation has begun by then is ended first, and where none was found, what would do is looked for.
+Periods are simulated from reckoned times: they say what the planner does at this scale, not what
+such a cluster would reach.
 """
 
 
@@ -61,24 +65,26 @@ def make_profile(path: Path) -> None:
 
 
 def solve_one(path: str, system: str, devices: int) -> dict[str, Any]:
-    """Plan in this process; figures of the plan and of the solve."""
+    """Plan in this process; figures of the plan and of the solve, or why there is none."""
     profile = check_profile(read_file(path, Profile), path)
     cluster = uniform_cluster(devices, "80GB", **LINKS)  # type: ignore[arg-type]
     begin = time.perf_counter()
-    plan = solve(
-        profile,
-        cluster,
-        system,
-        mini_batch=MINI_BATCH,
-        optimizer_state_factor=2.0,
-        replicas=True,
-        recompute="auto",
-        time_limit_s=TIME_LIMIT_S,
-    )
+    case: dict[str, Any] = {"system": system, "layers": len(profile.layers), "devices": devices}
+    try:
+        plan = solve(
+            profile,
+            cluster,
+            system,
+            mini_batch=MINI_BATCH,
+            optimizer_state_factor=2.0,
+            replicas=True,
+            recompute="auto",
+            time_limit_s=TIME_LIMIT_S,
+        )
+    except InfeasibleError as error:
+        return {**case, "none": str(error), **_spent(begin)}
     return {
-        "system": system,
-        "layers": len(profile.layers),
-        "devices": devices,
+        **case,
         "stages": len(plan.stages),
         "used": sum(len(stage.devices) for stage in plan.stages),
         "recomputed": sum(stage.recompute for stage in plan.stages),
@@ -87,6 +93,12 @@ def solve_one(path: str, system: str, devices: int) -> dict[str, Any]:
         "bound_s": plan.solver.bound_s,
         "gap": plan.solver.gap,
         "tried": plan.solver.plans_tried,
+        **_spent(begin),
+    }
+
+
+def _spent(begin: float) -> dict[str, float]:
+    return {
         "seconds": time.perf_counter() - begin,
         "memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
@@ -94,9 +106,12 @@ def solve_one(path: str, system: str, devices: int) -> dict[str, Any]:
 
 def row(found: dict[str, Any]) -> str:
     """A line of the page's table."""
+    case = found["system"], f"{found['devices']:,}"
+    spent = format_seconds(found["seconds"]), format_bytes(found["memory_bytes"])
+    if "none" in found:
+        return "| " + " | ".join((*case, "none", *[""] * 7, *spent)) + " |"
     cells = (
-        found["system"],
-        f"{found['devices']:,}",
+        *case,
         f"{found['used']:,}",
         found["stages"],
         found["recomputed"],
@@ -105,8 +120,7 @@ def row(found: dict[str, Any]) -> str:
         format_seconds(found["bound_s"]),
         f"{found['gap']:.1%}",
         found["tried"],
-        format_seconds(found["seconds"]),
-        format_bytes(found["memory_bytes"]),
+        *spent,
     )
     return "| " + " | ".join(map(str, cells)) + " |"
 
@@ -124,7 +138,7 @@ def main() -> None:
         path = asked.profile or str(Path(folder) / "gpt3.json")
         if not asked.profile:
             make_profile(Path(path))
-        rows = []
+        found = []
         for system in SYSTEMS:
             for devices in DEVICES:
                 command = [sys.executable, __file__, "--profile", path]
@@ -132,17 +146,22 @@ def main() -> None:
                 done = subprocess.run(command, capture_output=True, text=True)
                 if done.returncode:
                     raise SystemExit(done.stderr)
-                found = json.loads(done.stdout)
-                rows.append(row(found))
-                print(rows[-1], flush=True)
+                found.append(json.loads(done.stdout))
+                print(row(found[-1]), flush=True)
     titles = ["system", "devices", "used", "stages", "recomputed", "N", "period", "bound", "gap"]
     titles += ["plans", "seconds", "memory of the solve"]
+    cores = f"{os.cpu_count()} cores ({platform.machine()}), Python {platform.python_version()}"
     lines = [
         HEAD,
-        f"{found['layers']:,} layers; Python {platform.python_version()}, one process a solve.\n",
+        f"{found[0]['layers']:,} layers; {cores}; one process a solve.\n",
         "| " + " | ".join(titles) + " |",
         "|" + "---|" * len(titles),
-        *rows,
+        *map(row, found),
+        *(
+            f"\n{case['system']} on {case['devices']:,}: {case['none']}."
+            for case in found
+            if "none" in case
+        ),
     ]
     PAGE.write_text("\n".join(lines) + "\n", encoding="utf-8")
     print(f"wrote {PAGE}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import io
+import math
 import os
 import sys
 import time
@@ -17,6 +19,7 @@ from rich.table import Column
 
 from .. import __version__
 from ..profiles.errors import PlanError, TimeprestError
+from ..profiles.limits import MAX_COUNT
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -99,6 +102,9 @@ class _OneLine(click.Command):
         **extra: Any,
     ) -> Any:
         """As click's, which prints the usage and a hint besides."""
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            # A file's name, or a layer's, may not be text in the terminal's encoding.
+            sys.stdout.reconfigure(errors="backslashreplace")
         try:
             code = super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
             if not standalone_mode:
@@ -134,6 +140,24 @@ class OneLineGroup(_OneLine, click.Group):
 
 def _program() -> str:
     return os.path.basename(sys.argv[0]) or "timeprest"
+
+
+class Whole(click.IntRange):
+    """A whole number that files can hold too."""
+
+    def __init__(self, least: int = 1, most: int = MAX_COUNT) -> None:
+        super().__init__(least, most)
+
+
+class Number(click.FloatRange):
+    """A finite number; click lets nan and inf pass."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """As click's. Raises click.BadParameter."""
+        found = super().convert(value, param, ctx)
+        if not math.isfinite(found):
+            self.fail(f"{value!r} isn't a finite number.", param, ctx)
+        return found
 
 
 def common_options(function: F) -> F:

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import click
 import msgspec
 
 from ..profiles.errors import UserError
-from ..profiles.files import check_writable, write_file
+from ..profiles.files import check_writable, is_file, write_file
 from ..profiles.importers.foreign import import_profile, is_foreign
-from ..profiles.profile import FRONT_ENDS, MAX_THREADS, Profile
-from .common import Bar, OneLineCommand, common_options, errors_as_lines, output, whole_numbers
+from ..profiles.limits import MAX_FACTOR, MAX_THREADS
+from ..profiles.profile import FRONT_ENDS, Profile
+from .common import (
+    Bar,
+    Number,
+    OneLineCommand,
+    Whole,
+    common_options,
+    errors_as_lines,
+    output,
+    whole_numbers,
+)
 from .profile_tables import print_profile
 
 
@@ -24,7 +33,7 @@ def _options(function: Any) -> Any:
             click.option("-o", "--output", "path", help="Default: profile.json."),
             click.option(
                 "--batch-size",
-                type=click.IntRange(1),
+                type=Whole(),
                 help="Samples in a mini-batch. Default: 64.",
             ),
             click.option(
@@ -80,14 +89,14 @@ def _options(function: Any) -> Any:
             ),
             click.option(
                 "--seconds",
-                type=click.FloatRange(0),
+                type=Number(0, MAX_FACTOR),
                 default=15.0,
                 show_default=True,
                 help="Time to spend on timing at most; 3 to 5 rounds are made in any case.",
             ),
             click.option(
                 "--relative-error",
-                type=click.FloatRange(0, 1, min_open=True),
+                type=Number(0, 1, min_open=True),
                 default=0.05,
                 show_default=True,
                 help="Stop when every layer with 1 % of the time is known so well.",
@@ -99,7 +108,7 @@ def _options(function: Any) -> Any:
             ),
             click.option(
                 "--processes",
-                type=click.IntRange(2),
+                type=Whole(2),
                 default=2,
                 show_default=True,
                 help="With --links: how many.",
@@ -154,7 +163,7 @@ def main(
             f"--micro-batch-sizes: {max(sizes)} is more than the mini-batch of "
             f"{options['batch_size']}"
         )
-    if Path(target).is_file() and is_foreign(target):
+    if is_file(target) and is_foreign(target):
         profile = import_profile(target, batch_size=options["batch_size"], micro_batch_sizes=sizes)
     else:
         profile = _measure(target, sizes, options, quiet=quiet)

@@ -13,8 +13,9 @@ from ..planner.partition.solve import SOLVERS, CutAnswer, solve_cut
 from ..planner.partition.stage_load import members, stage_bytes, stage_load
 from ..profiles.errors import InfeasibleError
 from ..profiles.importers.foreign import read_workload
+from ..profiles.limits import MAX_FACTOR
 from ..profiles.units import format_bytes, format_seconds, parse_bandwidth, parse_bytes
-from .common import Bar, common_options, errors_as_lines, output
+from .common import Bar, Number, Whole, common_options, errors_as_lines, output
 from .tables import compact_table, counted
 
 
@@ -25,17 +26,15 @@ from .tables import compact_table, counted
     type=click.Choice(list(COST_MODELS)),
     help="By default the one the file is for.",
 )
-@click.option("--devices", type=click.IntRange(1), help="By default the file's own.")
+@click.option("--devices", type=Whole(), help="By default the file's own.")
 @click.option("--memory", help="Of each device.  [default: the file's own]")
 @click.option("--bandwidth", help="Between devices.  [default: the file's own]")
-@click.option(
-    "--micro-batches", type=click.IntRange(1), help="In a mini-batch.  [default: the file's own]"
-)
+@click.option("--micro-batches", type=Whole(), help="In a mini-batch.  [default: the file's own]")
 @click.option("--replicas", type=click.Choice(["auto", "off"]), default="auto", show_default=True)
 @click.option("--recompute", type=click.Choice(["auto", "off"]), default="auto", show_default=True)
 @click.option(
     "--transfer-scale",
-    type=click.FloatRange(0),
+    type=Number(0, MAX_FACTOR),
     default=1.0,
     show_default=True,
     help="Multiply the times of transfers.",
@@ -47,7 +46,7 @@ from .tables import compact_table, counted
     help="Let a device hold several stretches of the model too (by the ILP).",
 )
 @click.option(
-    "--time-limit", type=click.FloatRange(0), default=60.0, show_default=True, metavar="SECONDS"
+    "--time-limit", type=Number(0, MAX_FACTOR), default=60.0, show_default=True, metavar="SECONDS"
 )
 @common_options
 @errors_as_lines

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,20 +15,24 @@ from click.core import ParameterSource
 from ..planner.plan import read_plan
 from ..profiles.allocator import keep_freed_memory
 from ..profiles.errors import UserError
-from ..profiles.profile import MAX_THREADS
+from ..profiles.limits import MAX_FACTOR, MAX_SECONDS, MAX_THREADS
+from ..runtime.launched import check_world_size
 from .common import (
     Bar,
-    OneLineCommand,
+    Number,
     Stopped,
+    Whole,
     common_options,
     errors_as_lines,
     naming,
     output,
 )
 from .export import export
+from .one_rank import OneRankCommand, meeting_at_hand, one_rank_tells
 
 if TYPE_CHECKING:
     from ..planner.plan import Plan
+    from ..runtime.meeting import Meeting
     from ..runtime.scores import EpochRecord
     from ..runtime.settings import OptimizerChoice, RunSettings
 
@@ -40,7 +45,7 @@ _AUTOCAST: dict[str | None, Literal["profiled", "bfloat16", "off"]] = {
 }
 
 
-class _WithExport(OneLineCommand):
+class _WithExport(OneRankCommand):
     """A command that hands over to another one where its first argument is that one's name."""
 
     def make_context(
@@ -71,8 +76,8 @@ class _WithExport(OneLineCommand):
     help="Built-in task, file.py:NAME or pkg.module:NAME.  "
     "[default: what the plan's profile measured]",
 )
-@click.option("--epochs", type=click.IntRange(1), help="[default: 5]")
-@click.option("--steps", type=click.IntRange(1), help="Mini-batches in all, instead of --epochs.")
+@click.option("--epochs", type=Whole(), help="[default: 5]")
+@click.option("--steps", type=Whole(), help="Mini-batches in all, instead of --epochs.")
 @click.option(
     "--ragged",
     type=click.Choice(["drop", "pad", "error"]),
@@ -85,11 +90,11 @@ class _WithExport(OneLineCommand):
     type=click.Choice(["sgd", "adam", "adamw"]),
     help="Instead of the task's own; needs --lr.",
 )
-@click.option("--lr", type=click.FloatRange(0, min_open=True))
-@click.option("--momentum", type=click.FloatRange(0, 1, max_open=True))
+@click.option("--lr", type=Number(0, MAX_FACTOR, min_open=True))
+@click.option("--momentum", type=Number(0, 1, max_open=True))
 @click.option("--nesterov", is_flag=True, help="Nesterov momentum, of sgd.")
 @click.option("--betas", metavar="B1,B2", help="Of adam and adamw.  [default: 0.9,0.999]")
-@click.option("--weight-decay", type=click.FloatRange(0))
+@click.option("--weight-decay", type=Number(0, MAX_FACTOR))
 @click.option(
     "--decay-only",
     type=click.Choice(["matrices", "all"]),
@@ -102,12 +107,10 @@ class _WithExport(OneLineCommand):
     type=click.Choice(["constant", "linear", "cosine"]),
     help="Instead of the task's own scheduler; linear and cosine fall to 0 by the run's end.",
 )
-@click.option(
-    "--warmup", type=click.IntRange(0), help="Updates over which the learning rate rises."
-)
+@click.option("--warmup", type=Whole(0), help="Updates over which the learning rate rises.")
 @click.option(
     "--clip-norm",
-    type=click.FloatRange(0, min_open=True),
+    type=Number(0, MAX_FACTOR, min_open=True),
     help="Clip gradients of the whole model to this norm.",
 )
 @click.option(
@@ -136,9 +139,16 @@ class _WithExport(OneLineCommand):
     help="Evaluate on the test data after each epoch.",
 )
 @click.option(
+    "--on-nan",
+    type=click.Choice(["stop", "warn"]),
+    default="stop",
+    show_default=True,
+    help="A loss or gradients that aren't finite: end the run, or count them and go on.",
+)
+@click.option(
     "--timeout",
-    type=click.FloatRange(0, min_open=True),
-    help="Longest wait for a message, in seconds.  [default: 60, or 100 periods]",
+    type=Number(0, MAX_FACTOR, min_open=True),
+    help="Longest wait for a message, in seconds.  [default: 25, or 100 periods]",
 )
 @click.option(
     "--decay",
@@ -150,7 +160,7 @@ class _WithExport(OneLineCommand):
 @click.option(
     "--lambda",
     "decay_rate",
-    type=click.FloatRange(0),
+    type=Number(0, MAX_FACTOR),
     default=1.0,
     show_default=True,
     help="i-timeprest: how fast they fade.",
@@ -173,16 +183,21 @@ class _WithExport(OneLineCommand):
     help="Train --steps mini-batches (3 by default) once more without a pipeline, and say where "
     "loss, gradients and weights differ most. Keeps nothing without --run-dir.",
 )
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Check all that the run needs, send a micro-batch's shapes over every cut, and stop.",
+)
 @click.option("--run-dir", help="[default: runs/VARIANT-DATE-TIME]")
 @click.option(
     "--checkpoint-every",
-    type=click.IntRange(0),
+    type=Whole(0),
     help="Mini-batches between two checkpoints; the pipeline drains there. 0: none.  "
     "[default: at the end of each epoch]",
 )
 @click.option(
     "--keep-checkpoints",
-    type=click.IntRange(1),
+    type=Whole(),
     default=3,
     show_default=True,
     help="How many of them are kept, the newest.",
@@ -201,11 +216,19 @@ class _WithExport(OneLineCommand):
 )
 @click.option(
     "--resume-at",
-    type=click.IntRange(1),
+    type=Whole(),
     help="The same from another checkpoint, by the mini-batches done.",
+)
+@click.option(
+    "--max-restarts",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="After a failure start again from the newest checkpoint, so many times at most.",
 )
 @common_options
 @errors_as_lines
+@one_rank_tells
 def main(
     plan_path: str | None,
     task: str | None,
@@ -228,25 +251,35 @@ def main(
     threads: int | None,
     inline: bool,
     evaluate: bool,
+    on_nan: Literal["stop", "warn"],
     timeout: float | None,
     decay: str,
     decay_rate: float,
     distances: bool,
     log_operations: bool,
     checks: bool,
+    dry_run: bool,
     run_dir: str | None,
     checkpoint_every: int | None,
     keep_checkpoints: int,
     start_from: str | None,
     resume: bool,
     resume_at: int | None,
+    max_restarts: int,
     as_json: bool,
     quiet: bool,
     verbose: bool,
 ) -> None:
-    """Train by PLAN: a process for each stage and replica, on this machine."""
+    """Train by PLAN: a process for each stage and replica, on this machine.
+
+    Started by torchrun or srun, it is one of these processes, on one machine of many.
+    """
+    meeting = meeting_at_hand()
     resume = resume or resume_at is not None
-    if resume:
+    if not resume and meeting is not None and _restarted(meeting, run_dir):
+        # The launcher repeats the command with which the run was begun.
+        resume, epochs = True, None
+    elif resume:
         _check_resumable(run_dir, start_from)
     elif plan_path is None:
         raise click.UsageError("Missing argument 'PLAN'.")
@@ -290,7 +323,8 @@ def main(
             seed=seed,
             threads=threads or plan.profile.threads,
             evaluate=evaluate,
-            timeout_s=timeout or max(60.0, 100 * plan.predicted.period_s),
+            on_nan=on_nan,
+            timeout_s=timeout or min(max(25.0, 100 * plan.predicted.period_s), MAX_SECONDS),
             decay=decay,
             decay_rate=decay_rate,
             distances=distances,
@@ -299,6 +333,17 @@ def main(
             keep_checkpoints=keep_checkpoints,
             start_from=start_from,
         )
+    processes = sum(len(stage.devices) for stage in plan.stages)
+    if meeting is not None:
+        check_world_size(meeting.launched, processes)
+        if inline or checks:
+            raise UserError(
+                f"--{'inline' if inline else 'check'}: not under "
+                f"{meeting.launched.by}: start tp-run by itself"
+            )
+        if max_restarts:
+            raise UserError("--max-restarts: is torchrun's own option there, or srun's --requeue")
+    from ..runtime.restarts import with_restarts
     from ..runtime.run import resume as resume_run
     from ..runtime.run import run
     from .plan_tables import operations, stage_table
@@ -308,11 +353,19 @@ def main(
         with naming(plan_path or str(run_dir)):
             _check(plan, settings, run_dir, inline=inline, as_json=as_json, quiet=quiet)
         return
-    where = Path(run_dir or f"runs/{plan.variant}-{time.strftime('%Y%m%d-%H%M%S')}")
+    named = run_dir or f"runs/{plan.variant}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if meeting is not None:
+        # Each host may name its own.
+        named = run_dir or meeting.share("run directory", named)
+    where = Path(named)
+    if dry_run:
+        if resume or checks:
+            raise UserError("--dry-run: goes with neither --resume nor --check")
+        with naming(plan_path or named):
+            _dry_run(plan, settings, named, meeting, as_json=as_json, quiet=quiet)
+        return
     console = output()
     silent = quiet or as_json
-
-    processes = sum(len(stage.devices) for stage in plan.stages)
 
     class Show:
         """Progress on the terminal: a bar for the epoch, a line for each that is done."""
@@ -341,22 +394,35 @@ def main(
         # As the stages' own processes do.
         keep_freed_memory()
     with naming(plan_path or str(run_dir)), Bar(plan.variant, quiet=silent) as bar:
+        free = {
+            "timeout_s": timeout,
+            "keep_checkpoints": _given("keep_checkpoints"),
+            "log_operations": log_operations or None,
+            "on_nan": _given("on_nan"),
+        }
+        changes = {name: value for name, value in free.items() if value is not None}
         try:
-            if resume:
-                free = {
-                    "timeout_s": timeout,
-                    "keep_checkpoints": _given("keep_checkpoints"),
-                    "log_operations": log_operations or None,
-                }
-                summary = resume_run(
-                    *(where, {name: value for name, value in free.items() if value is not None}),
-                    epochs=epochs,
-                    at=resume_at,
-                    inline=inline,
-                    observer=Show(),
+            if meeting is not None:
+                from ..runtime.member import resume_member, run_member
+
+                told = (
+                    resume_member(named, changes, meeting, Show(), epochs=epochs, at=resume_at)
+                    if resume
+                    else run_member(plan, settings, named, meeting, Show())
                 )
+                if told is None:
+                    return
+                summary = told
             else:
-                summary = run(plan, settings, where, inline=inline, observer=Show())
+                again = partial(resume_run, where, changes, inline=inline, observer=Show())
+                first = (
+                    partial(again, epochs=epochs, at=resume_at)
+                    if resume
+                    else partial(run, plan, settings, where, inline=inline, observer=Show())
+                )
+                summary = with_restarts(
+                    first, again, max_restarts, lambda line: click.echo(f"tp-run: {line}", err=True)
+                )
         except KeyboardInterrupt:
             raise Stopped(_how_to_go_on(where)) from None
     if as_json:
@@ -432,6 +498,41 @@ def _how_to_go_on(where: Path) -> str:
     if found is None:
         return ""
     return f"its newest checkpoint is {found}; go on with tp-run --resume --run-dir {where}"
+
+
+def _restarted(meeting: Meeting, run_dir: str | None) -> bool:
+    """Whether the launcher has started all workers of a run again, that has a directory."""
+    begun = run_dir is not None and (Path(run_dir) / "plan.json").exists()
+    return meeting.launched.attempt > 0 and begun
+
+
+def _dry_run(
+    plan: Plan,
+    settings: RunSettings,
+    run_dir: str,
+    meeting: Meeting | None,
+    *,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Ends with code 2 when there is a problem."""
+    from ..runtime.dry_run import dry_run
+    from .dry_run_tables import cut_table, dry_run_lines, worker_table
+
+    found = dry_run(plan, settings, run_dir, meeting)
+    if found is None:
+        return
+    if as_json:
+        click.echo(msgspec.json.encode(found))
+    elif not quiet:
+        console = output()
+        console.print(worker_table(found))
+        if found.cuts:
+            console.print(cut_table(found))
+        for line in dry_run_lines(found):
+            console.print(line, markup=False)
+    if found.problems:
+        raise UserError(f"not ready: {'; '.join(found.problems)}")
 
 
 def _check(

@@ -94,6 +94,16 @@ def summary_lines(plan: Plan, summary: RunSummary) -> list[Text]:
         apart = f"; weights up to {report.weight_distance:.2%} apart" * bool(report.weight_distance)
         which = _which(plan, report)
         lines.append(Text(f"version differences seen on stage {which}: {seen} backwards{apart}"))
+    for report in summary.stages:
+        if report.not_finite:
+            lines.append(
+                Text(
+                    f"stage {_which(plan, report)}: loss or gradients of "
+                    f"{counted(len(report.not_finite), 'mini-batch', 'mini-batches')} weren't "
+                    f"finite, first of mini-batch {report.not_finite[0]}",
+                    style="bold",
+                )
+            )
     lines.append(
         Text(
             "peak: weights, older versions, gradients, optimizer, activations, messages; without "

@@ -14,17 +14,17 @@ from ..planner.simulate import Timeline, idle_shares, simulate, warm_mini_batche
 from ..planner.steady import steady_state
 from ..profiles.errors import UserError
 from ..profiles.units import format_seconds
-from .common import common_options, errors_as_lines, output
+from .common import Whole, common_options, errors_as_lines, output
 from .tables import compact_table
 
-_MOST_OPERATIONS = 2_000_000
+_MOST_OPERATIONS = 200_000
 
 
 @click.command(name="simulate")
 @click.argument("plan_path", metavar="PLAN")
 @click.option(
     "--mini-batches",
-    type=click.IntRange(1),
+    type=Whole(),
     help="How many to run.  [default: enough for a steady state]",
 )
 @common_options

@@ -19,10 +19,11 @@ from ..planner.search import solve as solve_plan
 from ..planner.tied import TIED
 from ..planner.variants import VARIANTS, variant_named
 from ..profiles.errors import InfeasibleError, PlanError, UserError
-from ..profiles.files import read_file, write_file
+from ..profiles.files import check_writable, read_file, write_file
+from ..profiles.limits import MAX_FACTOR
 from ..profiles.profile import IMPORTED, Profile, check_profile
 from .cluster_options import cluster_of, cluster_options
-from .common import Bar, common_options, errors_as_lines, output
+from .common import Bar, Number, Whole, common_options, errors_as_lines, output
 from .plan_tables import assumed, comparison, front_table, print_plan
 
 
@@ -54,7 +55,7 @@ def _pin(text: str) -> tuple[str, int]:
 )
 @click.option(
     "--mini-batch",
-    type=click.IntRange(1),
+    type=Whole(),
     help="Samples per update.  [default: the profile's batch size]",
 )
 @click.option("--micro-batches", default="auto", show_default=True)
@@ -86,7 +87,7 @@ def _pin(text: str) -> tuple[str, int]:
 @click.option("--solver", type=click.Choice(SOLVERS), default="auto", show_default=True)
 @click.option(
     "--time-limit",
-    type=click.FloatRange(0),
+    type=Number(0, MAX_FACTOR),
     default=60.0,
     show_default=True,
     metavar="SECONDS",
@@ -94,7 +95,7 @@ def _pin(text: str) -> tuple[str, int]:
 )
 @click.option(
     "--update-every",
-    type=click.IntRange(1),
+    type=Whole(),
     default=1,
     show_default=True,
     metavar="K",
@@ -102,7 +103,7 @@ def _pin(text: str) -> tuple[str, int]:
 )
 @click.option(
     "--optimizer-state",
-    type=click.FloatRange(0),
+    type=Number(0, MAX_FACTOR),
     metavar="FACTOR",
     help="Bytes of optimizer state per byte of parameters: 0 plain SGD, 1 momentum, "
     "2 Adam.  [default: as profiled]",
@@ -125,6 +126,7 @@ def solve(
     """
     if variant != "all":
         variant_named(variant)
+    check_writable(path)
     profile = check_profile(read_file(profile_path, Profile), profile_path)
     cluster = cluster_of(options)
     asked = _asked(options)

@@ -10,11 +10,15 @@ import msgspec
 from msgspec import Meta
 
 from ..profiles.errors import FileError, UserError
+from ..profiles.limits import MAX_BYTES, MAX_FACTOR, Bandwidth, Seconds
 from ..profiles.units import parse_bandwidth, parse_bytes, parse_seconds
 from .cluster_file import DEFAULT_BANDWIDTH as DEFAULT_BANDWIDTH
 from .cluster_file import DEFAULT_LATENCY as DEFAULT_LATENCY
 from .cluster_file import MAX_DEVICES as MAX_DEVICES
 from .cluster_file import read_fields
+
+_Memory = Annotated[int, Meta(ge=1, le=MAX_BYTES)]
+_Speed = Annotated[float, Meta(ge=1 / MAX_FACTOR, le=MAX_FACTOR)]
 
 
 def _none() -> None:
@@ -35,9 +39,9 @@ class Device(
     """One device; a stage runs on it."""
 
     name: str
-    memory_bytes: Annotated[int, Meta(ge=1)] | None = msgspec.field(default_factory=_none)
+    memory_bytes: _Memory | None = msgspec.field(default_factory=_none)
     """None: no limit."""
-    speed: Annotated[float, Meta(gt=0)] = msgspec.field(default_factory=_one)
+    speed: _Speed = msgspec.field(default_factory=_one)
     """Relative to the device that was profiled: 2 halves every time."""
     machine: Annotated[str, Meta(min_length=1)] | None = None
     """Name of the machine it is in. Devices without one are together in a machine of their own."""
@@ -48,9 +52,9 @@ class Network(
 ):
     """The link between two devices: a message of n bytes takes latency + n / bandwidth."""
 
-    bandwidth_bytes_per_s: Annotated[float, Meta(gt=0)]
+    bandwidth_bytes_per_s: Bandwidth
     """In each direction; in both together when half duplex."""
-    latency_s: Annotated[float, Meta(ge=0)]
+    latency_s: Seconds
     half_duplex: bool = False
     """Messages of both directions take turns on one wire."""
     overlap: bool = True
@@ -64,10 +68,10 @@ class Network(
 class AllReduce(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A sum over processes as measured: latency + bytes of the tensor / bandwidth."""
 
-    processes: Annotated[int, Meta(ge=2)]
+    processes: Annotated[int, Meta(ge=2, le=MAX_DEVICES)]
     """How many took part; other numbers of processes take other times."""
-    latency_s: Annotated[float, Meta(ge=0)]
-    bandwidth_bytes_per_s: Annotated[float, Meta(gt=0)]
+    latency_s: Seconds
+    bandwidth_bytes_per_s: Bandwidth
 
     def seconds(self, nbytes: float) -> float:
         """Seconds that summing a tensor of `nbytes` takes."""

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 from ..profiles.errors import FileError
+from ..profiles.files import read_toml
 from ..profiles.units import parse_bandwidth, parse_bytes, parse_seconds
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 # What gloo gives between two processes of one machine.
 DEFAULT_BANDWIDTH = "4GB/s"
@@ -29,7 +24,7 @@ def read_fields(path: Path) -> dict[str, Any]:
 
     Raises FileError or UserError naming the file and the field.
     """
-    found = _read_toml(path)
+    found = read_toml(path, "describe the cluster there, or use flags")
     known = ("devices", "network", "between_machines", "all_reduce")
     unknown = sorted(set(found) - set(known))
     if unknown:
@@ -46,18 +41,6 @@ def read_fields(path: Path) -> dict[str, Any]:
     if "all_reduce" in found:
         built["all_reduce"] = _all_reduce(path, found["all_reduce"])
     return built
-
-
-def _read_toml(path: Path) -> dict[str, Any]:
-    try:
-        found: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
-        return found
-    except FileNotFoundError:
-        raise FileError(f"{path}: no such file; describe the cluster there, or use flags") from None
-    except OSError as error:
-        raise FileError(f"{path}: can't be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise FileError(f"{path}: not valid TOML: {error}") from None
 
 
 def _devices(path: Path, listed: Any) -> list[dict[str, Any]]:
@@ -112,7 +95,7 @@ def _name(value: Any, where: str) -> str:
 
 def _whole(value: Any, where: str) -> int:
     if type(value) is not int or not 1 <= value <= MAX_DEVICES:
-        raise FileError(f"{where}: give a whole number from 1")
+        raise FileError(f"{where}: give a whole number from 1 to {MAX_DEVICES}")
     return value
 
 
@@ -121,8 +104,10 @@ def _all_reduce(path: Path, value: Any) -> dict[str, Any]:
     if "processes" not in fields:
         raise FileError(f"{path}: all_reduce.processes: is missing; or leave all_reduce out")
     processes = fields["processes"]
-    if type(processes) is not int or processes < 2:
-        raise FileError(f"{path}: all_reduce.processes: give a whole number from 2")
+    if type(processes) is not int or not 2 <= processes <= MAX_DEVICES:
+        raise FileError(
+            f"{path}: all_reduce.processes: give a whole number from 2 to {MAX_DEVICES}"
+        )
     return {"processes": processes, **_link(path, "all_reduce", fields)}
 
 

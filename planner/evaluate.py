@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+from ..profiles.limits import ratio
 from ..profiles.profile import Profile
 from .cluster import Cluster
 from .events import Clock
@@ -159,8 +160,8 @@ def evaluate(question: Question, stages: Sequence[PlanStage], micro_batches: int
     period_s = steady.period_s
     prediction = Prediction(
         period_s=period_s,
-        samples_per_s=question.mini_batch / period_s if period_s else 0.0,
-        speedup=question.one_device_s / period_s if period_s else 0.0,
+        samples_per_s=ratio(question.mini_batch, period_s),
+        speedup=ratio(question.one_device_s, period_s),
         stages=tuple(predicted),
     )
     return Evaluation(stages, micro_batches, pipeline, crossed, prediction)

@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
+from math import inf
 
 from ..profiles.units import format_seconds
 from .budget import Budget, OutOfBudget, is_late, operations_of
@@ -54,6 +55,17 @@ _FINER = 4
 
 _BLOCKS_SHARE = 0.25
 """Of the time, for the first guesses."""
+
+_ROOM = 0.995
+"""Of the memory, what first guesses use if they can: what awaits its sending is only known from
+an order."""
+
+_ALIKE = 0.02
+"""Of the best first guesses, those that differ by no more are tried in the sequence in which they
+were made: more micro-batches first, then as many replicas for every stage."""
+
+_EQUAL = 3
+"""Numbers of replicas, the same for every stage, that first guesses are made with."""
 
 _REPAIRS, _REPAIR = 3, 1.002
 """Times that a guess is made again with less memory, and how much less than it was over."""
@@ -140,7 +152,10 @@ class Exploration:
 
     def _try_blocks(self) -> None:
         """Where there is much to look at: a plan early, from guesses with fewer places to cut."""
-        if not self._large or not isinstance(self.source, DpSource):
+        if not self.large or not isinstance(self.source, DpSource):
+            return
+        if min(map(self._least_devices, self.cases)) > len(self.question.cluster.devices):
+            # The weights alone are too large: bounds soon prove it.
             return
         left = self.budget.seconds_left
         until = None if left is None else time.monotonic() + left * _BLOCKS_SHARE
@@ -153,22 +168,47 @@ class Exploration:
 
     def _try_between(self, most: int, until: float | None) -> None:
         """Guesses at cuts between so many blocks, the best ones first."""
-        found: list[tuple[float, int, Case, Held | None, bool]] = []
+        found: list[tuple[float, int, Case, Held | None, int | None]] = []
         # More micro-batches leave devices idle for less: those cases first.
         for done, case in enumerate(sorted(self.cases, key=lambda c: -c.micro_batches)):
             self._say(f"first plans: {case.micro_batches} micro-batches", done, len(self.cases))
-            for held, lone in product(self._guesses(None), self._lone[::-1]):
-                if lone and self.most_stages > _MOST_BLOCKS and self.freedom.replicas:
-                    continue
-                answer = self._in_blocks(most, case, held, until, lone=lone)
+            for held, each in product(self._guesses(None), self._equal_replicas(case)):
+                answer = self._in_blocks(most, case, held, until, each=each)
                 if answer is not None:
-                    found.append((answer[1].objective_s, len(found), case, held, lone))
+                    found.append((answer[1].objective_s, len(found), case, held, each))
                 if is_late(until):
                     break
-        for objective_s, _, case, held, lone in sorted(found, key=lambda item: item[:2]):
+            if is_late(until) and found:
+                break
+        least = min((item[0] for item in found), default=0.0)
+        found.sort(key=lambda item: (item[0] > least * (1 + _ALIKE) and item[0], item[1]))
+        for objective_s, _, case, held, each in found:
             # Guesses that are no better than what there is aren't worth a simulation.
             if objective_s * _CLOSE < self.period_s and not (self.best and is_late(until)):
-                self._try_in_blocks(most, case, held, until, lone=lone)
+                self._try_in_blocks(most, case, held, until, each=each)
+
+    def _equal_replicas(self, case: Case) -> list[int | None]:
+        """Replicas that all stages might have, first; None: any for each.
+
+        With as many everywhere stages wait least for one another. Those where the fewest stages
+        that can hold the model take most of the devices.
+        """
+        if not self.freedom.replicas:
+            return [None]
+        devices = len(self.question.cluster.devices)
+        if self.relaxation.counted and not self.relaxation.variant.flushes:
+            devices = min(devices, case.micro_batches)
+        most = devices / max(self._least_devices(case), 1.0)
+        counts = self.relaxation.replica_counts(case.micro_batches)
+        within = [r for r in counts if 1 < r <= most]
+        few = [1] if self.most_stages <= _MOST_BLOCKS else []
+        return [*few, *within[-_EQUAL:], None]
+
+    def _least_devices(self, case: Case) -> float:
+        """What all weights take, over the memory of the largest device; a guess."""
+        largest = max(device.memory_bytes or inf for device in self.question.cluster.devices)
+        copies = self._problem(case, guess=True, lone=True, alike=self.alike).place(0, 1).copies
+        return copies * float(self.relaxation.graph.parameter_bytes.sum()) / largest
 
     def _in_blocks(
         self,
@@ -177,20 +217,30 @@ class Exploration:
         held: Held | None,
         until: float | None,
         *,
-        lone: bool,
+        each: int | None,
         share: float = 1.0,
     ) -> tuple[StageProblem, Cut] | None:
         """A guess's best cut between blocks.
 
         Args:
             most: blocks.
+            each: of replicas, for every stage; None: any.
             share: of the devices' memory, that it may use.
         """
         problem = self._problem(
-            case, held, guess=True, lone=lone, alike=self._alike, memory_share=share
+            case, held, guess=True, each=each, alike=self.alike, memory_share=share
         )
+        if not problem.options:
+            return None
+        if each is not None and each > 1:
+            # One size of stage must do everywhere, so cuts must be finer; and it is soon seen.
+            most *= 2
         coarse, lattice = self._blocks_of(problem, most).coarse(problem)
-        deadline = None if until is None else max(until, time.monotonic() + 1.0)
+        left, deadline = self.budget.seconds_left, None
+        if until is not None and left is not None:
+            # The first plan matters more than what else there may be time for.
+            seconds = _SOON_S if self.best else left * _BLOCKS_SHARE
+            deadline = max(until, time.monotonic() + seconds)
         answer = (
             rising_minimax(coarse, lattice, deadline=deadline, few=0)
             or rising_by_targets(
@@ -203,12 +253,15 @@ class Exploration:
         return problem, self._blocks_of(problem, most).fine(answer.cut)
 
     def _try_in_blocks(
-        self, most: int, case: Case, held: Held | None, until: float | None, *, lone: bool
+        self, most: int, case: Case, held: Held | None, until: float | None, *, each: int | None
     ) -> None:
         """A guess's best cut; where it takes too much memory after all, with less to use."""
-        share = 1.0
+        share = _ROOM
         for _ in range(_REPAIRS):
-            answer = self._in_blocks(most, case, held, until, lone=lone, share=share)
+            answer = self._in_blocks(most, case, held, until, each=each, share=share)
+            if answer is None and share == _ROOM:
+                share = 1.0
+                answer = self._in_blocks(most, case, held, until, each=each, share=share)
             if answer is None:
                 return
             self._try(*answer, case.micro_batches)
@@ -234,7 +287,7 @@ class Exploration:
             found[case] = []
             for number, (view, alike) in enumerate(self._views):
                 solves = len(self._views) * (len(cases) - done) - number
-                if self._large:
+                if self.large:
                     # Most cases are soon seen to hold nothing better than the best plan; what
                     # time they leave is for those that may.
                     solves = min(solves, 2)
@@ -278,7 +331,7 @@ class Exploration:
     def _guess(self, case: Case, held: Held | None, stages: int | None, *, lone: bool) -> None:
         grain = 1 if lone else self._grain
         problem = self._problem(
-            case, held, guess=True, lone=lone, grain=grain, stages=stages, alike=self._alike
+            case, held, guess=True, lone=lone, grain=grain, stages=stages, alike=self.alike
         )
         if not problem.options:
             return
@@ -310,7 +363,7 @@ class Exploration:
             self._say(f"bound {format_seconds(bound_s)}, best {_shown(best)}", 0, 0)
 
         # Cuts that can't beat the best plan are of no use.
-        below, within = (self.period_s, _CLOSE) if self._large else (float("inf"), 1.0)
+        below, within = (self.period_s, _CLOSE) if self.large else (float("inf"), 1.0)
         answer = self.source.best(
             problem, seconds=seconds, below=below, within=within, progress=tell
         )
@@ -338,6 +391,7 @@ class Exploration:
         *,
         guess: bool = False,
         lone: bool = False,
+        each: int | None = None,
         grain: int = 1,
         view: str = "",
         alike: bool = False,
@@ -349,6 +403,7 @@ class Exploration:
             held=held,
             guess=guess,
             lone=lone,
+            each=each,
             grain=grain,
             view=view,
             alike=alike,
@@ -358,22 +413,22 @@ class Exploration:
         )
 
     @cached_property
-    def _large(self) -> bool:
+    def large(self) -> bool:
         """Whether there is so much to look at that plans come before bounds."""
         return self.most_stages * len(self.question.profile.layers) > _LARGE
 
     @cached_property
-    def _alike(self) -> bool:
+    def alike(self) -> bool:
         """Whether guesses leave open where devices lie (`Relaxation.problem`)."""
         open_counts = all(case.stages is None for case in self.cases)
-        return self._large and self.question.cluster.uniform and open_counts
+        return self.large and self.question.cluster.uniform and open_counts
 
     @cached_property
     def _views(self) -> list[tuple[str, bool]]:
         """Views of the relaxed problem that make the bound; and which leave open where devices
         lie, and know better what is in flight."""
         views, relaxation = self.relaxation.views, self.relaxation
-        if self._alike:
+        if self.alike:
             return [(view, True) for view in views[:2]]
         plain = [(view, False) for view in views]
         known = self.question.cluster.uniform and relaxation.limited and relaxation.counted
@@ -384,7 +439,7 @@ class Exploration:
     @property
     def _grain(self) -> int:
         """Devices that guesses count as one."""
-        if not self.freedom.replicas or self._alike:
+        if not self.freedom.replicas or self.alike:
             return 1
         return -(-len(self.question.cluster.devices) // _MOST_UNITS)
 
@@ -401,7 +456,7 @@ class Exploration:
     def _stage_counts(self, case: Case) -> list[int | None]:
         """Stage counts to guess with: all where they are few, else by doubling."""
         most = self.most_stages
-        if case.stages is not None or self._large:
+        if case.stages is not None or self.large:
             return [None]
         if most <= 8:
             return [None, *range(most, 0, -1)]

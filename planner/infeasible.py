@@ -11,20 +11,34 @@ import msgspec
 
 from ..profiles.errors import InfeasibleError
 from ..profiles.units import format_bytes
-from .choices import capped, choice_of
+from .choices import Choice, capped, choice_of
 from .cluster import Cluster
 from .evaluate import Evaluation, Question, evaluate
 from .exploration import Exploration
 from .in_flight import held_under
 from .orders import limit_ranges
+from .partition.coarse import Blocks, blocks
+from .partition.minimax import Answer
 from .partition.problem import Cut, StageProblem
+from .partition.rising_targets import rising_by_targets
+from .partition.solve import DpSource, Found
 from .relaxation import Relaxation
+from .variants import variant_named
 
 _CUTS = 8
 """Cuts to look at for each micro-batch count: a guess that fits may not fit after all."""
 
 _SMALL = 2_000
 """Layers × devices."""
+
+_BLOCKS = 400
+"""Where there is much to look at, what would do is cut between so many blocks of layers."""
+
+_CLOSE = 1.005
+"""Where there is much to look at, memory that would do is found up to this factor."""
+
+_ROOM = 0.995
+"""Of it, what a number of devices is looked for with: an order may take a little more."""
 
 _MOST_DEVICES = 4096
 _SECONDS = 20.0
@@ -42,6 +56,8 @@ class Fitting:
         self.exploration = exploration
         self.deadline = time.monotonic() + _SECONDS
         self.more_devices_are_no_help = False
+        self.cut_short = False
+        self._blocks: Blocks | None = None
 
     @property
     def seconds_left(self) -> float:
@@ -72,16 +88,20 @@ class Fitting:
     def _cuts(self, problem: StageProblem) -> Iterator[Cut]:
         """The best cut; then a few others, where the graph is small enough to go on looking."""
         source = self.exploration.source
-        best = source.best(problem, seconds=self.seconds_left).cut
-        if best is None:
+        found = source.best(problem, seconds=self.seconds_left)
+        if found.cut is None:
+            self.cut_short |= found.bound_s < float("inf")
             return
-        yield best
+        yield found.cut
         if problem.layers * problem.devices <= _SMALL:
             yield from islice(source.each_below(problem, lambda: float("inf")), _CUTS)
 
     def smallest_memory(self) -> tuple[int, Evaluation] | None:
-        """Bytes that would do if every device had them, and the plan; None: no cut at all."""
+        """Bytes that would do if every device had them, and the plan; None: no cut at all, or
+        none was found in time (`cut_short`)."""
         cluster = self.exploration.question.cluster
+        if self.exploration.alike:
+            return self._about_smallest_memory(cluster)
         best = self.plan_on(_with_memory(cluster, None))
         if best is None:
             return None
@@ -98,13 +118,17 @@ class Fitting:
     def fewest_devices(self) -> int | None:
         """Devices like the cluster's that would do; None where there is no such count."""
         cluster = self.exploration.question.cluster
+        if self.exploration.alike:
+            return self._about_fewest_devices(cluster)
         low = len(cluster.devices)
         asked = self.exploration.cases[0].stages
         most = min(self.exploration.relaxation.graph.most_stages, _MOST_DEVICES)
         if not cluster.uniform or asked is not None:
             return None
+        self.cut_short = False
         if low >= most or self.plan_on(_grown(cluster, most)) is None:
-            self.more_devices_are_no_help = True
+            # Where only time was too short, there may be such a count.
+            self.more_devices_are_no_help = not self.cut_short
             return None
         high = most
         while high - low > 1 and self.seconds_left:
@@ -114,6 +138,82 @@ class Fitting:
             else:
                 high = middle
         return high
+
+    # Where there is so much to look at that a simulation for each guess takes too long: cuts that
+    # fit as far as the order alone tells, with the smallest micro-batches; the last is evaluated.
+
+    def _about_smallest_memory(self, cluster: Cluster) -> tuple[int, Evaluation] | None:
+        self.deadline = time.monotonic() + _SECONDS / 2
+        low = high = cluster.devices[0].memory_bytes or 1
+        while (found := self._cut_on(_with_memory(cluster, high))) is None:
+            if not self.seconds_left:
+                return None
+            low, high = high, 2 * high
+        while high > low * _CLOSE and self.seconds_left:
+            middle = (low + high) // 2
+            closer = self._cut_on(_with_memory(cluster, middle))
+            if closer is None:
+                low = middle
+            else:
+                found, high = closer, middle
+        best = self._evaluated(cluster, found)
+        return _most_bytes(best), best
+
+    def _about_fewest_devices(self, cluster: Cluster) -> int | None:
+        self.deadline = time.monotonic() + _SECONDS / 2
+        low = high = len(cluster.devices)
+        most = min(self.exploration.relaxation.graph.most_stages, _MOST_DEVICES)
+        found = None
+        while found is None and high < most and self.seconds_left:
+            low, high = high, min(2 * high, most)
+            found = self._cut_on(_grown(cluster, high), _ROOM)
+        if found is None:
+            return None
+        while high - low > 1 and self.seconds_left:
+            middle = (low + high) // 2
+            closer = self._cut_on(_grown(cluster, middle), _ROOM)
+            if closer is None:
+                low = middle
+            else:
+                found, high = closer, middle
+        grown = _grown(cluster, high)
+        return None if self._evaluated(grown, found).over_limit(grown) else high
+
+    def _cut_on(self, cluster: Cluster, share: float = 1.0) -> tuple[Choice, int] | None:
+        """Any cut that fits so much of the devices' memory, and N."""
+        exploration = self.exploration
+        relaxation = Relaxation(_on(exploration.question, cluster), exploration.freedom)
+        case = max(exploration.cases, key=lambda case: case.micro_batches)
+        held = held_under(relaxation.variant, exploration.most_stages, 1)
+        problem = relaxation.problem(
+            case.micro_batches, held=held, alike=True, lone=True, memory_share=share
+        )
+        cut = self._any_cut(problem)
+        if cut is None:
+            return None
+        choice = choice_of(problem, cut)
+        allowed = relaxation.allows(choice.stages, case.micro_batches)
+        return (choice, case.micro_batches) if allowed else None
+
+    def _any_cut(self, problem: StageProblem) -> Cut | None:
+        source, left, enough = self.exploration.source, self.seconds_left, float("inf")
+        found: Answer | Found | None = None
+        if isinstance(source, DpSource):
+            self._blocks = self._blocks or blocks(problem, source.lattice, _BLOCKS)
+            coarse, lattice = self._blocks.coarse(problem)
+            deadline = time.monotonic() + left
+            found = rising_by_targets(coarse, lattice, within=enough, deadline=deadline)
+            if found is not None and found.cut is not None:
+                return self._blocks.fine(found.cut)
+        found = found or source.best(problem, seconds=left, within=enough)
+        self.cut_short |= found.cut is None and found.bound_s < float("inf")
+        return found.cut
+
+    def _evaluated(self, cluster: Cluster, found: tuple[Choice, int]) -> Evaluation:
+        choice, micro_batches = found
+        question = _on(self.exploration.question, cluster)
+        limits = capped(limit_ranges(variant_named(question.variant), choice.stages), 1)
+        return evaluate(question, choice.with_limits(limits), micro_batches)
 
 
 def diagnose(exploration: Exploration, stopped: str | None) -> Evaluation | InfeasibleError:
@@ -129,6 +229,8 @@ def diagnose(exploration: Exploration, stopped: str | None) -> Evaluation | Infe
     smallest = fitting.smallest_memory()
     cluster = exploration.question.cluster
     if smallest is None:
+        if fitting.cut_short:
+            return InfeasibleError(f"{nothing}, nor was what would do")
         return InfeasibleError(f"{nothing}: the graph can't be cut as asked")
     memory, plan = smallest
     closest = evaluate(exploration.question, plan.stages, plan.micro_batches)

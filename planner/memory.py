@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from ..profiles.profile import Bytes
+from ..profiles.limits import TotalBytes
 from .kinds import in_rows
 from .operations import BACKWARD, FORWARD, UPDATE, WEIGHT, Op
 from .simulate import Event
@@ -27,17 +27,17 @@ from .versions import VersionWalk
 class MemoryByKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Where a stage's bytes are at its peak."""
 
-    weights_bytes: Bytes
+    weights_bytes: TotalBytes
     """Parameters and buffers."""
-    versions_bytes: Bytes
+    versions_bytes: TotalBytes
     """Older weight versions that are still needed, and copies that predictions are made in."""
-    gradients_bytes: Bytes
-    optimizer_bytes: Bytes
-    activations_bytes: Bytes
+    gradients_bytes: TotalBytes
+    optimizer_bytes: TotalBytes
+    activations_bytes: TotalBytes
     """Saved for backward, of all micro-batches in flight; and what weight parts wait with."""
-    boundary_bytes: Bytes
+    boundary_bytes: TotalBytes
     """Received and awaiting use, or awaiting their sending."""
-    workspace_bytes: Bytes
+    workspace_bytes: TotalBytes
 
     @property
     def total(self) -> int:

@@ -12,7 +12,8 @@ from msgspec import Meta
 
 from ..profiles.errors import PlanError
 from ..profiles.files import read_file
-from ..profiles.profile import Bytes, Count, Profile, Seconds, Threads
+from ..profiles.limits import Count, Factor, Predicted, Threads, TotalBytes
+from ..profiles.profile import Profile
 from .cluster import Cluster
 from .layout import StageTimes, make_pipeline
 from .memory import MemoryByKind
@@ -61,7 +62,7 @@ class PlanEdge(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     tensor: str
     source: Index
     target: Index
-    bytes_per_micro_batch: Bytes
+    bytes_per_micro_batch: TotalBytes
     needs_grad: bool
 
 
@@ -72,24 +73,24 @@ class StagePrediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     share each one: times are then for a replica's part.
     """
 
-    forward_s: Seconds
-    backward_s: Seconds
+    forward_s: Predicted
+    backward_s: Predicted
     """With the forward's work, where that is done again."""
-    weight_s: Seconds = 0.0
+    weight_s: Predicted = 0.0
     """How much of it is the weight part, in systems that split the backward."""
-    update_s: Seconds
-    all_reduce_s: Seconds = 0.0
+    update_s: Predicted
+    all_reduce_s: Predicted = 0.0
     """Summing gradients over the stage's replicas, and those of parameters that other stages use
     too with them, before each update."""
-    transfer_s: Seconds
+    transfer_s: Predicted
     """Messages to and from this stage for one micro-batch: latency and wire."""
-    parameter_bytes: Bytes
-    memory_bytes: Bytes
+    parameter_bytes: TotalBytes
+    memory_bytes: TotalBytes
     """On the replica that needs most."""
     memory: MemoryByKind
-    micro_batches_kept: Bytes
+    micro_batches_kept: TotalBytes
     versions_held: Count
-    version_difference: Bytes
+    version_difference: TotalBytes
     """Largest in the steady state."""
     idle_share: Annotated[float, Meta(ge=0, le=1)]
 
@@ -97,10 +98,10 @@ class StagePrediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What the plan should cost, by simulation."""
 
-    period_s: Seconds
+    period_s: Predicted
     """Per mini-batch, in the steady state."""
-    samples_per_s: Seconds
-    speedup: Annotated[float, Meta(ge=0)]
+    samples_per_s: Predicted
+    speedup: Predicted
     """Over one device that runs whole mini-batches."""
     stages: tuple[StagePrediction, ...]
 
@@ -109,16 +110,16 @@ class SolverReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """How the plan was found, and what is proven of it."""
 
     method: str
-    objective_s: Seconds
-    bound_s: Seconds
+    objective_s: Predicted
+    bound_s: Predicted
     """No plan that was asked for has a shorter period."""
-    gap: Annotated[float, Meta(ge=0)]
+    gap: Predicted
     optimal: bool
     """True only when proven."""
     stopped: str | None = None
     """What ended the search early; None: nothing did."""
     plans_tried: int
-    seconds: Seconds
+    seconds: Predicted
 
 
 class Plan(
@@ -136,8 +137,8 @@ class Plan(
     micro_batches: Count
     profile: ProfileReference
     cluster: Cluster
-    optimizer_state_factor: Annotated[float, Meta(ge=0)]
-    """Bytes of optimizer state per byte of parameters."""
+    optimizer_state_factor: Factor
+    """TotalBytes of optimizer state per byte of parameters."""
     update_every: Count = 1
     """Mini-batches per update: their gradients are averaged. Fewer updates, smaller differences."""
     tied: Tied = "together"

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from ..profiles.limits import ratio
 from ..profiles.profile import Profile
 from ..profiles.units import format_bytes, format_seconds
 from .evaluate import Question, evaluate, make_plan
@@ -52,7 +53,7 @@ def recheck(plan: Plan, profile: Profile, where: str = "plan") -> Recheck:
         plan.solver,
         objective_s=period_s,
         bound_s=bound_s,
-        gap=0.0 if optimal else (max(period_s / bound_s - 1, 0.0) if bound_s else 1.0),
+        gap=0.0 if optimal else (max(ratio(period_s, bound_s) - 1, 0.0) if bound_s else 1.0),
         optimal=optimal,
     )
     fresh = make_plan(question, found, report)

@@ -86,6 +86,7 @@ class Relaxation:
         held: Held | None = None,
         guess: bool = False,
         lone: bool = False,
+        each: int | None = None,
         grain: int = 1,
         view: str = "",
         alike: bool = False,
@@ -99,6 +100,7 @@ class Relaxation:
             held: what is in flight; None: the least, as in a bound.
             guess: a guess, not a bound.
             lone: each stage on one device, whatever may be chosen.
+            each: of the replicas that may be chosen, so many for every stage.
             grain: stages take multiples of so many devices; the problem counts those as one.
             view: one of `views`; "drain" by default where systems flush.
             alike: devices are counted from a stage's first one to the end without those left out,
@@ -117,7 +119,7 @@ class Relaxation:
         # Weight parts may run while the next mini-batch fills the pipeline behind the stage.
         partial = drains and not guess and self.variant.split_backward
         counts = [1] if lone else self.replica_counts(micro_batches)
-        counts = [r for r in counts if r % grain == 0]
+        counts = [r for r in counts if r % grain == 0 and r == (each or r)]
         known: dict[tuple[bool, int, float], int] = {}
         for r in counts:
             for again in self._again:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..profiles.errors import InfeasibleError, PlanError
+from ..profiles.limits import ratio
 from ..profiles.profile import Profile
 from .budget import EFFORT, Budget
 from .cluster import Cluster
@@ -120,7 +121,7 @@ def _report(exploration: Exploration, stopped: str | None, begin: float) -> Solv
         method=exploration.source.method,
         objective_s=objective,
         bound_s=bound,
-        gap=0.0 if proven else (objective / bound - 1 if bound > 0 else 1.0),
+        gap=0.0 if proven else (max(ratio(objective, bound) - 1, 0.0) if bound > 0 else 1.0),
         optimal=proven,
         plans_tried=exploration.budget.tried,
         seconds=round(time.perf_counter() - begin, 3),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,9 +12,14 @@ from typing import Any, TypeVar
 import msgspec
 
 from .errors import FileError
+from .limits import MAX_FILE_BYTES, MAX_PREDICTED, MAX_TOML_BYTES
 
-MAX_FILE_BYTES = 256 * 2**20
-"""A profile or plan larger than this isn't read: 256 MiB."""
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+_LONG_NUMBER = re.compile(rb"\d{60}")
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -25,15 +32,7 @@ def read_file(path: str | Path, kind: type[T]) -> T:
             that is unknown, missing or out of range; the message names the file and field.
     """
     path = Path(path)
-    try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise FileError(f"{path}: larger than {MAX_FILE_BYTES >> 20} MiB; not read")
-        text = path.read_bytes()
-    except FileNotFoundError:
-        raise FileError(f"{path}: no such file; {_how_to_make(kind)}") from None
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise FileError(f"{path}: can't be read: {reason}") from None
+    text = read_limited(path, _how_to_make(kind))
     try:
         found = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -45,10 +44,62 @@ def read_file(path: str | Path, kind: type[T]) -> T:
         raise FileError(
             f"{path}: not a {_noun(kind)} file: {shown}, expected {wanted!r}; {_how_to_make(kind)}"
         )
+    if _LONG_NUMBER.search(text):
+        _check_digits(path, found, "$")
     try:
         return msgspec.convert(found, kind)
     except (msgspec.ValidationError, RecursionError) as error:
         raise FileError(f"{path}: {error}") from None
+
+
+def read_limited(path: Path, hint: str, *, most: int = MAX_FILE_BYTES) -> bytes:
+    """The bytes of a file that is no larger than `most`.
+
+    Args:
+        hint: where there is no such file, what to do about it.
+
+    Raises FileError: missing, unreadable, too large, or no file: a pipe or device has no end.
+    """
+    try:
+        if not path.exists():
+            raise FileError(f"{path}: no such file; {hint}")
+        if not path.is_file():
+            raise FileError(f"{path}: isn't a file; {hint}")
+        if path.stat().st_size > most:
+            raise FileError(f"{path}: larger than {most >> 20} MiB; not read")
+        return path.read_bytes()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise FileError(f"{path}: can't be read: {reason}") from None
+
+
+def read_toml(path: Path, hint: str) -> dict[str, Any]:
+    """The tables of a TOML file of 4 MiB at most. Raises FileError like `read_limited`."""
+    text = read_limited(path, hint, most=MAX_TOML_BYTES)
+    try:
+        found: dict[str, Any] = tomllib.loads(text.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise FileError(f"{path}: not valid TOML: {error}") from None
+    return found
+
+
+def is_file(path: str | Path) -> bool:
+    """Whether there is such a file; what can't be a file's name is none."""
+    try:
+        return Path(path).is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def _check_digits(path: Path, value: Any, where: str) -> None:
+    """Whole numbers have no limit in JSON, and can't all become floats."""
+    if isinstance(value, int) and abs(value) > MAX_PREDICTED:
+        raise FileError(f"{path}: number out of range - at `{where}`")
+    if isinstance(value, (dict, list)):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, item in items:
+            step = f".{key}" if isinstance(value, dict) else f"[{key}]"
+            _check_digits(path, item, where + step)
 
 
 def write_file(path: str | Path, value: msgspec.Struct) -> None:
@@ -61,19 +112,29 @@ def check_writable(path: str | Path) -> None:
     """Raise FileError now if `path` couldn't be written at the end of long work."""
     path = Path(path)
     folder = path.parent
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    if path.is_dir():
-        raise FileError(f"{path}: is a folder; give the name of a file")
+    try:
+        while not folder.exists() and folder != folder.parent:
+            folder = folder.parent
+        if path.is_dir():
+            raise FileError(f"{path}: is a folder; give the name of a file")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise FileError(f"{path}: can't be written: {reason}") from None
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise FileError(f"{path}: can't be written: {folder} isn't a folder one can write to")
 
 
 def write_bytes(path: str | Path, data: bytes) -> None:
-    """Write `data` to a temporary file beside `path`, then rename it there."""
+    """Write `data` to a temporary file beside `path`, then rename it there.
+
+    What is there and isn't a file, like /dev/stdout, is written to and stays what it is.
+    """
     path = Path(path)
     temporary: str | None = None
     try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            path.write_bytes(data)
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
         with os.fdopen(handle, "wb") as file:
@@ -83,8 +144,9 @@ def write_bytes(path: str | Path, data: bytes) -> None:
         os.umask(umask)
         os.chmod(temporary, 0o666 & ~umask)
         os.replace(temporary, path)
-    except OSError as error:
-        raise FileError(f"{path}: can't be written: {error.strerror or error}") from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else None
+        raise FileError(f"{path}: can't be written: {reason or error}") from None
     finally:
         if temporary is not None and os.path.exists(temporary):
             os.unlink(temporary)

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from .errors import FileError
+from .limits import MIN_SECONDS, Bytes, BytesPerSample, Count, Factor, Seconds, Threads
 
 FORMAT = "timeprest-profile/1"
 
@@ -31,15 +32,6 @@ IMPORTED = {
 }
 """Profiles made elsewhere: costs without a model, so they can be planned but not run."""
 
-Seconds = Annotated[float, Meta(ge=0)]
-Bytes = Annotated[int, Meta(ge=0)]
-BytesPerSample = Annotated[float, Meta(ge=0)]
-Count = Annotated[int, Meta(ge=1)]
-
-MAX_THREADS = 1024
-Threads = Annotated[int, Meta(ge=1, le=MAX_THREADS)]
-"""Torch starts as many as it is told, however few cores there are."""
-
 
 class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One layer at one micro-batch size."""
@@ -52,7 +44,7 @@ class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """What autograd keeps for the backward, each storage once, parameters left out."""
     workspace_bytes: Bytes
     """Largest working set besides what is kept, in the forward or the backward."""
-    relative_error: Annotated[float, Meta(ge=0)] | None = None
+    relative_error: Factor | None = None
     """Standard error of forward_s + backward_s over their sum; None where nothing was timed."""
     backward_input_s: Seconds | None = None
     """The part of backward_s that gives the gradients of the layer's inputs alone, as in systems
@@ -117,7 +109,7 @@ class OptimizerCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """What an optimizer step costs: ``update_fixed_s + update_s_per_byte * parameter bytes``."""
 
     name: str
-    state_bytes_per_parameter_byte: Annotated[float, Meta(ge=0)]
+    state_bytes_per_parameter_byte: Factor
     update_fixed_s: Seconds
     update_s_per_byte: Seconds
 
@@ -233,3 +225,7 @@ def check_profile(profile: Profile, where: str = "profile") -> Profile:
 def _check_sizes(where: str, measurements: tuple[Measurement, ...], sizes: tuple[int, ...]) -> None:
     if tuple(m.micro_batch for m in measurements) != sizes:
         raise FileError(f"{where}: measurements must be given for micro-batch sizes {list(sizes)}")
+    for m in measurements:
+        shortest = min((t for t in (m.forward_s, m.backward_s) if t), default=1.0)
+        if shortest < MIN_SECONDS:
+            raise FileError(f"{where}: forward_s, backward_s: {shortest} s is too short to be true")

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import TargetError, TimeprestError
+from .files import is_file
 from .task import Task, dataset_size, fetch_call
 from .tracing.call import Call
 from .zoo import BUILT_IN
@@ -183,7 +184,7 @@ def _import(name: str, head: str) -> Any:
             sys.path.insert(0, str(Path.cwd()))
         return _call(name, "importing it", lambda: importlib.import_module(head))
     path = Path(head)
-    if not path.is_file():
+    if not is_file(path):
         raise TargetError(f"{name}: no such file: {head}")
     module_name = f"timeprest_target_{path.stem}"
     spec = importlib.util.spec_from_file_location(module_name, path)

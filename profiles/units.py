@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from .errors import UserError
+from .limits import MAX_BYTES, MAX_SECONDS, MIN_SECONDS
 
 _DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -26,19 +27,21 @@ def _split(text: str, what: str, example: str) -> tuple[float, str]:
     return value, unit.lower()
 
 
-def parse_bytes(text: str, what: str = "bytes") -> int:
+def parse_bytes(text: str, what: str = "bytes", *, most: int = MAX_BYTES) -> int:
     """``"16GiB"``, ``"500MB"``, ``"4096"`` → bytes. Raises UserError naming `what`."""
     value, unit = _split(text, what, "16GiB, 500MB or 4096")
     unit = unit.removesuffix("b")
     factor = _BINARY.get(unit) or _DECIMAL.get(unit)
     if factor is None:
         raise UserError(f"{what}: unknown unit in {text!r}; write it like 16GiB, 500MB or 4096")
+    if value * factor > most:
+        raise UserError(f"{what}: {text!r} is more than {format_bytes(most)}")
     return int(value * factor)
 
 
 def parse_bandwidth(text: str, what: str = "bandwidth") -> float:
     """``"12GB/s"`` → bytes per second. Raises UserError naming `what`."""
-    bandwidth = parse_bytes(text.strip().removesuffix("/s"), what)
+    bandwidth = parse_bytes(text.strip().removesuffix("/s"), what, most=2**62)
     if bandwidth <= 0:
         raise UserError(f"{what}: must be more than 0, not {text!r}; write it like 12GB/s")
     return float(bandwidth)
@@ -50,7 +53,9 @@ def parse_seconds(text: str, what: str = "time") -> float:
     factor = _SECONDS.get(unit or "s")
     if factor is None:
         raise UserError(f"{what}: unknown unit in {text!r}; write it like 10us, 0.5ms or 2s")
-    return value * factor
+    if value * factor > MAX_SECONDS:
+        raise UserError(f"{what}: {text!r} is more than {MAX_SECONDS:.0e} s")
+    return value * factor if value * factor >= MIN_SECONDS else 0.0
 
 
 def format_bytes(count: float) -> str:

@@ -21,6 +21,7 @@ from torch import Tensor
 from ..planner.operations import BACKWARD
 from .crossings import Crossing, Lane
 from .peers import PeerError, why_lost
+from .status import Status, Untold
 
 
 class Channels(Protocol):
@@ -112,12 +113,16 @@ class ProcessChannels:
     that a tensor is let go as soon as it is gone, and computing never waits for a receiver.
     """
 
-    def __init__(self, names: Sequence[str], timeout_s: float) -> None:
+    def __init__(
+        self, names: Sequence[str], timeout_s: float, status: Status | None = None
+    ) -> None:
         """
         Args:
             names: of all workers, by rank; for messages.
+            status: is told whom this worker waits for.
         """
         self.names = names
+        self.status = status or Untold()
         self.timeout = timedelta(seconds=timeout_s)
         self._posted: dict[tuple[int, str], deque[tuple[dist.Work, Tensor]]] = {}
         self._to_post: dict[tuple[int, str], Iterator[Crossing]] = {}
@@ -172,18 +177,23 @@ class ProcessChannels:
         while not posted and self._post_next(upcoming, kind):
             pass
         work, buffer = posted.popleft()
+        peer = crossing.ends(kind)[0]
+        self.status.wait((peer,))
         try:
             work.wait(self.timeout)
         except RuntimeError as error:
-            raise self._lost(crossing.ends(kind)[0], error) from error
+            raise self._lost(peer, error) from error
+        self.status.go_on()
         self._post_next(upcoming, kind)
         return buffer
 
     def throttle(self, most: int) -> None:
         """Wait for the sending threads to come down to so many messages each."""
         for peer, sender in self._senders.items():
+            self.status.wait((peer,))
             if not sender.wait_for(most, self.timeout):
                 raise self._lost(peer, sender.error or TimeoutError("the messages didn't go"))
+            self.status.go_on()
 
     def close(self) -> None:
         """Wait for the sending threads to run dry."""

@@ -49,6 +49,7 @@ FREE: dict[str, Any] = {
     "keep_checkpoints": 3,
     "log_operations": False,
     "timeout_s": 60.0,
+    "on_nan": "stop",
 }
 """Settings that don't change what is trained up to a checkpoint, and a value for each."""
 

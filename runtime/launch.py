@@ -17,8 +17,10 @@ from pathlib import Path
 import psutil
 
 from ..profiles.errors import RunError, TimeprestError, UserError
+from .failures import blame, circumstances, stopped_ranks
 from .observer import Observer, Tail
 from .run_dir import RunDir
+from .status import read_statuses
 
 GRACE_S = 3.0
 """After the first failure, what the other workers have to end by themselves."""
@@ -95,7 +97,7 @@ def run_workers(workers: Workers, poll: Callable[[], None]) -> None:
             try:
                 elastic_launch(config, sys.executable)(*command)
             except ChildFailedError as error:
-                raise _explain(workers, error, watch.killed) from error
+                raise _explain(workers, error, watch) from error
             except SignalException as stopped:
                 if stopped.sigval == signal.SIGINT:
                     raise KeyboardInterrupt from stopped
@@ -107,12 +109,17 @@ class _Watch:
 
     After a failure the launcher asks the other workers to end, and waits half a minute for
     one that can't (stopped, or stuck in a call). Here it gets a few seconds.
+
+    Attributes:
+        killed: processes that were ended from here, which isn't a cause.
+        stopped: ranks whose processes stood still (SIGSTOP) at the first failure.
     """
 
     def __init__(self, run_dir: RunDir, poll: Callable[[], None]) -> None:
         self.run_dir = run_dir
         self.poll = poll
         self.killed: set[int] = set()
+        self.stopped: frozenset[int] = frozenset()
         self._failed_at: float | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, daemon=True)
@@ -126,6 +133,7 @@ class _Watch:
         if self._failed_at is None:
             if any(self.run_dir.errors.glob("*.json")):
                 self._failed_at = time.monotonic()
+                self.stopped = stopped_ranks(read_statuses(self.run_dir.statuses))
         elif time.monotonic() - self._failed_at > GRACE_S:
             self._kill_workers()
 
@@ -151,24 +159,22 @@ class _Watch:
         self.poll()
 
 
-def _explain(workers: Workers, error: BaseException, killed: set[int]) -> TimeprestError:
-    """The first cause: a worker's own error before the errors of those who waited for it.
-
-    `killed`: processes that were ended from here, which isn't a cause.
-    """
+def _explain(workers: Workers, error: BaseException, watch: _Watch) -> TimeprestError:
+    """The first cause: a worker's own error before the errors of those who waited for it."""
     noted = workers.where.read_errors()
+    statuses = read_statuses(workers.where.statuses)
     failures = getattr(error, "failures", {})
     silent = [
         (rank, failure)
         for rank, failure in failures.items()
         if not any(e["rank"] == rank for e in noted)
         and failure.exitcode != -signal.SIGTERM
-        and failure.pid not in killed
+        and failure.pid not in watch.killed
     ]
     own = [e for e in noted if not e["from_peer"]]
     if own:
         kind: type[TimeprestError] = UserError if own[0]["exit_code"] == 2 else RunError
-        return kind(own[0]["message"])
+        return kind(own[0]["message"] + circumstances(statuses, own[0]["rank"]))
     if silent:
         rank, failure = min(silent, key=lambda item: item[1].timestamp)
         how = (
@@ -176,12 +182,17 @@ def _explain(workers: Workers, error: BaseException, killed: set[int]) -> Timepr
             if failure.exitcode < 0
             else f"ended with exit code {failure.exitcode}"
         )
-        others = f"; {noted[0]['message']}" if noted else ""
-        printed = _printed(workers, "Its output is", rank)
-        return RunError(f"{workers.labels[rank]} {how}{others}{printed}")
+        around = circumstances(statuses, rank)
+        if not statuses and noted:
+            around = f"; {noted[0]['message']}"
+        return RunError(
+            f"{workers.labels[rank]} {how}{around}{_printed(workers, 'Its output is', rank)}"
+        )
     printed = _printed(workers, "What the workers printed is")
     if noted:
-        return RunError(f"{noted[0]['message']}{printed}")
+        return RunError(
+            blame(statuses, noted[0]["rank"], noted[0]["message"], watch.stopped) + printed
+        )
     return RunError(f"the run failed: {error}{printed}")
 
 

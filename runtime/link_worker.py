@@ -11,7 +11,6 @@ import sys
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from statistics import fmean, median
 
 import msgspec
@@ -23,6 +22,7 @@ from ..profiles.errors import TimeprestError
 from ..profiles.files import write_bytes
 from ..profiles.target import describe_error
 from ..profiles.units import format_bytes
+from .interface import loopback, use_loopback
 from .link_bursts import ALL_REDUCE, Process
 from .links import LinkDir, LinkSettings, LinkTimes, backend_of
 from .peers import PeerError
@@ -173,8 +173,8 @@ def _work(where: LinkDir, store_path: str, rank: int, world_size: int) -> None:
 def _meet(device: str, store_path: str, rank: int, world_size: int) -> None:
     """Join the process group. Raises PeerError when the others don't come in time."""
     # Local processes listen on the loopback device alone.
-    loopback = "lo" if Path("/sys/class/net/lo").exists() else "lo0"
-    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = loopback
+    use_loopback()
+    os.environ["NCCL_SOCKET_IFNAME"] = loopback()
     backend = "gloo"
     if device == "cuda":
         torch.cuda.set_device(rank)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 import msgspec
 
-from .scores import EpochRecord
+from .scores import EpochRecord, with_nan
 
 
 class Observer(Protocol):
@@ -35,6 +36,28 @@ class Silent:
 
     def epoch(self, record: EpochRecord) -> None:
         """Ignored."""
+
+
+class Both:
+    """Two observers as one."""
+
+    def __init__(self, first: Observer, second: Observer) -> None:
+        self.pair = (first, second)
+
+    def begin(self) -> None:
+        """Tell both."""
+        for observer in self.pair:
+            observer.begin()
+
+    def mini_batch(self, epoch: int, done: int, of: int, loss: float) -> None:
+        """Tell both."""
+        for observer in self.pair:
+            observer.mini_batch(epoch, done, of, loss)
+
+    def epoch(self, record: EpochRecord) -> None:
+        """Tell both."""
+        for observer in self.pair:
+            observer.epoch(record)
 
 
 class MetricsFile:
@@ -106,13 +129,13 @@ class Tail:
         whole = new[: new.rfind(b"\n") + 1]
         self._position += len(whole)
         for line in whole.splitlines():
-            found = msgspec.json.decode(line)
+            found = with_nan(msgspec.json.decode(line))
             kind = found.pop("kind")
             if kind == "epoch":
                 self.observer.epoch(msgspec.convert(found, EpochRecord))
             else:
                 self.observer.mini_batch(
-                    found["epoch"], found["done"], found["of"], found["losses"][-1]
+                    found["epoch"], found["done"], found["of"], _number(found["losses"][-1])
                 )
 
 
@@ -122,14 +145,19 @@ def read_losses(path: Path) -> list[float]:
     for line in path.read_bytes().splitlines():
         found = msgspec.json.decode(line)
         if found["kind"] == "mini_batches":
-            losses += found["losses"]
+            losses += map(_number, found["losses"])
     return losses
+
+
+def _number(loss: float | None) -> float:
+    """JSON has null for what isn't finite."""
+    return math.nan if loss is None else loss
 
 
 def read_epochs(path: Path) -> list[EpochRecord]:
     """The epochs of a run that are done."""
     lines = path.read_bytes().splitlines() if path.exists() else []
-    found = [msgspec.json.decode(line) for line in lines]
+    found = [with_nan(msgspec.json.decode(line)) for line in lines]
     return [
         msgspec.convert({k: v for k, v in line.items() if k != "kind"}, EpochRecord)
         for line in found

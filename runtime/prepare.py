@@ -31,7 +31,7 @@ from .settings import RunSettings
 from .tied import TiedParameters, first_names, give_copies
 from .workers import Worker, workers_of
 
-_SMALL_BYTES = 2**28
+SMALL_BYTES = 2**28
 """A model that needs less in all is run once, for real, to learn its shapes."""
 
 
@@ -172,7 +172,7 @@ def _specs(plan: Plan, traced: TracedModel, target: Target, samples: int) -> dic
     inputs, _ = target.sample(samples)
     whole_bytes = sum(stage.memory_bytes for stage in plan.predicted.stages)
     try:
-        specs = value_specs(traced, inputs, fake=whole_bytes > _SMALL_BYTES)
+        specs = value_specs(traced, inputs, fake=whole_bytes > SMALL_BYTES)
     except TimeprestError:
         raise
     except Exception as error:  # the user's model runs here
@@ -221,7 +221,7 @@ def _check_padding(
     graph = traced[size]
     # A graph of one size alone is tried at that one.
     other = size if graph.only_size is not None else size + 1
-    fake = sum(stage.memory_bytes for stage in plan.predicted.stages) > _SMALL_BYTES
+    fake = sum(stage.memory_bytes for stage in plan.predicted.stages) > SMALL_BYTES
     try:
         shapes, others = (
             result_shapes(graph, target.sample(samples)[0], fake=fake) for samples in (size, other)

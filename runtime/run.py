@@ -16,7 +16,7 @@ from .channels import LocalChannels, Mailbox
 from .checkpoint import CheckpointWriter
 from .gradient_files import keep_gradients
 from .launch import launch
-from .observer import MetricsFile, Observer, Silent, read_epochs
+from .observer import Both, MetricsFile, Observer, Silent, read_epochs
 from .operation_log import OperationLog, StageMetrics
 from .optimizers import check_choice
 from .prepare import Prepared, prepare, with_own_weights
@@ -47,14 +47,7 @@ def run(
         TargetError, TraceError, PlanError, FileError: found before anything starts.
         RunError: training failed; the message says which stage, at which operation and why.
     """
-    if settings.optimizer is not None:
-        check_choice(settings.optimizer)
-    if settings.warmup and settings.lr_schedule is None:
-        raise UserError("--warmup: goes with an --lr-schedule")
-    if settings.start_from is not None:
-        # Workers may have another working directory.
-        start = str(Path(settings.start_from).absolute())
-        settings = msgspec.structs.replace(settings, start_from=start)
+    settings = check_settings(settings)
     prepared = prepare(plan, settings)
     if settings.start_from is not None:
         check_start(prepared, Path(settings.start_from))
@@ -92,12 +85,7 @@ def resume(
     settings = msgspec.structs.replace(settings, **(changes or {}))
     settings = settings_to_resume(where, plan, settings, epochs=epochs, at=at)
     prepared = prepare(plan, settings)
-    done = settings.resume_at or 0
-    if prepared.segments[-1].end <= done:
-        raise UserError(
-            f"{where.path}: this run has ended, after {done} mini-batches"
-            + ("" if settings.steps else f"; for more, give --epochs above {settings.epochs}")
-        )
+    check_unfinished(prepared, where)
     where.reopen(settings)
     rewind_logs(where, plan, settings, telling_worker(plan))
     return _train(prepared, where, observer, inline=inline)
@@ -121,6 +109,29 @@ def _train(
     return summary
 
 
+def check_settings(settings: RunSettings) -> RunSettings:
+    """The same, with paths made absolute. Raises UserError when they contradict each other."""
+    if settings.optimizer is not None:
+        check_choice(settings.optimizer)
+    if settings.warmup and settings.lr_schedule is None:
+        raise UserError("--warmup: goes with an --lr-schedule")
+    if settings.start_from is not None:
+        start = Path(settings.start_from).absolute()
+        settings = msgspec.structs.replace(settings, start_from=str(start))
+    return settings
+
+
+def check_unfinished(prepared: Prepared, where: RunDir) -> None:
+    """Raise UserError when a run that is to be resumed has nothing left to do."""
+    settings = prepared.settings
+    done = settings.resume_at or 0
+    if prepared.segments[-1].end <= done:
+        raise UserError(
+            f"{where.path}: this run has ended, after {done} mini-batches"
+            + ("" if settings.steps else f"; for more, give --epochs above {settings.epochs}")
+        )
+
+
 class _Collector:
     """Passes progress on and keeps the epochs' records."""
 
@@ -141,28 +152,6 @@ class _Collector:
         """Keep and pass on."""
         self.epochs.append(record)
         self.observer.epoch(record)
-
-
-class _Both:
-    """Two observers as one."""
-
-    def __init__(self, first: Observer, second: Observer) -> None:
-        self.pair = (first, second)
-
-    def begin(self) -> None:
-        """Tell both."""
-        for observer in self.pair:
-            observer.begin()
-
-    def mini_batch(self, epoch: int, done: int, of: int, loss: float) -> None:
-        """Tell both."""
-        for observer in self.pair:
-            observer.mini_batch(epoch, done, of, loss)
-
-    def epoch(self, record: EpochRecord) -> None:
-        """Tell both."""
-        for observer in self.pair:
-            observer.epoch(record)
 
 
 def _run_inline(prepared: Prepared, where: RunDir, collector: _Collector) -> list[StageReport]:
@@ -200,7 +189,8 @@ def _run_inline(prepared: Prepared, where: RunDir, collector: _Collector) -> lis
     }
     checkpoints = CheckpointWriter(where, prepared.plan, settings, logs=files)
     try:
-        course = Course(runners, _Both(metrics, collector), lambda: None, lambda: None, checkpoints)
+        both = Both(metrics, collector)
+        course = Course(runners, both, lambda: None, lambda: None, checkpoints)
         course.run()
     finally:
         for of_worker in files.values():

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..planner.plan import Plan, read_plan
 from ..profiles.errors import FileError
 from ..profiles.files import read_file, write_bytes, write_file
-from .scores import RunSummary, StageReport
+from .scores import RunSummary, StageReport, decode
 from .settings import RunSettings
 from .workers import Worker
 
@@ -33,6 +33,7 @@ class RunDir:
     reports/stage0.json        each worker's own figures
     summary.json               the end of the run
     errors/stage0.json         why a worker failed
+    status/stage0.json         what each worker is at
     logs/                      what the workers printed
 
     What a stage's replica 0 writes is called stage0, what the others write stage0.1, stage0.2, …
@@ -44,9 +45,23 @@ class RunDir:
 
     def create(self, plan: Plan, settings: RunSettings) -> None:
         """Make the directory. Raises FileError when it holds a run already, or can't be made."""
-        if (self.path / "plan.json").exists():
-            raise FileError(f"{self.path}: holds a run already; give another --run-dir")
+        self.check_new()
+        self.join(plan, settings)
+
+    def check_new(self) -> None:
+        """Raise FileError when it holds a run already."""
         try:
+            taken = (self.path / "plan.json").exists()
+        except OSError as error:
+            raise FileError(f"{self.path}: can't be read: {error.strerror}") from None
+        if taken:
+            raise FileError(f"{self.path}: holds a run already; give another --run-dir")
+
+    def join(self, plan: Plan, settings: RunSettings) -> None:
+        """Make what isn't there of it: another host's worker may have. Raises FileError."""
+        try:
+            if (self.path / "plan.json").exists():
+                return
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise FileError(f"{self.path}: can't be made: {error.strerror}") from None
@@ -99,6 +114,15 @@ class RunDir:
         """Where workers note why they failed."""
         return self.path / "errors"
 
+    @property
+    def statuses(self) -> Path:
+        """What each worker is at (`status`)."""
+        return self.path / "status"
+
+    def status(self, worker: Worker) -> Path:
+        """What a worker is at."""
+        return self.statuses / f"{worker.file}.json"
+
     def save_weights(self, stage: int, state: dict[str, Tensor]) -> None:
         """Write a stage's parameters and buffers. Raises FileError."""
         save_tensors(self.weights(stage), state)
@@ -113,7 +137,7 @@ class RunDir:
         for worker in workers:
             path = self._report(worker)
             try:
-                found.append(msgspec.json.decode(path.read_bytes(), type=StageReport))
+                found.append(decode(path.read_bytes(), StageReport))
             except (OSError, msgspec.DecodeError) as error:
                 raise FileError(f"{path}: can't be read: {error}") from None
         return found

@@ -19,6 +19,7 @@ from .channels import Channels
 from .clipping import clip, own_part, squared_norm, trained
 from .crossings import Crossing, Lane, join, lane
 from .data import Part, Samples, Segment, part_of, real_samples, updates_of
+from .finite import NotFinite
 from .gradients import GradientSum
 from .operation_log import OperationLog, StageMetrics
 from .padding import NO_EVALUATION, real_part
@@ -26,6 +27,7 @@ from .precision import forward_context
 from .prepare import Prepared
 from .scores import EvaluationScore, StageEpoch, StageScore
 from .stage import Stage, StageWork
+from .status import Status, Untold
 from .sums import ALL, Sums, stage_group
 from .tied import TiedParameters
 
@@ -45,6 +47,8 @@ class StageRunner:
         tells: the one that tells of progress.
         score: times, losses and update times of the segment at hand.
         last_op: text of the operation at hand, for reports.
+        status: is told of every operation.
+        not_finite: mini-batches with losses or gradients that weren't.
     """
 
     def __init__(
@@ -94,7 +98,9 @@ class StageRunner:
         self.score = StageScore()
         self.segment: Segment | None = None
         self.last_op = "start"
+        self.status: Status = Untold()
         self._losses: dict[int, float] = {}
+        self.not_finite = NotFinite(settings.on_nan)
 
     # Training ------------------------------------------------------------------------------
 
@@ -144,6 +150,7 @@ class StageRunner:
         self.last_op = op_text(
             self.number, Op(op.kind, self.segment.first + op.mini_batch, op.micro_batch)
         )
+        self.status.begin(self.last_op)
         with self._explained():
             if op.kind == FORWARD:
                 self._forward(op)
@@ -153,6 +160,7 @@ class StageRunner:
                 self._weight(op)
             else:
                 yield from self._update(op)
+        self.status.done()
 
     def state(self) -> dict[str, Tensor]:
         """The stage's parameters and buffers under the model's own names; the first stage's with
@@ -191,7 +199,7 @@ class StageRunner:
             op, values, target, part, self.channels.held_bytes
         )
         if self.is_last:
-            self._note_loss(op, 0.0 if loss is None else float(loss) * part.share)
+            self._note_loss(op, 0.0 if loss is None else float(loss), part.share)
         end = clock()
         for c in self.outgoing:
             if op.micro_batch in c.micro_batches:
@@ -244,6 +252,10 @@ class StageRunner:
             yield
         for summing in started:
             summing.wait()
+        assert self.segment is not None
+        self.not_finite.check_gradients(
+            self.segment.first + op.mini_batch, self.stage.weights.parameters
+        )
         if self.prepared.settings.clip_norm is not None:
             yield from self._clip()
         start = time.perf_counter()
@@ -294,9 +306,11 @@ class StageRunner:
         assert op.micro_batch is not None
         return part_of(segment, op.mini_batch, op.micro_batch, self.share.samples, self.share.dealt)
 
-    def _note_loss(self, op: Op, share: float) -> None:
+    def _note_loss(self, op: Op, loss: float, share: float) -> None:
         """Add a micro-batch's share of its mini-batch's loss to what this worker has of it."""
-        self._losses[op.mini_batch] = self._losses.get(op.mini_batch, 0.0) + share
+        assert self.segment is not None
+        self.not_finite.check_loss(self.segment.first + op.mini_batch, loss)
+        self._losses[op.mini_batch] = self._losses.get(op.mini_batch, 0.0) + loss * share
 
     def _tell_loss(self, mini_batch: int, loss: float) -> None:
         assert self.segment is not None
@@ -320,6 +334,7 @@ class StageRunner:
     def begin_evaluation(self) -> None:
         """Get ready for one pass over the test data."""
         self.last_op = f"{self.number} evaluation"
+        self.status.begin(self.last_op)
         with self._explained():
             count = self.evaluations
             self.channels.open([lane(FORWARD, [[c]], count) for c in self._evaluated()])
@@ -336,6 +351,7 @@ class StageRunner:
     def evaluate(self, k: int, score: EvaluationScore) -> None:
         """Forward of the k-th test micro-batch; the last stage adds to the score."""
         self.last_op = f"{self.number} evaluation {k}"
+        self.status.begin(self.last_op)
         with self._explained():
             values: dict[str, Tensor] = {}
             target: Any = None
@@ -357,6 +373,11 @@ class StageRunner:
                     score.add(self.prepared.task, result, target, real)
 
     # Data ----------------------------------------------------------------------------------
+
+    def load(self) -> None:
+        """Load the training data now, where this worker needs it."""
+        if self.own_inputs or self.is_last:
+            self.samples("train")
 
     def samples(self, split: Any) -> Samples:
         """The samples of a split, loaded on first use."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 from ..planner.memory import MemoryByKind
 from ..profiles.errors import RunError
 from ..profiles.task import Task
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -49,6 +52,28 @@ class StageScore:
         if len(self.updates) < 2:
             return None
         return (self.updates[-1] - self.updates[0]) / (len(self.updates) - 1)
+
+
+_FLOATS = frozenset({"train_loss", "weight_distance", "largest_weight_distance"})
+
+
+def decode(text: bytes, kind: type[T]) -> T:
+    """Decode JSON. What isn't finite is null there, and NaN again in what this returns.
+
+    Raises msgspec.DecodeError.
+    """
+    return msgspec.convert(with_nan(msgspec.json.decode(text)), kind, str_keys=True)
+
+
+def with_nan(value: Any, key: str = "") -> Any:
+    """Decoded JSON with NaN for null where figures belong."""
+    if value is None and (key in _FLOATS or key == "test"):
+        return math.nan
+    if isinstance(value, list):
+        return [with_nan(each, key) for each in value]
+    if isinstance(value, dict):
+        return {k: with_nan(v, "test" if key == "test" else k) for k, v in value.items()}
+    return value
 
 
 class EvaluationScore:
@@ -127,6 +152,8 @@ class StageReport(msgspec.Struct, frozen=True, kw_only=True):
     """How many backwards saw each difference."""
     weight_distance: float = 0.0
     """Of the epoch with the largest mean (`StageEpoch`)."""
+    not_finite: list[int] = []
+    """Mini-batches whose loss or gradients weren't finite, where the run went on."""
     epochs: list[StageEpoch] = []
 
     @property

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from ..profiles.profile import Threads
+from ..profiles.limits import MAX_COUNT, MAX_FACTOR, MAX_SECONDS, Count, Factor, Threads
 
 FORMAT = "timeprest-run/1"
 
@@ -20,9 +20,9 @@ class OptimizerChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
     name: str
     """sgd, adam or adamw."""
-    lr: Annotated[float, Meta(gt=0)]
+    lr: Annotated[float, Meta(gt=0, le=MAX_FACTOR)]
     momentum: Share = 0.0
-    weight_decay: Annotated[float, Meta(ge=0)] = 0.0
+    weight_decay: Factor = 0.0
     nesterov: bool = False
     betas: tuple[Share, Share] | None = None
     """Of adam and adamw; None: torch's own."""
@@ -40,8 +40,8 @@ class RunSettings(
 
     task: str
     """Target of the task: `digits`, `file.py:task`."""
-    epochs: Annotated[int, Meta(ge=1)] = 1
-    steps: Annotated[int, Meta(ge=1)] | None = None
+    epochs: Count = 1
+    steps: Count | None = None
     """Mini-batches in all; where given, it ends the run instead of `epochs`."""
     optimizer: OptimizerChoice | None = None
     """None: the task's own."""
@@ -50,9 +50,9 @@ class RunSettings(
     that biases and norms have none."""
     lr_schedule: Literal["constant", "linear", "cosine"] | None = None
     """None: the task's own scheduler, where it has one."""
-    warmup: Annotated[int, Meta(ge=0)] = 0
+    warmup: Annotated[int, Meta(ge=0, le=MAX_COUNT)] = 0
     """Updates over which the learning rate of `lr_schedule` rises."""
-    clip_norm: Annotated[float, Meta(gt=0)] | None = None
+    clip_norm: Annotated[float, Meta(gt=0, le=MAX_FACTOR)] | None = None
     """Largest norm that a mini-batch's gradient may have."""
     ragged: Literal["drop", "pad", "error"] = "drop"
     """Samples that don't fill an epoch's last mini-batch: leave them out, fill the mini-batch up
@@ -62,24 +62,26 @@ class RunSettings(
     with."""
     deferred_batch_norm: bool = False
     """Update the running statistics of batch norms once for each mini-batch, with its own."""
-    checkpoint_every: Annotated[int, Meta(ge=0)] | None = None
+    checkpoint_every: Annotated[int, Meta(ge=0, le=MAX_COUNT)] | None = None
     """Mini-batches between two checkpoints, at each of which the pipeline drains; None: at the end
     of every epoch; 0: never."""
-    keep_checkpoints: Annotated[int, Meta(ge=1)] = 3
+    keep_checkpoints: Count = 3
     """How many are kept, the newest ones."""
     start_from: str | None = None
     """Run or checkpoint directory, or safetensors file, whose weights the training starts from."""
-    resume_at: Annotated[int, Meta(ge=0)] | None = None
+    resume_at: Annotated[int, Meta(ge=0, le=MAX_COUNT)] | None = None
     """Mini-batches done when the run was resumed, those of one of its checkpoints; None: it wasn't
     resumed."""
-    seed: int = 0
+    seed: Annotated[int, Meta(ge=0, le=MAX_COUNT)] = 0
     threads: Threads = 1
     evaluate: bool = True
-    timeout_s: Annotated[float, Meta(gt=0)] = 60.0
+    on_nan: Literal["stop", "warn"] = "stop"
+    """A loss or gradients that aren't finite: end the run, or count them and go on."""
+    timeout_s: Annotated[float, Meta(gt=0, le=MAX_SECONDS)] = 60.0
     """Longest wait for a message, before the run is given up."""
     decay: str = "exponential"
     """σ of i-timeprest: exponential, inverse or linear in the version difference."""
-    decay_rate: Annotated[float, Meta(ge=0)] = 1.0
+    decay_rate: Factor = 1.0
     """λ, σ's parameter."""
     distances: bool = True
     """Measure how far apart the weights of forwards and backwards are (`staleness`)."""

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .peers import PeerError, why_lost
+from .status import Status, Untold
 from .tied import TiedParameters
 from .workers import Worker
 
@@ -141,11 +142,20 @@ class ProcessSums:
     Made by all workers at the same time, after the process group.
     """
 
-    def __init__(self, groups: Groups, names: Sequence[str], rank: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        groups: Groups,
+        names: Sequence[str],
+        rank: int,
+        timeout_s: float,
+        status: Status | None = None,
+    ) -> None:
         """
         Args:
             names: of all workers, by rank.
+            status: is told whom this worker waits for.
         """
+        self.status = status or Untold()
         self.timeout = timedelta(seconds=timeout_s)
         self._ranks = groups
         self._rank = rank
@@ -176,9 +186,13 @@ class ProcessSums:
             raise self.lost(group, error) from error
         return work
 
+    def others(self, group: str) -> list[int]:
+        """Ranks of a group, this worker's own left out."""
+        return [rank for rank in self._ranks[group] if rank != self._rank]
+
     def lost(self, group: str, error: BaseException) -> PeerError:
         """The error that a failed sum is told as."""
-        others = [self._names[rank] for rank in self._ranks[group] if rank != self._rank]
+        others = [self._names[rank] for rank in self.others(group)]
         whom = others[0] if len(others) == 1 else f"the others of {group}"
         return PeerError(f"waiting for {whom}: {why_lost(error, self.timeout)}")
 
@@ -200,10 +214,12 @@ class _ProcessPending:
     def wait(self) -> None:
         """Wait for all buckets, and put what was packed back in its places."""
         for work, flat, tensors in self._works:
+            self._sums.status.wait(self._sums.others(self._group))
             try:
                 work.wait(self._sums.timeout)
             except RuntimeError as error:
                 raise self._sums.lost(self._group, error) from error
+            self._sums.status.go_on()
             if flat is tensors[0]:
                 continue
             with torch.no_grad():

@@ -224,6 +224,7 @@ class Course:
                     versions_held=runner.stage.account.most_versions,
                     version_differences=_together(e.version_differences for e in epochs),
                     weight_distance=max((e.weight_distance for e in epochs), default=0.0),
+                    not_finite=runner.not_finite.mini_batches,
                     epochs=epochs,
                 )
             )

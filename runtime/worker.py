@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -21,16 +20,22 @@ from ..profiles.target import describe_error
 from .channels import ProcessChannels
 from .checkpoint import Agree, CheckpointWriter
 from .gradient_files import keep_gradients
-from .observer import MetricsFile, Observer, Silent
+from .interface import use_loopback
+from .observer import Both, MetricsFile, Observer, Silent
 from .operation_log import OperationLog, StageMetrics
 from .peers import PeerError
 from .prepare import Prepared, prepare
 from .run_dir import RunDir
 from .runner import StageRunner
+from .scores import StageReport
 from .starting import rewind_logs
+from .status import StatusFile
 from .sums import ALL, ProcessSums, stage_group, sum_groups
 from .training import Barrier, Course
 from .workers import Worker, workers_of
+
+MEETING_S = 60.0
+"""Longest wait for the other workers to be ready, with the model built and the data loaded."""
 
 
 def main(arguments: list[str]) -> int:
@@ -50,7 +55,11 @@ def main(arguments: list[str]) -> int:
     try:
         plan, settings = run_dir.read()
         worker = workers_of(plan.stages)[rank]
-        _work(run_dir, store_path, worker, prepare(plan, settings))
+        status = StatusFile(run_dir.status(worker), rank, worker.name)
+        prepared = prepare(plan, settings)
+        use_loopback()
+        store = dist.FileStore(store_path, len(prepared.workers))  # type: ignore[attr-defined]
+        take_part(run_dir, store, worker, prepared, status)
     except TimeprestError as error:
         note(str(error), error.exit_code, from_peer=isinstance(error, PeerError))
         return _leave(error.exit_code)
@@ -71,52 +80,82 @@ def _leave(code: int) -> int:
     os._exit(code)
 
 
-def _work(run_dir: RunDir, store_path: str, worker: Worker, prepared: Prepared) -> None:
+def take_part(
+    run_dir: RunDir,
+    store: dist.Store,  # type: ignore[name-defined]
+    worker: Worker,
+    prepared: Prepared,
+    status: StatusFile,
+    observer: Observer | None = None,
+) -> StageReport:
+    """Train as one worker of many; gloo listens where its environment variable says.
+
+    Args:
+        observer: is told of progress, where this is the worker that tells.
+
+    Raises:
+        RunError: training failed here.
+        PeerError: another worker is gone, or didn't answer in time.
+    """
     rank, timeout_s = worker.rank, prepared.settings.timeout_s
     names = [other.name for other in prepared.workers]
-    # Local runs listen on the loopback device alone.
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if Path("/sys/class/net/lo").exists() else "lo0"
-    store = dist.FileStore(store_path, len(names))  # type: ignore[attr-defined]
     groups = sum_groups(prepared.workers, prepared.tied)
+    others = [other for other in range(len(names)) if other != rank]
+    status.begin("meeting the others")
+    status.wait(others)
     try:
         dist.init_process_group(
             "gloo",
             store=store,
             rank=rank,
             world_size=len(names),
-            timeout=timedelta(seconds=timeout_s),
+            timeout=timedelta(seconds=max(timeout_s, MEETING_S)),
         )
-        sums = ProcessSums(groups, names, rank, timeout_s)
+        sums = ProcessSums(groups, names, rank, timeout_s, status)
     except RuntimeError as error:
         raise PeerError(f"{worker.name}: the workers didn't find each other: {error}") from error
+    status.go_on()
     log = None
     rewind_logs(run_dir, prepared.plan, prepared.settings, worker)
     more = prepared.settings.resumed
     if prepared.settings.log_operations:
         log = OperationLog(run_dir.operations(worker), more=more)
     own = StageMetrics(run_dir.stage_metrics(worker), more=more)
-    channels = ProcessChannels(names, timeout_s)
+    channels = ProcessChannels(names, timeout_s, status)
     runner = StageRunner(prepared, rank, channels, sums, log, own)
+    runner.status = status
+    runner.load()
+    status.begin("meeting the others")
+    status.wait(others)
+    try:
+        dist.monitored_barrier(timeout=timedelta(seconds=max(timeout_s, MEETING_S)))
+    except RuntimeError as error:
+        raise PeerError(f"{worker.name}: waiting for the others to load: {error}") from error
+    status.go_on()
     keep_gradients(run_dir, runner)
     metrics = MetricsFile(run_dir.metrics, more=more) if runner.tells else None
-    observer: Observer = metrics or Silent()
+    told: Observer = metrics or Silent()
+    if metrics is not None and observer is not None:
+        told = Both(metrics, observer)
     meet = _barrier(worker, sums, ALL)
     files = [file for file in (log, own, metrics) if file is not None]
     checkpoints = CheckpointWriter(
         run_dir, prepared.plan, prepared.settings, _agree(worker, sums), {rank: files}
     )
     of_stage = _barrier(worker, sums, stage_group(worker.stage))
-    course = Course([runner], observer, meet, of_stage, checkpoints)
+    course = Course([runner], told, meet, of_stage, checkpoints)
     course.run()
     for file in files:
         file.close()
     if worker.leads:
         run_dir.save_weights(worker.stage, runner.state())
-    for report in course.reports():
-        run_dir.write_report(worker, report)
+    report = course.reports()[0]
+    run_dir.write_report(worker, report)
+    status.begin("the end")
     meet()
     channels.end()
     dist.destroy_process_group()
+    return report
 
 
 def _barrier(worker: Worker, sums: ProcessSums, group: str) -> Barrier:

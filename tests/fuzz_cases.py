@@ -100,7 +100,7 @@ def sound_profile() -> Profile:
 @functools.cache
 def sound_plan(variant: str) -> Plan:
     """Of two or three stages, on the cluster of the file above."""
-    return solve(sound_profile(), _sound_cluster(), variant, time_limit_s=1)
+    return solve(sound_profile(), _sound_cluster(), variant, time_limit_s=60)
 
 
 def _sound_cluster() -> Cluster:

@@ -44,8 +44,11 @@ def broken_json(rng: Random, value: Any) -> bytes:
     if rng.random() < 0.2:
         return broken_bytes(rng, json.dumps(value, indent=1).encode())
     value = copy.deepcopy(value)
-    for _ in range(rng.choice((1, 1, 1, 2, 3))):
-        _break_place(rng, value)
+    if rng.random() < 0.35:
+        _bend_numbers(rng, value)
+    else:
+        for _ in range(rng.choice((1, 1, 1, 2, 3))):
+            _break_place(rng, value)
     text = json.dumps(value, indent=1, ensure_ascii=rng.random() < 0.5)
     text = re.sub(f'"{_RAW}(.*?)@@"', r"\1", text).replace(_TWICE, "")
     data = text.encode("utf-8", "surrogatepass")
@@ -106,6 +109,27 @@ def _break_line(rng: Random, line: str, words: Sequence[str]) -> str:
         ]
     )
     return line[: match.start()] + fresh + line[match.end() :]
+
+
+def _bend_numbers(rng: Random, value: Any) -> None:
+    """Numbers of the same kind in other sizes: what the reader has no reason to refuse."""
+    places = [
+        (parent, key)
+        for parent in _containers(value)
+        for key in (list(parent) if isinstance(parent, dict) else range(len(parent)))
+        if type(parent[key]) in (int, float)
+    ]
+    name = rng.choice(places)[1]
+    same = [place for place in places if place[1] == name]
+    everywhere = rng.random() < 0.4
+    fresh = rng.choice((0, 1, 2, 3, 5, 64, 4096, 10**6, 10**9, 2**40, 2**53, 2**62, 2**63 - 1))
+    for parent, key in same if everywhere else [rng.choice(same)]:
+        if isinstance(parent[key], int):
+            parent[key] = fresh
+        else:
+            parent[key] = rng.choice(
+                (0.0, 5e-324, 1e-300, 1e-30, 1e-9, 1.0, 1e9, 1e30, 1e150, 1e300, 1.7e308)
+            )
 
 
 def _break_place(rng: Random, value: Any) -> None:

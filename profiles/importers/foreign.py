@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from ..errors import FileError
-from ..files import MAX_FILE_BYTES
+from ..files import read_limited
 from ..profile import Profile
 from ..workload import Workload
 from .pipedream import import_pipedream
@@ -90,7 +90,7 @@ _WORKLOADS: dict[str, Callable[[str, Any], Workload]] = {
 
 def _recognise(path: Path) -> tuple[str, str | bytes]:
     """Of which kind a file is, and its text; bytes where that is JSON."""
-    text = _read(path)
+    text = read_limited(path, _KINDS)
     if text.lstrip()[:1] not in (b"{", b"["):
         try:
             return "pipedream", text.decode("utf-8")
@@ -112,18 +112,3 @@ def _recognise(path: Path) -> tuple[str, str | bytes]:
 
 def _some_node_has(nodes: Sequence[Any], field: str) -> bool:
     return any(isinstance(node, dict) and field in node for node in nodes)
-
-
-def _read(path: Path) -> bytes:
-    try:
-        if not path.exists():
-            raise FileError(f"{path}: no such file; {_KINDS}")
-        # A pipe would wait for somebody to write to it.
-        if not path.is_file():
-            raise FileError(f"{path}: isn't a file; {_KINDS}")
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise FileError(f"{path}: larger than {MAX_FILE_BYTES >> 20} MiB; not read")
-        return path.read_bytes()
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise FileError(f"{path}: can't be read: {reason}") from None

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from ..errors import FileError, TargetError
+from ..limits import MIN_SECONDS
 from ..profile import (
     Edge,
     Layer,
@@ -29,9 +30,6 @@ from ..profile import (
 MAX_BYTES = 2**44
 MAX_SECONDS = 1e9
 """What one layer may cost: more isn't a model, and its sums may not fit a file's numbers."""
-
-MIN_SECONDS = 1e-30
-"""Shorter times count as none: rates made of them would be infinite."""
 
 MAX_SAMPLES = 2**31 - 1
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import FileError, TargetError
+from ..files import is_file
 
 # The numbers are onnx.TensorProto.DataType's.
 _DTYPES = {
@@ -110,7 +111,7 @@ def dtype_of(number: int) -> torch.dtype | None:
 
 
 def _load(path: Path, onnx: ModuleType) -> Any:
-    if not path.is_file():
+    if not is_file(path):
         raise FileError(f"{path}: no such file")
     if path.stat().st_size > _PROTOBUF_LIMIT_BYTES:
         raise FileError(

@@ -17,7 +17,6 @@ runs are slower. A user's file may say which share of them real kernels reach::
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -26,15 +25,12 @@ import msgspec
 from msgspec import Meta
 
 from ..errors import FileError
+from ..files import is_file, read_toml
+from ..limits import MAX_BYTES
 from ..units import parse_bandwidth, parse_bytes, parse_seconds
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
-Rate = Annotated[float, Meta(gt=0)]
-Share = Annotated[float, Meta(gt=0, le=1)]
+Rate = Annotated[float, Meta(ge=1e6, le=1e24)]
+Share = Annotated[float, Meta(ge=1e-6, le=1)]
 
 _SHIPPED = Path(__file__).with_name("device_specs.toml")
 _UNITS: dict[str, Callable[[str, str], float]] = {
@@ -59,10 +55,10 @@ class DeviceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """One device by its data sheet."""
 
     name: Annotated[str, Meta(min_length=1)]
-    memory_bytes: Annotated[int, Meta(ge=1)]
+    memory_bytes: Annotated[int, Meta(ge=1, le=MAX_BYTES)]
     memory_bandwidth_bytes_per_s: Rate
     peak_flops_per_s: PeakFlops
-    launch_s: Annotated[float, Meta(ge=0)]
+    launch_s: Annotated[float, Meta(ge=0, le=1)]
     """Seconds that starting a kernel costs: an assumption, not from a data sheet."""
     source: Annotated[str, Meta(min_length=1)]
     """Where the figures are printed."""
@@ -76,7 +72,9 @@ class DeviceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 def shipped_specs() -> dict[str, DeviceSpec]:
     """All devices that come with the package, by the name to call them by."""
-    return {name: _spec(table, f"device {name!r}") for name, table in _read_toml(_SHIPPED).items()}
+    return {
+        name: _spec(table, f"device {name!r}") for name, table in read_toml(_SHIPPED, "").items()
+    }
 
 
 def load_spec(name_or_path: str) -> DeviceSpec:
@@ -84,29 +82,17 @@ def load_spec(name_or_path: str) -> DeviceSpec:
 
     Raises FileError naming the file and the field, or the known names.
     """
-    shipped = _read_toml(_SHIPPED)
+    shipped = read_toml(_SHIPPED, "")
     name = name_or_path.strip().lower()
     if name in shipped:
         return _spec(shipped[name], f"device {name!r}")
     path = Path(name_or_path)
-    if path.suffix.lower() != ".toml" and not path.is_file():
+    if path.suffix.lower() != ".toml" and not is_file(path):
         raise FileError(
             f"no device {name_or_path!r}: give one of {', '.join(sorted(shipped))}, or a TOML "
             "file with the same fields"
         )
-    return _spec(_read_toml(path), str(path))
-
-
-def _read_toml(path: Path) -> dict[str, Any]:
-    try:
-        found: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise FileError(f"{path}: no such file; describe the device there") from None
-    except OSError as error:
-        raise FileError(f"{path}: can't be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise FileError(f"{path}: not valid TOML: {error}") from None
-    return found
+    return _spec(read_toml(path, "describe the device there"), str(path))
 
 
 def _spec(table: Mapping[str, Any], where: str) -> DeviceSpec:

@@ -1,0 +1,50 @@
+"""Losses and gradients that aren't finite: what a run does about them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from ..profiles.errors import RunError
+
+STOP, WARN = "stop", "warn"
+
+
+class NotFinite:
+    """Keeps the mini-batches whose loss or gradients weren't finite, on one worker.
+
+    Attributes:
+        mini_batches: counted over the whole run, as in the operations' names.
+    """
+
+    def __init__(self, policy: str) -> None:
+        """
+        Args:
+            policy: STOP or WARN.
+        """
+        self.policy = policy
+        self.mini_batches: list[int] = []
+
+    def check_loss(self, mini_batch: int, loss: float) -> None:
+        """Raise RunError where the policy says so."""
+        if not math.isfinite(loss):
+            self._found(mini_batch, f"the loss of mini-batch {mini_batch} is {loss}")
+
+    def check_gradients(self, mini_batch: int, parameters: Iterable[nn.Parameter]) -> None:
+        """Raise RunError where the policy says so."""
+        grads = [p.grad for p in parameters if p.grad is not None and p.grad.numel()]
+        if not grads:
+            return
+        # The largest of each: unlike a sum of squares, it stays within the gradient's own type.
+        largest = torch._foreach_norm(grads, math.inf)
+        if not all(bool(torch.isfinite(norm)) for norm in largest):
+            self._found(mini_batch, f"gradients of mini-batch {mini_batch} aren't finite")
+
+    def _found(self, mini_batch: int, what: str) -> None:
+        if self.policy == STOP:
+            raise RunError(f"{what}: stopped before the weights took it in (--on-nan)")
+        if self.mini_batches[-1:] != [mini_batch]:
+            self.mini_batches.append(mini_batch)

@@ -1,0 +1,311 @@
+"""Where the workers of a launched run meet: a store, over which they agree and tell of failures.
+
+Every worker has a thread that posts twice a second what it is at, and that ends the process when
+another worker has failed, or when the launcher asks it to end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import msgspec
+import psutil
+import torch.distributed as dist
+
+from ..profiles.errors import UserError
+from .failures import blame, circumstances, stopped_ranks
+from .launched import Launched
+from .peers import PeerError
+from .status import WorkerStatus, read_statuses
+
+MEETING_S = 120.0
+"""Longest wait for a worker to come at all: hosts may start one after another."""
+
+SILENCE_S = 30.0
+"""Longest time that a worker that has come may be silent while the others wait for it."""
+
+BEAT_S = 0.5
+GRACE_S = 2.0
+"""What a worker that only waited in vain leaves to the one that knows the cause."""
+
+NAME = "timeprest"
+
+
+class Meeting:
+    """One worker's place in a launched run.
+
+    Attributes:
+        launched: how this worker was started.
+        say: prints a line for the user.
+        status: what this worker is at.
+        statuses: folder of the workers' statuses on this host, once there is one.
+        timeout_s: longest wait for a message, once they train.
+    """
+
+    def __init__(self, launched: Launched, say: Callable[[str], None]) -> None:
+        """Join. Raises UserError when the address isn't one, PeerError when nobody is there."""
+        self.launched = launched
+        self.say = say
+        self.rank = launched.rank
+        first = WorkerStatus(
+            rank=self.rank,
+            name=f"rank {self.rank}",
+            host=socket.gethostname(),
+            pid=os.getpid(),
+        )
+        self.status: Callable[[], WorkerStatus] = lambda: first
+        self.statuses: Path | None = None
+        self._began = time.monotonic()
+        self._leaving = threading.Event()
+        self._failing = threading.Event()
+        self.store = _connect(launched, serve=not launched.agent_store and self.rank == 0)
+        # A wait of one thread on a store keeps the others from it.
+        self._own = _connect(launched, serve=False)
+        self._asked, asked = os.pipe()
+        os.set_blocking(asked, False)
+        signal.set_wakeup_fd(asked)
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        # Ctrl-C ends a worker at once, without a traceback.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        self._beat(0)
+        threading.Thread(target=self._watch, daemon=True).start()
+        threading.Thread(target=self._end_when_asked, daemon=True).start()
+
+    def gather(self, what: str, mine: bytes = b"") -> list[bytes]:
+        """What each worker says to `what`, by rank; waits for all. Raises PeerError."""
+        keys = [f"{what}/{rank}" for rank in range(self.launched.world_size)]
+        self.store.set(keys[self.rank], mine)
+        beats: dict[int, tuple[bytes, float]] = {}
+        while True:
+            try:
+                self.store.wait(keys, timedelta(seconds=1))
+                return [bytes(self.store.get(key)) for key in keys]
+            except RuntimeError as error:
+                if "timed out" not in str(error).lower() and "timeout" not in str(error).lower():
+                    raise PeerError(f"rank {self.rank}: the store of rank 0 is gone") from error
+            for rank, key in enumerate(keys):
+                if not self.store.check([key]):
+                    self._check_alive(rank, beats, what)
+
+    def _check_alive(self, rank: int, beats: dict[int, tuple[bytes, float]], what: str) -> None:
+        now = time.monotonic()
+        if not self.store.check([f"beat/{rank}"]):
+            if now - self._began > MEETING_S:
+                raise PeerError(f"rank {rank} didn't come within {MEETING_S:g} s")
+            return
+        beat = bytes(self.store.get(f"beat/{rank}"))
+        seen, since = beats.setdefault(rank, (beat, now))
+        if seen != beat:
+            beats[rank] = (beat, now)
+        elif now - since > SILENCE_S:
+            host = _decode(beat).host
+            raise PeerError(
+                f"rank {rank} on {host}: nothing came for {SILENCE_S:g} s while waiting for "
+                f"{what!r}"
+            )
+
+    def share(self, what: str, mine: str) -> str:
+        """What rank 0 says to `what`, for all. Raises PeerError."""
+        return self.gather(what, mine.encode())[0].decode()
+
+    def check_same(self, what: dict[str, str]) -> None:
+        """Raise UserError, on all workers, when they don't agree on all of this."""
+        found = [json.loads(text) for text in self.gather("same", json.dumps(what).encode())]
+        for rank, other in enumerate(found):
+            for name, wanted in found[0].items():
+                if other.get(name) != wanted:
+                    raise UserError(
+                        f"rank {rank} has another {name} than rank 0: {other.get(name)} and "
+                        f"{wanted}: start the same command with the same files on all hosts"
+                    )
+
+    # Failures --------------------------------------------------------------------------------
+
+    def fail(self, error: Exception) -> None:
+        """Let all workers know, and tell the user if this one is to: one line from one of all."""
+        self._failing.set()
+        message = str(error)
+        try:
+            self._own.set(f"failing/{self.rank}", b"")
+            self._own.add("failed", 1)
+            if isinstance(error, PeerError):
+                message = self._blame(message)
+            else:
+                message += circumstances(self._statuses(), self.rank)
+            if self._own.add("told", 1) > 1:
+                return
+        except RuntimeError:
+            # The store is gone with its host: better said twice than not at all.
+            message = f"rank {self.rank}: {message}"
+        _note_for_torchrun(message)
+        self.say(message)
+        self._end_the_stopped()
+
+    def _end_the_stopped(self) -> None:
+        """A worker of this host that stands still can't end when asked, and keeps the rest."""
+        here = self._here(self._statuses())
+        for rank in stopped_ranks(here) - {self.rank}:
+            with contextlib.suppress(OSError):
+                os.kill(here[rank].pid, signal.SIGKILL)
+
+    def _blame(self, message: str) -> str:
+        """Leave it to others to tell for a while, and see who says nothing at all."""
+        before = self._beats()
+        end = time.monotonic() + GRACE_S
+        while time.monotonic() < end and not self._own.add("told", 0):
+            time.sleep(0.05)
+        statuses = self._statuses()
+        here = self._here(statuses)
+        after = self._beats()
+        silent = [
+            rank
+            for rank, beat in before.items()
+            # Of this host's workers, more is known than that.
+            if after[rank] == beat and rank not in here and not self._has(f"failing/{rank}")
+        ]
+        gone = [rank for rank, status in here.items() if _is_gone(status.pid)]
+        return blame(statuses, self.rank, message, stopped_ranks(here), silent or gone)
+
+    def _has(self, key: str) -> bool:
+        return bool(self._own.check([key]))
+
+    def _beats(self) -> dict[int, bytes]:
+        """What each has told last of itself."""
+        keys = {rank: f"beat/{rank}" for rank in range(self.launched.world_size)}
+        return {rank: bytes(self._own.get(key)) for rank, key in keys.items() if self._has(key)}
+
+    def _here(self, statuses: dict[int, WorkerStatus]) -> dict[int, WorkerStatus]:
+        host = self.status().host
+        return {rank: status for rank, status in statuses.items() if status.host == host}
+
+    def _statuses(self) -> dict[int, WorkerStatus]:
+        """What is known of all: exactly on this host, of the others as last told."""
+        found = {rank: _decode(beat) for rank, beat in self._beats().items()}
+        if self.statuses is not None:
+            found.update(self._here(read_statuses(self.statuses)))
+        return found
+
+    def leave(self, code: int) -> None:
+        """End this process. Where all went well, rank 0 stays until all have gone."""
+        self._leaving.set()
+        with contextlib.suppress(RuntimeError):
+            self._own.set(f"left/{self.rank}", b"")
+            if self.rank == 0 and not self.launched.agent_store:
+                keys = [f"left/{rank}" for rank in range(self.launched.world_size)]
+                self._own.wait(keys, timedelta(seconds=GRACE_S if code else SILENCE_S))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+    # Threads ---------------------------------------------------------------------------------
+
+    def _beat(self, count: int) -> None:
+        text = msgspec.json.encode(self.status())
+        self._own.set(f"beat/{self.rank}", f"{count} ".encode() + text)
+
+    def _watch(self) -> None:
+        count = 0
+        while not self._leaving.wait(BEAT_S):
+            count += 1
+            try:
+                self._beat(count)
+                failed = self._own.add("failed", 0) > 0
+            except RuntimeError:
+                return
+            if failed and not self._failing.wait(2 * GRACE_S) and not self._leaving.is_set():
+                # Still computing, or waiting for somebody who has gone.
+                self.leave(1)
+
+    def _end_when_asked(self) -> None:
+        """SIGTERM comes from the launcher, mostly because another worker has died."""
+        while os.read(self._asked, 1)[0] != signal.SIGTERM:
+            pass
+        if self._leaving.is_set():
+            return
+        self._failing.set()
+        with contextlib.suppress(RuntimeError):
+            self._own.set(f"failing/{self.rank}", b"")
+            self._own.add("failed", 1)
+            statuses = self._statuses()
+            gone = [rank for rank, s in self._here(statuses).items() if _is_gone(s.pid)]
+            if not self._own.add("told", 0):
+                if gone:
+                    label = statuses[gone[0]].label
+                    around = circumstances(statuses, gone[0])
+                    line = f"{label} has died; {self.launched.by} says how{around}"
+                else:
+                    line = "stopped by SIGTERM"
+                if self._own.add("told", 1) == 1:
+                    self.say(line)
+        self.leave(1)
+
+
+def _connect(launched: Launched, *, serve: bool) -> dist.Store:  # type: ignore[name-defined]
+    """The store, with a name space of this attempt."""
+    listening = _listen(launched) if serve else None
+    try:
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            launched.address,
+            launched.port,
+            None,
+            serve,
+            timedelta(seconds=MEETING_S),
+            wait_for_workers=False,
+            master_listen_fd=listening,
+        )
+    except RuntimeError as error:
+        raise PeerError(
+            f"rank {launched.rank}: nobody answers at {launched.address}:{launched.port} "
+            f"(MASTER_ADDR, MASTER_PORT) within {MEETING_S:g} s"
+        ) from error
+    prefix = f"{NAME}/{launched.attempt}"
+    return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+
+
+def _listen(launched: Launched) -> int:
+    """A socket that listens at the address of the meeting and at no other."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(
+            launched.address, launched.port, type=socket.SOCK_STREAM
+        )[0]
+        listening = socket.socket(family, socket.SOCK_STREAM)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen(2048)
+    except OSError as error:
+        raise UserError(
+            f"rank 0 can't listen at {launched.address}:{launched.port} (MASTER_ADDR, "
+            f"MASTER_PORT): {error.strerror}"
+        ) from None
+    return listening.detach()
+
+
+def _decode(beat: bytes) -> WorkerStatus:
+    return msgspec.json.decode(beat.split(b" ", 1)[1], type=WorkerStatus)
+
+
+def _is_gone(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
+def _note_for_torchrun(message: str) -> None:
+    """torchrun shows at its end what lies in this file."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is None:
+        return
+    extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
+    with contextlib.suppress(OSError):
+        Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))

@@ -1,0 +1,131 @@
+"""One worker of a run that torchrun or srun started, possibly on many hosts."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from .. import __version__
+from ..planner.plan import Plan
+from ..profiles.allocator import keep_freed_memory
+from .interface import use_interface
+from .meeting import Meeting
+from .observer import Observer, read_epochs
+from .prepare import Prepared, prepare
+from .run import check_settings, check_unfinished, summarize
+from .run_dir import RunDir
+from .scores import RunSummary, StageReport, decode
+from .settings import RunSettings
+from .starting import check_start, rewind_logs, settings_to_resume, telling_worker
+from .status import StatusFile
+from .worker import take_part
+from .workers import workers_of
+
+
+def run_member(
+    plan: Plan, settings: RunSettings, run_dir: str, meeting: Meeting, observer: Observer
+) -> RunSummary | None:
+    """Train as the worker that this process was started as.
+
+    Args:
+        run_dir: of this host; hosts may share it.
+
+    Returns:
+        The summary, on the worker that tells of progress.
+
+    Raises: as `run`, and PeerError when another worker is gone or stuck.
+    """
+    settings = check_settings(settings)
+    where = RunDir(run_dir)
+    where.check_new()
+    _check_same(plan, settings, meeting)
+    prepared = _prepare(plan, settings, meeting)
+    if meeting.rank == 0:
+        where.create(plan, settings)
+    meeting.gather("directory")
+    where.join(plan, settings)
+    return _train(prepared, where, meeting, observer)
+
+
+def resume_member(
+    run_dir: str,
+    changes: Mapping[str, Any],
+    meeting: Meeting,
+    observer: Observer,
+    *,
+    epochs: int | None = None,
+    at: int | None = None,
+) -> RunSummary | None:
+    """Go on with a run from the newest checkpoint that this host has, which must be everybody's.
+
+    Args as of `resume`. Returns and raises as `run_member`.
+    """
+    where = RunDir(run_dir)
+    plan, settings = where.read()
+    settings = msgspec.structs.replace(settings, **changes)
+    settings = settings_to_resume(where, plan, settings, epochs=epochs, at=at)
+    _check_same(plan, settings, meeting)
+    prepared = _prepare(plan, settings, meeting)
+    check_unfinished(prepared, where)
+    where.reopen(settings)
+    meeting.gather("directory")
+    if workers_of(plan.stages)[meeting.rank] == telling_worker(plan):
+        rewind_logs(where, plan, settings, telling_worker(plan))
+    return _train(prepared, where, meeting, observer)
+
+
+def _check_same(plan: Plan, settings: RunSettings, meeting: Meeting) -> None:
+    meeting.check_same(
+        {
+            "plan": _digest(plan),
+            "checkpoint": str(settings.resume_at),
+            "settings": _digest(settings),
+            "version of timeprest": __version__,
+            "version of torch": torch.__version__,
+        }
+    )
+
+
+def _prepare(plan: Plan, settings: RunSettings, meeting: Meeting) -> Prepared:
+    keep_freed_memory()
+    use_interface(meeting.launched)
+    prepared = prepare(plan, settings)
+    if settings.start_from is not None:
+        check_start(prepared, Path(settings.start_from))
+    meeting.gather("ready")
+    return prepared
+
+
+def _train(
+    prepared: Prepared, where: RunDir, meeting: Meeting, observer: Observer
+) -> RunSummary | None:
+    begin = time.perf_counter()
+    worker = prepared.workers[meeting.rank]
+    status = StatusFile(where.status(worker), worker.rank, worker.name)
+    meeting.status = lambda: status.now
+    meeting.statuses = where.statuses
+    tells = worker == telling_worker(prepared.plan)
+    if tells:
+        observer.begin()
+    store = dist.PrefixStore("gloo", meeting.store)  # type: ignore[attr-defined]
+    report = take_part(where, store, worker, prepared, status, observer)
+    found = meeting.gather("reports", msgspec.json.encode(report))
+    if not tells:
+        return None
+    reports = [decode(text, StageReport) for text in found]
+    seconds = time.perf_counter() - begin
+    epochs = read_epochs(where.metrics)
+    summary = summarize(prepared, epochs, reports, seconds, inline=False)
+    where.write_summary(summary)
+    return summary
+
+
+def _digest(value: msgspec.Struct) -> str:
+    return hashlib.sha256(msgspec.json.encode(value)).hexdigest()[:16]

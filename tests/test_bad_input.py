@@ -1,0 +1,268 @@
+"""Bad input that was once taken badly: each has its one line now."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+from fuzz_cases import CLUSTER, SPEC, TASK, fill, sound_plan
+from fuzz_commands import command_named, inside
+from timeprest.planner.cluster import read_cluster, uniform_cluster
+from timeprest.planner.plan import Plan
+from timeprest.profiles.errors import FileError, UserError
+from timeprest.profiles.files import check_writable, read_file, read_toml, write_bytes
+from timeprest.profiles.limits import MAX_FILE_BYTES, MAX_TOML_BYTES, ratio
+from timeprest.profiles.measuring.device_specs import load_spec
+from timeprest.profiles.profile import Profile
+from timeprest.profiles.units import parse_bandwidth, parse_bytes, parse_seconds
+
+
+@pytest.fixture
+def box(tmp_path):
+    fill(tmp_path / "box")
+    with inside(tmp_path / "box"):
+        yield tmp_path / "box"
+
+
+def call(tool, *words, code=2):
+    """The line on stderr; or what is printed, with code 0."""
+    result = CliRunner().invoke(command_named(tool), list(words), prog_name=tool)
+    assert result.exit_code == code, (result.stderr, result.exception)
+    if code == 0:
+        return result.stdout
+    (line,) = result.stderr.splitlines()
+    return line
+
+
+def edit(name, change):
+    value = json.loads(Path(name).read_text())
+    change(value)
+    Path("broken.json").write_text(json.dumps(value))
+
+
+def test_usage_errors_are_one_line(box):
+    assert "--threads" in call("tp-profile", "digits", "--threads", "x")
+    assert call("tp-plan", "solve").endswith("(see tp-plan solve --help)")
+    assert "no such" in call("tp-plan", "sovle").lower()
+    assert "Usage" in call("tp-plan", "solve", "--help", code=0)
+
+
+@pytest.mark.parametrize("number", ["nan", "inf", "-inf", "1e400"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("tp-plan", "solve", "profile.json", "--time-limit"),
+        ("tp-plan", "solve", "profile.json", "--optimizer-state"),
+        ("tp-plan", "published", "graph.txt", "--transfer-scale"),
+        ("tp-run", "plan.json", "--optimizer", "sgd", "--lr"),
+        ("tp-run", "plan.json", "--timeout"),
+    ],
+)
+def test_options_take_finite_numbers(words, number, box):
+    assert words[-1] in call(*words, number)
+
+
+def test_a_name_in_a_file_stays_within_its_line(box):
+    def rename(plan):
+        plan["stages"][0]["nodes"][0] = "\x1b[2J\n" + "x" * 5000
+
+    edit("plan.json", rename)
+    line = call("tp-plan", "check", "broken.json", "--profile", "profile.json")
+    assert "\x1b" not in line
+    assert "\\x1b[2J" in line
+    assert len(line) < 1100
+
+
+def test_a_plan_that_isnt_the_models_is_named_by_its_file(box):
+    edit("plan.json", lambda plan: plan["stages"][0]["nodes"].append("nowhere"))
+    words = ("--inline", "--steps", "1", "--run-dir", "fresh")
+    assert "broken.json: stages[0].nodes" in call("tp-run", "broken.json", *words)
+
+
+def test_names_that_are_no_text_are_printed(box):
+    words = ("--devices", "1", "-o", "\udcff.json")
+    assert "wrote \\udcff.json" in call("tp-plan", "solve", "profile.json", *words, code=0)
+
+
+def test_names_that_no_file_can_have(box):
+    long = "a" * 5000
+    assert "too long" in call("tp-plan", "solve", "profile.json", "-o", long)
+    assert "too long" in call("tp-plan", "show", long)
+    assert "no such target" in call("tp-profile", long)
+    assert "no such file" in call("tp-profile", f"{'a' * 300}.py:task")
+    run = ("tp-run", "plan.json", "--inline", "--steps", "1", "--run-dir")
+    assert "too long" in call(*run, long)
+    with pytest.raises(FileError, match=r"can't be (read|written)|no such"):
+        read_file("a\0b", Profile)
+    with pytest.raises(FileError, match="can't be written"):
+        write_bytes("a\0b", b"")
+
+
+def test_an_unwritable_result_is_said_before_the_work(box):
+    (box / "file").write_text("")
+    line = call("tp-plan", "solve", "profile.json", "-o", "file/plan.json")
+    assert "file/plan.json: can't be written" in line
+    with pytest.raises(FileError, match="is a folder"):
+        check_writable(box)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("threads",), 100_000),
+        (("batch_size",), 2**63),
+        (("layers", 0, "parameter_bytes"), 10**30),
+        (("layers", 0, "measurements", 0, "forward_s"), 1e300),
+        (("storages", 0, "bytes_per_sample"), 1.7e308),
+        (("edges", 0, "bytes_per_sample"), 1.7e308),
+        (("optimizer", "state_bytes_per_parameter_byte"), 1e300),
+    ],
+)
+def test_a_profile_holds_what_sums_can_be_made_of(path, value, box):
+    def change(profile):
+        place = profile
+        for step in path[:-1]:
+            place = place[step]
+        place[path[-1]] = value
+
+    edit("profile.json", change)
+    line = call("tp-plan", "solve", "broken.json")
+    assert "broken.json" in line
+    assert f"{path[-1]}`" in line
+
+
+def test_a_plan_holds_what_sums_can_be_made_of(box):
+    def slow(plan):
+        plan["predicted"]["stages"][0]["forward_s"] = 1.7e308
+
+    edit("plan.json", slow)
+    assert "$.predicted.stages[0].forward_s" in call("tp-plan", "simulate", "broken.json")
+
+    def large(plan):
+        plan["edges"][0]["bytes_per_micro_batch"] = int("9" * 400)
+
+    edit("plan.json", large)
+    assert "$.edges[0].bytes_per_micro_batch" in call("tp-plan", "simulate", "broken.json")
+
+    edit("plan.json", lambda plan: plan["profile"].update(threads=2**40))
+    assert "$.profile.threads" in call("tp-run", "broken.json", "--inline")
+
+
+def test_times_next_to_nothing(box):
+    """The search would find no cut: half of 5e-324 is 0."""
+
+    def shrink(seconds):
+        def change(profile):
+            for layer in profile["layers"]:
+                for m in layer["measurements"]:
+                    m |= {"forward_s": seconds, "backward_s": 0.0}
+
+        edit("profile.json", change)
+
+    shrink(5e-324)
+    assert "layer 'l0': forward_s" in call("tp-plan", "solve", "broken.json")
+    for seconds in (0.0, 1e-30):
+        shrink(seconds)
+        call("tp-plan", "solve", "broken.json", "--devices", "2", "-o", "out.json", code=0)
+        read_file("out.json", Plan)
+    assert parse_seconds("1e-320s") == 0
+    assert ratio(1, 0) == ratio(1, 1e-320) == 0
+    assert ratio(1, 4) == 0.25
+
+
+@pytest.mark.parametrize(
+    ("line", "field"),
+    [
+        ('memory = "1e308GiB"', "memory"),
+        ('bandwidth = "1e300TB/s"', "bandwidth"),
+        ('latency = "1e300s"', "latency"),
+        ("speed = 1e300", "speed"),
+        ("speed = inf", "speed"),
+        ("processes = 10000000000", "processes"),
+        ("count = 10000000000", "count"),
+    ],
+)
+def test_a_cluster_holds_what_times_can_be_made_of(line, field, tmp_path):
+    path = tmp_path / "cluster.toml"
+    path.write_text(re.sub(rf"^{field} = .*$", line, CLUSTER, count=1, flags=re.M))
+    with pytest.raises(UserError, match=rf"cluster\.toml.*{field}"):
+        read_cluster(path)
+
+
+def test_amounts_have_limits():
+    for parse, text in (
+        (parse_bytes, "1e300TB"),
+        (parse_bandwidth, "1e300TB/s"),
+        (parse_seconds, "1e300s"),
+    ):
+        with pytest.raises(UserError, match="is more than"):
+            parse(text)
+    with pytest.raises(UserError, match="memory"):
+        uniform_cluster(1, "1e308GiB")
+
+
+@pytest.mark.parametrize("line", ["launch_s = 1e9", 'memory_bytes = "1e300TB"'])
+def test_a_spec_holds_what_times_can_be_made_of(line, tmp_path):
+    field = line.split(" ")[0]
+    path = tmp_path / "device.toml"
+    path.write_text(re.sub(rf"^{field} = .*$", line, SPEC, flags=re.M))
+    with pytest.raises(UserError, match=rf"device\.toml.*{field}"):
+        load_spec(str(path))
+    path.write_text(SPEC.replace("900GB/s", "1B/s"))
+    with pytest.raises(UserError, match="memory_bandwidth"):
+        load_spec(str(path))
+
+
+def test_a_model_that_changes_its_dtype_is_reckoned_for_a_device_that_isnt_there(box):
+    words = ("--device", "meta", "--spec", "v100-sxm2-32gb", "--batch-size", "4", "-q")
+    assert call("tp-profile", TASK, *words, "-o", "out.json", code=0) == ""
+    assert read_file("out.json", Profile).dtype == "float64"
+
+
+def test_files_too_large_and_those_without_an_end_are_not_read(tmp_path):
+    large = tmp_path / "large.json"
+    large.touch()
+    os.truncate(large, MAX_FILE_BYTES + 1)
+    with pytest.raises(FileError, match=r"large\.json: larger than 256 MiB; not read"):
+        read_file(large, Plan)
+    os.truncate(large, MAX_TOML_BYTES + 1)
+    for read in (read_cluster, lambda path: read_toml(path, "")):
+        with pytest.raises(FileError, match="larger than 4 MiB"):
+            read(large)
+    pipe = tmp_path / "pipe.toml"
+    os.mkfifo(pipe)
+    for read in (read_cluster, load_spec, lambda path: read_file(path, Plan)):
+        with pytest.raises(FileError, match="isn't a file"):
+            read(str(pipe))
+
+
+def test_a_device_is_written_to_and_stays_one(monkeypatch):
+    monkeypatch.setattr(os, "replace", lambda *_: pytest.fail("would replace the device"))
+    write_bytes("/dev/null", b"{}")
+
+
+def test_reading_a_plan_imports_nothing(box):
+    """The user's code is imported from the target that the user names, when it is run."""
+    (box / "trap.py").write_text("open('sprung', 'w')\n")
+    for name in ("plan.json", "profile.json"):
+        value = json.loads((box / name).read_text())
+        (value["profile"] if name == "plan.json" else value)["target"] = "trap.py:task"
+        (box / name).write_text(json.dumps(value))
+    call("tp-plan", "show", "plan.json", code=0)
+    call("tp-plan", "simulate", "plan.json", code=0)
+    call("tp-plan", "check", "plan.json", "--profile", "profile.json", code=0)
+    call("tp-plan", "solve", "profile.json", "-o", "out.json", code=0)
+    # A task of the user's own choice instead of the plan's.
+    run = ("plan.json", "--inline", "--steps", "1", "--run-dir", "fresh", "--task", TASK, "-q")
+    call("tp-run", *run, code=0)
+    assert not (box / "sprung").exists()
+
+
+def test_sound_plans_stay_sound():
+    plan = sound_plan("gpipe")
+    assert msgspec.json.decode(msgspec.json.encode(plan), type=Plan) == plan

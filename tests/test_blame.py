@@ -1,0 +1,98 @@
+"""What is said of a run that failed, from what each worker was at."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from timeprest.runtime.failures import blame, circumstances, culprit, stopped_ranks
+from timeprest.runtime.status import StatusFile, WorkerStatus, read_statuses
+
+
+def at(rank, op, *waits, finished="", since=0.0):
+    return WorkerStatus(
+        rank=rank,
+        name=f"stage {rank}",
+        host="here",
+        pid=os.getpid(),
+        finished=finished,
+        at=op,
+        waits_for=waits,
+        since=since,
+    )
+
+
+def table(*statuses):
+    return {status.rank: status for status in statuses}
+
+
+def test_the_chain_of_waits_leads_to_the_one_that_computes():
+    statuses = table(at(0, "0B3", 1), at(1, "1B3", 2), at(2, "2B3"), at(3, "3F5.0", 2))
+    assert culprit(statuses, 0) == culprit(statuses, 3) == 2
+
+
+@pytest.mark.parametrize("complaining", [0, 2])
+def test_in_a_barrier_it_is_the_one_that_isnt_there(complaining):
+    statuses = table(at(0, "start", 1, 2), at(1, "1U9"), at(2, "start", 0, 1))
+    assert culprit(statuses, complaining) == 1
+
+
+def test_a_worker_without_a_status_is_the_culprit():
+    assert culprit(table(at(0, "0B3", 1), at(1, "1B3", 2)), 0) == 2
+
+
+def test_workers_that_wait_for_each_other_lost_a_message():
+    statuses = table(at(0, "0B3", 1), at(1, "1F4", 0))
+    assert culprit(statuses, 0) is None
+    message = "stage 0, at 0B3: waiting for stage 1: nothing came for 3 s (--timeout)"
+    assert (
+        blame(statuses, 0, message, frozenset())
+        == f"{message}; waiting: stage 1 at 1F4 for stage 0"
+    )
+
+
+def test_the_report_names_the_culprit_its_operations_and_the_waiting():
+    statuses = table(
+        at(0, "0B3", 1, finished="0F5.1"), at(1, "1B3", 2), at(2, "2U3", finished="2B3")
+    )
+    message = "stage 0, at 0B3: waiting for stage 1: nothing came for 3 s (--timeout)"
+    assert blame(statuses, 0, message, frozenset({2})) == (
+        "stage 2 (rank 2) is stopped (SIGSTOP); last finished 2B3, next 2U3; "
+        f"{message}; waiting: stage 1 at 1B3 for stage 2"
+    )
+    assert "doesn't answer; last" in blame(statuses, 0, message, frozenset())
+
+
+def test_of_a_worker_that_tells_nothing_any_more_only_the_last_word_is_known():
+    statuses = table(at(0, "0B3", 1), at(1, "1F3.0", 0, finished="1U1"))
+    message = "stage 0, at 0B3: waiting for stage 1: it is gone"
+    said = blame(statuses, 0, message, frozenset(), [1])
+    assert (
+        said == f"stage 1 (rank 1) is gone; last heard of: last finished 1U1, next 1F3.0; {message}"
+    )
+
+
+def test_only_some_of_many_that_wait_are_named():
+    statuses = table(at(0, "0U0"), *(at(rank, f"{rank}F1.0", 0) for rank in range(1, 9)))
+    said = circumstances(statuses, 0)
+    assert said.startswith(
+        "; nothing finished yet, next 0U0; waiting: stage 1 at 1F1.0 for stage 0"
+    )
+    assert said.endswith("and 5 more")
+
+
+def test_status_files_say_what_was_told_last(tmp_path):
+    told = StatusFile(tmp_path / "stage0.json", 0, "stage 0")
+    StatusFile(tmp_path / "stage1.json", 1, "stage 1")
+    told.begin("0F0.0")
+    told.done()
+    told.begin("0F0.1")
+    told.wait([1])
+    found = read_statuses(tmp_path)
+    assert (found[0].finished, found[0].at, found[0].waits_for) == ("0F0.0", "0F0.1", (1,))
+    assert found[1].at == "start"
+    told.go_on()
+    assert read_statuses(tmp_path)[0].waits_for == ()
+    (tmp_path / "stage1.json").write_text("{")
+    assert list(read_statuses(tmp_path)) == [0]
+    assert stopped_ranks(found) == frozenset()

@@ -1,0 +1,99 @@
+"""--on-nan: a loss or gradients that aren't finite end the run, or are counted."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from mlp_task import MLPTask
+from plans import plan_by_hand, with_times
+from timeprest.profiles.errors import RunError
+from timeprest.runtime.finite import NotFinite
+from timeprest.runtime.observer import Silent, Tail, read_losses
+from timeprest.runtime.run import run
+from timeprest.runtime.run_dir import RunDir, load_weights
+from timeprest.runtime.settings import RunSettings
+from timeprest.runtime.workers import workers_of
+
+
+class BadLoss(MLPTask):
+    """Its loss is NaN from its 10th micro-batch on; the gradients stay as they are."""
+
+    calls = 0
+
+    def loss(self, output, target):
+        self.calls += 1
+        good = super().loss(output, target)
+        return good + (math.nan if self.calls >= 10 else 0.0)
+
+
+class BadGradient(MLPTask):
+    """The loss is finite; its derivative isn't."""
+
+    def loss(self, output, target):
+        return super().loss(output, target) + (output - output.detach()).abs().sum().sqrt()
+
+
+def made(name, mlp_profile, stages=2):
+    plan = plan_by_hand(with_times(mlp_profile), "timeprest", stages, 4)
+    return plan, f"{Path(__file__)}:{name}"
+
+
+def test_a_loss_that_isnt_finite_stops_the_run(mlp_profile, tmp_path):
+    plan, task = made("BadLoss", mlp_profile)
+    message = r"stage 1, at 1F2\.1: the loss of mini-batch 2 is nan: stopped"
+    with pytest.raises(RunError, match=message):
+        run(plan, RunSettings(task=task, steps=6, evaluate=False), tmp_path, inline=True)
+
+
+def test_gradients_that_arent_finite_stop_the_run(mlp_profile, tmp_path):
+    plan, task = made("BadGradient", mlp_profile)
+    message = r"stage 1, at 1U0: gradients of mini-batch 0 aren't finite: stopped"
+    with pytest.raises(RunError, match=message):
+        run(plan, RunSettings(task=task, steps=6, evaluate=False), tmp_path, inline=True)
+    assert not (tmp_path / "weights").exists()
+
+
+def test_with_warn_the_run_goes_on_and_says_where(mlp_profile, tmp_path):
+    plan, task = made("BadLoss", mlp_profile)
+    settings = RunSettings(task=task, steps=4, on_nan="warn")
+    records = []
+
+    class Keep(Silent):
+        def epoch(self, record):
+            records.append(record)
+
+    tail = Tail(tmp_path / "metrics.jsonl", Keep())
+    summary = run(plan, settings, tmp_path, inline=True)
+    # NaN plus a constant has the constant's gradients: only the last stage sees it.
+    assert [report.not_finite for report in summary.stages] == [[], [2, 3]]
+    losses = read_losses(tmp_path / "metrics.jsonl")
+    assert [math.isnan(loss) for loss in losses] == [False, False, True, True]
+    # NaN is null in JSON; what reads it back finds NaN again.
+    reports = RunDir(tmp_path).read_reports(workers_of(plan.stages))
+    assert [r.not_finite for r in reports] == [r.not_finite for r in summary.stages]
+    tail.poll()
+    assert math.isnan(records[0].train_loss)
+    assert math.isnan(records[0].test["loss"])
+    assert json.loads((tmp_path / "summary.json").read_text())["epochs"][0]["train_loss"] is None
+    assert load_weights(tmp_path)
+
+
+def test_gradients_are_looked_at_before_they_are_taken():
+    parameter = torch.nn.Parameter(torch.zeros(3, dtype=torch.float16))
+    none = torch.nn.Parameter(torch.zeros(3))
+    # Finite, although the sum of their squares isn't in this type.
+    parameter.grad = torch.full((3,), 6e4, dtype=torch.float16)
+    NotFinite("stop").check_gradients(0, [parameter, none])
+    for bad in (math.nan, math.inf):
+        parameter.grad[1] = bad
+        with pytest.raises(RunError, match="gradients of mini-batch 7 aren't finite"):
+            NotFinite("stop").check_gradients(7, [none, parameter])
+        counting = NotFinite("warn")
+        counting.check_gradients(7, [parameter])
+        counting.check_loss(7, math.inf)
+        counting.check_loss(8, 1.0)
+        assert counting.mini_batches == [7]

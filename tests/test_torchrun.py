@@ -1,0 +1,215 @@
+"""tp-run as one worker that torchrun or srun started."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from plans import plan_by_hand, with_times
+from timeprest.profiles.errors import UserError
+from timeprest.profiles.files import write_file
+from timeprest.runtime.interface import VARIABLE, interface_of, own_address, use_interface
+from timeprest.runtime.launched import Launched, check_world_size, launched_by
+from timeprest.runtime.run import run
+from timeprest.runtime.run_dir import load_weights
+from timeprest.runtime.settings import RunSettings
+
+HERE = Path(__file__).parent
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a"}
+SRUN = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "4", "SLURM_NNODES": "2"}
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def listening(process):
+    """Addresses that a process listens at."""
+    try:
+        found = process.net_connections()
+    except psutil.Error:
+        return set()
+    return {c.laddr.ip for c in found if c.status == psutil.CONN_LISTEN}
+
+
+def equal(one, other):
+    one, other = load_weights(one), load_weights(other)
+    assert one.keys() == other.keys()
+    for name, weight in one.items():
+        assert torch.equal(weight, other[name]), name
+
+
+# Who a process is ---------------------------------------------------------------------------
+
+
+def test_started_by_hand_it_starts_its_workers_itself():
+    assert launched_by({}) is None
+    # A script that sbatch runs is no step, and a step of one task is nothing to join.
+    assert launched_by({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "MASTER_ADDR": "a"}) is None
+    assert launched_by({**SRUN, "SLURM_NTASKS": "1"}) is None
+
+
+def test_torchruns_variables():
+    wanted = Launched("torchrun", 1, 4, "a", 29500, agent_store=True)
+    assert launched_by({**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "True"}) == wanted
+    again = {**TORCHRUN, "MASTER_PORT": "7", "TORCHELASTIC_RESTART_COUNT": "2"}
+    assert launched_by(again) == Launched("torchrun", 1, 4, "a", 7, attempt=2)
+    assert launched_by({**TORCHRUN, "WORLD_SIZE": "2"}).one_host
+
+
+def test_sruns_variables():
+    wanted = Launched("srun", 1, 4, "a")
+    assert launched_by({**SRUN, "MASTER_ADDR": "a"}) == wanted
+    step = {**SRUN, "SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_NUM_NODES": "1", "MASTER_ADDR": "a"}
+    assert launched_by(step) == Launched("srun", 1, 3, "a", one_host=True)
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        (SRUN, "srun: MASTER_ADDR isn't set"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "torchrun: MASTER_ADDR isn't set"),
+        ({**TORCHRUN, "WORLD_SIZE": "two"}, "WORLD_SIZE: 'two' isn't a whole number"),
+        ({**TORCHRUN, "MASTER_PORT": "-1"}, "MASTER_PORT: '-1' isn't a whole number"),
+    ],
+)
+def test_half_of_the_variables_is_refused(environment, message):
+    with pytest.raises(UserError, match=message):
+        launched_by(environment)
+
+
+def test_there_is_a_process_for_each_worker():
+    check_world_size(Launched("torchrun", 0, 3, "a"), 3)
+    with pytest.raises(UserError, match="--nproc-per-node × --nnodes must be 3"):
+        check_world_size(Launched("torchrun", 0, 2, "a"), 3)
+    with pytest.raises(UserError, match=r"srun started 4 processes.*--ntasks must be 3"):
+        check_world_size(Launched("srun", 0, 4, "a"), 3)
+
+
+# Which interface ----------------------------------------------------------------------------
+
+
+def test_the_interface_is_that_of_the_way_to_the_address(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "")
+    monkeypatch.delenv(VARIABLE)
+    assert own_address("127.0.0.1", 29500) == "127.0.0.1"
+    assert interface_of("127.0.0.1") in ("lo", "lo0")
+    assert interface_of("192.0.2.1") is None
+    assert use_interface(Launched("srun", 0, 2, "localhost", one_host=True)) == "127.0.0.1"
+    assert os.environ[VARIABLE] in ("lo", "lo0")
+
+
+def test_the_loopback_device_reaches_no_other_host(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "")
+    monkeypatch.delenv(VARIABLE)
+    with pytest.raises(UserError, match="which other hosts can't reach"):
+        use_interface(Launched("torchrun", 0, 2, "127.0.0.1"))
+    monkeypatch.setenv(VARIABLE, "lo")
+    use_interface(Launched("torchrun", 0, 2, "127.0.0.1"))
+    assert os.environ[VARIABLE] == "lo"
+
+
+# Runs ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def plan(mlp_profile, tmp_path):
+    found = plan_by_hand(with_times(mlp_profile), "timeprest", 2, 4)
+    write_file(tmp_path / "plan.json", found)
+    return found
+
+
+def torchrun(folder, processes, *options, **environment):
+    launcher = [sys.executable, "-m", "torch.distributed.run"]
+    where = ["--nproc-per-node", str(processes), "--master-port", str(free_port())]
+    return subprocess.Popen(
+        [*launcher, *where, "-m", "timeprest.cli.run", "plan.json", *options],
+        cwd=folder,
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.processes
+def test_torchrun_runs_the_same_run(plan, mlp_target, tmp_path):
+    """Bit by bit; and its workers listen on the loopback device alone."""
+    process = torchrun(tmp_path, 2, "--epochs", "4", "--no-evaluate", "--run-dir", "run")
+    seen = set()
+    while process.poll() is None:
+        for child in psutil.Process(process.pid).children():
+            seen |= listening(child)
+        time.sleep(0.1)
+    out, err = process.communicate()
+    assert process.returncode == 0, err
+    assert out.count("\nepoch") == 4
+    assert seen == {"127.0.0.1"}
+    run(plan, RunSettings(task=mlp_target, epochs=4, evaluate=False), tmp_path / "in", inline=True)
+    equal(tmp_path / "run", tmp_path / "in")
+    assert (tmp_path / "run" / "summary.json").exists()
+
+
+@pytest.mark.processes
+def test_srun_runs_it_with_a_directory_for_each_host(plan, mlp_target, tmp_path):
+    """The store of rank 0 listens on the address that was named, as gloo does."""
+    port = free_port()
+    processes, seen = [], set()
+    for rank in (0, 1):
+        variables = {
+            "SLURM_STEP_ID": "0",
+            "SLURM_PROCID": str(rank),
+            "SLURM_NTASKS": "2",
+            "SLURM_NNODES": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        command = [sys.executable, "-m", "timeprest.cli.run", "plan.json", "--epochs", "4", "-q"]
+        started = subprocess.Popen(
+            [*command, "--no-evaluate", "--run-dir", f"host{rank}"],
+            cwd=tmp_path,
+            env={**os.environ, **variables},
+        )
+        processes.append(started)
+    while any(process.poll() is None for process in processes):
+        for process in processes:
+            if process.poll() is None:
+                seen |= listening(psutil.Process(process.pid))
+        time.sleep(0.1)
+    assert [process.returncode for process in processes] == [0, 0]
+    assert seen == {"127.0.0.1"}
+    weights = [
+        sorted(p.name for p in (tmp_path / f"host{r}" / "weights").iterdir()) for r in (0, 1)
+    ]
+    assert weights == [["stage0.safetensors"], ["stage1.safetensors"]]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("processes", "options", "trap", "message"),
+    [
+        (1, [], "", "torchrun started 1 processes, and the plan has 2 workers"),
+        (2, ["--timeout", "3"], "SIGKILL:1", "stage 1 (rank 1) has died; torchrun says how; last "),
+        (2, ["--timeout", "3"], "SIGSTOP:1", "stage 1 (rank 1) is stopped (SIGSTOP); last finishe"),
+    ],
+)
+def test_one_line_from_one_rank(processes, options, trap, message, plan, tmp_path):
+    paths = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+    task = ["--task", f"{HERE / 'failing_tasks.py'}:TrapTask"]
+    process = torchrun(
+        tmp_path, processes, *task, *options, "--run-dir", "run", TRAP=trap, PYTHONPATH=paths
+    )
+    _, err = process.communicate(timeout=100)
+    assert process.returncode == 1
+    told = [line for line in err.splitlines() if line.startswith("tp-run: ")]
+    assert len(told) == 1
+    assert told[0].startswith(f"tp-run: {message}")

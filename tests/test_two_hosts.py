@@ -1,0 +1,82 @@
+"""One run on two hosts with a wire between them: network namespaces, where the machine has them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from plans import plan_by_hand, with_times
+from timeprest.profiles.files import write_file
+from timeprest.runtime.run import run
+from timeprest.runtime.run_dir import load_weights
+from timeprest.runtime.settings import RunSettings
+from two_hosts import TwoHosts, why_not
+
+HERE = Path(__file__).parent
+HOW = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+
+
+@pytest.fixture(scope="module")
+def hosts():
+    reason = why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    with TwoHosts(rate="100mbit") as found:
+        yield found
+
+
+@pytest.fixture
+def plan(mlp_profile, tmp_path):
+    found = plan_by_hand(with_times(mlp_profile), "timeprest", 2, 4)
+    write_file(tmp_path / "plan.json", found)
+    return found
+
+
+def start(hosts, folder, *options, **environment):
+    paths = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+    how = {**HOW, "cwd": folder, "env": {**os.environ, "PYTHONPATH": paths, **environment}}
+    return [
+        hosts.torchrun(host, 1, ["plan.json", "--run-dir", f"run{host}", *options], **how)
+        for host in (0, 1)
+    ]
+
+
+@pytest.mark.processes
+def test_two_hosts_train_as_one_process_does(hosts, plan, mlp_target, tmp_path):
+    """Bit by bit; its messages go over the wire, and each host has its own stage's weights."""
+    before = [hosts.sent_bytes(host) for host in (0, 1)]
+    processes = start(hosts, tmp_path, "--epochs", "2", "--no-evaluate")
+    outs = [process.communicate(timeout=100) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outs
+    # The last stage's host tells of progress.
+    assert [out.count("\nepoch") for out, _ in outs] == [0, 2]
+    settings = RunSettings(task=mlp_target, epochs=2, evaluate=False)
+    summary = run(plan, settings, tmp_path / "inline", inline=True)
+    found = {**load_weights(tmp_path / "run0"), **load_weights(tmp_path / "run1")}
+    wanted = load_weights(tmp_path / "inline")
+    assert found.keys() == wanted.keys()
+    for name, weight in wanted.items():
+        assert torch.equal(found[name], weight), name
+    boundary = sum(edge.bytes_per_micro_batch for edge in plan.edges) * plan.micro_batches
+    for host in (0, 1):
+        sent = hosts.sent_bytes(host) - before[host]
+        assert sent > boundary * summary.mini_batches
+
+
+@pytest.mark.processes
+def test_a_worker_that_dies_ends_both_hosts(hosts, plan, tmp_path):
+    task = f"{HERE / 'failing_tasks.py'}:TrapTask"
+    processes = start(hosts, tmp_path, "--task", task, "--timeout", "5", TRAP="SIGKILL:1")
+    errors = [process.communicate(timeout=100)[1] for process in processes]
+    assert [process.returncode for process in processes] == [1, 1]
+    told = [line for text in errors for line in text.splitlines() if line.startswith("tp-run: ")]
+    assert len(told) == 1
+    assert told[0].startswith("tp-run: stage 1 (rank 1) is gone; last heard of: ")
+    assert "stage 0, at 0B5: waiting for stage 1: it is gone" in told[0]
+    assert not any(
+        str(tmp_path) in " ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"])
+    )
