@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from .common import OneLineCommand, errors_as_lines
+from .one_rank import OneRankCommand
 
 
 @click.command(cls=OneLineCommand, context_settings={"help_option_names": ["-h", "--help"]})
@@ -27,3 +30,23 @@ def export(run_dir: str, output: str, at: int | None, quiet: bool) -> None:
     source = export_run(run_dir, output, at=at)
     if not quiet:
         click.echo(f"wrote {output}, from {source}")
+
+
+class WithExport(OneRankCommand):
+    """A command that hands over to another one where its first argument is that one's name."""
+
+    def make_context(
+        self,
+        info_name: str | None,
+        args: list[str],
+        parent: click.Context | None = None,
+        **extra: Any,
+    ) -> click.Context:
+        """The context of whichever command it is."""
+        if args[:1] == ["export"]:
+            return export.make_context(f"{info_name} export", args[1:], parent, **extra)
+        return super().make_context(info_name, args, parent, **extra)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command that the context is of."""
+        return super().invoke(ctx) if ctx.command is self else ctx.command.invoke(ctx)

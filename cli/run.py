@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import click
 import msgspec
-from click.core import ParameterSource
 
 from ..planner.plan import read_plan
 from ..profiles.allocator import keep_freed_memory
@@ -26,16 +25,15 @@ from .common import (
     naming,
     output,
 )
-from .export import export
-from .one_rank import OneRankCommand, meeting_at_hand, one_rank_tells
+from .export import WithExport
+from .one_rank import meeting_at_hand, one_rank_tells
 from .optimizer_options import betas_in, optimizer_choice
+from .resuming import check_resumable, given, how_to_go_on, place_of, read_run
 from .run_checks import show_check, show_dry_run
 
 if TYPE_CHECKING:
-    from ..planner.plan import Plan
     from ..runtime.meeting import Meeting
     from ..runtime.scores import EpochRecord
-    from ..runtime.settings import RunSettings
 
 
 _AUTOCAST: dict[str | None, Literal["profiled", "bfloat16", "off"]] = {
@@ -46,28 +44,8 @@ _AUTOCAST: dict[str | None, Literal["profiled", "bfloat16", "off"]] = {
 }
 
 
-class _WithExport(OneRankCommand):
-    """A command that hands over to another one where its first argument is that one's name."""
-
-    def make_context(
-        self,
-        info_name: str | None,
-        args: list[str],
-        parent: click.Context | None = None,
-        **extra: Any,
-    ) -> click.Context:
-        """The context of whichever command it is."""
-        if args[:1] == ["export"]:
-            return export.make_context(f"{info_name} export", args[1:], parent, **extra)
-        return super().make_context(info_name, args, parent, **extra)
-
-    def invoke(self, ctx: click.Context) -> Any:
-        """Run the command that the context is of."""
-        return super().invoke(ctx) if ctx.command is self else ctx.command.invoke(ctx)
-
-
 @click.command(
-    cls=_WithExport,
+    cls=WithExport,
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="tp-run export RUN -o FILE writes a run's whole model to one safetensors file.",
 )
@@ -281,7 +259,7 @@ def main(
         # The launcher repeats the command with which the run was begun.
         resume, epochs = True, None
     elif resume:
-        _check_resumable(run_dir, start_from)
+        check_resumable(run_dir, start_from)
     elif plan_path is None:
         raise click.UsageError("Missing argument 'PLAN'.")
     if epochs is not None and steps is not None:
@@ -303,7 +281,7 @@ def main(
     # Torch takes its time; bad options and plans needn't wait for it.
     if resume:
         assert run_dir is not None
-        plan, settings = _read_run(run_dir, plan_path)
+        plan, settings = read_run(run_dir, plan_path)
     else:
         assert plan_path is not None
         plan = read_plan(plan_path)
@@ -375,7 +353,7 @@ def main(
             if not silent:
                 how = "inline" if inline else f"{processes} processes"
                 what = f"training {settings.task} with {plan.variant}, {how}, in {where}"
-                bar.print(f"{what}, from {_place(where, resume_at)}" if resume else what)
+                bar.print(f"{what}, from {place_of(where, resume_at)}" if resume else what)
                 if plan.profile.device != "cpu":
                     bar.print(f"predictions are for {plan.profile.device}; this runs on the CPU")
                 profiled = plan.profile.autocast or "off"
@@ -397,9 +375,9 @@ def main(
     with naming(plan_path or str(run_dir)), Bar(plan.variant, quiet=silent) as bar:
         free = {
             "timeout_s": timeout,
-            "keep_checkpoints": _given("keep_checkpoints"),
+            "keep_checkpoints": given("keep_checkpoints"),
             "log_operations": log_operations or None,
-            "on_nan": _given("on_nan"),
+            "on_nan": given("on_nan"),
         }
         changes = {name: value for name, value in free.items() if value is not None}
         try:
@@ -425,7 +403,7 @@ def main(
                     first, again, max_restarts, lambda line: click.echo(f"tp-run: {line}", err=True)
                 )
         except KeyboardInterrupt:
-            raise Stopped(_how_to_go_on(where)) from None
+            raise Stopped(how_to_go_on(where)) from None
     if as_json:
         click.echo(msgspec.json.encode(summary))
     elif not quiet:
@@ -433,72 +411,6 @@ def main(
         for line in summary_lines(plan, summary):
             console.print(line)
         console.print(f"weights, metrics and summary are in {where}")
-
-
-_RESUMABLE = {
-    *("plan_path", "run_dir", "resume", "resume_at", "epochs", "checks", "start_from"),
-    *("inline", "timeout", "keep_checkpoints", "log_operations", "as_json", "quiet", "verbose"),
-}
-"""Options that may be given to a run that is resumed, or are refused elsewhere."""
-
-
-def _given(name: str) -> Any:
-    """An option's value where it is on the command line; else None."""
-    context = click.get_current_context()
-    there = context.get_parameter_source(name) is ParameterSource.COMMANDLINE
-    return context.params[name] if there else None
-
-
-def _check_resumable(run_dir: str | None, start_from: str | None) -> None:
-    """Refuse options that would make another run of it."""
-    if run_dir is None:
-        raise UserError("--resume: name the run with --run-dir")
-    if start_from is not None:
-        raise UserError("--resume, --from: give one of them")
-    options = click.get_current_context().command.params
-    changed = [
-        option.opts[0]
-        for option in options
-        if option.name not in _RESUMABLE and _given(option.name or "") is not None
-    ]
-    if changed:
-        raise UserError(
-            f"{', '.join(changed)}: a resumed run keeps its settings, and only --epochs may grow; "
-            f"to start another run from its weights: tp-run PLAN --from {run_dir}"
-        )
-
-
-def _read_run(run_dir: str, plan_path: str | None) -> tuple[Plan, RunSettings]:
-    """A run that is resumed. Raises UserError when PLAN is given and is another."""
-    from ..runtime.run_dir import RunDir
-
-    plan, settings = RunDir(run_dir).read()
-    if plan_path is not None and read_plan(plan_path) != plan:
-        raise UserError(
-            f"{plan_path}: isn't the plan of {run_dir}; leave it out to resume that run, or start "
-            f"another one from its weights: --from {run_dir}"
-        )
-    return plan, settings
-
-
-def _place(where: Path, at: int | None) -> str:
-    """Where a run is resumed."""
-    from ..runtime.starting import newest_checkpoint
-
-    found = newest_checkpoint(where)
-    if found is None:
-        return "its beginning: it has no checkpoint yet"
-    return f"mini-batch {at or int(found.name)} on"
-
-
-def _how_to_go_on(where: Path) -> str:
-    """After a run was stopped."""
-    from ..runtime.starting import newest_checkpoint
-
-    found = newest_checkpoint(where)
-    if found is None:
-        return ""
-    return f"its newest checkpoint is {found}; go on with tp-run --resume --run-dir {where}"
 
 
 def _restarted(meeting: Meeting, run_dir: str | None) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -18,11 +19,13 @@ from hypothesis import strategies as st
 from plans import plan_by_hand, with_times
 from safetensors.torch import load_file
 from timeprest.cli.run import main
+from timeprest.planner.plan import read_plan
 from timeprest.planner.variants import VARIANTS
 from timeprest.profiles.errors import FileError, RunError, TargetError, UserError
+from timeprest.profiles.files import write_file
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
-from timeprest.runtime.checkpoint import checkpoints_in, find_whole
+from timeprest.runtime.checkpoint import CheckpointWriter, checkpoints_in, find_whole
 from timeprest.runtime.data import Samples, segments
 from timeprest.runtime.observer import Silent, read_losses
 from timeprest.runtime.run import resume, run
@@ -254,8 +257,9 @@ class KillsAll(Silent):
     def mini_batch(self, epoch, done, of, loss):
         if len(list(self.run_dir.glob("checkpoints/0*"))) >= 2:
             for child in psutil.Process().children(recursive=True):
-                if "timeprest.runtime.worker" in child.cmdline():
-                    child.kill()
+                with contextlib.suppress(psutil.Error):
+                    if "timeprest.runtime.worker" in child.cmdline():
+                        child.kill()
 
 
 @pytest.mark.processes
@@ -373,6 +377,38 @@ def test_options_of_a_resumed_run(stopped, tmp_path):
         assert code == 2
         assert message in line
     assert tp_run("--resume")[1].endswith("--resume: name the run with --run-dir")
+
+
+def test_ctrl_c_names_the_newest_checkpoint(mlp_target, tmp_path, monkeypatch):
+    """And what the line says to type goes on to the end."""
+    write_file(tmp_path / "plan.json", plan_for(mlp_target, "timeprest", 2))
+    where = tmp_path / "run"
+    write = CheckpointWriter.write
+
+    def write_and_stop(self, segment, workers):
+        write(self, segment, workers)
+        if segment.end == 8:
+            raise KeyboardInterrupt
+
+    options = ("--steps", 12, "--checkpoint-every", 4, "--inline", "--run-dir", where, "-q")
+    with monkeypatch.context() as patched:
+        patched.setattr(CheckpointWriter, "write", write_and_stop)
+        code, line = tp_run(tmp_path / "plan.json", *options)
+    assert code == 130
+    go_on = f"tp-run --resume --run-dir {where}"
+    newest = where / "checkpoints" / "00000008"
+    assert line.endswith(f": stopped; its newest checkpoint is {newest}; go on with {go_on}")
+    printed = tp_run_prints(*go_on.split()[1:], "--inline")
+    assert "from mini-batch 8 on" in " ".join(printed.split())
+    assert len(read_losses(where / "metrics.jsonl")) == 12
+
+
+def test_a_resumed_run_has_its_own_plan(stopped, tmp_path):
+    other = msgspec.structs.replace(read_plan(stopped / "plan.json"), mini_batch=16)
+    write_file(tmp_path / "plan.json", other)
+    code, line = tp_run(tmp_path / "plan.json", "--resume", "--run-dir", stopped)
+    assert code == 2
+    assert "isn't the plan of" in line
 
 
 @pytest.mark.parametrize("fails_at", ["weights/stage1.safetensors", "checkpoint.json", "rename"])
