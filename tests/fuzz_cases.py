@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
@@ -11,8 +12,9 @@ from typing import Any
 
 import click
 import msgspec
+from click.testing import CliRunner
 from foreign_files import GRAPH, PIPER, PLACEMENT
-from fuzz_commands import Call, command_named
+from fuzz_commands import Call, command_named, inside
 from fuzz_mutations import broken_arguments, broken_bytes, broken_json, broken_lines
 from plans import with_times
 from timeprest.planner.cluster import Cluster, read_cluster
@@ -80,7 +82,8 @@ SETTINGS: dict[str, Any] = {
     "decay_rate": 1.0,
 }
 
-FILES = ("profile", "plan", "cluster", "settings", "spec", "graph", "placement", "piper", "onnx")
+FILES = ("profile", "plan", "cluster", "settings", "run", "spec", "graph", "placement", "piper")
+FILES += ("onnx",)
 """Kinds of files; the first three are the project's own formats."""
 
 COMMANDS = ("tp-profile", "solve", "show", "check", "simulate", "published", "tp-run")
@@ -104,8 +107,6 @@ def sound_plan(variant: str) -> Plan:
 
 
 def _sound_cluster() -> Cluster:
-    import tempfile
-
     with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
         file.write(CLUSTER)
         file.flush()
@@ -132,6 +133,21 @@ def sound_onnx() -> bytes:
     return found
 
 
+@functools.cache
+def sound_run() -> dict[str, bytes]:
+    """Files of a run that was stopped in the middle: by their paths."""
+    with tempfile.TemporaryDirectory() as folder, inside(Path(folder)):
+        fill(Path("box"))
+        words = ["box/plan.json", "--inline", "--steps", "4", "--checkpoint-every", "2", "-q"]
+        words += ["--task", TASK, "--run-dir", "stopped"]
+        done = CliRunner().invoke(command_named("tp-run"), words)
+        assert done.exit_code == 0, done.output
+        # As if the second checkpoint had never been reached.
+        ended = Path("stopped/checkpoints/00000004")
+        files = [f for f in Path("stopped").rglob("*") if f.is_file() and ended not in f.parents]
+        return {str(file): file.read_bytes() for file in sorted(files)}
+
+
 def fill(box: Path) -> None:
     """Sound files for the other arguments: profile.json, plan.json, cluster.toml, graph.txt."""
     box.mkdir(parents=True)
@@ -147,9 +163,14 @@ def fill(box: Path) -> None:
 def broken_file(kind: str, rng: Random, box: Path) -> tuple[str, list[Call]]:
     """Write a broken file of the kind into the box; its name, and the commands to try it with."""
     name, data, calls = _MAKERS[kind](rng)
+    if kind == "run":
+        for other, content in sound_run().items():
+            (box / other).parent.mkdir(parents=True, exist_ok=True)
+            (box / other).write_bytes(content)
     path = box / name
     path.write_bytes(data)
-    return path.name, calls
+    # A checkpoint's own list may be what is broken, and another file what it tells of.
+    return "stopped/" if kind == "run" else path.name, calls
 
 
 def _plain(value: msgspec.Struct) -> Any:
@@ -206,6 +227,21 @@ def _settings(rng: Random) -> tuple[str, bytes, list[Call]]:
     return f"run/{name}", broken_json(rng, data), [Call("read-run", ("run",))]
 
 
+def _run(rng: Random) -> tuple[str, bytes, list[Call]]:
+    """What a run is resumed or exported from."""
+    files = sound_run()
+    read = [n for n in files if "checkpoints" in n or n.endswith(("settings.json", "/plan.json"))]
+    name = rng.choice(read)
+    if name.endswith(".json"):
+        data = broken_json(rng, json.loads(files[name]))
+    else:
+        data = broken_bytes(rng, files[name])
+    words = rng.choice(
+        [("--resume", "--run-dir", "stopped", "--inline", "-q"), ("export", "stopped", "-o", "all")]
+    )
+    return name, data, [Call("tp-run", words)]
+
+
 def _spec(rng: Random) -> tuple[str, bytes, list[Call]]:
     words = (TASK, "--device", "meta", "--spec", "broken.toml", "--batch-size", "4", "-q")
     calls = [Call("tp-profile", (*words, "-o", "out.json"), ("out.json", Profile))]
@@ -238,6 +274,7 @@ _MAKERS = {
     "plan": _plan,
     "cluster": _cluster,
     "settings": _settings,
+    "run": _run,
     "spec": _spec,
     "graph": lambda rng: _foreign("broken.txt", broken_lines(rng, GRAPH, _WORDS), rng),
     "placement": lambda rng: _foreign("broken.json", broken_json(rng, PLACEMENT), rng),
@@ -294,10 +331,3 @@ def _short(words: Sequence[str]) -> list[str]:
             except ValueError:
                 continue
     return found
-
-
-def shown(kind: str, box: Path, name: str) -> str:
-    """The start of the broken file, for a report."""
-    data = next(box.rglob(name)).read_bytes()
-    text = data[:3000].decode("utf-8", "backslashreplace")
-    return json.dumps(text) if kind == "onnx" else text

@@ -145,7 +145,7 @@ def _judge(result: Result, call: Call, broken: str | None) -> str | None:
         return f"{len(lines)} lines: {result.stderr[:2000]}"
     if len(lines[0]) > 2000:
         return f"a line of {len(lines[0])} characters: {lines[0][:1000]}"
-    given = [word for word in (broken, *call.words) if word and "." in word]
+    given = [broken or "", *(word for word in call.words if "." in word)]
     if broken and "--" not in lines[0] and not any(word in lines[0] for word in given):
         return f"doesn't name {broken}: {lines[0]}"
     return None
