@@ -34,11 +34,17 @@ _SMALL = 2_000
 _BLOCKS = 400
 """Where there is much to look at, what would do is cut between so many blocks of layers."""
 
-_CLOSE = 1.005
+_CLOSE = 1.01
 """Where there is much to look at, memory that would do is found up to this factor."""
 
-_ROOM = 0.995
+_ROOM = 0.99
 """Of it, what a number of devices is looked for with: an order may take a little more."""
+
+_MOST_TIMES = 16
+"""Times a device's memory that is looked at however long it takes."""
+
+_TRIES = 2
+"""Numbers of devices that are evaluated, each a twentieth larger than the last."""
 
 _MOST_DEVICES = 4096
 _SECONDS = 20.0
@@ -68,7 +74,7 @@ class Fitting:
         """A plan that fits this cluster; None where none was found."""
         exploration = self.exploration
         question = _on(exploration.question, cluster)
-        relaxation = Relaxation(question, exploration.freedom)
+        relaxation = self._relaxation(cluster)
         for case in exploration.cases:
             held = held_under(relaxation.variant, exploration.most_stages, 1)
             problem = relaxation.problem(
@@ -84,6 +90,11 @@ class Fitting:
                 if not found.over_limit(cluster):
                     return found
         return None
+
+    def _relaxation(self, cluster: Cluster) -> Relaxation:
+        exploration = self.exploration
+        question = _on(exploration.question, cluster)
+        return Relaxation(question, exploration.freedom, exploration.relaxation.graph)
 
     def _cuts(self, problem: StageProblem) -> Iterator[Cut]:
         """The best cut; then a few others, where the graph is small enough to go on looking."""
@@ -144,9 +155,9 @@ class Fitting:
 
     def _about_smallest_memory(self, cluster: Cluster) -> tuple[int, Evaluation] | None:
         self.deadline = time.monotonic() + _SECONDS / 2
-        low = high = cluster.devices[0].memory_bytes or 1
+        low = high = at_hand = cluster.devices[0].memory_bytes or 1
         while (found := self._cut_on(_with_memory(cluster, high))) is None:
-            if not self.seconds_left:
+            if not self.seconds_left and high > _MOST_TIMES * at_hand:
                 return None
             low, high = high, 2 * high
         while high > low * _CLOSE and self.seconds_left:
@@ -169,20 +180,26 @@ class Fitting:
             found = self._cut_on(_grown(cluster, high), _ROOM)
         if found is None:
             return None
-        while high - low > 1 and self.seconds_left:
+        while high - low > max(high // 50, 1) and self.seconds_left:
             middle = (low + high) // 2
             closer = self._cut_on(_grown(cluster, middle), _ROOM)
             if closer is None:
                 low = middle
             else:
                 found, high = closer, middle
-        grown = _grown(cluster, high)
-        return None if self._evaluated(grown, found).over_limit(grown) else high
+        for _ in range(_TRIES):
+            grown = _grown(cluster, high)
+            if found is not None and not self._evaluated(grown, found).over_limit(grown):
+                return high
+            # Its order takes more than the cut alone tells.
+            high = min(-(-high * 21 // 20), most)
+            found = self._cut_on(_grown(cluster, high), _ROOM)
+        return None
 
     def _cut_on(self, cluster: Cluster, share: float = 1.0) -> tuple[Choice, int] | None:
         """Any cut that fits so much of the devices' memory, and N."""
         exploration = self.exploration
-        relaxation = Relaxation(_on(exploration.question, cluster), exploration.freedom)
+        relaxation = self._relaxation(cluster)
         case = max(exploration.cases, key=lambda case: case.micro_batches)
         held = held_under(relaxation.variant, exploration.most_stages, 1)
         problem = relaxation.problem(
@@ -196,7 +213,8 @@ class Fitting:
         return (choice, case.micro_batches) if allowed else None
 
     def _any_cut(self, problem: StageProblem) -> Cut | None:
-        source, left, enough = self.exploration.source, self.seconds_left, float("inf")
+        source, enough = self.exploration.source, float("inf")
+        left = max(self.seconds_left, _SECONDS / 4)
         found: Answer | Found | None = None
         if isinstance(source, DpSource):
             self._blocks = self._blocks or blocks(problem, source.lattice, _BLOCKS)
@@ -233,8 +251,8 @@ def diagnose(exploration: Exploration, stopped: str | None) -> Evaluation | Infe
             return InfeasibleError(f"{nothing}, nor was what would do")
         return InfeasibleError(f"{nothing}: the graph can't be cut as asked")
     memory, plan = smallest
-    closest = evaluate(exploration.question, plan.stages, plan.micro_batches)
-    over = closest.over_limit(cluster)
+    # Made for as many devices of the same kind, but for their memory: it costs the same on these.
+    closest, over = plan, plan.over_limit(cluster)
     if not over:
         return closest
     stage, missing = max(over, key=lambda item: item[1])

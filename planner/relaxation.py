@@ -51,11 +51,14 @@ class Freedom:
 class Relaxation:
     """Makes the problems of one question, for any N."""
 
-    def __init__(self, question: Question, freedom: Freedom) -> None:
+    def __init__(
+        self, question: Question, freedom: Freedom, graph: LayerGraph | None = None
+    ) -> None:
+        """`graph`: the question's, where it was made before."""
         self.question = question
         self.freedom = freedom
         self.variant: Variant = variant_named(question.variant)
-        self.graph = LayerGraph(question.profile, question.tied)
+        self.graph = graph or LayerGraph(question.profile, question.tied)
         refused = self.variant.recompute_refusal
         self._again = (False,) if refused else RECOMPUTE[freedom.recompute]
 

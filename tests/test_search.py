@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import time
+from dataclasses import replace
 from itertools import product
 
 import msgspec
@@ -9,14 +12,16 @@ import pytest
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 from profiles_by_hand import chain, drawn_profiles, profile_by_hand
+from timeprest.planner import exploration
 from timeprest.planner.choices import Choice, all_limits, capped, caps
 from timeprest.planner.cluster import Cluster, Device, Network, uniform_cluster
 from timeprest.planner.evaluate import Question, evaluate
+from timeprest.planner.exploration import Budget, OutOfBudget
 from timeprest.planner.micro_batch_counts import micro_batch_counts
 from timeprest.planner.orders import limit_ranges
 from timeprest.planner.partition.stage_load import is_downset, members, stage_bytes, stage_load
 from timeprest.planner.relaxation import Freedom, Relaxation
-from timeprest.planner.search import solve
+from timeprest.planner.search import Request, explore, solve
 from timeprest.planner.variants import VARIANTS
 from timeprest.profiles.errors import InfeasibleError, PlanError
 
@@ -252,3 +257,69 @@ def test_a_time_limit_keeps_what_was_found():
     assert plan.solver.optimal == (plan.solver.gap == 0)
     if not plan.solver.optimal:
         assert plan.solver.stopped == "effort"
+
+
+def test_a_bound_of_2bw_is_a_micro_batchs_round_trip():
+    question = Question(chain(4), uniform_cluster(4), "pipedream-2bw", 4, 1.0)
+    relaxation = Relaxation(question, Freedom(replicas=True))
+    cost = question.costs.stage(tuple(layer.name for layer in question.profile.layers), 2, True)
+    trip_s = relaxation.round_trip_s(2)
+    assert trip_s == pytest.approx(cost.forward_s + cost.backward_s)
+    assert relaxation.graph.returning_rows == [[0, 1, 2, 3]]
+    # Where no gradient comes back, what is before doesn't wait for what is behind.
+    edges = [msgspec.structs.replace(e, needs_grad=e.producer != "n1") for e in chain(4).edges]
+    profile = msgspec.structs.replace(chain(4), edges=tuple(edges))
+    cut = Relaxation(Question(profile, uniform_cluster(4), "pipedream-2bw", 4, 1.0), Freedom())
+    assert cut.graph.returning_rows == [[0, 1], [2, 3]]
+    assert cut.round_trip_s(2) == pytest.approx(trip_s / 2)
+
+
+@settings(ALL, max_examples=40)
+@given(drawn_questions(most=4), st.sampled_from([1, 2, 4]))
+def test_no_2bw_plan_is_faster_than_its_round_trip(drawn, n):
+    question = replace(drawn[0], variant="pipedream-2bw")
+    freedom = Freedom(replicas=True)
+    trip_s = Relaxation(question, freedom).round_trip_s(n)
+    for number, (choice, _, limits) in enumerate(all_plans(question, freedom, [n])):
+        assume(number < MOST_PLANS)
+        found = evaluate(question, choice.with_limits(limits), n)
+        assert trip_s <= found.prediction.period_s * (1 + 1e-9)
+
+
+def test_an_evaluation_that_takes_too_long_isnt_begun():
+    budget = Budget(deadline=time.monotonic() + 1000.0)
+    budget.took(10, 5000.0)
+    budget.spend(10)
+    with pytest.raises(OutOfBudget, match="time limit"):
+        budget.spend(10, needed=False)
+    budget.spend(1, needed=False)
+    assert budget.tried == 2
+
+
+def test_finer_blocks_where_the_first_ones_dont_fit(monkeypatch):
+    monkeypatch.setattr(exploration, "_LARGE", 0)
+    monkeypatch.setattr(exploration, "_MOST_BLOCKS", 3)
+    layers = [(f"n{k}", 1000, 1e-3, 1e-3, 0, []) for k in range(8)]
+    edges = [(f"n{k}", f"n{k + 1}", f"t{k}", 8) for k in range(7)] + [("n7", "output", "t7", 8)]
+    # Two layers with gradients and optimizer state, two versions of each, fit a device.
+    question = Question(
+        profile_by_hand(layers, edges), uniform_cluster(4, "9kB"), "pipedream-2bw", 4, 1.0
+    )
+    found = explore(question, Request(micro_batches=4), lambda *_: None)
+    found.bounds = dict.fromkeys(found.cases, 0.0)
+    found._try_blocks()
+    assert [len(stage.nodes) for stage in found.best.stages] == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("system", ["pipedream-2bw", "pipedream-flush"])
+def test_what_would_do_for_a_large_model_does(monkeypatch, system):
+    monkeypatch.setattr(exploration, "_LARGE", 0)
+    layers = [(f"n{k}", 1000, 1e-3, 1e-3, 0, []) for k in range(8)]
+    edges = [(f"n{k}", f"n{k + 1}", f"t{k}", 8) for k in range(7)] + [("n7", "output", "t7", 8)]
+    profile = profile_by_hand(layers, edges)
+    with pytest.raises(InfeasibleError) as info:
+        solve(profile, uniform_cluster(2, "9kB"), system, micro_batches=4)
+    words = str(info.value).split("What would do: ")[1]
+    memory, count = re.match(r"(\d+) bytes .* or (\d+) such devices", words).groups()
+    assert solve(profile, uniform_cluster(2, memory), system, micro_batches=4)
+    assert solve(profile, uniform_cluster(int(count), "9kB"), system, micro_batches=4)
