@@ -115,7 +115,7 @@ def page(rows: list[list[str]], short: list[str], seconds: float) -> str:
     discounted = [name for name, v in VARIANTS.items() if v.update_rule != "optimizer"]
     verdict += (
         f" Delay-corrected Nesterov momentum ({', '.join(f'`{name}`' for name in discounted)}) "
-        f"discounts gradients by 1 − γ = {1 - OPTIMIZER.momentum:.1g}, so at the same learning rate "
+        f"discounts gradients by 1 − γ = {1 - OPTIMIZER.momentum:.1g}, so at one learning rate "
         f"its steps are that much shorter: with lr {LONGER.lr} they are as long as the others'."
     )
     o = OPTIMIZER

@@ -374,7 +374,7 @@ class StageRunner:
 
     # Data ----------------------------------------------------------------------------------
 
-    def load(self) -> None:
+    def load_samples(self) -> None:
         """Load the training data now, where this worker needs it."""
         if self.own_inputs or self.is_last:
             self.samples("train")

@@ -124,7 +124,7 @@ def take_part(
     channels = ProcessChannels(names, timeout_s, status)
     runner = StageRunner(prepared, rank, channels, sums, log, own)
     runner.status = status
-    runner.load()
+    runner.load_samples()
     status.begin("meeting the others")
     status.wait(others)
     try:
