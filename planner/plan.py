@@ -13,7 +13,7 @@ from msgspec import Meta
 from ..profiles.errors import PlanError
 from ..profiles.files import read_file
 from ..profiles.limits import Count, Factor, Predicted, Threads, TotalBytes
-from ..profiles.profile import Profile
+from ..profiles.profile import Profile, check_front_end
 from .cluster import Cluster
 from .layout import StageTimes, make_pipeline
 from .memory import MemoryByKind
@@ -170,6 +170,7 @@ def check_plan(plan: Plan, where: str = "plan") -> Plan:
     def fail(what: str) -> PlanError:
         return PlanError(f"{where}: {what}")
 
+    check_front_end(plan.profile.front_end, f"{where}: profile")
     try:
         variant = variant_named(plan.variant)
     except PlanError as error:

@@ -178,9 +178,10 @@ def check_profile(profile: Profile, where: str = "profile") -> Profile:
     """Return the profile if the planner can rely on it.
 
     Raises:
-        FileError: a name that is used twice or stands for nothing, an edge against the
-            order of the layers, or measurements that don't match the micro-batch sizes.
+        FileError: an unknown front end, a name that is used twice or stands for nothing, an edge
+            against the order of the layers, or measurements that don't match the micro-batch sizes.
     """
+    check_front_end(profile.front_end, where)
     position = {layer.name: k for k, layer in enumerate(profile.layers)}
     storages = {storage.name for storage in profile.storages}
     sizes = profile.micro_batch_sizes
@@ -220,6 +221,13 @@ def check_profile(profile: Profile, where: str = "profile") -> Profile:
             shown = ", ".join(map(repr, shared.layers))
             raise FileError(f"{where}: shared: {shown} aren't a group of `tied`")
     return profile
+
+
+def check_front_end(name: str, where: str) -> None:
+    """Raise FileError where no front end and no importer has this name."""
+    known = (*FRONT_ENDS, *IMPORTED)
+    if name not in known:
+        raise FileError(f"{where}: front_end: {name!r} isn't one of {', '.join(known)}")
 
 
 def _check_sizes(where: str, measurements: tuple[Measurement, ...], sizes: tuple[int, ...]) -> None:

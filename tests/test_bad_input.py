@@ -153,6 +153,14 @@ def test_a_plan_holds_what_sums_can_be_made_of(box):
     assert "$.profile.threads" in call("tp-run", "broken.json", "--inline")
 
 
+def test_a_front_end_that_nobody_knows(box):
+    edit("plan.json", lambda plan: plan["profile"].update(front_end="fX"))
+    line = call("tp-run", "broken.json", "--inline", "--steps", "1", "--run-dir", "fresh")
+    assert "broken.json: profile: front_end: 'fX' isn't one of fx," in line
+    edit("profile.json", lambda profile: profile.update(front_end="fX"))
+    assert "broken.json: front_end" in call("tp-plan", "solve", "broken.json")
+
+
 def test_times_next_to_nothing(box):
     """The search would find no cut: half of 5e-324 is 0."""
 
