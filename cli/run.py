@@ -119,10 +119,11 @@ _AUTOCAST: dict[str | None, Literal["profiled", "bfloat16", "off"]] = {
 )
 @click.option(
     "--on-nan",
-    type=click.Choice(["stop", "warn"]),
+    type=click.Choice(["stop", "warn", "skip"]),
     default="stop",
     show_default=True,
-    help="A loss or gradients that aren't finite: end the run, or count them and go on.",
+    help="A loss or gradients that aren't finite: end the run, count them and go on, or leave "
+    "that update out too.",
 )
 @click.option(
     "--timeout",
@@ -230,7 +231,7 @@ def main(
     threads: int | None,
     inline: bool,
     evaluate: bool,
-    on_nan: Literal["stop", "warn"],
+    on_nan: Literal["stop", "warn", "skip"],
     timeout: float | None,
     decay: str,
     decay_rate: float,

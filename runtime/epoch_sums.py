@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from .data import Segment
@@ -13,8 +15,9 @@ class EpochSums(msgspec.Struct, kw_only=True):
     """Sums over the segments of an epoch that are done. Times in seconds."""
 
     samples: int = 0
-    weighted_loss: float = 0.0
-    """Losses of mini-batches times their samples, on the worker that tells of progress."""
+    weighted_loss: float | None = 0.0
+    """Losses of mini-batches times their samples, on the worker that tells of progress. None, as
+    JSON has it: not a number."""
     wall_s: float = 0.0
     compute_s: float = 0.0
     communication_s: float = 0.0
@@ -24,11 +27,16 @@ class EpochSums(msgspec.Struct, kw_only=True):
     distances: float = 0.0
     largest_distance: float = 0.0
 
+    @property
+    def loss(self) -> float:
+        """The weighted loss as a number."""
+        return math.nan if self.weighted_loss is None else self.weighted_loss
+
     def add(self, segment: Segment, score: StageScore, seen: Staleness) -> None:
         """A segment is done."""
         self.samples += segment.samples
         for b, loss in enumerate(score.losses):
-            self.weighted_loss += loss * segment.samples_of(b)
+            self.weighted_loss = self.loss + loss * segment.samples_of(b)
         self.wall_s += score.wall_s
         self.compute_s += score.compute_s
         self.communication_s += score.communication_s
@@ -65,7 +73,7 @@ class EpochSums(msgspec.Struct, kw_only=True):
             mini_batches=segment.of_epoch,
             seconds=self.wall_s,
             samples_per_s=self.samples / self.wall_s if self.wall_s else 0.0,
-            train_loss=self.weighted_loss / self.samples,
+            train_loss=self.loss / self.samples,
             test=test,
             lr=lr,
         )

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..profiles.errors import RunError
 
-STOP, WARN = "stop", "warn"
+STOP, WARN, SKIP = "stop", "warn", "skip"
 
 
 class NotFinite:
@@ -23,7 +23,7 @@ class NotFinite:
     def __init__(self, policy: str) -> None:
         """
         Args:
-            policy: STOP or WARN.
+            policy: STOP, WARN or SKIP.
         """
         self.policy = policy
         self.mini_batches: list[int] = []
@@ -33,15 +33,17 @@ class NotFinite:
         if not math.isfinite(loss):
             self._found(mini_batch, f"the loss of mini-batch {mini_batch} is {loss}")
 
-    def check_gradients(self, mini_batch: int, parameters: Iterable[nn.Parameter]) -> None:
-        """Raise RunError where the policy says so."""
+    def check_gradients(self, mini_batch: int, parameters: Iterable[nn.Parameter]) -> bool:
+        """Whether they are finite. Raise RunError where they aren't and the policy says so."""
         grads = [p.grad for p in parameters if p.grad is not None and p.grad.numel()]
         if not grads:
-            return
+            return True
         # The largest of each: unlike a sum of squares, it stays within the gradient's own type.
         largest = torch._foreach_norm(grads, math.inf)
         if not all(bool(torch.isfinite(norm)) for norm in largest):
             self._found(mini_batch, f"gradients of mini-batch {mini_batch} aren't finite")
+            return False
+        return True
 
     def _found(self, mini_batch: int, what: str) -> None:
         if self.policy == STOP:

@@ -19,7 +19,7 @@ from .channels import Channels
 from .clipping import clip, own_part, squared_norm, trained
 from .crossings import Crossing, Lane, join, lane
 from .data import Part, Samples, Segment, part_of, real_samples, updates_of
-from .finite import NotFinite
+from .finite import SKIP, NotFinite
 from .gradients import GradientSum
 from .operation_log import OperationLog, StageMetrics
 from .padding import NO_EVALUATION, real_part
@@ -247,19 +247,31 @@ class StageRunner:
         done = [b for b in self._losses if b <= op.mini_batch]
         losses = torch.tensor([self._losses.pop(b) for b in done], dtype=torch.float64)
         started = self._start_sums(losses)
-        if started or self.prepared.settings.clip_norm is not None:
+        skips = self.not_finite.policy == SKIP
+        agrees = skips and self.prepared.pipeline.variant.flushes
+        if started or agrees or self.prepared.settings.clip_norm is not None:
             # In one process, those that sum over all workers pause as often as the others.
             yield
         for summing in started:
             summing.wait()
         assert self.segment is not None
-        self.not_finite.check_gradients(
-            self.segment.first + op.mini_batch, self.stage.weights.parameters
-        )
+        number = self.segment.first + op.mini_batch
+        finite = self.not_finite.check_gradients(number, self.stage.weights.parameters)
+        # Summed over replicas, so that all of them decide alike.
+        finite = finite and bool(torch.isfinite(losses).all())
+        if agrees:
+            # The update is left out everywhere or nowhere.
+            bad = torch.tensor([0.0 if finite else 1.0])
+            agreeing = self.sums.start(ALL, [bad])
+            yield
+            agreeing.wait()
+            finite = not float(bad)
         if self.prepared.settings.clip_norm is not None:
             yield from self._clip()
         start = time.perf_counter()
-        version = self.stage.update(op.mini_batch, self.channels.held_bytes)
+        version = self.stage.update(
+            op.mini_batch, self.channels.held_bytes, steps=finite or not skips
+        )
         end = time.perf_counter()
         self.score.add(begin, end, compute_s=end - start, communication_s=start - begin)
         self.score.updates.append(end)

@@ -75,8 +75,9 @@ class RunSettings(
     seed: Annotated[int, Meta(ge=0, le=MAX_COUNT)] = 0
     threads: Threads = 1
     evaluate: bool = True
-    on_nan: Literal["stop", "warn"] = "stop"
-    """A loss or gradients that aren't finite: end the run, or count them and go on."""
+    on_nan: Literal["stop", "warn", "skip"] = "stop"
+    """A loss or gradients that aren't finite: end the run, count them and go on, or leave that
+    update out too."""
     timeout_s: Annotated[float, Meta(gt=0, le=MAX_SECONDS)] = 60.0
     """Longest wait for a message, before the run is given up."""
     decay: str = "exponential"

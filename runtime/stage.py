@@ -278,8 +278,11 @@ class Stage:
             self.walk.finish(op)
         self.weights.drop(self.walk.needed())
 
-    def update(self, mini_batch: int, boundary_bytes: int = 0) -> int:
+    def update(self, mini_batch: int, boundary_bytes: int = 0, *, steps: bool = True) -> int:
         """Optimizer step after a mini-batch's backward.
+
+        Args:
+            steps: the weights change; else the next version is the same as this one.
 
         Returns the new version; the old one is copied if it is needed.
         """
@@ -290,12 +293,13 @@ class Stage:
             self._distances.before_update(self.walk.latest)
         if self.walk.latest in needed:
             self.weights.keep_latest()
-        if self.predictor is not None:
+        if self.predictor is not None and steps:
             self.predictor.before_step()
         if self.optimizer is not None:
             lr = self.optimizer.param_groups[0].get("lr")
             self.lr = None if lr is None else float(lr)
-            self.optimizer.step()
+            if steps:
+                self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()
         self._note(boundary_bytes)

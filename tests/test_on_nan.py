@@ -97,3 +97,41 @@ def test_gradients_are_looked_at_before_they_are_taken():
         counting.check_loss(7, math.inf)
         counting.check_loss(8, 1.0)
         assert counting.mini_batches == [7]
+
+
+class BadOnce(MLPTask):
+    """The loss of one micro-batch is infinite, and so are its gradients."""
+
+    calls = 0
+
+    def loss(self, output, target):
+        self.calls += 1
+        return super().loss(output, target) * (math.inf if self.calls == 10 else 1.0)
+
+
+@pytest.mark.parametrize("variant", ["gpipe", "pipedream-flush", "timeprest", "zb-h1"])
+def test_with_skip_a_bad_update_is_left_out_everywhere(variant, mlp_profile, tmp_path):
+    plan = plan_by_hand(with_times(mlp_profile), variant, 3, 4)
+    task = f"{Path(__file__)}:BadOnce"
+    ends = {}
+    for steps in (2, 3):
+        settings = RunSettings(task=task, steps=steps, on_nan="skip", evaluate=False)
+        summary = run(plan, settings, tmp_path / str(steps), inline=True)
+        ends[steps] = load_weights(tmp_path / str(steps))
+    assert all(report.not_finite == [2] for report in summary.stages)
+    for name, weight in ends[2].items():
+        assert torch.equal(ends[3][name], weight), name
+
+
+def test_flushing_stages_agree_to_skip(mlp_profile, tmp_path):
+    """Only the last stage sees it; all leave the update out."""
+    plan = plan_by_hand(with_times(mlp_profile), "gpipe", 2, 4)
+    ends = {}
+    for steps in (2, 4):
+        settings = RunSettings(
+            task=f"{Path(__file__)}:BadLoss", steps=steps, on_nan="skip", evaluate=False
+        )
+        run(plan, settings, tmp_path / str(steps), inline=True)
+        ends[steps] = load_weights(tmp_path / str(steps))
+    for name, weight in ends[2].items():
+        assert torch.equal(ends[4][name], weight), name
