@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 CLOSE = 1.001
 """Of a large model, cuts and bounds of the relaxed problem are found up to this factor."""
 
-_MOST_BLOCKS = 200
+MOST_BLOCKS = 200
 """The first guesses cut between so many blocks of layers."""
 
 _FINER = 4
@@ -61,8 +61,8 @@ def try_blocks(search: Exploration) -> None:
         return
     left = search.budget.seconds_left
     until = None if left is None else time.monotonic() + left * _BLOCKS_SHARE
-    most = _MOST_BLOCKS
-    while most <= _MOST_BLOCKS * _FINER and search.best is None and not is_late(until):
+    most = MOST_BLOCKS
+    while most <= MOST_BLOCKS * _FINER and search.best is None and not is_late(until):
         _try_between(search, most, until)
         if most >= len(search.question.profile.layers):
             break
@@ -105,7 +105,7 @@ def _equal_replicas(search: Exploration, case: Case) -> list[int | None]:
     most = devices / max(_least_devices(search, case), 1.0)
     counts = search.relaxation.replica_counts(case.micro_batches)
     within = [r for r in counts if 1 < r <= most]
-    few = [1] if search.most_stages <= _MOST_BLOCKS else []
+    few = [1] if search.most_stages <= MOST_BLOCKS else []
     return [*few, *within[-_EQUAL:], None]
 
 

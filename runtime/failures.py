@@ -26,7 +26,9 @@ def blame(
         stopped: ranks whose processes stand still.
         silent: ranks that no longer tell what they are at, so that their statuses are old.
     """
-    rank = silent[0] if silent else culprit(statuses, complaining)
+    # One that stands still is the cause even where its last words are that it waits itself.
+    certain = [*silent, *sorted(stopped)]
+    rank = certain[0] if certain else culprit(statuses, complaining)
     if rank is None or rank == complaining:
         return message + who_waited(statuses, complaining)
     status = statuses.get(rank)

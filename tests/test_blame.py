@@ -51,6 +51,13 @@ def test_workers_that_wait_for_each_other_lost_a_message():
     )
 
 
+def test_one_that_stands_still_is_the_culprit_whatever_it_said_last():
+    statuses = table(at(0, "0U48", 1), at(1, "1F49.0", 0))
+    message = "stage 1: waiting for stage 0: nothing came for 5 s (--timeout)"
+    said = blame(statuses, 1, message, frozenset({0}))
+    assert said.startswith("stage 0 (rank 0) is stopped (SIGSTOP)")
+
+
 def test_the_report_names_the_culprit_its_operations_and_the_waiting():
     statuses = table(
         at(0, "0B3", 1, finished="0F5.1"), at(1, "1B3", 2), at(2, "2U3", finished="2B3")

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 from profiles_by_hand import chain, drawn_profiles, profile_by_hand
-from timeprest.planner import exploration
+from timeprest.planner import exploration, first_plans
 from timeprest.planner.choices import Choice, all_limits, capped, caps
 from timeprest.planner.cluster import Cluster, Device, Network, uniform_cluster
 from timeprest.planner.evaluate import Question, evaluate
@@ -298,7 +298,7 @@ def test_an_evaluation_that_takes_too_long_isnt_begun():
 
 def test_finer_blocks_where_the_first_ones_dont_fit(monkeypatch):
     monkeypatch.setattr(exploration, "_LARGE", 0)
-    monkeypatch.setattr(exploration, "_MOST_BLOCKS", 3)
+    monkeypatch.setattr(first_plans, "MOST_BLOCKS", 3)
     layers = [(f"n{k}", 1000, 1e-3, 1e-3, 0, []) for k in range(8)]
     edges = [(f"n{k}", f"n{k + 1}", f"t{k}", 8) for k in range(7)] + [("n7", "output", "t7", 8)]
     # Two layers with gradients and optimizer state, two versions of each, fit a device.
@@ -307,7 +307,7 @@ def test_finer_blocks_where_the_first_ones_dont_fit(monkeypatch):
     )
     found = explore(question, Request(micro_batches=4), lambda *_: None)
     found.bounds = dict.fromkeys(found.cases, 0.0)
-    found._try_blocks()
+    first_plans.try_blocks(found)
     assert [len(stage.nodes) for stage in found.best.stages] == [2, 2, 2, 2]
 
 
