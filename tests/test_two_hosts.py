@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -76,7 +77,8 @@ def test_a_worker_that_dies_ends_both_hosts(hosts, plan, tmp_path):
     told = [line for text in errors for line in text.splitlines() if line.startswith("tp-run: ")]
     assert len(told) == 1
     assert told[0].startswith("tp-run: stage 1 (rank 1) is gone; last heard of: ")
-    assert "stage 0, at 0B5: waiting for stage 1: it is gone" in told[0]
+    # Which of its messages still arrived is a matter of time.
+    assert re.search(r"stage 0, at 0[FB]\d[.\d]*: waiting for stage 1: it is gone", told[0])
     assert not any(
         str(tmp_path) in " ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"])
     )
