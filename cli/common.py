@@ -30,11 +30,11 @@ _LONGEST_LINE = 1000
 
 
 def output() -> Console:
-    """The console for results: stdout, 100 columns wide where it isn't a terminal."""
-    terminal = sys.stdout.isatty()
+    """The console for results: stdout, as wide as the terminal or COLUMNS says, or 100 columns."""
+    known = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal()
     # Names such as "net.py:Llama:" aren't emoji, and those with brackets aren't styles.
     return Console(
-        width=None if terminal else _PLAIN_WIDTH,
+        width=None if known else _PLAIN_WIDTH,
         highlight=False,
         soft_wrap=False,
         emoji=False,

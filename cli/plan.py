@@ -45,7 +45,7 @@ def show(plan_path: str, count: int, as_json: bool, quiet: bool, verbose: bool) 
     if as_json:
         click.echo(msgspec.json.encode(plan))
     elif not quiet:
-        print_plan(plan, count)
+        print_plan(plan, count, every=verbose)
 
 
 @main.command()
@@ -74,7 +74,7 @@ def check(
     if as_json:
         click.echo(msgspec.json.encode(found.plan))
     elif not quiet:
-        print_plan(found.plan, 0)
+        print_plan(found.plan, 0, every=verbose)
         note = assumed(profile, found.plan.variant)
         if note:
             output().print(note)

@@ -1,102 +1,128 @@
-"""Plans as people read them: a table of stages, the verdict, the first operations; and several."""
+"""Plans as people read them: tables of stages, the verdict, the first operations."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from itertools import islice
 
 from rich.console import Group
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ..planner.front import FrontPoint
 from ..planner.operations import op_text
 from ..planner.orders import make_order
-from ..planner.plan import Plan, PlanStage, pipeline_of
+from ..planner.plan import Plan, pipeline_of
 from ..planner.stage_costs import UNMEASURED_WEIGHT_SHARE, unmeasured_weight_parts
 from ..planner.variants import variant_named
 from ..profiles.profile import Profile
-from ..profiles.units import format_bytes, format_seconds
+from ..profiles.units import format_bytes, format_rate, format_seconds
+from .columns import labelled
 from .common import output
-from .tables import compact_table, counted
+from .folding import MOST_ROWS
+from .stage_tables import memory_limit, memory_table, notes, stage_table
+from .tables import counted
 
 
-def print_plan(plan: Plan, count: int) -> None:
-    """Print all there is to say; `count` operations of each stage's order."""
+def print_plan(plan: Plan, count: int, *, every: bool = False) -> None:
+    """Print all there is to say, in the console's width.
+
+    Args:
+        count: operations of each stage's order to print.
+        every: each stage has a row of its own, however many there are.
+    """
     console = output()
-    console.print(stage_table(plan))
-    console.print(legend())
+    console.print(stage_table(plan, console.width, every=every))
+    console.print(memory_table(plan, console, console.width, every=every))
+    console.print(notes(plan, every=every))
     console.print(verdict(plan))
     if count:
-        console.print(operations(plan, count), soft_wrap=False)
+        console.print(operations(plan, count, every=every), soft_wrap=False)
 
 
-def stage_table(plan: Plan) -> Table:
-    """One row per stage."""
-    table = compact_table(
-        f"{plan.variant}: {counted(len(plan.stages), 'stage', 'stages')}, mini-batch "
-        f"{plan.mini_batch} in {counted(plan.micro_batches, 'micro-batch', 'micro-batches')} of "
-        f"{plan.micro_batch}",
-        ["stage", "layers", "device"],
-        ["forward", "backward", "transfer", "memory", "limit", "L", "ver", "d", "idle"],
-    )
-    for s, (stage, predicted) in enumerate(zip(plan.stages, plan.predicted.stages, strict=True)):
-        limits = [plan.cluster.devices[d].memory_bytes for d in stage.devices]
-        limit = min((size for size in limits if size is not None), default=None)
-        table.add_row(
-            str(s),
-            _layers(stage.nodes) + (" ↻" if stage.recompute else ""),
-            _devices(plan, stage),
-            format_seconds(predicted.forward_s),
-            format_seconds(predicted.backward_s),
-            format_seconds(predicted.transfer_s),
-            format_bytes(predicted.memory_bytes),
-            "-" if limit is None else format_bytes(limit),
-            str(stage.in_flight),
-            str(predicted.versions_held),
-            str(predicted.version_difference),
-            f"{predicted.idle_share:.0%}",
+def verdict(plan: Plan) -> Table:
+    """Period, rate, what holds it back, and what the solver can prove."""
+    predicted = plan.predicted
+    stages = predicted.stages
+    idle = [stage.idle_share for stage in stages]
+    busiest = min(range(len(stages)), key=idle.__getitem__)
+    stalest = max(range(len(stages)), key=lambda s: stages[s].version_difference)
+    busy = f"stage {busiest}, {idle[busiest]:.0%} idle"
+    if len(stages) > 1 and max(idle) < min(idle) + 0.005:
+        busy = f"all stages alike, {idle[busiest]:.0%} idle"
+    elif len(stages) > 1:
+        busy += f"; {sum(idle) / len(idle):.0%} on average"
+    most = max(stage.versions_held for stage in stages)
+    held = f"{counted(most, 'weight version', 'weight versions')} held"
+    staleness = "no version difference"
+    if stages[stalest].version_difference:
+        staleness = (
+            f"version difference up to {stages[stalest].version_difference} (stage {stalest})"
         )
-    return table
+    return labelled(
+        [
+            ("period", f"{format_seconds(predicted.period_s)} per mini-batch of {plan.mini_batch}"),
+            ("rate", rate(plan)),
+            ("busiest", busy),
+            ("memory", fullest(plan)),
+            (
+                "staleness",
+                f"{staleness}; {held}",
+            ),
+            ("solver", f"{plan.solver.method}: {proof(plan)}"),
+        ]
+    )
 
 
-def _layers(nodes: tuple[str, ...]) -> str:
-    if len(nodes) == 1:
-        return nodes[0]
-    return f"{nodes[0]} … {nodes[-1]} ({len(nodes)})"
+def rate(plan: Plan) -> str:
+    """``7641 samples/s, 1.16 × one device``."""
+    predicted = plan.predicted
+    if not predicted.samples_per_s:
+        return "unknown: the profile's times are 0"
+    speedup = f"{predicted.speedup:.2f} × one device" if predicted.speedup else "speed-up unknown"
+    return f"{format_rate(predicted.samples_per_s, 'samples')}, {speedup}"
 
 
-def _devices(plan: Plan, stage: PlanStage) -> str:
-    names = [plan.cluster.devices[d].name for d in stage.devices]
-    if len(names) <= 2:
-        return ", ".join(names)
-    return f"{names[0]} … {names[-1]} ({len(names)})"
+def fullest(plan: Plan) -> str:
+    """The stage that needs most of its limit, or, without limits, most."""
+    stages = plan.predicted.stages
+    limits = [memory_limit(plan, s) for s in range(len(stages))]
+    shares = [
+        (stage.memory_bytes / limit if limit else 0.0, stage.memory_bytes)
+        for stage, limit in zip(stages, limits, strict=True)
+    ]
+    s = max(range(len(stages)), key=shares.__getitem__)
+    text = f"most on stage {s}: {format_bytes(stages[s].memory_bytes)}"
+    limit = limits[s]
+    if limit is None:
+        return f"{text}; its device has no limit"
+    over = stages[s].memory_bytes - limit
+    if over > 0:
+        return f"{text}, {format_bytes(over)} over its limit of {format_bytes(limit)}"
+    return f"{text}, {shares[s][0]:.0%} of its limit of {format_bytes(limit)}"
 
 
-def verdict(plan: Plan) -> Text:
-    """Period, rate, and what the solver can prove."""
-    predicted, solver = plan.predicted, plan.solver
+def proof(plan: Plan) -> str:
+    """What the solver can prove, and what it took."""
+    solver = plan.solver
     if solver.optimal:
-        proof = "proven optimal"
+        found = "proven optimal"
+    elif not solver.bound_s:
+        found = "no lower bound"
     else:
-        proof = f"lower bound {format_seconds(solver.bound_s)}, gap {solver.gap:.1%}"
-        proof += f" (ended by {solver.stopped})" if solver.stopped else ""
-    return Text(
-        f"period {format_seconds(predicted.period_s)} per mini-batch, "
-        f"{predicted.samples_per_s:.0f} samples/s, {predicted.speedup:.2f} × one device\n"
-        f"{solver.method}: {proof}, {solver.plans_tried} plans in "
-        f"{format_seconds(solver.seconds)}"
-    )
+        found = f"lower bound {format_seconds(solver.bound_s)}, gap {gap(plan)}"
+        found += f" (ended by {solver.stopped})" if solver.stopped else ""
+    tried = counted(solver.plans_tried, "plan", "plans")
+    return f"{found}; {tried} in {format_seconds(solver.seconds)}"
 
 
-def legend() -> Text:
-    """What the columns mean."""
-    return Text(
-        "forward, backward, transfer: per micro-batch. L: mini-batches in flight at most. "
-        "ver: weight versions held. d: version difference, backward less forward. "
-        "↻: activations are computed again.",
-        style="dim",
-    )
+def gap(plan: Plan) -> str:
+    """How far the plan may be from the best: ``0``, ``4.2%``, or ``-`` where nothing is known."""
+    solver = plan.solver
+    if solver.optimal:
+        return "0"
+    if not solver.bound_s:
+        return "-"
+    return f"{solver.gap:.1%}" if solver.gap < 10 else f"{solver.gap * 100:.3g}%"
 
 
 def assumed(profile: Profile, variant: str) -> str | None:
@@ -111,74 +137,22 @@ def assumed(profile: Profile, variant: str) -> str | None:
     )
 
 
-def comparison(plans: Mapping[str, Plan], failed: Mapping[str, str]) -> Group:
-    """A row for each system's best plan; and why others have none."""
-    table = compact_table(
-        "the best plan of each system",
-        ["system"],
-        ["S", "devices", "N", "period", "samples/s", "memory", "ver", "d", "idle", "gap"],
-    )
-    for name, plan in plans.items():
-        stages = plan.predicted.stages
-        table.add_row(
-            name,
-            str(len(plan.stages)),
-            str(sum(len(stage.devices) for stage in plan.stages)),
-            str(plan.micro_batches),
-            format_seconds(plan.predicted.period_s),
-            f"{plan.predicted.samples_per_s:.0f}",
-            format_bytes(max(stage.memory_bytes for stage in stages)),
-            str(max(stage.versions_held for stage in stages)),
-            str(max(stage.version_difference for stage in stages)),
-            f"{min(stage.idle_share for stage in stages):.0%}",
-            "0" if plan.solver.optimal else f"{plan.solver.gap:.1%}",
-        )
-    notes = [Text(f"{name}: {why}", style="dim") for name, why in failed.items()]
-    note = Text(
-        "S: stages. N: micro-batches. memory, ver, d: of the stage with most. idle: of the busiest "
-        "stage.",
-        style="dim",
-    )
-    return Group(table, note, *notes)
+def operations(plan: Plan, count: int, *, every: bool = False) -> Group:
+    """Each stage's first operations as text: 1F0.2 is stage 1, mini-batch 0, micro-batch 2.
 
-
-def front_table(points: Iterable[FrontPoint]) -> Group:
-    """The plans that none beats in period, memory and version difference at once."""
-    table = compact_table(
-        "Pareto front of period, memory per device and version difference, of all plans seen",
-        ["system"],
-        ["period", "memory", "d", "S", "devices", "N", "L"],
-    )
-    for point in points:
-        found = point.evaluation
-        limits = [stage.in_flight for stage in found.stages]
-        table.add_row(
-            point.variant,
-            format_seconds(point.period_s),
-            format_bytes(point.memory_bytes),
-            str(point.version_difference),
-            str(len(found.stages)),
-            str(sum(len(stage.devices) for stage in found.stages)),
-            str(found.micro_batches),
-            _limits(limits),
-        )
-    return Group(table)
-
-
-def _limits(limits: list[int]) -> str:
-    if len(limits) <= 6:
-        return " ".join(map(str, limits))
-    return f"{limits[0]} … {limits[-1]}"
-
-
-def operations(plan: Plan, count: int) -> Group:
-    """Each stage's first operations as text: 1F0.2 is stage 1, mini-batch 0, micro-batch 2."""
+    Args:
+        every: of all stages, however many there are.
+    """
     pipeline = pipeline_of(plan)
     order = make_order(pipeline, 2 * len(plan.stages) + count // max(plan.micro_batches, 1) + 2)
     letters = "F forward, B backward, U update"
     if pipeline.variant.split_backward:
         letters = "F forward, B backward to the stage's inputs, W to its weights, U update"
-    lines = [Text(f"first {count} operations of each stage ({letters}):")]
-    for s, ops in enumerate(order):
-        lines.append(Text("  " + " ".join(op_text(s, op) for op in islice(ops, count))))
-    return Group(*lines)
+    head = Text(f"first {count} operations of each stage ({letters}):")
+    lines = Table.grid()
+    shown = order if every else order[:MOST_ROWS]
+    for s, ops in enumerate(shown):
+        lines.add_row(" ".join(op_text(s, op) for op in islice(ops, count)))
+    if len(shown) < len(order):
+        lines.add_row(Text(f"… {len(order) - len(shown)} more stages (-v)", style="dim"))
+    return Group(head, Padding(lines, (0, 0, 0, 2)))

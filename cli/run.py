@@ -326,8 +326,9 @@ def main(
     from ..runtime.restarts import with_restarts
     from ..runtime.run import resume as resume_run
     from ..runtime.run import run
-    from .plan_tables import operations, stage_table
+    from .plan_tables import operations
     from .run_tables import epoch_line, summary_lines, summary_table
+    from .stage_tables import stage_table
 
     if checks:
         with naming(plan_path or str(run_dir)):
@@ -361,7 +362,7 @@ def main(
                 if settings.autocast not in ("profiled", profiled):
                     bar.print(f"predictions are for autocast {profiled}; this is another")
                 if verbose:
-                    bar.print(stage_table(plan), operations(plan, 16))
+                    bar.print(stage_table(plan, console.width), operations(plan, 16))
 
         def mini_batch(self, epoch: int, done: int, of: int, loss: float) -> None:
             bar(f"epoch {epoch + 1}: mini-batch {done} of {of}, loss {loss:.4f}", done, of)

@@ -24,7 +24,8 @@ from ..profiles.limits import MAX_FACTOR
 from ..profiles.profile import IMPORTED, Profile, check_profile
 from .cluster_options import cluster_of, cluster_options
 from .common import Bar, Number, Whole, common_options, errors_as_lines, output
-from .plan_tables import assumed, comparison, front_table, print_plan
+from .front_tables import comparison, front_table
+from .plan_tables import assumed, print_plan
 
 
 def count_or_auto(text: str, option: str) -> int | None:
@@ -139,7 +140,7 @@ def solve(
     if as_json:
         click.echo(msgspec.json.encode(plan))
     elif not quiet:
-        print_plan(plan, 16 if verbose else 0)
+        print_plan(plan, 16 if verbose else 0, every=verbose)
         _print_assumed(profile, [variant])
         output().print(f"wrote {path}; {_next(plan, path)}")
 
@@ -199,8 +200,8 @@ def _solve_all(
         click.echo(msgspec.json.encode({"plans": plans, "failed": failed}))
     elif not quiet:
         console = output()
-        console.print(comparison(plans, failed))
-        console.print(front_table(front.points))
+        console.print(comparison(plans, failed, front.points, console.width))
+        console.print(front_table(front.points, console.width))
         _print_assumed(profile, list(plans))
         console.print(f"wrote {', '.join(map(str, paths.values()))}")
 

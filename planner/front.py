@@ -62,11 +62,22 @@ def pareto_front(points: Iterable[FrontPoint]) -> tuple[FrontPoint, ...]:
     return front.points
 
 
+def beaten(prices: tuple[float, int, int], points: Iterable[FrontPoint]) -> bool:
+    """Whether some point is as good in period, memory and version difference, and better in one."""
+    return any(
+        _no_more(_prices(point), prices) and not _no_more(prices, _prices(point))
+        for point in points
+    )
+
+
 def _prices(point: FrontPoint) -> tuple[float, int, int]:
     return point.period_s, point.memory_bytes, point.version_difference
 
 
 def _as_good(point: FrontPoint, other: FrontPoint) -> bool:
-    pairs = zip(_prices(point), _prices(other), strict=True)
+    return _no_more(_prices(point), _prices(other))
+
+
+def _no_more(prices: tuple[float, int, int], others: tuple[float, int, int]) -> bool:
     # Periods that differ by rounding are the same.
-    return all(a <= b + 1e-9 * abs(b) for a, b in pairs)
+    return all(a <= b + 1e-9 * abs(b) for a, b in zip(prices, others, strict=True))

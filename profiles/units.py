@@ -61,18 +61,34 @@ def parse_seconds(text: str, what: str = "time") -> float:
 def format_bytes(count: float) -> str:
     """Bytes as people read them: ``1536`` → ``"1.5 KiB"``."""
     size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024:
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):
+        if abs(size) < 1023.95:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
-    return f"{size:.1f} TiB"
+    return f"{size:.1f} EiB" if size < 1000 else f"{size:.3g} EiB"
+
+
+def short_bytes(count: float) -> str:
+    """Bytes in three digits and the unit, for tables: ``"781 KiB"``, ``"66.8 MiB"``."""
+    number, unit = format_bytes(count).split()
+    return f"{float(number):.0f} {unit}" if len(number) > 4 else f"{number} {unit}"
 
 
 def format_seconds(seconds: float) -> str:
     """Seconds as people read them: ``0.0123`` → ``"12.3 ms"``."""
+    # Rounded before the unit is chosen: 999.6 µs is 1 ms.
+    seconds = float(f"{seconds:.3g}") if seconds < 1000 else seconds
     if seconds == 0:
         return "0 s"
-    for limit, factor, unit in ((1e-3, 1e6, "µs"), (1.0, 1e3, "ms")):
+    for limit, factor, unit in ((1e-6, 1e9, "ns"), (1e-3, 1e6, "µs"), (1.0, 1e3, "ms")):
         if abs(seconds) < limit:
             return f"{seconds * factor:.3g} {unit}"
-    return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:.0f} s"
+    if seconds < 1000:
+        return f"{seconds:.3g} s"
+    return f"{seconds:.0f} s" if seconds < 1e6 else f"{seconds:.3g} s"
+
+
+def format_rate(per_s: float, what: str) -> str:
+    """``7641.2`` → ``"7641 samples/s"``; slow rates with three digits."""
+    text = f"{per_s:.0f}" if 1000 <= per_s < 1e7 else f"{float(f'{per_s:.3g}'):g}"
+    return f"{text} {what}/s"
