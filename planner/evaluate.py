@@ -308,6 +308,7 @@ def _predict_stage(
         versions_held=held.versions_held,
         version_difference=_steady_difference(pipeline, held, steady.cycle),
         idle_share=min(idle_share, 1.0),
+        holds=needs,
     )
 
 

@@ -33,6 +33,27 @@ class _Part(NamedTuple):
     """Where transfers don't overlap computing: the receiving stage's `free_s`, and the replica."""
 
 
+class Sent(NamedTuple):
+    """One message, or the part of it that one replica gets.
+
+    Attributes:
+        kind, source, slot: of the share that made it.
+        target, offset: the stage and the replica that it is for.
+        made_s: when it was made.
+        begin_s: when it had its wire.
+        arrival_s: when it was there.
+    """
+
+    kind: int
+    source: int
+    slot: int
+    target: int
+    offset: int
+    made_s: float
+    begin_s: float
+    arrival_s: float
+
+
 class _Port(NamedTuple):
     """Where messages of one kind go from one stage to another.
 
@@ -62,6 +83,7 @@ class Clock:
         blocking: whether some messages keep devices busy.
         contended: whether messages wait for other stages' messages, or keep devices busy. Then
             `run` doesn't send: what is in `sending` is to be delivered in its time's sequence.
+        sent: where all messages are noted; None: they aren't.
     """
 
     def __init__(self, pipeline: Pipeline) -> None:
@@ -89,6 +111,7 @@ class Clock:
         self.ports: list[list[list[_Port]]] = [[[] for _ in stages] for _ in range(4)]
         self.contended = self.blocking = False
         self.sending: list[tuple[float, int, int, int, int]] = []
+        self.sent: list[Sent] | None = None
         self._sent = 0
         self._connect()
         seconds = (
@@ -227,7 +250,7 @@ class Clock:
 
     def _send(self, kind: int, s: int, slot: int, now: float) -> list[tuple[int, int]]:
         complete = []
-        wire_free = self._wire_free
+        wire_free, sent = self._wire_free, self.sent
         for t, left, last_s, ready_s, parts, r1, r2 in self.ports[kind][s]:
             for offset, wire, wire_s, latency_s, blocks in parts[slot % len(parts)]:
                 begin = wire_free[wire]
@@ -238,6 +261,8 @@ class Clock:
                 gone = begin + wire_s
                 wire_free[wire] = gone
                 arrival = gone + latency_s
+                if sent is not None:
+                    sent.append(Sent(kind, s, slot, t, offset, now, begin, arrival))
                 k = slot // r1 * r2 + offset if r2 else slot
                 if left:
                     left[k] -= 1

@@ -227,31 +227,32 @@ _WORKING = (FORWARD, BACKWARD, WEIGHT)
 """Operations that layers work in."""
 
 
-@dataclass(frozen=True)
-class StageBytes:
-    """What there is to hold on each replica of a stage.
+class StageBytes(
+    msgspec.Struct,
+    frozen=True,
+    forbid_unknown_fields=True,
+    kw_only=True,
+    rename=lambda name: f"{name}_bytes",
+):
+    """What there is to hold on each replica of a stage. In files, names end in ``_bytes``."""
 
-    Attributes:
-        parameters, buffers, optimizer: bytes of each.
-        scratch: of copies of the weights that predictions are made in.
-        kept: of each micro-batch in flight.
-        rebuilt: activations that a backward computes again first.
-        messages: held all the time: posted receives, and what awaits its sending.
-        gradients: messages that a backward has at hand.
-        workspace: largest working set of any layer.
-        postponed: gradients that wait with each micro-batch for its weight part.
-    """
-
-    parameters: int
-    buffers: int
-    optimizer: int
-    scratch: int
-    kept: int
-    rebuilt: int
-    messages: int
-    gradients: int
-    workspace: int
-    postponed: int = 0
+    parameters: TotalBytes
+    buffers: TotalBytes
+    optimizer: TotalBytes
+    scratch: TotalBytes
+    """Of copies of the weights that predictions are made in."""
+    kept: TotalBytes
+    """Of each micro-batch in flight."""
+    rebuilt: TotalBytes
+    """Activations that a backward computes again first."""
+    messages: TotalBytes
+    """Held all the time: posted receives, and what awaits its sending."""
+    gradients: TotalBytes
+    """Messages that a backward has at hand."""
+    workspace: TotalBytes
+    """Largest working set of any layer."""
+    postponed: TotalBytes = 0
+    """Gradients that wait with each micro-batch for its weight part."""
 
     def total(self, moment: Moment) -> int:
         """Bytes held at a moment."""

@@ -16,7 +16,7 @@ from ..profiles.limits import Count, Factor, Predicted, Threads, TotalBytes
 from ..profiles.profile import Profile, check_front_end
 from .cluster import Cluster
 from .layout import StageTimes, make_pipeline
-from .memory import MemoryByKind
+from .memory import MemoryByKind, StageBytes
 from .orders import limit_ranges
 from .pipeline import Pipeline
 from .stage_costs import Crossing
@@ -93,6 +93,8 @@ class StagePrediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     version_difference: TotalBytes
     """Largest in the steady state."""
     idle_share: Annotated[float, Meta(ge=0, le=1)]
+    holds: StageBytes | None = None
+    """What memory follows from as the order goes on; None in plans of before it was written."""
 
 
 class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from ..profiles.errors import OrderError
-from .events import NOT_YET, Clock
+from .events import NOT_YET, Clock, Sent
 from .kinds import FORWARDS, UPDATES
 from .listed import Code, Contended, Listed, codes
 from .operations import FORWARD, Op, Order, op_text
@@ -41,14 +41,18 @@ class Timeline:
     sequence: tuple[tuple[int, int], ...]
 
 
-def simulate(pipeline: Pipeline, order: Order) -> Timeline:
+def simulate(pipeline: Pipeline, order: Order, sent: list[Sent] | None = None) -> Timeline:
     """Run the order on the clock.
+
+    Args:
+        sent: where all messages are noted.
 
     Raises:
         OrderError: some operation waits for a message that is never sent (a deadlock); the
             message names the operations that every stuck stage waits at.
     """
     clock = Clock(pipeline)
+    clock.sent = sent
     clock.grow(1 + max((op.mini_batch for ops in order for op in ops), default=-1))
     lists = [codes(clock, s, ops) for s, ops in enumerate(order)]
     run: Listed | Contended

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 
 import msgspec
 import pytest
-from drawn_pipelines import clusters
+from drawn_plans import evaluated
 from hypothesis import given
 from hypothesis import strategies as st
 from plans import REPORT
@@ -287,30 +286,6 @@ def test_costs_kept_are_costs_looked_up(profile, data):
 
 
 # Plans -------------------------------------------------------------------------------------------
-
-
-@st.composite
-def evaluated(draw):
-    """A question with a plan for it: any system, replicas, recomputation, links."""
-    variant = VARIANTS[draw(st.sampled_from(sorted(VARIANTS)))]
-    profile = draw(drawn_profiles(most=5))
-    names = [layer.name for layer in profile.layers]
-    stages = draw(st.integers(1, min(3, len(names))))
-    cuts = sorted(draw(st.permutations(range(1, len(names))))[: stages - 1])
-    groups = [names[a:b] for a, b in zip([0, *cuts], [*cuts, len(names)], strict=True)]
-    replicas = [draw(st.sampled_from([1, 1, 2])) for _ in range(stages)]
-    n = 1 if variant.whole_mini_batches else draw(st.sampled_from([2, 4]))
-    n = max(n, 4 if variant.least_micro_batches(stages) > 2 else n)
-    limits = []
-    for least, most in reversed(limit_ranges(variant, stages)):
-        limits.insert(0, draw(st.integers(max(least, limits[0] if limits else 1), most)))
-    order = draw(st.permutations(range(sum(replicas))))
-    parts = [order[sum(replicas[:s]) : sum(replicas[: s + 1])] for s in range(stages)]
-    again = st.just(False) if variant.recompute_refusal else st.booleans()
-    found = [stage(groups[s], parts[s], limits[s], recompute=draw(again)) for s in range(stages)]
-    asked = question(profile, draw(clusters(sum(replicas))), variant.name)
-    asked = replace(asked, update_every=draw(st.sampled_from([1, 1, 2, 3])))
-    return asked, evaluate(asked, found, n)
 
 
 @given(evaluated())
