@@ -227,8 +227,8 @@ def test_a_limit_far_away_is_told_in_words():
 def test_nothing_stands_outside_or_over_another(drawn):
     """Any system, replicas, links; on a column and on a page; as text, without scripts."""
     recording = predicted(make_plan(*drawn, REPORT), 6)
-    for width, messages in ((241, True), (504, False)):
-        setting = Settings(width=width, messages=messages)
+    for width, more in ((241, True), (504, False)):
+        setting = Settings(width=width, messages=more, versions=not more)
         text = timeline_svg(recording, setting)
         figure = Figure(text)
         check_inside(figure)
@@ -236,6 +236,29 @@ def test_nothing_stands_outside_or_over_another(drawn):
         check_inside(Figure(memory_svg(recording, [], setting)))
         assert "<script" not in text
         assert "nan" not in text
+
+
+@pytest.mark.parametrize("variant", ALL)
+def test_versions_stand_below_the_labels(variant):
+    """Forwards say theirs; backwards theirs, and their forward's where it is another."""
+    recording = predicted(chain_plan(variant, 4))
+    figure = Figure(timeline_svg(recording, Settings(versions=True, width=800)))
+    check_inside(figure)
+    check_labels(figure)
+    _, spans = shown(recording, Settings())
+    known = {f"v{span.version}" for span in spans}
+    changed = {
+        f"v{span.forward_version}→v{span.version}"
+        for span in spans
+        if span.kind == "B" and span.forward_version != span.version
+    }
+    words = [text[-1] for text in figure.texts() if re.match(r"v\d", text[-1])]
+    drawn = {word for word in words if "→" in word}
+    assert drawn <= changed | {"v0→v1: that of the forward, that of the backward"}
+    assert bool(drawn) == bool(changed)
+    plain = {part for word in words if "→" not in word for part in word.split(", ")}
+    assert plain
+    assert plain <= known
 
 
 def test_the_same_plan_gives_the_same_bytes():
@@ -348,8 +371,8 @@ def test_files_are_written(tmp_path):
 
     @click.command()
     @figure_options
-    def command(svg, svg_memory, svg_width, svg_messages):
-        setting = settings_of(1, 2, svg_width, svg_messages)
+    def command(svg, svg_memory, svg_width, svg_messages, svg_versions):
+        setting = settings_of(1, 2, svg_width, svg_messages, svg_versions)
         click.echo(" ".join(write_plan_figures(plan, setting, svg, svg_memory)))
 
     names = [str(tmp_path / name) for name in ("t.svg", "m.svg")]

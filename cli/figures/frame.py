@@ -28,6 +28,7 @@ class Settings:
         first: the first mini-batch.
         mini_batches: how many are drawn whole; None: the filling and two more.
         messages: draw them.
+        versions: say on each operation which weight version it had.
         most_marks: operations are drawn together from here on.
     """
 
@@ -35,6 +36,7 @@ class Settings:
     first: int = 0
     mini_batches: int | None = None
     messages: bool = False
+    versions: bool = False
     most_marks: int = 4000
 
 
@@ -204,7 +206,7 @@ class Entry:
     Attributes:
         fills: one or two, side by side.
         stroke: of a line instead of a box.
-        sample: words on the box.
+        dashes: of the line.
     """
 
     label: str

@@ -28,6 +28,7 @@ class Mark(NamedTuple):
     Attributes:
         spans: the operations that it stands for.
         cut: the window ends within it.
+        version, forward_version: of the weights, as in `Span`.
     """
 
     lane: int
@@ -38,6 +39,8 @@ class Mark(NamedTuple):
     width: float
     spans: int = 1
     cut: bool = False
+    version: int | None = None
+    forward_version: int | None = None
 
 
 def marks_of(recording: Recording, window: Window, scale: Scale, most: int) -> list[Mark]:
@@ -67,6 +70,8 @@ def _mark(span: Span, window: Window, scale: Scale) -> Mark:
         scale(span.end_s) - x,
         1,
         cut,
+        span.version,
+        span.forward_version,
     )
 
 
@@ -126,12 +131,14 @@ class Label(NamedTuple):
         lines: one, or the mini-batch above the micro-batch.
         x: of the middle.
         row: marks that it stands for.
+        below: the weights' version, smaller; empty where it doesn't fit or isn't wanted.
     """
 
     lines: tuple[str, ...]
     mark: Mark
     x: float
     row: int = 1
+    below: str = ""
 
 
 class Lettering(NamedTuple):
@@ -139,19 +146,42 @@ class Lettering(NamedTuple):
 
     Attributes:
         micro: how micro-batches are named: "line" 3.1, "stack" 3 above 1, or "" not at all.
+        lifted: room below for versions.
     """
 
     size: float
     micro: str
     labels: tuple[Label, ...]
+    lifted: float = 0.0
 
 
-def lettering(marks: Sequence[Mark], height: float) -> Lettering:
+VERSION_SIZE = 5.0
+"""Of versions below labels, in points."""
+
+
+def lettering(marks: Sequence[Mark], height: float, versions: bool = False) -> Lettering:
     """What fits, as large as it does.
 
     Args:
         height: of a lane.
+        versions: say below each label which weights it had.
     """
+    lifted = VERSION_SIZE + 0.5 if versions and height > 2.4 * VERSION_SIZE else 0.0
+    height -= lifted
+    size, form = _size_and_form(marks, height)
+    if size < SMALLEST:
+        return Lettering(size, "", ())
+    if form == "row":
+        labels = _rows(marks, size)
+    else:
+        labels = _each(marks, form, size)
+    if lifted:
+        labels = (_with_version(label, marks) for label in labels)
+    return Lettering(size, form if form in ("line", "stack") else "", tuple(labels), lifted)
+
+
+def _size_and_form(marks: Sequence[Mark], height: float) -> tuple[float, str]:
+    """The size of labels, and what they name: as "line", "stack", "whole" or "row"."""
     named = [m for m in marks if m.kind != "U" and m.spans == 1 and not m.cut]
     micro = [m for m in named if m.micro_batch is not None]
     whole = [m for m in named if m.micro_batch is None]
@@ -159,17 +189,13 @@ def lettering(marks: Sequence[Mark], height: float) -> Lettering:
         for form in ("line", "stack"):
             size = _size(micro, form, height)
             if size:
-                size = min(size, _size(whole, "line", height) or size)
-                return Lettering(size, form, tuple(_each(marks, form, size)))
+                return min(size, _size(whole, "line", height) or size), form
     else:
         # Whole mini-batches: their number says all.
         size = _size(named, "whole", height)
         if size:
-            return Lettering(size, "", tuple(_each(marks, "whole", size)))
-    size = _size(whole, "line", height) or min(LARGEST, max(0.0, height - 1))
-    if size < SMALLEST:
-        return Lettering(size, "", ())
-    return Lettering(min(size, 6.5), "", tuple(_rows(marks, min(size, 6.5))))
+            return size, "whole"
+    return min(_size(whole, "line", height) or height - 1, 6.5), "row"
 
 
 def _lines(mark: Mark, form: str) -> tuple[str, ...]:
@@ -195,6 +221,22 @@ def _size(marks: Sequence[Mark], form: str, height: float) -> float:
                 return size
         size -= 0.5
     return 0.0
+
+
+def _with_version(label: Label, marks: Sequence[Mark]) -> Label:
+    """``v3``; of a backward on others than its forward's, ``v0→v3``."""
+    mark = label.mark
+    if mark.version is None:
+        return label
+    same = marks[marks.index(mark) :][: label.row]
+    last = same[-1]
+    text = f"v{mark.version}"
+    if mark.forward_version is not None and mark.forward_version != mark.version:
+        text = f"v{mark.forward_version}→{text}"
+    elif last.version != mark.version:
+        text += f", v{last.version}"
+    width = last.x + last.width - mark.x
+    return label._replace(below=text) if text_width(text, VERSION_SIZE) + 1 <= width else label
 
 
 def _each(marks: Iterable[Mark], form: str, size: float) -> Iterator[Label]:

@@ -30,7 +30,7 @@ from .svg import INK, Drawing, number
 _TALLEST, _LEAST, _GAP, _MOST_HEIGHT = 46.0, 9.0, 7.0, 560.0
 """Of panels, in points; the last of all of them together."""
 
-_NEAR = 1.5
+_NEAR = 3
 """A limit is drawn where it is no more than so many times what is held at most."""
 
 _FINE = 0.4

@@ -35,9 +35,14 @@ def width_in_points(text: str) -> float:
 
 
 def figure_options(function: F) -> F:
-    """--svg, --svg-memory, --svg-width and --svg-messages; they come as svg, svg_memory,
-    svg_width and svg_messages."""
+    """--svg and those that go with it; they come as svg, svg_memory, svg_width, svg_messages and
+    svg_versions."""
     for option in (
+        click.option(
+            "--svg-versions",
+            is_flag=True,
+            help="With --svg: say which weight version each operation had.",
+        ),
         click.option(
             "--svg-messages", is_flag=True, help="With --svg: draw what stages send as lines."
         ),
@@ -61,11 +66,19 @@ def figure_options(function: F) -> F:
 
 
 def settings_of(
-    first: int | None, mini_batches: int | None, svg_width: float, svg_messages: bool
+    first: int | None,
+    mini_batches: int | None,
+    svg_width: float,
+    svg_messages: bool,
+    svg_versions: bool,
 ) -> Settings:
     """Settings from the options of a command."""
     return Settings(
-        width=svg_width, first=first or 0, mini_batches=mini_batches, messages=svg_messages
+        width=svg_width,
+        first=first or 0,
+        mini_batches=mini_batches,
+        messages=svg_messages,
+        versions=svg_versions,
     )
 
 

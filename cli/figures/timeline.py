@@ -23,7 +23,7 @@ from .frame import (
     time_axis,
     window_of,
 )
-from .marks import Lettering, Mark, lettering, marks_of
+from .marks import VERSION_SIZE, Lettering, Mark, lettering, marks_of
 from .svg import INK, Drawing, text_width
 
 _TALLEST, _GAP, _MOST_HEIGHT = 14.0, 3.0, 560.0
@@ -58,7 +58,8 @@ def timelines_svg(
     right = settings.width - RIGHT
     seconds = max(window.seconds for window in windows)
     rows = sum(len(recording.lanes) for _, recording in recordings)
-    pitch = min(_TALLEST + _GAP, _MOST_HEIGHT / max(1, rows))
+    tallest = _TALLEST + (VERSION_SIZE if settings.versions else 0)
+    pitch = min(tallest + _GAP, _MOST_HEIGHT / max(1, rows))
 
     kinds = {span.kind for _, recording in recordings for span in recording.spans}
     y = legend(drawing, list(_entries(drawing, kinds, settings)), left, 1) + 5
@@ -100,7 +101,7 @@ def _lanes(
 ) -> tuple[float, Lettering, list[str]]:
     """Draw a recording's lanes below y. Returns where they end, how they are labelled, facts."""
     marks = marks_of(recording, window, scale, settings.most_marks)
-    height = pitch * _TALLEST / (_TALLEST + _GAP)
+    height = pitch - min(_GAP, pitch * _GAP / (_TALLEST + _GAP))
     y = _period(drawing, recording, window, scale, y)
     tops = [y + pitch * k for k in range(len(recording.lanes))]
     end = scale(window.end_s)
@@ -109,8 +110,9 @@ def _lanes(
     _boxes(drawing, marks, tops, height)
     if settings.messages:
         _messages(drawing, recording, window, scale, tops, height)
-    letters = lettering(marks, height)
-    _write(drawing, letters, tops, height)
+    letters = lettering(marks, height, settings.versions)
+    _write(drawing, letters, tops, height - letters.lifted)
+    _write_versions(drawing, letters, [top + height for top in tops])
     middles = [top + height / 2 for top in tops]
     lane_names(drawing, list(zip(recording.lanes, middles, strict=True)), pitch)
     _idle(drawing, recording, middles, pitch)
@@ -194,6 +196,22 @@ def _write(drawing: Drawing, letters: Lettering, tops: Sequence[float], height: 
         drawing.close()
 
 
+def _write_versions(drawing: Drawing, letters: Lettering, bottoms: Sequence[float]) -> None:
+    for kind, paint in OPERATIONS.items():
+        same = [label for label in letters.labels if label.below and label.mark.kind == kind]
+        for label in same:
+            if label.row > 1 or has_pattern(kind):
+                width = text_width(label.below, VERSION_SIZE)
+                y = bottoms[label.mark.lane] - VERSION_SIZE - 1
+                ground = shade(kind, label.mark.mini_batch)
+                drawing.rect(label.x - width / 2, y, width, VERSION_SIZE, fill=ground)
+        if same:
+            drawing.open(fill=paint.light_ink, font_size=VERSION_SIZE, text_anchor="middle")
+            for label in same:
+                drawing.text(label.x, bottoms[label.mark.lane] - 1.9, label.below)
+            drawing.close()
+
+
 def _messages(
     drawing: Drawing,
     recording: Recording,
@@ -244,7 +262,7 @@ def _idle(drawing: Drawing, recording: Recording, middles: Sequence[float], pitc
 def _how_labelled(told: Sequence[Lettering]) -> str:
     """What the numbers on the marks are."""
     forms = {letters.micro for letters in told if letters.labels}
-    return "; ".join(
+    notes = [
         words
         for form, words in (
             ("", "number: mini-batch"),
@@ -252,4 +270,10 @@ def _how_labelled(told: Sequence[Lettering]) -> str:
             ("stack", "number: mini-batch, below it micro-batch"),
         )
         if form in forms
-    )
+    ]
+    below = [label.below for letters in told for label in letters.labels if label.below]
+    if below:
+        notes.append("v: weight version")
+    if any("→" in text for text in below):
+        notes.append("v0→v1: that of the forward, that of the backward")
+    return "; ".join(notes)
