@@ -1,0 +1,193 @@
+// The timeline: what every worker does when. Draws what is in sight, and merges what is too small.
+(() => {
+  const NARROW = 1.2, DIM = 0.13, MOST_ARROWS = 1500;
+
+  TP.Gantt = class extends TP.LaneChart {
+    constructor(group, recording, { title }) {
+      super(group, recording, {
+        title,
+        name: "gantt",
+        role: "timeline",
+        axis: "top",
+        lane: [9, 34],
+        cap: 620,
+        legend: TP.operationLegend(recording),
+        describe: `${title}: timeline of ${TP.counted(recording.laneCount, "worker", "workers")}. Arrow keys move between ` +
+          "operations, Enter follows an operation's mini-batch, Escape ends it, plus and minus zoom, Page Up and Page Down move in time.",
+      });
+      this.tellsFollowed = true;
+      this.focused = -1;
+      this.hovered = -1;
+      this.listen();
+      group.add(this);
+    }
+
+    paint(context) {
+      const [first, end] = this.lanesShown();
+      this.drawn = { operations: 0, merged: 0, highlighted: 0, arrows: 0 };
+      this.fills = new Map();
+      this.wide = [];
+      for (let lane = first; lane < end; lane++) this.place(lane);
+      const followed = this.group.followed;
+      for (const [style, boxes] of this.fills) {
+        const [kind, step, lit, strength] = style.split(" ");
+        context.fillStyle = TP.opFill(kind, Number(step));
+        context.globalAlpha = (lit === "1" ? 1 : DIM) * (Number(strength) / 4);
+        for (let k = 0; k < boxes.length; k += 4) context.fillRect(boxes[k], boxes[k + 1], boxes[k + 2], boxes[k + 3]);
+      }
+      this.details(context, followed);
+      context.globalAlpha = 1;
+      if (followed >= 0) this.arrows(context, this.recording.follow(followed).messages);
+      else if (this.hovered >= 0 || this.focused >= 0) {
+        const { received, sent } = this.recording.messagesOf(this.hovered >= 0 ? this.hovered : this.focused);
+        this.arrows(context, [...received, ...sent]);
+      }
+      this.ring(context, this.hovered, 1.5);
+      this.ring(context, this.focused, 2.5);
+    }
+
+    add(style, x, y, width, height) {
+      let boxes = this.fills.get(style);
+      if (!boxes) this.fills.set(style, boxes = []);
+      boxes.push(x, y, width, height);
+    }
+
+    /** Lay out a lane: boxes of operations, and columns of one pixel where they are narrower. */
+    place(lane) {
+      const { recording, group, scale, left } = this;
+      const { spans, tick_s } = recording;
+      const { followed } = group;
+      const [first, end] = recording.visible(lane, group.t0, group.t1);
+      const inset = this.laneHeight > 14 ? 3 : this.laneHeight > 6 ? 1 : 0;
+      const y = this.y(lane) + inset, height = this.laneHeight - 2 * inset;
+      const shades = TP.data.palette.lightened.length;
+      let column = -1, run = null;
+      const cover = [0, 0, 0, 0];
+      let lit = false, step = 0;
+      // Columns next to each other that look the same become one box.
+      const put = () => {
+        if (run) this.add(run.style, run.x, y, run.width, height);
+        run = null;
+      };
+      const flush = () => {
+        if (column < 0) return;
+        let kind = 0;
+        for (let k = 1; k < 4; k++) if (cover[k] > cover[kind]) kind = k;
+        const strength = Math.min(4, Math.max(1, Math.ceil(4 * (cover[0] + cover[1] + cover[2] + cover[3]))));
+        const style = `${TP.KINDS[kind]} ${step} ${lit ? 1 : 0} ${lit ? 4 : strength}`;
+        if (run && run.style === style && run.x + run.width === column) run.width += 1;
+        else { put(); run = { style, x: column, width: 1 }; }
+        column = -1;
+        cover.fill(0);
+        lit = false;
+      };
+      for (let k = first; k < end; k++) {
+        const x = left + (spans.start[k] * tick_s - group.t0) * scale;
+        const width = (spans.end[k] - spans.start[k]) * tick_s * scale;
+        const shown = followed < 0 || spans.mini[k] === followed;
+        this.drawn.operations++;
+        if (shown && followed >= 0) this.drawn.highlighted++;
+        if (width >= NARROW) {
+          flush();
+          put();
+          const gap = width > 5 ? 1 : 0;
+          this.add(`${TP.KINDS[spans.kind[k]]} ${spans.mini[k] % shades} ${shown ? 1 : 0} 4`, x, y, width - gap, height);
+          if (width > 9 && (shown || followed < 0)) this.wide.push(k, x, y, width - gap, height);
+        } else {
+          this.drawn.merged++;
+          const at = Math.floor(x);
+          if (at !== column) { flush(); column = at; step = spans.mini[k] % shades; }
+          // What is followed, and marks of no length, stay to be seen.
+          if (shown && followed >= 0 && !lit) { lit = true; step = spans.mini[k] % shades; cover.fill(0); }
+          if (!lit || shown) cover[spans.kind[k]] += Math.max(width, 0.02);
+        }
+      }
+      flush();
+      put();
+    }
+
+    /** Patterns and labels of operations that have room for them. */
+    details(context) {
+      const { spans } = this.recording;
+      context.globalAlpha = 1;
+      context.textAlign = "center";
+      context.textBaseline = "middle";
+      const tall = this.wide.length && this.wide[4] >= 11;
+      for (let k = 0; k < this.wide.length; k += 5) {
+        const [span, x, y, width, height] = this.wide.slice(k, k + 5);
+        const kind = TP.KINDS[spans.kind[span]];
+        const ink = TP.opInk(kind, spans.mini[span]);
+        const pattern = TP.pattern(context, TP.data.palette.operations[kind][1], ink);
+        if (pattern) { context.fillStyle = pattern; context.fillRect(x, y, width, height); }
+        if (!tall) continue;
+        // The label stays in sight while part of its operation is.
+        const from = Math.max(x, this.left), to = Math.min(x + width, this.right);
+        const micro = spans.micro[span];
+        const numbers = `${spans.mini[span]}${micro < 0 ? "" : `.${micro}`}`;
+        const text = [`${kind}${numbers}`, numbers, `${spans.mini[span]}`].find((t) => t.length * 6.3 + 5 <= to - from);
+        if (!text) continue;
+        if (pattern) {
+          context.fillStyle = TP.opFill(kind, spans.mini[span]);
+          const room = text.length * 6.3 + 4;
+          context.fillRect((from + to - room) / 2, y + 1, room, height - 2);
+        }
+        context.fillStyle = ink;
+        context.fillText(text, (from + to) / 2, y + height / 2 + 0.5);
+      }
+    }
+
+    /** Messages, from the end of what makes them to when they are there. */
+    arrows(context, messages) {
+      const { recording, group } = this;
+      const { source, target, sent, end, backward } = recording.messages;
+      const tick = recording.tick_s;
+      const shown = messages.filter((m) => end[m] * tick >= group.t0 && sent[m] * tick <= group.t1);
+      const many = shown.length > MOST_ARROWS / 5;
+      context.lineWidth = many ? 0.6 : 1.3;
+      for (const back of [0, 1]) {
+        context.strokeStyle = context.fillStyle = TP.colour(back ? "arrow-back" : "arrow");
+        context.globalAlpha = many ? 0.35 : 0.9;
+        context.setLineDash(back && !many ? [4, 3] : []);
+        const heads = [];
+        context.beginPath();
+        let count = 0;
+        for (const m of shown) {
+          if (backward[m] !== back) continue;
+          if (++count > MOST_ARROWS) break;
+          const down = target[m] > source[m];
+          const middle = this.laneHeight * (this.laneHeight > 14 ? 0.5 : 0);
+          const x0 = this.x(sent[m] * tick), x1 = this.x(end[m] * tick);
+          const y0 = this.y(source[m]) + this.laneHeight / 2 + (down ? 1 : -1) * (this.laneHeight / 2 - 3);
+          const y1 = this.y(target[m]) + this.laneHeight / 2 - (down ? 1 : -1) * (this.laneHeight / 2 - 2);
+          const bend = Math.min(Math.max(Math.abs(x1 - x0) / 2, 2), 40, middle + 24);
+          context.moveTo(x0, y0);
+          if (many) context.lineTo(x1, y1);
+          else context.bezierCurveTo(x0 + bend, y0, x1 - bend, y1, x1, y1);
+          heads.push(x1, y1);
+          this.drawn.arrows++;
+        }
+        context.stroke();
+        context.setLineDash([]);
+        if (many) continue;
+        context.beginPath();
+        for (let k = 0; k < heads.length; k += 2) {
+          context.moveTo(heads[k] + 1, heads[k + 1]);
+          context.lineTo(heads[k] - 5, heads[k + 1] - 3);
+          context.lineTo(heads[k] - 5, heads[k + 1] + 3);
+        }
+        context.fill();
+      }
+      context.globalAlpha = 1;
+    }
+
+    ring(context, span, thickness) {
+      if (span < 0) return;
+      const lane = this.recording.spans.lane[span];
+      const x = this.x(this.recording.start(span));
+      const width = Math.max(this.x(this.recording.end(span)) - x, 3);
+      context.strokeStyle = TP.colour("ink");
+      context.lineWidth = thickness;
+      context.strokeRect(x - 0.5, this.y(lane) + 1.5, width, this.laneHeight - 3);
+    }
+  };
+})();
