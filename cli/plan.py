@@ -11,6 +11,7 @@ from ..profiles.errors import UserError
 from ..profiles.files import read_file, write_file
 from ..profiles.profile import Profile, check_profile
 from .common import OneLineGroup, Whole, common_options, errors_as_lines, output
+from .compare import compare
 from .plan_tables import assumed, print_plan
 from .published import published
 from .simulate import simulate_plan
@@ -24,6 +25,7 @@ def main() -> None:
 
 
 main.add_command(solve)
+main.add_command(compare)
 main.add_command(simulate_plan)
 main.add_command(published)
 

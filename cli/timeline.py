@@ -36,13 +36,16 @@ def timeline(
 
     Raises UserError where that would be too many operations.
     """
-    count = count or _readable(console, plan)
+    shown = count or _readable(console, plan)
     settled = _settled(plan)
+    if first is None and count is None and settled + shown > _affordable(plan):
+        # Only the beginning of what is so large.
+        first, shown = 0, min(shown, _affordable(plan))
     begin = settled if first is None else first
-    recording = record(plan, begin + count + settled)
-    panels = [_panel(recording, f"from mini-batch {begin} on", begin, count)]
+    recording = record(plan, begin, shown)
+    panels = [_panel(recording, f"from mini-batch {begin} on", begin, shown)]
     if first is None:
-        panels = _two_panels(plan, recording, begin, count)
+        panels = _two_panels(plan, recording, begin, shown)
     lanes = _lanes(plan, recording, every=every)
     return Group(
         timetable(console, recording, lanes, panels), _legend(console, plan, recording, lanes)
@@ -54,9 +57,8 @@ def timeline_json(plan: Plan, first: int | None, count: int | None) -> dict[str,
 
     Raises UserError as `timeline`.
     """
-    settled = _settled(plan)
-    begin = settled if first is None else first
-    recording = record(plan, begin + (count or 2) + settled)
+    begin = min(_settled(plan), max(_affordable(plan) - 2, 0)) if first is None else first
+    recording = record(plan, begin, count or 1)
     return {
         "source": recording.source,
         "variant": recording.variant,
@@ -66,18 +68,24 @@ def timeline_json(plan: Plan, first: int | None, count: int | None) -> dict[str,
     }
 
 
-def record(plan: Plan, mini_batches: int) -> Recording:
-    """The first mini-batches of the plan's run. Raises UserError where they are too many."""
-    workers = sum(len(stage.devices) for stage in plan.stages)
-    each = max(workers, len(plan.stages) * plan.micro_batches) * 2 + len(plan.stages)
-    if mini_batches * each > _MOST_OPERATIONS and mini_batches > 2:
-        fits = _MOST_OPERATIONS // each
+def record(plan: Plan, begin: int, count: int) -> Recording:
+    """A plan's run up to `count` mini-batches from `begin` on, and some more that they don't
+    notice its end. Raises UserError where they are too many."""
+    fits = _affordable(plan)
+    if begin + count > fits:
         raise UserError(
-            f"--timeline: {mini_batches} mini-batches, counted from the run's first, have more "
-            f"than {_MOST_OPERATIONS:,} operations; show some of the first {max(fits, 1)} with "
+            f"--timeline: {begin + count} mini-batches, counted from the run's first, have more "
+            f"than {_MOST_OPERATIONS:,} operations; show some of the first {fits} with "
             "--from-mini-batch and --mini-batches"
         )
-    return predicted(plan, mini_batches)
+    return predicted(plan, min(begin + count + _settled(plan), fits))
+
+
+def _affordable(plan: Plan) -> int:
+    """Mini-batches whose operations aren't too many."""
+    workers = sum(len(stage.devices) for stage in plan.stages)
+    each = max(workers, len(plan.stages) * plan.micro_batches) * 2 + len(plan.stages)
+    return max(_MOST_OPERATIONS // each, 1)
 
 
 def _settled(plan: Plan) -> int:

@@ -115,13 +115,14 @@ def _lane(
     """Pieces of a lane's line with their styles."""
     shown = _shown(spans, begin_s, column_s, columns)
     colours = has_colours(console)
+    several = any(span.micro_batch for span in spans)
     for piece in _pieces(shown):
         if piece.span is None:
             yield _IDLE * piece.width, "dim"
         else:
             span = piece.span
-            fill = " " if colours else (span.kind if piece.many else _FILL[span.kind])
-            text = _label(span, piece.width, many=piece.many).ljust(piece.width, fill)
+            text = _label(span, piece.width, micro=several and not piece.many)
+            text = text.ljust(piece.width, " " if colours else _FILL[span.kind])
             yield text, operation_style(console, span.kind, span.mini_batch)
 
 
@@ -138,7 +139,7 @@ def _shown(
         if b < 0 or a >= columns:
             continue
         if span.kind == UPDATE:
-            updates.append((a, b, span))
+            updates.append((b, span))
         for x in range(max(int(a), 0), min(int(b) + 1, columns)):
             share = min(b, x + 1) - max(a, x)
             busy[x] += max(share, 0.0)
@@ -151,12 +152,15 @@ def _shown(
         if short is not None and found[x] is None and (short.kind, short.mini_batch) not in drawn:
             found[x] = short
             drawn.add((short.kind, short.mini_batch))
-    for a, b, span in updates:
+    for b, span in updates:
         # Too short for a column: it has the last one of what went before, if that has others.
-        x = int(b - 1e-6 * max(b, 1.0)) if b > a else int(a - 1e-6 * max(a, 1.0))
-        before = found[x] if 2 <= x < columns else None
-        if span not in found and before is not None and found[x - 2] is found[x - 1] is before:
-            found[x] = span
+        at = int(b - 1e-6 * max(b, 1.0))
+        for x in (at, at - 1):
+            before = found[x] if 2 <= x < columns else None
+            if span in found or before is None:
+                break
+            if found[x - 2] is found[x - 1] is before and before.kind != FORWARD:
+                found[x] = span
     return found
 
 
@@ -171,23 +175,18 @@ class _Piece:
 
 def _pieces(shown: Sequence[Span | None]) -> Iterator[_Piece]:
     runs = [(span, len(list(group))) for span, group in groupby(shown)]
-    # Operations of a single column each have no room for a name: in a row they share one.
-    for key, group in groupby(runs, key=_alike):
+    for _, group in groupby(runs, key=lambda run: run[0] and (run[0].kind, run[0].mini_batch)):
         several = list(group)
-        if key is not None and len(several) > 1:
-            yield _Piece(several[0][0], sum(width for _, width in several), many=True)
-        else:
+        # Where no micro-batch has room for its name, all of a mini-batch in a row share one.
+        if any(span is None or len(span.name) <= width for span, width in several):
             yield from (_Piece(span, width) for span, width in several)
+        else:
+            yield _Piece(several[0][0], sum(width for _, width in several), many=True)
 
 
-def _alike(run: tuple[Span | None, int]) -> object:
-    span, width = run
-    return (span.kind, span.mini_batch) if span is not None and width == 1 else None
-
-
-def _label(span: Span, width: int, *, many: bool) -> str:
+def _label(span: Span, width: int, *, micro: bool) -> str:
     """``F3.1``, or as much of it as there is room for."""
     whole = f"{span.kind}{span.mini_batch}"
-    if span.micro_batch is not None and not many and len(span.name) <= width:
+    if micro and len(span.name) <= width:
         return span.name
     return whole if len(whole) <= width else span.kind
