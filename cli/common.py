@@ -7,15 +7,12 @@ import io
 import math
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Column
 
 from .. import __version__
 from ..profiles.errors import PlanError, TimeprestError
@@ -24,7 +21,6 @@ from ..profiles.limits import MAX_COUNT
 F = TypeVar("F", bound=Callable[..., Any])
 
 _PLAIN_WIDTH = 100
-_REFRESH_S = 0.1
 _LONGEST_LINE = 1000
 """Characters of an error; names in a broken file can be any length."""
 
@@ -58,7 +54,7 @@ def errors_as_lines(function: F) -> F:
             sys.exit(error.exit_code)
         except KeyboardInterrupt as stop:
             more = f"; {stop}" if isinstance(stop, Stopped) and str(stop) else ""
-            click.echo(f"{_program()}: stopped{more}", err=True)
+            click.echo(f"{program()}: stopped{more}", err=True)
             sys.exit(130)
         except BrokenPipeError:
             # The reader of our output (head, less) has had enough.
@@ -75,7 +71,7 @@ def complain(message: str) -> None:
     line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in words)
     if len(line) > _LONGEST_LINE:
         line = f"{line[: _LONGEST_LINE // 2]} … {line[-_LONGEST_LINE // 3 :]}"
-    click.echo(f"{_program()}: {line}", err=True)
+    click.echo(f"{program()}: {line}", err=True)
 
 
 @contextmanager
@@ -138,7 +134,8 @@ class OneLineGroup(_OneLine, click.Group):
     """For tools of several commands."""
 
 
-def _program() -> str:
+def program() -> str:
+    """The command's name, for messages."""
     return os.path.basename(sys.argv[0]) or "timeprest"
 
 
@@ -170,50 +167,6 @@ def common_options(function: F) -> F:
     ):
         function = option(function)
     return function
-
-
-class Bar:
-    """A progress bar on stderr; nothing where that isn't a terminal, or `quiet`."""
-
-    def __init__(self, title: str, *, quiet: bool) -> None:
-        self._progress = Progress(
-            TextColumn("{task.fields[title]}"),
-            BarColumn(),
-            # Of one width, so that the bar keeps its own.
-            TextColumn(
-                "{task.description}",
-                table_column=Column(width=44, no_wrap=True, overflow="ellipsis"),
-            ),
-            TimeElapsedColumn(),
-            console=Console(stderr=True, emoji=False, markup=False),
-            transient=True,
-            disable=quiet or not sys.stderr.isatty(),
-        )
-        self._shown_at = 0.0
-        self._task = self._progress.add_task("", total=None, title=title)
-
-    def __call__(self, what: str, done: float, total: float) -> None:
-        """Show what is at hand; called at every step, so only a few times a second."""
-        now = time.monotonic()
-        if self._progress.disable or now - self._shown_at < _REFRESH_S:
-            return
-        self._shown_at = now
-        self._progress.update(self._task, description=what, completed=done, total=total)
-
-    def print(self, *lines: Any) -> None:
-        """Print results while the bar is shown: above it where both are on a terminal."""
-        console = self._progress.console
-        if self._progress.disable or not sys.stdout.isatty():
-            console = output()
-        for line in lines:
-            console.print(line, highlight=False)
-
-    def __enter__(self) -> Bar:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._progress.stop()
 
 
 def whole_numbers(text: str | None, option: str) -> list[int] | None:

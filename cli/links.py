@@ -20,7 +20,8 @@ from ..planner.cluster import (
 from ..planner.link_fit import LinkFit, fit_link, typical_pair
 from ..profiles.files import check_writable, write_bytes
 from ..profiles.units import format_bytes, format_seconds
-from .common import Bar, output
+from .common import output
+from .progress import Bar
 from .tables import compact_table, counted
 
 if TYPE_CHECKING:

@@ -14,7 +14,6 @@ from ..profiles.importers.foreign import import_profile, is_foreign
 from ..profiles.limits import MAX_FACTOR, MAX_THREADS
 from ..profiles.profile import FRONT_ENDS, Profile
 from .common import (
-    Bar,
     Number,
     OneLineCommand,
     Whole,
@@ -24,6 +23,7 @@ from .common import (
     whole_numbers,
 )
 from .profile_tables import print_profile
+from .progress import Bar
 
 
 def _options(function: Any) -> Any:

@@ -15,7 +15,8 @@ from ..profiles.errors import InfeasibleError
 from ..profiles.importers.foreign import read_workload
 from ..profiles.limits import MAX_FACTOR
 from ..profiles.units import format_bytes, format_seconds, parse_bandwidth, parse_bytes
-from .common import Bar, Number, Whole, common_options, errors_as_lines, output
+from .common import Number, Whole, common_options, errors_as_lines, output
+from .progress import Bar
 from .tables import compact_table, counted
 
 

@@ -16,7 +16,6 @@ from ..profiles.errors import UserError
 from ..profiles.limits import MAX_FACTOR, MAX_SECONDS, MAX_THREADS
 from ..runtime.launched import check_world_size
 from .common import (
-    Bar,
     Number,
     Stopped,
     Whole,
@@ -28,6 +27,7 @@ from .common import (
 from .export import WithExport
 from .one_rank import meeting_at_hand, one_rank_tells
 from .optimizer_options import betas_in, optimizer_choice
+from .progress import Bar
 from .resuming import check_resumable, given, how_to_go_on, place_of, read_run
 from .run_checks import device_lines, show_check, show_dry_run, warn_of_memory
 
@@ -339,6 +339,7 @@ def main(
     from .plan_tables import operations
     from .run_tables import epoch_line, summary_lines, summary_table
     from .stage_tables import stage_table
+    from .training_progress import TrainingProgress
 
     if checks:
         with naming(plan_path or str(run_dir)):
@@ -381,7 +382,7 @@ def main(
                     bar.print(stage_table(plan, console.width), operations(plan, 16))
 
         def mini_batch(self, epoch: int, done: int, of: int, loss: float) -> None:
-            bar(f"epoch {epoch + 1}: mini-batch {done} of {of}, loss {loss:.4f}", done, of)
+            progress(epoch, done, of, loss)
 
         def epoch(self, record: EpochRecord) -> None:
             if not silent:
@@ -401,6 +402,7 @@ def main(
         # As the stages' own processes do.
         keep_freed_memory()
     with naming(plan_path or str(run_dir)), Bar(plan.variant, quiet=silent) as bar:
+        progress = TrainingProgress(bar, plan, settings, None if inline else where)
         try:
             if meeting is not None:
                 from ..runtime.member import resume_member, run_member

@@ -23,9 +23,10 @@ from ..profiles.files import check_writable, read_file, write_file
 from ..profiles.limits import MAX_FACTOR
 from ..profiles.profile import IMPORTED, Profile, check_profile
 from .cluster_options import cluster_of, cluster_options
-from .common import Bar, Number, Whole, common_options, errors_as_lines, output
+from .common import Number, Whole, common_options, errors_as_lines, output
 from .front_tables import comparison, front_table
 from .plan_tables import assumed, print_plan
+from .progress import Bar
 
 
 def count_or_auto(text: str, option: str) -> int | None:

@@ -1,0 +1,111 @@
+"""How long work goes on: a bar on a terminal, a plain line now and then elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Column
+
+from .common import output, program
+
+_REFRESH_S = 0.1
+_FIRST_LINE_S = 30.0
+_LINES_APART = 1.5
+"""Each line comes so many times later than the one before, and no later than"""
+_MOST_BETWEEN_S = 300.0
+
+
+class Bar:
+    """Progress on stderr: a bar on a terminal, else lines without control characters; or nothing.
+
+    Where stderr isn't a terminal, work of half a minute says nothing.
+    """
+
+    def __init__(self, title: str, *, quiet: bool) -> None:
+        self._title = title
+        self._quiet = quiet
+        console = Console(stderr=True, emoji=False, markup=False)
+        self._progress = Progress(
+            TextColumn("{task.fields[title]}"),
+            BarColumn(bar_width=24 if console.width >= 120 else 10),
+            # Takes what is left, so that the bar keeps its width.
+            TextColumn(
+                "{task.description}",
+                table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"),
+            ),
+            TextColumn("{task.fields[left]}", table_column=Column(no_wrap=True)),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=quiet or not sys.stderr.isatty(),
+            expand=True,
+        )
+        self._task: TaskID = self._progress.add_task("", total=None, title=title, left="")
+        self._begin = time.monotonic()
+        self._first: tuple[float, float] | None = None
+        self._shown_at = 0.0
+        self._next_line = self._begin + _FIRST_LINE_S
+
+    @property
+    def shown(self) -> bool:
+        """Whether there is a bar, on a terminal."""
+        return not self._progress.disable
+
+    def __call__(self, what: str, done: float, total: float) -> None:
+        """Show what is at hand; called at every step, so only a few times a second."""
+        now = time.monotonic()
+        if self._quiet or now - self._shown_at < _REFRESH_S:
+            return
+        self._shown_at = now
+        # What came before the first step, such as start-up, says nothing about the others.
+        self._first = self._first or (now, done)
+        since, before = self._first
+        left = time_left(now - since, done - before, total - before)
+        if self.shown:
+            self._progress.update(
+                self._task,
+                description=what,
+                completed=done,
+                # Without an end, the bar only shows that there is life.
+                total=total or None,
+                left=left,
+            )
+        elif now >= self._next_line:
+            self._line(what, left, now)
+
+    def _line(self, what: str, left: str, now: float) -> None:
+        passed = now - self._begin
+        self._next_line = now + min((_LINES_APART - 1) * passed, _MOST_BETWEEN_S)
+        share = f", {left}" if left else ""
+        line = f"{program()}: {self._title}: {what} ({passed:.0f} s{share})"
+        sys.stderr.write("".join(c if c.isprintable() else " " for c in line) + "\n")
+        sys.stderr.flush()
+
+    def print(self, *lines: Any) -> None:
+        """Print results while the bar is shown: above it where both are on a terminal."""
+        console = self._progress.console
+        if self._progress.disable or not sys.stdout.isatty():
+            console = output()
+        for line in lines:
+            console.print(line, highlight=False)
+
+    def __enter__(self) -> Bar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._progress.stop()
+
+
+def time_left(passed_s: float, done: float, total: float) -> str:
+    """``"40 s left"``, from what took how long so far; empty where that says nothing yet."""
+    if not 0 < done <= total or passed_s < 1:
+        return ""
+    left = passed_s * (total - done) / done
+    if left < 100:
+        return f"{left:.0f} s left"
+    return f"{left / 60:.0f} min left" if left < 6000 else f"{left / 3600:.0f} h left"

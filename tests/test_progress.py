@@ -1,0 +1,103 @@
+"""Progress of long work: what a bar says on a terminal and elsewhere, and what a run tells it."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+from timeprest.cli import progress
+from timeprest.cli.progress import Bar, time_left
+from timeprest.cli.training_progress import BusyShares, Rate, busy_text, training_text
+from timeprest.runtime.status import WorkerStatus
+
+
+class Clock:
+    now = 100.0
+
+    def monotonic(self):
+        return self.now
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(progress, "time", clock)
+    return clock
+
+
+def work(clock, seconds, *, quiet=False):
+    """A bar is told every second."""
+    with Bar("planning", quiet=quiet) as bar:
+        for k in range(seconds):
+            bar(f"layer {k}", k, seconds)
+            clock.now += 1
+
+
+def test_a_file_gets_a_plain_line_now_and_then(clock, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    work(clock, 30)
+    assert sys.stderr.getvalue() == ""
+    work(clock, 300)
+    lines = sys.stderr.getvalue().splitlines()
+    assert lines[0].endswith("planning: layer 30 (30 s, 4 min left)")
+    assert 5 <= len(lines) <= 8
+    assert all(line.isprintable() for line in lines)
+
+
+def test_a_terminal_gets_a_bar_and_quiet_nothing(clock, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setenv("TERM", "xterm-256color")
+    work(clock, 3)
+    assert "planning" in sys.stderr.getvalue()
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    work(clock, 300, quiet=True)
+    assert sys.stderr.getvalue() == ""
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    work(clock, 300, quiet=True)
+    assert sys.stderr.getvalue() == ""
+
+
+def test_time_left():
+    assert time_left(10, 1, 4) == "30 s left"
+    assert time_left(100, 1, 11) == "17 min left"
+    assert time_left(10_000, 1, 3) == "6 h left"
+    # Too early, without an end, or beyond it.
+    assert time_left(0.5, 1, 4) == time_left(10, 0, 4) == time_left(10, 1, 0) == ""
+    assert time_left(10, 5, 4) == ""
+
+
+def test_samples_per_second_are_of_the_last_seconds():
+    rate = Rate(16)
+    assert rate(1, 0.0) is None
+    assert rate(11, 1.0) == pytest.approx(160)
+    for second in range(2, 20):
+        found = rate(11 + (second - 1), float(second))
+    assert found == pytest.approx(16)
+
+
+def test_busy_shares_are_those_of_the_looks():
+    busy = BusyShares(None, [0, 1, 1])
+    at = WorkerStatus(rank=0, name="stage 0", host="here", pid=1, at="0F1.0")
+    waits = WorkerStatus(rank=0, name="stage 0", host="here", pid=1, at="0B1", waits_for=(1,))
+    between = WorkerStatus(rank=0, name="stage 0", host="here", pid=1, at="")
+    busy.look({0: at}, 0.0)
+    assert busy.shares() == []
+    busy.look({0: at, 1: waits, 2: at}, 1.0)
+    busy.look({0: between, 1: waits, 2: at}, 1.5)
+    assert busy.shares() == [pytest.approx(2 / 3), 0.5]
+    # What is long past doesn't count.
+    busy.look({0: at, 1: at, 2: at}, 6.2)
+    assert busy.shares() == [0.5, 0.75]
+
+
+def test_what_training_says():
+    text = training_text(0, 3, 22, 2.25, 1422.4, [0.5, 0.925])
+    assert text == "epoch 1: 3/22, 1422 samples/s, loss 2.2500, busy 50 92%"
+    assert training_text(4, 3, 22, 2.25, None, []) == "epoch 5: 3/22, loss 2.2500"
+    assert busy_text([0.25, 0.75] * 8) == "busy 25% to 75%, mean 50%"
