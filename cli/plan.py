@@ -10,11 +10,12 @@ from ..planner.recheck import recheck
 from ..profiles.errors import UserError
 from ..profiles.files import read_file, write_file
 from ..profiles.profile import Profile, check_profile
-from .common import OneLineGroup, common_options, errors_as_lines, output
+from .common import OneLineGroup, Whole, common_options, errors_as_lines, output
 from .plan_tables import assumed, print_plan
 from .published import published
 from .simulate import simulate_plan
 from .solve import solve
+from .timeline import timeline, timeline_json
 
 
 @click.group(cls=OneLineGroup, context_settings={"help_option_names": ["-h", "--help"]})
@@ -33,19 +34,50 @@ main.add_command(published)
     "--operations",
     "count",
     type=click.IntRange(0, 10_000),
-    default=16,
-    show_default=True,
-    help="How many operations of each stage's order to print.",
+    help="How many operations of each stage's order to print.  [default: 16, or 0 with --timeline]",
 )
+@click.option(
+    "--timeline",
+    "with_timeline",
+    is_flag=True,
+    help="Draw the order over time: how the pipeline fills, and its steady state.",
+)
+@click.option(
+    "--from-mini-batch",
+    "first",
+    type=Whole(0),
+    help="With --timeline: begin there; 0 is the first.",
+)
+@click.option("--mini-batches", type=Whole(), help="With --timeline: how many to draw.")
 @common_options
 @errors_as_lines
-def show(plan_path: str, count: int, as_json: bool, quiet: bool, verbose: bool) -> None:
+def show(
+    plan_path: str,
+    count: int | None,
+    with_timeline: bool,
+    first: int | None,
+    mini_batches: int | None,
+    as_json: bool,
+    quiet: bool,
+    verbose: bool,
+) -> None:
     """Show PLAN: its stages, what they should cost, and the order's first operations."""
     plan = read_plan(plan_path)
+    if not with_timeline and (first, mini_batches) != (None, None):
+        raise UserError("--from-mini-batch, --mini-batches: go with --timeline")
     if as_json:
-        click.echo(msgspec.json.encode(plan))
+        found = timeline_json(plan, first, mini_batches) if with_timeline else plan
+        click.echo(msgspec.json.encode(found))
     elif not quiet:
+        console = output()
+        drawn = []
+        if with_timeline:
+            drawn.append(timeline(console, plan, first, mini_batches, every=verbose))
+        if count is None:
+            count = 0 if with_timeline else 16
         print_plan(plan, count, every=verbose)
+        for picture in drawn:
+            console.print(picture)
 
 
 @main.command()
