@@ -20,7 +20,6 @@ from timeprest.cli.figures.frame import window_of
 from timeprest.cli.figures.options import (
     figure_options,
     limits,
-    settings_of,
     width_in_points,
     write_plan_figures,
 )
@@ -28,6 +27,8 @@ from timeprest.cli.figures.svg import text_width
 from timeprest.planner.evaluate import make_plan
 from timeprest.planner.recording import Lane, MemoryPoint, Recording, Span, predicted
 from timeprest.planner.variants import VARIANTS
+from timeprest.profiles.errors import UserError
+from timeprest.profiles.units import format_bytes
 
 ALL = sorted(VARIANTS)
 SVG = "{http://www.w3.org/2000/svg}"
@@ -218,7 +219,7 @@ def test_a_limit_far_away_is_told_in_words():
     recording = predicted(chain_plan("gpipe"))
     near, far = (memory_svg(recording, [limit] * 3) for limit in (None, 2**50))
     assert "#c62828" not in far
-    assert "1024.0 TiB" in far
+    assert format_bytes(2**50) in far
     assert "limit" not in near
 
 
@@ -371,9 +372,8 @@ def test_files_are_written(tmp_path):
 
     @click.command()
     @figure_options
-    def command(svg, svg_memory, svg_width, svg_messages, svg_versions):
-        setting = settings_of(1, 2, svg_width, svg_messages, svg_versions)
-        click.echo(" ".join(write_plan_figures(plan, setting, svg, svg_memory)))
+    def command(**figures):
+        click.echo(" ".join(write_plan_figures(plan, 1, 2, figures)))
 
     names = [str(tmp_path / name) for name in ("t.svg", "m.svg")]
     run = CliRunner().invoke(
@@ -386,6 +386,8 @@ def test_files_are_written(tmp_path):
         assert root.get("width") == "85mm"
         assert "mini-batches 1 to 2" in root.find(SVG + "desc").text
     assert len(limits(plan, predicted(plan, 2))) == 6
+    alone = CliRunner().invoke(command, ["--svg-versions"])
+    assert isinstance(alone.exception, UserError)
     for width in ("wide", "3mm", "9000mm"):
         refused = CliRunner().invoke(command, ["--svg", names[0], "--svg-width", width])
         assert refused.exit_code == 2
