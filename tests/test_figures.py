@@ -24,10 +24,12 @@ from timeprest.cli.figures.options import (
     write_plan_figures,
 )
 from timeprest.cli.figures.svg import text_width
+from timeprest.cli.plan import main
 from timeprest.planner.evaluate import make_plan
 from timeprest.planner.recording import Lane, MemoryPoint, Recording, Span, predicted
 from timeprest.planner.variants import VARIANTS
 from timeprest.profiles.errors import UserError
+from timeprest.profiles.files import write_file
 from timeprest.profiles.units import format_bytes
 
 ALL = sorted(VARIANTS)
@@ -364,6 +366,17 @@ def test_kinds_differ_in_grey():
 )
 def test_widths_have_units(text, points):
     assert width_in_points(text) == pytest.approx(points, abs=0.01)
+
+
+def test_show_writes_figures(tmp_path):
+    """And says so; what is drawn is chosen as for the timeline on a terminal."""
+    write_file(tmp_path / "plan.json", chain_plan("timeprest"))
+    svg = tmp_path / "t.svg"
+    arguments = ["show", str(tmp_path / "plan.json"), "--svg", str(svg)]
+    run = CliRunner().invoke(main, [*arguments, "--from-mini-batch", "2", "--mini-batches", "3"])
+    assert run.exit_code == 0
+    assert str(svg) in run.output.replace("\n", "")
+    assert "mini-batches 2 to 4" in svg.read_text(encoding="utf-8")
 
 
 def test_files_are_written(tmp_path):
