@@ -8,6 +8,7 @@ from itertools import pairwise
 from xml.etree import ElementTree
 
 import click
+import msgspec
 import pytest
 from click.testing import CliRunner
 from drawn_plans import evaluated
@@ -15,7 +16,7 @@ from hypothesis import given, settings
 from plans import REPORT
 from test_recording import chain_plan
 from timeprest.cli.figures import Settings, memory_svg, timeline_svg, timelines_svg
-from timeprest.cli.figures.fills import SHADES, has_pattern, shade
+from timeprest.cli.figures.fills import SHADES, has_pattern, memory_shade, shade
 from timeprest.cli.figures.frame import window_of
 from timeprest.cli.figures.options import (
     figure_options,
@@ -24,6 +25,7 @@ from timeprest.cli.figures.options import (
     write_plan_figures,
 )
 from timeprest.cli.figures.svg import text_width
+from timeprest.cli.palette import MEMORY
 from timeprest.cli.plan import main
 from timeprest.planner.evaluate import make_plan
 from timeprest.planner.recording import Lane, MemoryPoint, Recording, Span, predicted
@@ -264,6 +266,16 @@ def test_versions_stand_below_the_labels(variant):
     assert plain <= known
 
 
+def test_little_is_enough_for_a_figure():
+    """Nothing recorded, or neither memory nor messages, as of a run whose log doesn't have them."""
+    full = predicted(chain_plan("gpipe"), 1)
+    empty = Recording("measured", "gpipe", full.lanes, (), (), (), 0.0)
+    bare = Recording("measured", "gpipe", full.lanes, full.spans, (), (), full.period_s)
+    for recording in (empty, bare):
+        for text in (timelines_svg([("a run", recording)]), memory_svg(recording, [5] * 3)):
+            check_inside(Figure(text))
+
+
 def test_the_same_plan_gives_the_same_bytes():
     first, second = (
         (timeline_svg(r, Settings(messages=True)), memory_svg(r, [2**20] * 3))
@@ -361,6 +373,10 @@ def test_kinds_differ_in_grey():
     assert lightest_first == ["F", "B", "U"]
     for lighter, darker in pairwise(lightest_first):
         assert min(bands[lighter]) - max(bands[darker]) > 35
+    plain = [kind for kind, paint in MEMORY.items() if paint.pattern == "plain"]
+    levels = sorted(grey(memory_shade(kind)) for kind in plain)
+    assert len(levels) == 4
+    assert all(b - a > 30 for a, b in pairwise(levels))
 
 
 @pytest.mark.parametrize(
@@ -401,6 +417,11 @@ def test_files_are_written(tmp_path):
         assert root.get("width") == "85mm"
         assert "mini-batches 1 to 2" in root.find(SVG + "desc").text
     assert len(limits(plan, predicted(plan, 2))) == 6
+    old = [msgspec.structs.replace(stage, holds=None) for stage in plan.predicted.stages]
+    told = msgspec.structs.replace(plan.predicted, stages=tuple(old))
+    plan = msgspec.structs.replace(plan, predicted=told)
+    alone = CliRunner().invoke(command, ["--svg-memory", names[1]])
+    assert isinstance(alone.exception, UserError)
     alone = CliRunner().invoke(command, ["--svg-versions"])
     assert isinstance(alone.exception, UserError)
     for width in ("wide", "3mm", "9000mm"):

@@ -101,6 +101,11 @@ def write_plan_figures(
         return []
     settings = settings_of(first, mini_batches, figures)
     recording = recorded(plan, settings)
+    if svg_memory and not recording.memory:
+        raise UserError(
+            "--svg-memory: the plan doesn't say what its stages hold over time; solve again, or "
+            "write it anew with tp-plan check PLAN --profile PROFILE -o PLAN"
+        )
     texts = []
     if svg:
         texts.append((svg, timeline_svg(recording, settings)))
