@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
+from dataclasses import replace
 from itertools import pairwise
 from xml.etree import ElementTree
 
@@ -23,6 +24,7 @@ from timeprest.cli.figures.options import (
     limits,
     width_in_points,
     write_plan_figures,
+    write_run_figure,
 )
 from timeprest.cli.figures.svg import text_width
 from timeprest.cli.palette import MEMORY
@@ -384,6 +386,15 @@ def test_kinds_differ_in_grey():
 )
 def test_widths_have_units(text, points):
     assert width_in_points(text) == pytest.approx(points, abs=0.01)
+
+
+def test_a_run_stands_above_its_plan(tmp_path):
+    plan = chain_plan("pipedream-flush")
+    svg = tmp_path / "run.svg"
+    write_run_figure(replace(predicted(plan, 5), source="measured"), plan, str(svg))
+    text = svg.read_text(encoding="utf-8")
+    assert "measured: measured, pipedream-flush, mini-batches 0 to 2" in text
+    assert "predicted: predicted, pipedream-flush, mini-batches 0 to 2" in text
 
 
 def test_show_writes_figures(tmp_path):

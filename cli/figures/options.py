@@ -116,8 +116,11 @@ def write_plan_figures(
     return [path for path, _ in texts]
 
 
-def write_run_figure(measured: Recording, plan: Plan, settings: Settings, svg: str) -> None:
+def write_run_figure(
+    measured: Recording, plan: Plan, svg: str, settings: Settings | None = None
+) -> None:
     """Write a run's timeline, with the one that its plan predicts below it. Raises FileError."""
+    settings = settings or Settings()
     both = [("measured", measured), ("predicted", recorded(plan, settings))]
     write_bytes(svg, timelines_svg(both, settings).encode())
 
