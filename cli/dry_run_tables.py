@@ -16,7 +16,7 @@ def worker_table(found: DryRun) -> Table:
     """One row per worker."""
     table = compact_table(
         f"{found.variant}: {counted(found.world_size, 'worker', 'workers')}",
-        ["rank", "worker", "device", "host"],
+        ["rank", "worker", "device", "on", "host"],
         ["memory planned", "limit"],
     )
     for worker in found.workers:
@@ -25,6 +25,7 @@ def worker_table(found: DryRun) -> Table:
             str(worker.rank),
             worker.name,
             worker.device,
+            worker.computes_on,
             worker.host,
             format_bytes(worker.planned_bytes),
             limit,
@@ -55,6 +56,12 @@ def dry_run_lines(found: DryRun) -> list[str]:
             f"{host.host} ({host.address}): {format_bytes(host.free_bytes)} free for "
             f"{format_bytes(host.planned_bytes)} planned; {host.run_dir} can be written"
         )
+    for gpu in found.gpus:
+        lines.append(
+            f"{gpu.gpu} of {gpu.host}: {format_bytes(gpu.free_bytes)} free for "
+            f"{format_bytes(gpu.planned_bytes)} planned"
+        )
+    lines.append(f"messages go by {found.transport}")
     lines.append(
         f"the workers meet at {found.meets_at}, and a message went over every cut"
         if found.meets_at

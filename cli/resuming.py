@@ -16,8 +16,18 @@ if TYPE_CHECKING:
     from ..runtime.settings import RunSettings
 
 _RESUMABLE = {
-    *("plan_path", "run_dir", "resume", "resume_at", "epochs", "checks", "start_from"),
-    *("inline", "timeout", "keep_checkpoints", "log_operations", "as_json", "quiet", "verbose"),
+    *("plan_path", "run_dir", "resume", "resume_at", "epochs", "steps", "checks", "start_from"),
+    *("on_nan", "max_restarts"),
+    *(
+        "inline",
+        "timeout",
+        "keep_checkpoints",
+        "log_operations",
+        "device",
+        "as_json",
+        "quiet",
+        "verbose",
+    ),
 }
 """Options that may be given to a run that is resumed, or are refused elsewhere."""
 
@@ -43,7 +53,8 @@ def check_resumable(run_dir: str | None, start_from: str | None) -> None:
     ]
     if changed:
         raise UserError(
-            f"{', '.join(changed)}: a resumed run keeps its settings, and only --epochs may grow; "
+            f"{', '.join(changed)}: a resumed run keeps its settings, and only --epochs or "
+            "--steps may grow; "
             f"to start another run from its weights: tp-run PLAN --from {run_dir}"
         )
 

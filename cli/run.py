@@ -29,7 +29,7 @@ from .export import WithExport
 from .one_rank import meeting_at_hand, one_rank_tells
 from .optimizer_options import betas_in, optimizer_choice
 from .resuming import check_resumable, given, how_to_go_on, place_of, read_run
-from .run_checks import show_check, show_dry_run
+from .run_checks import device_lines, show_check, show_dry_run, warn_of_memory
 
 if TYPE_CHECKING:
     from ..runtime.meeting import Meeting
@@ -101,6 +101,13 @@ _AUTOCAST: dict[str | None, Literal["profiled", "bfloat16", "off"]] = {
     "--deferred-batch-norm",
     is_flag=True,
     help="Update BatchNorm's running statistics once for each mini-batch.",
+)
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="What the stages compute on; auto: what the plan was profiled on.",
 )
 @click.option("--seed", type=click.IntRange(0, 2**40), default=0, show_default=True)
 @click.option(
@@ -192,7 +199,8 @@ _AUTOCAST: dict[str | None, Literal["profiled", "bfloat16", "off"]] = {
 @click.option(
     "--resume",
     is_flag=True,
-    help="Go on with the run in --run-dir from its newest checkpoint. --epochs may grow.",
+    help="Go on with the run in --run-dir from its newest checkpoint. --epochs or --steps "
+    "may grow.",
 )
 @click.option(
     "--resume-at",
@@ -227,6 +235,7 @@ def main(
     clip_norm: float | None,
     autocast: str | None,
     deferred_batch_norm: bool,
+    device: Literal["auto", "cpu", "cuda"],
     seed: int,
     threads: int | None,
     inline: bool,
@@ -258,7 +267,7 @@ def main(
     resume = resume or resume_at is not None
     if not resume and meeting is not None and _restarted(meeting, run_dir):
         # The launcher repeats the command with which the run was begun.
-        resume, epochs = True, None
+        resume, epochs, steps = True, None, None
     elif resume:
         check_resumable(run_dir, start_from)
     elif plan_path is None:
@@ -300,6 +309,7 @@ def main(
             clip_norm=clip_norm,
             autocast=_AUTOCAST[autocast],
             deferred_batch_norm=deferred_batch_norm,
+            device=device,
             seed=seed,
             threads=threads or plan.profile.threads,
             evaluate=evaluate,
@@ -356,8 +366,14 @@ def main(
                 how = "inline" if inline else f"{processes} processes"
                 what = f"training {settings.task} with {plan.variant}, {how}, in {where}"
                 bar.print(f"{what}, from {place_of(where, resume_at)}" if resume else what)
-                if plan.profile.device != "cpu":
-                    bar.print(f"predictions are for {plan.profile.device}; this runs on the CPU")
+                for line in device_lines(
+                    plan,
+                    settings,
+                    processes,
+                    inline=inline,
+                    one_host=meeting is None or meeting.launched.one_host,
+                ):
+                    bar.print(line)
                 profiled = plan.profile.autocast or "off"
                 if settings.autocast not in ("profiled", profiled):
                     bar.print(f"predictions are for autocast {profiled}; this is another")
@@ -371,23 +387,28 @@ def main(
             if not silent:
                 bar.print(epoch_line(record))
 
+    free = {
+        "timeout_s": timeout,
+        "keep_checkpoints": given("keep_checkpoints"),
+        "log_operations": log_operations or None,
+        "on_nan": given("on_nan"),
+        "device": given("device"),
+    }
+    changes = {name: value for name, value in free.items() if value is not None}
+    # What the run is going to be made with, for what is said of it.
+    settings = msgspec.structs.replace(settings, **changes) if resume else settings
     if inline:
         # As the stages' own processes do.
         keep_freed_memory()
     with naming(plan_path or str(run_dir)), Bar(plan.variant, quiet=silent) as bar:
-        free = {
-            "timeout_s": timeout,
-            "keep_checkpoints": given("keep_checkpoints"),
-            "log_operations": log_operations or None,
-            "on_nan": given("on_nan"),
-        }
-        changes = {name: value for name, value in free.items() if value is not None}
         try:
             if meeting is not None:
                 from ..runtime.member import resume_member, run_member
 
                 told = (
-                    resume_member(named, changes, meeting, Show(), epochs=epochs, at=resume_at)
+                    resume_member(
+                        named, changes, meeting, Show(), epochs=epochs, steps=steps, at=resume_at
+                    )
                     if resume
                     else run_member(plan, settings, named, meeting, Show())
                 )
@@ -397,10 +418,11 @@ def main(
             else:
                 again = partial(resume_run, where, changes, inline=inline, observer=Show())
                 first = (
-                    partial(again, epochs=epochs, at=resume_at)
+                    partial(again, epochs=epochs, steps=steps, at=resume_at)
                     if resume
                     else partial(run, plan, settings, where, inline=inline, observer=Show())
                 )
+                warn_of_memory(plan, settings)
                 summary = with_restarts(
                     first, again, max_restarts, lambda line: click.echo(f"tp-run: {line}", err=True)
                 )

@@ -17,6 +17,53 @@ if TYPE_CHECKING:
     from ..runtime.settings import RunSettings
 
 
+def device_lines(
+    plan: Plan, settings: RunSettings, workers: int, *, inline: bool = False, one_host: bool = True
+) -> list[str]:
+    """What a run says of its devices before it trains.
+
+    Args:
+        workers: of the whole run.
+        inline: all of them in this process.
+        one_host: all of them on this one.
+    """
+    from ..runtime.devices import device_kind, gpu_count
+    from ..runtime.placement import transport_here
+
+    kind, lines = device_kind(plan, settings), []
+    if kind == "cuda":
+        gpus = gpu_count()
+        if inline:
+            lines.append("all stages compute on the first GPU")
+        elif one_host:
+            how = transport_here(kind, workers, gpus)
+            lines.append(
+                f"stages compute on {min(workers, gpus)} of {gpus} GPUs; messages by {how}"
+            )
+        else:
+            lines.append("stages compute on GPUs: local rank r on cuda:(r mod GPUs) of its host")
+    if plan.profile.device != kind:
+        lines.append(
+            f"predictions are for {plan.profile.device}; this runs on "
+            f"{'the CPU' if kind == 'cpu' else 'GPUs'}"
+        )
+    return lines
+
+
+def warn_of_memory(plan: Plan, settings: RunSettings) -> None:
+    """Say so where the plan needs more memory than is free. On GPUs the workers find out."""
+    from ..runtime.devices import CPU, device_kind
+    from ..runtime.placement import free_bytes, shortage_here
+
+    if device_kind(plan, settings) != "cpu":
+        return
+    stages = zip(plan.stages, plan.predicted.stages, strict=True)
+    planned = [len(stage.devices) * predicted.memory_bytes for stage, predicted in stages]
+    warning = shortage_here(planned, free_bytes(CPU))
+    if warning is not None:
+        click.echo(f"tp-run: warning: {warning}", err=True)
+
+
 def show_dry_run(
     plan: Plan,
     settings: RunSettings,

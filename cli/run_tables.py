@@ -50,6 +50,20 @@ def summary_table(plan: Plan, summary: RunSummary) -> Table:
     return table
 
 
+def _device_lines(plan: Plan, summary: RunSummary) -> list[Text]:
+    """Where the stages were, when that wasn't the CPU."""
+    gpus = [report for report in summary.stages if report.device_peak_bytes is not None]
+    if not gpus:
+        return []
+    where = ", ".join(
+        f"stage {_which(plan, report)} on {report.device} "
+        f"(peak {format_bytes(report.device_peak_bytes or 0)})"
+        for report in gpus
+    )
+    how = f"; messages by {gpus[0].transport}" * bool(gpus[0].transport)
+    return [Text(f"{where}{how}. This peak is torch's, of all tensors of the process")]
+
+
 def _workers(plan: Plan) -> str:
     stages, workers = len(plan.stages), sum(len(stage.devices) for stage in plan.stages)
     text = counted(stages, "stage", "stages")
@@ -87,6 +101,7 @@ def summary_lines(plan: Plan, summary: RunSummary) -> list[Text]:
                 f"{predicted} ({ratio:.2f} ×)"
             )
         )
+    lines += _device_lines(plan, summary)
     for report in summary.stages:
         seen = ", ".join(
             f"{difference} in {times}" for difference, times in report.version_differences.items()

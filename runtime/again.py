@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .data import Part
+from .devices import CPU, random_state, set_random_state
 
 
 @dataclass
@@ -24,7 +25,7 @@ class Ingredients:
     Attributes:
         values: the piece's inputs by name.
         nbytes: of those that were received; the model's own inputs count nothing, as everywhere.
-        random: state of the random generator before the first time.
+        random: state of the random generators before the first time.
     """
 
     values: dict[str, Tensor]
@@ -41,7 +42,8 @@ class Again:
     then all are copied, and only those after that.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, device: torch.device = CPU) -> None:
+        self._device = device
         self._buffers = list(module.buffers())
         self._overwritten: set[str] | None = None
         self._given: dict[str, tuple[Tensor, int]] = {}
@@ -57,7 +59,7 @@ class Again:
         }
         self._given = {name: (v, v._version) for name, v in values.items()}
         nbytes = sum(values[name].numel() * values[name].element_size() for name in received)
-        return Ingredients(copies, target, part, nbytes, torch.get_rng_state())
+        return Ingredients(copies, target, part, nbytes, random_state(self._device))
 
     def kept(self, found: Ingredients) -> None:
         """The forward is done: what it left as it was needs no copy."""
@@ -72,13 +74,13 @@ class Again:
     @contextmanager
     def as_before(self, found: Ingredients) -> Iterator[None]:
         """Random numbers and buffers are as they were the first time; nobody else notices."""
-        random = torch.get_rng_state()
+        random = random_state(self._device)
         buffers = [b.clone() for b in self._buffers]
-        torch.set_rng_state(found.random)
+        set_random_state(found.random, self._device)
         try:
             yield
         finally:
-            torch.set_rng_state(random)
+            set_random_state(random, self._device)
             with torch.no_grad():
                 for buffer, before in zip(self._buffers, buffers, strict=True):
                     buffer.copy_(before)

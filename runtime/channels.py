@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from itertools import cycle, islice
 from typing import Protocol
@@ -114,13 +114,19 @@ class ProcessChannels:
     """
 
     def __init__(
-        self, names: Sequence[str], timeout_s: float, status: Status | None = None
+        self,
+        names: Sequence[str],
+        timeout_s: float,
+        status: Status | None = None,
+        room: Callable[[Sequence[int], torch.dtype], Tensor] | None = None,
     ) -> None:
         """
         Args:
             names: of all workers, by rank; for messages.
             status: is told whom this worker waits for.
+            room: makes the tensors, by shape and dtype, that messages are received into.
         """
+        self._room = room or _room
         self.names = names
         self.status = status or Untold()
         self.timeout = timedelta(seconds=timeout_s)
@@ -144,7 +150,7 @@ class ProcessChannels:
         crossing = next(upcoming, None)
         if crossing is None:
             return False
-        buffer = torch.empty(crossing.shape(kind), dtype=crossing.spec.dtype)
+        buffer = self._room(crossing.shape(kind), crossing.spec.dtype)
         try:
             work = dist.irecv(buffer, crossing.ends(kind)[0], tag=_tag(crossing, kind))
         except RuntimeError as error:
@@ -209,7 +215,7 @@ class ProcessChannels:
     def held_bytes(self) -> int:
         """Posted buffers and messages still being sent."""
         posted = sum(_nbytes(b) for waiting in self._posted.values() for _, b in waiting)
-        return posted + sum(sender.pending_bytes for sender in self._senders.values())
+        return posted + sum(s.pending_bytes for s in list(self._senders.values()))
 
     def _lost(self, peer: int, error: BaseException) -> PeerError:
         return PeerError(f"waiting for {self.names[peer]}: {why_lost(error, self.timeout)}")
@@ -266,6 +272,10 @@ class _Sender:
                 self.pending_bytes -= counted_bytes
                 self._idle.notify_all()
             del item, work, tensor
+
+
+def _room(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty(tuple(shape), dtype=dtype)
 
 
 def _tag(crossing: Crossing, kind: str) -> int:

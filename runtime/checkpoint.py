@@ -45,6 +45,8 @@ Agree = Callable[[bool], bool]
 
 FREE: dict[str, Any] = {
     "epochs": 1,
+    "steps": None,
+    "device": "auto",
     "resume_at": None,
     "keep_checkpoints": 3,
     "log_operations": False,

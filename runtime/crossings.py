@@ -97,7 +97,9 @@ class Crossing:
             add_gradients(total, message)
             return total
         if total is None:
-            total = torch.empty((len(micro_batches), *shape), dtype=message.dtype)
+            total = torch.empty(
+                (len(micro_batches), *shape), dtype=message.dtype, device=message.device
+            )
             fill_absent(total)
         mine = total if slots is None else total[slots]
         add_gradients(mine if self.taken is None else self.taken.of(mine, 1), message)
@@ -117,7 +119,7 @@ def join(shape: Sequence[int], parts: Sequence[tuple[Crossing, Tensor]]) -> Tens
     crossing, message = parts[0]
     if crossing.placed is None:
         return message
-    whole = torch.empty(tuple(shape), dtype=message.dtype)
+    whole = torch.empty(tuple(shape), dtype=message.dtype, device=message.device)
     for crossing, message in parts:
         assert crossing.placed is not None
         crossing.placed.of(whole).copy_(message)

@@ -100,7 +100,9 @@ def segments(plan: Plan, settings: RunSettings, samples: int) -> tuple[Segment, 
     for epoch, first in enumerate(range(0, total, each)):
         count = min(each, total - first)
         cuts = checkpoints_within(first, count, settings.checkpoint_every, plan.update_every)
-        for start, end in itertools.pairwise(sorted({0, *cuts, count})):
+        # A run of --steps that is to have more of them goes on where it ended.
+        stopped = max((settings.resume_at or 0) - first, 0)
+        for start, end in itertools.pairwise(sorted({0, *cuts, min(stopped, count), count})):
             left = samples - start * plan.mini_batch
             due = end in cuts or (settings.checkpoint_every != 0 and first + end == total)
             found.append(

@@ -8,7 +8,6 @@ from datetime import timedelta
 from typing import Any
 
 import msgspec
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -21,8 +20,10 @@ from ..profiles.tracing.pieces import encode
 from ..profiles.tracing.shapes import ValueSpec
 from ..profiles.tracing.state import unchanged
 from ..profiles.units import format_bytes
+from .devices import CPU, check_kind, device_kind, device_of, gpu_count
 from .interface import use_interface
 from .meeting import Meeting
+from .placement import free_bytes, gpu_name, transport_of
 from .precision import forward_context
 from .prepare import SMALL_BYTES, Prepared, prepare
 from .run import check_settings
@@ -37,6 +38,9 @@ class WorkerCheck(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     name: str
     device: str
+    """The plan's."""
+    computes_on: str
+    """Torch's name for it: "cpu", "cuda:0"."""
     host: str
     planned_bytes: int
     limit_bytes: int | None
@@ -49,9 +53,19 @@ class HostCheck(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     address: str
     planned_bytes: int
-    """Of all its workers: weights, activations and messages; not the libraries."""
+    """Of all its workers on the CPU: weights, activations and messages; not the libraries."""
     free_bytes: int
     run_dir: str
+
+
+class GpuCheck(msgspec.Struct, frozen=True, kw_only=True):
+    """A GPU with some of the workers."""
+
+    host: str
+    gpu: str
+    planned_bytes: int
+    """Of all its workers; each process takes some hundred MB besides."""
+    free_bytes: int
 
 
 class CutCheck(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,7 +90,10 @@ class DryRun(msgspec.Struct, frozen=True, kw_only=True):
     meets_at: str
     """Where the workers meet; empty: they are started on this host alone."""
     workers: tuple[WorkerCheck, ...]
+    transport: str
+    """How messages will go: gloo, nccl, or gloo through pinned memory."""
     hosts: tuple[HostCheck, ...]
+    gpus: tuple[GpuCheck, ...]
     cuts: tuple[CutCheck, ...]
     problems: tuple[str, ...]
 
@@ -89,6 +106,9 @@ class _Mine(msgspec.Struct, frozen=True):
     address: str
     free_bytes: int
     run_dir: str
+    device: str
+    gpu: str
+    gpu_free_bytes: int
 
 
 def dry_run(
@@ -104,21 +124,32 @@ def dry_run(
     Raises: as `run`, for what makes a run impossible.
     """
     settings = check_settings(settings)
+    kind, gpus = device_kind(plan, settings), gpu_count()
+    check_kind(kind, settings, gpus)
     where = RunDir(run_dir)
     where.check_new()
     check_writable(where.path / "plan.json")
     address = "127.0.0.1" if meeting is None else use_interface(meeting.launched)
     prepared = prepare(plan, settings)
     check_shapes(prepared)
-    mine = _Mine(
-        rank=0 if meeting is None else meeting.rank,
-        host=socket.gethostname(),
-        address=address,
-        free_bytes=psutil.virtual_memory().available,
-        run_dir=str(where.path.absolute()),
-    )
+    free = free_bytes(CPU)
+
+    def one(rank: int, local_rank: int) -> _Mine:
+        device = device_of(kind, local_rank, gpus)
+        return _Mine(
+            rank=rank,
+            host=socket.gethostname(),
+            address=address,
+            free_bytes=free,
+            run_dir=str(where.path.absolute()),
+            device=str(device),
+            gpu=gpu_name(device),
+            gpu_free_bytes=free_bytes(device) if kind == "cuda" else 0,
+        )
+
     if meeting is None:
-        return _findings(prepared, [mine] * len(prepared.workers), "")
+        return _findings(prepared, [one(rank, rank) for rank in range(len(prepared.workers))], "")
+    mine = one(meeting.rank, meeting.launched.local_rank)
     texts = meeting.gather("dry run", msgspec.json.encode(mine))
     _send_over_cuts(prepared, meeting)
     if meeting.rank != telling_worker(plan).rank:
@@ -222,6 +253,7 @@ def _findings(prepared: Prepared, found: Sequence[_Mine], meets_at: str) -> DryR
                 rank=worker.rank,
                 name=worker.name,
                 device=device.name,
+                computes_on=mine.device,
                 host=mine.host,
                 planned_bytes=plan.predicted.stages[stage].memory_bytes,
                 limit_bytes=device.memory_bytes,
@@ -231,12 +263,15 @@ def _findings(prepared: Prepared, found: Sequence[_Mine], meets_at: str) -> DryR
         HostCheck(
             host=name,
             address=first.address,
-            planned_bytes=sum(w.planned_bytes for w in workers if w.host == name),
+            planned_bytes=sum(
+                w.planned_bytes for w in workers if w.host == name and w.computes_on == "cpu"
+            ),
             free_bytes=first.free_bytes,
             run_dir=first.run_dir,
         )
         for name, first in _first_of_each(found).items()
     )
+    gpus = gpu_checks(workers, [(mine.host, mine.gpu, mine.gpu_free_bytes) for mine in found])
     return DryRun(
         variant=plan.variant,
         task=prepared.settings.task,
@@ -244,6 +279,8 @@ def _findings(prepared: Prepared, found: Sequence[_Mine], meets_at: str) -> DryR
         mini_batches=sum(segment.mini_batches for segment in prepared.segments),
         world_size=len(workers),
         meets_at=meets_at,
+        transport=transport_of((mine.host, mine.gpu) for mine in found),
+        gpus=gpus,
         workers=tuple(workers),
         hosts=hosts,
         cuts=tuple(
@@ -257,7 +294,7 @@ def _findings(prepared: Prepared, found: Sequence[_Mine], meets_at: str) -> DryR
             )
             for c in prepared.deal.crossings
         ),
-        problems=tuple(_problems(workers, hosts)),
+        problems=tuple(_problems(workers, hosts, gpus)),
     )
 
 
@@ -268,8 +305,38 @@ def _first_of_each(found: Sequence[_Mine]) -> dict[str, _Mine]:
     return firsts
 
 
-def _problems(workers: Sequence[WorkerCheck], hosts: Sequence[HostCheck]) -> list[str]:
+def gpu_checks(
+    workers: Sequence[WorkerCheck], seen: Sequence[tuple[str, str, int]]
+) -> tuple[GpuCheck, ...]:
+    """Each GPU once, with what all its workers need.
+
+    Args:
+        seen: by rank: host, name of the GPU (empty: none), bytes free there.
+    """
+    found: dict[tuple[str, str], GpuCheck] = {}
+    for worker, (host, gpu, free) in zip(workers, seen, strict=True):
+        if not gpu:
+            continue
+        before = found.get((host, gpu))
+        found[host, gpu] = GpuCheck(
+            host=host,
+            gpu=worker.computes_on if before is None else before.gpu,
+            planned_bytes=worker.planned_bytes + (0 if before is None else before.planned_bytes),
+            free_bytes=free if before is None else min(free, before.free_bytes),
+        )
+    return tuple(found.values())
+
+
+def _problems(
+    workers: Sequence[WorkerCheck], hosts: Sequence[HostCheck], gpus: Sequence[GpuCheck]
+) -> list[str]:
     problems = [
+        f"{gpu.gpu} of {gpu.host}: its workers need {format_bytes(gpu.planned_bytes)}, and "
+        f"{format_bytes(gpu.free_bytes)} are free"
+        for gpu in gpus
+        if gpu.planned_bytes > gpu.free_bytes
+    ]
+    problems += [
         f"{host.host}: its workers need {format_bytes(host.planned_bytes)}, and "
         f"{format_bytes(host.free_bytes)} are free"
         for host in hosts

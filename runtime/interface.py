@@ -14,6 +14,9 @@ from .launched import Launched
 VARIABLE = "GLOO_SOCKET_IFNAME"
 """gloo's own; what the user has set there stays."""
 
+NCCL_VARIABLE = "NCCL_SOCKET_IFNAME"
+"""NCCL's. What has an equals sign in front is a whole name, not the beginning of one."""
+
 
 def loopback() -> str:
     """Name of the loopback device."""
@@ -21,12 +24,13 @@ def loopback() -> str:
 
 
 def use_loopback() -> None:
-    """Let gloo listen on the loopback device alone."""
+    """Let gloo and NCCL listen on the loopback device alone."""
     os.environ[VARIABLE] = loopback()
+    os.environ[NCCL_VARIABLE] = f"={loopback()}"
 
 
 def use_interface(launched: Launched) -> str:
-    """Let gloo listen on the interface from which the address where all meet is reached.
+    """Let gloo and NCCL listen on the interface from which the address where all meet is reached.
 
     Returns its address. Raises UserError when there is none, or no other host can reach it.
     """
@@ -48,6 +52,7 @@ def use_interface(launched: Launched) -> str:
             f"is reached: name one in {VARIABLE}"
         )
     os.environ[VARIABLE] = name
+    os.environ.setdefault(NCCL_VARIABLE, f"={name}")
     return address
 
 

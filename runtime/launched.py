@@ -21,6 +21,7 @@ class Launched:
         one_host: all workers are on this one.
         agent_store: the launcher itself runs the store at that address; else rank 0 does.
         attempt: how often the launcher has started all workers anew.
+        local_rank: among the workers of its host.
     """
 
     by: str
@@ -31,6 +32,7 @@ class Launched:
     one_host: bool = False
     agent_store: bool = False
     attempt: int = 0
+    local_rank: int = 0
 
 
 def launched_by(environment: Mapping[str, str]) -> Launched | None:
@@ -62,6 +64,7 @@ def launched_by(environment: Mapping[str, str]) -> Launched | None:
         one_host=one_host,
         agent_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         attempt=_number(environment, "TORCHELASTIC_RESTART_COUNT", 0),
+        local_rank=_number(environment, "LOCAL_RANK" if by == "torchrun" else "SLURM_LOCALID", 0),
     )
 
 

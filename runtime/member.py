@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +18,15 @@ import torch.distributed as dist
 from .. import __version__
 from ..planner.plan import Plan
 from ..profiles.allocator import keep_freed_memory
+from . import watchdog
+from .devices import check_kind, device_kind, gpu_count, own_device
 from .interface import use_interface
 from .meeting import Meeting
 from .observer import Observer, read_epochs
 from .prepare import Prepared, prepare
 from .run import check_settings, check_unfinished, summarize
 from .run_dir import RunDir
+from .run_lock import alone, as_worker
 from .scores import RunSummary, StageReport, decode
 from .settings import RunSettings
 from .starting import check_start, rewind_logs, settings_to_resume, telling_worker
@@ -47,11 +53,13 @@ def run_member(
     where.check_new()
     _check_same(plan, settings, meeting)
     prepared = _prepare(plan, settings, meeting)
-    if meeting.rank == 0:
-        where.create(plan, settings)
-    meeting.gather("directory")
-    where.join(plan, settings)
-    return _train(prepared, where, meeting, observer)
+    where.make()
+    with _alone(where, meeting):
+        if meeting.rank == 0:
+            where.create(plan, settings)
+        meeting.gather("directory")
+        where.join(plan, settings)
+        return _train(prepared, where, meeting, observer)
 
 
 def resume_member(
@@ -61,6 +69,7 @@ def resume_member(
     observer: Observer,
     *,
     epochs: int | None = None,
+    steps: int | None = None,
     at: int | None = None,
 ) -> RunSummary | None:
     """Go on with a run from the newest checkpoint that this host has, which must be everybody's.
@@ -70,15 +79,25 @@ def resume_member(
     where = RunDir(run_dir)
     plan, settings = where.read()
     settings = msgspec.structs.replace(settings, **changes)
-    settings = settings_to_resume(where, plan, settings, epochs=epochs, at=at)
+    settings = settings_to_resume(where, plan, settings, epochs=epochs, steps=steps, at=at)
     _check_same(plan, settings, meeting)
     prepared = _prepare(plan, settings, meeting)
     check_unfinished(prepared, where)
-    where.reopen(settings)
-    meeting.gather("directory")
-    if workers_of(plan.stages)[meeting.rank] == telling_worker(plan):
-        rewind_logs(where, plan, settings, telling_worker(plan))
-    return _train(prepared, where, meeting, observer)
+    with _alone(where, meeting):
+        where.reopen(settings)
+        meeting.gather("directory")
+        if workers_of(plan.stages)[meeting.rank] == telling_worker(plan):
+            rewind_logs(where, plan, settings, telling_worker(plan))
+        return _train(prepared, where, meeting, observer)
+
+
+@contextmanager
+def _alone(where: RunDir, meeting: Meeting) -> Iterator[None]:
+    """Of the workers that share a directory, the first holds its lock, for all of them."""
+    with alone(where.path, meeting.share("lock", uuid.uuid4().hex)):
+        meeting.gather("locked")
+        with as_worker(where.path):
+            yield
 
 
 def _check_same(plan: Plan, settings: RunSettings, meeting: Meeting) -> None:
@@ -96,6 +115,7 @@ def _check_same(plan: Plan, settings: RunSettings, meeting: Meeting) -> None:
 def _prepare(plan: Plan, settings: RunSettings, meeting: Meeting) -> Prepared:
     keep_freed_memory()
     use_interface(meeting.launched)
+    check_kind(device_kind(plan, settings), settings, gpu_count())
     prepared = prepare(plan, settings)
     if settings.start_from is not None:
         check_start(prepared, Path(settings.start_from))
@@ -107,6 +127,8 @@ def _train(
     prepared: Prepared, where: RunDir, meeting: Meeting, observer: Observer
 ) -> RunSummary | None:
     begin = time.perf_counter()
+    if not meeting.launched.one_host:
+        watchdog.watch(prepared.settings.timeout_s + watchdog.SLACK_S)
     worker = prepared.workers[meeting.rank]
     status = StatusFile(where.status(worker), worker.rank, worker.name)
     meeting.status = lambda: status.now
@@ -115,7 +137,9 @@ def _train(
     if tells:
         observer.begin()
     store = dist.PrefixStore("gloo", meeting.store)  # type: ignore[attr-defined]
-    report = take_part(where, store, worker, prepared, status, observer)
+    device = own_device(prepared.plan, prepared.settings, meeting.launched.local_rank)
+    exchange = partial(meeting.gather, "places")
+    report = take_part(where, store, worker, prepared, status, device, exchange, observer)
     found = meeting.gather("reports", msgspec.json.encode(report))
     if not tells:
         return None

@@ -11,8 +11,6 @@ from ..planner.plan import Plan
 from ..profiles.errors import PlanError
 from .settings import RunSettings
 
-_DEVICE = "cpu"
-
 
 def autocast_of(plan: Plan, settings: RunSettings) -> torch.dtype | None:
     """The dtype of torch.autocast in a run; None: off.
@@ -34,9 +32,9 @@ def autocast_of(plan: Plan, settings: RunSettings) -> torch.dtype | None:
     return torch.bfloat16
 
 
-def forward_context(dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    """What a forward and its loss run under."""
+def forward_context(dtype: torch.dtype | None, device: str = "cpu") -> AbstractContextManager[Any]:
+    """What a forward and its loss run under. `device`: the type of the one they run on."""
     if dtype is None:
         return nullcontext()
     # Its cache of cast weights may outlive an update where a caller has a context of its own.
-    return torch.autocast(_DEVICE, dtype, cache_enabled=False)
+    return torch.autocast(device, dtype, cache_enabled=False)

@@ -14,6 +14,7 @@ from ..planner.plan import Plan
 from ..profiles.errors import FileError, UserError
 from .channels import LocalChannels, Mailbox
 from .checkpoint import CheckpointWriter
+from .devices import check_kind, device_kind, gpu_count, own_device
 from .gradient_files import keep_gradients
 from .launch import launch
 from .observer import Both, MetricsFile, Observer, Silent, read_epochs
@@ -21,6 +22,7 @@ from .operation_log import OperationLog, StageMetrics
 from .optimizers import check_choice
 from .prepare import Prepared, prepare, with_own_weights
 from .run_dir import RunDir
+from .run_lock import alone
 from .runner import StageRunner
 from .scores import EpochRecord, RunSummary, StageReport
 from .settings import RunSettings
@@ -48,12 +50,16 @@ def run(
         RunError: training failed; the message says which stage, at which operation and why.
     """
     settings = check_settings(settings)
+    check_device(plan, settings)
     prepared = prepare(plan, settings)
     if settings.start_from is not None:
         check_start(prepared, Path(settings.start_from))
     where = RunDir(run_dir)
-    where.create(plan, settings)
-    return _train(prepared, where, observer, inline=inline)
+    where.check_new()
+    where.make()
+    with alone(where.path):
+        where.create(plan, settings)
+        return _train(prepared, where, observer, inline=inline)
 
 
 def resume(
@@ -61,6 +67,7 @@ def resume(
     changes: Mapping[str, Any] | None = None,
     *,
     epochs: int | None = None,
+    steps: int | None = None,
     at: int | None = None,
     inline: bool = False,
     observer: Observer | None = None,
@@ -72,23 +79,25 @@ def resume(
 
     Args:
         changes: of settings that don't change what is trained (`checkpoint.FREE`), by name.
-        epochs: in all, where there are to be more than before.
+        epochs, steps: in all, where there are to be more than before.
         at: mini-batches done at another checkpoint of the run.
 
     Raises as `run`; and
         FileError: the directory holds no run, or the checkpoint is broken: the message names the
             file, and the newest checkpoint before it that is whole.
-        UserError: the run has ended, or its plan or settings have been changed since.
+        UserError: the run has ended, or is going on, or its plan or settings have been changed.
     """
     where = RunDir(run_dir)
     plan, settings = where.read()
     settings = msgspec.structs.replace(settings, **(changes or {}))
-    settings = settings_to_resume(where, plan, settings, epochs=epochs, at=at)
+    settings = settings_to_resume(where, plan, settings, epochs=epochs, steps=steps, at=at)
+    check_device(plan, settings)
     prepared = prepare(plan, settings)
     check_unfinished(prepared, where)
-    where.reopen(settings)
-    rewind_logs(where, plan, settings, telling_worker(plan))
-    return _train(prepared, where, observer, inline=inline)
+    with alone(where.path):
+        where.reopen(settings)
+        rewind_logs(where, plan, settings, telling_worker(plan))
+        return _train(prepared, where, observer, inline=inline)
 
 
 def _train(
@@ -121,6 +130,11 @@ def check_settings(settings: RunSettings) -> RunSettings:
     return settings
 
 
+def check_device(plan: Plan, settings: RunSettings) -> None:
+    """Raise UserError where this host can't train on what the run is to be trained on."""
+    check_kind(device_kind(plan, settings), settings, gpu_count())
+
+
 def check_unfinished(prepared: Prepared, where: RunDir) -> None:
     """Raise UserError when a run that is to be resumed has nothing left to do."""
     settings = prepared.settings
@@ -128,7 +142,8 @@ def check_unfinished(prepared: Prepared, where: RunDir) -> None:
     if prepared.segments[-1].end <= done:
         raise UserError(
             f"{where.path}: this run has ended, after {done} mini-batches"
-            + ("" if settings.steps else f"; for more, give --epochs above {settings.epochs}")
+            + "; for more, give "
+            + (f"--steps above {done}" if settings.steps else f"--epochs above {settings.epochs}")
         )
 
 
@@ -157,6 +172,7 @@ class _Collector:
 def _run_inline(prepared: Prepared, where: RunDir, collector: _Collector) -> list[StageReport]:
     mailbox, pool = Mailbox(), Pool(sum_groups(prepared.workers, prepared.tied))
     workers, settings = prepared.workers, prepared.settings
+    device = own_device(prepared.plan, settings, 0)
     for worker in workers:
         rewind_logs(where, prepared.plan, settings, worker)
     more = settings.resumed
@@ -173,6 +189,7 @@ def _run_inline(prepared: Prepared, where: RunDir, collector: _Collector) -> lis
             LocalSums(worker.rank, pool),
             log,
             mine,
+            device=device,
         )
         for worker, log, mine in zip(prepared.workers, logs, own, strict=True)
     ]

@@ -35,6 +35,7 @@ class RunDir:
     errors/stage0.json         why a worker failed
     status/stage0.json         what each worker is at
     logs/                      what the workers printed
+    lock, lock.workers         held while the run goes on (`run_lock`)
 
     What a stage's replica 0 writes is called stage0, what the others write stage0.1, stage0.2, …
     Weights are written by replica 0 alone.
@@ -62,11 +63,18 @@ class RunDir:
         try:
             if (self.path / "plan.json").exists():
                 return
+        except OSError as error:
+            raise FileError(f"{self.path}: can't be read: {error.strerror}") from None
+        self.make()
+        write_file(self.path / "settings.json", settings)
+        write_file(self.path / "plan.json", plan)
+
+    def make(self) -> None:
+        """Make an empty directory, if there is none. Raises FileError."""
+        try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise FileError(f"{self.path}: can't be made: {error.strerror}") from None
-        write_file(self.path / "settings.json", settings)
-        write_file(self.path / "plan.json", plan)
 
     def reopen(self, settings: RunSettings) -> None:
         """Get the directory of a run that is resumed ready. Raises FileError."""
@@ -194,7 +202,7 @@ def tensor_bytes(named: Mapping[str, Tensor]) -> bytes:
     separate = {}
     for name, tensor in named.items():
         key = tensor.untyped_storage().data_ptr()
-        separate[name] = tensor.clone() if key in seen else tensor.contiguous()
+        separate[name] = tensor.cpu().clone() if key in seen else tensor.cpu().contiguous()
         seen.add(key)
     return save(separate)
 

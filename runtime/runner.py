@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from .channels import Channels
 from .clipping import clip, own_part, squared_norm, trained
 from .crossings import Crossing, Lane, join, lane
 from .data import Part, Samples, Segment, part_of, real_samples, updates_of
+from .devices import CPU, clock_of, put
 from .finite import SKIP, NotFinite
 from .gradients import GradientSum
 from .operation_log import OperationLog, StageMetrics
@@ -44,6 +44,8 @@ class StageRunner:
 
     Attributes:
         worker: which one.
+        device: what its stage computes on.
+        transport: how its messages go, for the report.
         tells: the one that tells of progress.
         score: times, losses and update times of the segment at hand.
         last_op: text of the operation at hand, for reports.
@@ -60,6 +62,7 @@ class StageRunner:
         log: OperationLog | None = None,
         metrics: StageMetrics | None = None,
         on_mini_batch: OnMiniBatch | None = None,
+        device: torch.device = CPU,
     ) -> None:
         plan, settings = prepared.plan, prepared.settings
         self.prepared = prepared
@@ -71,6 +74,9 @@ class StageRunner:
         self.log = log
         self.metrics = metrics
         self.on_mini_batch = on_mini_batch
+        self.device = device
+        self.transport = ""
+        self._clock = clock_of(device)
         self.is_last = s == len(plan.stages) - 1
         self.tells = self.is_last and worker.leads
         self.stage = Stage(
@@ -88,6 +94,7 @@ class StageRunner:
             settings,
             updates_of(prepared.segments),
             prepared.autocast,
+            device,
         )
         self.own_inputs = [n for n in self.stage.piece.inputs if n in prepared.inputs]
         crossings = prepared.deal.crossings
@@ -181,7 +188,7 @@ class StageRunner:
         segment = self.segment
         assert segment is not None
         assert op.micro_batch is not None
-        clock = time.perf_counter
+        clock = self._clock
         begin = clock()
         values, target = self._own(segment, op.mini_batch, op.micro_batch)
         part = self._part(segment, op)
@@ -213,7 +220,7 @@ class StageRunner:
         self._log(op, version, None, start, end)
 
     def _backward(self, op: Op) -> None:
-        clock = time.perf_counter
+        clock = self._clock
         begin = clock()
         mine = self.share.of(op)
         grads: dict[str, Tensor] = {}
@@ -236,14 +243,14 @@ class StageRunner:
         self._log(op, version, forward_version, start, end)
 
     def _weight(self, op: Op) -> None:
-        start = time.perf_counter()
+        start = self._clock()
         version = self.stage.backward_weight(op, self.channels.held_bytes)
-        end = time.perf_counter()
+        end = self._clock()
         self.score.add(start, end, compute_s=end - start, communication_s=0.0)
         self._log(op, version, None, start, end)
 
     def _update(self, op: Op) -> Iterator[None]:
-        begin = time.perf_counter()
+        begin = self._clock()
         done = [b for b in self._losses if b <= op.mini_batch]
         losses = torch.tensor([self._losses.pop(b) for b in done], dtype=torch.float64)
         started = self._start_sums(losses)
@@ -268,11 +275,11 @@ class StageRunner:
             finite = not float(bad)
         if self.prepared.settings.clip_norm is not None:
             yield from self._clip()
-        start = time.perf_counter()
+        start = self._clock()
         version = self.stage.update(
             op.mini_batch, self.channels.held_bytes, steps=finite or not skips
         )
-        end = time.perf_counter()
+        end = self._clock()
         self.score.add(begin, end, compute_s=end - start, communication_s=start - begin)
         self.score.updates.append(end)
         self._log(op, version, None, start, end)
@@ -370,7 +377,7 @@ class StageRunner:
             real = 0
             if self.own_inputs or self.is_last:
                 inputs, target, real = self.samples("test").evaluation(k)
-                values = self._named(inputs)
+                values, target = self._named(inputs), self._target(target)
             for c in self._evaluated():
                 values[c.spec.name] = self.channels.receive(c, FORWARD)
             self.channels.throttle(EVALUATION_AHEAD)
@@ -381,7 +388,7 @@ class StageRunner:
                 size = self.prepared.evaluation_samples
                 if real < size:
                     result = real_part(result, real, size, NO_EVALUATION)
-                with forward_context(self.prepared.autocast):
+                with forward_context(self.prepared.autocast, self.device.type):
                     score.add(self.prepared.task, result, target, real)
 
     # Data ----------------------------------------------------------------------------------
@@ -407,11 +414,14 @@ class StageRunner:
         positions = real_samples(segment, mini_batch, micro_batch, self.share.dealt)
         samples = self.samples("train")
         inputs, target = samples.take(segment.epoch, positions, self.share.samples)
-        return self._named(inputs), target
+        return self._named(inputs), self._target(target)
 
     def _named(self, inputs: Sequence[Tensor]) -> dict[str, Tensor]:
         named = dict(zip(self.prepared.inputs, inputs, strict=False))
-        return {name: named[name] for name in self.own_inputs}
+        return {name: put(named[name], self.device) for name in self.own_inputs}
+
+    def _target(self, target: Any) -> Any:
+        return put(target, self.device) if self.is_last else None
 
     def _explained(self) -> _Explained:
         return _Explained(self)

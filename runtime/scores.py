@@ -147,6 +147,11 @@ class StageReport(msgspec.Struct, frozen=True, kw_only=True):
     peak: MemoryByKind | None
     rss_peak_bytes: int
     """Of the whole process, libraries and data included."""
+    device: str = "cpu"
+    transport: str = ""
+    """How its messages went; empty: within one process."""
+    device_peak_bytes: int | None = None
+    """Of all tensors on its GPU: of the whole process too; None: on the CPU."""
     versions_held: int
     version_differences: dict[int, int]
     """How many backwards saw each difference."""

@@ -73,6 +73,8 @@ class RunSettings(
     """Mini-batches done when the run was resumed, those of one of its checkpoints; None: it wasn't
     resumed."""
     seed: Annotated[int, Meta(ge=0, le=MAX_COUNT)] = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """What stages compute on; auto: what the plan was profiled on."""
     threads: Threads = 1
     evaluate: bool = True
     on_nan: Literal["stop", "warn", "skip"] = "stop"

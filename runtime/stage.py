@@ -28,6 +28,7 @@ from .again import Again, Ingredients
 from .batch_norm import DeferredBatchNorm
 from .data import Part
 from .dealing import Share
+from .devices import CPU, move, put
 from .optimizers import make_optimizer
 from .padding import DIVIDE, DROP, real_part
 from .precision import forward_context
@@ -95,13 +96,16 @@ class Stage:
         settings: RunSettings,
         updates: int,
         autocast: torch.dtype | None = None,
+        device: torch.device = CPU,
     ) -> None:
         """
         Args:
             updates: optimizer steps in the whole run.
             autocast: dtype of torch.autocast for the forwards; None: off.
+            device: what everything of the stage is moved to.
         """
         self.autocast = autocast
+        self.device = device
         self.piece = piece
         self.specs = specs
         self.work = work
@@ -110,6 +114,8 @@ class Stage:
         self.module = piece.module
         # Shares its parameters and leaf modules with `module`, traced in evaluation mode.
         self.evaluation_module = evaluation_module
+        # Before anything looks at the parameters, which moving may replace.
+        move([self.module, evaluation_module], device)
         self.module.train()
         parameters = list(self.module.parameters())
         self.weights = WeightVersions(parameters)
@@ -132,7 +138,7 @@ class Stage:
         self.staleness = Staleness()
         self.kept_outputs: set[str] = set()
         self._distances = Distances(parameters) if settings.distances else None
-        self._again = Again(self.module) if work.recompute else None
+        self._again = Again(self.module, device) if work.recompute else None
         self._batch_norm = DeferredBatchNorm(self.module) if settings.deferred_batch_norm else None
         self._flying: dict[tuple[int, int], _MicroBatch] = {}
         # Per micro-batch whose weight part is still to come: that, and bytes saved for it.
@@ -314,7 +320,7 @@ class Stage:
         """Forward without gradients in evaluation mode: outputs by name, and the result."""
         self.evaluation_module.eval()
         try:
-            with torch.no_grad(), forward_context(self.autocast):
+            with torch.no_grad(), forward_context(self.autocast, self.device.type):
                 arguments = [
                     decode(values[name], self.specs[name].kind)
                     if name in self.specs
@@ -324,10 +330,7 @@ class Stage:
                 out = self.evaluation_module(*arguments)
         finally:
             self.module.train()
-        outputs = {
-            name: encode(value, name) for name, value in zip(self.piece.outputs, out, strict=False)
-        }
-        return outputs, out[-1] if self.piece.has_result else None
+        return self._outputs(out), out[-1] if self.piece.has_result else None
 
     def state(self) -> dict[str, Tensor]:
         """Parameters and buffers under the model's own names, tied ones under each."""
@@ -349,19 +352,22 @@ class Stage:
     ) -> tuple[_MicroBatch, dict[str, Tensor], Tensor | None]:
         """The piece's forward on these weights: its graph, its outputs by name, the loss."""
         micro = _MicroBatch()
-        with self.weights.forward(tensors), forward_context(self.autocast):
+        with self.weights.forward(tensors), forward_context(self.autocast, self.device.type):
             out = self.module(*[self._admit(name, values, micro) for name in self.piece.inputs])
             loss = self._loss(out[-1], target, part) if self.piece.has_result else None
             if loss is not None:
                 micro.loss = loss * part.weight
-        outputs = {
-            name: encode(value, name) for name, value in zip(self.piece.outputs, out, strict=False)
-        }
+        outputs = self._outputs(out)
         for name, tensor in outputs.items():
             if tensor.requires_grad:
                 micro.outlets[name] = get_gradient_edge(tensor)
         micro.saved_bytes = sum(self.weights.saved.values())
         return micro, outputs, loss
+
+    def _outputs(self, out: Sequence[Any]) -> dict[str, Tensor]:
+        """What the piece gave, by name, as messages have it. Numbers become tensors."""
+        made = zip(self.piece.outputs, out, strict=False)
+        return {name: put(encode(value, name), self.device) for name, value in made}
 
     def _do_again(self, op: Op, micro_batch: int) -> _MicroBatch:
         """A micro-batch ready for its backward: its forward is done again where it has to be."""
@@ -456,7 +462,7 @@ class Stage:
             # The graph, and the inlet with it, may stay.
             inlets[0].grad = None
             return grad.unsqueeze(0)
-        gathered = torch.empty((len(inlets), *spec.shape), dtype=spec.dtype)
+        gathered = torch.empty((len(inlets), *spec.shape), dtype=spec.dtype, device=self.device)
         for slot, inlet in zip(gathered, inlets, strict=True):
             if inlet.grad is not None:
                 slot.copy_(inlet.grad)

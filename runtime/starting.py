@@ -29,18 +29,24 @@ from .workers import Worker, workers_of
 
 
 def settings_to_resume(
-    where: RunDir, plan: Plan, settings: RunSettings, *, epochs: int | None, at: int | None
+    where: RunDir,
+    plan: Plan,
+    settings: RunSettings,
+    *,
+    epochs: int | None,
+    steps: int | None,
+    at: int | None,
 ) -> RunSettings:
     """The settings of a run that goes on at its newest checkpoint, or at its beginning.
 
     Args:
-        epochs: in all, where there are to be more.
+        epochs, steps: in all, where there are to be more.
         at: mini-batches done at another checkpoint.
 
     Raises:
         FileError: the checkpoint is broken.
         UserError: it is of another plan or other settings than the run directory holds, or
-            `epochs` says less than before.
+            `epochs` or `steps` say less than before.
     """
     found = find_whole(where, at, lambda place: f"--resume-at {place}")
     if found is None and at is not None:
@@ -51,13 +57,22 @@ def settings_to_resume(
         )
     if epochs is not None:
         if settings.steps is not None:
-            raise UserError("--epochs: this run is of --steps, which can't grow; use --from")
+            raise UserError(f"--epochs: this run is of --steps {settings.steps}, which may grow")
         if epochs < settings.epochs:
             raise UserError(
                 f"--epochs {epochs}: the run was to have {settings.epochs}; there may be more, "
                 "not fewer"
             )
         settings = msgspec.structs.replace(settings, epochs=epochs)
+    if steps is not None:
+        if settings.steps is None:
+            raise UserError(f"--steps: this run is of --epochs {settings.epochs}, which may grow")
+        if steps < settings.steps:
+            raise UserError(
+                f"--steps {steps}: the run was to have {settings.steps}; there may be more, not "
+                "fewer"
+            )
+        settings = msgspec.structs.replace(settings, steps=steps)
     if found is None:
         return msgspec.structs.replace(settings, resume_at=0)
     for name, now, then in (

@@ -7,6 +7,7 @@ waited for later: an inline run has all of them start before the first one waits
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .copying import Copier
 from .peers import PeerError, why_lost
 from .status import Status, Untold
 from .tied import TiedParameters
@@ -26,6 +28,9 @@ ALL = "all stages"
 
 BUCKET_BYTES = 2**20
 """Tensors that are smaller go together, up to this size; larger ones go as they are."""
+
+_LOOK_S = 20e-6
+"""Between two looks at a sum on a device."""
 
 Groups = Mapping[str, tuple[int, ...]]
 """Ranks by name, rising."""
@@ -149,12 +154,18 @@ class ProcessSums:
         rank: int,
         timeout_s: float,
         status: Status | None = None,
+        *,
+        copier: Copier | None = None,
+        nccl: torch.device | None = None,
     ) -> None:
         """
         Args:
             names: of all workers, by rank.
             status: is told whom this worker waits for.
+            copier: takes what is in device memory to the host's and back, where gloo sums it.
+            nccl: this worker's device, where NCCL sums what is in device memory.
         """
+        self.copier = copier
         self.status = status or Untold()
         self.timeout = timedelta(seconds=timeout_s)
         self._ranks = groups
@@ -168,6 +179,21 @@ class ProcessSums:
                 if len(ranks) == len(names)
                 else dist.new_group(list(ranks), timeout=self.timeout)
             )
+        self._on_device: dict[str, dist.ProcessGroup] = {}
+        if nccl is not None:
+            self._make_nccl_groups(nccl)
+
+    def _make_nccl_groups(self, device: torch.device) -> None:
+        """One for each group that sums gradients; the first sum in each makes its communicator."""
+        for name, ranks in self._ranks.items():
+            if name == ALL:
+                continue
+            group = dist.new_group(list(ranks), timeout=2 * self.timeout, backend="nccl")
+            if self._rank in ranks:
+                self._on_device[name] = group
+                pending = _ProcessPending(self, name)
+                pending.add([torch.zeros(1, device=device)])
+                pending.wait()
 
     def start(self, group: str, tensors: Sequence[Tensor]) -> Pending:
         """Hand the tensors to gloo, small ones of a type together."""
@@ -180,11 +206,23 @@ class ProcessSums:
 
     def all_reduce(self, group: str, tensor: Tensor) -> dist.Work:
         """Start one all-reduce. Raises PeerError."""
+        groups = self._on_device if tensor.is_cuda else self._groups
         try:
-            work: dist.Work = dist.all_reduce(tensor, group=self._groups[group], async_op=True)
+            work: dist.Work = dist.all_reduce(tensor, group=groups[group], async_op=True)
         except RuntimeError as error:
             raise self.lost(group, error) from error
         return work
+
+    def wait(self, work: dist.Work, tensor: Tensor) -> None:
+        """Wait for one, within the bound. Raises RuntimeError."""
+        if tensor.is_cuda:
+            # NCCL's own wait is one of the device, without a bound for the host.
+            end = time.monotonic() + self.timeout.total_seconds()
+            while not work.is_completed():
+                if time.monotonic() > end:
+                    raise RuntimeError("timed out")
+                time.sleep(_LOOK_S)
+        work.wait(self.timeout)
 
     def others(self, group: str) -> list[int]:
         """Ranks of a group, this worker's own left out."""
@@ -201,7 +239,7 @@ class _ProcessPending:
     def __init__(self, sums: ProcessSums, group: str) -> None:
         self._sums = sums
         self._group = group
-        self._works: list[tuple[dist.Work, Tensor, list[Tensor]]] = []
+        self._works: list[tuple[dist.Work, Tensor, Tensor, list[Tensor]]] = []
 
     def add(self, tensors: list[Tensor]) -> None:
         """Start the sum of a bucket's tensors."""
@@ -209,20 +247,28 @@ class _ProcessPending:
             flat = tensors[0]
         else:
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
-        self._works.append((self._sums.all_reduce(self._group, flat), flat, tensors))
+        summed, copier = flat.detach(), self._sums.copier
+        if copier is not None and copier.far(flat):
+            summed, landing = copier.down(flat)
+            landing.synchronize()
+        work = self._sums.all_reduce(self._group, summed)
+        self._works.append((work, summed, flat, tensors))
 
     def wait(self) -> None:
         """Wait for all buckets, and put what was packed back in its places."""
-        for work, flat, tensors in self._works:
+        for work, summed, flat, tensors in self._works:
             self._sums.status.wait(self._sums.others(self._group))
             try:
-                work.wait(self._sums.timeout)
+                self._sums.wait(work, summed)
             except RuntimeError as error:
                 raise self._sums.lost(self._group, error) from error
             self._sums.status.go_on()
-            if flat is tensors[0]:
-                continue
+            copier = self._sums.copier
             with torch.no_grad():
+                if copier is not None and copier.far(flat):
+                    flat.copy_(copier.up(summed))
+                if flat is tensors[0]:
+                    continue
                 parts = flat.split([tensor.numel() for tensor in tensors])
                 for tensor, part in zip(tensors, parts, strict=True):
                     tensor.copy_(part.view(tensor.shape))
@@ -231,12 +277,12 @@ class _ProcessPending:
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """The tensors, small ones of a type together; the same way on every worker."""
-    filling: dict[torch.dtype, list[Tensor]] = {}
-    filled: dict[torch.dtype, int] = {}
+    filling: dict[tuple[torch.dtype, str], list[Tensor]] = {}
+    filled: dict[tuple[torch.dtype, str], int] = {}
     for tensor in tensors:
         if not tensor.numel():
             continue
-        kind, nbytes = tensor.dtype, tensor.nbytes
+        kind, nbytes = (tensor.dtype, tensor.device.type), tensor.nbytes
         if nbytes >= BUCKET_BYTES:
             yield [tensor]
             continue

@@ -17,6 +17,7 @@ from ..planner.orders import make_order
 from ..planner.simulate import simulate
 from .checkpoint import CheckpointWriter
 from .data import Segment
+from .devices import peak_bytes, random_state, set_random_state
 from .draws import WithoutDropout
 from .epoch_sums import EpochSums
 from .observer import Observer
@@ -65,7 +66,7 @@ class Course:
         for runner in runners:
             stream = runner.number + runner.worker.replica * stages
             torch.manual_seed(self.prepared.settings.seed * 1_000_003 + stream)
-            self._random.append(torch.get_rng_state())
+            self._random.append(random_state(runner.device))
         if checkpoints is not None:
             self._start(checkpoints.where)
         for runner in runners:
@@ -81,7 +82,7 @@ class Course:
             if found is not None:
                 self._random[position], self.sums[position] = found
         if len(self.runners) == 1:
-            torch.set_rng_state(self._random[0])
+            set_random_state(self._random[0], self.runners[0].device)
 
     def run(self) -> None:
         """Train all segments and evaluate after each."""
@@ -119,7 +120,7 @@ class Course:
         if self._checkpoints is None:
             return
         if len(self.runners) == 1:
-            self._random[0] = torch.get_rng_state()
+            self._random[0] = random_state(self.runners[0].device)
         together = zip(self.runners, self._random, self.sums, strict=True)
         self._checkpoints.write(segment, list(together))
 
@@ -193,9 +194,10 @@ class Course:
         if len(self.runners) == 1:
             yield
             return
-        torch.set_rng_state(self._random[position])
+        device = self.runners[position].device
+        set_random_state(self._random[position], device)
         yield
-        self._random[position] = torch.get_rng_state()
+        self._random[position] = random_state(device)
 
     def _tell(self, segment: Segment, mini_batch: int, loss: float) -> None:
         done = segment.offset + mini_batch + 1
@@ -221,6 +223,9 @@ class Course:
                     periods_s=[s.period_s for s in scores if s.period_s is not None],
                     peak=runner.stage.account.peak,
                     rss_peak_bytes=_rss_peak_bytes(),
+                    device=str(runner.device),
+                    transport=runner.transport,
+                    device_peak_bytes=peak_bytes(runner.device),
                     versions_held=runner.stage.account.most_versions,
                     version_differences=_together(e.version_differences for e in epochs),
                     weight_distance=max((e.weight_distance for e in epochs), default=0.0),

@@ -17,21 +17,24 @@ import torch.distributed as dist
 from ..profiles.allocator import keep_freed_memory
 from ..profiles.errors import TimeprestError
 from ..profiles.target import describe_error
-from .channels import ProcessChannels
 from .checkpoint import Agree, CheckpointWriter
+from .devices import own_device
 from .gradient_files import keep_gradients
 from .interface import use_loopback
 from .observer import Both, MetricsFile, Observer, Silent
 from .operation_log import OperationLog, StageMetrics
 from .peers import PeerError
+from .placement import Exchange, exchange_over, place_of, settle
 from .prepare import Prepared, prepare
 from .run_dir import RunDir
+from .run_lock import as_worker
 from .runner import StageRunner
 from .scores import StageReport
 from .starting import rewind_logs
 from .status import StatusFile
-from .sums import ALL, ProcessSums, stage_group, sum_groups
+from .sums import ALL, ProcessSums, stage_group
 from .training import Barrier, Course
+from .transports import open_transport
 from .workers import Worker, workers_of
 
 MEETING_S = 60.0
@@ -59,7 +62,11 @@ def main(arguments: list[str]) -> int:
         prepared = prepare(plan, settings)
         use_loopback()
         store = dist.FileStore(store_path, len(prepared.workers))  # type: ignore[attr-defined]
-        take_part(run_dir, store, worker, prepared, status)
+        device = own_device(plan, settings, int(os.environ["LOCAL_RANK"]))
+        bound = timedelta(seconds=max(settings.timeout_s, MEETING_S))
+        exchange = exchange_over(store, rank, len(prepared.workers), bound)
+        with as_worker(run_dir.path):
+            take_part(run_dir, store, worker, prepared, status, device, exchange)
     except TimeprestError as error:
         note(str(error), error.exit_code, from_peer=isinstance(error, PeerError))
         return _leave(error.exit_code)
@@ -86,20 +93,24 @@ def take_part(
     worker: Worker,
     prepared: Prepared,
     status: StatusFile,
+    device: torch.device,
+    exchange: Exchange,
     observer: Observer | None = None,
 ) -> StageReport:
     """Train as one worker of many; gloo listens where its environment variable says.
 
     Args:
+        device: what this worker computes on.
+        exchange: tells the others where this worker is.
         observer: is told of progress, where this is the worker that tells.
 
     Raises:
         RunError: training failed here.
+        UserError: there isn't memory enough.
         PeerError: another worker is gone, or didn't answer in time.
     """
     rank, timeout_s = worker.rank, prepared.settings.timeout_s
     names = [other.name for other in prepared.workers]
-    groups = sum_groups(prepared.workers, prepared.tied)
     others = [other for other in range(len(names)) if other != rank]
     status.begin("meeting the others")
     status.wait(others)
@@ -111,7 +122,9 @@ def take_part(
             world_size=len(names),
             timeout=timedelta(seconds=max(timeout_s, MEETING_S)),
         )
-        sums = ProcessSums(groups, names, rank, timeout_s, status)
+        place = place_of(prepared.plan, worker, device)
+        transport = settle(place, exchange)
+        channels, sums = open_transport(transport, prepared, worker, device, status)
     except RuntimeError as error:
         raise PeerError(f"{worker.name}: the workers didn't find each other: {error}") from error
     status.go_on()
@@ -121,9 +134,8 @@ def take_part(
     if prepared.settings.log_operations:
         log = OperationLog(run_dir.operations(worker), more=more)
     own = StageMetrics(run_dir.stage_metrics(worker), more=more)
-    channels = ProcessChannels(names, timeout_s, status)
-    runner = StageRunner(prepared, rank, channels, sums, log, own)
-    runner.status = status
+    runner = StageRunner(prepared, rank, channels, sums, log, own, device=device)
+    runner.status, runner.transport = status, transport
     runner.load_samples()
     status.begin("meeting the others")
     status.wait(others)

@@ -12,6 +12,7 @@ import msgspec
 from torch import Tensor, nn
 
 from ..profiles.errors import TargetError
+from .devices import put
 from .epoch_sums import EpochSums
 from .schedules import Scheduler
 from .stage import Stage
@@ -19,6 +20,7 @@ from .state_tree import pack, unpack
 
 FORMAT = "timeprest-worker-state/1"
 _RANDOM, _BUFFERS = "random", "buffers/"
+_STEP = "step"
 
 
 class WorkerState(
@@ -117,7 +119,7 @@ def restore(stage: Stage, state: WorkerState, tensors: Mapping[str, Tensor]) -> 
         stage.scheduler.load_state_dict(unpack(state.scheduler, tensors))  # type: ignore[attr-defined]
     if stage.predictor is not None:
         for name, gradient in unpack(state.last_gradients, tensors).items():
-            stage.predictor.last[named[name]] = gradient
+            stage.predictor.last[named[name]] = put(gradient, stage.device)
     return tensors[_RANDOM]
 
 
@@ -127,9 +129,19 @@ def give_kept(stage: Stage, kept: Mapping[str, Any]) -> None:
     Parameters that it doesn't have are left out.
     """
     assert stage.optimizer is not None
+    on_device = {
+        p
+        for group in stage.optimizer.param_groups
+        if group.get("capturable") or group.get("fused")
+        for p in group["params"]
+    }
     for name, p in known_parameters(stage).items():
         if name in kept:
-            stage.optimizer.state[p] = kept[name]
+            stage.optimizer.state[p] = {
+                # Torch counts steps on the CPU, but for optimizers that run on the device alone.
+                key: value if key == _STEP and p not in on_device else put(value, p.device)
+                for key, value in kept[name].items()
+            }
 
 
 def known_parameters(stage: Stage) -> dict[str, nn.Parameter]:

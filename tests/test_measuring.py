@@ -44,8 +44,12 @@ def held_by_autograd(target, model, size, front_end):
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_saved_bytes_are_autograds_of_the_whole_model(name):
-    """Measured layer by layer, and the same again where nothing was run."""
+def test_layers_add_up_to_the_whole_model(name):
+    """Saved bytes are autograd's, measured layer by layer, and the same where nothing was run.
+
+    There, every operation of the whole step is some layer's: nothing is lost or counted twice,
+    but for a few copies: a recurrent layer's gradients are copied where a graph ends with it.
+    """
     target = resolve(name)
     sizes = [2, 4]
     measured = measure(target, batch_size=4, micro_batch_sizes=sizes, seconds=0)
@@ -73,24 +77,10 @@ def test_saved_bytes_are_autograds_of_the_whole_model(name):
         assert all(m.relative_error is None for m in other.measurements)
     assert measured.edges == computed.edges
     assert measured.fingerprint == computed.fingerprint
-
-
-@pytest.mark.parametrize("name", TARGETS)
-def test_computed_layers_add_up_to_the_computed_model(name):
-    """Every operation of the whole step is some layer's: nothing is lost, nothing counted twice.
-
-    But for a few copies: a recurrent layer's gradients are copied where a graph ends with it.
-    """
-    found = measure(
-        resolve(name),
-        batch_size=4,
-        micro_batch_sizes=[2, 4],
-        platform=platform_of("meta", "h100-80gb"),
-    )
-    for _, ratio in layer_sum_ratios(found):
+    for _, ratio in layer_sum_ratios(computed):
         assert ratio == pytest.approx(1, rel=0.05 if "gnmt" in name else 0.02)
-    assert found.device == "meta:h100-80gb"
-    assert "Nothing was run" in found.assumptions[0]
+    assert computed.device == "meta:a100-80gb"
+    assert "Nothing was run" in computed.assumptions[0]
 
 
 def test_a_model_that_fits_nowhere_is_profiled_without_memory():
@@ -174,7 +164,7 @@ def test_every_model_profiles_on_a_gpu(name):
     assert saved.total <= found.whole_model[-1].saved_bytes <= saved.total + loss
 
 
-@pytest.mark.parametrize("path", light_models()[-1:])
+@pytest.mark.parametrize("path", [p for p in light_models() if "shuffle" in p.stem])
 def test_an_onnx_file_is_profiled_with_more_than_its_batch(path):
     found = measure(resolve(str(path)), batch_size=2, seconds=0)
     assert found.front_end == "onnx"

@@ -30,7 +30,7 @@ Progress = Callable[[str, float, float], None]
 
 _LONG_ROUND_S = 2.0
 """Of rounds that take longer, fewer are made."""
-_MIN_ROUNDS, _MIN_LONG_ROUNDS = 5, 3
+_MIN_ROUNDS, _MIN_LONG_ROUNDS, _MIN_HASTY_ROUNDS = 5, 3, 2
 _MAX_ROUNDS = 200
 _EMPTY_CALLS = 24
 """Calls of an empty piece in one step, spread over its layers."""
@@ -187,9 +187,12 @@ class Bench:
         begin = time.perf_counter()
         self._round(clock, keep=False, done=0.0)
         long = time.perf_counter() - begin > _LONG_ROUND_S
-        if not long:
+        if seconds and not long:
             self._round(clock, keep=False, done=0.0)
         least = _MIN_LONG_ROUNDS if long else _MIN_ROUNDS
+        if not seconds:
+            # Whoever gives no time wants the bytes.
+            least = _MIN_HASTY_ROUNDS
         for k in range(_MAX_ROUNDS):
             elapsed = time.perf_counter() - begin
             if k >= least and (elapsed > seconds or self.worst_error() <= error):

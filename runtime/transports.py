@@ -1,0 +1,47 @@
+"""The channels and sums of a worker, by how messages go (`placement`)."""
+
+from __future__ import annotations
+
+import torch
+
+from .channels import ProcessChannels
+from .copying import Copier, CudaCopier
+from .nccl_channels import NcclChannels
+from .placement import NCCL, STAGED
+from .prepare import Prepared
+from .staged_channels import EndingChannels, StagedChannels
+from .status import Status
+from .sums import ProcessSums, sum_groups
+from .workers import Worker
+
+
+def open_transport(
+    transport: str,
+    prepared: Prepared,
+    worker: Worker,
+    device: torch.device,
+    status: Status,
+    copier: Copier | None = None,
+) -> tuple[EndingChannels, ProcessSums]:
+    """Make them, on all workers at the same time; the process group of gloo is there.
+
+    Args:
+        copier: of this worker's device, where messages go through pinned memory; by default, a
+            GPU's.
+
+    Raises PeerError.
+    """
+    rank, timeout_s = worker.rank, prepared.settings.timeout_s
+    names = [other.name for other in prepared.workers]
+    groups = sum_groups(prepared.workers, prepared.tied)
+    if transport == NCCL:
+        crossings = (*prepared.deal.crossings, *prepared.evaluation_crossings)
+        channels = NcclChannels(rank, names, crossings, device, timeout_s, status)
+        return channels, ProcessSums(groups, names, rank, timeout_s, status, nccl=device)
+    if transport == STAGED:
+        copier = copier or CudaCopier(device)
+        host = ProcessChannels(names, timeout_s, status, copier.room)
+        sums = ProcessSums(groups, names, rank, timeout_s, status, copier=copier)
+        return StagedChannels(host, copier, timeout_s), sums
+    sums = ProcessSums(groups, names, rank, timeout_s, status)
+    return ProcessChannels(names, timeout_s, status), sums
