@@ -5,6 +5,8 @@
 # make bench-scale    plan a GPT-3 shape for up to 4,096 devices (some minutes)
 # make bench-systems  train one model with every system for docs/systems_measured.md (minutes)
 # make bench-planner  solve published workloads anew for docs/planner_benchmark.md (some minutes)
+# make bench  race ours against other pipelines for docs/benchmarks.md (hours, on a quiet machine)
+# make bench-quick    a small part of that, in under 3 minutes
 # make fuzz   break 2,000 files and 500 command lines, and see that each is refused in one line
 # make chaos  kill the workers of 50 runs at drawn moments; each must end with the right weights
 # make format put the code into the house's format
@@ -15,7 +17,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO ?= demo
 
-.PHONY: demo test check lint types tests format model-table bench-planner bench-scale bench-systems fuzz chaos clean
+.PHONY: demo test check lint types tests format model-table bench-planner bench-scale bench-systems bench bench-quick deepspeed fuzz chaos clean
 
 demo: $(READY)
 	rm -rf $(DEMO)
@@ -52,6 +54,26 @@ bench-systems: $(READY)
 
 bench-scale: $(READY)
 	$(BIN)/python benchmarks/scale.py
+
+SPEED := OMP_NUM_THREADS=1 $(BIN)/python -m timeprest.benchmarks.speed
+QUICK := runs/bench-quick
+
+bench: $(READY) deepspeed
+	$(SPEED) --fresh $(BENCH)
+
+bench-quick: $(READY)
+	$(SPEED) --fresh --models gpt,vgg11 --contestants timeprest,tdp-1f1b@4 --rounds 2 --timed 6 \
+	    --profile-seconds 8 --at-most 110 --work $(QUICK) --results $(QUICK)/races.json \
+	    --page $(QUICK)/page.md
+	cat $(QUICK)/page.md
+
+# A rival of the races. It goes beside the environment's packages, with no torch of its own; where
+# it can't be had, the races do without it and say so.
+deepspeed: $(READY)
+	test -d $(VENV)/deepspeed || $(BIN)/pip install --quiet --disable-pip-version-check --no-deps \
+	    --target $(VENV)/deepspeed deepspeed einops hjson msgpack ninja packaging py-cpuinfo \
+	    pydantic pydantic-core annotated-types typing-inspection tqdm \
+	    || echo "DeepSpeed can't be installed here"
 
 fuzz: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore tests/fuzz.py --files 2000 --lines 500

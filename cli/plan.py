@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import click
 import msgspec
 
@@ -12,11 +14,15 @@ from ..profiles.files import read_file, write_file
 from ..profiles.profile import Profile, check_profile
 from .common import OneLineGroup, Whole, common_options, errors_as_lines, output
 from .compare import compare
+from .figures.options import Figures, figure_options, write_plan_figures
 from .plan_tables import assumed, print_plan
 from .published import published
 from .simulate import simulate_plan
 from .solve import solve
 from .timeline import timeline, timeline_json
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 @click.group(cls=OneLineGroup, context_settings={"help_option_names": ["-h", "--help"]})
@@ -48,9 +54,10 @@ main.add_command(published)
     "--from-mini-batch",
     "first",
     type=Whole(0),
-    help="With --timeline: begin there; 0 is the first.",
+    help="With --timeline and figures: begin there; 0 is the first.",
 )
-@click.option("--mini-batches", type=Whole(), help="With --timeline: how many to draw.")
+@click.option("--mini-batches", type=Whole(), help="With --timeline and figures: how many to draw.")
+@figure_options
 @common_options
 @errors_as_lines
 def show(
@@ -62,11 +69,14 @@ def show(
     as_json: bool,
     quiet: bool,
     verbose: bool,
+    **figures: Unpack[Figures],
 ) -> None:
     """Show PLAN: its stages, what they should cost, and the order's first operations."""
     plan = read_plan(plan_path)
-    if not with_timeline and (first, mini_batches) != (None, None):
-        raise UserError("--from-mini-batch, --mini-batches: go with --timeline")
+    drawing = with_timeline or figures["svg"] or figures["svg_memory"]
+    if not drawing and (first, mini_batches) != (None, None):
+        raise UserError("--from-mini-batch, --mini-batches: go with --timeline or --svg")
+    written = write_plan_figures(plan, first, mini_batches, figures)
     if as_json:
         found = timeline_json(plan, first, mini_batches) if with_timeline else plan
         click.echo(msgspec.json.encode(found))
@@ -80,6 +90,8 @@ def show(
         print_plan(plan, count, every=verbose)
         for picture in drawn:
             console.print(picture)
+        for path in written:
+            console.print(f"wrote {path}")
 
 
 @main.command()

@@ -212,7 +212,9 @@ class StageRunner:
             if op.micro_batch in c.micro_batches:
                 name = c.spec.name
                 kept = name in self.stage.kept_outputs
-                self.channels.send(c, FORWARD, c.part(outputs[name]), kept=kept)
+                part_sent = c.part(outputs[name])
+                self.channels.send(c, FORWARD, part_sent, kept=kept)
+                self.score.sent_bytes += part_sent.nbytes
         sent = clock()
         self.score.add(
             begin, sent, compute_s=end - start + loaded - begin, communication_s=sent - end
@@ -238,6 +240,7 @@ class StageRunner:
                 if c.spec.needs_grad and not set(mine).isdisjoint(c.micro_batches):
                     part = c.gradient_part(back[c.spec.name], mine)
                     self.channels.send(c, BACKWARD, part)
+                    self.score.sent_bytes += part.nbytes
         sent = clock()
         self.score.add(begin, sent, compute_s=end - start, communication_s=sent - end)
         self._log(op, version, forward_version, start, end)

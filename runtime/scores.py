@@ -24,6 +24,7 @@ class StageScore:
     Attributes:
         updates: when each update ended.
         losses: mean loss of each mini-batch, on the last stage.
+        sent_bytes: outputs and gradients for other stages.
     """
 
     compute_s: float = 0.0
@@ -32,6 +33,7 @@ class StageScore:
     last_s: float = 0.0
     updates: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    sent_bytes: int = 0
 
     def add(self, begin: float, end: float, *, compute_s: float, communication_s: float) -> None:
         """Account for one operation, begun (with its waiting) and ended then."""
@@ -142,6 +144,8 @@ class StageReport(msgspec.Struct, frozen=True, kw_only=True):
     communication_s: float
     idle_s: float
     wall_s: float
+    sent_bytes: int = 0
+    """Outputs and gradients for other stages."""
     periods_s: list[float]
     """Per segment."""
     peak: MemoryByKind | None

@@ -220,6 +220,7 @@ class Course:
                     communication_s=communication,
                     idle_s=max(wall - compute - communication, 0.0),
                     wall_s=wall,
+                    sent_bytes=sum(score.sent_bytes for score in scores),
                     periods_s=[s.period_s for s in scores if s.period_s is not None],
                     peak=runner.stage.account.peak,
                     rss_peak_bytes=_rss_peak_bytes(),

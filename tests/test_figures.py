@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
+from dataclasses import replace
 from itertools import pairwise
 from xml.etree import ElementTree
 
 import click
+import msgspec
 import pytest
 from click.testing import CliRunner
 from drawn_plans import evaluated
@@ -15,19 +17,24 @@ from hypothesis import given, settings
 from plans import REPORT
 from test_recording import chain_plan
 from timeprest.cli.figures import Settings, memory_svg, timeline_svg, timelines_svg
-from timeprest.cli.figures.fills import SHADES, has_pattern, shade
+from timeprest.cli.figures.fills import SHADES, has_pattern, memory_shade, shade
 from timeprest.cli.figures.frame import window_of
 from timeprest.cli.figures.options import (
     figure_options,
     limits,
-    settings_of,
     width_in_points,
     write_plan_figures,
+    write_run_figure,
 )
 from timeprest.cli.figures.svg import text_width
+from timeprest.cli.palette import MEMORY
+from timeprest.cli.plan import main
 from timeprest.planner.evaluate import make_plan
 from timeprest.planner.recording import Lane, MemoryPoint, Recording, Span, predicted
 from timeprest.planner.variants import VARIANTS
+from timeprest.profiles.errors import UserError
+from timeprest.profiles.files import write_file
+from timeprest.profiles.units import format_bytes
 
 ALL = sorted(VARIANTS)
 SVG = "{http://www.w3.org/2000/svg}"
@@ -218,7 +225,7 @@ def test_a_limit_far_away_is_told_in_words():
     recording = predicted(chain_plan("gpipe"))
     near, far = (memory_svg(recording, [limit] * 3) for limit in (None, 2**50))
     assert "#c62828" not in far
-    assert "1024.0 TiB" in far
+    assert format_bytes(2**50) in far
     assert "limit" not in near
 
 
@@ -261,6 +268,16 @@ def test_versions_stand_below_the_labels(variant):
     assert plain <= known
 
 
+def test_little_is_enough_for_a_figure():
+    """Nothing recorded, or neither memory nor messages, as of a run whose log doesn't have them."""
+    full = predicted(chain_plan("gpipe"), 1)
+    empty = Recording("measured", "gpipe", full.lanes, (), (), (), 0.0)
+    bare = Recording("measured", "gpipe", full.lanes, full.spans, (), (), full.period_s)
+    for recording in (empty, bare):
+        for text in (timelines_svg([("a run", recording)]), memory_svg(recording, [5] * 3)):
+            check_inside(Figure(text))
+
+
 def test_the_same_plan_gives_the_same_bytes():
     first, second = (
         (timeline_svg(r, Settings(messages=True)), memory_svg(r, [2**20] * 3))
@@ -284,6 +301,8 @@ def test_messages_go_from_lane_to_lane():
         if found.get("stroke-width") == "0.4" and "stroke" in found
     ]
     assert len(lines) == len(inside) > 0
+    # Between neighbours, they cross the gap alone.
+    assert all(abs(float(line["y2"]) - float(line["y1"])) < 10 for line in lines)
     up = [line for line in lines if float(line["y2"]) < float(line["y1"])]
     assert len(up) == sum(m.backward for m in inside)
     assert all("stroke-dasharray" in line for line in up)
@@ -356,6 +375,10 @@ def test_kinds_differ_in_grey():
     assert lightest_first == ["F", "B", "U"]
     for lighter, darker in pairwise(lightest_first):
         assert min(bands[lighter]) - max(bands[darker]) > 35
+    plain = [kind for kind, paint in MEMORY.items() if paint.pattern == "plain"]
+    levels = sorted(grey(memory_shade(kind)) for kind in plain)
+    assert len(levels) == 4
+    assert all(b - a > 30 for a, b in pairwise(levels))
 
 
 @pytest.mark.parametrize(
@@ -365,15 +388,34 @@ def test_widths_have_units(text, points):
     assert width_in_points(text) == pytest.approx(points, abs=0.01)
 
 
+def test_a_run_stands_above_its_plan(tmp_path):
+    plan = chain_plan("pipedream-flush")
+    svg = tmp_path / "run.svg"
+    write_run_figure(replace(predicted(plan, 5), source="measured"), plan, str(svg))
+    text = svg.read_text(encoding="utf-8")
+    assert "measured: measured, pipedream-flush, mini-batches 0 to 2" in text
+    assert "predicted: predicted, pipedream-flush, mini-batches 0 to 2" in text
+
+
+def test_show_writes_figures(tmp_path):
+    """And says so; what is drawn is chosen as for the timeline on a terminal."""
+    write_file(tmp_path / "plan.json", chain_plan("timeprest"))
+    svg = tmp_path / "t.svg"
+    arguments = ["show", str(tmp_path / "plan.json"), "--svg", str(svg)]
+    run = CliRunner().invoke(main, [*arguments, "--from-mini-batch", "2", "--mini-batches", "3"])
+    assert run.exit_code == 0
+    assert str(svg) in run.output.replace("\n", "")
+    assert "mini-batches 2 to 4" in svg.read_text(encoding="utf-8")
+
+
 def test_files_are_written(tmp_path):
     """Options, the files they name, and limits by lane."""
     plan = chain_plan("gpipe", replicas=2)
 
     @click.command()
     @figure_options
-    def command(svg, svg_memory, svg_width, svg_messages, svg_versions):
-        setting = settings_of(1, 2, svg_width, svg_messages, svg_versions)
-        click.echo(" ".join(write_plan_figures(plan, setting, svg, svg_memory)))
+    def command(**figures):
+        click.echo(" ".join(write_plan_figures(plan, 1, 2, figures)))
 
     names = [str(tmp_path / name) for name in ("t.svg", "m.svg")]
     run = CliRunner().invoke(
@@ -386,6 +428,13 @@ def test_files_are_written(tmp_path):
         assert root.get("width") == "85mm"
         assert "mini-batches 1 to 2" in root.find(SVG + "desc").text
     assert len(limits(plan, predicted(plan, 2))) == 6
+    old = [msgspec.structs.replace(stage, holds=None) for stage in plan.predicted.stages]
+    told = msgspec.structs.replace(plan.predicted, stages=tuple(old))
+    plan = msgspec.structs.replace(plan, predicted=told)
+    alone = CliRunner().invoke(command, ["--svg-memory", names[1]])
+    assert isinstance(alone.exception, UserError)
+    alone = CliRunner().invoke(command, ["--svg-versions"])
+    assert isinstance(alone.exception, UserError)
     for width in ("wide", "3mm", "9000mm"):
         refused = CliRunner().invoke(command, ["--svg", names[0], "--svg-width", width])
         assert refused.exit_code == 2

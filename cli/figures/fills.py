@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..palette import MEMORY, OPERATIONS, Paint, blended
+from ..palette import MEMORY, OPERATIONS, blended
 from .svg import Drawing
 
 SHADES = {
@@ -13,6 +13,13 @@ SHADES = {
 }
 """Per kind, for mini-batches in turn: how much of what is mixed into the palette's colour. In grey,
 from light to dark: F, B, U; W has a pattern."""
+
+MEMORY_SHADES = {
+    "weights": (0.3, "#000000"),
+    "gradients": (0.15, "#ffffff"),
+    "activations": (0.15, "#ffffff"),
+}
+"""The same for kinds of memory; others stay as they are. Those without a pattern differ in grey."""
 
 IDLE = "#f0f1f3"
 """Nothing runs."""
@@ -32,8 +39,13 @@ def operation_fill(drawing: Drawing, kind: str, mini_batch: int) -> str:
 
 def memory_fill(drawing: Drawing, kind: str) -> str:
     """Fill of a kind of memory."""
-    paint = MEMORY[kind]
-    return _fill(drawing, kind, paint.light, paint.pattern)
+    return _fill(drawing, kind, memory_shade(kind), MEMORY[kind].pattern)
+
+
+def memory_shade(kind: str) -> str:
+    """The same without its pattern."""
+    share, other = MEMORY_SHADES.get(kind, (0.0, "#ffffff"))
+    return blended(MEMORY[kind].light, other, share)
 
 
 def has_pattern(kind: str) -> bool:
@@ -67,8 +79,3 @@ def _fill(drawing: Drawing, name: str, colour: str, pattern: str) -> str:
         f'stroke-width="{width}"/></pattern>'
     )
     return f"url(#{key})"
-
-
-def paint_of(kind: str) -> Paint:
-    """The palette's entry for an operation."""
-    return OPERATIONS[kind]

@@ -146,7 +146,7 @@ def time_axis(drawing: Drawing, scale: Scale, y: float, note: str = "") -> float
     """Draw it, a note below its left end. Returns where it ends below."""
     factor, unit = time_unit(scale.begin_s + scale.seconds)
     begin, most = scale.begin_s * factor, (scale.begin_s + scale.seconds) * factor
-    step = steps(most - begin, int((scale.right - scale.left) / 34))
+    step = steps(most - begin, int((scale.right - scale.left) / 27))
     name = f"time ({unit})"
     drawing.open(stroke=INK, stroke_width=0.5)
     drawing.line(scale.left, y, scale.right, y)

@@ -30,7 +30,7 @@ from .svg import INK, Drawing, number
 _TALLEST, _LEAST, _GAP, _MOST_HEIGHT = 46.0, 9.0, 7.0, 560.0
 """Of panels, in points; the last of all of them together."""
 
-_NEAR = 3
+_NEAR = 4
 """A limit is drawn where it is no more than so many times what is held at most."""
 
 _FINE = 0.4
@@ -73,12 +73,13 @@ def memory_svg(
 
     pitch = max(_LEAST + 2, min(_TALLEST + _GAP, _MOST_HEIGHT / max(1, len(lanes))))
     gap = min(_GAP, pitch / 5)
+    peaks = _peaks(recording)
     middles = []
-    for found, limit in zip(lanes, own, strict=True):
+    for found, limit, peak in zip(lanes, own, peaks, strict=True):
         panel = _Panel(y, pitch - gap, top)
         _frame(drawing, scale, panel)
         _areas(drawing, found, scale, panel)
-        _words(drawing, found, limit, panel)
+        _words(drawing, peak, limit, panel)
         if limit in near and limit is not None:
             drawing.line(
                 scale.left,
@@ -93,7 +94,6 @@ def memory_svg(
         y += pitch
     lane_names(drawing, list(zip(recording.lanes, middles, strict=True)), pitch)
     y = time_axis(drawing, scale, y - gap + 2)
-    peaks = [max((sum(step.nbytes) for step in found), default=0) for found in lanes]
     facts = [
         f"{recording.source}, {recording.variant}, mini-batches {window.first} to {window.last};",
         "peaks",
@@ -190,12 +190,20 @@ def _areas(drawing: Drawing, found: Sequence[Step], scale: Scale, panel: _Panel)
         )
 
 
-def _words(drawing: Drawing, found: Sequence[Step], limit: int | None, panel: _Panel) -> None:
+def _peaks(recording: Recording) -> list[int]:
+    """The most that each lane holds, in the window or not."""
+    peaks = [0] * len(recording.lanes)
+    for point in recording.memory:
+        peaks[point.lane] = max(peaks[point.lane], sum(point.nbytes))
+    return peaks
+
+
+def _words(drawing: Drawing, peak: int, limit: int | None, panel: _Panel) -> None:
     """Peak and limit beside the panel."""
     x = drawing.width - RIGHT + 3
     lines = []
-    if found and panel.height >= SMALL:
-        lines += ["peak", format_bytes(max(sum(step.nbytes) for step in found))]
+    if peak and panel.height >= SMALL:
+        lines += ["peak", format_bytes(peak)]
     if limit is not None and panel.height >= 5 * SMALL:
         lines += ["limit", format_bytes(limit)]
     if panel.height < 2.2 * SMALL:

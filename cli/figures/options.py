@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import click
 
 from ...planner.plan import Plan
 from ...planner.recording import Recording, default_mini_batches, predicted
+from ...profiles.errors import UserError
 from ...profiles.files import write_bytes
 from .frame import Settings
 from .memory import memory_svg
@@ -35,8 +36,7 @@ def width_in_points(text: str) -> float:
 
 
 def figure_options(function: F) -> F:
-    """--svg and those that go with it; they come as svg, svg_memory, svg_width, svg_messages and
-    svg_versions."""
+    """--svg and those that go with it; they come as `Figures`."""
     for option in (
         click.option(
             "--svg-versions",
@@ -65,33 +65,47 @@ def figure_options(function: F) -> F:
     return function
 
 
-def settings_of(
-    first: int | None,
-    mini_batches: int | None,
-    svg_width: float,
-    svg_messages: bool,
-    svg_versions: bool,
-) -> Settings:
+class Figures(TypedDict):
+    """What `figure_options` add to a command."""
+
+    svg: str | None
+    svg_memory: str | None
+    svg_width: float
+    svg_messages: bool
+    svg_versions: bool
+
+
+def settings_of(first: int | None, mini_batches: int | None, figures: Figures) -> Settings:
     """Settings from the options of a command."""
     return Settings(
-        width=svg_width,
+        width=figures["svg_width"],
         first=first or 0,
         mini_batches=mini_batches,
-        messages=svg_messages,
-        versions=svg_versions,
+        messages=figures["svg_messages"],
+        versions=figures["svg_versions"],
     )
 
 
 def write_plan_figures(
-    plan: Plan, settings: Settings, svg: str | None, svg_memory: str | None
+    plan: Plan, first: int | None, mini_batches: int | None, figures: Figures
 ) -> list[str]:
     """Write the figures of a plan that are asked for. Returns the files' names.
 
-    Raises FileError where a file can't be written, OrderError as `recording.predicted`.
+    Raises FileError where a file can't be written, UserError for options that nothing comes of,
+    OrderError as `recording.predicted`.
     """
+    svg, svg_memory = figures["svg"], figures["svg_memory"]
+    if not svg and (figures["svg_messages"] or figures["svg_versions"]):
+        raise UserError("--svg-messages, --svg-versions: go with --svg FILE")
     if not svg and not svg_memory:
         return []
+    settings = settings_of(first, mini_batches, figures)
     recording = recorded(plan, settings)
+    if svg_memory and not recording.memory:
+        raise UserError(
+            "--svg-memory: the plan doesn't say what its stages hold over time; solve again, or "
+            "write it anew with tp-plan check PLAN --profile PROFILE -o PLAN"
+        )
     texts = []
     if svg:
         texts.append((svg, timeline_svg(recording, settings)))
@@ -102,8 +116,11 @@ def write_plan_figures(
     return [path for path, _ in texts]
 
 
-def write_run_figure(measured: Recording, plan: Plan, settings: Settings, svg: str) -> None:
+def write_run_figure(
+    measured: Recording, plan: Plan, svg: str, settings: Settings | None = None
+) -> None:
     """Write a run's timeline, with the one that its plan predicts below it. Raises FileError."""
+    settings = settings or Settings()
     both = [("measured", measured), ("predicted", recorded(plan, settings))]
     write_bytes(svg, timelines_svg(both, settings).encode())
 

@@ -26,8 +26,8 @@ from .frame import (
 from .marks import VERSION_SIZE, Lettering, Mark, lettering, marks_of
 from .svg import INK, Drawing, text_width
 
-_TALLEST, _GAP, _MOST_HEIGHT = 14.0, 3.0, 560.0
-"""Of lanes, in points; the last of all of them together."""
+_TALLEST, _GAP, _WIDE_GAP, _MOST_HEIGHT = 14.0, 3.0, 9.0, 560.0
+"""Of lanes, in points: the gap is wide where messages cross it; the last is for all of them."""
 
 _OUTLINED = 1.2
 """Wider marks of one operation have an outline, in points."""
@@ -59,7 +59,9 @@ def timelines_svg(
     seconds = max(window.seconds for window in windows)
     rows = sum(len(recording.lanes) for _, recording in recordings)
     tallest = _TALLEST + (VERSION_SIZE if settings.versions else 0)
-    pitch = min(tallest + _GAP, _MOST_HEIGHT / max(1, rows))
+    gap = _WIDE_GAP if settings.messages else _GAP
+    pitch = min(tallest + gap, _MOST_HEIGHT / max(1, rows))
+    height = pitch - min(gap, pitch * gap / (_TALLEST + gap))
 
     kinds = {span.kind for _, recording in recordings for span in recording.spans}
     y = legend(drawing, list(_entries(drawing, kinds, settings)), left, 1) + 5
@@ -70,7 +72,7 @@ def timelines_svg(
         if words:
             drawing.text(left, y + 6, words, font_size=SIZE, fill=INK, font_weight="bold")
             y += 10
-        y, letters, said = _lanes(drawing, recording, window, scale, y, pitch, settings)
+        y, letters, said = _lanes(drawing, recording, window, scale, y, (pitch, height), settings)
         facts += [*([f"{words}:"] if words else []), *said]
         told.append(letters)
     zero = windows[0].begin_s if len({w.begin_s for w in windows}) == 1 else 0.0
@@ -96,12 +98,16 @@ def _lanes(
     window: Window,
     scale: Scale,
     y: float,
-    pitch: float,
+    lane: tuple[float, float],
     settings: Settings,
 ) -> tuple[float, Lettering, list[str]]:
-    """Draw a recording's lanes below y. Returns where they end, how they are labelled, facts."""
+    """Draw a recording's lanes below y. Returns where they end, how they are labelled, facts.
+
+    Args:
+        lane: from one lane to the next, and a lane's height.
+    """
+    pitch, height = lane
     marks = marks_of(recording, window, scale, settings.most_marks)
-    height = pitch - min(_GAP, pitch * _GAP / (_TALLEST + _GAP))
     y = _period(drawing, recording, window, scale, y)
     tops = [y + pitch * k for k in range(len(recording.lanes))]
     end = scale(window.end_s)
@@ -124,7 +130,7 @@ def _lanes(
         f"{operations} operations"
         + (f" merged into {len(marks)} marks." if len(marks) < operations else "."),
     ]
-    return tops[-1] + pitch + 1 if tops else y, letters, facts
+    return tops[-1] + height + _GAP + 1 if tops else y, letters, facts
 
 
 def _period(
@@ -221,7 +227,7 @@ def _messages(
     height: float,
 ) -> None:
     for backward in (False, True):
-        dashes = {"stroke_dasharray": "1.5 .8"} if backward else {}
+        dashes = {"stroke_dasharray": "1.4 .9"} if backward else {}
         drawing.open(stroke=INK, stroke_width=0.4, **dashes)
         for m in recording.messages:
             if m.backward != backward or m.start_s < window.begin_s or m.end_s > window.end_s:

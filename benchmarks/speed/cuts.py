@@ -1,0 +1,96 @@
+"""Cuts for rivals, which have none of their own: the best balance of measured times."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+
+from .tasks import Race
+
+ROUNDS = 3
+
+
+def child_times(race: Race, micro_batch: int) -> tuple[list[float], list[float]]:
+    """Seconds of every child of the model.
+
+    Returns:
+        Forward and backward of a micro-batch, the loss with the last; and an optimizer step.
+    """
+    torch.manual_seed(0)
+    model = race.model()
+    x, y = race.data("train")[:micro_batch]
+    times: list[list[float]] = [[] for _ in model]
+    steps: list[list[float]] = [[] for _ in model]
+    optimizers = [_optimizer(race, child) for child in model]
+    for _ in range(ROUNDS + 1):
+        inputs, outputs, forwards = _forward(model, x)
+        begin = time.perf_counter()
+        loss = race.loss(outputs[-1], y)
+        (gradient,) = torch.autograd.grad(loss, [outputs[-1]])
+        of_loss = time.perf_counter() - begin
+        for k in reversed(range(len(model))):
+            begin = time.perf_counter()
+            if outputs[k].requires_grad:
+                outputs[k].backward(gradient)
+            times[k].append(forwards[k] + time.perf_counter() - begin)
+            back = inputs[k].grad
+            if back is not None:
+                gradient = back
+        times[-1][-1] += of_loss
+        for k, optimizer in enumerate(optimizers):
+            begin = time.perf_counter()
+            if optimizer is not None:
+                optimizer.step()
+                optimizer.zero_grad()
+            steps[k].append(time.perf_counter() - begin)
+    return [median(t[1:]) for t in times], [median(t[1:]) for t in steps]
+
+
+def _optimizer(race: Race, child: nn.Module) -> torch.optim.Optimizer | None:
+    parameters = list(child.parameters())
+    return race.optimizer(parameters) if parameters else None
+
+
+def _forward(model: nn.Sequential, x: Tensor) -> tuple[list[Tensor], list[Tensor], list[float]]:
+    """Every child's input and output, apart from each other, and its seconds."""
+    inputs, outputs, seconds = [], [], []
+    for child in model:
+        x = x.detach()
+        if x.is_floating_point():
+            x.requires_grad_()
+        begin = time.perf_counter()
+        inputs.append(x)
+        x = child(x)
+        outputs.append(x)
+        seconds.append(time.perf_counter() - begin)
+    return inputs, outputs, seconds
+
+
+def balanced(costs: Sequence[float], stages: int, processes: int) -> tuple[int, ...]:
+    """Where to cut: the first child of every stage but the first.
+
+    With two stages a rank they lie as a V: rank r has stages r and 2 · processes − 1 − r. The
+    busiest rank decides, then the longest stage.
+    """
+
+    def load(cuts: tuple[int, ...]) -> tuple[float, float]:
+        pieces = [sum(costs[a:b]) for a, b in itertools.pairwise((0, *cuts, len(costs)))]
+        ranks = [0.0] * processes
+        for stage, cost in enumerate(pieces):
+            ranks[stage if stage < processes else 2 * processes - 1 - stage] += cost
+        return max(ranks), max(pieces)
+
+    return min(itertools.combinations(range(1, len(costs)), stages - 1), key=load)
+
+
+def neighbours(cuts: tuple[int, ...], children: int) -> Iterator[tuple[int, ...]]:
+    """The same with one cut moved by one child."""
+    for k, step in itertools.product(range(len(cuts)), (-1, 1)):
+        moved = (*cuts[:k], cuts[k] + step, *cuts[k + 1 :])
+        if all(a < b for a, b in itertools.pairwise((0, *moved, children))):
+            yield moved

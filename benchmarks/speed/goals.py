@@ -1,0 +1,122 @@
+"""What the runtime is meant to reach, held against what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from .contestants import contestant_named
+from .ratios import of_stages, over_runs, runs_of, speed_ratio
+from .records import Held, Results, Round
+from .tables import idle_of_bottleneck, names_in
+
+Goal = tuple[str, str, str, bool]
+"""What, wanted, found, and whether it is reached."""
+
+OVER_ONE_THREAD = {"gpt": 1.85, "vgg11": 1.80}
+OVER_1F1B = {"gpt": 1.25}
+OVER_BEST = {"gpt": 1.0, "vgg11": 1.5}
+SYSTEMS = ("timeprest", "pipedream")
+IDLE, PERIOD, BYTES = 0.05, 0.10, 0.05
+FEWER_BYTES, FASTER = 0.90, 3.0
+
+
+def goals(results: Results) -> Iterator[Goal]:
+    """All of them that were measured."""
+    yield from _speeds(results.rounds)
+    yield from _same_count(results.rounds)
+    yield from _predictions(results.rounds)
+    yield from _held(results.held)
+    yield from _links(results)
+
+
+def _speeds(rounds: Sequence[Round]) -> Iterator[Goal]:
+    for model, name in [(m, n) for m in OVER_ONE_THREAD for n in SYSTEMS]:
+        wanted = [("one-thread", "one thread", OVER_ONE_THREAD[model])]
+        if model in OVER_1F1B:
+            wanted.append(("tdp-1f1b", "torch's 1F1B", OVER_1F1B[model]))
+        best = _best(rounds, model)
+        if best:
+            wanted.append((best, f"torch's best ({best})", OVER_BEST[model]))
+        for over, title, least in wanted:
+            found = speed_ratio(rounds, model, name, over)
+            if found:
+                yield (
+                    f"{model}: `{name}` over {title}",
+                    f"≥ {least}",
+                    str(found),
+                    (found.value >= least),
+                )
+        if name in names_in(rounds, model):
+            idle = idle_of_bottleneck(rounds, model, name)
+            what = f"{model}: `{name}`, idle share of the busiest stage"
+            yield what, f"< {IDLE:.0%}", f"{idle:.1%}", idle < IDLE
+
+
+def _best(rounds: Sequence[Round], model: str) -> str | None:
+    names = [n for n in names_in(rounds, model) if n.startswith("tdp-") and "@" not in n]
+    ratios = {name: speed_ratio(rounds, model, name) for name in names}
+    known = {name: ratio.value for name, ratio in ratios.items() if ratio}
+    return max(known, key=known.__getitem__) if known else None
+
+
+def _same_count(rounds: Sequence[Round]) -> Iterator[Goal]:
+    for model in dict.fromkeys(each.model for each in rounds):
+        for ours, theirs in (("gpipe@4", "tdp-gpipe@4"), ("pipedream-flush@4", "tdp-1f1b@4")):
+            found = speed_ratio(rounds, model, ours, theirs)
+            if found:
+                what = f"{model}: `{ours}` over {theirs}"
+                yield what, "≥ 1", str(found), found.value >= 1
+
+
+def _predictions(rounds: Sequence[Round]) -> Iterator[Goal]:
+    for model in dict.fromkeys(each.model for each in rounds):
+        periods, peaks = {}, {}
+        for name in names_in(rounds, model):
+            if contestant_named(name).kind != "ours":
+                continue
+            runs = runs_of(rounds, model, name)
+            period = over_runs(runs, lambda run: run.period_s)
+            periods[name] = (runs[-1].predicted_period_s or 0.0) / period - 1
+            found = of_stages(runs, lambda stage: stage.peak_bytes)
+            wanted = of_stages(runs, lambda stage: stage.predicted_bytes)
+            if found and wanted:
+                apart = [one / other - 1 for one, other in zip(wanted, found, strict=True)]
+                peaks[name] = max(apart, key=abs)
+        for what, most, apart_by in (("period", PERIOD, periods), ("peak", BYTES, peaks)):
+            if apart_by:
+                worst = max(apart_by, key=lambda name: abs(apart_by[name]))
+                within = sum(abs(value) <= most for value in apart_by.values())
+                text = f"{within} of {len(apart_by)}; worst `{worst}` {apart_by[worst]:+.1%}"
+                title = f"{model}: predicted {what} within {most:.0%} of measured, every system"
+                yield title, "all", text, within == len(apart_by)
+
+
+def _held(held: Sequence[Held]) -> Iterator[Goal]:
+    for model in dict.fromkeys(each.model for each in held):
+        of = {each.variant: each for each in held if each.model == model}
+        chain = ("v-timeprest", "timeprest", "i-timeprest", "pipedream")
+        if not all(name in of for name in chain):
+            continue
+        weights = [sum(of[name].accounted_weight_bytes) for name in chain]
+        text = " ≤ ".join(chain)
+        found = ", ".join(f"{nbytes / 2**20:.0f} MiB" for nbytes in weights)
+        yield f"{model}: weight bytes {text}", "in this order", found, weights == sorted(weights)
+        share = sum(of["timeprest"].accounted_bytes) / sum(of["pipedream"].accounted_bytes)
+        what = f"{model}: peak bytes of `timeprest` over `pipedream`'s"
+        yield what, "< 1", f"{share:.2f}", share < 1
+
+
+def _links(results: Results) -> Iterator[Goal]:
+    slow = {run.contestant: run for run in results.links if run.rate == "100mbit"}
+    if {"timeprest", "ddp"} <= slow.keys():
+        ours, theirs = slow["timeprest"], slow["ddp"]
+        fewer = 1 - ours.wire_bytes / theirs.wire_bytes
+        faster = theirs.period_s / ours.period_s
+        what = "100 Mbit/s: bytes fewer than data parallel's"
+        yield what, f"≥ {FEWER_BYTES:.0%}", f"{fewer:.1%}", fewer >= FEWER_BYTES
+        yield (
+            "100 Mbit/s: speed over data parallel's",
+            f"≥ {FASTER}",
+            f"{faster:.2f}",
+            (faster >= FASTER),
+        )

@@ -1,0 +1,69 @@
+"""docs/benchmarks.md, made from the results alone and the text of benchmarks.head.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from timeprest.profiles.units import format_bytes
+
+from .bars import bars
+from .goals import goals
+from .machine import machine
+from .records import DOCS, Results, read_results
+from .tables import held_table, link_table, markdown, speed_bars, speed_table, stage_table
+from .tasks import RACES
+
+HEAD = DOCS / "benchmarks.head.md"
+
+
+def write_page(results_path: Path, page: Path) -> None:
+    """Write the page, and its plots into the folder beside it that has its name."""
+    results = read_results(results_path, machine())
+    folder = page.with_suffix("")
+    folder.mkdir(parents=True, exist_ok=True)
+    parts = [HEAD.read_text(encoding="utf-8").rstrip(), *_sections(results, folder)]
+    page.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    print(f"wrote {page}")
+
+
+def _sections(results: Results, folder: Path) -> Iterator[str]:
+    yield _facts(results)
+    verdicts = [
+        [what, wanted, found, "reached" if good else "**missed**"]
+        for what, wanted, found, good in goals(results)
+    ]
+    if verdicts:
+        yield "## Against the goals\n\n" + markdown(["", "wanted", "found", ""], verdicts)
+    models = [m for m in RACES if any(each.model == m for each in results.rounds)]
+    for model in models:
+        rounds = results.rounds
+        path = folder / f"{model}.svg"
+        path.write_text(
+            bars(f"{RACES[model].title}: speed over one thread", speed_bars(rounds, model))
+        )
+        yield f"## {RACES[model].title}"
+        yield f"![speed over one thread]({folder.name}/{path.name})"
+        yield speed_table(rounds, model)
+        yield "What the processes did, shares of a mini-batch's period, process by process:"
+        yield stage_table(rounds, model)
+    left_out = [[f"`{what}`", why] for what, why in sorted(results.skipped.items())]
+    if left_out:
+        yield "## Left out\n\n" + markdown(["model/contestant", "why"], left_out)
+    for model in dict.fromkeys(each.model for each in results.held):
+        yield f"## What systems hold: {model}"
+        yield held_table(results.held, model)
+    if results.links:
+        yield "## Slow links\n\n" + link_table(results.links)
+
+
+def _facts(results: Results) -> str:
+    here = results.machine
+    versions = ", ".join(f"{name} {number}" for name, number in here.versions.items())
+    thrown = sum(each.thrown_away for each in results.rounds)
+    runs = sum(len(each.runs) for each in results.rounds)
+    return (
+        f"Measured on {here.processor}, {here.cores} cores, {format_bytes(here.memory_bytes)}, "
+        f"{here.system}; {versions}. {runs} runs in {len(results.rounds)} rounds are in the "
+        f"tables; {thrown} more were thrown away because others were computing meanwhile."
+    )

@@ -1,0 +1,187 @@
+"""Running a rival: its ranks as processes, and the search for its best settings."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from timeprest.profiles.errors import UserError
+
+from .contestants import Contestant
+from .cuts import balanced, neighbours
+from .rank import RankFigures, RankSpec
+from .records import Figures, StageFigures
+from .tasks import RACES
+
+LONGEST_S = 120.0
+"""For one run; after that it is ended."""
+MOST_MICRO_BATCHES = 16
+DEEPSPEED = "deepspeed"
+
+
+class Choice(msgspec.Struct, frozen=True, kw_only=True):
+    """A rival's best settings for a model."""
+
+    micro_batches: int
+    cuts: tuple[int, ...]
+    tried: dict[str, float] = {}
+    """Seconds of a mini-batch, by settings."""
+
+
+@dataclass(frozen=True)
+class Length:
+    """How long a run is, in mini-batches."""
+
+    warm: int = 3
+    timed: int = 10
+
+
+def run_ranks(spec: RankSpec) -> list[RankFigures]:
+    """Run all ranks. Raises UserError with a rank's last words when one fails."""
+    with tempfile.TemporaryDirectory(prefix="races-") as folder:
+        out = Path(folder) / "out"
+        command = [sys.executable, "-m", f"{__package__}.rank"]
+        arguments = [msgspec.json.encode(spec).decode(), str(Path(folder) / "store"), str(out)]
+        started = []
+        for rank in range(spec.processes):
+            environment = rank_environment(spec, rank)
+            log = (Path(folder) / f"log{rank}").open("w+b")
+            process = subprocess.Popen(
+                [*command, *arguments], env=environment, stdout=log, stderr=log
+            )
+            started.append((process, log))
+        try:
+            codes = [process.wait(LONGEST_S) for process, _ in started]
+        except subprocess.TimeoutExpired:
+            codes = [-1]
+        finally:
+            for process, _ in started:
+                process.kill()
+                process.wait()
+        for process, log in started:
+            if any(codes) and process.returncode:
+                log.seek(0)
+                lines = log.read().decode(errors="replace").strip().splitlines()
+                raise UserError(f"{spec.kind} {spec.schedule}: {lines[-1] if lines else 'failed'}")
+        paths = [Path(f"{out}.{rank}") for rank in range(spec.processes)]
+        return [msgspec.json.decode(path.read_bytes(), type=RankFigures) for path in paths]
+
+
+def rank_environment(spec: RankSpec, rank: int) -> dict[str, str]:
+    """The environment of a rank, in which DeepSpeed is found where it was installed."""
+    paths = [str(deepspeed_folder())] if spec.kind == DEEPSPEED else []
+    paths += filter(None, [os.environ.get("PYTHONPATH")])
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(spec.processes),
+        "OMP_NUM_THREADS": str(spec.threads),
+    }
+
+
+def deepspeed_folder() -> Path:
+    """Where `make` puts DeepSpeed: beside the packages of the environment, not among them."""
+    return Path(os.environ.get("DEEPSPEED_SITE") or Path(sys.prefix) / "deepspeed")
+
+
+def why_not(contestant: Contestant) -> str | None:
+    """Why it can't run here; None: it can."""
+    if contestant.kind == DEEPSPEED and not (deepspeed_folder() / "deepspeed").is_dir():
+        return "DeepSpeed isn't installed (make bench installs it, where that is possible)"
+    return None
+
+
+def spec_of(contestant: Contestant, model: str, choice: Choice, length: Length) -> RankSpec:
+    """What its ranks are to do."""
+    return RankSpec(
+        model=model,
+        kind=contestant.kind,
+        processes=contestant.processes,
+        threads=contestant.threads,
+        schedule=contestant.schedule,
+        micro_batches=choice.micro_batches,
+        cuts=choice.cuts,
+        warm=length.warm,
+        timed=length.timed,
+    )
+
+
+def race_rival(contestant: Contestant, model: str, choice: Choice, length: Length) -> Figures:
+    """Run it once. Raises UserError when it fails."""
+    found = run_ranks(spec_of(contestant, model, choice, length))
+    period = max(rank.period_s for rank in found)
+    # Data parallelism: each rank knows its half's loss.
+    told = [rank.losses for rank in found if rank.losses]
+    losses = [sum(each) / len(each) for each in zip(*told, strict=True)]
+    return Figures(
+        period_s=period,
+        samples_per_s=RACES[model].mini_batch / period,
+        micro_batches=choice.micro_batches,
+        cuts=tuple(map(str, choice.cuts)),
+        stages=tuple(
+            StageFigures(
+                compute_s=rank.processor_s,
+                idle_s=max(contestant.threads * rank.period_s - rank.processor_s, 0.0),
+                rss_bytes=rank.rss_bytes,
+            )
+            for rank in found
+        ),
+        losses=tuple(losses),
+        sent_bytes=found[0].sent_bytes if contestant.processes > 1 else 0.0,
+        foreign_share=0.0,
+    )
+
+
+def choose(
+    contestant: Contestant, model: str, tell: Callable[[str], None], length: Length
+) -> Choice:
+    """Its best number of micro-batches with the best balance, and then the cuts beside it."""
+    if contestant.stages == 1:
+        return Choice(micro_batches=1, cuts=())
+    tried: dict[tuple[int, tuple[int, ...]], float] = {}
+    why = ""
+
+    def attempt(count: int, cuts: tuple[int, ...]) -> None:
+        nonlocal why
+        choice = Choice(micro_batches=count, cuts=cuts)
+        try:
+            tried[count, cuts] = race_rival(contestant, model, choice, length).period_s
+        except UserError as error:
+            why = str(error)
+            tell(f"  {contestant.name}: {count} micro-batches, cuts {cuts}: {why}")
+        else:
+            seconds = tried[count, cuts]
+            tell(f"  {contestant.name}: {count} micro-batches, cuts {cuts}: {seconds:.3f} s")
+
+    children = 0
+    for count in counts(contestant, RACES[model].mini_batch):
+        (times,) = run_ranks(RankSpec(model=model, kind="times", micro_batches=count))
+        pairs = zip(times.children_s, times.steps_s, strict=True)
+        costs = [count * child + step for child, step in pairs]
+        children = len(costs)
+        attempt(count, balanced(costs, contestant.stages, contestant.processes))
+    if not tried:
+        raise UserError(why)
+    count, cuts = min(tried, key=tried.__getitem__)
+    for moved in neighbours(cuts, children):
+        attempt(count, moved)
+    count, cuts = min(tried, key=tried.__getitem__)
+    text = {f"{n} micro-batches, cuts {c}": seconds for (n, c), seconds in tried.items()}
+    return Choice(micro_batches=count, cuts=cuts, tried=text)
+
+
+def counts(contestant: Contestant, mini_batch: int) -> list[int]:
+    """Numbers of micro-batches to try: divisors of the mini-batch."""
+    if contestant.micro_batches is not None:
+        return [contestant.micro_batches]
+    least = contestant.least_micro_batches()
+    most = min(mini_batch, MOST_MICRO_BATCHES)
+    return [n for n in range(least, most + 1) if not mini_batch % n]
