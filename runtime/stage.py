@@ -471,6 +471,15 @@ class Stage:
                 fill_absent(slot)
         return gathered
 
+    def held(self, boundary_bytes: int) -> tuple[int, ...]:
+        """Bytes held between two operations, by kind (`recording.MEMORY_KINDS`).
+
+        `boundary_bytes`: what the channels hold.
+        """
+        kept = self.predictor.kept_bytes if self.predictor is not None else 0
+        versions_bytes = self.weights.older_bytes + kept
+        return self.account.since(versions_bytes, self._kept_bytes, boundary_bytes)
+
     def _note(self, boundary_bytes: int, *, gradients_changed: bool = True) -> None:
         self.staleness.versions_held = max(self.staleness.versions_held, self.weights.held)
         kept = self.predictor.kept_bytes if self.predictor is not None else 0
