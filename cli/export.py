@@ -1,13 +1,15 @@
-"""tp-run export: a run's whole model as one file."""
+"""tp-run export: a run's whole model as one file; and how tp-run hands over to other commands."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import click
 
 from .common import OneLineCommand, errors_as_lines
 from .one_rank import OneRankCommand
+from .run_report import report
 
 
 @click.command(cls=OneLineCommand, context_settings={"help_option_names": ["-h", "--help"]})
@@ -32,8 +34,10 @@ def export(run_dir: str, output: str, at: int | None, quiet: bool) -> None:
         click.echo(f"wrote {output}, from {source}")
 
 
-class WithExport(OneRankCommand):
+class WithOthers(OneRankCommand):
     """A command that hands over to another one where its first argument is that one's name."""
+
+    others: Mapping[str, click.Command] = {"export": export, "report": report}
 
     def make_context(
         self,
@@ -43,8 +47,9 @@ class WithExport(OneRankCommand):
         **extra: Any,
     ) -> click.Context:
         """The context of whichever command it is."""
-        if args[:1] == ["export"]:
-            return export.make_context(f"{info_name} export", args[1:], parent, **extra)
+        other = self.others.get(args[0]) if args else None
+        if other is not None:
+            return other.make_context(f"{info_name} {args[0]}", args[1:], parent, **extra)
         return super().make_context(info_name, args, parent, **extra)
 
     def invoke(self, ctx: click.Context) -> Any:

@@ -24,6 +24,7 @@ _RESUMABLE = {
         "keep_checkpoints",
         "log_operations",
         "device",
+        "record",
         "as_json",
         "quiet",
         "verbose",

@@ -24,7 +24,7 @@ from .common import (
     naming,
     output,
 )
-from .export import WithExport
+from .export import WithOthers
 from .one_rank import meeting_at_hand, one_rank_tells
 from .optimizer_options import betas_in, optimizer_choice
 from .progress import Bar
@@ -45,9 +45,10 @@ _AUTOCAST: dict[str | None, Literal["profiled", "bfloat16", "off"]] = {
 
 
 @click.command(
-    cls=WithExport,
+    cls=WithOthers,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="tp-run export RUN -o FILE writes a run's whole model to one safetensors file.",
+    epilog="tp-run report RUN... shows what runs did beside what their plans predicted.  tp-run "
+    "export RUN -o FILE writes a run's whole model to one safetensors file.",
 )
 @click.argument("plan_path", metavar="PLAN", required=False)
 @click.option(
@@ -164,6 +165,14 @@ _AUTOCAST: dict[str | None, Literal["profiled", "bfloat16", "off"]] = {
     help="Write every operation with its weight version and times to RUN/operations.",
 )
 @click.option(
+    "--record",
+    default="steady:8",
+    show_default=True,
+    metavar="WHICH",
+    help="Mini-batches whose operations are kept for tp-run report: first:K, last:K, steady:K "
+    "(once the pipeline is full), all or none.",
+)
+@click.option(
     "--check",
     "checks",
     is_flag=True,
@@ -246,6 +255,7 @@ def main(
     decay_rate: float,
     distances: bool,
     log_operations: bool,
+    record: str,
     checks: bool,
     dry_run: bool,
     run_dir: str | None,
@@ -319,6 +329,7 @@ def main(
             decay_rate=decay_rate,
             distances=distances,
             log_operations=log_operations,
+            record=record,
             checkpoint_every=checkpoint_every,
             keep_checkpoints=keep_checkpoints,
             start_from=start_from,
@@ -392,6 +403,7 @@ def main(
         "timeout_s": timeout,
         "keep_checkpoints": given("keep_checkpoints"),
         "log_operations": log_operations or None,
+        "record": given("record"),
         "on_nan": given("on_nan"),
         "device": given("device"),
     }

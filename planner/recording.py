@@ -105,6 +105,21 @@ class MemoryPoint(NamedTuple):
     nbytes: tuple[int, ...]
 
 
+class Activity(NamedTuple):
+    """What a worker did besides computing, around an operation.
+
+    Attributes:
+        kind: "load" samples, "wait" for messages, "send" them, or "sum" gradients with others.
+        name: the operation's.
+    """
+
+    lane: int
+    kind: str
+    name: str
+    start_s: float
+    end_s: float
+
+
 @dataclass(frozen=True)
 class Recording:
     """Attributes:
@@ -113,6 +128,7 @@ class Recording:
     spans: sorted by lane, then by time.
     messages: empty where they aren't known; so is `memory`.
     period_s: seconds per mini-batch: predicted in the steady state, or measured.
+    activities: sorted as spans; of what was measured alone.
     """
 
     source: str
@@ -122,6 +138,7 @@ class Recording:
     messages: tuple[Message, ...]
     memory: tuple[MemoryPoint, ...]
     period_s: float
+    activities: tuple[Activity, ...] = ()
 
     @property
     def end_s(self) -> float:
@@ -370,6 +387,7 @@ def window(recording: Recording, begin: int, end: int) -> Recording:
             ),
             tuple(p for p in recording.memory if inside(p.lane, p.at_s)),
             recording.period_s,
+            tuple(a for a in recording.activities if inside(a.lane, a.end_s)),
         ),
         -zero,
     )
@@ -411,4 +429,8 @@ def shifted(
         ),
         tuple(p._replace(at_s=p.at_s + seconds) for p in recording.memory),
         recording.period_s,
+        tuple(
+            a._replace(start_s=a.start_s + seconds, end_s=a.end_s + seconds)
+            for a in recording.activities
+        ),
     )

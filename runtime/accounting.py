@@ -15,6 +15,10 @@ class MemoryAccount:
 
     Scratch memory inside operations isn't seen, so `workspace_bytes` is 0 here; compare with
     a prediction less its workspace.
+
+    Attributes:
+        now: what was held at the last moment that was accounted for.
+        peak: the most there was.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], buffers: Sequence[Tensor]) -> None:
@@ -23,6 +27,7 @@ class MemoryAccount:
         self._state = 0
         self._weights = sum(_nbytes(t) for t in (*parameters, *buffers))
         self.peak: MemoryByKind | None = None
+        self.now: MemoryByKind | None = None
         self.most_versions = 1
 
     def note(
@@ -39,7 +44,7 @@ class MemoryAccount:
         if gradients_changed:
             found = (p.grad for p in self.parameters)
             self._gradients = sum(_nbytes(grad) for grad in found if grad is not None)
-        now = MemoryByKind(
+        now = self.now = MemoryByKind(
             weights_bytes=self._weights,
             versions_bytes=versions_bytes,
             gradients_bytes=self._gradients,
@@ -51,6 +56,20 @@ class MemoryAccount:
         if self.peak is None or now.total > self.peak.total:
             self.peak = now
         self.most_versions = max(self.most_versions, versions_held)
+
+    def since(
+        self, versions_bytes: int, activations_bytes: int, boundary_bytes: int
+    ) -> tuple[int, ...]:
+        """Bytes by kind after the moment last accounted for; they don't count for the peak."""
+        return (
+            self._weights,
+            versions_bytes,
+            self._gradients,
+            self._state,
+            activations_bytes,
+            boundary_bytes,
+            0,
+        )
 
     def gradients_gone(self) -> None:
         """The gradients were let go after an update."""

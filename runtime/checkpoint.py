@@ -50,6 +50,7 @@ FREE: dict[str, Any] = {
     "resume_at": None,
     "keep_checkpoints": 3,
     "log_operations": False,
+    "record": "steady:8",
     "timeout_s": 60.0,
     "on_nan": "stop",
 }

@@ -1,33 +1,127 @@
-"""A stage's own logs: every operation with its weight version and times, and every epoch."""
+"""A stage's own logs: operations with their weight versions, times and bytes, and every epoch."""
 
 from __future__ import annotations
 
-import json
+import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import BinaryIO, NamedTuple, TextIO
 
 import msgspec
+from torch import Tensor
 
+from ..planner.operations import Op
+from .data import Segment
+from .record import ALL, NONE, Record, record_named
+from .run_dir import RunDir
 from .scores import StageEpoch
+from .settings import RunSettings
+from .workers import Worker
+
+
+class Use(NamedTuple):
+    """What an operation used. Times in seconds on the worker's own clock.
+
+    Attributes:
+        start_s, end_s: it computed; before that it waited for messages.
+        begin_s: it was at hand, and loaded its samples, if any.
+        sent_s: its messages were under way.
+        compute_s, communication_s: how much of the time from begin_s to sent_s was which.
+    """
+
+    version: int
+    forward_version: int | None
+    start_s: float
+    end_s: float
+    begin_s: float
+    sent_s: float
+    compute_s: float
+    communication_s: float
 
 
 class OperationLog:
-    """Lines of JSON, one per operation: op, version, forward_version, start_s, end_s."""
+    """Lines of JSON, one for each operation that is to be recorded (docs/files.md).
 
-    def __init__(self, path: Path, *, more: bool = False) -> None:
-        """`more`: a run that is resumed goes on with the file."""
+    Attributes:
+        on: whether the operation at hand is.
+    """
+
+    def __init__(self, path: Path, record: Record = ALL, *, more: bool = False) -> None:
+        """
+        Args:
+            record: which mini-batches.
+            more: a run that is resumed goes on with the file.
+        """
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
-        self._file: TextIO = path.open("a" if more else "w", encoding="utf-8")
+        self.record = record
+        self.on = False
+        self._first: Op | None = None
+        self._last: Op | None = None
+        self._file: BinaryIO = path.open("ab" if more else "wb", buffering=1 << 16)
+        self._encoder = msgspec.json.Encoder()
+        self._received: list[tuple[int, str, int, float]] = []
+        self._sent: list[tuple[int, str, int, float]] = []
+
+    def choose(self, segment: Segment, ops: Sequence[Op], end: int) -> None:
+        """A segment begins: see which of its operations are to be recorded.
+
+        Args:
+            ops: that this worker runs in it.
+            end: mini-batches of the whole run.
+        """
+        self.on = False
+        self._first, self._last = self.record.among(segment, ops, end)
+
+    def begin(self, op: Op) -> None:
+        """An operation is at hand."""
+        if op == self._first:
+            self.on = True
+
+    def received(self, rank: int, tensor: str, message: Tensor) -> None:
+        """The operation at hand got a message."""
+        nbytes = message.numel() * message.element_size()
+        self._received.append((rank, tensor, nbytes, time.perf_counter()))
+
+    def sent(self, rank: int, tensor: str, message: Tensor) -> None:
+        """It sent one."""
+        nbytes = message.numel() * message.element_size()
+        self._sent.append((rank, tensor, nbytes, time.perf_counter()))
 
     def write(
-        self, op: str, version: int, forward_version: int | None, start_s: float, end_s: float
+        self, op: Op, text: str, use: Use, held: Sequence[int] | None, left: Sequence[int]
     ) -> None:
-        """Add an operation. Buffered; `close` makes sure that all of it is on disk."""
-        line = {"op": op, "version": version, "start_s": start_s, "end_s": end_s}
-        if forward_version is not None:
-            line["forward_version"] = forward_version
-        self._file.write(json.dumps(line) + "\n")
+        """Add an operation. Buffered; at the end of what is recorded, all of it is on disk.
+
+        Args:
+            text: its name, its mini-batch counted from the run's beginning.
+            held: bytes by kind meanwhile (`recording.MEMORY_KINDS`).
+            left: the same after it.
+        """
+        line = {
+            "op": text,
+            "version": use.version,
+            "begin_s": use.begin_s,
+            "start_s": use.start_s,
+            "end_s": use.end_s,
+            "sent_s": use.sent_s,
+            "compute_s": use.compute_s,
+            "communication_s": use.communication_s,
+            "held": held,
+            "left": left,
+        }
+        if use.forward_version is not None:
+            line["forward_version"] = use.forward_version
+        if self._received:
+            line["received"] = self._received
+            self._received = []
+        if self._sent:
+            line["sent"] = self._sent
+            self._sent = []
+        self._file.write(self._encoder.encode(line) + b"\n")
+        if op == self._last:
+            self.on = False
+            self._file.flush()
 
     def flush(self) -> None:
         """Write what is buffered."""
@@ -36,6 +130,15 @@ class OperationLog:
     def close(self) -> None:
         """Flush and close."""
         self._file.close()
+
+
+def operation_log(where: RunDir, worker: Worker, settings: RunSettings) -> OperationLog | None:
+    """A worker's log, of what the settings say; None: nothing is recorded."""
+    more = settings.resumed
+    if settings.log_operations:
+        return OperationLog(where.operations(worker), ALL, more=more)
+    record = record_named(settings.record)
+    return None if record == NONE else OperationLog(where.recorded(worker), record, more=more)
 
 
 class StageMetrics:

@@ -18,9 +18,10 @@ from .devices import check_kind, device_kind, gpu_count, own_device
 from .gradient_files import keep_gradients
 from .launch import launch
 from .observer import Both, MetricsFile, Observer, Silent, read_epochs
-from .operation_log import OperationLog, StageMetrics
+from .operation_log import StageMetrics, operation_log
 from .optimizers import check_choice
 from .prepare import Prepared, prepare, with_own_weights
+from .record import record_named
 from .run_dir import RunDir
 from .run_lock import alone
 from .runner import StageRunner
@@ -122,6 +123,7 @@ def check_settings(settings: RunSettings) -> RunSettings:
     """The same, with paths made absolute. Raises UserError when they contradict each other."""
     if settings.optimizer is not None:
         check_choice(settings.optimizer)
+    record_named(settings.record)
     if settings.warmup and settings.lr_schedule is None:
         raise UserError("--warmup: goes with an --lr-schedule")
     if settings.start_from is not None:
@@ -176,10 +178,7 @@ def _run_inline(prepared: Prepared, where: RunDir, collector: _Collector) -> lis
     for worker in workers:
         rewind_logs(where, prepared.plan, settings, worker)
     more = settings.resumed
-    logs = [
-        OperationLog(where.operations(worker), more=more) if settings.log_operations else None
-        for worker in workers
-    ]
+    logs = [operation_log(where, worker, settings) for worker in workers]
     own = [StageMetrics(where.stage_metrics(worker), more=more) for worker in workers]
     runners = [
         StageRunner(

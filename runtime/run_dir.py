@@ -26,6 +26,7 @@ class RunDir:
     metrics.jsonl              progress: mini-batches and epochs
     stages/stage0.jsonl        each worker's epochs: times, versions, distances
     operations/stage0.jsonl    every operation, where asked for
+    recorded/stage0.jsonl      where not: those of a few mini-batches, for the report
     gradients/stage0/0.safetensors
                                what each update stepped with, where asked for
     checkpoints/00000120/      the run after so many mini-batches (`checkpoint`)
@@ -95,6 +96,10 @@ class RunDir:
     def operations(self, worker: Worker) -> Path:
         """A worker's log of operations."""
         return self.path / "operations" / f"{worker.file}.jsonl"
+
+    def recorded(self, worker: Worker) -> Path:
+        """A worker's operations of a few mini-batches, where not all are logged."""
+        return self.path / "recorded" / f"{worker.file}.jsonl"
 
     def stage_metrics(self, worker: Worker) -> Path:
         """A worker's epochs."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..planner.distances import prediction_distances
 from ..planner.operations import BACKWARD, FORWARD, UPDATE, WEIGHT, Op, Order, op_text
+from ..planner.recording import by_kind
 from ..planner.versions import entry_versions
 from ..profiles.errors import RunError, TimeprestError
 from ..profiles.target import describe_error
@@ -21,7 +22,7 @@ from .data import Part, Samples, Segment, part_of, real_samples, updates_of
 from .devices import CPU, clock_of, put
 from .finite import SKIP, NotFinite
 from .gradients import GradientSum
-from .operation_log import OperationLog, StageMetrics
+from .operation_log import OperationLog, StageMetrics, Use
 from .padding import NO_EVALUATION, real_part
 from .precision import forward_context
 from .prepare import Prepared
@@ -30,6 +31,7 @@ from .stage import Stage, StageWork
 from .status import Status, Untold
 from .sums import ALL, Sums, stage_group
 from .tied import TiedParameters
+from .watched import WatchedChannels
 
 EVALUATION_AHEAD = 8
 """Messages that a stage may have under way to each peer while it evaluates."""
@@ -69,7 +71,7 @@ class StageRunner:
         self.worker = worker = prepared.workers[rank]
         self.number = s = worker.stage
         self.share = prepared.shares[rank]
-        self.channels = channels
+        self.channels = channels if log is None else WatchedChannels(channels, log)
         self.sums = sums
         self.log = log
         self.metrics = metrics
@@ -118,6 +120,9 @@ class StageRunner:
         self.stage.begin(entries, prediction_distances(variant, order)[self.number])
         self.segment = segment
         self.score = StageScore()
+        if self.log is not None:
+            own = [op for op in order[self.number] if op.kind == UPDATE or self.share.of(op)]
+            self.log.choose(segment, own, self.prepared.segments[-1].end)
         self.channels.open(self._lanes(segment.mini_batches))
 
     def _lanes(self, mini_batches: int) -> list[Lane]:
@@ -158,6 +163,8 @@ class StageRunner:
             self.number, Op(op.kind, self.segment.first + op.mini_batch, op.micro_batch)
         )
         self.status.begin(self.last_op)
+        if self.log is not None:
+            self.log.begin(op)
         with self._explained():
             if op.kind == FORWARD:
                 self._forward(op)
@@ -343,8 +350,12 @@ class StageRunner:
     def _log(
         self, op: Op, version: int, forward_version: int | None, start: float, end: float
     ) -> None:
-        if self.log is not None:
-            self.log.write(self.last_op, version, forward_version, start, end)
+        if self.log is not None and self.log.on:
+            meanwhile = self.stage.account.now
+            held = None if meanwhile is None else by_kind(meanwhile)
+            left = self.stage.held(self.channels.held_bytes)
+            use = Use(version, forward_version, start, end, *self.score.latest)
+            self.log.write(op, self.last_op, use, held, left)
 
     # Evaluation ----------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ class StageScore:
         updates: when each update ended.
         losses: mean loss of each mini-batch, on the last stage.
         sent_bytes: outputs and gradients for other stages.
+        latest: begin, end, compute_s and communication_s of the last operation.
     """
 
     compute_s: float = 0.0
@@ -34,12 +35,14 @@ class StageScore:
     updates: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     sent_bytes: int = 0
+    latest: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
 
     def add(self, begin: float, end: float, *, compute_s: float, communication_s: float) -> None:
         """Account for one operation, begun (with its waiting) and ended then."""
         if self.first_s is None:
             self.first_s = begin
         self.last_s = end
+        self.latest = begin, end, compute_s, communication_s
         self.compute_s += compute_s
         self.communication_s += communication_s
 

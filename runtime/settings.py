@@ -90,6 +90,9 @@ class RunSettings(
     """Measure how far apart the weights of forwards and backwards are (`staleness`)."""
     log_operations: bool = False
     """Write every operation with its weight version and times to operations/."""
+    record: str = "steady:8"
+    """Which mini-batches' operations to write to recorded/ for the report, where not all are
+    written to operations/ (`record`)."""
     dropout: bool = True
     """False: nothing drops out in training, so that runs can be held against each other."""
     keep_gradients: bool = False

@@ -17,6 +17,7 @@ from ..planner.variants import Variant
 from ..planner.versions import VersionWalk
 from ..profiles.boundary import Inlet
 from ..profiles.errors import RunError
+from ..profiles.fused import fuse
 from ..profiles.saved import storage_key
 from ..profiles.split_backward import SplitBackward
 from ..profiles.task import Task
@@ -125,6 +126,7 @@ class Stage:
         self.optimizer = None if made is None else follow(work.variant.update_rule, made)
         self.scheduler = make_scheduler(task, settings, self.optimizer, updates)
         self.lr: float | None = None
+        self._fused = False
         self.predictor = (
             Predictor(work.variant.prediction, self.optimizer)
             if work.variant.prediction and self.optimizer is not None
@@ -305,6 +307,7 @@ class Stage:
             lr = self.optimizer.param_groups[0].get("lr")
             self.lr = None if lr is None else float(lr)
             if steps:
+                self._fused = self._fused or fuse(self.optimizer)
                 self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()
@@ -470,6 +473,15 @@ class Stage:
                 # The loss doesn't depend on it.
                 fill_absent(slot)
         return gathered
+
+    def held(self, boundary_bytes: int) -> tuple[int, ...]:
+        """Bytes held between two operations, by kind (`recording.MEMORY_KINDS`).
+
+        `boundary_bytes`: what the channels hold.
+        """
+        kept = self.predictor.kept_bytes if self.predictor is not None else 0
+        versions_bytes = self.weights.older_bytes + kept
+        return self.account.since(versions_bytes, self._kept_bytes, boundary_bytes)
 
     def _note(self, boundary_bytes: int, *, gradients_changed: bool = True) -> None:
         self.staleness.versions_held = max(self.staleness.versions_held, self.weights.held)

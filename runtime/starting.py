@@ -97,7 +97,7 @@ def rewind_logs(where: RunDir, plan: Plan, settings: RunSettings, worker: Worker
     noted: Mapping[str, int] = {}
     if settings.resume_at:
         noted = Saved(where.checkpoint(settings.resume_at)).worker_state(worker.file).logs
-    logs = [where.operations(worker), where.stage_metrics(worker)]
+    logs = [where.operations(worker), where.recorded(worker), where.stage_metrics(worker)]
     if worker == telling_worker(plan):
         logs.append(where.metrics)
     for path in logs:

@@ -22,7 +22,7 @@ from .devices import own_device
 from .gradient_files import keep_gradients
 from .interface import use_loopback
 from .observer import Both, MetricsFile, Observer, Silent
-from .operation_log import OperationLog, StageMetrics
+from .operation_log import StageMetrics, operation_log
 from .peers import PeerError
 from .placement import Exchange, exchange_over, place_of, settle
 from .prepare import Prepared, prepare
@@ -128,11 +128,9 @@ def take_part(
     except RuntimeError as error:
         raise PeerError(f"{worker.name}: the workers didn't find each other: {error}") from error
     status.go_on()
-    log = None
     rewind_logs(run_dir, prepared.plan, prepared.settings, worker)
     more = prepared.settings.resumed
-    if prepared.settings.log_operations:
-        log = OperationLog(run_dir.operations(worker), more=more)
+    log = operation_log(run_dir, worker, prepared.settings)
     own = StageMetrics(run_dir.stage_metrics(worker), more=more)
     runner = StageRunner(prepared, rank, channels, sums, log, own, device=device)
     runner.status, runner.transport = status, transport

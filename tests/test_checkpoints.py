@@ -225,7 +225,7 @@ def test_logs_go_on_where_the_checkpoint_was(mlp_target, tmp_path):
         for s in (0, 1):
             one, other = (
                 [
-                    {k: v for k, v in json.loads(line).items() if not k.endswith("_s")}
+                    {k: v for k, v in json.loads(line).items() if k in ("op", "version", "held")}
                     for line in path.read_text().splitlines()
                 ]
                 for path in (

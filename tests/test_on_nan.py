@@ -11,7 +11,7 @@ import torch
 from mlp_task import MLPTask
 from plans import plan_by_hand, with_times
 from timeprest.profiles.errors import RunError
-from timeprest.runtime.finite import NotFinite
+from timeprest.runtime.finite import NotFinite, all_finite
 from timeprest.runtime.observer import Silent, Tail, read_losses
 from timeprest.runtime.run import run
 from timeprest.runtime.run_dir import RunDir, load_weights
@@ -40,6 +40,23 @@ class BadGradient(MLPTask):
 def made(name, mlp_profile, stages=2):
     plan = plan_by_hand(with_times(mlp_profile), "timeprest", stages, 4)
     return plan, f"{Path(__file__)}:{name}"
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_one_number_that_isnt_finite_is_found(bad):
+    tensors = [torch.randn(1000), torch.randn(3, dtype=torch.float64), torch.ones(7).half()]
+    assert all_finite(tensors)
+    for tensor in tensors:
+        before = tensor[2].clone()
+        tensor[2] = bad
+        assert not all_finite(tensors)
+        tensor[2] = before
+    tensors[0][:2] = torch.tensor([math.inf, -math.inf])
+    assert not all_finite(tensors)
+
+
+def test_large_numbers_whose_sum_overflows_are_finite():
+    assert all_finite([torch.full((100,), 3e38), torch.full((100,), 6e4).half()])
 
 
 def test_a_loss_that_isnt_finite_stops_the_run(mlp_profile, tmp_path):

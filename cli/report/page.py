@@ -69,7 +69,8 @@ LAST_SCRIPT = "main.js"
 
 def page(data: Mapping[str, Any]) -> str:
     """The page's HTML text."""
-    style = _palette_style() + (ASSETS / "page.css").read_text(encoding="utf-8")
+    sheets = ("page.css", "run.css")
+    style = _palette_style() + "".join((ASSETS / s).read_text(encoding="utf-8") for s in sheets)
     script = "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in _scripts())
     shell = Template((ASSETS / "page.html").read_text(encoding="utf-8"))
     return shell.substitute(

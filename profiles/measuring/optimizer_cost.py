@@ -8,6 +8,7 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
+from ..fused import fuse
 from ..profile import OptimizerCost
 from .clocks import Clock
 
@@ -63,6 +64,8 @@ def _time_step(
     for p in parameters:
         p.grad = torch.zeros_like(p)
     optimizer = make(list(parameters))
+    # As in training.
+    fuse(optimizer)
     times = []
     for _ in range(_STEPS):
         start = clock.mark()

@@ -1,0 +1,217 @@
+// Sections of runs: what was measured beside what the plan predicted.
+(() => {
+  const some = (view) => view.runs.length > 0;
+  const seconds = (value) => value === null || value === undefined ? "–" : TP.seconds(value);
+  const figure = (path, value, text) => value === null || value === undefined ? "–" : TP.figure(path, value, text(value));
+  const tile = (name, value, note) => TP.el("div", { class: "tile" },
+    TP.el("dt", {}, name), TP.el("dd", {}, value, note ? TP.el("span", { class: "note" }, note) : null));
+  const last = (list) => list.length ? list[list.length - 1] : null;
+  const times = (measured, predicted) => measured && predicted ? `${TP.number(measured / predicted)} × predicted` : null;
+  const colourOf = (run, k, view) => view.runs.length > 1 ? TP.el("span", { class: "swatch plain", style: { "--fill": TP.seriesColour(k), display: "inline-block", "margin-right": ".4rem" } }) : null;
+
+  TP.section({
+    name: "runs",
+    title: "What was measured",
+    short: "Measured",
+    order: 5,
+    when: some,
+    build(host, view) {
+      for (const [k, run] of view.runs.entries()) {
+        for (const line of run.missing) {
+          host.append(TP.el("p", { class: "lead warning" }, view.runs.length > 1 ? `${run.name}: ${line}` : line));
+        }
+        if (view.runs.length > 1) continue;
+        const done = last(run.epochs);
+        host.append(
+          TP.el("p", { class: "lead" }, TP.el("strong", {}, run.variant), ` on ${run.target}: `,
+            `${TP.counted(run.mini_batches, "mini-batch", "mini-batches")} in ${TP.counted(run.epochs.length, "epoch", "epochs")}`,
+            run.mode === "inline" ? ", all stages in one process: they took turns, so times say nothing about a pipeline." : "."),
+          TP.el("dl", { class: "tiles" },
+            tile("period", figure(`runs.${k}.period.measured_s`, run.period.measured_s, TP.seconds), times(run.period.measured_s, run.period.predicted_s) || `predicted ${seconds(run.period.predicted_s)}`),
+            tile("throughput", figure(`runs.${k}.samples_per_s.measured`, run.samples_per_s.measured, TP.number), `samples/s; predicted ${TP.number(run.samples_per_s.predicted)}`),
+            done ? tile("train loss", figure(`runs.${k}.epochs.${run.epochs.length - 1}.train_loss`, done.train_loss, TP.number), `epoch ${done.epoch + 1}`) : null,
+            done ? Object.entries(done.test).map(([name, value]) => tile(`test ${name}`, figure(`runs.${k}.epochs.${run.epochs.length - 1}.test.${name}`, value, name === "accuracy" ? TP.percent : TP.number), `epoch ${done.epoch + 1}`)) : null,
+            tile("most stale", TP.counted(Math.max(0, ...run.workers.flatMap((worker) => worker.epochs.flatMap((epoch) => Object.keys(epoch.version_differences).map(Number)))), "update", "updates"), "difference of versions")));
+      }
+      if (view.runs.length < 2) return;
+      host.append(TP.table("Runs side by side",
+        ["run", "system", "mini-batches", "period", "predicted", "samples/s", "train loss", "test loss", "test accuracy"],
+        view.runs.map((run, k) => {
+          const done = last(run.epochs);
+          return [TP.el("span", {}, colourOf(run, k, view), run.name), run.variant, TP.number(run.mini_batches),
+            figure(`runs.${k}.period.measured_s`, run.period.measured_s, TP.seconds), seconds(run.period.predicted_s),
+            figure(`runs.${k}.samples_per_s.measured`, run.samples_per_s.measured, TP.number),
+            done ? figure(`runs.${k}.epochs.${run.epochs.length - 1}.train_loss`, done.train_loss, TP.number) : "–",
+            done && done.test.loss !== undefined && done.test.loss !== null ? TP.number(done.test.loss) : "–",
+            done && done.test.accuracy !== undefined && done.test.accuracy !== null ? TP.percent(done.test.accuracy) : "–"];
+        }), 2));
+    },
+  });
+
+  TP.section({
+    name: "loss",
+    title: "Loss and accuracy",
+    short: "Loss",
+    order: 7,
+    when: (view) => view.runs.some((run) => run.losses.length),
+    build(host, view) {
+      const { runs } = view;
+      const line = (xs, ys) => runs.map((run, index) => ({ name: run.name, index, xs: xs(run), ys: ys(run) }));
+      const count = (run) => run.losses.map((_, k) => k + 1);
+      const names = [...new Set(runs.flatMap((run) => run.epochs.flatMap((epoch) => Object.keys(epoch.test))))];
+      if (runs.length > 1) host.append(TP.seriesLegend(runs.map((run) => run.name)));
+      const grid = TP.el("div", { class: "chart-grid" },
+        TP.lineChart(line(count, (run) => run.losses), { name: "loss-by-mini-batch", title: "Training loss", xLabel: "mini-batches", noisy: true }),
+        TP.lineChart(line((run) => run.loss_seconds, (run) => run.losses), { name: "loss-by-second", title: "Training loss over time", xLabel: "seconds of training, evaluation left out", xText: (v) => TP.number(v), noisy: true }));
+      for (const name of names) {
+        const text = name === "accuracy" ? TP.percent : TP.number;
+        const of = (run) => run.epochs.filter((epoch) => epoch.test[name] !== undefined);
+        grid.append(
+          TP.lineChart(line((run) => of(run).map((epoch) => epoch.mini_batches), (run) => of(run).map((epoch) => epoch.test[name])), { name: `test-${name}`, title: `Test ${name}`, xLabel: "mini-batches", yText: text }),
+          TP.lineChart(line((run) => of(run).map((epoch) => epoch.seconds), (run) => of(run).map((epoch) => epoch.test[name])), { name: `test-${name}-by-second`, title: `Test ${name} over time`, xLabel: "seconds of training", yText: text }));
+      }
+      host.append(grid, TP.asTable("Epochs, as a table", () => TP.table("Epochs",
+        ["run", "epoch", "mini-batches", "seconds", "train loss", ...names.map((name) => `test ${name}`)],
+        runs.flatMap((run, k) => run.epochs.map((epoch, e) => [run.name, epoch.epoch + 1, TP.number(epoch.mini_batches), TP.number(epoch.seconds, 4),
+          figure(`runs.${k}.epochs.${e}.train_loss`, epoch.train_loss, TP.number),
+          ...names.map((name) => epoch.test[name] === undefined || epoch.test[name] === null ? "–" : name === "accuracy" ? TP.percent(epoch.test[name]) : TP.number(epoch.test[name]))])))));
+    },
+  });
+
+  /** Which run a section shows, where it can show only one. `draw(box, run, k)`. */
+  const chosen = (host, view, label, able, draw) => {
+    const runs = view.runs.map((run, k) => [run, k]).filter(([run]) => able(run));
+    const box = TP.el("div", {});
+    const show = (position) => { box.replaceChildren(); draw(box, ...runs[position]); };
+    if (runs.length > 1) {
+      const select = TP.el("select", { "aria-label": label }, runs.map(([run], position) => TP.el("option", { value: position }, run.name)));
+      select.addEventListener("change", () => show(Number(select.value)));
+      host.append(TP.el("p", { class: "choose" }, select));
+    }
+    host.append(box);
+    show(0);
+  };
+
+  const PARTS = [["compute_s", "computing", "op-F"], ["communication_s", "communication", "op-W"], ["idle_s", "idle", "line"]];
+  const timeBar = (one, most) => TP.el("div", { class: "bar", "aria-hidden": "true" }, PARTS.map(([key, label, colour]) => one[key] > 0
+    ? TP.el("span", { class: `part ${key === "communication_s" ? "diagonal" : "plain"}`, title: `${label}: ${TP.seconds(one[key])}`,
+      style: { width: `${100 * one[key] / most}%`, "--fill": `var(--${colour})`, "--on": key === "idle_s" ? "var(--ink)" : `var(--${colour}-ink)` } },
+      one[key] / most > 0.12 ? TP.el("b", {}, TP.seconds(one[key])) : null) : null));
+  const wall = (one) => one.compute_s + one.communication_s + one.idle_s;
+
+  TP.section({
+    name: "run-times",
+    title: "Where each worker's time goes",
+    short: "Time",
+    order: 20,
+    when: (view) => view.runs.some((run) => run.recorded || run.workers.some((worker) => wall(worker) > 0)),
+    build(host, view) {
+      chosen(host, view, "Run whose times are shown", () => true, (box, run, k) => {
+        const { recorded } = run;
+        const rows = run.workers.map((worker, w) => [worker.name,
+          ["measured", `runs.${k}.recorded.measured.${w}`, recorded ? recorded.measured[w] : worker],
+          recorded && recorded.predicted ? ["predicted", `runs.${k}.recorded.predicted.${w}`, recorded.predicted[w]] : null]);
+        const most = Math.max(1e-12, ...rows.flatMap(([, ...bars]) => bars.filter(Boolean).map(([, , one]) => wall(one))));
+        box.append(TP.el("p", { class: "lead" }, recorded
+          ? `In mini-batches ${recorded.first_mini_batch} to ${recorded.first_mini_batch + recorded.mini_batches - 1}, which were recorded: from each worker's first moment in them to its last.`
+          : "In the whole run."),
+        TP.legend(PARTS.map(([key, label, colour]) => [label, `var(--${colour})`, key === "communication_s" ? "diagonal" : "plain"])),
+        TP.el("div", { class: "bars paired", tabindex: rows.length > 16 ? "0" : null, role: "group", "aria-label": "Time of each worker" },
+          rows.map(([name, ...bars]) => bars.filter(Boolean).map(([source, , one], n) => TP.el("div", { class: "bar-row" },
+            TP.el("span", { class: "name" }, n ? TP.el("small", {}, source) : [name, TP.el("small", {}, source)]), timeBar(one, most),
+            TP.el("span", { class: "value" }, TP.seconds(wall(one)), TP.el("small", {}, ` ${TP.percent(wall(one) ? one.idle_s / wall(one) : 0)} idle`)))))),
+        TP.asTable("Times, as a table", () => TP.table("Times of each worker", ["worker", "", "computing", "communication", "idle", "share idle"],
+          rows.flatMap(([name, ...bars]) => bars.filter(Boolean).map(([source, path, one]) => [name, source,
+            ...PARTS.map(([key]) => TP.figure(`${path}.${key}`, one[key], TP.seconds(one[key]))), TP.percent(wall(one) ? one.idle_s / wall(one) : 0)])), 2)));
+      });
+    },
+  });
+
+  TP.section({
+    name: "run-timeline",
+    title: "Timelines: measured and predicted",
+    short: "Timelines",
+    order: 25,
+    when: (view) => view.runs.some((run) => run.recordings.measured),
+    build(host, view) {
+      chosen(host, view, "Run whose timelines are shown", (run) => run.recordings.measured, (box, run) => {
+        const measured = new TP.Recording(run.recordings.measured);
+        const predicted = run.recordings.predicted ? new TP.Recording(run.recordings.predicted) : null;
+        const { recorded } = run;
+        box.append(TP.el("p", { class: "lead" },
+          `Mini-batches ${recorded.first_mini_batch} to ${recorded.first_mini_batch + recorded.mini_batches - 1}, on one axis. `,
+          `A mini-batch took ${TP.seconds(recorded.period_s)}; predicted are ${TP.seconds(run.period.predicted_s)}. `,
+          "Point at an operation for its times and weights; click it to follow its mini-batch in both."));
+        const group = new TP.TimeGroup(box, measured.end_s);
+        const limits = measured.lanes.stage.map((stage) => run.limits[stage]);
+        TP.runTimeline = { group, measured, predicted };
+        TP.runTimeline.charts = [new TP.Gantt(group, measured, { title: "Measured" })];
+        if (predicted) TP.runTimeline.charts.push(new TP.Gantt(group, predicted, { title: "Predicted" }));
+        if (measured.memory.count) new TP.Memory(group, measured, { title: "Memory, measured (scratch memory isn't seen)", limits });
+        if (predicted && predicted.memory.count) new TP.Memory(group, predicted, { title: "Memory, predicted", limits });
+      });
+    },
+  });
+
+  TP.section({
+    name: "run-memory",
+    title: "Peak memory: measured and predicted",
+    short: "Peaks",
+    order: 28,
+    when: (view) => view.runs.some((run) => run.workers.some((worker) => worker.memory.measured)),
+    build(host, view) {
+      chosen(host, view, "Run whose memory is shown", (run) => run.workers.some((worker) => worker.memory.measured), (box, run, k) => {
+        const kinds = run.memory_kinds;
+        const sum = (list) => list.reduce((a, b) => a + b, 0);
+        const bars = run.workers.flatMap((worker, w) => [["measured", worker.memory.measured], ["predicted", worker.memory.predicted]]
+          .filter(([, bytes]) => bytes).map(([source, bytes], n) => ({ worker, w, source, bytes, first: n === 0 })));
+        const most = Math.max(1, ...bars.map(({ bytes }) => sum(bytes))) * 1.02;
+        const used = kinds.filter((_, kind) => bars.some(({ bytes }) => bytes[kind]));
+        box.append(TP.el("p", { class: "lead" }, "At the fullest moment of each worker",
+          run.ended ? ". " : ", of what was recorded so far. ", "Scratch memory inside operations (the working set) can be predicted, but isn't seen while a run goes on."),
+        TP.memoryLegend(used, false),
+        TP.el("div", { class: "bars paired", tabindex: bars.length > 32 ? "0" : null, role: "group", "aria-label": "Peak memory of each worker" },
+          bars.map(({ worker, source, bytes, first }) => TP.el("div", { class: "bar-row" },
+            TP.el("span", { class: "name" }, first ? [worker.name, TP.el("small", {}, source)] : TP.el("small", {}, source)),
+            TP.el("div", { class: "bar", "aria-hidden": "true" }, kinds.map((kind, n) => {
+              const [label, pattern] = TP.data.palette.memory[kind];
+              return bytes[n] ? TP.el("span", { class: `part ${pattern}`, title: `${label}: ${TP.bytes(bytes[n])}`,
+                style: { width: `${100 * bytes[n] / most}%`, "--fill": `var(--mem-${kind})`, "--on": `var(--mem-${kind}-ink)` } },
+                bytes[n] / most > 0.11 ? TP.el("b", {}, TP.bytes(bytes[n])) : null) : null;
+            })),
+            TP.el("span", { class: "value" }, TP.bytes(sum(bytes)))))),
+        TP.asTable("Peaks, as a table", () => TP.table("Peak memory of each worker", ["worker", "", ...kinds.map((kind) => TP.data.palette.memory[kind][0]), "total"],
+          bars.map(({ worker, w, source, bytes }) => [worker.name, source,
+            ...bytes.map((count, n) => TP.figure(`runs.${k}.workers.${w}.memory.${source}.${n}`, count, TP.bytes(count))), TP.bytes(sum(bytes))]), 2)));
+      });
+    },
+  });
+
+  TP.section({
+    name: "run-staleness",
+    title: "Staleness, epoch by epoch",
+    short: "Staleness, measured",
+    order: 55,
+    when: (view) => view.runs.some((run) => run.workers.some((worker) => worker.epochs.length)),
+    build(host, view) {
+      const mean = (epoch) => {
+        const pairs = Object.entries(epoch.version_differences);
+        const count = pairs.reduce((total, [, times]) => total + times, 0);
+        return count ? pairs.reduce((total, [d, times]) => total + Number(d) * times, 0) / count : 0;
+      };
+      host.append(TP.el("p", { class: "lead" },
+        "How many updates lay between a mini-batch's forward and its backward, and how far apart the weights of both were: ‖W_B − W_F‖ / ‖W_F‖."));
+      chosen(host, view, "Run whose staleness is shown", (run) => run.workers.some((worker) => worker.epochs.length), (box, run, k) => {
+        const line = (of) => run.workers.map((worker, index) => ({ name: worker.name, index, xs: worker.epochs.map((epoch) => epoch.epoch + 1), ys: worker.epochs.map(of) }));
+        box.append(TP.seriesLegend(run.workers.map((worker) => worker.name)),
+          TP.el("div", { class: "chart-grid" },
+            TP.lineChart(line(mean), { name: "difference", title: "Mean version difference", xLabel: "epoch", zero: true }),
+            TP.lineChart(line((epoch) => epoch.weight_distance), { name: "distance", title: "Mean distance of weights", xLabel: "epoch", zero: true, yText: TP.percent })),
+          TP.asTable("Staleness, as a table", () => TP.table("Staleness of each worker and epoch", ["worker", "epoch", "backwards by difference", "predicted at most", "mean distance", "largest"],
+            run.workers.flatMap((worker, w) => worker.epochs.map((epoch, e) => [worker.name, epoch.epoch + 1,
+              Object.entries(epoch.version_differences).map(([d, times]) => `${d}: ${times}`).join(", "), worker.version_difference_predicted,
+              figure(`runs.${k}.workers.${w}.epochs.${e}.weight_distance`, epoch.weight_distance, TP.percent), figure(`runs.${k}.workers.${w}.epochs.${e}.largest_weight_distance`, epoch.largest_weight_distance, TP.percent)])), 1)));
+      });
+    },
+  });
+})();

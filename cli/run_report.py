@@ -1,0 +1,198 @@
+"""tp-run report: what runs did, beside what their plans predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+import msgspec
+from rich.console import Console
+from rich.text import Text
+
+from ..profiles.units import format_bytes, format_seconds
+from .common import OneLineCommand, common_options, errors_as_lines, output
+from .tables import compact_table
+
+if TYPE_CHECKING:
+    from ..planner.recording import Recording
+    from .report.run_data import RunFacts
+
+
+@click.command(cls=OneLineCommand, context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("run_dirs", metavar="RUN...", nargs=-1, required=True)
+@click.option("-o", "--output", "path", metavar="FILE", help="Write a page (HTML) to look at.")
+@click.option(
+    "--trace",
+    "trace_path",
+    metavar="FILE",
+    help="Write the recorded operations, measured and predicted, as a Chrome trace.",
+)
+@common_options
+@errors_as_lines
+def report(
+    run_dirs: Sequence[str],
+    path: str | None,
+    trace_path: str | None,
+    as_json: bool,
+    quiet: bool,
+    verbose: bool,
+) -> None:
+    """Show what each RUN did beside what its plan predicted; several runs are overlaid.
+
+    A run that hasn't ended is shown as far as it has come.
+    """
+    from .report.run_data import distinct_names, read_facts, run_figures
+
+    names = distinct_names(run_dirs)
+    runs = [read_facts(run, name) for run, name in zip(run_dirs, names, strict=True)]
+    if path:
+        from .report.page import write_page
+
+        write_page(path, page_data(runs))
+    if trace_path:
+        from .chrome_trace import write_trace
+
+        write_trace(trace_path, _recordings(runs))
+    if as_json:
+        click.echo(msgspec.json.encode({"runs": [run_figures(run) for run in runs]}))
+    elif not quiet:
+        console = output()
+        for run in runs:
+            print_run(console, run)
+        if len(runs) > 1:
+            console.print(_overview(runs))
+        for file in (path, trace_path):
+            if file:
+                console.print(f"wrote {file}", soft_wrap=True)
+
+
+def page_data(runs: Sequence[RunFacts]) -> dict[str, Any]:
+    """What the page is made of. Sections of plans show that of one run."""
+    from .. import __version__
+    from .report.run_data import run_part
+
+    title = " and ".join(run.name for run in runs) if len(runs) < 3 else f"{len(runs)} runs"
+    plans: list[dict[str, Any]] = []
+    for run in runs:
+        part = {
+            "name": f"plan of {run.name}",
+            "plan": msgspec.to_builtins(run.plan),
+            "recording": None,
+            "mini_batches_shown": 0,
+        }
+        if all(part["plan"] != other["plan"] for other in plans):
+            plans.append(part)
+    return {
+        "title": f"{title}: measured and predicted",
+        "made_by": {"timeprest": __version__},
+        "plans": plans,
+        "runs": [run_part(run) for run in runs],
+    }
+
+
+def _recordings(runs: Sequence[RunFacts]) -> list[tuple[str, Recording]]:
+    found = []
+    for run in runs:
+        for recording in (run.measured, run.predicted):
+            if recording is not None:
+                of = f"{run.name}, " if len(runs) > 1 else ""
+                found.append((f"{of}{recording.source}", recording))
+    return found
+
+
+# In the terminal -----------------------------------------------------------------------------
+
+
+def print_run(console: Console, run: RunFacts) -> None:
+    """A run's figures beside its plan's."""
+    from ..planner.lane_times import lane_times
+    from ..runtime.recorded import mini_batches_of
+
+    plan = run.plan
+    done = sum(len(each) for each in run.losses)
+    table = compact_table(
+        f"{run.name}: {run.settings.task} with {plan.variant}, {done} mini-batches",
+        ["worker"],
+        ["compute", "(pred.)", "comm.", "idle", "(pred.)", "memory", "(pred.)", "versions"],
+    )
+    # Both of the same mini-batches, where they were recorded; else of the whole run.
+    windows = None if run.measured is None else lane_times(run.measured)
+    beside = None if run.predicted is None else lane_times(run.predicted)
+    for worker in run.workers:
+        predicted = plan.predicted.stages[worker.stage]
+        epochs = run.stage_epochs[worker.rank]
+        compute = sum(epoch.compute_s for epoch in epochs)
+        other = sum(epoch.communication_s for epoch in epochs)
+        wall = compute + other + sum(epoch.idle_s for epoch in epochs)
+        if windows is not None:
+            compute, other, wall = (*windows[worker.rank][:2], windows[worker.rank].wall_s)
+        peak = _peak_bytes(run, worker.rank)
+        held = max((epoch.versions_held for epoch in epochs), default=None)
+        table.add_row(
+            worker.name,
+            format_seconds(compute) if wall else "-",
+            format_seconds(beside[worker.rank].compute_s) if beside else "-",
+            format_seconds(other) if wall else "-",
+            f"{max(wall - compute - other, 0.0) / wall:.0%}" if wall else "-",
+            f"{predicted.idle_share:.0%}",
+            "-" if peak is None else format_bytes(peak),
+            format_bytes(predicted.memory_bytes - predicted.memory.workspace_bytes),
+            "-" if held is None else f"{held} ({predicted.versions_held})",
+        )
+    console.print(table)
+    if run.measured is not None:
+        begin, end = mini_batches_of(run.measured)
+        console.print(
+            Text(
+                f"times of mini-batches {begin} to {end - 1}, which were recorded; memory "
+                "without scratch; versions held (predicted)",
+                "dim",
+            )
+        )
+    console.print(_period_line(run))
+    if run.epochs:
+        last = run.epochs[-1]
+        test = ", ".join(f"test {name} {value:.4g}" for name, value in last.test.items())
+        console.print(
+            f"after {len(run.epochs)} epochs: train loss {last.train_loss:.4g}"
+            + (f", {test}" if test else "")
+        )
+    for line in run.missing:
+        console.print(Text(line, "yellow"))
+
+
+def _period_line(run: RunFacts) -> Text:
+    predicted = run.plan.predicted.period_s
+    text = f"period predicted {format_seconds(predicted)}"
+    if run.period_s:
+        ratio = f" ({run.period_s / predicted:.2f} ×)" if predicted else ""
+        text = f"period measured {format_seconds(run.period_s)}, {text[7:]}{ratio}"
+    return Text(text)
+
+
+def _peak_bytes(run: RunFacts, rank: int) -> int | None:
+    if run.summary is not None:
+        peak = run.summary.stages[rank].peak
+        return None if peak is None else peak.total
+    if run.measured is None:
+        return None
+    return max((sum(p.nbytes) for p in run.measured.memory if p.lane == rank), default=None)
+
+
+def _overview(runs: Sequence[RunFacts]) -> Any:
+    table = compact_table(
+        "side by side", ["run", "system"], ["mini-batches", "period", "train loss", "test loss"]
+    )
+    for run in runs:
+        last = run.epochs[-1] if run.epochs else None
+        loss = last.test.get("loss") if last is not None else None
+        table.add_row(
+            run.name,
+            run.plan.variant,
+            str(sum(len(each) for each in run.losses)),
+            "-" if not run.period_s else format_seconds(run.period_s),
+            "-" if last is None else f"{last.train_loss:.4f}",
+            "-" if loss is None else f"{loss:.4f}",
+        )
+    return table
