@@ -125,7 +125,8 @@ class Exploration:
         cases = sorted(self.cases, key=lambda c: self._best_so_far(c))
         end = self._bounds_end
         for done, case in enumerate(cases):
-            self.say(f"bounds: {case.micro_batches} micro-batches", done, len(cases))
+            what = f"{self._standing}; bound for {case.micro_batches} micro-batches"
+            self.say(what, done, len(cases))
             found[case] = []
             for number, (view, alike) in enumerate(self._views):
                 solves = len(self._views) * (len(cases) - done) - number
@@ -162,7 +163,8 @@ class Exploration:
 
     def _try_guesses(self) -> None:
         for done, case in enumerate(self._promising()):
-            self.say(f"plans: {case.micro_batches} micro-batches", done, len(self.cases))
+            what = f"{self._standing}; plans of {case.micro_batches} micro-batches"
+            self.say(what, done, len(self.cases))
             for stages in self._stage_counts(case):
                 for held, lone in product(self.guesses(stages), self._lone):
                     if self.bounds[case] * SAME >= self.period_s:
@@ -215,7 +217,9 @@ class Exploration:
 
     @property
     def _standing(self) -> str:
-        return f"bound {format_seconds(self.bound_s)}, best {_shown(self.period_s)}"
+        best = f"best {_shown(self.period_s)}"
+        known = 0 < self.bound_s < float("inf")
+        return f"bound {format_seconds(self.bound_s)}, {best}" if known else best
 
     def _promising(self) -> Iterator[Case]:
         """Cases from the lowest bound on, while they can beat the best plan."""
