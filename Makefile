@@ -17,7 +17,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO ?= demo
 
-.PHONY: demo test check lint types tests format model-table bench-planner bench-scale bench-systems bench bench-quick deepspeed fuzz chaos clean
+.PHONY: demo test check lint types tests browser format model-table bench-planner bench-scale bench-systems bench bench-quick deepspeed fuzz chaos clean
 
 demo: $(READY)
 	rm -rf $(DEMO)
@@ -40,8 +40,12 @@ types: $(READY)
 	@mkdir -p $(VENV)/typing && ln -sfn ../.. $(VENV)/typing/timeprest
 	MYPYPATH=$(VENV)/typing $(BIN)/mypy -p timeprest
 
-tests: $(READY)
+tests: $(READY) browser
 	$(BIN)/pytest -n 2 --dist worksteal
+
+# For the tests of pages; they are skipped where there is none and it can't be installed.
+browser:
+	@.ci/browser
 
 model-table: $(READY)
 	$(BIN)/python docs/model_table.py

@@ -15,6 +15,7 @@ from ..profiles.profile import Profile, check_profile
 from .common import OneLineGroup, Whole, common_options, errors_as_lines, output
 from .compare import compare
 from .figures.options import Figures, figure_options, write_plan_figures
+from .plan_html import html_option, write_html
 from .plan_tables import assumed, print_plan
 from .published import published
 from .simulate import simulate_plan
@@ -58,6 +59,7 @@ main.add_command(published)
 )
 @click.option("--mini-batches", type=Whole(), help="With --timeline and figures: how many to draw.")
 @figure_options
+@html_option
 @common_options
 @errors_as_lines
 def show(
@@ -66,6 +68,7 @@ def show(
     with_timeline: bool,
     first: int | None,
     mini_batches: int | None,
+    html: str | None,
     as_json: bool,
     quiet: bool,
     verbose: bool,
@@ -77,6 +80,9 @@ def show(
     if not drawing and (first, mini_batches) != (None, None):
         raise UserError("--from-mini-batch, --mini-batches: go with --timeline or --svg")
     written = write_plan_figures(plan, first, mini_batches, figures)
+    if html:
+        write_html(plan, plan_path, html)
+        written = [*written, html]
     if as_json:
         found = timeline_json(plan, first, mini_batches) if with_timeline else plan
         click.echo(msgspec.json.encode(found))
