@@ -13,7 +13,7 @@
     name: "runs",
     title: "What was measured",
     short: "Measured",
-    order: 5,
+    order: 1,
     when: some,
     build(host, view) {
       for (const [k, run] of view.runs.entries()) {
@@ -52,7 +52,7 @@
     name: "loss",
     title: "Loss and accuracy",
     short: "Loss",
-    order: 7,
+    order: 2,
     when: (view) => view.runs.some((run) => run.losses.length),
     build(host, view) {
       const { runs } = view;
@@ -103,7 +103,7 @@
     name: "run-times",
     title: "Where each worker's time goes",
     short: "Time",
-    order: 20,
+    order: 3,
     when: (view) => view.runs.some((run) => run.recorded || run.workers.some((worker) => wall(worker) > 0)),
     build(host, view) {
       chosen(host, view, "Run whose times are shown", () => true, (box, run, k) => {
@@ -117,7 +117,7 @@
           : "In the whole run."),
         TP.legend(PARTS.map(([key, label, colour]) => [label, `var(--${colour})`, key === "communication_s" ? "diagonal" : "plain"])),
         TP.el("div", { class: "bars paired", tabindex: rows.length > 16 ? "0" : null, role: "group", "aria-label": "Time of each worker" },
-          rows.map(([name, ...bars]) => bars.filter(Boolean).map(([source, , one], n) => TP.el("div", { class: "bar-row" },
+          rows.flatMap(([name, ...bars]) => bars.filter(Boolean).map(([source, , one], n) => TP.el("div", { class: "bar-row" },
             TP.el("span", { class: "name" }, n ? TP.el("small", {}, source) : [name, TP.el("small", {}, source)]), timeBar(one, most),
             TP.el("span", { class: "value" }, TP.seconds(wall(one)), TP.el("small", {}, ` ${TP.percent(wall(one) ? one.idle_s / wall(one) : 0)} idle`)))))),
         TP.asTable("Times, as a table", () => TP.table("Times of each worker", ["worker", "", "computing", "communication", "idle", "share idle"],
@@ -131,7 +131,7 @@
     name: "run-timeline",
     title: "Timelines: measured and predicted",
     short: "Timelines",
-    order: 25,
+    order: 4,
     when: (view) => view.runs.some((run) => run.recordings.measured),
     build(host, view) {
       chosen(host, view, "Run whose timelines are shown", (run) => run.recordings.measured, (box, run) => {
@@ -157,7 +157,7 @@
     name: "run-memory",
     title: "Peak memory: measured and predicted",
     short: "Peaks",
-    order: 28,
+    order: 5,
     when: (view) => view.runs.some((run) => run.workers.some((worker) => worker.memory.measured)),
     build(host, view) {
       chosen(host, view, "Run whose memory is shown", (run) => run.workers.some((worker) => worker.memory.measured), (box, run, k) => {
@@ -190,8 +190,8 @@
   TP.section({
     name: "run-staleness",
     title: "Staleness, epoch by epoch",
-    short: "Staleness, measured",
-    order: 55,
+    short: "Epochs",
+    order: 6,
     when: (view) => view.runs.some((run) => run.workers.some((worker) => worker.epochs.length)),
     build(host, view) {
       const mean = (epoch) => {
@@ -212,6 +212,17 @@
               Object.entries(epoch.version_differences).map(([d, times]) => `${d}: ${times}`).join(", "), worker.version_difference_predicted,
               figure(`runs.${k}.workers.${w}.epochs.${e}.weight_distance`, epoch.weight_distance, TP.percent), figure(`runs.${k}.workers.${w}.epochs.${e}.largest_weight_distance`, epoch.largest_weight_distance, TP.percent)])), 1)));
       });
+    },
+  });
+
+  TP.section({
+    name: "run-plan",
+    title: "The plan by itself",
+    short: "Plan:",
+    order: 9,
+    when: (view) => some(view) && view.plan !== null,
+    build(host, view) {
+      host.append(TP.el("p", { class: "lead" }, `From here on, the page shows what the plan predicts${view.plans.length > 1 ? "; choose which one at the top" : ""}.`));
     },
   });
 })();
