@@ -20,6 +20,7 @@ from .published import published
 from .simulate import simulate_plan
 from .solve import solve
 from .timeline import timeline, timeline_json
+from .trace_option import trace_option, write_plan_trace
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -58,6 +59,7 @@ main.add_command(published)
 )
 @click.option("--mini-batches", type=Whole(), help="With --timeline and figures: how many to draw.")
 @figure_options
+@trace_option
 @common_options
 @errors_as_lines
 def show(
@@ -66,6 +68,7 @@ def show(
     with_timeline: bool,
     first: int | None,
     mini_batches: int | None,
+    trace_path: str | None,
     as_json: bool,
     quiet: bool,
     verbose: bool,
@@ -77,6 +80,9 @@ def show(
     if not drawing and (first, mini_batches) != (None, None):
         raise UserError("--from-mini-batch, --mini-batches: go with --timeline or --svg")
     written = write_plan_figures(plan, first, mini_batches, figures)
+    if trace_path:
+        write_plan_trace(plan, trace_path)
+        written = [*written, trace_path]
     if as_json:
         found = timeline_json(plan, first, mini_batches) if with_timeline else plan
         click.echo(msgspec.json.encode(found))

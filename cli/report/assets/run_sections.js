@@ -3,6 +3,8 @@
   const some = (view) => view.runs.length > 0;
   const seconds = (value) => value === null || value === undefined ? "–" : TP.seconds(value);
   const figure = (path, value, text) => value === null || value === undefined ? "–" : TP.figure(path, value, text(value));
+  /** Shares of right answers, told apart to the hundredth of a percent. */
+  const accuracy = (share) => `${(100 * share).toFixed(2)} %`;
   const tile = (name, value, note) => TP.el("div", { class: "tile" },
     TP.el("dt", {}, name), TP.el("dd", {}, value, note ? TP.el("span", { class: "note" }, note) : null));
   const last = (list) => list.length ? list[list.length - 1] : null;
@@ -30,7 +32,7 @@
             tile("period", figure(`runs.${k}.period.measured_s`, run.period.measured_s, TP.seconds), times(run.period.measured_s, run.period.predicted_s) || `predicted ${seconds(run.period.predicted_s)}`),
             tile("throughput", figure(`runs.${k}.samples_per_s.measured`, run.samples_per_s.measured, TP.number), `samples/s; predicted ${TP.number(run.samples_per_s.predicted)}`),
             done ? tile("train loss", figure(`runs.${k}.epochs.${run.epochs.length - 1}.train_loss`, done.train_loss, TP.number), `epoch ${done.epoch + 1}`) : null,
-            done ? Object.entries(done.test).map(([name, value]) => tile(`test ${name}`, figure(`runs.${k}.epochs.${run.epochs.length - 1}.test.${name}`, value, name === "accuracy" ? TP.percent : TP.number), `epoch ${done.epoch + 1}`)) : null,
+            done ? Object.entries(done.test).map(([name, value]) => tile(`test ${name}`, figure(`runs.${k}.epochs.${run.epochs.length - 1}.test.${name}`, value, name === "accuracy" ? accuracy : TP.number), `epoch ${done.epoch + 1}`)) : null,
             tile("most stale", TP.counted(Math.max(0, ...run.workers.flatMap((worker) => worker.epochs.flatMap((epoch) => Object.keys(epoch.version_differences).map(Number)))), "update", "updates"), "difference of versions")));
       }
       if (view.runs.length < 2) return;
@@ -43,7 +45,7 @@
             figure(`runs.${k}.samples_per_s.measured`, run.samples_per_s.measured, TP.number),
             done ? figure(`runs.${k}.epochs.${run.epochs.length - 1}.train_loss`, done.train_loss, TP.number) : "–",
             done && done.test.loss !== undefined && done.test.loss !== null ? TP.number(done.test.loss) : "–",
-            done && done.test.accuracy !== undefined && done.test.accuracy !== null ? TP.percent(done.test.accuracy) : "–"];
+            done && done.test.accuracy !== undefined && done.test.accuracy !== null ? accuracy(done.test.accuracy) : "–"];
         }), 2));
     },
   });
@@ -74,7 +76,7 @@
         ["run", "epoch", "mini-batches", "seconds", "train loss", ...names.map((name) => `test ${name}`)],
         runs.flatMap((run, k) => run.epochs.map((epoch, e) => [run.name, epoch.epoch + 1, TP.number(epoch.mini_batches), TP.number(epoch.seconds, 4),
           figure(`runs.${k}.epochs.${e}.train_loss`, epoch.train_loss, TP.number),
-          ...names.map((name) => epoch.test[name] === undefined || epoch.test[name] === null ? "–" : name === "accuracy" ? TP.percent(epoch.test[name]) : TP.number(epoch.test[name]))])))));
+          ...names.map((name) => epoch.test[name] === undefined || epoch.test[name] === null ? "–" : name === "accuracy" ? accuracy(epoch.test[name]) : TP.number(epoch.test[name]))])))));
     },
   });
 
