@@ -21,6 +21,7 @@ from .published import published
 from .simulate import simulate_plan
 from .solve import solve
 from .timeline import timeline, timeline_json
+from .trace_option import trace_option, write_plan_trace
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -60,6 +61,7 @@ main.add_command(published)
 @click.option("--mini-batches", type=Whole(), help="With --timeline and figures: how many to draw.")
 @figure_options
 @html_option
+@trace_option
 @common_options
 @errors_as_lines
 def show(
@@ -69,6 +71,7 @@ def show(
     first: int | None,
     mini_batches: int | None,
     html: str | None,
+    trace_path: str | None,
     as_json: bool,
     quiet: bool,
     verbose: bool,
@@ -83,6 +86,9 @@ def show(
     if html:
         write_html(plan, plan_path, html)
         written = [*written, html]
+    if trace_path:
+        write_plan_trace(plan, trace_path)
+        written = [*written, trace_path]
     if as_json:
         found = timeline_json(plan, first, mini_batches) if with_timeline else plan
         click.echo(msgspec.json.encode(found))
