@@ -201,7 +201,7 @@ def _limits(limits: Iterable[int | None]) -> str:
     found = list(limits)
     known = [limit for limit in found if limit]
     if len(known) < len(found):
-        return "none" if not known else "some"
+        return "-" if not known else "some"
     return ranged(known, short_bytes)
 
 

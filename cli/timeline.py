@@ -17,7 +17,7 @@ from .paints import operation_style
 from .palette import OPERATIONS
 from .timetable import Panel, lane_name, timetable
 
-_MOST_OPERATIONS = 300_000
+_MOST_OPERATIONS = 200_000
 _MOST_LANES = 32
 _FORWARD_COLUMNS = 3
 """As wide a forward should be, as long as a few mini-batches have room beside each other."""
@@ -92,7 +92,9 @@ def _settled(plan: Plan) -> int:
     """A mini-batch by which the pipeline has filled."""
     if variant_named(plan.variant).flushes or len(plan.stages) == 1:
         return 1
-    return max(stage.in_flight for stage in plan.stages) + 1
+    # Limits of an edited plan may be far above what is ever in flight.
+    deepest = max(stage.in_flight for stage in plan.stages)
+    return min(deepest, 4 * len(plan.stages)) + 1
 
 
 def _readable(console: Console, plan: Plan) -> int:
