@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.text import Text
 
 from ..profiles.errors import UserError
-from ..profiles.files import write_bytes
 from ..profiles.units import format_bytes, format_seconds
 from .common import OneLineCommand, common_options, errors_as_lines, output
+from .figures.options import width_option, write_run_figure
 from .tables import compact_table
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     help="Write the recorded operations, measured and predicted, as a Chrome trace.",
 )
 @click.option("--svg", metavar="FILE", help="Write both timelines as a figure (SVG), of one run.")
+@width_option
 @common_options
 @errors_as_lines
 def report(
@@ -38,6 +39,7 @@ def report(
     path: str | None,
     trace_path: str | None,
     svg: str | None,
+    svg_width: float,
     as_json: bool,
     quiet: bool,
     verbose: bool,
@@ -59,7 +61,7 @@ def report(
 
         write_trace(trace_path, _recordings(runs))
     if svg:
-        _write_figure(runs, svg)
+        _write_figure(runs, svg, svg_width)
     if as_json:
         click.echo(msgspec.json.encode({"runs": [run_figures(run) for run in runs]}))
     elif not quiet:
@@ -97,16 +99,14 @@ def page_data(runs: Sequence[RunFacts]) -> dict[str, Any]:
     }
 
 
-def _write_figure(runs: Sequence[RunFacts], svg: str) -> None:
+def _write_figure(runs: Sequence[RunFacts], svg: str, width: float) -> None:
     """Measured above predicted. Raises UserError where there is nothing to draw."""
     if len(runs) > 1:
         raise UserError("--svg: draws one run; give one")
     found = [(r.source, r) for r in (runs[0].measured, runs[0].predicted) if r is not None]
     if not found:
         raise UserError(f"--svg: {runs[0].missing[-1]}")
-    from .figures import Settings, timelines_svg
-
-    write_bytes(svg, timelines_svg(found, Settings()).encode())
+    write_run_figure(found, svg, width)
 
 
 def _recordings(runs: Sequence[RunFacts]) -> list[tuple[str, Recording]]:
