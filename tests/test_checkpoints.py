@@ -212,6 +212,24 @@ def test_more_epochs(tmp_path, mlp_target):
     assert_same(tmp_path / "whole", tmp_path / "grown", 15)
 
 
+@pytest.mark.parametrize("inline", [True, pytest.param(False, marks=pytest.mark.processes)])
+def test_a_run_that_was_killed_after_its_last_checkpoint(inline, tmp_path, mlp_target):
+    """Nothing is left to train, and weights and summary still to be written."""
+    plan = plan_for(mlp_target, "timeprest", stages=2)
+    run(plan, settings_for(mlp_target, evaluate=True), tmp_path, inline=True)
+    wanted = load_weights(tmp_path)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    (tmp_path / "summary.json").unlink()
+    shutil.rmtree(tmp_path / "weights")
+    found = resume(tmp_path, inline=inline)
+    assert [e.test for e in found.epochs] == [e["test"] for e in summary["epochs"]]
+    assert found.mini_batches == 12
+    assert load_weights(tmp_path).keys() == wanted.keys()
+    assert all(torch.equal(load_weights(tmp_path)[name], w) for name, w in wanted.items())
+    with pytest.raises(UserError, match="has ended, after 12"):
+        resume(tmp_path, inline=True)
+
+
 @pytest.mark.parametrize(("variant", "few"), [("gpipe", 7), ("timeprest", 8)])
 def test_more_steps(variant, few, tmp_path, mlp_target):
     """The same; systems that flush also where no checkpoint would have been."""
