@@ -7,6 +7,7 @@
 # make bench-planner  solve published workloads anew for docs/planner_benchmark.md (some minutes)
 # make bench  race ours against other pipelines for docs/benchmarks.md (hours, on a quiet machine)
 # make bench-quick    a small part of that, in under 3 minutes
+# make pictures  draw plans of every system for docs/reading_pictures.md (two minutes)
 # make fuzz   break 2,000 files and 500 command lines, and see that each is refused in one line
 # make chaos  kill the workers of 50 runs at drawn moments; each must end with the right weights
 # make format put the code into the house's format
@@ -17,7 +18,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO ?= demo
 
-.PHONY: demo test check lint types tests format model-table bench-planner bench-scale bench-systems bench bench-quick deepspeed fuzz chaos clean
+.PHONY: demo test check lint types tests browser format model-table bench-planner bench-scale bench-systems bench bench-quick deepspeed pictures fuzz chaos clean
 
 demo: $(READY)
 	rm -rf $(DEMO)
@@ -40,8 +41,12 @@ types: $(READY)
 	@mkdir -p $(VENV)/typing && ln -sfn ../.. $(VENV)/typing/timeprest
 	MYPYPATH=$(VENV)/typing $(BIN)/mypy -p timeprest
 
-tests: $(READY)
+tests: $(READY) browser
 	$(BIN)/pytest -n 2 --dist worksteal
+
+# For the tests of pages; they are skipped where there is none and it can't be installed.
+browser:
+	@.ci/browser
 
 model-table: $(READY)
 	$(BIN)/python docs/model_table.py
@@ -74,6 +79,9 @@ deepspeed: $(READY)
 	    --target $(VENV)/deepspeed deepspeed einops hjson msgpack ninja packaging py-cpuinfo \
 	    pydantic pydantic-core annotated-types typing-inspection tqdm \
 	    || echo "DeepSpeed can't be installed here"
+
+pictures: $(READY)
+	$(BIN)/python docs/pictures.py
 
 fuzz: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore tests/fuzz.py --files 2000 --lines 500

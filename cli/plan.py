@@ -15,11 +15,13 @@ from ..profiles.profile import Profile, check_profile
 from .common import OneLineGroup, Whole, common_options, errors_as_lines, output
 from .compare import compare
 from .figures.options import Figures, figure_options, write_plan_figures
+from .plan_html import html_option, write_html
 from .plan_tables import assumed, print_plan
 from .published import published
 from .simulate import simulate_plan
 from .solve import solve
 from .timeline import timeline, timeline_json
+from .trace_option import trace_option, write_plan_trace
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -58,6 +60,8 @@ main.add_command(published)
 )
 @click.option("--mini-batches", type=Whole(), help="With --timeline and figures: how many to draw.")
 @figure_options
+@html_option
+@trace_option
 @common_options
 @errors_as_lines
 def show(
@@ -66,6 +70,8 @@ def show(
     with_timeline: bool,
     first: int | None,
     mini_batches: int | None,
+    html: str | None,
+    trace_path: str | None,
     as_json: bool,
     quiet: bool,
     verbose: bool,
@@ -77,6 +83,12 @@ def show(
     if not drawing and (first, mini_batches) != (None, None):
         raise UserError("--from-mini-batch, --mini-batches: go with --timeline or --svg")
     written = write_plan_figures(plan, first, mini_batches, figures)
+    if html:
+        write_html(plan, plan_path, html)
+        written = [*written, html]
+    if trace_path:
+        write_plan_trace(plan, trace_path)
+        written = [*written, trace_path]
     if as_json:
         found = timeline_json(plan, first, mini_batches) if with_timeline else plan
         click.echo(msgspec.json.encode(found))

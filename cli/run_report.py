@@ -10,8 +10,10 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
+from ..profiles.errors import UserError
 from ..profiles.units import format_bytes, format_seconds
 from .common import OneLineCommand, common_options, errors_as_lines, output
+from .figures.options import width_option, write_run_figure
 from .tables import compact_table
 
 if TYPE_CHECKING:
@@ -28,12 +30,16 @@ if TYPE_CHECKING:
     metavar="FILE",
     help="Write the recorded operations, measured and predicted, as a Chrome trace.",
 )
+@click.option("--svg", metavar="FILE", help="Write both timelines as a figure (SVG), of one run.")
+@width_option
 @common_options
 @errors_as_lines
 def report(
     run_dirs: Sequence[str],
     path: str | None,
     trace_path: str | None,
+    svg: str | None,
+    svg_width: float,
     as_json: bool,
     quiet: bool,
     verbose: bool,
@@ -54,6 +60,8 @@ def report(
         from .chrome_trace import write_trace
 
         write_trace(trace_path, _recordings(runs))
+    if svg:
+        _write_figure(runs, svg, svg_width)
     if as_json:
         click.echo(msgspec.json.encode({"runs": [run_figures(run) for run in runs]}))
     elif not quiet:
@@ -62,7 +70,7 @@ def report(
             print_run(console, run)
         if len(runs) > 1:
             console.print(_overview(runs))
-        for file in (path, trace_path):
+        for file in (path, trace_path, svg):
             if file:
                 console.print(f"wrote {file}", soft_wrap=True)
 
@@ -89,6 +97,16 @@ def page_data(runs: Sequence[RunFacts]) -> dict[str, Any]:
         "plans": plans,
         "runs": [run_part(run) for run in runs],
     }
+
+
+def _write_figure(runs: Sequence[RunFacts], svg: str, width: float) -> None:
+    """Measured above predicted. Raises UserError where there is nothing to draw."""
+    if len(runs) > 1:
+        raise UserError("--svg: draws one run; give one")
+    found = [(r.source, r) for r in (runs[0].measured, runs[0].predicted) if r is not None]
+    if not found:
+        raise UserError(f"--svg: {runs[0].missing[-1]}")
+    write_run_figure(found, svg, width)
 
 
 def _recordings(runs: Sequence[RunFacts]) -> list[tuple[str, Recording]]:

@@ -190,7 +190,8 @@ def _training_of(where: RunDir, prepared: Prepared) -> Training:
 
 
 def _plain_training(plain: PlainTraining, folder: Path, prepared: Prepared) -> Training:
-    return Training(plain.losses, [folder], plain.model.state_dict(), _updates(prepared))
+    state = {name: tensor.cpu() for name, tensor in plain.model.state_dict().items()}
+    return Training(plain.losses, [folder], state, _updates(prepared))
 
 
 def _without_statistics(found: Training, prepared: Prepared) -> Training:

@@ -14,6 +14,7 @@ from .staleness import Staleness
 class EpochSums(msgspec.Struct, kw_only=True):
     """Sums over the segments of an epoch that are done. Times in seconds."""
 
+    mini_batches: int = 0
     samples: int = 0
     weighted_loss: float | None = 0.0
     """Losses of mini-batches times their samples, on the worker that tells of progress. None, as
@@ -34,6 +35,7 @@ class EpochSums(msgspec.Struct, kw_only=True):
 
     def add(self, segment: Segment, score: StageScore, seen: Staleness) -> None:
         """A segment is done."""
+        self.mini_batches += segment.mini_batches
         self.samples += segment.samples
         for b, loss in enumerate(score.losses):
             self.weighted_loss = self.loss + loss * segment.samples_of(b)
@@ -70,7 +72,7 @@ class EpochSums(msgspec.Struct, kw_only=True):
         """
         return EpochRecord(
             epoch=segment.epoch,
-            mini_batches=segment.of_epoch,
+            mini_batches=self.mini_batches,
             seconds=self.wall_s,
             samples_per_s=self.samples / self.wall_s if self.wall_s else 0.0,
             train_loss=self.loss / self.samples,

@@ -17,6 +17,7 @@ from ..profiles.target import resolve
 from ..profiles.tracing.call import Call
 from .batch_norm import DeferredBatchNorm
 from .data import Samples, Segment, part_of, real_samples, updates_of
+from .devices import move, own_device, put, random_state
 from .draws import Traits, WithoutDropout
 from .gradient_files import GradientFiles
 from .optimizers import make_optimizer
@@ -52,6 +53,9 @@ class PlainTraining:
         self.task = target.task
         self.names = target.call(1)[0].names
         self.model: nn.Module = target.model(settings.seed)
+        # The first GPU, where the inline run's stages are.
+        self._device = own_device(prepared.plan, settings, 0)
+        move([self.model], self._device)
         self.model.train()
         self.optimizer = make_optimizer(self.task, settings, self.model.named_parameters())
         updates = updates_of(prepared.segments)
@@ -119,10 +123,10 @@ class PlainTraining:
     def _loss(self, segment: Segment, positions: range, real: int, size: int) -> Tensor | None:
         """Of the samples at these positions, filled up to `size`; None where there are none."""
         inputs, target = self._take(segment, positions, size)
-        with forward_context(self.prepared.autocast):
-            before = torch.get_rng_state()
+        with forward_context(self.prepared.autocast, self._device.type):
+            before = random_state(self._device)
             output = Call(inputs, self.names).of(self.model)
-            self.traits.draws |= not torch.equal(before, torch.get_rng_state())
+            self.traits.draws |= not torch.equal(before, random_state(self._device))
             if not real:
                 return None
             if real < size:
@@ -133,4 +137,4 @@ class PlainTraining:
         if size not in self._samples:
             seed = self.prepared.settings.seed
             self._samples[size] = Samples(self.task, "train", size, seed)
-        return self._samples[size].take(segment.epoch, positions)
+        return put(self._samples[size].take(segment.epoch, positions), self._device)  # type: ignore[no-any-return]

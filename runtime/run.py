@@ -141,7 +141,8 @@ def check_unfinished(prepared: Prepared, where: RunDir) -> None:
     """Raise UserError when a run that is to be resumed has nothing left to do."""
     settings = prepared.settings
     done = settings.resume_at or 0
-    if prepared.segments[-1].end <= done:
+    # One that was killed after its last checkpoint still has its weights and summary to write.
+    if prepared.segments[-1].end <= done and where.summary.exists():
         raise UserError(
             f"{where.path}: this run has ended, after {done} mini-batches"
             + "; for more, give "

@@ -78,8 +78,9 @@ class RunDir:
             raise FileError(f"{self.path}: can't be made: {error.strerror}") from None
 
     def reopen(self, settings: RunSettings) -> None:
-        """Get the directory of a run that is resumed ready. Raises FileError."""
+        """Get the directory of a run that is resumed ready: it hasn't ended. Raises FileError."""
         write_file(self.path / "settings.json", settings)
+        self.summary.unlink(missing_ok=True)
         for path in self.errors.glob("*.json"):
             path.unlink(missing_ok=True)
 
@@ -136,6 +137,11 @@ class RunDir:
         """What a worker is at."""
         return self.statuses / f"{worker.file}.json"
 
+    @property
+    def summary(self) -> Path:
+        """The end of the run; it is there when the run has ended."""
+        return self.path / "summary.json"
+
     def save_weights(self, stage: int, state: dict[str, Tensor]) -> None:
         """Write a stage's parameters and buffers. Raises FileError."""
         save_tensors(self.weights(stage), state)
@@ -157,7 +163,7 @@ class RunDir:
 
     def write_summary(self, summary: RunSummary) -> None:
         """Write the end of the run."""
-        self._write_json(self.path / "summary.json", summary)
+        self._write_json(self.summary, summary)
 
     def write_error(
         self, rank: int, message: str, *, from_peer: bool, exit_code: int, file: str | None = None

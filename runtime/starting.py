@@ -51,7 +51,7 @@ def settings_to_resume(
     found = find_whole(where, at, lambda place: f"--resume-at {place}")
     if found is None and at is not None:
         raise UserError(f"--resume-at {at}: {where.path} has no checkpoints")
-    if found is None and (where.path / "summary.json").exists():
+    if found is None and where.summary.exists():
         raise UserError(
             f"{where.path}: this run has ended, and it has no checkpoints to go on from"
         )

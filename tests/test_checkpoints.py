@@ -212,6 +212,42 @@ def test_more_epochs(tmp_path, mlp_target):
     assert_same(tmp_path / "whole", tmp_path / "grown", 15)
 
 
+@pytest.mark.parametrize("inline", [True, pytest.param(False, marks=pytest.mark.processes)])
+def test_a_run_that_was_killed_after_its_last_checkpoint(inline, tmp_path, mlp_target):
+    """Nothing is left to train, and weights and summary still to be written."""
+    plan = plan_for(mlp_target, "timeprest", stages=2)
+    run(plan, settings_for(mlp_target, evaluate=True), tmp_path, inline=True)
+    wanted = load_weights(tmp_path)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    (tmp_path / "summary.json").unlink()
+    shutil.rmtree(tmp_path / "weights")
+    found = resume(tmp_path, inline=inline)
+    assert [e.test for e in found.epochs] == [e["test"] for e in summary["epochs"]]
+    assert found.mini_batches == 12
+    assert load_weights(tmp_path).keys() == wanted.keys()
+    assert all(torch.equal(load_weights(tmp_path)[name], w) for name, w in wanted.items())
+    with pytest.raises(UserError, match="has ended, after 12"):
+        resume(tmp_path, inline=True)
+
+
+@pytest.mark.parametrize(("variant", "few"), [("gpipe", 7), ("timeprest", 8)])
+def test_more_steps(variant, few, tmp_path, mlp_target):
+    """The same; systems that flush also where no checkpoint would have been."""
+    plan = plan_for(f"{TASKS}:ShakenTask", variant)
+    settings = settings_for(f"{TASKS}:ShakenTask", steps=13, checkpoint_every=4)
+    run(plan, settings, tmp_path / "whole", inline=True)
+    run(plan, msgspec.structs.replace(settings, steps=few), tmp_path / "grown", inline=True)
+    with pytest.raises(UserError, match=rf"has ended, after {few} mini-batches; .* above {few}"):
+        resume(tmp_path / "grown", inline=True)
+    with pytest.raises(UserError, match=r"--steps 5: .* may be more, not fewer"):
+        resume(tmp_path / "grown", steps=5, inline=True)
+    with pytest.raises(UserError, match=rf"--epochs: this run is of --steps {few}, which may grow"):
+        resume(tmp_path / "grown", epochs=5, inline=True)
+    summary = resume(tmp_path / "grown", steps=13, inline=True)
+    assert_same(tmp_path / "whole", tmp_path / "grown", 13)
+    assert summary.mini_batches == 13
+
+
 def test_logs_go_on_where_the_checkpoint_was(mlp_target, tmp_path):
     """What was logged after it isn't there twice; a run without one yet starts anew."""
     plan = plan_for(mlp_target, "timeprest", 2)

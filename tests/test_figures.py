@@ -389,12 +389,18 @@ def test_widths_have_units(text, points):
 
 
 def test_a_run_stands_above_its_plan(tmp_path):
-    plan = chain_plan("pipedream-flush")
+    """What was recorded of the steady state, and idle shares of whole mini-batches alone."""
+    plan = chain_plan("pipedream")
+    steady = predicted(plan, 5, first=10, more=5)
     svg = tmp_path / "run.svg"
-    write_run_figure(replace(predicted(plan, 5), source="measured"), plan, str(svg))
-    text = svg.read_text(encoding="utf-8")
-    assert "measured: measured, pipedream-flush, mini-batches 0 to 2" in text
-    assert "predicted: predicted, pipedream-flush, mini-batches 0 to 2" in text
+    run = replace(steady, source="measured")
+    write_run_figure([("measured", run), ("predicted", steady)], str(svg))
+    figure = Figure(svg.read_text(encoding="utf-8"))
+    words = [text[-1] for text in figure.texts() if text[-1].endswith("% idle")]
+    assert words == 2 * [f"{stage.idle_share:.0%} idle" for stage in plan.predicted.stages]
+    assert figure.root.find(SVG + "desc").text.count("mini-batches 8 to 16") == 2
+    with pytest.raises(UserError, match="no operations"):
+        write_run_figure([], str(svg))
 
 
 def test_show_writes_figures(tmp_path):

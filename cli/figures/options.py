@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypedDict, TypeVar
 
 import click
@@ -12,6 +13,7 @@ from ...planner.plan import Plan
 from ...planner.recording import Recording, default_mini_batches, predicted
 from ...profiles.errors import UserError
 from ...profiles.files import write_bytes
+from ...profiles.limits import MAX_COUNT
 from .frame import Settings
 from .memory import memory_svg
 from .svg import POINTS_PER_MM
@@ -35,6 +37,16 @@ def width_in_points(text: str) -> float:
     return points
 
 
+width_option = click.option(
+    "--svg-width",
+    callback=lambda context, option, text: width_in_points(text),
+    default="178mm",
+    show_default=True,
+    metavar="WIDTH",
+    help="Of figures: 85mm for a column, 178mm for a page of two; mm, cm, pt or in.",
+)
+
+
 def figure_options(function: F) -> F:
     """--svg and those that go with it; they come as `Figures`."""
     for option in (
@@ -46,14 +58,7 @@ def figure_options(function: F) -> F:
         click.option(
             "--svg-messages", is_flag=True, help="With --svg: draw what stages send as lines."
         ),
-        click.option(
-            "--svg-width",
-            callback=lambda context, option, text: width_in_points(text),
-            default="178mm",
-            show_default=True,
-            metavar="WIDTH",
-            help="Of figures: 85mm for a column, 178mm for a page of two; mm, cm, pt or in.",
-        ),
+        width_option,
         click.option(
             "--svg-memory",
             metavar="FILE",
@@ -117,12 +122,22 @@ def write_plan_figures(
 
 
 def write_run_figure(
-    measured: Recording, plan: Plan, svg: str, settings: Settings | None = None
+    recordings: Sequence[tuple[str, Recording]], svg: str, width: float | None = None
 ) -> None:
-    """Write a run's timeline, with the one that its plan predicts below it. Raises FileError."""
-    settings = settings or Settings()
-    both = [("measured", measured), ("predicted", recorded(plan, settings))]
-    write_bytes(svg, timelines_svg(both, settings).encode())
+    """Write timelines one above the other, all that the first one has recorded.
+
+    Args:
+        recordings: each with its name: what was measured, then what was predicted.
+        width: in points; None: a page's.
+
+    Raises FileError, and UserError where there is nothing to draw.
+    """
+    if not recordings:
+        raise UserError("--svg: the run has recorded no operations; see tp-run --record")
+    settings = Settings(mini_batches=MAX_COUNT)
+    if width is not None:
+        settings = replace(settings, width=width)
+    write_bytes(svg, timelines_svg(recordings, settings).encode())
 
 
 def recorded(plan: Plan, settings: Settings) -> Recording:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from ...planner.operations import UPDATE
 from ...planner.recording import Recording
 from ...profiles.units import format_seconds
 from ..palette import OPERATIONS
@@ -240,19 +242,21 @@ def _messages(
 
 
 def idle_shares(recording: Recording) -> list[float]:
-    """Of each lane, over its mini-batches: what part of a period nothing runs there."""
+    """Of each lane: what part of a period nothing runs there. Mini-batches that the recording has
+    parts of alone don't count."""
     lanes = len(recording.lanes)
-    busy = [0.0] * lanes
-    mini_batches: list[set[int]] = [set() for _ in range(lanes)]
+    busy: list[dict[int, float]] = [defaultdict(float) for _ in range(lanes)]
+    passes: list[Counter[int]] = [Counter() for _ in range(lanes)]
     for span in recording.spans:
-        busy[span.lane] += span.end_s - span.start_s
-        mini_batches[span.lane].add(span.mini_batch)
-    return [
-        max(0.0, 1 - seconds / (recording.period_s * max(1, len(those))))
-        if recording.period_s > 0
-        else 0.0
-        for seconds, those in zip(busy, mini_batches, strict=True)
-    ]
+        busy[span.lane][span.mini_batch] += span.end_s - span.start_s
+        passes[span.lane][span.mini_batch] += span.kind != UPDATE
+    shares = []
+    for seconds, counted in zip(busy, passes, strict=True):
+        most = max(counted.values(), default=0)
+        whole = [seconds[b] for b, count in counted.items() if count == most]
+        of = recording.period_s * len(whole)
+        shares.append(max(0.0, 1 - sum(whole) / of) if of > 0 else 0.0)
+    return shares
 
 
 def _idle(drawing: Drawing, recording: Recording, middles: Sequence[float], pitch: float) -> None:

@@ -24,9 +24,9 @@ To add to the page
   several; the sections are built anew when another is chosen.
 * `new TP.Recording(columns)` decodes a recording; `new TP.TimeGroup(host, end_s)` makes charts
   that share a time axis, a toolbar, the mini-batch followed and the tool tip; in it go any number
-  of `new TP.Gantt(group, recording, {title})` and `new TP.Memory(group, recording,
-  {title, limits})`,
-  stacked in the sequence in which they are made. That is how measured stands below predicted.
+  of ``new TP.Gantt(group, recording, {title})`` and
+  ``new TP.Memory(group, recording, {title, limits})``, stacked in the sequence in which they are
+  made. That is how measured stands below predicted.
 * `TP.el(tag, attributes, …children)` makes elements; text goes in as text, never as markup.
   `TP.figure(path, number, text)` makes a number that scripts and tests can read
   (``<data value data-path>``). `TP.table(caption, heads, rows)` makes the table that stands beside

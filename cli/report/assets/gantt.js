@@ -1,6 +1,7 @@
 // The timeline: what every worker does when. Draws what is in sight, and merges what is too small.
 (() => {
-  const NARROW = 1.2, DIM = 0.13, MOST_ARROWS = 1500;
+  const NARROW = 1.2, DIM = 0.13, MOST_ARROWS = 400, STRENGTHS = 5;
+  const styled = (kind, step, lit, strength) => ((step * 4 + kind) * 2 + (lit ? 1 : 0)) * STRENGTHS + strength;
 
   TP.Gantt = class extends TP.LaneChart {
     constructor(group, recording, { title }) {
@@ -25,16 +26,17 @@
     paint(context) {
       const [first, end] = this.lanesShown();
       this.drawn = { operations: 0, merged: 0, highlighted: 0, arrows: 0 };
-      this.fills = new Map();
+      this.fills = [];
       this.wide = [];
       for (let lane = first; lane < end; lane++) this.place(lane);
       const followed = this.group.followed;
-      for (const [style, boxes] of this.fills) {
-        const [kind, step, lit, strength] = style.split(" ");
-        context.fillStyle = TP.opFill(kind, Number(step));
-        context.globalAlpha = (lit === "1" ? 1 : DIM) * (Number(strength) / 4);
+      this.fills.forEach((boxes, style) => {
+        const strength = style % STRENGTHS, lit = Math.floor(style / STRENGTHS) % 2;
+        const shade = Math.floor(style / STRENGTHS / 2);
+        context.fillStyle = TP.opFill(TP.KINDS[shade % 4], Math.floor(shade / 4));
+        context.globalAlpha = (lit ? 1 : DIM) * (strength / (STRENGTHS - 1));
         for (let k = 0; k < boxes.length; k += 4) context.fillRect(boxes[k], boxes[k + 1], boxes[k + 2], boxes[k + 3]);
-      }
+      });
       this.details(context, followed);
       context.globalAlpha = 1;
       if (followed >= 0) this.arrows(context, this.recording.follow(followed).messages);
@@ -46,17 +48,19 @@
       this.ring(context, this.focused, 2.5);
     }
 
+    /** style: shade of mini-batches, kind, lit or dimmed, and strength, as one number. */
     add(style, x, y, width, height) {
-      let boxes = this.fills.get(style);
-      if (!boxes) this.fills.set(style, boxes = []);
+      let boxes = this.fills[style];
+      if (!boxes) this.fills[style] = boxes = [];
       boxes.push(x, y, width, height);
     }
 
     /** Lay out a lane: boxes of operations, and columns of one pixel where they are narrower. */
     place(lane) {
       const { recording, group, scale, left } = this;
-      const { spans, tick_s } = recording;
-      const { followed } = group;
+      const { tick_s } = recording;
+      const { start, end: ends, mini: minis, kind: kinds } = recording.spans;
+      const { followed, t0 } = group;
       const [first, end] = recording.visible(lane, group.t0, group.t1);
       const inset = this.laneHeight > 14 ? 3 : this.laneHeight > 6 ? 1 : 0;
       const y = this.y(lane) + inset, height = this.laneHeight - 2 * inset;
@@ -74,7 +78,7 @@
         let kind = 0;
         for (let k = 1; k < 4; k++) if (cover[k] > cover[kind]) kind = k;
         const strength = Math.min(4, Math.max(1, Math.ceil(4 * (cover[0] + cover[1] + cover[2] + cover[3]))));
-        const style = `${TP.KINDS[kind]} ${step} ${lit ? 1 : 0} ${lit ? 4 : strength}`;
+        const style = styled(kind, step, lit || followed < 0, lit ? 4 : strength);
         if (run && run.style === style && run.x + run.width === column) run.width += 1;
         else { put(); run = { style, x: column, width: 1 }; }
         column = -1;
@@ -82,24 +86,24 @@
         lit = false;
       };
       for (let k = first; k < end; k++) {
-        const x = left + (spans.start[k] * tick_s - group.t0) * scale;
-        const width = (spans.end[k] - spans.start[k]) * tick_s * scale;
-        const shown = followed < 0 || spans.mini[k] === followed;
+        const x = left + (start[k] * tick_s - t0) * scale;
+        const width = (ends[k] - start[k]) * tick_s * scale;
+        const shown = followed < 0 || minis[k] === followed;
         this.drawn.operations++;
         if (shown && followed >= 0) this.drawn.highlighted++;
         if (width >= NARROW) {
           flush();
           put();
           const gap = width > 5 ? 1 : 0;
-          this.add(`${TP.KINDS[spans.kind[k]]} ${spans.mini[k] % shades} ${shown ? 1 : 0} 4`, x, y, width - gap, height);
+          this.add(styled(kinds[k], minis[k] % shades, shown, 4), x, y, width - gap, height);
           if (width > 9 && (shown || followed < 0)) this.wide.push(k, x, y, width - gap, height);
         } else {
           this.drawn.merged++;
           const at = Math.floor(x);
-          if (at !== column) { flush(); column = at; step = spans.mini[k] % shades; }
+          if (at !== column) { flush(); column = at; step = minis[k] % shades; }
           // What is followed, and marks of no length, stay to be seen.
-          if (shown && followed >= 0 && !lit) { lit = true; step = spans.mini[k] % shades; cover.fill(0); }
-          if (!lit || shown) cover[spans.kind[k]] += Math.max(width, 0.02);
+          if (shown && followed >= 0 && !lit) { lit = true; step = minis[k] % shades; cover.fill(0); }
+          if (!lit || shown) cover[kinds[k]] += Math.max(width, 0.02);
         }
       }
       flush();
@@ -114,7 +118,8 @@
       context.textBaseline = "middle";
       const tall = this.wide.length && this.wide[4] >= 11;
       for (let k = 0; k < this.wide.length; k += 5) {
-        const [span, x, y, width, height] = this.wide.slice(k, k + 5);
+        const span = this.wide[k], x = this.wide[k + 1], y = this.wide[k + 2];
+        const width = this.wide[k + 3], height = this.wide[k + 4];
         const kind = TP.KINDS[spans.kind[span]];
         const ink = TP.opInk(kind, spans.mini[span]);
         const pattern = TP.pattern(context, TP.data.palette.operations[kind][1], ink);
@@ -141,39 +146,42 @@
       const { recording, group } = this;
       const { source, target, sent, end, backward } = recording.messages;
       const tick = recording.tick_s;
-      const shown = messages.filter((m) => end[m] * tick >= group.t0 && sent[m] * tick <= group.t1);
-      const many = shown.length > MOST_ARROWS / 5;
+      const seen = messages.filter((m) => end[m] * tick >= group.t0 && sent[m] * tick <= group.t1);
+      // Of very many, those of some micro-batches stand for all.
+      const every = Math.ceil(seen.length / MOST_ARROWS);
+      const shown = every > 1 ? seen.filter((m) => recording.messages.micro[m] % every <= 0) : seen;
+      const many = shown.length > MOST_ARROWS / 2;
       context.lineWidth = many ? 0.6 : 1.3;
       for (const back of [0, 1]) {
         context.strokeStyle = context.fillStyle = TP.colour(back ? "arrow-back" : "arrow");
-        context.globalAlpha = many ? 0.35 : 0.9;
+        context.globalAlpha = many ? 0.3 : 0.9;
         context.setLineDash(back && !many ? [4, 3] : []);
         const heads = [];
         context.beginPath();
-        let count = 0;
         for (const m of shown) {
           if (backward[m] !== back) continue;
-          if (++count > MOST_ARROWS) break;
           const down = target[m] > source[m];
-          const middle = this.laneHeight * (this.laneHeight > 14 ? 0.5 : 0);
           const x0 = this.x(sent[m] * tick), x1 = this.x(end[m] * tick);
           const y0 = this.y(source[m]) + this.laneHeight / 2 + (down ? 1 : -1) * (this.laneHeight / 2 - 3);
           const y1 = this.y(target[m]) + this.laneHeight / 2 - (down ? 1 : -1) * (this.laneHeight / 2 - 2);
-          const bend = Math.min(Math.max(Math.abs(x1 - x0) / 2, 2), 40, middle + 24);
+          const dx = x1 - x0, dy = y1 - y0;
           context.moveTo(x0, y0);
-          if (many) context.lineTo(x1, y1);
-          else context.bezierCurveTo(x0 + bend, y0, x1 - bend, y1, x1, y1);
-          heads.push(x1, y1);
+          // Steep ones are straight, with heads in their direction; others leave and come level.
+          const steep = many || dx < Math.abs(dy);
+          if (steep) context.lineTo(x1, y1);
+          else context.bezierCurveTo(x0 + dx / 2, y0, x1 - dx / 2, y1, x1, y1);
+          heads.push([x1, y1, steep ? Math.atan2(dy, dx) : 0]);
           this.drawn.arrows++;
         }
         context.stroke();
         context.setLineDash([]);
         if (many) continue;
         context.beginPath();
-        for (let k = 0; k < heads.length; k += 2) {
-          context.moveTo(heads[k] + 1, heads[k + 1]);
-          context.lineTo(heads[k] - 5, heads[k + 1] - 3);
-          context.lineTo(heads[k] - 5, heads[k + 1] + 3);
+        for (const [x, y, angle] of heads) {
+          context.moveTo(x, y);
+          for (const side of [-0.45, 0.45]) {
+            context.lineTo(x - 7 * Math.cos(angle + side), y - 7 * Math.sin(angle + side));
+          }
         }
         context.fill();
       }

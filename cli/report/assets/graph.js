@@ -1,6 +1,6 @@
 // The model cut into stages: a card for each stage with its layers, arrows for what crosses.
 (() => {
-  const ALL = 10, ENDS = 4, GAP = 108, LIFT = 26;
+  const ALL = 10, ENDS = 4, GAP = 100, CARD = 170, LIFT = 26;
 
   /** "h.0.ln_1" stands with its neighbours under "h.0". */
   const parent = (name) => name.includes(".") ? name.slice(0, name.lastIndexOf(".")) : "";
@@ -63,9 +63,10 @@
     return TP.el("article", { class: "card", "aria-label": `stage ${s}` },
       TP.el("header", {}, TP.el("h3", {}, `stage ${s}`), TP.el("span", { class: "faint" }, devicesText(plan, stage))),
       TP.el("p", { class: "faint small" },
-        `${TP.counted(stage.nodes.length, "layer", "layers")} · ${TP.bytes(predicted.parameter_bytes)} of parameters`,
-        stage.devices.length > 1 ? ` · ${stage.devices.length} replicas` : "",
-        stage.recompute ? " · recomputes" : ""),
+        TP.counted(stage.nodes.length, "layer", "layers"),
+        stage.devices.length > 1 ? `, ${stage.devices.length} replicas` : "",
+        stage.recompute ? ", recomputes" : "",
+        TP.el("br"), `${TP.bytes(predicted.parameter_bytes)} of parameters`),
       TP.layerList(stage.nodes));
   };
 
@@ -128,7 +129,9 @@
       const depth = levels(far);
       const svg = TP.el("svg", { class: "edges", role: "img", "aria-label": "What crosses from stage to stage; the table below has it in words" });
       const cards = plan.stages.map((_, s) => card(plan, s));
-      const row = TP.el("div", { class: "cards", style: { "--gap": `${GAP}px`, "--lift": `${depth * LIFT + 14}px` } }, svg, cards);
+      const row = TP.el("div", { class: "cards", style: {
+        "--gap": `${GAP}px`, "--lift": `${depth * LIFT + 14}px`, "min-width": `${cards.length * (CARD + GAP) - GAP}px`,
+      } }, svg, cards);
       host.append(
         TP.el("p", { class: "lead" }, `${TP.counted(plan.stages.reduce((n, stage) => n + stage.nodes.length, 0), "layer", "layers")} in ` +
           `${TP.counted(plan.stages.length, "stage", "stages")}. Arrows: what crosses for each micro-batch of ${TP.number(Math.ceil(plan.mini_batch / plan.micro_batches))} samples.`),

@@ -154,7 +154,7 @@
       }
     }
 
-    nameY(lane) { return this.y(lane) + this.laneHeight / 2; }
+    nameY(lane) { return Math.max(this.y(lane) + this.laneHeight / 2, this.top + 6); }
 
     cursorLine(context) {
       if (this.group.cursor === null) return;

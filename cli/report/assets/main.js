@@ -7,7 +7,12 @@
   const controls = document.getElementById("controls");
   const view = { data, plans: data.plans || [], runs: data.runs || [], plan: (data.plans || [])[0] || null };
 
+  // What sticks below the header has to know how tall it is.
+  const header = document.querySelector("header.top");
+  new ResizeObserver(() => document.documentElement.style.setProperty("--header", `${header.offsetHeight}px`)).observe(header);
+
   const build = () => {
+    for (const tip of document.querySelectorAll(".tip")) tip.remove();
     main.replaceChildren();
     nav.replaceChildren();
     const shown = TP.sections.filter((section) => !section.when || section.when(view));

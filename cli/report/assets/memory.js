@@ -4,7 +4,8 @@
     /** @param options.limits bytes for each lane, null where there is none */
     constructor(group, recording, { title, limits = [] }) {
       const peak = recording.peak;
-      const least = Math.min(...limits.filter((limit) => limit !== null));
+      const least = Math.min(...limits.filter((limit) => limit !== null && limit !== undefined));
+      const near = least < 2.5 * peak;
       super(group, recording, {
         title,
         name: "memory",
@@ -12,13 +13,13 @@
         axis: "bottom",
         lane: [34, 88],
         cap: 460,
-        legend: TP.memoryLegend(recording.memoryKinds, Number.isFinite(least)),
+        legend: TP.memoryLegend(recording.kindsHeld(), near),
         describe: `${title}: memory over time of ${TP.counted(recording.laneCount, "worker", "workers")}. Left and right arrow ` +
           "keys move in time, up and down between workers; plus and minus zoom.",
       });
       this.limits = limits;
       // A limit far above the peak would press everything flat: then the peak is the scale.
-      this.most = (Number.isFinite(least) && least < 2.5 * peak ? Math.max(least, peak) : peak) * 1.08 || 1;
+      this.most = (near ? Math.max(least, peak) : peak) * 1.08 || 1;
       this.peaks = recording.lanes.name.map((_, lane) => recording.lanePeak(lane));
       this.lane = 0;
       this.row = -1;
@@ -50,12 +51,12 @@
       };
       const close = (until) => {
         if (best < 0) return;
-        const end = best === last ? until : Math.min(column + 1, until);
+        const end = best === last ? until : Math.min(column + 1 / this.ratio, until);
         add(column, best, end);
         add(end, last, until);
       };
       for (let k = from; k < high; k++) {
-        const x = Math.floor(Math.max(this.x(memory.at[k] * tick_s), this.left));
+        const x = Math.floor(Math.max(this.x(memory.at[k] * tick_s), this.left) * this.ratio) / this.ratio;
         if (x > this.right) break;
         last = best < 0 ? memory.state[k] : last;
         if (x !== column) { close(x); column = x; best = memory.state[k]; }

@@ -59,8 +59,8 @@
       host.append(
         TP.el("p", { class: "lead" }, stale
           ? "Version difference: how many updates lie between the weights of a mini-batch's forward and those of its backward, at most, once the pipeline is full. Versions held: copies of the weights that the stage keeps."
-          : "None: every backward uses the very weights that its forward used, and none is held for long."),
-        TP.el("div", { class: "scroll" }, TP.el("table", { class: "stale" },
+          : `None: every backward uses the very weights that its forward used${most > 1 ? "; older versions are kept for that" : ""}.`),
+        TP.el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Staleness of each stage" }, TP.el("table", { class: "stale" },
           TP.el("caption", { class: "hidden" }, "Version difference and versions held of each stage"),
           TP.el("thead", {}, TP.el("tr", {}, ["stage", "version difference", "versions held"].map((head) => TP.el("th", { scope: "col", class: "word" }, head)))),
           TP.el("tbody", {}, stages.map((stage, s) => TP.el("tr", {},
@@ -87,7 +87,7 @@
         ["parameters", "parameter_bytes", TP.bytes], ["memory", "memory_bytes", TP.bytes],
       ].filter((column) => column);
       const idle = (s) => TP.el("span", { class: "idle" },
-        TP.el("span", { class: "meter", "aria-hidden": "true" }, TP.el("i", { style: { width: `${100 * (1 - stages[s].idle_share)}%` } })),
+        TP.el("span", { class: "meter", "aria-hidden": "true" }, TP.el("i", { style: { width: `${100 * stages[s].idle_share}%` } })),
         figure(s, "idle_share", stages[s].idle_share, (share) => TP.percent(share)));
       host.append(
         TP.el("p", { class: "lead" }, "Times are for one micro-batch; idle: the share of the period in which the stage's busiest replica has nothing to do."),

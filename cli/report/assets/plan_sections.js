@@ -58,6 +58,11 @@
       const group = new TP.TimeGroup(host, recording.end_s);
       TP.timeline = { group, recording, gantt: new TP.Gantt(group, recording, { title: "What each stage does" }) };
       if (recording.memory.count) {
+        const full = recording.lanes.stage.every((stage, lane) => recording.lanePeak(lane) >= plan.predicted.stages[stage].memory_bytes);
+        if (!full) {
+          host.insertBefore(TP.el("p", { class: "lead warning" },
+            "The pipeline is still filling in this time: not every stage reaches the memory that the plan needs once it is full (see below)."), group.box.previousSibling.previousSibling);
+        }
         TP.timeline.memory = new TP.Memory(group, recording, {
           title: "What each stage holds",
           limits: recording.lanes.stage.map((stage) => limits[stage]),

@@ -173,6 +173,12 @@
       return this.states.subarray(state * kinds, (state + 1) * kinds);
     }
 
+    /** Kinds of memory of which some lane holds some at some time. */
+    kindsHeld() {
+      const count = this.memoryKinds.length;
+      return this.memoryKinds.filter((_, kind) => this.states.some((bytes, k) => k % count === kind && bytes > 0));
+    }
+
     /** The most that any lane holds at once. */
     get peak() { return this.stateTotals.reduce((a, b) => Math.max(a, b), 0); }
 

@@ -3,6 +3,8 @@
   const some = (view) => view.runs.length > 0;
   const seconds = (value) => value === null || value === undefined ? "–" : TP.seconds(value);
   const figure = (path, value, text) => value === null || value === undefined ? "–" : TP.figure(path, value, text(value));
+  /** Shares of right answers, told apart to the hundredth of a percent. */
+  const accuracy = (share) => `${(100 * share).toFixed(2)} %`;
   const tile = (name, value, note) => TP.el("div", { class: "tile" },
     TP.el("dt", {}, name), TP.el("dd", {}, value, note ? TP.el("span", { class: "note" }, note) : null));
   const last = (list) => list.length ? list[list.length - 1] : null;
@@ -13,7 +15,7 @@
     name: "runs",
     title: "What was measured",
     short: "Measured",
-    order: 5,
+    order: 1,
     when: some,
     build(host, view) {
       for (const [k, run] of view.runs.entries()) {
@@ -30,7 +32,7 @@
             tile("period", figure(`runs.${k}.period.measured_s`, run.period.measured_s, TP.seconds), times(run.period.measured_s, run.period.predicted_s) || `predicted ${seconds(run.period.predicted_s)}`),
             tile("throughput", figure(`runs.${k}.samples_per_s.measured`, run.samples_per_s.measured, TP.number), `samples/s; predicted ${TP.number(run.samples_per_s.predicted)}`),
             done ? tile("train loss", figure(`runs.${k}.epochs.${run.epochs.length - 1}.train_loss`, done.train_loss, TP.number), `epoch ${done.epoch + 1}`) : null,
-            done ? Object.entries(done.test).map(([name, value]) => tile(`test ${name}`, figure(`runs.${k}.epochs.${run.epochs.length - 1}.test.${name}`, value, name === "accuracy" ? TP.percent : TP.number), `epoch ${done.epoch + 1}`)) : null,
+            done ? Object.entries(done.test).map(([name, value]) => tile(`test ${name}`, figure(`runs.${k}.epochs.${run.epochs.length - 1}.test.${name}`, value, name === "accuracy" ? accuracy : TP.number), `epoch ${done.epoch + 1}`)) : null,
             tile("most stale", TP.counted(Math.max(0, ...run.workers.flatMap((worker) => worker.epochs.flatMap((epoch) => Object.keys(epoch.version_differences).map(Number)))), "update", "updates"), "difference of versions")));
       }
       if (view.runs.length < 2) return;
@@ -43,7 +45,7 @@
             figure(`runs.${k}.samples_per_s.measured`, run.samples_per_s.measured, TP.number),
             done ? figure(`runs.${k}.epochs.${run.epochs.length - 1}.train_loss`, done.train_loss, TP.number) : "–",
             done && done.test.loss !== undefined && done.test.loss !== null ? TP.number(done.test.loss) : "–",
-            done && done.test.accuracy !== undefined && done.test.accuracy !== null ? TP.percent(done.test.accuracy) : "–"];
+            done && done.test.accuracy !== undefined && done.test.accuracy !== null ? accuracy(done.test.accuracy) : "–"];
         }), 2));
     },
   });
@@ -52,7 +54,7 @@
     name: "loss",
     title: "Loss and accuracy",
     short: "Loss",
-    order: 7,
+    order: 2,
     when: (view) => view.runs.some((run) => run.losses.length),
     build(host, view) {
       const { runs } = view;
@@ -74,7 +76,7 @@
         ["run", "epoch", "mini-batches", "seconds", "train loss", ...names.map((name) => `test ${name}`)],
         runs.flatMap((run, k) => run.epochs.map((epoch, e) => [run.name, epoch.epoch + 1, TP.number(epoch.mini_batches), TP.number(epoch.seconds, 4),
           figure(`runs.${k}.epochs.${e}.train_loss`, epoch.train_loss, TP.number),
-          ...names.map((name) => epoch.test[name] === undefined || epoch.test[name] === null ? "–" : name === "accuracy" ? TP.percent(epoch.test[name]) : TP.number(epoch.test[name]))])))));
+          ...names.map((name) => epoch.test[name] === undefined || epoch.test[name] === null ? "–" : name === "accuracy" ? accuracy(epoch.test[name]) : TP.number(epoch.test[name]))])))));
     },
   });
 
@@ -103,7 +105,7 @@
     name: "run-times",
     title: "Where each worker's time goes",
     short: "Time",
-    order: 20,
+    order: 3,
     when: (view) => view.runs.some((run) => run.recorded || run.workers.some((worker) => wall(worker) > 0)),
     build(host, view) {
       chosen(host, view, "Run whose times are shown", () => true, (box, run, k) => {
@@ -117,7 +119,7 @@
           : "In the whole run."),
         TP.legend(PARTS.map(([key, label, colour]) => [label, `var(--${colour})`, key === "communication_s" ? "diagonal" : "plain"])),
         TP.el("div", { class: "bars paired", tabindex: rows.length > 16 ? "0" : null, role: "group", "aria-label": "Time of each worker" },
-          rows.map(([name, ...bars]) => bars.filter(Boolean).map(([source, , one], n) => TP.el("div", { class: "bar-row" },
+          rows.flatMap(([name, ...bars]) => bars.filter(Boolean).map(([source, , one], n) => TP.el("div", { class: "bar-row" },
             TP.el("span", { class: "name" }, n ? TP.el("small", {}, source) : [name, TP.el("small", {}, source)]), timeBar(one, most),
             TP.el("span", { class: "value" }, TP.seconds(wall(one)), TP.el("small", {}, ` ${TP.percent(wall(one) ? one.idle_s / wall(one) : 0)} idle`)))))),
         TP.asTable("Times, as a table", () => TP.table("Times of each worker", ["worker", "", "computing", "communication", "idle", "share idle"],
@@ -131,7 +133,7 @@
     name: "run-timeline",
     title: "Timelines: measured and predicted",
     short: "Timelines",
-    order: 25,
+    order: 4,
     when: (view) => view.runs.some((run) => run.recordings.measured),
     build(host, view) {
       chosen(host, view, "Run whose timelines are shown", (run) => run.recordings.measured, (box, run) => {
@@ -157,7 +159,7 @@
     name: "run-memory",
     title: "Peak memory: measured and predicted",
     short: "Peaks",
-    order: 28,
+    order: 5,
     when: (view) => view.runs.some((run) => run.workers.some((worker) => worker.memory.measured)),
     build(host, view) {
       chosen(host, view, "Run whose memory is shown", (run) => run.workers.some((worker) => worker.memory.measured), (box, run, k) => {
@@ -190,8 +192,8 @@
   TP.section({
     name: "run-staleness",
     title: "Staleness, epoch by epoch",
-    short: "Staleness, measured",
-    order: 55,
+    short: "Epochs",
+    order: 6,
     when: (view) => view.runs.some((run) => run.workers.some((worker) => worker.epochs.length)),
     build(host, view) {
       const mean = (epoch) => {
@@ -212,6 +214,17 @@
               Object.entries(epoch.version_differences).map(([d, times]) => `${d}: ${times}`).join(", "), worker.version_difference_predicted,
               figure(`runs.${k}.workers.${w}.epochs.${e}.weight_distance`, epoch.weight_distance, TP.percent), figure(`runs.${k}.workers.${w}.epochs.${e}.largest_weight_distance`, epoch.largest_weight_distance, TP.percent)])), 1)));
       });
+    },
+  });
+
+  TP.section({
+    name: "run-plan",
+    title: "The plan by itself",
+    short: "Plan:",
+    order: 9,
+    when: (view) => some(view) && view.plan !== null,
+    build(host, view) {
+      host.append(TP.el("p", { class: "lead" }, `From here on, the page shows what the plan predicts${view.plans.length > 1 ? "; choose which one at the top" : ""}.`));
     },
   });
 })();

@@ -130,12 +130,12 @@
         dataset.forwardGroups = found.forwardGroups;
         dataset.backwards = found.backwards;
         const each = found.forwards / found.forwardGroups;
-        parts.push(`${chart.recording.source}: ${found.forwards} forwards in ` +
+        parts.push(`${this.charts.filter((c) => c.tellsFollowed).length > 1 ? `${chart.options.title}: ` : ""}${found.forwards} forwards in ` +
           `${TP.counted(found.forwardGroups, "stage", "stages")}${each > 1 ? ` (${TP.number(each)} each)` : ""}, ` +
           `${TP.counted(found.backwards, "backward", "backwards")} in ${TP.counted(found.backwardGroups, "stage", "stages")}, ` +
           `${TP.seconds(found.t0)} to ${TP.seconds(found.t1)}: ${TP.seconds(found.t1 - found.t0)} from end to end`);
       }
-      this.status.textContent = mini < 0 ? "" : `Following mini-batch ${mini}. ${parts.join("; ")}.`;
+      this.status.textContent = mini < 0 ? "" : `Following mini-batch ${mini}: ${parts.join("; ")}.`;
       this.redraw();
     }
 

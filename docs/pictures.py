@@ -1,0 +1,165 @@
+"""Makes the pictures of docs/reading_pictures.md, and the page itself: `make pictures`.
+
+One model, profiled by a device's data sheet so that nothing is measured and the pictures are the
+same everywhere; a plan of 4 stages for every system; its figures, and a picture of its page where
+there is a Chromium. (Pictures of pages are made smaller where pngquant is installed.)
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from timeprest.cli.report.plan_data import plan_report
+from timeprest.planner.plan import Plan, read_plan
+from timeprest.planner.variants import VARIANTS
+from timeprest.profiles.units import format_bytes, format_seconds
+
+HERE = Path(__file__).parent
+PICTURES = HERE / "pictures"
+WORK = HERE.parent / "build" / "pictures"
+
+PROFILE = (
+    "gpt2:tied=0,length=64,vocabulary=8192 --device meta --spec v100-sxm2-32gb "
+    "--batch-size 16 --micro-batch-sizes 4,16"
+)
+SOLVE = "--devices 4 --stages 4 --replicas off --memory 2GiB --bandwidth 12GB/s --latency 10us"
+MICRO_BATCHES = 4
+
+PAGE = (1340, 1680)
+"""Of the pictures of pages: width and height, in pixels."""
+
+
+def command(tool: str, *arguments: str | Path) -> str:
+    """Run one of the three commands. Returns what it prints."""
+    line = [sys.executable, "-m", f"timeprest.cli.{tool}", *map(str, arguments)]
+    return subprocess.run(line, check=True, capture_output=True, text=True).stdout
+
+
+def solve(profile: Path, variant: str) -> Path:
+    """The system's plan."""
+    path = WORK / f"{variant}.json"
+    whole = VARIANTS[variant].whole_mini_batches
+    micro = [] if whole else ["--micro-batches", str(MICRO_BATCHES)]
+    command(
+        "plan", "solve", profile, "-q", *SOLVE.split(), "--variant", variant, *micro, "-o", path
+    )
+    return path
+
+
+def draw(plan: Path, variant: str) -> None:
+    """The plan's figures, and its page."""
+    command(
+        "plan",
+        "show",
+        plan,
+        "-q",
+        *("--svg", PICTURES / f"{variant}.timeline.svg", "--svg-versions"),
+        *("--svg-memory", PICTURES / f"{variant}.memory.svg"),
+    )
+    plan_report(read_plan(plan), plan.name, str(WORK / f"{variant}.html"))
+
+
+def photograph(variant: str, chromium: str) -> None:
+    """A picture of the plan's page."""
+    path = PICTURES / f"{variant}.page.png"
+    subprocess.run(
+        [
+            chromium,
+            *["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"],
+            "--virtual-time-budget=3000",
+            f"--window-size={PAGE[0]},{PAGE[1]}",
+            f"--screenshot={path}",
+            (WORK / f"{variant}.html").as_uri(),
+        ],
+        check=True,
+        capture_output=True,
+        timeout=120,
+    )
+    pngquant = shutil.which("pngquant")
+    if pngquant:
+        subprocess.run(
+            [pngquant, "--force", "--strip", "--speed", "1", "--output", path, "64", "--", path],
+            check=True,
+        )
+
+
+@dataclass(frozen=True)
+class Told:
+    """A plan's figures in words, as the page has them."""
+
+    period: str
+    speedup: str
+    idle: str
+    most_idle: str
+    memory: str
+    versions: str
+    difference: str
+
+    @staticmethod
+    def of(plan: Plan) -> Told:
+        """From the plan's predictions."""
+        stages = plan.predicted.stages
+        idle = [stage.idle_share for stage in stages]
+
+        def each(name: str) -> str:
+            return " ".join(str(getattr(stage, name)) for stage in stages)
+
+        return Told(
+            period=format_seconds(plan.predicted.period_s),
+            speedup=f"{plan.predicted.speedup:.2f}",
+            idle=f"{sum(idle) / len(idle):.0%}",
+            most_idle=f"{max(idle):.0%}",
+            memory=format_bytes(max(stage.memory_bytes for stage in stages)),
+            versions=each("versions_held"),
+            difference=each("version_difference"),
+        )
+
+
+def table(told: dict[str, Told]) -> str:
+    """All systems' figures."""
+    rows = [
+        "| system | period | speed-up | idle, mean | largest peak | weight versions held, "
+        "by stage | "
+        "version difference, by stage |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    rows += [
+        f"| `{variant}` | {t.period} | {t.speedup} | {t.idle} | {t.memory} | {t.versions} | "
+        f"{t.difference} |"
+        for variant, t in told.items()
+    ]
+    return "\n".join(rows)
+
+
+def main() -> None:
+    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
+    WORK.mkdir(parents=True, exist_ok=True)
+    PICTURES.mkdir(exist_ok=True)
+    profile = WORK / "profile.json"
+    command("profile", *PROFILE.split(), "-q", "-o", profile)
+    told: dict[str, Any] = {}
+    for variant in VARIANTS:
+        plan = solve(profile, variant)
+        draw(plan, variant)
+        if chromium:
+            photograph(variant, chromium)
+        told[variant] = Told.of(read_plan(plan))
+        print(variant, told[variant], flush=True)
+    column = ["--svg-width", "85mm", "--svg-messages", "--mini-batches", "4"]
+    path = PICTURES / "column.svg"
+    command("plan", "show", WORK / "pipedream.json", "-q", "--svg", path, *column)
+    page = (
+        (HERE / "reading_pictures.head.md")
+        .read_text()
+        .format(p=told, table=table(told), profile=PROFILE, solve=SOLVE)
+    )
+    (HERE / "reading_pictures.md").write_text(page)
+
+
+if __name__ == "__main__":
+    main()

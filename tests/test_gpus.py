@@ -1,0 +1,149 @@
+"""Training on GPUs. Each test says what it needs and is skipped where that isn't there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from plans import plan_by_hand, with_times
+from timeprest.planner.variants import VARIANTS
+from timeprest.profiles.measuring.measure import measure
+from timeprest.profiles.target import resolve
+from timeprest.runtime.copying import CudaCopier
+from timeprest.runtime.dry_run import dry_run
+from timeprest.runtime.placement import NCCL, STAGED
+from timeprest.runtime.run import resume, run
+from timeprest.runtime.run_dir import load_weights
+from timeprest.runtime.settings import RunSettings
+
+GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+HERE = Path(__file__).parent
+
+one_gpu = pytest.mark.skipif(not GPUS, reason="needs a GPU")
+two_gpus = pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs, and there are {GPUS}")
+one_alone = pytest.mark.skipif(GPUS != 1, reason=f"needs one GPU, and there are {GPUS}")
+
+
+def plan_for(profile, variant, stages=2, **options):
+    n = 1 if VARIANTS[variant].whole_mini_batches else 4
+    return plan_by_hand(with_times(profile), variant, stages, n, **options)
+
+
+def assert_close(one, other, tolerance=1e-9):
+    found, wanted = load_weights(one), load_weights(other)
+    assert found.keys() == wanted.keys()
+    for name in wanted:
+        np.testing.assert_allclose(found[name], wanted[name], rtol=0, atol=tolerance)
+
+
+@one_gpu
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_inline_on_a_gpu_is_inline_on_the_cpu(variant, mlp_profile, mlp_target, tmp_path):
+    plan = plan_for(mlp_profile, variant, 3)
+    for device in ("cpu", "cuda"):
+        settings = RunSettings(task=mlp_target, steps=6, device=device)
+        summary = run(plan, settings, tmp_path / device, inline=True)
+    assert all(report.device == "cuda:0" for report in summary.stages)
+    assert all(report.device_peak_bytes > 0 for report in summary.stages)
+    assert_close(tmp_path / "cuda", tmp_path / "cpu")
+
+
+@pytest.mark.processes
+@one_alone
+@pytest.mark.parametrize("replicas", [[1, 1], [2, 1]])
+@pytest.mark.parametrize("variant", ["timeprest", "pipedream-2bw", "gpipe"])
+def test_stages_that_share_a_gpu(variant, replicas, mlp_profile, mlp_target, tmp_path):
+    plan = plan_for(mlp_profile, variant, replicas=replicas)
+    settings = RunSettings(task=mlp_target, steps=6, device="cuda")
+    summary = run(plan, settings, tmp_path / "processes")
+    assert {report.transport for report in summary.stages} == {STAGED}
+    run(plan, settings, tmp_path / "inline", inline=True)
+    assert_close(tmp_path / "processes", tmp_path / "inline")
+
+
+@pytest.mark.processes
+@two_gpus
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_stages_with_a_gpu_each(variant, mlp_profile, mlp_target, tmp_path):
+    plan = plan_for(mlp_profile, variant)
+    settings = RunSettings(task=mlp_target, steps=6, device="cuda", clip_norm=1.0)
+    summary = run(plan, settings, tmp_path / "processes")
+    assert {report.transport for report in summary.stages} == {NCCL}
+    assert [report.device for report in summary.stages] == ["cuda:0", "cuda:1"]
+    run(plan, settings, tmp_path / "inline", inline=True)
+    assert_close(tmp_path / "processes", tmp_path / "inline")
+
+
+@pytest.mark.processes
+@two_gpus
+def test_replicas_sum_by_nccl(mlp_profile, mlp_target, tmp_path):
+    plan = plan_for(mlp_profile, "timeprest", 1, replicas=[2])
+    settings = RunSettings(task=mlp_target, steps=6, device="cuda")
+    summary = run(plan, settings, tmp_path / "processes")
+    assert {report.transport for report in summary.stages} == {NCCL}
+    run(plan, settings, tmp_path / "inline", inline=True)
+    assert_close(tmp_path / "processes", tmp_path / "inline")
+
+
+@one_gpu
+@pytest.mark.parametrize("options", [{}, {"recompute": (True, True)}])
+def test_a_run_goes_on_from_its_checkpoint(options, tmp_path):
+    """With dropout, whose random numbers are the GPU's; and it may go on on the CPU."""
+    task = f"{HERE / 'checkpoint_tasks.py'}:ShakenTask"
+    profile = measure(resolve(task), batch_size=8, micro_batch_sizes=[2, 4, 8], seconds=0)
+    plan = plan_for(profile, "timeprest", **options)
+    settings = RunSettings(task=task, steps=8, checkpoint_every=4, device="cuda", evaluate=False)
+    run(plan, settings, tmp_path / "run", inline=True)
+    wanted = load_weights(tmp_path / "run")
+    resume(tmp_path / "run", at=4, inline=True)
+    found = load_weights(tmp_path / "run")
+    for name in wanted:
+        np.testing.assert_allclose(found[name], wanted[name], rtol=0, atol=1e-9)
+    summary = resume(tmp_path / "run", {"device": "cpu"}, at=4, inline=True)
+    assert all(report.device == "cpu" for report in summary.stages)
+
+
+@one_gpu
+def test_autocast_is_the_gpus(tmp_path):
+    task = f"{HERE / 'device_tasks.py'}:PositionsTask"
+    profile = measure(resolve(task), batch_size=8, micro_batch_sizes=[2, 4, 8], seconds=0)
+    plan = plan_for(profile, "timeprest")
+    settings = RunSettings(task=task, steps=4, device="cuda", autocast="bfloat16")
+    run(plan, settings, tmp_path / "run", inline=True)
+    single = RunSettings(task=task, steps=4, device="cuda", autocast="off")
+    run(plan, single, tmp_path / "single", inline=True)
+    assert_close(tmp_path / "run", tmp_path / "single", 5e-2)
+    weights = load_weights(tmp_path / "run")
+    others = load_weights(tmp_path / "single")
+    assert any(not torch.equal(weights[name], others[name]) for name in weights)
+
+
+@one_gpu
+def test_a_dry_run_asks_the_gpu(mlp_profile, mlp_target, tmp_path):
+    plan = plan_for(mlp_profile, "timeprest")
+    settings = RunSettings(task=mlp_target, steps=4, device="cuda")
+    found = dry_run(plan, settings, str(tmp_path / "run"))
+    assert found.transport == (STAGED if GPUS == 1 else NCCL)
+    assert [worker.computes_on for worker in found.workers] == ["cuda:0", f"cuda:{1 % GPUS}"]
+    assert all(gpu.free_bytes > 0 for gpu in found.gpus)
+
+
+@one_gpu
+def test_a_copy_holds_what_was_there_when_it_was_asked_for():
+    """Though the device is still computing it, and computes on."""
+    device = torch.device("cuda", 0)
+    copier = CudaCopier(device)
+    tensor = torch.randn(1000, 1000, device=device)
+    product = tensor
+    for _ in range(20):
+        product = torch.tanh(product @ tensor)
+    host, landing = copier.down(product.t())
+    later = product @ tensor
+    landing.synchronize()
+    assert host.is_pinned()
+    assert torch.equal(host, product.t().cpu())
+    again = copier.up(host)
+    del host
+    assert torch.equal(again.t() @ tensor, later)
