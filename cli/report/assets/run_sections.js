@@ -64,7 +64,7 @@
       if (runs.length > 1) host.append(TP.seriesLegend(runs.map((run) => run.name)));
       const grid = TP.el("div", { class: "chart-grid" },
         TP.lineChart(line(count, (run) => run.losses), { name: "loss-by-mini-batch", title: "Training loss", xLabel: "mini-batches", noisy: true }),
-        TP.lineChart(line((run) => run.loss_seconds, (run) => run.losses), { name: "loss-by-second", title: "Training loss over time", xLabel: "seconds of training, evaluation left out", xText: (v) => TP.number(v), noisy: true }));
+        TP.lineChart(line((run) => run.loss_seconds, (run) => run.losses), { name: "loss-by-second", title: "Training loss over time", xLabel: "seconds of training, evaluation left out", noisy: true }));
       for (const name of names) {
         const text = name === "accuracy" ? TP.percent : TP.number;
         const of = (run) => run.epochs.filter((epoch) => epoch.test[name] !== undefined);
@@ -220,7 +220,7 @@
   TP.section({
     name: "run-plan",
     title: "The plan by itself",
-    short: "Plan:",
+    short: "Plan",
     order: 9,
     when: (view) => some(view) && view.plan !== null,
     build(host, view) {
