@@ -116,7 +116,7 @@
         const most = Math.max(1e-12, ...rows.flatMap(([, ...bars]) => bars.filter(Boolean).map(([, , one]) => wall(one))));
         box.append(TP.el("p", { class: "lead" }, recorded
           ? `In mini-batches ${recorded.first_mini_batch} to ${recorded.first_mini_batch + recorded.mini_batches - 1}, which were recorded: from each worker's first moment in them to its last.`
-          : "In the whole run."),
+          : "In the whole run.", run.mode === "inline" ? " All stages took turns in one process: being idle says nothing here." : ""),
         TP.legend(PARTS.map(([key, label, colour]) => [label, `var(--${colour})`, key === "communication_s" ? "diagonal" : "plain"])),
         TP.el("div", { class: "bars paired", tabindex: rows.length > 16 ? "0" : null, role: "group", "aria-label": "Time of each worker" },
           rows.flatMap(([name, ...bars]) => bars.filter(Boolean).map(([source, , one], n) => TP.el("div", { class: "bar-row" },
