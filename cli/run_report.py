@@ -14,7 +14,7 @@ from ..profiles.errors import UserError
 from ..profiles.units import format_bytes, format_seconds
 from .common import OneLineCommand, common_options, errors_as_lines, output
 from .figures.options import width_option, write_run_figure
-from .tables import compact_table
+from .tables import compact_table, counted
 
 if TYPE_CHECKING:
     from ..planner.recording import Recording
@@ -128,9 +128,11 @@ def print_run(console: Console, run: RunFacts) -> None:
     from ..runtime.recorded import mini_batches_of
 
     plan = run.plan
+    inline = run.summary is not None and run.summary.mode == "inline"
     done = sum(len(each) for each in run.losses)
     table = compact_table(
-        f"{run.name}: {run.settings.task} with {plan.variant}, {done} mini-batches",
+        f"{run.name}: {run.settings.task} with {plan.variant}, "
+        f"{counted(done, 'mini-batch', 'mini-batches')}" + ", inline" * inline,
         ["worker"],
         ["compute", "(pred.)", "comm.", "idle", "(pred.)", "memory", "(pred.)", "versions"],
     )
@@ -152,7 +154,8 @@ def print_run(console: Console, run: RunFacts) -> None:
             format_seconds(compute) if wall else "-",
             format_seconds(beside[worker.rank].compute_s) if beside else "-",
             format_seconds(other) if wall else "-",
-            f"{max(wall - compute - other, 0.0) / wall:.0%}" if wall else "-",
+            # Inline, stages take turns: what they wait says nothing.
+            f"{max(wall - compute - other, 0.0) / wall:.0%}" if wall and not inline else "-",
             f"{predicted.idle_share:.0%}",
             "-" if peak is None else format_bytes(peak),
             format_bytes(predicted.memory_bytes - predicted.memory.workspace_bytes),
@@ -173,7 +176,7 @@ def print_run(console: Console, run: RunFacts) -> None:
         last = run.epochs[-1]
         test = ", ".join(f"test {name} {value:.4g}" for name, value in last.test.items())
         console.print(
-            f"after {len(run.epochs)} epochs: train loss {last.train_loss:.4g}"
+            f"after {counted(len(run.epochs), 'epoch', 'epochs')}: train loss {last.train_loss:.4g}"
             + (f", {test}" if test else "")
         )
     for line in run.missing:

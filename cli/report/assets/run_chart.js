@@ -42,7 +42,8 @@
 
   /**
    * @param series [{name, xs, ys, index}], index: which colour
-   * @param options.title, xLabel, yLabel, xText, yText, noisy: draw a mean over the noise
+   * @param options.title, name, xLabel, xText, yText; noisy: draw a mean over the noise; zero: let
+   *   the vertical axis begin at 0
    */
   TP.lineChart = (series, { title, name, xLabel, xText = TP.number, yText = TP.number, noisy = false, zero = false }) => {
     const known = series.filter((one) => one.xs.length);
@@ -55,7 +56,7 @@
     if (high === low) { high += Math.abs(high) * 0.1 || 1; low -= zero ? 0 : Math.abs(low) * 0.1 || 1; }
     const room = (high - low) * 0.05;
     high += room; if (!zero || low < 0) low -= room;
-    const left = zero || noisy ? 0 : Math.min(...xs), right = Math.max(...xs);
+    const left = Math.min(0, ...xs), right = Math.max(...xs);
     const x = (v) => LEFT + (WIDTH - LEFT - RIGHT) * (right > left ? (v - left) / (right - left) : 0.5);
     const y = (v) => HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * (v - low) / (high - low);
     const svg = TP.el("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": `${title}, ${known.map((one) => one.name).join(", ")}; the numbers are in the table below`, class: "lines" });

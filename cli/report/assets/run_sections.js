@@ -64,7 +64,7 @@
       if (runs.length > 1) host.append(TP.seriesLegend(runs.map((run) => run.name)));
       const grid = TP.el("div", { class: "chart-grid" },
         TP.lineChart(line(count, (run) => run.losses), { name: "loss-by-mini-batch", title: "Training loss", xLabel: "mini-batches", noisy: true }),
-        TP.lineChart(line((run) => run.loss_seconds, (run) => run.losses), { name: "loss-by-second", title: "Training loss over time", xLabel: "seconds of training, evaluation left out", xText: (v) => TP.number(v), noisy: true }));
+        TP.lineChart(line((run) => run.loss_seconds, (run) => run.losses), { name: "loss-by-second", title: "Training loss over time", xLabel: "seconds of training, evaluation left out", noisy: true }));
       for (const name of names) {
         const text = name === "accuracy" ? TP.percent : TP.number;
         const of = (run) => run.epochs.filter((epoch) => epoch.test[name] !== undefined);
@@ -116,7 +116,7 @@
         const most = Math.max(1e-12, ...rows.flatMap(([, ...bars]) => bars.filter(Boolean).map(([, , one]) => wall(one))));
         box.append(TP.el("p", { class: "lead" }, recorded
           ? `In mini-batches ${recorded.first_mini_batch} to ${recorded.first_mini_batch + recorded.mini_batches - 1}, which were recorded: from each worker's first moment in them to its last.`
-          : "In the whole run."),
+          : "In the whole run.", run.mode === "inline" ? " All stages took turns in one process: being idle says nothing here." : ""),
         TP.legend(PARTS.map(([key, label, colour]) => [label, `var(--${colour})`, key === "communication_s" ? "diagonal" : "plain"])),
         TP.el("div", { class: "bars paired", tabindex: rows.length > 16 ? "0" : null, role: "group", "aria-label": "Time of each worker" },
           rows.flatMap(([name, ...bars]) => bars.filter(Boolean).map(([source, , one], n) => TP.el("div", { class: "bar-row" },
@@ -220,7 +220,7 @@
   TP.section({
     name: "run-plan",
     title: "The plan by itself",
-    short: "Plan:",
+    short: "Plan",
     order: 9,
     when: (view) => some(view) && view.plan !== null,
     build(host, view) {
