@@ -1,7 +1,7 @@
 // Sections of a plan: at a glance, timeline and memory, the solver's word, where it comes from.
 (() => {
   const proof = (solver) => solver.optimal ? "proven optimal"
-    : `within ${TP.percent(solver.gap)} of the bound${solver.stopped ? `; ended by ${solver.stopped}` : ""}`;
+    : `${solver.bound_s > 0 ? `gap of ${TP.percent(solver.gap)} to the lower bound` : "no lower bound"}${solver.stopped ? `; ended by ${solver.stopped}` : ""}`;
 
   const tile = (name, value, note) => TP.el("div", { class: "tile" },
     TP.el("dt", {}, name), TP.el("dd", {}, value, note ? TP.el("span", { class: "note" }, note) : null));
@@ -37,7 +37,9 @@
             `stage ${fullest}${limit ? `, ${TP.percent(predicted.stages[fullest].memory_bytes / limit)} of ${TP.bytes(limit)}` : ""}`),
           tile("staleness", stage(stalest, "version_difference", (d) => TP.counted(d, "update", "updates")),
             `stage ${stalest}, at most`),
-          tile("solver", solver.optimal ? "optimal" : TP.figure("solver.gap", solver.gap, `gap ${TP.percent(solver.gap)}`), solver.optimal ? "proven" : "to the lower bound")));
+          solver.optimal ? tile("solver", "optimal", "proven")
+            : solver.bound_s > 0 ? tile("solver", TP.figure("solver.gap", solver.gap, `gap ${TP.percent(solver.gap)}`), "to the lower bound")
+              : tile("solver", solver.method, "no lower bound")));
     },
   });
 
