@@ -111,10 +111,11 @@ def restore(stage: Stage, state: WorkerState, tensors: Mapping[str, Tensor]) -> 
     stage.weights.latest = state.updates
     named = known_parameters(stage)
     if stage.optimizer is not None:
-        give_kept(stage, unpack(state.kept, tensors))
         options = unpack(state.groups, tensors)
         for group, saved in zip(stage.optimizer.param_groups, options, strict=True):
             group.update(saved)
+        # Where steps are counted depends on the options.
+        give_kept(stage, unpack(state.kept, tensors))
     if stage.scheduler is not None:
         stage.scheduler.load_state_dict(unpack(state.scheduler, tensors))  # type: ignore[attr-defined]
     if stage.predictor is not None:

@@ -16,7 +16,7 @@ from timeprest.runtime.dry_run import dry_run
 from timeprest.runtime.placement import NCCL, STAGED
 from timeprest.runtime.run import resume, run
 from timeprest.runtime.run_dir import load_weights
-from timeprest.runtime.settings import RunSettings
+from timeprest.runtime.settings import OptimizerChoice, RunSettings
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 HERE = Path(__file__).parent
@@ -103,6 +103,19 @@ def test_a_run_goes_on_from_its_checkpoint(options, tmp_path):
         np.testing.assert_allclose(found[name], wanted[name], rtol=0, atol=1e-9)
     summary = resume(tmp_path / "run", {"device": "cpu"}, at=4, inline=True)
     assert all(report.device == "cpu" for report in summary.stages)
+
+
+@one_gpu
+def test_a_run_of_the_cpu_goes_on_on_a_gpu(mlp_profile, mlp_target, tmp_path):
+    plan = plan_for(mlp_profile, "timeprest")
+    adam = OptimizerChoice(name="adam", lr=0.01)
+    settings = RunSettings(task=mlp_target, steps=8, checkpoint_every=4, optimizer=adam)
+    run(plan, settings, tmp_path / "run", inline=True)
+    wanted = load_weights(tmp_path / "run")
+    resume(tmp_path / "run", {"device": "cuda"}, at=4, inline=True)
+    found = load_weights(tmp_path / "run")
+    for name in wanted:
+        np.testing.assert_allclose(found[name], wanted[name], rtol=0, atol=1e-9)
 
 
 @one_gpu
