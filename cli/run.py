@@ -110,6 +110,13 @@ _AUTOCAST: dict[str | None, Literal["profiled", "bfloat16", "off"]] = {
     show_default=True,
     help="What the stages compute on; auto: what the plan was profiled on.",
 )
+@click.option(
+    "--transport",
+    type=click.Choice(["auto", "gloo", "shm"]),
+    default="auto",
+    show_default=True,
+    help="How messages go on the CPU; auto: shared memory on one host, gloo between hosts.",
+)
 @click.option("--seed", type=click.IntRange(0, 2**40), default=0, show_default=True)
 @click.option(
     "--threads",
@@ -245,6 +252,7 @@ def main(
     autocast: str | None,
     deferred_batch_norm: bool,
     device: Literal["auto", "cpu", "cuda"],
+    transport: Literal["auto", "gloo", "shm"],
     seed: int,
     threads: int | None,
     inline: bool,
@@ -320,6 +328,7 @@ def main(
             autocast=_AUTOCAST[autocast],
             deferred_batch_norm=deferred_batch_norm,
             device=device,
+            transport=transport,
             seed=seed,
             threads=threads or plan.profile.threads,
             evaluate=evaluate,
@@ -406,6 +415,7 @@ def main(
         "record": given("record"),
         "on_nan": given("on_nan"),
         "device": given("device"),
+        "transport": given("transport"),
     }
     changes = {name: value for name, value in free.items() if value is not None}
     # What the run is going to be made with, for what is said of it.

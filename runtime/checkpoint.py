@@ -47,6 +47,7 @@ FREE: dict[str, Any] = {
     "epochs": 1,
     "steps": None,
     "device": "auto",
+    "transport": "auto",
     "resume_at": None,
     "keep_checkpoints": 3,
     "log_operations": False,

@@ -62,6 +62,10 @@ class Crossing:
             return self.spec.shape
         return (self.gradient_micro_batches, *self.spec.shape)
 
+    def nbytes(self, kind: str) -> int:
+        """Of a message."""
+        return torch.Size(self.shape(kind)).numel() * self.spec.dtype.itemsize
+
     def ends(self, kind: str) -> tuple[int, int]:
         """Ranks of the sender and the receiver of a message of this kind."""
         if kind == FORWARD:

@@ -23,7 +23,7 @@ from ..profiles.units import format_bytes
 from .devices import CPU, check_kind, device_kind, device_of, gpu_count
 from .interface import use_interface
 from .meeting import Meeting
-from .placement import free_bytes, gpu_name, transport_of
+from .placement import between_processes, free_bytes, gpu_name, transport_of
 from .precision import forward_context
 from .prepare import SMALL_BYTES, Prepared, prepare
 from .run import check_settings
@@ -156,7 +156,8 @@ def dry_run(
         return None
     found = [msgspec.json.decode(text, type=_Mine) for text in texts]
     launched = meeting.launched
-    return _findings(prepared, found, f"{launched.address}:{launched.port}")
+    meets_at = f"{launched.address}:{launched.port}"
+    return _findings(prepared, found, meets_at, one_host=launched.one_host)
 
 
 def check_shapes(prepared: Prepared) -> None:
@@ -240,7 +241,9 @@ def _send_over_cuts(prepared: Prepared, meeting: Meeting) -> None:
     dist.destroy_process_group()
 
 
-def _findings(prepared: Prepared, found: Sequence[_Mine], meets_at: str) -> DryRun:
+def _findings(
+    prepared: Prepared, found: Sequence[_Mine], meets_at: str, *, one_host: bool = True
+) -> DryRun:
     """`found`: what each worker says of its host, by rank."""
     plan = prepared.plan
     devices = plan.cluster.devices
@@ -279,7 +282,11 @@ def _findings(prepared: Prepared, found: Sequence[_Mine], meets_at: str) -> DryR
         mini_batches=sum(segment.mini_batches for segment in prepared.segments),
         world_size=len(workers),
         meets_at=meets_at,
-        transport=transport_of((mine.host, mine.gpu) for mine in found),
+        transport=between_processes(
+            transport_of((mine.host, mine.gpu) for mine in found),
+            prepared.settings.transport,
+            one_host=one_host,
+        ),
         gpus=gpus,
         workers=tuple(workers),
         hosts=hosts,

@@ -139,7 +139,10 @@ def _train(
     store = dist.PrefixStore("gloo", meeting.store)  # type: ignore[attr-defined]
     device = own_device(prepared.plan, prepared.settings, meeting.launched.local_rank)
     exchange = partial(meeting.gather, "places")
-    report = take_part(where, store, worker, prepared, status, device, exchange, observer)
+    one_host = meeting.launched.one_host
+    report = take_part(
+        where, store, worker, prepared, status, device, exchange, observer, one_host=one_host
+    )
     found = meeting.gather("reports", msgspec.json.encode(report))
     if not tells:
         return None

@@ -1,8 +1,8 @@
 """Where the workers of a run are, how their messages go, and whether there is room for them.
 
-The rule: on the CPU messages go by gloo. On GPUs they go by NCCL where every worker has a GPU of
-its own, and else, for all of them, by gloo through pinned host memory: NCCL can't have one GPU
-twice.
+The rule: on the CPU messages go through shared memory where all workers were started on one host,
+and by gloo else. On GPUs they go by NCCL where every worker has a GPU of its own, and else, for all
+of them, by gloo through pinned host memory: NCCL can't have one GPU twice.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from ..planner.plan import Plan
 from ..profiles.errors import UserError
 from ..profiles.units import format_bytes
 from .peers import PeerError
+from .shared_channels import can_share_memory
 from .workers import Worker
 
 GLOO = "gloo"
+SHARED = "shared memory"
 STAGED = "gloo through pinned memory"
 NCCL = "nccl"
 
@@ -128,6 +130,32 @@ def transport_here(kind: str, workers: int, gpus: int) -> str:
     if kind != "cuda":
         return GLOO
     return NCCL if workers <= gpus else STAGED
+
+
+def between_processes(transport: str, wanted: str, *, one_host: bool) -> str:
+    """How messages on the CPU go between processes.
+
+    Args:
+        transport: of those that torch.distributed has.
+        wanted: the setting.
+        one_host: all workers were started on this host.
+
+    Raises UserError when shared memory is wanted and can't be had.
+    """
+    if wanted == "shm":
+        lacks = [
+            reason
+            for reason, there in (
+                ("stages on GPUs don't use it", transport != GLOO),
+                ("the workers are on several hosts", not one_host),
+                ("it takes Linux", not can_share_memory()),
+            )
+            if there
+        ]
+        if lacks:
+            raise UserError(f"--transport shm: {lacks[0]}")
+    may = transport == GLOO and one_host and can_share_memory()
+    return SHARED if may and wanted != "gloo" else transport
 
 
 def short_of_memory(places: Sequence[Place]) -> list[str]:

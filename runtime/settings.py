@@ -75,6 +75,9 @@ class RunSettings(
     seed: Annotated[int, Meta(ge=0, le=MAX_COUNT)] = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """What stages compute on; auto: what the plan was profiled on."""
+    transport: Literal["auto", "gloo", "shm"] = "auto"
+    """How messages go between stages on the CPU; auto: through shared memory where all workers are
+    on one host, by gloo else."""
     threads: Threads = 1
     evaluate: bool = True
     on_nan: Literal["stop", "warn", "skip"] = "stop"

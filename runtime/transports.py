@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
 from .channels import ProcessChannels
 from .copying import Copier, CudaCopier
 from .nccl_channels import NcclChannels
-from .placement import NCCL, STAGED
+from .placement import NCCL, SHARED, STAGED
 from .prepare import Prepared
+from .shared_channels import meet
 from .staged_channels import EndingChannels, StagedChannels
 from .status import Status
 from .sums import ProcessSums, sum_groups
@@ -21,11 +23,13 @@ def open_transport(
     worker: Worker,
     device: torch.device,
     status: Status,
+    store: dist.Store,  # type: ignore[name-defined]
     copier: Copier | None = None,
 ) -> tuple[EndingChannels, ProcessSums]:
     """Make them, on all workers at the same time; the process group of gloo is there.
 
     Args:
+        store: of all workers.
         copier: of this worker's device, where messages go through pinned memory; by default, a
             GPU's.
 
@@ -34,8 +38,8 @@ def open_transport(
     rank, timeout_s = worker.rank, prepared.settings.timeout_s
     names = [other.name for other in prepared.workers]
     groups = sum_groups(prepared.workers, prepared.tied)
+    crossings = (*prepared.deal.crossings, *prepared.evaluation_crossings)
     if transport == NCCL:
-        crossings = (*prepared.deal.crossings, *prepared.evaluation_crossings)
         channels = NcclChannels(rank, names, crossings, device, timeout_s, status)
         return channels, ProcessSums(groups, names, rank, timeout_s, status, nccl=device)
     if transport == STAGED:
@@ -44,4 +48,6 @@ def open_transport(
         sums = ProcessSums(groups, names, rank, timeout_s, status, copier=copier)
         return StagedChannels(host, copier, timeout_s), sums
     sums = ProcessSums(groups, names, rank, timeout_s, status)
+    if transport == SHARED:
+        return meet(rank, names, crossings, store, timeout_s=timeout_s, status=status), sums
     return ProcessChannels(names, timeout_s, status), sums

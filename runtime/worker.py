@@ -24,7 +24,7 @@ from .interface import use_loopback
 from .observer import Both, MetricsFile, Observer, Silent
 from .operation_log import StageMetrics, operation_log
 from .peers import PeerError
-from .placement import Exchange, exchange_over, place_of, settle
+from .placement import Exchange, between_processes, exchange_over, place_of, settle
 from .prepare import Prepared, prepare
 from .run_dir import RunDir
 from .run_lock import as_worker
@@ -96,6 +96,8 @@ def take_part(
     device: torch.device,
     exchange: Exchange,
     observer: Observer | None = None,
+    *,
+    one_host: bool = True,
 ) -> StageReport:
     """Train as one worker of many; gloo listens where its environment variable says.
 
@@ -103,6 +105,7 @@ def take_part(
         device: what this worker computes on.
         exchange: tells the others where this worker is.
         observer: is told of progress, where this is the worker that tells.
+        one_host: all workers were started on this host.
 
     Raises:
         RunError: training failed here.
@@ -123,8 +126,9 @@ def take_part(
             timeout=timedelta(seconds=max(timeout_s, MEETING_S)),
         )
         place = place_of(prepared.plan, worker, device)
-        transport = settle(place, exchange)
-        channels, sums = open_transport(transport, prepared, worker, device, status)
+        wanted = prepared.settings.transport
+        transport = between_processes(settle(place, exchange), wanted, one_host=one_host)
+        channels, sums = open_transport(transport, prepared, worker, device, status, store)
     except RuntimeError as error:
         raise PeerError(f"{worker.name}: the workers didn't find each other: {error}") from error
     status.go_on()

@@ -1,0 +1,184 @@
+"""Messages through shared memory, between two workers that are threads here."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from timeprest.planner.operations import BACKWARD, FORWARD
+from timeprest.profiles.errors import UserError
+from timeprest.profiles.tracing.shapes import ValueSpec
+from timeprest.runtime import placement
+from timeprest.runtime.crossings import Crossing, lane
+from timeprest.runtime.peers import PeerError
+from timeprest.runtime.placement import GLOO, NCCL, SHARED
+from timeprest.runtime.shared_channels import meet
+from timeprest.runtime.shared_slots import MOST_SLOTS, SMALL_BYTES, boxes
+
+LARGE = (SMALL_BYTES // 4, 2)
+"""Shape whose messages have no slots but those posted ahead."""
+
+
+def crossing(number=0, shape=(2, 3), dtype=torch.float32, needs_grad=True):
+    spec = ValueSpec(f"t{number}", "tensor", tuple(shape), dtype, needs_grad)
+    return Crossing(number, spec, 0, 1, (0,), 1)
+
+
+def both(*crossings, timeout_s=5.0, count=1000):
+    """The channels of workers 0 and 1, open for many messages of each crossing."""
+    store, found = dist.HashStore(), {}
+
+    def join(rank):
+        found[rank] = meet(rank, ("stage 0", "stage 1"), crossings, store, timeout_s=timeout_s)
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found[1].open([lane(FORWARD, [[c]], count) for c in crossings])
+    found[0].open([lane(BACKWARD, [[c]], count) for c in crossings if c.spec.needs_grad])
+    return found[0], found[1]
+
+
+def message(c, k, kind=FORWARD):
+    return torch.full(c.shape(kind), k).to(c.spec.dtype)
+
+
+@pytest.mark.parametrize(
+    "c",
+    [
+        crossing(),
+        crossing(shape=LARGE),
+        crossing(shape=(), dtype=torch.int64, needs_grad=False),
+        crossing(shape=(0, 3)),
+        crossing(shape=(5,), dtype=torch.bool, needs_grad=False),
+        crossing(shape=(3, 5), dtype=torch.bfloat16),
+    ],
+)
+def test_messages_come_in_sequence_however_many_wait(c):
+    source, target = both(c)
+    count = 3 if c.shape(FORWARD) == LARGE else 2 * MOST_SLOTS + 5
+    for _ in range(2):
+        for k in range(count):
+            source.send(c, FORWARD, message(c, k))
+        for k in range(count):
+            got = target.receive(c, FORWARD)
+            assert got.dtype == c.spec.dtype
+            assert torch.equal(got, message(c, k))
+        source.close()
+    source.end()
+    target.end()
+
+
+def test_both_directions_and_several_tensors_keep_apart():
+    first, second = crossing(0), crossing(1, shape=(4,))
+    source, target = both(first, second)
+    for k in range(10):
+        source.send(second, FORWARD, message(second, k))
+        source.send(first, FORWARD, message(first, -k))
+        target.send(first, BACKWARD, message(first, 10 * k, BACKWARD))
+        assert torch.equal(target.receive(first, FORWARD), message(first, -k))
+        assert torch.equal(target.receive(second, FORWARD), message(second, k))
+        assert torch.equal(source.receive(first, BACKWARD), message(first, 10 * k, BACKWARD))
+
+
+def test_what_is_sent_and_received_may_change_afterwards():
+    c = crossing()
+    source, target = both(c)
+    across = torch.arange(6.0).view(3, 2).t()
+    expected = across.clone()
+    source.send(c, FORWARD, across)
+    across.zero_()
+    got = target.receive(c, FORWARD)
+    source.send(c, FORWARD, expected)
+    got.zero_()
+    assert torch.equal(target.receive(c, FORWARD), expected)
+
+
+def test_messages_beyond_the_posted_ones_count_where_they_come_from():
+    c = crossing(shape=LARGE)
+    source, target = both(c)
+    nbytes = c.nbytes(FORWARD)
+    assert (target.held_bytes, source.held_bytes) == (2 * nbytes, nbytes)
+    for k in range(4):
+        source.send(c, FORWARD, message(c, k))
+    source.send(c, FORWARD, message(c, 4), kept=True)
+    assert source.held_bytes == nbytes + 2 * nbytes
+    for k in range(5):
+        assert torch.equal(target.receive(c, FORWARD), message(c, k))
+    source.close()
+    assert (target.held_bytes, source.held_bytes) == (2 * nbytes, nbytes)
+
+
+def test_small_messages_have_slots_of_their_own():
+    (small,), (large,) = (boxes([crossing(shape=s)], 0, 1) for s in ((2, 3), LARGE))
+    assert (small.slots, large.slots) == (MOST_SLOTS, 2)
+    assert [box.key for box in boxes([crossing()], 1, 0)] == [(0, BACKWARD)]
+    assert boxes([crossing(needs_grad=False)], 1, 0) == ()
+
+
+def test_a_sender_waits_where_it_is_asked_to():
+    c = crossing()
+    source, target = both(c, timeout_s=0.1)
+    for k in range(3):
+        source.send(c, FORWARD, message(c, k))
+    source.throttle(3)
+    with pytest.raises(PeerError, match=r"stage 1: nothing came for 0\.1 s"):
+        source.throttle(2)
+    target.receive(c, FORWARD)
+    source.throttle(2)
+
+
+def test_a_receiver_waits_no_longer_than_the_bound():
+    c = crossing()
+    _, target = both(c, timeout_s=0.1)
+    with pytest.raises(PeerError, match=r"stage 0: nothing came for 0\.1 s"):
+        target.receive(c, FORWARD)
+
+
+def test_a_worker_that_ends_is_noticed_at_once():
+    c = crossing(shape=LARGE)
+    source, target = both(c)
+    source.send(c, FORWARD, message(c, 7))
+    source.end()
+    begin = time.monotonic()
+    # What it had sent is still there.
+    assert torch.equal(target.receive(c, FORWARD), message(c, 7))
+    with pytest.raises(PeerError, match="stage 0: it is gone"):
+        target.receive(c, FORWARD)
+    assert time.monotonic() - begin < 3
+
+
+def test_messages_that_wait_are_lost_with_their_receiver():
+    c = crossing(shape=LARGE)
+    source, target = both(c)
+    for k in range(3):
+        source.send(c, FORWARD, message(c, k))
+    target.end()
+    with pytest.raises(PeerError, match="stage 1: it is gone"):
+        source.close()
+    assert source.held_bytes >= 0
+
+
+def test_nothing_stays_behind_in_the_file_system():
+    before = set(Path(tempfile.gettempdir()).glob("timeprest-*/in"))
+    source, target = both(crossing())
+    assert set(Path(tempfile.gettempdir()).glob("timeprest-*/in")) <= before
+    source.end()
+    target.end()
+
+
+def test_shared_memory_is_for_one_host_and_the_cpu():
+    assert placement.between_processes(GLOO, "auto", one_host=True) == SHARED
+    assert placement.between_processes(GLOO, "auto", one_host=False) == GLOO
+    assert placement.between_processes(GLOO, "gloo", one_host=True) == GLOO
+    assert placement.between_processes(NCCL, "auto", one_host=True) == NCCL
+    for transport, one_host, reason in ((GLOO, False, "several hosts"), (NCCL, True, "GPUs")):
+        with pytest.raises(UserError, match=f"--transport shm: .*{reason}"):
+            placement.between_processes(transport, "shm", one_host=one_host)
