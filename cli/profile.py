@@ -102,6 +102,13 @@ def _options(function: Any) -> Any:
                 help="Stop when every layer with 1 % of the time is known so well.",
             ),
             click.option(
+                "--together",
+                type=Whole(2),
+                metavar="N",
+                help="Measure too how N processes slow each other down that compute at once on "
+                "this machine, as the stages of a plan do.",
+            ),
+            click.option(
                 "--links",
                 is_flag=True,
                 help="Measure the links between local processes instead → cluster.toml.",
@@ -155,6 +162,8 @@ def main(
         return
     if target is None:
         raise click.UsageError("Missing argument 'TARGET'.")
+    if options["together"] is not None and options["device"] != "cpu":
+        raise UserError("--together: is for --device cpu")
     path = path or "profile.json"
     check_writable(path)
     sizes = whole_numbers(options["micro_batch_sizes"], "--micro-batch-sizes")
@@ -189,10 +198,11 @@ def _measure(
     keep_freed_memory()
     platform = platform_of(options["device"], options["spec"], options["autocast"])
     found = resolve(target, [parse_input(text) for text in options["inputs"]])
+    batch_size = options["batch_size"] or max(sizes or [64])
     with Bar(f"profiling {target}", quiet=quiet) as bar:
-        return measure(
+        profile = measure(
             found,
-            batch_size=options["batch_size"] or max(sizes or [64]),
+            batch_size=batch_size,
             micro_batch_sizes=sizes,
             platform=platform,
             threads=options["threads"],
@@ -202,6 +212,21 @@ def _measure(
             error=options["relative_error"],
             progress=bar,
         )
+        if options["together"] is None:
+            return profile
+        from ..profiles.measuring.together import measure_together
+
+        bar("processes at once", 0, 1)
+        together = measure_together(
+            found,
+            options["inputs"],
+            options["together"],
+            batch_size=batch_size,
+            threads=options["threads"],
+            autocast=platform.autocast,
+            seconds=options["seconds"] / 5,
+        )
+        return msgspec.structs.replace(profile, together=together)
 
 
 if __name__ == "__main__":

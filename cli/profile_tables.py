@@ -78,6 +78,11 @@ def _print_trust(console: Console, profile: Profile) -> None:
             console.print("±: standard error of forward + backward")
     else:
         console.print(f"from {IMPORTED[profile.front_end]}: can be planned, but not run")
+    if profile.together is not None:
+        found = profile.together
+        console.print(
+            f"{found.processes} processes at once: each takes {found.slowdown:.2f} × the time"
+        )
     for assumption in profile.assumptions:
         console.print(f"assumed: {assumption}")
 

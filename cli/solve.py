@@ -10,6 +10,7 @@ import click
 import msgspec
 
 from ..planner.cluster import Cluster
+from ..planner.crowding import crowded
 from ..planner.evaluate import Evaluation
 from ..planner.front import Front, front_point
 from ..planner.partition.solve import SOLVERS
@@ -130,7 +131,11 @@ def solve(
         variant_named(variant)
     check_writable(path)
     profile = check_profile(read_file(profile_path, Profile), profile_path)
+    own = options["cluster_path"] is None
     cluster = cluster_of(options)
+    if own:
+        # A cluster file says itself how fast its devices are.
+        cluster = crowded(cluster, profile.together)
     asked = _asked(options)
     if variant == "all":
         _solve_all(profile, cluster, asked, path, as_json=as_json, quiet=quiet)

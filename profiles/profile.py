@@ -12,7 +12,17 @@ import msgspec
 from msgspec import Meta
 
 from .errors import FileError
-from .limits import MIN_SECONDS, Bytes, BytesPerSample, Count, Factor, Seconds, Threads
+from .limits import (
+    MAX_COUNT,
+    MAX_FACTOR,
+    MIN_SECONDS,
+    Bytes,
+    BytesPerSample,
+    Count,
+    Factor,
+    Seconds,
+    Threads,
+)
 
 FORMAT = "timeprest-profile/1"
 
@@ -114,6 +124,14 @@ class OptimizerCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     update_s_per_byte: Seconds
 
 
+class Together(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How processes slow each other down that compute at once on the machine profiled."""
+
+    processes: Annotated[int, Meta(ge=2, le=MAX_COUNT)]
+    slowdown: Annotated[float, Meta(ge=1, le=MAX_FACTOR)]
+    """Time of the whole model's step beside the others, over its time alone."""
+
+
 class Totals(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The whole model in one piece, to hold against the sum of its layers."""
 
@@ -165,6 +183,8 @@ class Profile(
     """The loss, on the last stage; empty where the target has none."""
     optimizer: OptimizerCost
     whole_model: tuple[Totals, ...]
+    together: Together | None = None
+    """None: not measured."""
     assumptions: tuple[str, ...] = ()
     """What wasn't measured but taken to be so, a sentence each."""
 

@@ -1,0 +1,62 @@
+"""Processes that slow each other down: measured for a profile, and what plans make of it."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from timeprest.planner.cluster import uniform_cluster
+from timeprest.planner.crowding import crowded, slowdown
+from timeprest.profiles.errors import TargetError
+from timeprest.profiles.measuring.together import measure_together
+from timeprest.profiles.profile import Together
+from timeprest.profiles.target import resolve
+
+FOUR = Together(processes=4, slowdown=1.3)
+
+
+def test_between_one_process_and_those_measured_it_grows_evenly():
+    assert [slowdown(FOUR, n) for n in (1, 2, 4, 9)] == pytest.approx([1.0, 1.1, 1.3, 1.3])
+    assert slowdown(None, 4) == 1.0
+
+
+def test_devices_of_a_machine_are_as_fast_as_together():
+    cluster = uniform_cluster(6, per_machine=4)
+    speeds = [device.speed for device in crowded(cluster, FOUR).devices]
+    assert speeds == pytest.approx([1 / 1.3] * 4 + [1 / 1.1] * 2, rel=1e-3)
+    assert crowded(cluster, None) == cluster
+    assert [d.speed for d in crowded(uniform_cluster(1), FOUR).devices] == [1.0]
+
+
+def test_a_profile_without_it_is_read_as_before(mlp_profile):
+    text = msgspec.json.encode(mlp_profile)
+    assert b'"together":null' in text
+    older = msgspec.json.decode(text.replace(b'"together":null,', b""), type=type(mlp_profile))
+    assert older == mlp_profile
+
+
+def measured(name, inputs=()):
+    return measure_together(
+        resolve(name),
+        inputs,
+        2,
+        batch_size=4,
+        threads=1,
+        autocast=None,
+        seconds=0.1,
+    )
+
+
+def test_steps_are_timed_beside_another_process():
+    found = measured("mlp:width=16,depth=1")
+    assert found.processes == 2
+    assert 1 <= found.slowdown < 100
+
+
+def test_a_model_that_another_process_cant_have_is_refused(tmp_path):
+    once = tmp_path / "once.py"
+    once.write_text("from timeprest.profiles.zoo.mlp import make_task\nT = make_task('mlp', '')\n")
+    target = f"{once}:T"
+    found = resolve(target)
+    once.unlink()
+    with pytest.raises(TargetError, match="several processes"):
+        measure_together(found, (), 2, batch_size=4, threads=1, autocast=None, seconds=0.1)
