@@ -47,7 +47,7 @@ class Task(Protocol):
         ``parameter_groups``, or weight decay is for matrices alone."""
 
 
-def fetch(dataset: Dataset[Any], indices: Sequence[int]) -> tuple[tuple[Tensor, ...], Any]:
+def fetch(dataset: Dataset[Any], indices: Sequence[int] | Tensor) -> tuple[tuple[Tensor, ...], Any]:
     """Collate the samples at `indices`.
 
     Returns:
@@ -60,12 +60,14 @@ def fetch(dataset: Dataset[Any], indices: Sequence[int]) -> tuple[tuple[Tensor, 
     return call.tensors, target
 
 
-def fetch_call(dataset: Dataset[Any], indices: Sequence[int]) -> tuple[Call, Any]:
+def fetch_call(dataset: Dataset[Any], indices: Sequence[int] | Tensor) -> tuple[Call, Any]:
     """Like `fetch`, with the names of the arguments that the inputs are for."""
     if isinstance(dataset, TensorDataset):
         # With a tensor as index, a third of the time that a list takes.
-        batch: Any = dataset[torch.tensor(indices)]
+        batch: Any = dataset[indices if isinstance(indices, Tensor) else torch.tensor(indices)]
     else:
+        if isinstance(indices, Tensor):
+            indices = indices.tolist()
         batch = default_collate([dataset[k] for k in indices])
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         raise TargetError(

@@ -211,7 +211,7 @@ class Samples:
         self.micro_batch = micro_batch
         self.seed = seed
         self._epoch = -1
-        self._shuffled: list[int] = []
+        self._shuffled = torch.empty(0, dtype=torch.int64)
 
     def take(
         self, epoch: int, positions: range, size: int | None = None
@@ -224,15 +224,18 @@ class Samples:
         Args:
             size: samples with padding; by default a micro-batch.
         """
-        shuffled = self._shuffle(epoch)
-        real = [shuffled[k] for k in positions]
+        shuffled, size = self._shuffle(epoch), size or self.micro_batch
+        chosen = shuffled[positions.start : positions.stop : positions.step]
+        if len(chosen) == size:
+            return fetch(self.dataset, chosen)
+        real = chosen.tolist()
         # Where there is none to copy, any sample will do: nothing is made of the output.
-        return self._fetch(real, real[0] if real else shuffled[0], size or self.micro_batch)
+        return self._fetch(real, real[0] if real else int(shuffled[0]), size)
 
-    def _shuffle(self, epoch: int) -> list[int]:
+    def _shuffle(self, epoch: int) -> Tensor:
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-            self._shuffled = torch.randperm(self.size, generator=generator).tolist()
+            self._shuffled = torch.randperm(self.size, generator=generator)
             self._epoch = epoch
         return self._shuffled
 

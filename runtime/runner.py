@@ -262,8 +262,9 @@ class StageRunner:
     def _update(self, op: Op) -> Iterator[None]:
         begin = self._clock()
         done = [b for b in self._losses if b <= op.mini_batch]
-        losses = torch.tensor([self._losses.pop(b) for b in done], dtype=torch.float64)
-        started = self._start_sums(losses)
+        losses = [self._losses.pop(b) for b in done]
+        shared = torch.tensor(losses, dtype=torch.float64) if self.worker.replicas > 1 else None
+        started = self._start_sums(shared)
         skips = self.not_finite.policy == SKIP
         agrees = skips and self.prepared.pipeline.variant.flushes
         if started or agrees or self.prepared.settings.clip_norm is not None:
@@ -271,11 +272,15 @@ class StageRunner:
             yield
         for summing in started:
             summing.wait()
+        if shared is not None:
+            losses = shared.tolist()
         assert self.segment is not None
         number = self.segment.first + op.mini_batch
+        summed = self._clock()
         finite = self.not_finite.check_gradients(number, self.stage.weights.parameters)
         # Summed over replicas, so that all of them decide alike.
-        finite = finite and bool(torch.isfinite(losses).all())
+        finite = finite and all(map(math.isfinite, losses))
+        checked = self._clock()
         if agrees:
             # The update is left out everywhere or nowhere.
             bad = torch.tensor([0.0 if finite else 1.0])
@@ -290,19 +295,28 @@ class StageRunner:
             op.mini_batch, self.channels.held_bytes, steps=finite or not skips
         )
         end = self._clock()
-        self.score.add(begin, end, compute_s=end - start, communication_s=start - begin)
+        self.score.add(
+            begin,
+            end,
+            compute_s=checked - summed + end - start,
+            communication_s=summed - begin + start - checked,
+        )
         self.score.updates.append(end)
         self._log(op, version, None, start, end)
-        for b, loss in zip(done, losses.tolist(), strict=True):
+        for b, loss in zip(done, losses, strict=True):
             self._tell_loss(b, loss)
 
-    def _start_sums(self, losses: Tensor) -> list[GradientSum]:
-        """Start to sum gradients over whoever has a part of them, and losses over replicas."""
+    def _start_sums(self, losses: Tensor | None) -> list[GradientSum]:
+        """Start to sum gradients over whoever has a part of them, and over replicas the losses too.
+
+        Args:
+            losses: None: the stage has one replica.
+        """
         started = []
         for tied in self._tied:
             copies = tied.of(self.number, self.stage.module)
             started.append(GradientSum(self.sums, tied.group, copies))
-        if self.worker.replicas > 1:
+        if losses is not None:
             elsewhere = self._copies(self._tied)
             own = [p for p in self.stage.weights.parameters if id(p) not in elsewhere]
             started.append(GradientSum(self.sums, stage_group(self.number), own, [losses]))

@@ -52,6 +52,8 @@ class WeightVersions:
         self._unpack_from: list[Tensor] = []
         self._copies: dict[tuple[int, torch.dtype], Tensor] = {}
         self._scratch: list[Tensor] = []
+        self._bytes: dict[int, int] = {}
+        self._scratch_bytes = 0
 
     # Keeping versions --------------------------------------------------------------------
 
@@ -59,6 +61,7 @@ class WeightVersions:
         """Copy the latest weights: an update is about to overwrite them, and they are needed."""
         copies = [p.detach().clone() for p in self.parameters]
         self._older[self.latest] = copies
+        self._bytes[self.latest] = sum(map(storage_bytes, copies))
         self._index.update({storage_key(t): k for k, t in enumerate(copies) if t.numel()})
 
     def advance(self, needed: set[int]) -> None:
@@ -69,6 +72,7 @@ class WeightVersions:
     def drop(self, needed: set[int]) -> None:
         """Let go of older versions that nobody needs any more."""
         for version in [v for v in self._older if v not in needed]:
+            del self._bytes[version]
             for tensor in self._older.pop(version):
                 self._index.pop(storage_key(tensor), None)
 
@@ -80,8 +84,7 @@ class WeightVersions:
     @property
     def older_bytes(self) -> int:
         """Bytes of the copies, the scratch copy among them."""
-        copies = (*self._older.values(), self._scratch)
-        return sum(storage_bytes(t) for tensors in copies for t in tensors)
+        return sum(self._bytes[version] for version in self._older) + self._scratch_bytes
 
     # Making others -----------------------------------------------------------------------
 
@@ -95,6 +98,7 @@ class WeightVersions:
             self._scratch = [torch.empty_like(p, requires_grad=False) for p in self.parameters]
             keys = ((storage_key(t), k) for k, t in enumerate(self._scratch) if t.numel())
             self._index.update(keys)
+            self._scratch_bytes = sum(map(storage_bytes, self._scratch))
         return self._scratch
 
     def drop_scratch(self) -> None:
@@ -102,6 +106,7 @@ class WeightVersions:
         for tensor in self._scratch:
             self._index.pop(storage_key(tensor), None)
         self._scratch = []
+        self._scratch_bytes = 0
 
     def between(self, version: int, share: float, *, reuse: bool) -> list[Tensor]:
         """Weights between the latest and an older version: latest + share · (older − latest).
@@ -130,15 +135,17 @@ class WeightVersions:
             for p, other in zip(self.parameters, tensors, strict=True):
                 p.data = other
         counted: dict[int, int] = {}
+        index = self._index
 
         def pack(tensor: Tensor) -> Tensor | _Reference:
-            key = storage_key(tensor)
+            storage = tensor.untyped_storage()
+            key: int = storage._cdata
             copied_to = None
-            k = self._index.get(key)
+            k = index.get(key)
             if k is None:
                 k, copied_to = self._copied_from(tensor), tensor.dtype
             if k is None:
-                counted[key] = storage_bytes(tensor)
+                counted[key] = storage.nbytes()
                 # An operation that saves its own output would hold itself alive through it.
                 return tensor.detach()
             offset = int(tensor.storage_offset())
