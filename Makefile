@@ -7,6 +7,7 @@
 # make bench-planner  solve published workloads anew for docs/planner_benchmark.md (some minutes)
 # make bench  race ours against other pipelines for docs/benchmarks.md (hours, on a quiet machine)
 # make bench-quick    a small part of that, in under 3 minutes
+# make bench-links    its part over slow wires (as root, on Linux)
 # make pictures  draw plans of every system for docs/reading_pictures.md (two minutes)
 # make fuzz   break 2,000 files and 500 command lines, and see that each is refused in one line
 # make chaos  kill the workers of 50 runs at drawn moments; each must end with the right weights
@@ -18,7 +19,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO ?= demo
 
-.PHONY: demo test check lint types tests browser format model-table bench-planner bench-scale bench-systems bench bench-quick deepspeed pictures fuzz chaos clean
+.PHONY: demo test check lint types tests browser format model-table bench-planner bench-scale bench-systems bench bench-quick bench-links deepspeed pictures fuzz chaos clean
 
 demo: $(READY)
 	rm -rf $(DEMO)
@@ -65,6 +66,11 @@ QUICK := runs/bench-quick
 
 bench: $(READY) deepspeed
 	$(SPEED) --fresh $(BENCH)
+	$(SPEED).held
+	@test "$$(id -u)" != 0 || $(MAKE) bench-links
+
+bench-links: $(READY)
+	$(SPEED).slow_links
 
 bench-quick: $(READY)
 	$(SPEED) --fresh --models gpt,vgg11 --contestants timeprest,tdp-1f1b@4 --rounds 2 --timed 6 \

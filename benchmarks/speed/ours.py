@@ -7,8 +7,8 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from timeprest.planner.operations import UPDATE
 from timeprest.planner.plan import Plan, read_plan
@@ -87,15 +87,12 @@ def race_ours(contestant: Contestant, model: str, folder: Path, length: Length) 
 def figures_of(where: RunDir, plan: Plan, length: Length) -> Figures:
     """What a run left behind: times from its operations, bytes from its own account."""
     summary = decode((where.path / "summary.json").read_bytes(), RunSummary)
-    windows = []
-    for worker in workers_of(plan.stages):
-        lines = where.operations(worker).read_text(encoding="utf-8").splitlines()
-        windows.append(_window([json.loads(line) for line in lines], length))
-    period = max(period for period, _ in windows)
+    windows = [window_of(where.operations(w), length) for w in workers_of(plan.stages)]
+    period = max(window.period_s for window in windows)
     sent = [report.sent_bytes / summary.mini_batches for report in summary.stages]
     stages = [
-        _stage(plan, report, period, compute, summary.mini_batches)
-        for report, (_, compute) in zip(summary.stages, windows, strict=True)
+        _stage(plan, report, period, window, summary.mini_batches)
+        for report, window in zip(summary.stages, windows, strict=True)
     ]
     return Figures(
         period_s=period,
@@ -110,12 +107,25 @@ def figures_of(where: RunDir, plan: Plan, length: Length) -> Figures:
     )
 
 
-def _window(operations: Sequence[dict[str, float]], length: Length) -> tuple[float, float]:
-    """Seconds of a mini-batch, and those of them in operations, from update to update."""
+class Window(NamedTuple):
+    """Seconds of a mini-batch in the steady state, and those of them that were spent on what."""
+
+    period_s: float
+    compute_s: float
+    communication_s: float
+
+
+def window_of(log: Path, length: Length) -> Window:
+    """The timed mini-batches of a worker's log, from update to update."""
+    lines = log.read_text(encoding="utf-8").splitlines()
+    operations = [json.loads(line) for line in lines]
     ends = [op["end_s"] for op in operations if _kind(op) == UPDATE]
     begin, end = ends[length.warm - 1], ends[length.warm + length.timed - 1]
-    inside = [op["end_s"] - op["start_s"] for op in operations if begin <= op["start_s"] < end]
-    return (end - begin) / length.timed, sum(inside) / length.timed
+    inside = [op for op in operations if begin <= op["begin_s"] < end]
+    compute, communication = (
+        sum(op[what] for op in inside) / length.timed for what in ("compute_s", "communication_s")
+    )
+    return Window((end - begin) / length.timed, compute, communication)
 
 
 def _kind(op: dict[str, float]) -> str:
@@ -124,15 +134,14 @@ def _kind(op: dict[str, float]) -> str:
 
 
 def _stage(
-    plan: Plan, report: StageReport, period_s: float, compute_s: float, mini_batches: int
+    plan: Plan, report: StageReport, period_s: float, window: Window, mini_batches: int
 ) -> StageFigures:
     predicted = plan.predicted.stages[report.stage]
     count = plan.micro_batches
-    communication = report.communication_s / mini_batches
     return StageFigures(
-        compute_s=compute_s,
-        communication_s=communication,
-        idle_s=max(period_s - compute_s - communication, 0.0),
+        compute_s=window.compute_s,
+        communication_s=window.communication_s,
+        idle_s=max(period_s - window.compute_s - window.communication_s, 0.0),
         peak_bytes=report.peak.total if report.peak else None,
         rss_bytes=report.rss_peak_bytes,
         sent_bytes=report.sent_bytes / mini_batches,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 STAT = Path("/proc/stat")
-MOST = 0.04
+MOST = 0.06
 """Share of the processors' time that a run may have lost to others."""
 PATIENCE_S = 60.0
 """Longest wait for a quiet moment."""

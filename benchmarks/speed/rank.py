@@ -9,19 +9,17 @@ import os
 import resource
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import torch
 import torch.distributed as dist
 from timeprest.profiles.allocator import keep_freed_memory
-from timeprest.runtime.interface import use_loopback
 
 from .cuts import child_times
 from .steps import Step, data_parallel, deepspeed_pipeline, plain, torch_pipeline
-from .tasks import RACES, VGG16
-
-SENT = Path("/sys/class/net/lo/statistics/tx_bytes")
+from .tasks import MEMORY_RACES, RACES
 
 
 class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,7 +29,10 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
         kind: as in `contestants`; or "times": how long the model's children take.
         warm: mini-batches before the clock runs.
         timed: mini-batches after that.
-        address: of the network to meet on; None: the loopback device and the store's file.
+        address: to meet at; None: the store's file.
+        device: of the network between the ranks.
+        keep_memory: freed memory stays with the process, as in the product's own.
+        fused: optimizers step with torch's fused kernel, as the product's do.
     """
 
     model: str
@@ -44,6 +45,9 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     warm: int = 2
     timed: int = 4
     address: str | None = None
+    device: str = "lo"
+    keep_memory: bool = True
+    fused: bool = False
 
 
 class RankFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,7 +57,7 @@ class RankFigures(msgspec.Struct, frozen=True, kw_only=True):
     processor_s: float = 0.0
     rss_bytes: int = 0
     sent_bytes: float | None = None
-    """Over the loopback device, by all ranks."""
+    """Over the spec's device: by all ranks, where it is the loopback one."""
     losses: tuple[float, ...] = ()
     children_s: tuple[float, ...] = ()
     steps_s: tuple[float, ...] = ()
@@ -61,7 +65,9 @@ class RankFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 def make_step(spec: RankSpec) -> Step:
     """The rival's own way to train."""
-    race = {**RACES, "vgg16": VGG16}[spec.model]
+    race = {**RACES, **MEMORY_RACES}[spec.model]
+    if spec.fused:
+        race = replace(race, fused=True)
     if spec.kind == "plain":
         return plain(race, spec.micro_batches)
     if spec.kind == "ddp":
@@ -79,10 +85,10 @@ def measured(spec: RankSpec) -> RankFigures:
         return RankFigures(children_s=tuple(times), steps_s=tuple(steps))
     step = make_step(spec)
     losses = [step(k) for k in range(spec.warm)]
-    sent, processor, begin = _sent(), time.process_time(), time.perf_counter()
+    sent, processor, begin = _sent(spec.device), time.process_time(), time.perf_counter()
     losses += [step(k) for k in range(spec.warm, spec.warm + spec.timed)]
     seconds, used = time.perf_counter() - begin, time.process_time() - processor
-    sent_now = _sent()
+    sent_now = _sent(spec.device)
     return RankFigures(
         period_s=seconds / spec.timed,
         processor_s=used / spec.timed,
@@ -92,23 +98,21 @@ def measured(spec: RankSpec) -> RankFigures:
     )
 
 
-def _sent() -> int | None:
-    return int(SENT.read_text()) if SENT.exists() else None
+def _sent(device: str) -> int | None:
+    path = Path(f"/sys/class/net/{device}/statistics/tx_bytes")
+    return int(path.read_text()) if path.exists() else None
 
 
 def main(spec_text: str, store: str, out: str) -> None:
     """Take part in the race, and leave at once when it is over."""
     spec = msgspec.json.decode(spec_text, type=RankSpec)
     rank = int(os.environ["RANK"])
-    # As the product's own processes do: a race of pipelines, not of allocators.
-    keep_freed_memory()
+    if spec.keep_memory:
+        keep_freed_memory()
     torch.set_num_threads(spec.threads)
     if spec.processes > 1:
-        if spec.address is None:
-            use_loopback()
-            where = f"file://{store}"
-        else:
-            where = f"tcp://{spec.address}"
+        os.environ["GLOO_SOCKET_IFNAME"] = spec.device
+        where = f"tcp://{spec.address}" if spec.address else f"file://{store}"
         dist.init_process_group("gloo", where, rank=rank, world_size=spec.processes)
     figures = measured(spec)
     path = Path(f"{out}.{rank}")

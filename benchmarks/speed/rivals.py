@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -30,6 +31,10 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
     micro_batches: int
     cuts: tuple[int, ...]
+    keep_memory: bool = True
+    """Freed memory stays with its processes, as with ours; or as it comes."""
+    fused: bool = False
+    """Optimizers step with torch's fused kernel, as ours do; or by torch's own choice."""
     tried: dict[str, float] = {}
     """Seconds of a mini-batch, by settings."""
 
@@ -109,6 +114,8 @@ def spec_of(contestant: Contestant, model: str, choice: Choice, length: Length) 
         schedule=contestant.schedule,
         micro_batches=choice.micro_batches,
         cuts=choice.cuts,
+        keep_memory=choice.keep_memory,
+        fused=choice.fused,
         warm=length.warm,
         timed=length.timed,
     )
@@ -140,42 +147,73 @@ def race_rival(contestant: Contestant, model: str, choice: Choice, length: Lengt
     )
 
 
+class Search:
+    """The trials of one rival on one model, of which the fastest wins."""
+
+    def __init__(
+        self, contestant: Contestant, model: str, tell: Callable[[str], None], length: Length
+    ) -> None:
+        self.contestant, self.model = contestant, model
+        self.tell, self.length = tell, length
+        self.found: list[tuple[float, Choice]] = []
+        self.why = ""
+
+    def attempt(self, choice: Choice) -> None:
+        """Run it once; what fails is told and forgotten."""
+        text = _text(choice)
+        try:
+            seconds = race_rival(self.contestant, self.model, choice, self.length).period_s
+        except UserError as error:
+            self.why = str(error)
+            self.tell(f"  {self.contestant.name}, {text}: {error}")
+        else:
+            self.found.append((seconds, choice))
+            self.tell(f"  {self.contestant.name}, {text}: {seconds:.3f} s")
+
+    def best(self) -> Choice:
+        """The fastest so far. Raises UserError where all failed."""
+        if not self.found:
+            raise UserError(self.why)
+        tried = {_text(choice): seconds for seconds, choice in self.found}
+        _, choice = min(self.found, key=lambda pair: pair[0])
+        return msgspec.structs.replace(choice, tried=tried)
+
+
+def _text(choice: Choice) -> str:
+    more = ", fused steps" if choice.fused else ""
+    more += "" if choice.keep_memory else ", memory given back"
+    return f"{choice.micro_batches} micro-batches, cuts {choice.cuts}{more}"
+
+
+@cache
+def _costs(model: str, count: int) -> list[float]:
+    """Seconds of a mini-batch in every child of the model, in so many micro-batches."""
+    (times,) = run_ranks(RankSpec(model=model, kind="times", micro_batches=count))
+    pairs = zip(times.children_s, times.steps_s, strict=True)
+    return [count * child + step for child, step in pairs]
+
+
 def choose(
     contestant: Contestant, model: str, tell: Callable[[str], None], length: Length
 ) -> Choice:
-    """Its best number of micro-batches with the best balance, and then the cuts beside it."""
+    """Its best number of micro-batches with the best balance, then the cuts beside it, then
+    the ways with freed memory and optimizer steps."""
+    search = Search(contestant, model, tell, length)
     if contestant.stages == 1:
-        return Choice(micro_batches=1, cuts=())
-    tried: dict[tuple[int, tuple[int, ...]], float] = {}
-    why = ""
-
-    def attempt(count: int, cuts: tuple[int, ...]) -> None:
-        nonlocal why
-        choice = Choice(micro_batches=count, cuts=cuts)
-        try:
-            tried[count, cuts] = race_rival(contestant, model, choice, length).period_s
-        except UserError as error:
-            why = str(error)
-            tell(f"  {contestant.name}: {count} micro-batches, cuts {cuts}: {why}")
-        else:
-            seconds = tried[count, cuts]
-            tell(f"  {contestant.name}: {count} micro-batches, cuts {cuts}: {seconds:.3f} s")
-
-    children = 0
-    for count in counts(contestant, RACES[model].mini_batch):
-        (times,) = run_ranks(RankSpec(model=model, kind="times", micro_batches=count))
-        pairs = zip(times.children_s, times.steps_s, strict=True)
-        costs = [count * child + step for child, step in pairs]
-        children = len(costs)
-        attempt(count, balanced(costs, contestant.stages, contestant.processes))
-    if not tried:
-        raise UserError(why)
-    count, cuts = min(tried, key=tried.__getitem__)
-    for moved in neighbours(cuts, children):
-        attempt(count, moved)
-    count, cuts = min(tried, key=tried.__getitem__)
-    text = {f"{n} micro-batches, cuts {c}": seconds for (n, c), seconds in tried.items()}
-    return Choice(micro_batches=count, cuts=cuts, tried=text)
+        search.attempt(Choice(micro_batches=1, cuts=()))
+    else:
+        children = 0
+        for count in counts(contestant, RACES[model].mini_batch):
+            costs = _costs(model, count)
+            children = len(costs)
+            cuts = balanced(costs, contestant.stages, contestant.processes)
+            search.attempt(Choice(micro_batches=count, cuts=cuts))
+        first = search.best()
+        for moved in neighbours(first.cuts, children):
+            search.attempt(Choice(micro_batches=first.micro_batches, cuts=moved))
+    search.attempt(msgspec.structs.replace(search.best(), keep_memory=False))
+    search.attempt(msgspec.structs.replace(search.best(), fused=True))
+    return search.best()
 
 
 def counts(contestant: Contestant, mini_batch: int) -> list[int]:

@@ -142,6 +142,7 @@ class Race:
         sample: makes so many samples.
         mini_batch: samples in a mini-batch.
         rate: learning rate.
+        fused: step with torch's fused kernel; otherwise by torch's own choice.
     """
 
     title: str
@@ -149,6 +150,7 @@ class Race:
     sample: Callable[[int], TensorDataset]
     mini_batch: int
     rate: float = 0.01
+    fused: bool | None = None
 
     def model(self) -> nn.Sequential:
         return self.build()
@@ -162,7 +164,7 @@ class Race:
         return functional.cross_entropy(output.flatten(0, -2), target.flatten())
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, lr=self.rate, momentum=0.9)
+        return torch.optim.SGD(parameters, lr=self.rate, momentum=0.9, fused=self.fused)
 
 
 GPT = Race("GPT: 8 layers, width 256, 64 of 1000 tokens, mini-batch 16", gpt, tokens, 16)
@@ -173,6 +175,8 @@ VGG16 = Race("VGG-16, 3×32×32, mini-batch 32", vgg16, images(32), 32)
 
 RACES = {"gpt": GPT, "vgg11": VGG11, "resnet50": RESNET50, "lstm": LSTM}
 """The models of the speed tables."""
+MEMORY_RACES = {"vgg16": VGG16, "resnet50": RESNET50}
+"""Those of the tables of memory; the first has weights that are heavy on a slow wire."""
 
 
 def target_of(name: str) -> str:

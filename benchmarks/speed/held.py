@@ -1,0 +1,113 @@
+"""What systems hold at four stages: ``python -m timeprest.benchmarks.speed.held`` (`make bench`).
+
+The same cuts for all, those that the planner chose for `timeprest`; each is trained for a few
+mini-batches in one process, which has the versions and the account of a run in processes.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import click
+import msgspec
+import torch
+from timeprest import profile as measure
+from timeprest.planner.cluster import uniform_cluster
+from timeprest.planner.memory import MemoryByKind
+from timeprest.planner.plan import Plan
+from timeprest.planner.search import solve
+from timeprest.planner.variants import VARIANTS
+from timeprest.profiles.profile import Profile
+from timeprest.runtime.run import run
+from timeprest.runtime.settings import RunSettings
+
+from .machine import machine
+from .page import write_page
+from .records import DOCS, Held, read_results, write_results
+from .tasks import MEMORY_RACES, target_of
+
+STAGES = 4
+STEPS = 12
+"""Mini-batches: more than are ever in flight, so that the peak is in the steady state."""
+SYSTEMS = (
+    "v-timeprest",
+    "timeprest",
+    "i-timeprest",
+    "pipedream",
+    "pipedream-2bw",
+    "spectrain",
+    "pipedream-flush",
+    "gpipe",
+)
+
+
+def plan_for(profile: Profile, variant: str, like: Plan | None) -> Plan:
+    """A plan with four stages. `like`: with the same cuts and, where it can be, count."""
+    whole = VARIANTS[variant].whole_mini_batches
+    pins = like.stages if like else ()
+    return solve(
+        profile,
+        uniform_cluster(STAGES),
+        variant,
+        stages=STAGES,
+        replicas=False,
+        micro_batches=None if like is None else 1 if whole else like.micro_batches,
+        pins=tuple((name, s) for s, stage in enumerate(pins) for name in stage.nodes),
+    )
+
+
+def held_by(model: str, plan: Plan) -> Held:
+    """What it should hold, and does."""
+    settings = RunSettings(
+        task=target_of(model), steps=STEPS, evaluate=False, distances=False, checkpoint_every=0
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        summary = run(plan, settings, Path(folder) / "run", inline=True)
+    peaks = [stage.peak for stage in summary.stages if stage.peak is not None]
+    wanted = plan.predicted.stages
+    return Held(
+        model=model,
+        variant=plan.variant,
+        micro_batches=plan.micro_batches,
+        predicted_bytes=tuple(s.memory_bytes - s.memory.workspace_bytes for s in wanted),
+        accounted_bytes=tuple(peak.total for peak in peaks),
+        predicted_weight_bytes=tuple(_weights(s.memory) for s in wanted),
+        accounted_weight_bytes=tuple(_weights(peak) for peak in peaks),
+        versions=tuple(stage.versions_held for stage in summary.stages),
+        differences=tuple(max(stage.version_differences) for stage in summary.stages),
+    )
+
+
+def _weights(memory: MemoryByKind) -> int:
+    return memory.weights_bytes + memory.versions_bytes
+
+
+@click.command()
+@click.option("--models", default=",".join(MEMORY_RACES), show_default=True)
+@click.option("--systems", default=",".join(SYSTEMS), show_default=True)
+@click.option("--results", default=str(DOCS / "benchmarks" / "races.json"))
+@click.option("--page", default=str(DOCS / "benchmarks.md"))
+def main(models: str, systems: str, results: str, page: str) -> None:
+    """Account for what every system holds, and add it to the results."""
+    torch.set_num_threads(1)
+    path = Path(results)
+    for model in models.split(","):
+        size = MEMORY_RACES[model].mini_batch
+        profile = measure(target_of(model), batch_size=size, seconds=8.0)
+        like = plan_for(profile, "timeprest", None)
+        for name in systems.split(","):
+            found = held_by(model, plan_for(profile, name, like))
+            print(
+                f"{model} {name}: accounted {found.accounted_bytes}, "
+                f"predicted {found.predicted_bytes}, versions {found.versions}",
+                flush=True,
+            )
+            before = read_results(path, machine())
+            others = [e for e in before.held if (e.model, e.variant) != (model, name)]
+            write_results(path, msgspec.structs.replace(before, held=(*others, found)))
+    write_page(path, Path(page))
+
+
+if __name__ == "__main__":
+    main()

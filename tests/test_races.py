@@ -1,0 +1,162 @@
+"""The benchmarks' own reckoning: cuts, ratios, goals, pages. Nothing is timed."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import xml.etree.ElementTree as ElementTree
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from timeprest.benchmarks.speed.bars import bars
+from timeprest.benchmarks.speed.contestants import ALL, contestant_named
+from timeprest.benchmarks.speed.cuts import balanced, neighbours
+from timeprest.benchmarks.speed.goals import goals
+from timeprest.benchmarks.speed.machine import machine
+from timeprest.benchmarks.speed.ours import window_of
+from timeprest.benchmarks.speed.page import write_page
+from timeprest.benchmarks.speed.ratios import speed_ratio
+from timeprest.benchmarks.speed.records import (
+    Figures,
+    Results,
+    Round,
+    StageFigures,
+    add_rounds,
+    read_results,
+    write_results,
+)
+from timeprest.benchmarks.speed.rivals import Length, counts
+from timeprest.benchmarks.speed.steps import batches, plain
+from timeprest.benchmarks.speed.tables import speed_bars
+from timeprest.benchmarks.speed.tasks import MINI_BATCHES, Race
+from timeprest.profiles.errors import FileError, UserError
+from torch import nn
+from torch.utils.data import TensorDataset
+
+
+def figures(speed, **more):
+    stage = StageFigures(compute_s=0.9 / speed, idle_s=0.1 / speed, rss_bytes=1)
+    given = {"micro_batches": 1, "cuts": (), "stages": (stage, stage), "losses": ()}
+    return Figures(
+        **{**given, "period_s": 1 / speed, "samples_per_s": speed, "foreign_share": 0.0, **more}
+    )
+
+
+def rounds(*speeds):
+    """Rounds on "gpt" of one thread, timeprest and torch's 1F1B."""
+    names = ("one-thread", "timeprest", "tdp-1f1b")
+    return tuple(
+        Round(model="gpt", begun="", runs=dict(zip(names, map(figures, each), strict=True)))
+        for each in speeds
+    )
+
+
+def test_ratios_are_taken_within_rounds():
+    """A machine that is twice as fast in one round changes no ratio."""
+    found = speed_ratio(rounds((1, 2, 1), (2, 4, 3), (1, 1.5, 1)), "gpt", "timeprest")
+    assert (found.value, found.least, found.most, found.rounds) == (2.0, 1.5, 2.0, 3)
+    assert speed_ratio(rounds((1, 2, 1)), "vgg11", "timeprest") is None
+
+
+def test_goals_tell_what_is_missed():
+    reached = {
+        what: good
+        for what, _, _, good in goals(Results(machine=machine(), rounds=rounds((1, 1.9, 1.6))))
+    }
+    assert reached["gpt: `timeprest` over one thread"]
+    assert not reached["gpt: `timeprest` over torch's 1F1B"]
+    assert reached["gpt: `timeprest` over torch's best (tdp-1f1b)"]
+    assert not reached["gpt: `timeprest`, idle share of the busiest stage"]
+
+
+def test_results_are_added_to(tmp_path):
+    path = tmp_path / "races.json"
+    add_rounds(path, [], {"gpt/tdp-1f1b": "it failed"})
+    add_rounds(path, rounds((1, 2, 1)), {"gpt/ddp": "no luck"})
+    found = read_results(path, machine())
+    assert len(found.rounds) == 1
+    assert found.skipped == {"gpt/ddp": "no luck"}
+    elsewhere = msgspec.structs.replace(machine(), processor="another")
+    with pytest.raises(FileError, match="another machine"):
+        read_results(path, elsewhere)
+    write_results(path, found)
+    assert read_results(path, machine()) == found
+
+
+def test_page_has_every_contestant(tmp_path):
+    add_rounds(tmp_path / "races.json", rounds((1, 2, 1.5), (1, 1.9, 1.4)), {"gpt/ddp": "no"})
+    write_page(tmp_path / "races.json", tmp_path / "page.md")
+    text = (tmp_path / "page.md").read_text()
+    assert "| `timeprest` | **1.95** | 1.90–2.00 | 2 |" in text
+    assert "| `gpt/ddp` | no |" in text
+    plot = ElementTree.fromstring((tmp_path / "page" / "gpt.svg").read_text())
+    words = {element.text for element in plot.iter("{http://www.w3.org/2000/svg}text")}
+    assert {"timeprest", "tdp-1f1b", "1.95×"} <= words
+
+
+def test_bars_end_where_their_values_are():
+    rows = speed_bars(rounds((1, 2, 1)), "gpt")
+    plot = ElementTree.fromstring(bars("a < b & c", rows))
+    space = "{http://www.w3.org/2000/svg}"
+    widths = [float(each.get("width")) for each in plot.iter(f"{space}rect")][1:]
+    assert widths[1] / widths[0] == pytest.approx(2, rel=0.01)
+
+
+@given(st.lists(st.floats(0.1, 9), min_size=4, max_size=9), st.sampled_from([(2, 2), (4, 2)]))
+def test_cuts_balance_best(costs, shape):
+    stages, processes = shape
+
+    def most(cuts):
+        loads = [0.0] * processes
+        for s, (a, b) in enumerate(itertools.pairwise((0, *cuts, len(costs)))):
+            loads[s if s < processes else 2 * processes - 1 - s] += sum(costs[a:b])
+        return max(loads)
+
+    found = balanced(costs, stages, processes)
+    every = itertools.combinations(range(1, len(costs)), stages - 1)
+    assert most(found) == pytest.approx(min(map(most, every)))
+    assert all(len(moved) == len(found) for moved in neighbours(found, len(costs)))
+
+
+def test_names_and_counts():
+    assert set(ALL) >= {"one-thread", "ddp", "tdp-zbv", "deepspeed", "timeprest", "zb-h1"}
+    assert counts(contestant_named("tdp-dualpipev"), 16) == [4, 8, 16]
+    assert counts(contestant_named("tdp-1f1b"), 12) == [2, 3, 4, 6, 12]
+    assert counts(contestant_named("tdp-1f1b@4"), 16) == [4]
+    assert contestant_named("gpipe@4").variant == "gpipe"
+    for wrong in ("nobody", "gpipe@", "gpipe@0", "gpipe@x"):
+        with pytest.raises(UserError, match="choose of"):
+            contestant_named(wrong)
+
+
+def test_window_is_from_update_to_update(tmp_path):
+    lines = [
+        {"op": f"0{kind}{k}", "begin_s": k + begin, "end_s": k + begin + spent + 0.1}
+        | {"compute_s": spent, "communication_s": 0.05}
+        for k in range(6)
+        for kind, begin, spent in (("F", 0.0, 0.2), ("B", 0.3, 0.3), ("U", 0.8, 0.1))
+    ]
+    (tmp_path / "log").write_text("\n".join(map(json.dumps, lines)))
+    found = window_of(tmp_path / "log", Length(warm=2, timed=3))
+    assert found == pytest.approx((1.0, 0.6, 0.15))
+
+
+def test_micro_batches_train_as_a_whole_mini_batch():
+    """And no sample is seen twice."""
+    race = Race(
+        "small",
+        lambda: nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 4)),
+        lambda n: TensorDataset(torch.randn(n, 3), torch.randint(4, (n,))),
+        mini_batch=8,
+    )
+    steps = [plain(race, count) for count in (1, 4)]
+    losses = [[step(k) for k in range(5)] for step in steps]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    take = batches(race)
+    seen = torch.cat([take(k)[0] for k in range(MINI_BATCHES)])
+    assert len(seen.unique(dim=0)) == 8 * MINI_BATCHES
+    halves = [batches(race, rank, 2)(3)[0] for rank in (0, 1)]
+    assert torch.equal(torch.cat(halves), take(3)[0])
