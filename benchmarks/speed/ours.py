@@ -45,8 +45,8 @@ def profiled(model: str, folder: Path, seconds: float) -> Path:
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         size = str(RACES[model].mini_batch)
-        how = ["--batch-size", size, "--seconds", str(seconds), "-q", "-o", str(path)]
-        command("profile", target_of(model), *how)
+        how = ["--batch-size", size, "--seconds", str(seconds), "--together", "2"]
+        command("profile", target_of(model), *how, "-q", "-o", str(path))
     return path
 
 
