@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..profiles.fused import fuse
 from ..profiles.target import resolve
 from ..profiles.tracing.call import Call
 from .batch_norm import DeferredBatchNorm
@@ -59,6 +60,7 @@ class PlainTraining:
         self.model.train()
         self.optimizer = make_optimizer(self.task, settings, self.model.named_parameters())
         updates = updates_of(prepared.segments)
+        self._fused = False
         self.scheduler = make_scheduler(self.task, settings, self.optimizer, updates)
         self._batch_norm = (
             DeferredBatchNorm(self.model)
@@ -95,6 +97,8 @@ class PlainTraining:
         most = self.prepared.settings.clip_norm
         if most is not None:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), most)
+        # As the stages do, so that rounding alone tells the two apart by as little as can be.
+        self._fused = self._fused or fuse(self.optimizer)
         self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()
