@@ -139,14 +139,15 @@ def _table(report: LinkReport) -> Table:
         title += f"; messages between {_neighbours(report)}"
     table = compact_table(
         title,
-        ["size"],
+        [],
         [
-            "half round trip",
-            "± error",
+            "size",
+            "half trip",
+            "±",
             "bandwidth",
             "meas./fit",
             "all-reduce",
-            "± error",
+            "±",
             "meas./fit",
         ],
     )

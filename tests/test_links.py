@@ -253,7 +253,7 @@ def test_the_command_measures_writes_and_prints(tmp_path, monkeypatch, capsys):
     assert cluster.all_reduce.processes == 2
     printed = capsys.readouterr().out
     assert max(len(line) for line in printed.splitlines()[:-1]) <= 100
-    for word in ("4.0 KiB", "256.0 KiB", "16.0 MiB", "half round trip", "all-reduce of 2: "):
+    for word in ("4.0 KiB", "256.0 KiB", "16.0 MiB", "half trip", "all-reduce of 2: "):
         assert word in printed
     assert f"wrote {path}; next: tp-plan solve PROFILE --cluster {path}" in printed
     assert not link_workers(os.getpid())
