@@ -105,8 +105,8 @@ def _options(function: Any) -> Any:
                 "--together",
                 type=Whole(2),
                 metavar="N",
-                help="Measure too how N processes slow each other down that compute at once on "
-                "this machine, as the stages of a plan do.",
+                help="Measure too what stages cost besides their layers, and how N processes slow "
+                "each other down that compute at once on this machine, as stages do.",
             ),
             click.option(
                 "--links",
@@ -226,7 +226,10 @@ def _measure(
             autocast=platform.autocast,
             seconds=options["seconds"] / 5,
         )
-        return msgspec.structs.replace(profile, together=together)
+        from ..runtime.operation_cost import measure_operations
+
+        operation = measure_operations(options["threads"])
+        return msgspec.structs.replace(profile, together=together, operation=operation)
 
 
 if __name__ == "__main__":

@@ -83,6 +83,12 @@ def _print_trust(console: Console, profile: Profile) -> None:
         console.print(
             f"{found.processes} processes at once: each takes {found.slowdown:.2f} × the time"
         )
+    if profile.operation is not None:
+        cost = profile.operation
+        console.print(
+            f"besides its layers a stage takes {format_seconds(cost.forward_s)} for each "
+            f"micro-batch and {format_seconds(cost.mini_batch_s)} for each mini-batch"
+        )
     for assumption in profile.assumptions:
         console.print(f"assumed: {assumption}")
 

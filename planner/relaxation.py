@@ -141,6 +141,10 @@ class Relaxation:
             devices = min(devices, micro_batches)
         graph, optimizer = self.graph, self.question.profile.optimizer
         every = self.question.update_every
+        fixed_s = optimizer.update_fixed_s / every
+        if (operation := self.question.profile.operation) is not None:
+            own = 1 if self.variant.whole_mini_batches else max(1, micro_batches // counts[-1])
+            fixed_s += own * operation.forward_s + operation.mini_batch_s / every
         per_byte_s = optimizer.update_s_per_byte / every
         before, after = None, None
         if drains:
@@ -166,7 +170,7 @@ class Relaxation:
             shared=tuple(self._shared(smallest, guess=guess)) if self.limited else (),
             # While the pipeline drains, a stage's update runs beside others' backwards.
             serial_s=None if drains else per_byte_s * graph.parameter_bytes,
-            serial_fixed_s=0.0 if drains else optimizer.update_fixed_s / every,
+            serial_fixed_s=0.0 if drains else fixed_s,
             workspace_bytes=self._workspace(smallest) if self.limited else None,
             before_s=before,
             after_s=after,

@@ -19,7 +19,8 @@ class StageCost:
     """One stage at one micro-batch size, on a device of speed 1.
 
     Attributes:
-        forward_s, backward_s: of one micro-batch; the last stage's hold the loss.
+        forward_s, backward_s: of one micro-batch; the last stage's hold the loss, and forwards what
+            running one costs besides its layers.
         weight_s: how much of the backward is its weight part (`weight_part_s`).
         postponed_bytes: gradients that wait for the weight part of one micro-batch.
         kept_bytes: what one micro-batch in flight keeps for its backward.
@@ -180,11 +181,14 @@ class Costs:
         losses = [at(profile.loss, micro_batch)] if last and profile.loss else []
         shared = self._shared_storages(layers, micro_batch)
         parameters = sum(layer.parameter_bytes for layer in layers) + copied_bytes(profile, names)
-        optimizer = profile.optimizer
+        optimizer, operation = profile.optimizer, profile.operation
+        besides_s = operation.forward_s if operation else 0.0
+        around_s = operation.mini_batch_s if operation else 0.0
         return StageCost(
-            forward_s=sum(m.forward_s for m in (*measured, *losses)),
+            forward_s=sum(m.forward_s for m in (*measured, *losses)) + besides_s,
             backward_s=sum(m.backward_s for m in (*measured, *losses)),
-            update_s=(
+            update_s=around_s
+            + (
                 optimizer.update_fixed_s + optimizer.update_s_per_byte * parameters
                 if parameters
                 else 0.0

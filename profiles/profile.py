@@ -124,6 +124,15 @@ class OptimizerCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     update_s_per_byte: Seconds
 
 
+class OperationCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What running a stage costs besides its layers, whatever they are."""
+
+    forward_s: Seconds
+    """Of each micro-batch: samples, hooks, versions, accounts."""
+    mini_batch_s: Seconds
+    """Of each mini-batch: around its backward and its update."""
+
+
 class Together(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How processes slow each other down that compute at once on the machine profiled."""
 
@@ -185,6 +194,8 @@ class Profile(
     whole_model: tuple[Totals, ...]
     together: Together | None = None
     """None: not measured."""
+    operation: OperationCost | None = None
+    """None: not measured, and planned as if it cost nothing."""
     assumptions: tuple[str, ...] = ()
     """What wasn't measured but taken to be so, a sentence each."""
 

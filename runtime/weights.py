@@ -51,6 +51,11 @@ class WeightVersions:
         self._position = {id(p): k for k, p in enumerate(self.parameters)}
         self._unpack_from: list[Tensor] = []
         self._copies: dict[tuple[int, torch.dtype], Tensor] = {}
+        # Micro-batches of a backward ask for the same ones.
+        self._views: dict[_Reference, Tensor] = {}
+        dtypes = {p.dtype for p in self.parameters}
+        # What has it isn't a copy in another precision.
+        self._only_dtype = dtypes.pop() if len(dtypes) == 1 else None
         self._scratch: list[Tensor] = []
         self._bytes: dict[int, int] = {}
         self._scratch_bytes = 0
@@ -135,14 +140,14 @@ class WeightVersions:
             for p, other in zip(self.parameters, tensors, strict=True):
                 p.data = other
         counted: dict[int, int] = {}
-        index = self._index
+        index, only = self._index, self._only_dtype
 
         def pack(tensor: Tensor) -> Tensor | _Reference:
             storage = tensor.untyped_storage()
             key: int = storage._cdata
             copied_to = None
             k = index.get(key)
-            if k is None:
+            if k is None and tensor.dtype != only:
                 k, copied_to = self._copied_from(tensor), tensor.dtype
             if k is None:
                 counted[key] = storage.nbytes()
@@ -183,10 +188,17 @@ class WeightVersions:
         finally:
             self._unpack_from = []
             self._copies = {}
+            self._views = {}
 
     def _unpack(self, kept: Tensor | _Reference) -> Tensor:
         if isinstance(kept, Tensor):
             return kept
+        view = self._views.get(kept)
+        if view is None:
+            view = self._views[kept] = self._view(kept)
+        return view
+
+    def _view(self, kept: _Reference) -> Tensor:
         source = self._unpack_from[kept.parameter]
         if kept.copied_to is not None:
             key = (kept.parameter, kept.copied_to)
