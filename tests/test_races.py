@@ -72,6 +72,17 @@ def test_goals_tell_what_is_missed():
     assert not reached["gpt: `timeprest`, idle share of the busiest stage"]
 
 
+def test_goals_hold_losses_of_synchronous_rivals_against_one_threads():
+    def found(loss):
+        runs = {"one-thread": figures(1, losses=(2.0, 1.0)), "ddp": figures(1, losses=(2.0, loss))}
+        runs["timeprest"] = figures(1, losses=(2.0, 7.0))
+        raced = (Round(model="gpt", begun="", runs=runs),)
+        return next(goals(Results(machine=machine(), rounds=raced)))
+
+    assert found(1.0001)[2:] == ("within 0.0001 (`ddp`)", True)
+    assert not found(1.01)[3]
+
+
 def test_results_are_added_to(tmp_path):
     path = tmp_path / "races.json"
     add_rounds(path, [], {"gpt/tdp-1f1b": "it failed"})

@@ -50,6 +50,7 @@ def models_of(text: str) -> list[str]:
 @click.option("--at-most", default=1e9, help="Seconds; no round begins after that.")
 @click.option("--work", default="runs/bench", show_default=True, help="For profiles and plans.")
 @click.option("--fresh", is_flag=True, help="Forget the profiles, plans and results there are.")
+@click.option("--no-search", is_flag=True, help="Rivals take balanced cuts and torch's defaults.")
 @click.option("--prepare", is_flag=True, help="Profile, plan and look for settings alone.")
 @click.option("--noisy", is_flag=True, help="Take what comes, to try things out: no figures.")
 @click.option("--results", default=str(DOCS / "benchmarks" / "races.json"))
@@ -64,6 +65,7 @@ def main(
     at_most: float,
     work: str,
     fresh: bool,
+    no_search: bool,
     prepare: bool,
     noisy: bool,
     results: str,
@@ -79,6 +81,7 @@ def main(
         length=Length(warm, timed),
         until=time.monotonic() + at_most,
         profile_s=profile_seconds,
+        search=not no_search,
         most_foreign=1.0 if noisy else MOST,
     )
     racer = Racer(settings, lambda text: print(text, flush=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from .contestants import contestant_named
+from .contestants import BASE, contestant_named
 from .ratios import of_stages, over_runs, runs_of, speed_ratio
 from .records import Held, Results, Round
 from .tables import idle_of_bottleneck, names_in
@@ -18,15 +18,41 @@ OVER_BEST = {"gpt": 1.0, "vgg11": 1.5}
 SYSTEMS = ("timeprest", "pipedream")
 IDLE, PERIOD, BYTES = 0.05, 0.10, 0.05
 FEWER_BYTES, FASTER = 0.90, 3.0
+LOSS = 1e-3
+"""Relative, over the mini-batches of a run: in them rounding grows."""
+NORMALISED = ("resnet50",)
+"""With BatchNorm, by micro-batch: other numbers of them are other trainings."""
 
 
 def goals(results: Results) -> Iterator[Goal]:
     """All of them that were measured."""
+    yield from _losses(results.rounds)
     yield from _speeds(results.rounds)
     yield from _same_count(results.rounds)
     yield from _predictions(results.rounds)
     yield from _held(results.held)
     yield from _links(results)
+
+
+def _losses(rounds: Sequence[Round]) -> Iterator[Goal]:
+    """Synchronous contestants train as one thread does, but for rounding."""
+    for model in dict.fromkeys(each.model for each in rounds):
+        if model in NORMALISED:
+            continue
+        apart = {
+            name: max(abs(one / other - 1) for one, other in pairs)
+            for each in rounds
+            if each.model == model and BASE in each.runs
+            for name, run in each.runs.items()
+            if name != BASE
+            and contestant_named(name).synchronous
+            and (pairs := list(zip(run.losses, each.runs[BASE].losses, strict=False)))
+        }
+        if apart:
+            worst = max(apart, key=apart.__getitem__)
+            what = f"{model}: losses of {len(apart)} synchronous contestants equal one thread's"
+            found = f"within {apart[worst]:.1g} (`{worst}`)"
+            yield what, f"within {LOSS:g}", found, apart[worst] <= LOSS
 
 
 def _speeds(rounds: Sequence[Round]) -> Iterator[Goal]:

@@ -193,6 +193,17 @@ def _costs(model: str, count: int) -> list[float]:
     return [count * child + step for child, step in pairs]
 
 
+def guess(
+    contestant: Contestant, model: str, tell: Callable[[str], None], length: Length
+) -> Choice:
+    """The best balance of the fewest micro-batches; no race is run for it."""
+    if contestant.stages == 1:
+        return Choice(micro_batches=1, cuts=())
+    count = counts(contestant, RACES[model].mini_batch)[0]
+    cuts = balanced(_costs(model, count), contestant.stages, contestant.processes)
+    return Choice(micro_batches=count, cuts=cuts)
+
+
 def choose(
     contestant: Contestant, model: str, tell: Callable[[str], None], length: Length
 ) -> Choice:

@@ -15,7 +15,7 @@ from .contestants import BASE, Contestant
 from .ours import linked, planned, profiled, race_ours
 from .quiet import MOST, Watch, wait_for_quiet
 from .records import Figures, Round
-from .rivals import Choice, Length, choose, race_rival, why_not
+from .rivals import Choice, Length, choose, guess, race_rival, why_not
 
 REPEATS = 3
 """Times that a run is made again because others were computing."""
@@ -32,8 +32,9 @@ class Settings:
     Attributes:
         folder: for profiles, plans and rivals' settings, which are made once.
         rounds: at most.
-        until: of time.monotonic(); no round begins after that.
+        until: of time.monotonic(); no round begins after that, and no run is repeated.
         profile_s: to spend on a profile.
+        search: for the rivals' best settings; otherwise balanced cuts do.
         most_foreign: share of the processors' time that a run may have lost to others.
     """
 
@@ -43,6 +44,7 @@ class Settings:
     until: float
     profile_s: float = 15.0
     most_foreign: float = MOST
+    search: bool = True
 
 
 class Racer:
@@ -85,7 +87,8 @@ class Racer:
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             wait_for_quiet(self.settings.most_foreign)
-            found = choose(contestant, model, self.tell, SEARCH)
+            find = choose if self.settings.search else guess
+            found = find(contestant, model, self.tell, SEARCH)
             path.write_bytes(msgspec.json.format(msgspec.json.encode(found)))
 
     def _alone(self, path: Path, make: Callable[[], Path]) -> None:
@@ -126,6 +129,8 @@ class Racer:
                     runs[contestant.name] = figures
                     break
                 thrown += 1
+                if time.monotonic() > self.settings.until:
+                    break
         return Round(model=model, begun=begun, runs=runs, thrown_away=thrown)
 
     def _run(self, contestant: Contestant, model: str) -> Figures | None:
