@@ -128,8 +128,14 @@ def test_cuts_balance_best(costs, shape):
 
     found = balanced(costs, stages, processes)
     every = itertools.combinations(range(1, len(costs)), stages - 1)
-    assert most(found) == pytest.approx(min(map(most, every)))
+    assert most(found) <= min(map(most, every)) * (1.03 if stages > processes else 1 + 1e-9)
     assert all(len(moved) == len(found) for moved in neighbours(found, len(costs)))
+
+
+def test_a_v_has_stages_of_one_length():
+    """Times that differ by what measuring can't tell don't make a lopsided one."""
+    costs = [0.01, *(1.001, 1.0, 0.999, 1.0) * 2, 0.01]
+    assert balanced(costs, 4, 2) == (3, 5, 7)
 
 
 def test_names_and_counts():

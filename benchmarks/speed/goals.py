@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from .contestants import BASE, contestant_named
 from .ratios import of_stages, over_runs, runs_of, speed_ratio
-from .records import Held, Results, Round
+from .records import Figures, Held, Results, Round
 from .tables import idle_of_bottleneck, names_in
 
 Goal = tuple[str, str, str, bool]
@@ -18,8 +18,9 @@ OVER_BEST = {"gpt": 1.0, "vgg11": 1.5}
 SYSTEMS = ("timeprest", "pipedream")
 IDLE, PERIOD, BYTES = 0.05, 0.10, 0.05
 FEWER_BYTES, FASTER = 0.90, 3.0
-LOSS = 1e-3
-"""Relative, over the mini-batches of a run: in them rounding grows."""
+FIRST, LOSS = 5, 1e-3
+"""Mini-batches whose losses are compared, and how far apart they may be: rounding grows from one
+to the next, tenfold where a net has no normalisation."""
 NORMALISED = ("resnet50",)
 """With BatchNorm, by micro-batch: other numbers of them are other trainings."""
 
@@ -46,13 +47,19 @@ def _losses(rounds: Sequence[Round]) -> Iterator[Goal]:
             for name, run in each.runs.items()
             if name != BASE
             and contestant_named(name).synchronous
-            and (pairs := list(zip(run.losses, each.runs[BASE].losses, strict=False)))
+            and (
+                pairs := list(zip(run.losses[:FIRST], each.runs[BASE].losses[:FIRST], strict=True))
+            )
         }
         if apart:
             worst = max(apart, key=apart.__getitem__)
-            what = f"{model}: losses of {len(apart)} synchronous contestants equal one thread's"
+            what = f"{model}: first losses of {len(apart)} synchronous contestants are one thread's"
             found = f"within {apart[worst]:.1g} (`{worst}`)"
             yield what, f"within {LOSS:g}", found, apart[worst] <= LOSS
+
+
+def _first_losses(one: Figures, other: Figures) -> list[tuple[float, float]]:
+    return list(zip(one.losses[:FIRST], other.losses[:FIRST], strict=True))
 
 
 def _speeds(rounds: Sequence[Round]) -> Iterator[Goal]:
@@ -91,7 +98,8 @@ def _same_count(rounds: Sequence[Round]) -> Iterator[Goal]:
             found = speed_ratio(rounds, model, ours, theirs)
             if found:
                 what = f"{model}: `{ours}` over {theirs}"
-                yield what, "≥ 1", str(found), found.value >= 1
+                text = f"{found.value:.3f} ({found.least:.3f}–{found.most:.3f})"
+                yield what, "≥ 1", text, found.value >= 1
 
 
 def _predictions(rounds: Sequence[Round]) -> Iterator[Goal]:
