@@ -23,7 +23,7 @@ DEMO ?= demo
 
 demo: $(READY)
 	rm -rf $(DEMO)
-	$(BIN)/tp-profile digits --batch-size 64 -o $(DEMO)/profile.json
+	$(BIN)/tp-profile digits --batch-size 64 --together 2 -o $(DEMO)/profile.json
 	$(BIN)/tp-plan solve -q $(DEMO)/profile.json --devices 2 --stages 2 --memory 32MiB \
 	    --variant timeprest --micro-batches 4 -o $(DEMO)/plan.json
 	$(BIN)/tp-plan show $(DEMO)/plan.json
