@@ -68,7 +68,7 @@ def test_goals_tell_what_is_missed():
     }
     assert reached["gpt: `timeprest` over one thread"]
     assert not reached["gpt: `timeprest` over torch's 1F1B"]
-    assert reached["gpt: `timeprest` over torch's best (tdp-1f1b)"]
+    assert reached["gpt: `timeprest` over tdp-1f1b, the best of torch's raced"]
     assert not reached["gpt: `timeprest`, idle share of the busiest stage"]
 
 

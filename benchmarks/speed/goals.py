@@ -69,7 +69,7 @@ def _speeds(rounds: Sequence[Round]) -> Iterator[Goal]:
             wanted.append(("tdp-1f1b", "torch's 1F1B", OVER_1F1B[model]))
         best = _best(rounds, model)
         if best:
-            wanted.append((best, f"torch's best ({best})", OVER_BEST[model]))
+            wanted.append((best, f"{best}, the best of torch's raced", OVER_BEST[model]))
         for over, title, least in wanted:
             found = speed_ratio(rounds, model, name, over)
             if found:
@@ -121,7 +121,7 @@ def _predictions(rounds: Sequence[Round]) -> Iterator[Goal]:
                 worst = max(apart_by, key=lambda name: abs(apart_by[name]))
                 within = sum(abs(value) <= most for value in apart_by.values())
                 text = f"{within} of {len(apart_by)}; worst `{worst}` {apart_by[worst]:+.1%}"
-                title = f"{model}: predicted {what} within {most:.0%} of measured, every system"
+                title = f"{model}: predicted {what} within {most:.0%} of measured, systems raced"
                 yield title, "all", text, within == len(apart_by)
 
 

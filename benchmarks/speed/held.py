@@ -1,7 +1,7 @@
 """What systems hold at four stages: ``python -m timeprest.benchmarks.speed.held`` (`make bench`).
 
-The same cuts for all, those that the planner chose for `timeprest`; each is trained for a few
-mini-batches in one process, which has the versions and the account of a run in processes.
+The same cuts for all, those that the planner chose for `timeprest`, and four micro-batches for
+those that have any; each is trained for a few mini-batches, in four processes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .page import write_page
 from .records import DOCS, Held, read_results, write_results
 from .tasks import MEMORY_RACES, target_of
 
-STAGES = 4
+STAGES = MICRO_BATCHES = 4
 STEPS = 12
 """Mini-batches: more than are ever in flight, so that the peak is in the steady state."""
 SYSTEMS = (
@@ -43,7 +43,7 @@ SYSTEMS = (
 
 
 def plan_for(profile: Profile, variant: str, like: Plan | None) -> Plan:
-    """A plan with four stages. `like`: with the same cuts and, where it can be, count."""
+    """A plan with four stages. `like`: with the same cuts."""
     whole = VARIANTS[variant].whole_mini_batches
     pins = like.stages if like else ()
     return solve(
@@ -52,7 +52,7 @@ def plan_for(profile: Profile, variant: str, like: Plan | None) -> Plan:
         variant,
         stages=STAGES,
         replicas=False,
-        micro_batches=None if like is None else 1 if whole else like.micro_batches,
+        micro_batches=1 if whole else MICRO_BATCHES,
         pins=tuple((name, s) for s, stage in enumerate(pins) for name in stage.nodes),
     )
 
@@ -63,7 +63,7 @@ def held_by(model: str, plan: Plan) -> Held:
         task=target_of(model), steps=STEPS, evaluate=False, distances=False, checkpoint_every=0
     )
     with tempfile.TemporaryDirectory() as folder:
-        summary = run(plan, settings, Path(folder) / "run", inline=True)
+        summary = run(plan, settings, Path(folder) / "run")
     peaks = [stage.peak for stage in summary.stages if stage.peak is not None]
     wanted = plan.predicted.stages
     return Held(

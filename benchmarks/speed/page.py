@@ -8,13 +8,28 @@ from pathlib import Path
 from timeprest.profiles.units import format_bytes
 
 from .bars import bars
+from .contestants import ALL
 from .goals import goals
 from .machine import machine
 from .records import DOCS, Results, read_results
 from .tables import held_table, link_table, markdown, speed_bars, speed_table, stage_table
-from .tasks import RACES
+from .tasks import MEMORY_RACES, RACES
 
 HEAD = DOCS / "benchmarks.head.md"
+
+
+HELD = (
+    "Four stages with the same cuts for all, those that the planner chose for `timeprest`; four "
+    "micro-batches, and one in systems of whole mini-batches. Bytes as the runtime accounts for "
+    "them at each stage's peak, added up; *predicted* is the plan's sum less that."
+)
+
+
+LINKS = (
+    "Two hosts (network namespaces of one machine) joined by a wire of that speed in each "
+    "direction, a process of one thread on each; ours planned for that wire. Bytes over the wire "
+    "in both directions together, headers and the start of the run included for ours."
+)
 
 
 def write_page(results_path: Path, page: Path) -> None:
@@ -51,10 +66,13 @@ def _sections(results: Results, folder: Path) -> Iterator[str]:
     if left_out:
         yield "## Left out\n\n" + markdown(["model/contestant", "why"], left_out)
     for model in dict.fromkeys(each.model for each in results.held):
-        yield f"## What systems hold: {model}"
+        yield f"## What systems hold: {MEMORY_RACES[model].title}"
+        yield HELD
         yield held_table(results.held, model)
     if results.links:
-        yield "## Slow links\n\n" + link_table(results.links)
+        yield "## Slow links: " + MEMORY_RACES["vgg16"].title
+        yield LINKS
+        yield link_table(results.links)
 
 
 def _facts(results: Results) -> str:
@@ -62,8 +80,22 @@ def _facts(results: Results) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in here.versions.items())
     thrown = sum(each.thrown_away for each in results.rounds)
     runs = sum(len(each.runs) for each in results.rounds)
+    missing = missing_from(results)
     return (
         f"Measured on {here.processor}, {here.cores} cores, {format_bytes(here.memory_bytes)}, "
         f"{here.system}; {versions}. {runs} runs in {len(results.rounds)} rounds are in the "
         f"tables; {thrown} more were thrown away because others were computing meanwhile."
+        + (f"\n\nNot raced so far: {'; '.join(missing)}." if missing else "")
     )
+
+
+def missing_from(results: Results) -> list[str]:
+    """Who hasn't been raced on which model, for people."""
+    found = []
+    for model in RACES:
+        raced = {name for each in results.rounds if each.model == model for name in each.runs}
+        known = {what.partition("/")[2] for what in results.skipped if what.startswith(f"{model}/")}
+        left = [name for name in ALL if name not in raced | known]
+        if left:
+            found.append(f"{model}: {', '.join(left)}" if raced else f"{model}, with anybody")
+    return found
