@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -126,6 +127,19 @@ def _options(function: Any) -> Any:
     return function
 
 
+_MOST_PER_PROCESSOR = 4
+
+
+def _check_processes(option: str, count: int) -> None:
+    """Raises UserError for so many that the machine would choke on them."""
+    processors = os.cpu_count() or 1
+    if count > _MOST_PER_PROCESSOR * processors:
+        raise UserError(
+            f"{option} {count}: too many for this machine's {processors} processors; give "
+            f"{_MOST_PER_PROCESSOR * processors} at most"
+        )
+
+
 @click.command(cls=OneLineCommand, context_settings={"help_option_names": ["-h", "--help"]})
 @_options
 @common_options
@@ -150,6 +164,7 @@ def main(
     if links:
         if target is not None:
             raise UserError("--links: measures this machine and takes no TARGET")
+        _check_processes("--processes", processes)
         from .links import links_command
 
         links_command(
@@ -164,6 +179,7 @@ def main(
         raise click.UsageError("Missing argument 'TARGET'.")
     if options["together"] is not None and options["device"] != "cpu":
         raise UserError("--together: is for --device cpu")
+    _check_processes("--together", options["together"] or 1)
     path = path or "profile.json"
     check_writable(path)
     sizes = whole_numbers(options["micro_batch_sizes"], "--micro-batch-sizes")

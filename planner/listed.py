@@ -135,7 +135,6 @@ class Contended:
         self.ended = False
         self.now_s = 0.0
         self.sequence: list[tuple[int, int]] = []
-        self._lists = lists
         self._shares: dict[tuple[int, int], int] = {}
         self._heap: list[tuple[float, int, int, int]] = []
         # Per stage, replicas that have come to their next update.

@@ -106,11 +106,6 @@ class Pipeline:
         """N where the backward's unit is the micro-batch, else 1."""
         return self.micro_batches if self.variant.backward_unit == "micro" else 1
 
-    @property
-    def micro_batches_per_backward(self) -> int:
-        """Micro-batches that one backward works through, and one gradient message holds."""
-        return self.micro_batches // self.backwards_per_mini_batch
-
     def replicas(self, stage: int) -> int:
         """r, the devices of a stage."""
         return len(self.paces[stage]) if self.paces else 1

@@ -33,6 +33,9 @@ SMALL_BYTES = 2**20
 
 MOST_SLOTS = 64
 
+_MOMENT_S = 10.0
+"""Longest wait for the system to take a record."""
+
 _ALIGNED = 64
 _RECORD = struct.Struct("<HH")
 _READ = 1024 * _RECORD.size
@@ -122,7 +125,10 @@ def _records(connection: socket.socket) -> list[tuple[int, int]] | None:
     while len(text) % _RECORD.size:
         # Records are written whole, so the rest of this one is there.
         with contextlib.suppress(BlockingIOError):
-            text += connection.recv(_RECORD.size - len(text) % _RECORD.size)
+            rest = connection.recv(_RECORD.size - len(text) % _RECORD.size)
+            if not rest:
+                raise GoneError
+            text += rest
     return list(_RECORD.iter_unpack(text))
 
 
@@ -132,9 +138,11 @@ def _tell(connection: socket.socket, box: int, slot: int) -> None:
         connection.send(record)
     except BlockingIOError:
         # There are fewer slots than records that the socket holds: only a moment's want of memory.
-        connection.setblocking(True)
+        connection.settimeout(_MOMENT_S)
         try:
             connection.sendall(record)
+        except OSError as error:
+            raise GoneError from error
         finally:
             connection.setblocking(False)
     except OSError as error:

@@ -89,6 +89,12 @@ def test_names_that_are_no_text_are_printed(box):
     assert "wrote \\udcff.json" in call("tp-plan", "solve", "profile.json", *words, code=0)
 
 
+def test_no_more_processes_than_the_machine_bears(box):
+    for words in (("digits", "--together"), ("--links", "--processes")):
+        found = call("tp-profile", *words, "99999")
+        assert "too many for this machine's" in found
+
+
 def test_names_that_no_file_can_have(box):
     long = "a" * 5000
     assert "too long" in call("tp-plan", "solve", "profile.json", "-o", long)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import tempfile
 import threading
 import time
@@ -18,7 +19,7 @@ from timeprest.runtime.crossings import Crossing, lane
 from timeprest.runtime.peers import PeerError
 from timeprest.runtime.placement import GLOO, NCCL, SHARED
 from timeprest.runtime.shared_channels import meet
-from timeprest.runtime.shared_slots import MOST_SLOTS, SMALL_BYTES, boxes
+from timeprest.runtime.shared_slots import MOST_SLOTS, SMALL_BYTES, GoneError, _records, boxes
 
 LARGE = (SMALL_BYTES // 4, 2)
 """Shape whose messages have no slots but those posted ahead."""
@@ -153,6 +154,15 @@ def test_a_worker_that_ends_is_noticed_at_once():
     with pytest.raises(PeerError, match="stage 0: it is gone"):
         target.receive(c, FORWARD)
     assert time.monotonic() - begin < 3
+
+
+def test_a_record_that_breaks_off_is_no_wait_without_end():
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    theirs.send(b"\0\0\0")
+    theirs.close()
+    with ours, pytest.raises(GoneError):
+        _records(ours)
 
 
 def test_messages_that_wait_are_lost_with_their_receiver():

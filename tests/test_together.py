@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import msgspec
 import pytest
 from timeprest.planner.cluster import uniform_cluster
@@ -60,3 +62,23 @@ def test_a_model_that_another_process_cant_have_is_refused(tmp_path):
     once.unlink()
     with pytest.raises(TargetError, match="several processes"):
         measure_together(found, (), 2, batch_size=4, threads=1, autocast=None, seconds=0.1)
+
+
+def test_a_model_that_prints_is_measured_all_the_same(tmp_path):
+    task = tmp_path / "talks.py"
+    task.write_text(
+        "import sys\nfrom timeprest.profiles.zoo.mlp import make_task\n"
+        "sys.stdout.write('hello')\nsys.stdout.flush()\nT = make_task('mlp', '')\n"
+    )
+    assert measured(f"{task}:T").processes == 2
+
+
+def test_no_wait_for_another_process_is_endless(tmp_path, monkeypatch):
+    task = tmp_path / "waits.py"
+    task.write_text(
+        "import os, time\nfrom timeprest.profiles.zoo.mlp import make_task\n"
+        f"time.sleep(0 if os.getpid() == {os.getpid()} else 600)\nT = make_task('mlp', '')\n"
+    )
+    monkeypatch.setattr("timeprest.profiles.measuring.together._PATIENCE_S", 0.5)
+    with pytest.raises(TargetError, match="not ready in another process"):
+        measured(f"{task}:T")

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from .contestants import BASE, contestant_named
 from .ratios import of_stages, over_runs, runs_of, speed_ratio
-from .records import Figures, Held, Results, Round
+from .records import Held, Results, Round
 from .tables import idle_of_bottleneck, names_in
 
 Goal = tuple[str, str, str, bool]
@@ -56,10 +56,6 @@ def _losses(rounds: Sequence[Round]) -> Iterator[Goal]:
             what = f"{model}: first losses of {len(apart)} synchronous contestants are one thread's"
             found = f"within {apart[worst]:.1g} (`{worst}`)"
             yield what, f"within {LOSS:g}", found, apart[worst] <= LOSS
-
-
-def _first_losses(one: Figures, other: Figures) -> list[tuple[float, float]]:
-    return list(zip(one.losses[:FIRST], other.losses[:FIRST], strict=True))
 
 
 def _speeds(rounds: Sequence[Round]) -> Iterator[Goal]:

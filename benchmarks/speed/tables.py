@@ -11,8 +11,6 @@ from .contestants import ALL, BASE, contestant_named
 from .ratios import Ratio, bottleneck_idle, of_stages, over_runs, runs_of, speed_ratio
 from .records import Figures, Held, LinkRun, Round
 
-TIMES = ("compute_s", "communication_s", "idle_s")
-
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table."""

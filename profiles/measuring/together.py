@@ -3,12 +3,15 @@
 Layers are measured alone; the stages of a run compute at the same time. So the whole model's step
 is timed here alone and beside other processes that do nothing but such steps, in turns, so that
 what slows the machine for a while hits both alike. The others are stopped and continued by
-signals: ``python -m timeprest.profiles.measuring.together TARGET BATCH THREADS DTYPE INPUT…``.
+signals: ``python -m timeprest.profiles.measuring.together TARGET BATCH THREADS DTYPE PIPE INPUT…``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import os
+import select
 import signal
 import subprocess
 import sys
@@ -32,7 +35,9 @@ _SETTLING_STEPS = 1
 _PATIENCE_S = 120.0
 """Longest wait for another process to import and build the model."""
 
-_READY = b"ready\n"
+_READY = b"r"
+_DIE_WITH_PARENT = 1
+"""PR_SET_PDEATHSIG of prctl(2)."""
 
 
 def measure_together(
@@ -56,10 +61,10 @@ def measure_together(
     torch.set_num_threads(threads)
     step = _step(target, batch_size, Platform("cpu", torch.device("cpu"), None, autocast))
     dtype = "off" if autocast is None else str(autocast).removeprefix("torch.")
-    command = [sys.executable, "-m", __name__, target.name, str(batch_size), str(threads), dtype]
+    command = ["-m", __name__, target.name, str(batch_size), str(threads), dtype]
     alone: list[float] = []
     beside: list[float] = []
-    with _others([*command, *inputs], processes - 1) as others:
+    with _others(target.name, command, inputs, processes - 1) as others:
         begin = time.monotonic()
         while len(beside) < _MIN_ROUNDS or (
             time.monotonic() - begin < seconds and len(beside) < _MAX_ROUNDS
@@ -107,21 +112,41 @@ def _step(target: Target, batch_size: int, platform: Platform) -> Callable[[], N
 
 
 @contextmanager
-def _others(command: Sequence[str], count: int) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """So many processes that are ready, and stopped."""
+def _others(
+    name: str, command: Sequence[str], inputs: Sequence[str], count: int
+) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """So many processes that are ready, and stopped. Raises TargetError."""
     started: list[subprocess.Popen[bytes]] = []
+    pipes: list[int] = []
     try:
         for _ in range(count):
-            started.append(
-                subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-            )
-        for other in started:
-            assert other.stdout is not None
-            if other.stdout.readline() != _READY:
-                raise TargetError(f"{command[3]}: can't be run in several processes at once")
+            # Not through stdout: the user's model may print.
+            ours, theirs = os.pipe()
+            pipes.append(ours)
+            try:
+                started.append(
+                    subprocess.Popen(
+                        [sys.executable, *command, str(theirs), *inputs],
+                        pass_fds=(theirs,),
+                        stdout=subprocess.DEVNULL,
+                        stderr=subprocess.DEVNULL,
+                    )
+                )
+            finally:
+                os.close(theirs)
+        deadline = time.monotonic() + _PATIENCE_S
+        for other, pipe in zip(started, pipes, strict=True):
+            if not select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                raise TargetError(
+                    f"{name}: not ready in another process within {_PATIENCE_S:.0f} s"
+                )
+            if os.read(pipe, 1) != _READY:
+                raise TargetError(f"{name}: can't be run in several processes at once")
             other.send_signal(signal.SIGSTOP)
         yield started
     finally:
+        for pipe in pipes:
+            os.close(pipe)
         for other in started:
             with contextlib.suppress(OSError):
                 other.kill()
@@ -129,17 +154,20 @@ def _others(command: Sequence[str], count: int) -> Iterator[list[subprocess.Pope
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Say that the model is there, and make steps until the process is ended."""
-    name, batch_size, threads, dtype, *inputs = arguments
+    """Say that the model is there, and make steps until the process or its parent is ended."""
+    parent = os.getppid()
+    with contextlib.suppress(OSError, AttributeError):
+        # One that stands still can't look for its parent itself.
+        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+    name, batch_size, threads, dtype, pipe, *inputs = arguments
     keep_freed_memory()
     torch.set_num_threads(int(threads))
     target = resolve(name, [parse_input(text) for text in inputs])
     platform = platform_of("cpu", None, None if dtype == "off" else dtype)
     step = _step(target, int(batch_size), platform)
     step()
-    sys.stdout.buffer.write(_READY)
-    sys.stdout.buffer.flush()
-    while True:
+    os.write(int(pipe), _READY)
+    while os.getppid() == parent:
         step()
 
 
