@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from rich import box
 from rich.cells import cell_len
@@ -69,7 +70,8 @@ def yielding(
 def fitted(title: str, key: Column, columns: Sequence[Column], width: int) -> Group:
     """A table of `columns` beside `key`; as many blocks below each other as the width demands.
 
-    Each block begins with the key again.
+    Each block begins with the key again. Where there are several, numbers go on below before words
+    above are cut short.
     """
     blocks: list[list[Column]] = []
     left = 0
@@ -80,14 +82,27 @@ def fitted(title: str, key: Column, columns: Sequence[Column], width: int) -> Gr
             left = width - key.room
         blocks[-1].append(column)
         left -= need
+    for above, below in reversed(list(pairwise(blocks))):
+        while (
+            len(above) > 1
+            and _taken([key, *above], whole=True) > width
+            and _taken([key, above[-1], *below]) <= width
+        ):
+            below.insert(0, above.pop())
     tables = [_table([key, *block], width) for block in blocks or [[]]]
     return Group(Text(title, style="bold"), *tables)
 
 
+def _taken(columns: Sequence[Column], *, whole: bool = False) -> int:
+    """The width that a block takes at least, or with nothing cut short."""
+    each = (max(column.natural, column.room) if whole else column.room for column in columns)
+    return sum(each) + len(columns) - 1
+
+
 def _table(columns: Sequence[Column], width: int) -> Table:
     """One block. What the width leaves goes to the columns that give way, from the left."""
-    spare = width - sum(column.room for column in columns) - (len(columns) - 1)
-    wanted = sum(max(column.natural, column.room) - column.room for column in columns)
+    spare = width - _taken(columns)
+    wanted = _taken(columns, whole=True) - _taken(columns)
     air = spare >= wanted + len(columns) - 1
     spare -= (len(columns) - 1) * air
     table = Table(

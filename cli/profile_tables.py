@@ -6,7 +6,7 @@ from rich.console import Console
 
 from ..profiles.profile import FRONT_ENDS, IMPORTED, Measurement, Profile
 from ..profiles.units import format_bytes, format_seconds
-from .tables import compact_table
+from .columns import fitted, fixed, words
 
 MAX_ROWS = 40
 
@@ -14,47 +14,51 @@ MAX_ROWS = 40
 def print_profile(console: Console, profile: Profile, *, verbose: bool) -> None:
     """The layers with their costs, the whole model, and how far to trust them."""
     size = profile.micro_batch_sizes[-1]
-    table = compact_table(
-        f"{profile.target}: {len(profile.layers)} layers, micro-batch of {size}",
-        ["layer", "kind"],
-        ["parameters", "forward", "backward", "±", "saved"],
-    )
-    # Names whole as far as they fit: kinds can be cut short.
-    longest = max(len(layer.name) for layer in profile.layers)
-    table.columns[0].min_width = min(longest, 38)
-    table.columns[1].no_wrap = True
-    table.columns[1].overflow = "ellipsis"
-    rows = profile.layers if verbose else profile.layers[:MAX_ROWS]
-    for layer in rows:
-        table.add_row(
+    shown = profile.layers if verbose else profile.layers[:MAX_ROWS]
+    rows: list[tuple[str, ...]] = [
+        (
             layer.name,
             layer.kind,
             format_bytes(layer.parameter_bytes),
             *_cells(layer.measurements[-1]),
         )
-    if len(rows) < len(profile.layers):
-        table.add_row(f"… {len(profile.layers) - len(rows)} more (-v)")
+        for layer in shown
+    ]
+    if len(shown) < len(profile.layers):
+        rows.append((f"… {len(profile.layers) - len(shown)} more (-v)", *[""] * 6))
     if profile.loss:
-        table.add_row("loss", "", "", *_cells(profile.loss[-1]))
-    table.add_section()
+        rows.append(("loss", "", "", *_cells(profile.loss[-1])))
+    rows.append(_whole(profile))
+    names, kinds, *figures = zip(*rows, strict=True)
+    heads = ("parameters", "forward", "backward", "±", "saved")
+    # Names whole as far as they fit: kinds can be cut short.
+    table = fitted(
+        f"{profile.target}: {len(profile.layers)} layers, micro-batch of {size}",
+        words("layer", names, 24),
+        [words("kind", kinds, 8), *map(fixed, heads, figures)],
+        console.width,
+    )
+    console.print(table)
+    _print_trust(console, profile)
+
+
+def _whole(profile: Profile) -> tuple[str, ...]:
+    """The row of the whole model."""
     whole = profile.whole_model[-1]
-    table.add_row(
+    how = "measured in one piece"
+    if not profile.can_run:
+        how = "sum of the layers"
+    elif profile.device.startswith("meta"):
+        how = "computed"
+    return (
         "whole model",
-        _whole(profile),
+        how,
         format_bytes(sum(layer.parameter_bytes for layer in profile.layers)),
         format_seconds(whole.forward_s),
         format_seconds(whole.backward_s),
         "",
         format_bytes(whole.saved_bytes),
     )
-    console.print(table)
-    _print_trust(console, profile)
-
-
-def _whole(profile: Profile) -> str:
-    if not profile.can_run:
-        return "sum of the layers"
-    return "computed" if profile.device.startswith("meta") else "measured in one piece"
 
 
 def _cells(m: Measurement) -> tuple[str, str, str, str]:

@@ -11,6 +11,9 @@ from hypothesis import settings
 # One thread per process: the tests run side by side on two cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Tables as wide as in a pipe, whatever the terminal says from which the tests run.
+os.environ.pop("COLUMNS", None)
+
 # The same examples everywhere: a change fails for what it changed, not by luck.
 settings.register_profile("house", deadline=None, max_examples=60, derandomize=True)
 settings.load_profile("house")
