@@ -14,6 +14,7 @@ import click
 from timeprest.profiles.errors import TimeprestError, UserError
 
 from .contestants import ALL, BASE, Contestant, contestant_named
+from .pace import LEAST
 from .page import write_page
 from .quiet import MOST
 from .records import DOCS, add_rounds
@@ -83,6 +84,7 @@ def main(
         profile_s=profile_seconds,
         search=not no_search,
         most_foreign=1.0 if noisy else MOST,
+        least_pace=0.0 if noisy else LEAST,
     )
     racer = Racer(settings, lambda text: print(text, flush=True))
     try:
@@ -94,6 +96,8 @@ def main(
     except TimeprestError as error:
         print(f"bench: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    finally:
+        racer.close()
 
 
 if __name__ == "__main__":

@@ -52,6 +52,8 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     predicted_period_s: float | None = None
     foreign_share: float
     """Of the processors' time that went to others meanwhile."""
+    pace: float | None = None
+    """Of the machine before it and behind it, the slower, as a share of the best."""
 
 
 class Round(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,7 +63,7 @@ class Round(msgspec.Struct, frozen=True, kw_only=True):
     begun: str
     runs: dict[str, Figures]
     thrown_away: int = 0
-    """Runs that were repeated because of foreign load."""
+    """Runs that were repeated because of foreign load, or a slow machine."""
 
 
 class Held(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,6 +13,7 @@ from timeprest.profiles.errors import UserError
 
 from .contestants import BASE, Contestant
 from .ours import linked, planned, profiled, race_ours
+from .pace import LEAST, Pace
 from .quiet import MOST, Watch, wait_for_quiet
 from .records import Figures, Round
 from .rivals import Choice, Length, choose, guess, race_rival, why_not
@@ -36,6 +37,7 @@ class Settings:
         profile_s: to spend on a profile.
         search: for the rivals' best settings; otherwise balanced cuts do.
         most_foreign: share of the processors' time that a run may have lost to others.
+        least_pace: share of the machine's best pace that it must have before and behind a run.
     """
 
     folder: Path
@@ -44,6 +46,7 @@ class Settings:
     until: float
     profile_s: float = 15.0
     most_foreign: float = MOST
+    least_pace: float = LEAST
     search: bool = True
 
 
@@ -54,6 +57,11 @@ class Racer:
         self.settings = settings
         self.tell = tell
         self.skipped: dict[str, str] = {}
+        self._pace = Pace(settings.folder / "pace.json", settings.least_pace)
+
+    def close(self) -> None:
+        """End what it keeps running beside the races."""
+        self._pace.close()
 
     def prepare(self, model: str, contestants: Sequence[Contestant]) -> list[Contestant]:
         """Profile, plan and look for settings where that hasn't been done. Returns who can race.
@@ -86,22 +94,32 @@ class Racer:
         path = _choice_path(folder, model, contestant)
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
-            wait_for_quiet(self.settings.most_foreign)
+            self._wait()
             find = choose if self.settings.search else guess
             found = find(contestant, model, self.tell, SEARCH)
             path.write_bytes(msgspec.json.format(msgspec.json.encode(found)))
 
+    def _wait(self) -> float:
+        """Wait until nobody else computes and the machine is at its pace. Returns that."""
+        wait_for_quiet(self.settings.most_foreign)
+        return self._pace.wait(self.tell, self.settings.until)
+
     def _alone(self, path: Path, make: Callable[[], Path]) -> None:
-        """Make a file that holds measurements, once more while others compute."""
+        """Make a file that holds measurements, once more while the machine isn't at its best."""
         for attempt in range(REPEATS + 1):
             if path.exists():
                 return
-            wait_for_quiet(self.settings.most_foreign)
+            before = self._wait()
             watch = Watch()
             make()
             share = watch.foreign_share()
-            self.tell(f"{path.parent.name}/{path.name}: {share:.1%} of the time was others'")
-            if share > self.settings.most_foreign and attempt < REPEATS:
+            pace = min(before, self._pace.now())
+            self.tell(
+                f"{path.parent.name}/{path.name}: {share:.1%} of the time was others', "
+                f"at {pace:.0%} of the best pace"
+            )
+            good = share <= self.settings.most_foreign and pace >= self.settings.least_pace
+            if not good and attempt < REPEATS:
                 path.unlink()
 
     def rounds(self, model: str, contestants: Sequence[Contestant]) -> list[Round]:
@@ -125,7 +143,7 @@ class Racer:
                 figures = self._run(contestant, model)
                 if figures is None:
                     break
-                if figures.foreign_share <= self.settings.most_foreign:
+                if self._good(figures):
                     runs[contestant.name] = figures
                     break
                 thrown += 1
@@ -133,8 +151,16 @@ class Racer:
                     break
         return Round(model=model, begun=begun, runs=runs, thrown_away=thrown)
 
+    def _good(self, figures: Figures) -> bool:
+        """Whether the machine was as it should be."""
+        slow = figures.pace is not None and figures.pace < self.settings.least_pace
+        return figures.foreign_share <= self.settings.most_foreign and not slow
+
     def _run(self, contestant: Contestant, model: str) -> Figures | None:
-        wait_for_quiet(self.settings.most_foreign)
+        before = self._wait()
+        if before < self.settings.least_pace:
+            self.tell(f"{model} {contestant.name}: not run: the machine stays slow")
+            return None
         watch = Watch()
         length, folder = self.settings.length, self.settings.folder
         try:
@@ -149,12 +175,14 @@ class Racer:
             self.tell(f"{model} {contestant.name}: failed: {error}")
             return None
         share = watch.foreign_share()
-        kept = "" if share <= self.settings.most_foreign else "  thrown away"
+        pace = min(before, self._pace.now())
+        figures = msgspec.structs.replace(figures, foreign_share=share, pace=pace)
+        kept = "" if self._good(figures) else "  thrown away"
         self.tell(
             f"{model} {contestant.name}: {figures.period_s * 1e3:.0f} ms a mini-batch, "
-            f"{figures.samples_per_s:.1f} samples/s; others had {share:.1%}{kept}"
+            f"{figures.samples_per_s:.1f} samples/s; others had {share:.1%}, pace {pace:.0%}{kept}"
         )
-        return msgspec.structs.replace(figures, foreign_share=share)
+        return figures
 
 
 def _choice_path(folder: Path, model: str, contestant: Contestant) -> Path:
