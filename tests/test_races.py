@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from timeprest.benchmarks.speed import page
 from timeprest.benchmarks.speed.bars import bars
 from timeprest.benchmarks.speed.contestants import ALL, contestant_named
 from timeprest.benchmarks.speed.cuts import balanced, neighbours
@@ -62,14 +63,26 @@ def test_ratios_are_taken_within_rounds():
 
 
 def test_goals_tell_what_is_missed():
-    reached = {
-        what: good
-        for what, _, _, good in goals(Results(machine=machine(), rounds=rounds((1, 1.9, 1.6))))
-    }
-    assert reached["gpt: `timeprest` over one thread"]
-    assert not reached["gpt: `timeprest` over torch's 1F1B"]
-    assert reached["gpt: `timeprest` over tdp-1f1b, the best of torch's raced"]
-    assert not reached["gpt: `timeprest`, idle share of the busiest stage"]
+    found = list(goals(Results(machine=machine(), rounds=rounds((1, 1.9, 1.6)))))
+    reached = {goal.key: goal.reached for goal in found}
+    assert len(reached) == len(found)
+    assert reached["gpt/timeprest/one-thread"]
+    assert not reached["gpt/timeprest/1f1b"]
+    assert reached["gpt/timeprest/best-of-torch"]
+    assert not reached["gpt/timeprest/idle"]
+
+
+def test_page_says_why_what_is_missed(tmp_path, monkeypatch, capsys):
+    reasons = tmp_path / "reasons.toml"
+    reasons.write_text('"gpt/timeprest/1f1b" = "Rain."\n"gpt/timeprest/one-thread" = "Sun."')
+    monkeypatch.setattr(page, "REASONS", reasons)
+    add_rounds(tmp_path / "races.json", rounds((1, 1.9, 1.6)), {})
+    write_page(tmp_path / "races.json", tmp_path / "page.md")
+    text = (tmp_path / "page.md").read_text()
+    assert "- gpt: `timeprest` over torch's 1F1B: Rain." in text
+    assert "Sun." not in text
+    assert text.count(": not understood yet") == 2
+    assert "reasons.toml: gpt/timeprest/idle, gpt/predicted-period\n" in capsys.readouterr().out
 
 
 def test_goals_hold_losses_of_synchronous_rivals_against_one_threads():
@@ -79,8 +92,8 @@ def test_goals_hold_losses_of_synchronous_rivals_against_one_threads():
         raced = (Round(model="gpt", begun="", runs=runs),)
         return next(goals(Results(machine=machine(), rounds=raced)))
 
-    assert found(1.0001)[2:] == ("within 0.0001 (`ddp`)", True)
-    assert not found(1.01)[3]
+    assert found(1.0001)[3:] == ("within 0.0001 (`ddp`)", True)
+    assert not found(1.01).reached
 
 
 def test_results_are_added_to(tmp_path):

@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from .contestants import BASE, contestant_named
 from .ratios import of_stages, over_runs, runs_of, speed_ratio
 from .records import Held, Results, Round
 from .tables import idle_of_bottleneck, names_in
 
-Goal = tuple[str, str, str, bool]
-"""What, wanted, found, and whether it is reached."""
+
+class Goal(NamedTuple):
+    """One of them, held against what was measured.
+
+    Attributes:
+        key: stays the same whatever is measured: reasons are looked up by it.
+        what, wanted, found: for people.
+    """
+
+    key: str
+    what: str
+    wanted: str
+    found: str
+    reached: bool
+
 
 OVER_ONE_THREAD = {"gpt": 1.85, "vgg11": 1.80}
 OVER_1F1B = {"gpt": 1.25}
@@ -55,30 +69,30 @@ def _losses(rounds: Sequence[Round]) -> Iterator[Goal]:
             worst = max(apart, key=apart.__getitem__)
             what = f"{model}: first losses of {len(apart)} synchronous contestants are one thread's"
             found = f"within {apart[worst]:.1g} (`{worst}`)"
-            yield what, f"within {LOSS:g}", found, apart[worst] <= LOSS
+            key = f"{model}/losses"
+            yield Goal(key, what, f"within {LOSS:g}", found, apart[worst] <= LOSS)
 
 
 def _speeds(rounds: Sequence[Round]) -> Iterator[Goal]:
     for model, name in [(m, n) for m in OVER_ONE_THREAD for n in SYSTEMS]:
-        wanted = [("one-thread", "one thread", OVER_ONE_THREAD[model])]
+        wanted = [("one-thread", "one-thread", "one thread", OVER_ONE_THREAD[model])]
         if model in OVER_1F1B:
-            wanted.append(("tdp-1f1b", "torch's 1F1B", OVER_1F1B[model]))
+            wanted.append(("1f1b", "tdp-1f1b", "torch's 1F1B", OVER_1F1B[model]))
         best = _best(rounds, model)
         if best:
-            wanted.append((best, f"{best}, the best of torch's raced", OVER_BEST[model]))
-        for over, title, least in wanted:
+            title = f"{best}, the best of torch's raced"
+            wanted.append(("best-of-torch", best, title, OVER_BEST[model]))
+        for key, over, title, least in wanted:
             found = speed_ratio(rounds, model, name, over)
             if found:
-                yield (
-                    f"{model}: `{name}` over {title}",
-                    f"≥ {least}",
-                    str(found),
-                    (found.value >= least),
-                )
+                what = f"{model}: `{name}` over {title}"
+                reached = found.value >= least
+                yield Goal(f"{model}/{name}/{key}", what, f"≥ {least}", str(found), reached)
         if name in names_in(rounds, model):
             idle = idle_of_bottleneck(rounds, model, name)
             what = f"{model}: `{name}`, idle share of the busiest stage"
-            yield what, f"< {IDLE:.0%}", f"{idle:.1%}", idle < IDLE
+            found_text = f"{idle:.1%}"
+            yield Goal(f"{model}/{name}/idle", what, f"< {IDLE:.0%}", found_text, idle < IDLE)
 
 
 def _best(rounds: Sequence[Round], model: str) -> str | None:
@@ -95,7 +109,7 @@ def _same_count(rounds: Sequence[Round]) -> Iterator[Goal]:
             if found:
                 what = f"{model}: `{ours}` over {theirs}"
                 text = f"{found.value:.3f} ({found.least:.3f}–{found.most:.3f})"
-                yield what, "≥ 1", text, found.value >= 1
+                yield Goal(f"{model}/{ours}", what, "≥ 1", text, found.value >= 1)
 
 
 def _predictions(rounds: Sequence[Round]) -> Iterator[Goal]:
@@ -118,7 +132,8 @@ def _predictions(rounds: Sequence[Round]) -> Iterator[Goal]:
                 within = sum(abs(value) <= most for value in apart_by.values())
                 text = f"{within} of {len(apart_by)}; worst `{worst}` {apart_by[worst]:+.1%}"
                 title = f"{model}: predicted {what} within {most:.0%} of measured, systems raced"
-                yield title, "all", text, within == len(apart_by)
+                reached = within == len(apart_by)
+                yield Goal(f"{model}/predicted-{what}", title, "all", text, reached)
 
 
 def _held(held: Sequence[Held]) -> Iterator[Goal]:
@@ -130,10 +145,11 @@ def _held(held: Sequence[Held]) -> Iterator[Goal]:
         weights = [sum(of[name].accounted_weight_bytes) for name in chain]
         text = " ≤ ".join(chain)
         found = ", ".join(f"{nbytes / 2**20:.0f} MiB" for nbytes in weights)
-        yield f"{model}: weight bytes {text}", "in this order", found, weights == sorted(weights)
+        what, reached = f"{model}: weight bytes {text}", weights == sorted(weights)
+        yield Goal(f"{model}/weight-bytes", what, "in this order", found, reached)
         share = sum(of["timeprest"].accounted_bytes) / sum(of["pipedream"].accounted_bytes)
         what = f"{model}: peak bytes of `timeprest` over `pipedream`'s"
-        yield what, "< 1", f"{share:.2f}", share < 1
+        yield Goal(f"{model}/peak-bytes", what, "< 1", f"{share:.2f}", share < 1)
 
 
 def _links(results: Results) -> Iterator[Goal]:
@@ -142,11 +158,7 @@ def _links(results: Results) -> Iterator[Goal]:
         ours, theirs = slow["timeprest"], slow["ddp"]
         fewer = 1 - ours.wire_bytes / theirs.wire_bytes
         faster = theirs.period_s / ours.period_s
-        what = "100 Mbit/s: bytes fewer than data parallel's"
-        yield what, f"≥ {FEWER_BYTES:.0%}", f"{fewer:.1%}", fewer >= FEWER_BYTES
-        yield (
-            "100 Mbit/s: speed over data parallel's",
-            f"≥ {FASTER}",
-            f"{faster:.2f}",
-            (faster >= FASTER),
-        )
+        what, wanted = "100 Mbit/s: bytes fewer than data parallel's", f"≥ {FEWER_BYTES:.0%}"
+        yield Goal("100mbit/bytes", what, wanted, f"{fewer:.1%}", fewer >= FEWER_BYTES)
+        what = "100 Mbit/s: speed over data parallel's"
+        yield Goal("100mbit/speed", what, f"≥ {FASTER}", f"{faster:.2f}", faster >= FASTER)

@@ -1,21 +1,26 @@
-"""docs/benchmarks.md, made from the results alone and the text of benchmarks.head.md."""
+"""docs/benchmarks.md, made from the results, the text of benchmarks.head.md and the reasons of
+benchmarks.reasons.toml.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from timeprest.profiles.files import read_toml
 from timeprest.profiles.units import format_bytes
 
 from .bars import bars
 from .contestants import ALL
-from .goals import goals
+from .goals import Goal, goals
 from .machine import machine
 from .records import DOCS, Results, read_results
 from .tables import held_table, link_table, markdown, speed_bars, speed_table, stage_table
 from .tasks import MEMORY_RACES, RACES
 
 HEAD = DOCS / "benchmarks.head.md"
+REASONS = DOCS / "benchmarks.reasons.toml"
+"""Why goals are missed, by their keys; written by people."""
 
 
 HELD = (
@@ -44,12 +49,17 @@ def write_page(results_path: Path, page: Path) -> None:
 
 def _sections(results: Results, folder: Path) -> Iterator[str]:
     yield _facts(results)
-    verdicts = [
-        [what, wanted, found, "reached" if good else "**missed**"]
-        for what, wanted, found, good in goals(results)
-    ]
-    if verdicts:
-        yield "## Against the goals\n\n" + markdown(["", "wanted", "found", ""], verdicts)
+    judged = list(goals(results))
+    if judged:
+        yield "## Against the goals"
+        yield markdown(
+            ["", "wanted", "found", ""],
+            (
+                [goal.what, goal.wanted, goal.found, "reached" if goal.reached else "**missed**"]
+                for goal in judged
+            ),
+        )
+    yield from _missed(judged, read_toml(REASONS, "give a reason for each goal that is missed"))
     models = [m for m in RACES if any(each.model == m for each in results.rounds)]
     for model in models:
         rounds = results.rounds
@@ -73,6 +83,19 @@ def _sections(results: Results, folder: Path) -> Iterator[str]:
         yield "## Slow links: " + MEMORY_RACES["vgg16"].title
         yield LINKS
         yield link_table(results.links)
+
+
+def _missed(judged: list[Goal], reasons: Mapping[str, str]) -> Iterator[str]:
+    """Goals that are missed, each with its reason."""
+    missed = [goal for goal in judged if not goal.reached]
+    if missed:
+        yield "Missed, and why:"
+        yield "\n".join(
+            f"- {goal.what}: {reasons.get(goal.key, 'not understood yet')}" for goal in missed
+        )
+    unknown = [goal.key for goal in missed if goal.key not in reasons]
+    if unknown:
+        print(f"missed, without a reason in {REASONS.name}: {', '.join(unknown)}")
 
 
 def _facts(results: Results) -> str:
