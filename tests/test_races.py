@@ -11,17 +11,20 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from profiles_by_hand import chain
 from timeprest.benchmarks.speed import page
 from timeprest.benchmarks.speed.bars import bars
 from timeprest.benchmarks.speed.contestants import ALL, contestant_named
 from timeprest.benchmarks.speed.cuts import balanced, neighbours
 from timeprest.benchmarks.speed.goals import goals
+from timeprest.benchmarks.speed.held import at_equal_limits, plan_for
 from timeprest.benchmarks.speed.machine import machine
 from timeprest.benchmarks.speed.ours import window_of
 from timeprest.benchmarks.speed.page import write_page
 from timeprest.benchmarks.speed.ratios import speed_ratio
 from timeprest.benchmarks.speed.records import (
     Figures,
+    Held,
     Results,
     Round,
     StageFigures,
@@ -70,6 +73,46 @@ def test_goals_tell_what_is_missed():
     assert not reached["gpt/timeprest/1f1b"]
     assert reached["gpt/timeprest/best-of-torch"]
     assert not reached["gpt/timeprest/idle"]
+
+
+def held(variant, peak, weights, **more):
+    """On one stage."""
+    nbytes = {"predicted_bytes": peak, "accounted_bytes": peak}
+    nbytes |= {"predicted_weight_bytes": weights, "accounted_weight_bytes": weights}
+    rest = {"model": "vgg16", "micro_batches": 4, "versions": (1,), "differences": (0,)}
+    return Held(variant=variant, **{name: (n,) for name, n in nbytes.items()}, **rest, **more)
+
+
+def test_what_systems_hold_is_judged_at_equal_limits(tmp_path):
+    names = ("v-timeprest", "timeprest", "i-timeprest", "pipedream")
+    alike = {"equal_limits": True, "in_flight": (1,), "predicted_period_s": 2.0}
+    equal = [held(n, 90 + k, k + 1 << 20, **alike) for k, n in enumerate(names)]
+    own = held("timeprest", 182, 7 << 20, in_flight=(5,), predicted_period_s=1.5)
+    results = Results(machine=machine(), held=(own, *equal))
+    weights, peak = goals(results)
+    assert (weights.reached, peak.reached) == (True, True)
+    assert weights.found.startswith("1, 2, 3, 4 MiB; ")
+    assert weights.found.endswith(" 1, 7, 3, 4 MiB, in another order")
+    assert peak.found == "0.98; at limits of the planner's choice 1.96"
+    assert not list(goals(Results(machine=machine(), held=(own,))))
+    write_results(tmp_path / "races.json", results)
+    write_page(tmp_path / "races.json", tmp_path / "page.md")
+    rows = [line for line in (tmp_path / "page.md").read_text().splitlines() if "| 4 |" in line]
+    assert len(rows) == 5
+    assert "| `timeprest` | 4 | 5 | 1 | 0 | 182 B | 182 B | +0.0% | 2.00 |" in rows[-1]
+    assert rows[-1].endswith("| 3.50 | 0.75 |")
+
+
+def test_equal_limits_are_those_of_1f1b():
+    profile = chain(4)
+    for variant, wanted in (
+        ("timeprest", [4, 3, 2, 1]),
+        ("pipedream", [4, 3, 2, 1]),
+        ("pipedream-2bw", [2, 2, 2, 1]),
+        ("gpipe", [1, 1, 1, 1]),
+    ):
+        found = at_equal_limits(plan_for(profile, variant, None), profile)
+        assert [stage.in_flight for stage in found.stages] == wanted
 
 
 def test_page_says_why_what_is_missed(tmp_path, monkeypatch, capsys):

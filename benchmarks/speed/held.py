@@ -1,7 +1,8 @@
 """What systems hold at four stages: ``python -m timeprest.benchmarks.speed.held`` (`make bench`).
 
 The same cuts for all, those that the planner chose for `timeprest`, and four micro-batches for
-those that have any; each is trained for a few mini-batches, in four processes.
+those that have any; each is trained for a few mini-batches, in four processes: at in-flight limits
+that are alike for all, and at those that the planner chooses where they are others.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import torch
 from timeprest import profile as measure
 from timeprest.planner.cluster import uniform_cluster
 from timeprest.planner.memory import MemoryByKind
+from timeprest.planner.orders import limit_ranges
 from timeprest.planner.plan import Plan
+from timeprest.planner.recheck import recheck
 from timeprest.planner.search import solve
 from timeprest.planner.variants import VARIANTS
 from timeprest.profiles.profile import Profile
@@ -28,8 +31,8 @@ from .records import DOCS, Held, read_results, write_results
 from .tasks import MEMORY_RACES, target_of
 
 STAGES = MICRO_BATCHES = 4
-STEPS = 12
-"""Mini-batches: more than are ever in flight, so that the peak is in the steady state."""
+STEPS = 24
+"""Mini-batches: with the planner's limits, stages fill up over a dozen."""
 SYSTEMS = (
     "v-timeprest",
     "timeprest",
@@ -57,7 +60,17 @@ def plan_for(profile: Profile, variant: str, like: Plan | None) -> Plan:
     )
 
 
-def held_by(model: str, plan: Plan) -> Held:
+def at_equal_limits(plan: Plan, profile: Profile) -> Plan:
+    """With a mini-batch in flight for each stage from its own on, where the system may have it."""
+    ranges = limit_ranges(VARIANTS[plan.variant], len(plan.stages))
+    stages = tuple(
+        msgspec.structs.replace(stage, in_flight=max(least, min(most, len(plan.stages) - s)))
+        for s, (stage, (least, most)) in enumerate(zip(plan.stages, ranges, strict=True))
+    )
+    return recheck(msgspec.structs.replace(plan, stages=stages), profile).plan
+
+
+def held_by(model: str, plan: Plan, *, equal_limits: bool) -> Held:
     """What it should hold, and does."""
     settings = RunSettings(
         task=target_of(model), steps=STEPS, evaluate=False, distances=False, checkpoint_every=0
@@ -76,6 +89,9 @@ def held_by(model: str, plan: Plan) -> Held:
         accounted_weight_bytes=tuple(_weights(peak) for peak in peaks),
         versions=tuple(stage.versions_held for stage in summary.stages),
         differences=tuple(max(stage.version_differences) for stage in summary.stages),
+        in_flight=tuple(stage.in_flight for stage in plan.stages),
+        equal_limits=equal_limits,
+        predicted_period_s=plan.predicted.period_s,
     )
 
 
@@ -97,15 +113,21 @@ def main(models: str, systems: str, results: str, page: str) -> None:
         profile = measure(target_of(model), batch_size=size, seconds=8.0)
         like = plan_for(profile, "timeprest", None)
         for name in systems.split(","):
-            found = held_by(model, plan_for(profile, name, like))
-            print(
-                f"{model} {name}: accounted {found.accounted_bytes}, "
-                f"predicted {found.predicted_bytes}, versions {found.versions}",
-                flush=True,
-            )
+            own = plan_for(profile, name, like)
+            equal = at_equal_limits(own, profile)
+            found = [held_by(model, equal, equal_limits=True)]
+            if own.stages != equal.stages:
+                found.append(held_by(model, own, equal_limits=False))
+            for each in found:
+                print(
+                    f"{model} {name}, in flight {each.in_flight}: accounted "
+                    f"{each.accounted_bytes}, predicted {each.predicted_bytes}, versions "
+                    f"{each.versions}",
+                    flush=True,
+                )
             before = read_results(path, machine())
             others = [e for e in before.held if (e.model, e.variant) != (model, name)]
-            write_results(path, msgspec.structs.replace(before, held=(*others, found)))
+            write_results(path, msgspec.structs.replace(before, held=(*others, *found)))
     write_page(path, Path(page))
 
 

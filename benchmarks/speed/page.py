@@ -14,7 +14,7 @@ from .bars import bars
 from .contestants import ALL
 from .goals import Goal, goals
 from .machine import machine
-from .records import DOCS, Results, read_results
+from .records import DOCS, Results, held_of, read_results
 from .tables import held_table, link_table, markdown, speed_bars, speed_table, stage_table
 from .tasks import MEMORY_RACES, RACES
 
@@ -23,10 +23,19 @@ REASONS = DOCS / "benchmarks.reasons.toml"
 """Why goals are missed, by their keys; written by people."""
 
 
-HELD = (
-    "Four stages with the same cuts for all, those that the planner chose for `timeprest`; four "
-    "micro-batches, and one in systems of whole mini-batches. Bytes as the runtime accounts for "
-    "them at each stage's peak, added up; *predicted* is the plan's sum less that."
+EQUAL = (
+    "**At equal limits.** Four stages with the same cuts for all, those that the planner chose for "
+    "`timeprest`; four micro-batches, and one in systems of whole mini-batches. *in flight*: so "
+    "many mini-batches may be in flight at each stage. Here it is 4, 3, 2 and 1, PipeDream's own "
+    "and the most that 1F1B can use; systems that flush have one, and `pipedream-2bw` two. Bytes "
+    "as the runtime accounts for them at each stage's peak, added up; *predicted* is the plan's "
+    "sum less that. *period predicted* is the plan's, for a device to each stage; nothing is "
+    "timed. The goals are judged here."
+)
+OWN = (
+    "**At limits of the planner's choice.** The planner looks for the shortest predicted period "
+    "and takes other limits where they shorten it, or do as well with less: what that buys and "
+    "costs against the same system at equal limits. Who isn't here has the same limits as above."
 )
 
 
@@ -77,8 +86,17 @@ def _sections(results: Results, folder: Path) -> Iterator[str]:
         yield "## Left out\n\n" + markdown(["model/contestant", "why"], left_out)
     for model in dict.fromkeys(each.model for each in results.held):
         yield f"## What systems hold: {MEMORY_RACES[model].title}"
-        yield HELD
-        yield held_table(results.held, model)
+        equal = held_of(results.held, model, equal_limits=True)
+        own = held_of(results.held, model, equal_limits=False)
+        if equal:
+            yield EQUAL
+            base = equal.get("pipedream")
+            yield held_table(
+                equal.values(), dict.fromkeys(equal, base) if base else {}, "pipedream"
+            )
+        if own:
+            yield OWN
+            yield held_table(own.values(), equal, "at equal limits")
     if results.links:
         yield "## Slow links: " + MEMORY_RACES["vgg16"].title
         yield LINKS

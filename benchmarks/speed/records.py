@@ -81,6 +81,17 @@ class Held(msgspec.Struct, frozen=True, kw_only=True):
     """At the peak of the whole."""
     versions: tuple[int, ...]
     differences: tuple[int, ...]
+    in_flight: tuple[int, ...] = ()
+    """The limits: mini-batches that may be in flight."""
+    equal_limits: bool = False
+    """Alike for all systems, the most that 1F1B can use; otherwise the planner's choice."""
+    predicted_period_s: float | None = None
+
+
+def held_of(held: Sequence[Held], model: str, *, equal_limits: bool) -> dict[str, Held]:
+    """What systems hold on a model, by name."""
+    mine = (each for each in held if each.model == model)
+    return {each.variant: each for each in mine if each.equal_limits == equal_limits}
 
 
 class LinkRun(msgspec.Struct, frozen=True, kw_only=True):

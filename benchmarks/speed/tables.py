@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from timeprest.profiles.units import format_bytes
 
@@ -118,42 +118,58 @@ def idle_of_bottleneck(rounds: Sequence[Round], model: str, name: str) -> float:
     return over_runs(runs_of(rounds, model, name), bottleneck_idle)
 
 
-def held_table(held: Sequence[Held], model: str) -> str:
-    """What systems hold at S stages."""
-    mine = [each for each in held if each.model == model]
-    stashing = [each for each in mine if each.variant == "pipedream"]
-    peak = [sum(each.accounted_bytes) for each in stashing]
-    weights = [sum(each.accounted_weight_bytes) for each in stashing]
-    rows = [
-        [
-            f"`{each.variant}`",
-            str(each.micro_batches),
-            _list(each.versions),
-            _list(each.differences),
-            *_totals(each.accounted_bytes, each.predicted_bytes, peak),
-            *_totals(each.accounted_weight_bytes, each.predicted_weight_bytes, weights),
-        ]
-        for each in mine
-    ]
-    both = ["in all", "largest stage", "predicted", "× pipedream"]
-    head = ["", "N", "versions held", "difference", *(f"peak {text}" for text in both)]
-    return markdown([*head, *(f"weights {text}" for text in both)], rows)
+def held_table(held: Iterable[Held], others: Mapping[str, Held], title: str) -> str:
+    """What systems hold at S stages.
+
+    Args:
+        others: by system, what it is held against, in columns with this title.
+    """
+    rows = []
+    for each in held:
+        other = others.get(each.variant)
+        rows.append(
+            [
+                f"`{each.variant}`",
+                str(each.micro_batches),
+                _list(each.in_flight),
+                _list(each.versions),
+                _list(each.differences),
+                *_totals(
+                    each.accounted_bytes,
+                    each.predicted_bytes,
+                    other.accounted_bytes if other else (),
+                ),
+                *_totals(
+                    each.accounted_weight_bytes,
+                    each.predicted_weight_bytes,
+                    other.accounted_weight_bytes if other else (),
+                ),
+                _over(each.predicted_period_s, other.predicted_period_s if other else None),
+            ]
+        )
+    both = ["in all", "largest stage", "predicted", f"× {title}"]
+    head = ["", "N", "in flight", "versions held", "difference", *(f"peak {text}" for text in both)]
+    head += [*(f"weights {text}" for text in both), f"period predicted × {title}"]
+    return markdown(head, rows)
 
 
 def _list(values: Sequence[int]) -> str:
     return ", ".join(map(str, values))
 
 
-def _totals(found: Sequence[int], wanted: Sequence[int], base: Sequence[int]) -> list[str]:
-    """`base`: of the system to hold it against, where there is one."""
+def _totals(found: Sequence[int], wanted: Sequence[int], other: Sequence[int]) -> list[str]:
+    """`other`: what to hold it against; empty where there is nothing."""
     total = sum(found)
     return [
         format_bytes(total),
         format_bytes(max(found)),
         f"{sum(wanted) / total - 1:+.1%}",
-        *(f"{total / other:.2f}" for other in base),
-        *([] if base else [""]),
+        _over(total, sum(other)),
     ]
+
+
+def _over(found: float | None, other: float | None) -> str:
+    return f"{found / other:.2f}" if found and other else ""
 
 
 def link_table(links: Sequence[LinkRun]) -> str:
