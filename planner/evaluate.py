@@ -27,6 +27,7 @@ from .plan import (
     check_plan,
     check_stages,
 )
+from .rule_costs import weights_s_per_byte
 from .simulate import idle_shares, most_waiting
 from .stage_costs import RECEIVES_AHEAD, Costs, Crossing, StageCost
 from .steady import Steady, steady_state
@@ -138,6 +139,9 @@ def evaluate(question: Question, stages: Sequence[PlanStage], micro_batches: int
                 stage,
                 cost,
                 exchanges[s],
+                rules_s=weights_s_per_byte(
+                    variant, question.profile.operation, question.update_every, last=s == last
+                ),
                 split=variant.split_backward,
                 returns=s in returning,
             )
@@ -173,21 +177,29 @@ def _times(
     cost: StageCost,
     exchange_s: float,
     *,
+    rules_s: float,
     split: bool,
     returns: bool,
 ) -> StageTimes:
-    """`returns`: it sends gradients back; else all of a split backward is its weight part."""
+    """A stage's times.
+
+    Args:
+        rules_s: what the system's weight rules take for each byte of parameters.
+        returns: it sends gradients back; else all of a split backward is its weight part.
+    """
     speed = min(cluster.devices[d].speed for d in stage.devices)
+    splits = split and returns
     backward_s = cost.backward_s + (cost.forward_s if stage.recompute else 0.0)
+    backward_s += cost.split_s if splits else 0.0
     all_reduce_s = exchange_s
     if len(stage.devices) > 1 and cost.parameter_bytes:
         all_reduce_s += cluster.all_reduce_s(stage.devices, cost.parameter_bytes)
     return StageTimes(
         cost.forward_s / speed,
         backward_s / speed,
-        cost.update_s / speed,
+        (cost.update_s + rules_s * cost.parameter_bytes) / speed,
         all_reduce_s,
-        (cost.weight_s if returns else backward_s) / speed if split else 0.0,
+        (cost.weight_s if splits else backward_s) / speed if split else 0.0,
     )
 
 

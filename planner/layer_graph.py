@@ -9,7 +9,7 @@ import numpy as np
 
 from ..profiles.profile import Edge, Measurement, Profile
 from .partition.problem import Vector
-from .stage_costs import at, sized, weight_part_s
+from .stage_costs import at, in_a_stage, input_part_s, sized
 from .tied import Tied, bound_groups
 
 
@@ -210,9 +210,13 @@ class LayerGraph:
         Raises PlanError for a size outside what was measured.
         """
         if size not in self._measured:
-            found = [at(layer.measurements, size) for layer in self.profile.layers]
+            operation = self.profile.operation
+            found = [
+                in_a_stage(at(layer.measurements, size), operation) for layer in self.profile.layers
+            ]
             if self.profile.loss and self.last_layer is not None:
-                loss, last = at(self.profile.loss, size), found[self.last_layer]
+                loss = in_a_stage(at(self.profile.loss, size), operation)
+                last = found[self.last_layer]
                 found[self.last_layer] = Measurement(
                     micro_batch=size,
                     forward_s=last.forward_s + loss.forward_s,
@@ -220,10 +224,9 @@ class LayerGraph:
                     saved_bytes=last.saved_bytes + loss.saved_bytes,
                     workspace_bytes=max(last.workspace_bytes, loss.workspace_bytes),
                     backward_input_s=(
-                        last.backward_s
-                        - weight_part_s(self.profile.layers[self.last_layer], last)
-                        + loss.backward_s
+                        input_part_s(self.profile.layers[self.last_layer], last) + loss.backward_s
                     ),
+                    backward_weight_s=last.backward_weight_s,
                 )
             self._measured[size] = found
         return self._measured[size]

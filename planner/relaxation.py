@@ -23,7 +23,8 @@ from .in_flight import Held, least_held
 from .layer_graph import LayerGraph
 from .partition.problem import Mode, Option, Place, Shared, StageProblem, Tensor, Vector
 from .partition.rising_places import RisingPlaces
-from .stage_costs import RECEIVES_AHEAD, sized, weight_part_s
+from .rule_costs import weights_s_per_byte
+from .stage_costs import RECEIVES_AHEAD, input_part_s, sized
 from .sync import Sync
 from .variants import Variant, variant_named
 
@@ -142,10 +143,11 @@ class Relaxation:
         graph, optimizer = self.graph, self.question.profile.optimizer
         every = self.question.update_every
         fixed_s = optimizer.update_fixed_s / every
+        per_byte_s = optimizer.update_s_per_byte / every
         if (operation := self.question.profile.operation) is not None:
             own = 1 if self.variant.whole_mini_batches else max(1, micro_batches // counts[-1])
             fixed_s += own * operation.forward_s + operation.mini_batch_s / every
-        per_byte_s = optimizer.update_s_per_byte / every
+            per_byte_s += operation.update_s_per_byte / every
         before, after = None, None
         if drains:
             # 1F1B with equal stages takes as long as if both counted in full.
@@ -275,7 +277,7 @@ class Relaxation:
     def _input_parts(self, size: int) -> Vector:
         """What the layers' backwards take without their weight parts."""
         pairs = zip(self.graph.profile.layers, self.graph.measured(size), strict=True)
-        return np.array([m.backward_s - weight_part_s(layer, m) for layer, m in pairs])
+        return np.array([input_part_s(layer, m) for layer, m in pairs])
 
     def _unit(self, micro_batches: int, replicas: int) -> float:
         """Micro-batches that one replica's backward works through at once."""
@@ -466,16 +468,21 @@ class Relaxation:
                 share = 1 if variant.whole_mini_batches else r
                 units = held.mini_batches(behind) * micro_batches / share
             fixed_s, per_byte = sync.of(mine) if syncs else (0.0, 0.0)
+            speed = min(d.speed for d in devices)
+            # With devices behind it, it isn't the last.
+            rules_s = weights_s_per_byte(
+                variant, question.profile.operation, question.update_every, last=k <= r
+            )
             slower = _slower(self._fastest_network, cluster, count - k)
             lower = slower / r
             if not guess and cluster.network.overlap and self.freedom.replicas:
                 # Each replica of the stage below may have a link to each of this one's.
                 lower /= max(count - k, 1)
             return Place(
-                speed=min(d.speed for d in devices),
+                speed=speed,
                 memory_bytes=min(limits, default=float("inf")),
                 sync_s=fixed_s / question.update_every,
-                sync_s_per_byte=per_byte / question.update_every,
+                sync_s_per_byte=(per_byte + rules_s / speed) / question.update_every,
                 lower_scale=lower,
                 upper_scale=1 / r,
                 units=units,

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+import msgspec
+
 from ..profiles.errors import PlanError
-from ..profiles.profile import Edge, Layer, Measurement, Profile
+from ..profiles.profile import Edge, Layer, Measurement, OperationCost, Profile
 from .tied import copied_bytes
 
 RECEIVES_AHEAD = {"F": 2, "B": 1}
@@ -21,7 +23,8 @@ class StageCost:
     Attributes:
         forward_s, backward_s: of one micro-batch; the last stage's hold the loss, and forwards what
             running one costs besides its layers.
-        weight_s: how much of the backward is its weight part (`weight_part_s`).
+        weight_s: its weight part, where the backward is split (`weight_part_s`).
+        split_s: how much longer both parts take than the backward in one.
         postponed_bytes: gradients that wait for the weight part of one micro-batch.
         kept_bytes: what one micro-batch in flight keeps for its backward.
         kept_storages: names of the storages among them that other layers may keep too.
@@ -37,6 +40,7 @@ class StageCost:
     kept_storages: frozenset[str]
     workspace_bytes: int
     weight_s: float = 0.0
+    split_s: float = 0.0
     postponed_bytes: int = 0
 
 
@@ -95,6 +99,23 @@ def at(measurements: Sequence[Measurement], micro_batch: int) -> Measurement:
             if (found := between_known(low.postponed_bytes, high.postponed_bytes)) is None
             else round(found)
         ),
+        backward_weight_s=between_known(low.backward_weight_s, high.backward_weight_s),
+        saved_tensors=(
+            None
+            if (count := between_known(low.saved_tensors, high.saved_tensors)) is None
+            else round(count)
+        ),
+    )
+
+
+def in_a_stage(measured: Measurement, operation: OperationCost | None) -> Measurement:
+    """What it takes where a stage runs it: autograd's tensors pass through hooks."""
+    if operation is None or not measured.saved_tensors:
+        return measured
+    return msgspec.structs.replace(
+        measured,
+        forward_s=measured.forward_s + measured.saved_tensors * operation.pack_s,
+        backward_s=measured.backward_s + measured.saved_tensors * operation.unpack_s,
     )
 
 
@@ -103,13 +124,23 @@ UNMEASURED_WEIGHT_SHARE = 0.5
 
 
 def weight_part_s(layer: Layer, measured: Measurement) -> float:
-    """The weight part of a layer's backward: what its inputs' gradients alone don't take.
+    """The weight part of a layer's backward, run by itself.
 
-    Where that wasn't measured, half of the backward of layers that have weights.
+    Where that wasn't measured, what its inputs' gradients alone don't take; where those weren't
+    either, half of the backward of layers that have weights.
     """
+    if measured.backward_weight_s is not None:
+        return measured.backward_weight_s
     if measured.backward_input_s is not None:
         return max(measured.backward_s - measured.backward_input_s, 0.0)
     return measured.backward_s * UNMEASURED_WEIGHT_SHARE if layer.parameter_bytes else 0.0
+
+
+def input_part_s(layer: Layer, measured: Measurement) -> float:
+    """The part of a layer's backward that gives the gradients of its inputs."""
+    if measured.backward_input_s is not None:
+        return measured.backward_input_s
+    return measured.backward_s - weight_part_s(layer, measured)
 
 
 def sized(fixed_bytes: int, bytes_per_sample: float, micro_batch: int) -> int:
@@ -165,7 +196,7 @@ class Costs:
     def _measure(self, name: str, micro_batch: int) -> tuple[Measurement, int]:
         """A layer's costs, and the bytes that it alone keeps."""
         layer = self.profile.layers[self._position[name]]
-        measured = at(layer.measurements, micro_batch)
+        measured = in_a_stage(at(layer.measurements, micro_batch), self.profile.operation)
         shared = sum(self._stored(storage, micro_batch) for storage in layer.saves)
         return measured, max(measured.saved_bytes - shared, 0)
 
@@ -178,12 +209,23 @@ class Costs:
         layers = [profile.layers[k] for k in sorted(self._position[name] for name in names)]
         looked_up = [self._measured(layer.name, micro_batch) for layer in layers]
         measured = [m for m, _ in looked_up]
-        losses = [at(profile.loss, micro_batch)] if last and profile.loss else []
+        losses = (
+            [in_a_stage(at(profile.loss, micro_batch), profile.operation)]
+            if last and profile.loss
+            else []
+        )
         shared = self._shared_storages(layers, micro_batch)
         parameters = sum(layer.parameter_bytes for layer in layers) + copied_bytes(profile, names)
         optimizer, operation = profile.optimizer, profile.operation
         besides_s = operation.forward_s if operation else 0.0
-        around_s = operation.mini_batch_s if operation else 0.0
+        around_s = (
+            operation.mini_batch_s + operation.update_s_per_byte * parameters if operation else 0.0
+        )
+        weight_s = [weight_part_s(la, m) for la, m in zip(layers, measured, strict=True)]
+        split_s = (
+            input_part_s(la, m) + weight - m.backward_s
+            for la, m, weight in zip(layers, measured, weight_s, strict=True)
+        )
         return StageCost(
             forward_s=sum(m.forward_s for m in (*measured, *losses)) + besides_s,
             backward_s=sum(m.backward_s for m in (*measured, *losses)),
@@ -202,7 +244,8 @@ class Costs:
             ),
             kept_storages=frozenset(shared),
             workspace_bytes=max((m.workspace_bytes for m in (*measured, *losses)), default=0),
-            weight_s=sum(weight_part_s(la, m) for la, m in zip(layers, measured, strict=True)),
+            weight_s=sum(weight_s),
+            split_s=max(sum(split_s), 0.0),
             postponed_bytes=sum(
                 self._waiting(layer, m) for layer, m in zip(layers, measured, strict=True)
             ),

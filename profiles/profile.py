@@ -21,6 +21,7 @@ from .limits import (
     Count,
     Factor,
     Seconds,
+    Tally,
     Threads,
 )
 
@@ -61,6 +62,11 @@ class Measurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     that split the backward. None: not measured."""
     postponed_bytes: Bytes | None = None
     """Gradients that wait for the rest then, the weight part. None: not measured."""
+    backward_weight_s: Seconds | None = None
+    """That rest, run by itself when all layers' first parts are through: what both need is done
+    twice. None: not measured."""
+    saved_tensors: Tally | None = None
+    """Tensors that autograd keeps, parameters too. None: not counted."""
 
 
 class Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -131,6 +137,18 @@ class OperationCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Of each micro-batch: samples, hooks, versions, accounts."""
     mini_batch_s: Seconds
     """Of each mini-batch: around its backward and its update."""
+    pack_s: Seconds = 0.0
+    """Of each tensor that autograd keeps, in the forward: whether it is a weight is looked up."""
+    unpack_s: Seconds = 0.0
+    """Of each of them in the backward."""
+    update_s_per_byte: Seconds = 0.0
+    """Of each byte of parameters, at an update, besides the optimizer's step."""
+    keep_s_per_byte: Seconds = 0.0
+    """To keep a version of the weights when an update overwrites them."""
+    mix_s_per_byte: Seconds = 0.0
+    """To make weights between two versions."""
+    predict_s_per_byte: Seconds = 0.0
+    """To predict weights."""
 
 
 class Together(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -26,14 +26,17 @@ class SavedBytes:
 
     Attributes:
         storages: bytes by storage key. Keys stay valid while the graph is alive.
+        tensors: how many were saved, ignored ones too.
     """
 
     def __init__(self, ignore: Iterable[Tensor] = ()) -> None:
         self.ignored = {storage_key(tensor) for tensor in ignore}
         self.storages: dict[int, int] = {}
+        self.tensors = 0
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda kept: kept)
 
     def _pack(self, tensor: Tensor) -> Tensor:
+        self.tensors += 1
         key = storage_key(tensor)
         size = storage_bytes(tensor)
         if size and key not in self.ignored:

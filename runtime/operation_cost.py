@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
@@ -29,6 +30,7 @@ from .prepare import prepare
 from .runner import StageRunner
 from .settings import RunSettings
 from .sums import LocalSums, Pool
+from .weight_costs import with_weight_costs
 
 MINI_BATCH, MICRO_BATCHES, STEPS = 16, 4, 120
 _SETTLING = 20
@@ -87,7 +89,17 @@ def measure_operations(threads: int) -> OperationCost:
             begin = time.perf_counter()
             runners[s].run(op)
             times[s, op.kind].append(time.perf_counter() - begin)
-    return besides(prepared.pipeline, times)
+    found = with_weight_costs(besides(prepared.pipeline, times))
+    # What hooks took of these few layers is counted by their tensors from now on.
+    counts = [layer.measurements[0].saved_tensors or 0 for layer in profile.layers]
+    tensors = sum(counts) / len(runners)
+    return msgspec.structs.replace(
+        found,
+        forward_s=round(max(found.forward_s - tensors * found.pack_s, 0.0), 9),
+        mini_batch_s=round(
+            max(found.mini_batch_s - MICRO_BATCHES * tensors * found.unpack_s, 0.0), 9
+        ),
+    )
 
 
 def besides(pipeline: Pipeline, times: Mapping[tuple[int, str], Sequence[float]]) -> OperationCost:

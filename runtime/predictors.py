@@ -65,16 +65,17 @@ class Predictor:
 
     def predict(self, steps: int, into: dict[nn.Parameter, Tensor]) -> None:
         """Write the weights so many updates ahead. `into`: a tensor for each parameter."""
+        left = dict(into)
         with torch.no_grad():
-            for p, target in into.items():
-                target.copy_(p)
             for group in self.optimizer.param_groups:
                 sign = -1 if group.get("maximize") else 1
                 rate = float(group["lr"]) * steps * sign
                 for p in group["params"]:
                     direction = self._direction(self, p, group)
                     if direction is not None:
-                        into[p].sub_(direction, alpha=rate)
+                        torch.sub(p, direction, alpha=rate, out=left.pop(p))
+            for p, target in left.items():
+                target.copy_(p)
 
     # Directions ------------------------------------------------------------------------------
 

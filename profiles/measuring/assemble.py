@@ -99,10 +99,13 @@ def _measurements(bench: Bench, k: int) -> tuple[Measurement, ...]:
         backward_s = [times[k] for times in case.backward_s]
         both = [f + b for f, b in zip(forward_s, backward_s, strict=True)]
         whole_s = _rounded(max(median(backward_s) - engine_s, 0.0))
-        input_s = whole_s
+        input_s, weight_s = whole_s, None
         if _has_weights(bench, k):
             partly_s = median(times[k] for times in case.input_s)
             input_s = min(_rounded(max(partly_s - engine_s, 0.0)), whole_s)
+            if input_s:
+                # Else it has no first part: all of its backward is the second.
+                weight_s = _rounded(median(times[k] for times in case.weight_s))
         found.append(
             Measurement(
                 micro_batch=case.size,
@@ -113,6 +116,8 @@ def _measurements(bench: Bench, k: int) -> tuple[Measurement, ...]:
                 relative_error=None if bench.platform.computed else round(relative_error(both), 4),
                 backward_input_s=input_s,
                 postponed_bytes=case.postponed[k],
+                backward_weight_s=weight_s,
+                saved_tensors=case.held.tensors[k],
             )
         )
     return tuple(found)

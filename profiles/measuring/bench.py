@@ -22,7 +22,7 @@ from ..tracing.pieces import Piece, cut
 from .clocks import Clock
 from .held_bytes import Held, count_held
 from .platforms import Meter, Platform
-from .step_in_pieces import Phase, Probe, Step, inputs_alone
+from .step_in_pieces import Phase, Probe, Step
 from .timing import worst_error
 
 Progress = Callable[[str, float, float], None]
@@ -69,6 +69,8 @@ class Case:
         self.backward_s: list[list[float]] = []
         self.input_s: list[list[float]] = []
         """Of the backwards, what gives the gradients of inputs alone; not in every round."""
+        self.weight_s: list[list[float]] = []
+        """Of the rest, run afterwards."""
         self.postponed: list[int] = []
         """Bytes of gradients that wait for the rest then."""
         self.whole: list[tuple[float, float]] = []
@@ -178,7 +180,8 @@ class Bench:
             case.backward_s.append(backward_s)
             self._forget_gradients()
             self._count_postponed(case)
-            self._time_inputs(case, clock, 0.0)
+            self._time_halves(case, clock, 0.0)
+            self._forget_gradients()
             case.whole.append(self._time_whole(case, clock))
 
     # Time --------------------------------------------------------------------------------
@@ -200,9 +203,9 @@ class Bench:
             share = max(elapsed / seconds if seconds else 0.0, k / _MAX_ROUNDS)
             self._round(clock, keep=True, done=min(share, 1.0))
             if k % 2 == 0:
-                # A forward and half a backward, which need less certainty: not in every round.
+                # The backward in two parts needs less certainty: not in every round.
                 for case in self.cases:
-                    self._time_inputs(case, clock, min(share, 1.0))
+                    self._time_halves(case, clock, min(share, 1.0))
 
     def worst_error(self) -> float:
         """Largest relative error of a heavy layer at any size, of the rounds so far."""
@@ -237,11 +240,35 @@ class Bench:
                 for phase, times in probe.empty_seconds().items():
                     case.empty_s[phase] += times
 
-    def _time_inputs(self, case: Case, clock: Clock, done: float) -> None:
-        """Time the part of each layer's backward that gives the gradients of its inputs."""
+    def _time_halves(self, case: Case, clock: Clock, done: float) -> None:
+        """Time each layer's backward in two parts: to its inputs, and later to its weights."""
+        if case.size == self.batch_size:
+            self._forget_gradients()
         probe = _TimeProbe(self, clock, f"micro-batch size {case.size}", done, partly=True)
-        self._step(case).run(case.inputs, probe, inputs_alone)
+        halves: dict[int, SplitBackward] = {}
+
+        def partly(
+            k: int,
+            edges: Sequence[GradientEdge],
+            grads: Sequence[Tensor],
+            inlets: Sequence[Inlet],
+        ) -> None:
+            halves[k] = SplitBackward(edges, grads, inlets, case.pieces[k].module.parameters())
+            halves[k].inputs()
+
+        self._step(case).run(case.inputs, probe, partly)
         case.input_s.append(probe.input_seconds())
+        # When all layers' first parts are through: the caches have forgotten what both need.
+        marks = {}
+        for k in list(halves):
+            begin = clock.mark()
+            halves.pop(k).weights()
+            marks[k] = begin, clock.mark()
+        clock.settle()
+        times = [0.0] * len(self.parts)
+        for k, pair in marks.items():
+            times[k] = clock.seconds(*pair)
+        case.weight_s.append(times)
 
     def _time_whole(self, case: Case, clock: Clock) -> tuple[float, float]:
         inputs = [tensor.clone() for tensor in case.inputs]

@@ -43,12 +43,14 @@ class Held:
         storages: bytes of the named storages: those of values that cross.
         crossings: by the value's name.
         in_place: (layer, value): the layer changes the value in place.
+        tensors: how many each of them saved, parameters too.
     """
 
     saved: tuple[dict[str | int, int], ...]
     storages: dict[str, int]
     crossings: dict[str, Crossing]
     in_place: tuple[tuple[int, str], ...]
+    tensors: tuple[int, ...]
 
     @property
     def total(self) -> int:
@@ -85,6 +87,7 @@ def count_held(case: Case, model: nn.Module, target: Target, platform: Platform)
     names = [node.name for node in case.traced.inputs]
     env: dict[str, Any] = dict(zip(names, (t.clone() for t in case.inputs), strict=False))
     saved_by: list[dict[int, int]] = []
+    tensors: list[int] = []
     in_place: list[tuple[int, str]] = []
     with platform.forward_context():
         for k, piece in enumerate(case.pieces):
@@ -96,13 +99,15 @@ def count_held(case: Case, model: nn.Module, target: Target, platform: Platform)
             in_place += [(k, name) for name, _ in sorted(changed)]
             env.update(zip(piece.outputs, out, strict=True))
             saved_by.append(saved.storages)
+            tensors.append(saved.tensors)
         with SavedBytes(ignore=state) as saved:
             result = case.result.module(*[env[name] for name in case.result.inputs])[0]
             loss = target.task.loss(result, case.target) if target.task is not None else None
         saved_by.append(saved.storages)
+        tensors.append(saved.tensors)
     if target.task is not None:
         _check_loss(target, loss)
-    return _describe(env, set(names), saved_by, in_place)
+    return _describe(env, set(names), saved_by, in_place, tensors)
 
 
 def _describe(
@@ -110,6 +115,7 @@ def _describe(
     inputs: set[str],
     saved_by: list[dict[int, int]],
     in_place: list[tuple[int, str]],
+    tensors: list[int],
 ) -> Held:
     """Names in place of addresses, which mean nothing once the tensors are gone."""
     labels: dict[int, str] = {}
@@ -129,7 +135,7 @@ def _describe(
             storages[label] = storage_bytes(encode(value, name))
             crossings[name] = Crossing(storages[label], label, False)
     saved = tuple({labels.get(key, key): n for key, n in found.items()} for found in saved_by)
-    return Held(saved, storages, crossings, tuple(in_place))
+    return Held(saved, storages, crossings, tuple(in_place), tuple(tensors))
 
 
 def _check_loss(target: Target, loss: Any) -> None:

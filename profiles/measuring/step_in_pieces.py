@@ -28,14 +28,6 @@ Partly = Callable[[int, Sequence[GradientEdge], Sequence[Tensor], Sequence[Inlet
 """Layer, where its gradients enter, those, and its inputs."""
 
 
-def inputs_alone(
-    _: int, edges: Sequence[GradientEdge], gradients: Sequence[Tensor], inlets: Sequence[Inlet]
-) -> None:
-    """The plain way to run a backward partly."""
-    leaves = [inlet.anchor for inlet in inlets if inlet.anchor is not None]
-    torch.autograd.backward(edges, gradients, inputs=leaves)
-
-
 class Probe(Protocol):
     """Is told when a layer's forward or backward is about to run, and when it has run.
 

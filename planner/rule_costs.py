@@ -1,0 +1,26 @@
+"""What a system's weight rules cost: versions kept, mixed or predicted, by bytes of parameters."""
+
+from __future__ import annotations
+
+from ..profiles.profile import OperationCost
+from .variants import Variant
+
+
+def weights_s_per_byte(
+    variant: Variant, operation: OperationCost | None, update_every: int, *, last: bool
+) -> float:
+    """Seconds for each update and byte of a stage's parameters, besides the optimizer's step.
+
+    On the last stage no update comes between a mini-batch's forward and its backward: nothing is
+    kept there or made, but where mini-batches use the version that they entered with. Elsewhere
+    it's counted as if there always were one. What is made counts once for each mini-batch.
+
+    Args:
+        operation: what a version costs; None: not measured, 0.
+    """
+    if operation is None or (last and variant.forward_weights != "entry"):
+        return 0.0
+    kept = operation.keep_s_per_byte if variant.stashes else 0.0
+    mixed = operation.mix_s_per_byte if variant.backward_weights == "intermediate" else 0.0
+    predicted = operation.predict_s_per_byte if variant.prediction else 0.0
+    return kept + update_every * (mixed + predicted)
