@@ -83,8 +83,7 @@ bench-quick: $(READY)
 deepspeed: $(READY)
 	test -d $(VENV)/deepspeed/deepspeed || $(BIN)/pip install --quiet --no-deps \
 	    --disable-pip-version-check --target $(VENV)/deepspeed deepspeed==0.19.8 einops hjson \
-	    msgpack ninja packaging py-cpuinfo pydantic pydantic-core annotated-types \
-	    typing-inspection tqdm \
+	    msgpack packaging py-cpuinfo pydantic pydantic-core annotated-types typing-inspection tqdm \
 	    || echo "DeepSpeed can't be installed here"
 
 pictures: $(READY)
