@@ -173,7 +173,8 @@ def choose(
     search = Search(contestant, model, tell, length)
     try:
         _try_all(search)
-    except StuckError:
+    except StuckError as error:
+        search.why = str(error)
         tell(f"  {contestant.name}: no more is tried")
     seconds = time.monotonic() - search.begin
     tell(f"{model} {contestant.name}: {search.trials} settings tried in {seconds:.0f} s")
