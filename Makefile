@@ -81,9 +81,9 @@ bench-quick: $(READY)
 # A rival of the races. It goes beside the environment's packages, with no torch of its own; where
 # it can't be had, the races do without it and say so.
 deepspeed: $(READY)
-	test -d $(VENV)/deepspeed || $(BIN)/pip install --quiet --disable-pip-version-check --no-deps \
-	    --target $(VENV)/deepspeed deepspeed einops hjson msgpack ninja packaging py-cpuinfo \
-	    pydantic pydantic-core annotated-types typing-inspection tqdm \
+	test -d $(VENV)/deepspeed/deepspeed || $(BIN)/pip install --quiet --no-deps \
+	    --disable-pip-version-check --target $(VENV)/deepspeed deepspeed==0.19.8 einops hjson \
+	    msgpack packaging py-cpuinfo pydantic pydantic-core annotated-types typing-inspection tqdm \
 	    || echo "DeepSpeed can't be installed here"
 
 pictures: $(READY)

@@ -15,12 +15,14 @@ from profiles_by_hand import chain
 from timeprest.benchmarks.speed import page
 from timeprest.benchmarks.speed.bars import bars
 from timeprest.benchmarks.speed.contestants import ALL, contestant_named
-from timeprest.benchmarks.speed.cuts import balanced, neighbours
+from timeprest.benchmarks.speed.cuts import balanced, further, neighbours
 from timeprest.benchmarks.speed.goals import goals
 from timeprest.benchmarks.speed.held import at_equal_limits, plan_for
 from timeprest.benchmarks.speed.machine import machine
 from timeprest.benchmarks.speed.ours import window_of
 from timeprest.benchmarks.speed.page import write_page
+from timeprest.benchmarks.speed.processes import StuckError, last_words, place_of, run_ranks
+from timeprest.benchmarks.speed.rank import RankSpec
 from timeprest.benchmarks.speed.ratios import speed_ratio
 from timeprest.benchmarks.speed.records import (
     Figures,
@@ -192,6 +194,33 @@ def test_a_v_has_stages_of_one_length():
     """Times that differ by what measuring can't tell don't make a lopsided one."""
     costs = [0.01, *(1.001, 1.0, 0.999, 1.0) * 2, 0.01]
     assert balanced(costs, 4, 2) == (3, 5, 7)
+
+
+def test_cuts_go_on_the_way_they_went():
+    assert further((5,), (6,), 11) == (7,)
+    assert further((3, 5, 7), (3, 4, 7), 10) is None, "no stage would be left between 3 and 3"
+    assert further((9,), (10,), 11) is None
+    assert further((5,), (5,), 11) is None
+
+
+def test_a_rank_that_fails_says_why_in_one_line():
+    with pytest.raises(UserError, match=r"^times: KeyError: 'nobody'$"):
+        run_ranks(RankSpec(model="nobody", kind="times"))
+    assert last_words("[rank0]: a.B.SomeError: no\n[rank0]:  more\n") == "a.B.SomeError: no"
+    assert last_words("killed\n") == "killed"
+    assert last_words("") == ""
+
+
+def test_a_rank_that_is_stuck_is_ended_and_says_where():
+    with pytest.raises(StuckError, match=r"^plain: stuck for 0 s: rank 0 in .+:\d+ \(.+\)$"):
+        run_ranks(RankSpec(model="gpt", kind="plain", timed=1000, longest_s=0.1))
+    log = (
+        "hello\nTimeout (0:02:00)!\nThread 0x2 (most recent call first):\n"
+        '  File "/a/b.py", line 1 in other\n\nThread 0x1 (most recent call first):\n'
+        '  File "/x/file_baton.py", line 50 in wait\n  File "/x/y.py", line 2 in load\n'
+    )
+    assert place_of(log) == "file_baton.py:50 (wait)"
+    assert place_of("Timeout while waiting for others") is None
 
 
 def test_names_and_counts():

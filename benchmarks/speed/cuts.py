@@ -100,3 +100,10 @@ def neighbours(cuts: tuple[int, ...], children: int) -> Iterator[tuple[int, ...]
         moved = (*cuts[:k], cuts[k] + step, *cuts[k + 1 :])
         if all(a < b for a, b in itertools.pairwise((0, *moved, children))):
             yield moved
+
+
+def further(cuts: tuple[int, ...], moved: tuple[int, ...], children: int) -> tuple[int, ...] | None:
+    """The same move made once more; None: there is no room, or it wasn't a move."""
+    again = tuple(2 * after - before for before, after in zip(cuts, moved, strict=True))
+    inside = all(a < b for a, b in itertools.pairwise((0, *again, children)))
+    return again if inside and again != moved else None

@@ -5,6 +5,7 @@ RANK says which. It trains and writes down what it measured of itself.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import resource
 import sys
@@ -33,6 +34,7 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
         device: of the network between the ranks.
         keep_memory: freed memory stays with the process, as in the product's own.
         fused: optimizers step with torch's fused kernel, as the product's do.
+        longest_s: after which a rank that is stuck writes down where, and ends.
     """
 
     model: str
@@ -48,6 +50,7 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "lo"
     keep_memory: bool = True
     fused: bool = False
+    longest_s: float = 120.0
 
 
 class RankFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,6 +110,7 @@ def main(spec_text: str, store: str, out: str) -> None:
     """Take part in the race, and leave at once when it is over."""
     spec = msgspec.json.decode(spec_text, type=RankSpec)
     rank = int(os.environ["RANK"])
+    faulthandler.dump_traceback_later(spec.longest_s, exit=True)
     if spec.keep_memory:
         keep_freed_memory()
     torch.set_num_threads(spec.threads)

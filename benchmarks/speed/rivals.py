@@ -1,29 +1,27 @@
-"""Running a rival: its ranks as processes, and the search for its best settings."""
+"""Running a rival, and the search for its best settings."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 import msgspec
 from timeprest.profiles.errors import UserError
 
 from .contestants import Contestant
-from .cuts import balanced, neighbours
-from .rank import RankFigures, RankSpec
+from .cuts import balanced, further, neighbours
+from .processes import DEEPSPEED, StuckError, deepspeed_folder, run_ranks
+from .rank import RankSpec
 from .records import Figures, StageFigures
 from .tasks import RACES
 
 LONGEST_S = 120.0
 """For one run; after that it is ended."""
 MOST_MICRO_BATCHES = 16
-DEEPSPEED = "deepspeed"
+WORSE = 2
+"""Numbers of micro-batches in a row, each slower than the best, after which more aren't tried."""
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,56 +45,6 @@ class Length:
     timed: int = 10
 
 
-def run_ranks(spec: RankSpec) -> list[RankFigures]:
-    """Run all ranks. Raises UserError with a rank's last words when one fails."""
-    with tempfile.TemporaryDirectory(prefix="races-") as folder:
-        out = Path(folder) / "out"
-        command = [sys.executable, "-m", f"{__package__}.rank"]
-        arguments = [msgspec.json.encode(spec).decode(), str(Path(folder) / "store"), str(out)]
-        started = []
-        for rank in range(spec.processes):
-            environment = rank_environment(spec, rank)
-            log = (Path(folder) / f"log{rank}").open("w+b")
-            process = subprocess.Popen(
-                [*command, *arguments], env=environment, stdout=log, stderr=log
-            )
-            started.append((process, log))
-        try:
-            codes = [process.wait(LONGEST_S) for process, _ in started]
-        except subprocess.TimeoutExpired:
-            codes = [-1]
-        finally:
-            for process, _ in started:
-                process.kill()
-                process.wait()
-        for process, log in started:
-            if any(codes) and process.returncode:
-                log.seek(0)
-                lines = log.read().decode(errors="replace").strip().splitlines()
-                raise UserError(f"{spec.kind} {spec.schedule}: {lines[-1] if lines else 'failed'}")
-        paths = [Path(f"{out}.{rank}") for rank in range(spec.processes)]
-        return [msgspec.json.decode(path.read_bytes(), type=RankFigures) for path in paths]
-
-
-def rank_environment(spec: RankSpec, rank: int) -> dict[str, str]:
-    """The environment of a rank, in which DeepSpeed is found where it was installed."""
-    paths = [str(deepspeed_folder())] if spec.kind == DEEPSPEED else []
-    paths += filter(None, [os.environ.get("PYTHONPATH")])
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(paths),
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(spec.processes),
-        "OMP_NUM_THREADS": str(spec.threads),
-    }
-
-
-def deepspeed_folder() -> Path:
-    """Where `make` puts DeepSpeed: beside the packages of the environment, not among them."""
-    return Path(os.environ.get("DEEPSPEED_SITE") or Path(sys.prefix) / "deepspeed")
-
-
 def why_not(contestant: Contestant) -> str | None:
     """Why it can't run here; None: it can."""
     if contestant.kind == DEEPSPEED and not (deepspeed_folder() / "deepspeed").is_dir():
@@ -118,6 +66,7 @@ def spec_of(contestant: Contestant, model: str, choice: Choice, length: Length) 
         fused=choice.fused,
         warm=length.warm,
         timed=length.timed,
+        longest_s=LONGEST_S,
     )
 
 
@@ -157,18 +106,27 @@ class Search:
         self.tell, self.length = tell, length
         self.found: list[tuple[float, Choice]] = []
         self.why = ""
+        self.trials = 0
+        self.begin = time.monotonic()
 
-    def attempt(self, choice: Choice) -> None:
-        """Run it once; what fails is told and forgotten."""
+    def attempt(self, choice: Choice) -> float | None:
+        """Run it once, for its seconds; what fails is told and forgotten.
+
+        Raises StuckError where it came to no end: others would take as long.
+        """
         text = _text(choice)
+        self.trials += 1
         try:
             seconds = race_rival(self.contestant, self.model, choice, self.length).period_s
         except UserError as error:
             self.why = str(error)
             self.tell(f"  {self.contestant.name}, {text}: {error}")
-        else:
-            self.found.append((seconds, choice))
-            self.tell(f"  {self.contestant.name}, {text}: {seconds:.3f} s")
+            if isinstance(error, StuckError):
+                raise
+            return None
+        self.found.append((seconds, choice))
+        self.tell(f"  {self.contestant.name}, {text}: {seconds:.3f} s")
+        return seconds
 
     def best(self) -> Choice:
         """The fastest so far. Raises UserError where all failed."""
@@ -207,24 +165,49 @@ def guess(
 def choose(
     contestant: Contestant, model: str, tell: Callable[[str], None], length: Length
 ) -> Choice:
-    """Its best number of micro-batches with the best balance, then the cuts beside it, then
-    the ways with freed memory and optimizer steps."""
+    """Its best number of micro-batches with the best balance, then the cuts beside it and on from
+    there, then the ways with freed memory and optimizer steps.
+
+    Raises UserError where nothing runs.
+    """
     search = Search(contestant, model, tell, length)
+    try:
+        _try_all(search)
+    except StuckError as error:
+        search.why = str(error)
+        tell(f"  {contestant.name}: no more is tried")
+    seconds = time.monotonic() - search.begin
+    tell(f"{model} {contestant.name}: {search.trials} settings tried in {seconds:.0f} s")
+    return search.best()
+
+
+def _try_all(search: Search) -> None:
+    contestant, model = search.contestant, search.model
     if contestant.stages == 1:
         search.attempt(Choice(micro_batches=1, cuts=()))
     else:
-        children = 0
+        children = worse = 0
         for count in counts(contestant, RACES[model].mini_batch):
             costs = _costs(model, count)
             children = len(costs)
             cuts = balanced(costs, contestant.stages, contestant.processes)
-            search.attempt(Choice(micro_batches=count, cuts=cuts))
+            seconds = search.attempt(Choice(micro_batches=count, cuts=cuts))
+            if seconds is None:
+                continue
+            least = min(found for found, _ in search.found)
+            worse = worse + 1 if seconds > least else 0
+            if worse == WORSE:
+                break
         first = search.best()
         for moved in neighbours(first.cuts, children):
             search.attempt(Choice(micro_batches=first.micro_batches, cuts=moved))
+        # Downhill for as long as it goes down.
+        cuts, best = first.cuts, search.best().cuts
+        while (again := further(cuts, best, children)) is not None:
+            search.attempt(Choice(micro_batches=first.micro_batches, cuts=again))
+            cuts, best = best, search.best().cuts
     search.attempt(msgspec.structs.replace(search.best(), keep_memory=False))
     search.attempt(msgspec.structs.replace(search.best(), fused=True))
-    return search.best()
 
 
 def counts(contestant: Contestant, mini_batch: int) -> list[int]:

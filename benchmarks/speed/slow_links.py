@@ -21,10 +21,11 @@ from timeprest.tests.two_hosts import TwoHosts, why_not
 from .machine import machine
 from .ours import DRAIN, command, window_of
 from .page import write_page
+from .processes import rank_environment
 from .quiet import MOST, Watch, wait_for_quiet
 from .rank import RankFigures, RankSpec
 from .records import DOCS, LinkRun, read_results, write_results
-from .rivals import Length, rank_environment
+from .rivals import Length
 from .tasks import MEMORY_RACES, target_of
 
 MODEL = "vgg16"
@@ -103,6 +104,7 @@ def data_parallel(rate: str, length: Length) -> LinkRun:
         timed=length.timed,
         address=f"{TwoHosts.addresses[0]}:{PORT}",
         device="wire",
+        longest_s=LONGEST_S,
     )
     with TwoHosts(rate) as hosts, tempfile.TemporaryDirectory() as folder:
         out = f"{folder}/out"

@@ -120,8 +120,12 @@ def deepspeed_pipeline(race: Race, micro_batches: int, cuts: Sequence[int]) -> S
     """DeepSpeed's pipeline engine; its two layers are the two stages."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed  # type: ignore[import-not-found]
+    from deepspeed import ops
     from deepspeed.pipe import PipelineModule  # type: ignore[import-not-found]
 
+    # An operation for inference, which training never calls. It would be compiled now, and a rank
+    # ended meanwhile leaves a lock for which all later ones wait without end.
+    ops.__compatible_ops__["deepspeed_shm_comm"] = False
     # It finds the process group that is there.
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
     pieces = _pieces(seeded(race), cuts)
@@ -136,6 +140,8 @@ def deepspeed_pipeline(race: Race, micro_batches: int, cuts: Sequence[int]) -> S
         "train_batch_size": race.mini_batch,
         "train_micro_batch_size_per_gpu": race.mini_batch // micro_batches,
         "gradient_accumulation_steps": micro_batches,
+        # Otherwise it clips them to a norm of 1, which nobody else does.
+        "gradient_clipping": 0.0,
         "steps_per_print": 10**9,
         "wall_clock_breakdown": False,
     }
