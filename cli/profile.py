@@ -230,17 +230,17 @@ def _measure(
         )
         if options["together"] is None:
             return profile
-        from ..profiles.measuring.together import measure_together
+        from ..profiles.measuring.together import measure_together, size_to_time
 
         bar("processes at once", 0, 1)
         together = measure_together(
             found,
             options["inputs"],
             options["together"],
-            batch_size=batch_size,
+            batch_size=size_to_time(profile.whole_model),
             threads=options["threads"],
             autocast=platform.autocast,
-            seconds=options["seconds"] / 5,
+            seconds=options["seconds"] / 2,
         )
         from ..runtime.operation_cost import measure_operations
 

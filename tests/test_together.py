@@ -9,7 +9,7 @@ import pytest
 from timeprest.planner.cluster import uniform_cluster
 from timeprest.planner.crowding import crowded, slowdown
 from timeprest.profiles.errors import TargetError
-from timeprest.profiles.measuring.together import measure_together
+from timeprest.profiles.measuring.together import measure_together, size_to_time
 from timeprest.profiles.profile import Together
 from timeprest.profiles.target import resolve
 
@@ -52,6 +52,19 @@ def test_steps_are_timed_beside_another_process():
     found = measured("mlp:width=16,depth=1")
     assert found.processes == 2
     assert 1 <= found.slowdown < 100
+
+
+def test_the_shortest_step_that_is_long_enough_is_timed(mlp_profile):
+    def sizes(*seconds):
+        return [
+            msgspec.structs.replace(m, forward_s=s / 4, backward_s=s * 3 / 4)
+            for m, s in zip(mlp_profile.whole_model, seconds, strict=True)
+        ]
+
+    assert mlp_profile.micro_batch_sizes == (2, 4, 8)
+    assert size_to_time(sizes(0.03, 0.06, 0.12)) == 4
+    assert size_to_time(sizes(0.06, 0.12, 0.24)) == 2
+    assert size_to_time(sizes(0.001, 0.002, 0.003)) == 8
 
 
 def test_a_model_that_another_process_cant_have_is_refused(tmp_path):

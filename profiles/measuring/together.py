@@ -25,13 +25,14 @@ from torch.utils._pytree import tree_leaves
 
 from ..allocator import keep_freed_memory
 from ..errors import TargetError
-from ..profile import Together
+from ..profile import Together, Totals
 from ..target import Target, parse_input, resolve
 from .platforms import Platform, platform_of
 
 _MIN_ROUNDS, _MAX_ROUNDS = 5, 60
 _SETTLING_STEPS = 1
 """Steps after the others stop or go on that don't count: caches and clocks follow."""
+_LEAST_STEP_S = 0.05
 _PATIENCE_S = 120.0
 """Longest wait for another process to import and build the model."""
 
@@ -77,8 +78,15 @@ def measure_together(
                 other.send_signal(signal.SIGSTOP)
                 if other.poll() is not None:
                     raise TargetError(f"{target.name}: a process beside this one has ended")
-    ratio = max(1.0, median(beside) / median(alone))
-    return Together(processes=processes, slowdown=round(ratio, 4))
+    # Both of a pair were timed within seconds, whatever the machine did before and after.
+    ratio = median(both / one for both, one in zip(beside, alone, strict=True))
+    return Together(processes=processes, slowdown=round(max(ratio, 1.0), 4))
+
+
+def size_to_time(whole_model: Sequence[Totals]) -> int:
+    """The smallest micro-batch whose step is long enough: the shorter, the more rounds."""
+    long = (m.micro_batch for m in whole_model if m.forward_s + m.backward_s >= _LEAST_STEP_S)
+    return next(long, whole_model[-1].micro_batch)
 
 
 def _timed(step: Callable[[], None]) -> float:
