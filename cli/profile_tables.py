@@ -91,7 +91,8 @@ def _print_trust(console: Console, profile: Profile) -> None:
         cost = profile.operation
         console.print(
             f"besides its layers a stage takes {format_seconds(cost.forward_s)} for each "
-            f"micro-batch and {format_seconds(cost.mini_batch_s)} for each mini-batch"
+            f"micro-batch, {format_seconds(cost.mini_batch_s)} for each mini-batch and "
+            f"{format_seconds(cost.pack_s + cost.unpack_s)} for each tensor that autograd keeps"
         )
     for assumption in profile.assumptions:
         console.print(f"assumed: {assumption}")

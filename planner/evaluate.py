@@ -27,7 +27,7 @@ from .plan import (
     check_plan,
     check_stages,
 )
-from .rule_costs import weights_s_per_byte
+from .rule_costs import as_run_by, weights_s_per_byte
 from .simulate import idle_shares, most_waiting
 from .stage_costs import RECEIVES_AHEAD, Costs, Crossing, StageCost
 from .steady import Steady, steady_state
@@ -51,7 +51,7 @@ class Question:
     @cached_property
     def costs(self) -> Costs:
         """The profile's costs; made once."""
-        return Costs(self.profile)
+        return Costs(as_run_by(self.profile, variant_named(self.variant)))
 
     @cached_property
     def one_device_s(self) -> float:

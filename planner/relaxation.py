@@ -23,7 +23,7 @@ from .in_flight import Held, least_held
 from .layer_graph import LayerGraph
 from .partition.problem import Mode, Option, Place, Shared, StageProblem, Tensor, Vector
 from .partition.rising_places import RisingPlaces
-from .rule_costs import weights_s_per_byte
+from .rule_costs import as_run_by, weights_s_per_byte
 from .stage_costs import RECEIVES_AHEAD, input_part_s, sized
 from .sync import Sync
 from .variants import Variant, variant_named
@@ -59,7 +59,7 @@ class Relaxation:
         self.question = question
         self.freedom = freedom
         self.variant: Variant = variant_named(question.variant)
-        self.graph = graph or LayerGraph(question.profile, question.tied)
+        self.graph = graph or LayerGraph(as_run_by(question.profile, self.variant), question.tied)
         refused = self.variant.recompute_refusal
         self._again = (False,) if refused else RECOMPUTE[freedom.recompute]
 

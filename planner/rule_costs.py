@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
-from ..profiles.profile import OperationCost
+import msgspec
+
+from ..profiles.profile import OperationCost, Profile
 from .variants import Variant
+
+
+def as_run_by(profile: Profile, variant: Variant) -> Profile:
+    """The profile with what operations cost in this system.
+
+    Where no update comes between a forward and its backward, weights needn't be kept out of
+    autograd's graphs, and there are no hooks. (Copies in another precision are, even so.)
+    """
+    if profile.operation is None or not variant.flushes or profile.autocast is not None:
+        return profile
+    operation = msgspec.structs.replace(profile.operation, pack_s=0.0, unpack_s=0.0)
+    return msgspec.structs.replace(profile, operation=operation)
 
 
 def weights_s_per_byte(

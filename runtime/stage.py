@@ -41,6 +41,9 @@ from .update_rules import follow
 from .weight_rules import DECAYS, WeightRules
 from .weights import WeightVersions
 
+_Shapes = tuple[tuple[str, torch.Size], ...]
+"""Of what goes into a piece, by name."""
+
 
 @dataclass
 class _MicroBatch:
@@ -146,6 +149,10 @@ class Stage:
         # Per micro-batch whose weight part is still to come: that, and bytes saved for it.
         self._postponed: dict[tuple[int, int], tuple[SplitBackward, int]] = {}
         self._kept_bytes = 0
+        # Where no update comes between a forward and its backward, autograd may keep the weights
+        # themselves. Then hooks only count, once for each shape of a micro-batch.
+        self._settled = work.variant.flushes and self._again is None and autocast is None
+        self._saved_by_shape: dict[_Shapes, tuple[int, set[str]]] = {}
 
     def begin(self, entries: Sequence[int], ahead: Ahead) -> None:
         """Get ready for a segment.
@@ -196,9 +203,11 @@ class Stage:
         tensors = self.rules.forward(op, version)
         if self._distances is not None:
             self._distances.forward(op.mini_batch, version, self._made(version, tensors))
+        known = self._saved_by_shape.get(shapes := self._shapes(values)) if self._settled else None
         if self._again is None:
             with self._statistics(op, part):
-                micro, outputs, loss = self._compute(values, target, part, tensors)
+                hooks = known is None
+                micro, outputs, loss = self._compute(values, target, part, tensors, hooks=hooks)
         else:
             ingredients = self._again.keep(values, self._received(values), target, part)
             with torch.no_grad(), self._statistics(op, part):
@@ -207,8 +216,13 @@ class Stage:
             micro = _MicroBatch(ingredients.nbytes, again=ingredients)
         for name, tensor in outputs.items():
             self._check_spec(name, tensor)
-        saved = self.weights.saved
-        self.kept_outputs = {n for n, tensor in outputs.items() if storage_key(tensor) in saved}
+        if known is None:
+            saved = self.weights.saved
+            kept = {n for n, tensor in outputs.items() if storage_key(tensor) in saved}
+            known = micro.saved_bytes, kept
+            if self._settled:
+                self._saved_by_shape[shapes] = known
+        micro.saved_bytes, self.kept_outputs = known
         self._kept_bytes += micro.saved_bytes
         self._flying[op.mini_batch, op.micro_batch] = micro
         self.weights.drop(self.walk.needed())
@@ -353,10 +367,13 @@ class Stage:
         target: Any,
         part: Part,
         tensors: list[Tensor] | None,
+        *,
+        hooks: bool = True,
     ) -> tuple[_MicroBatch, dict[str, Tensor], Tensor | None]:
         """The piece's forward on these weights: its graph, its outputs by name, the loss."""
         micro = _MicroBatch()
-        with self.weights.forward(tensors), forward_context(self.autocast, self.device.type):
+        precision = forward_context(self.autocast, self.device.type)
+        with self.weights.forward(tensors, hooks=hooks), precision:
             out = self.module(*[self._admit(name, values, micro) for name in self.piece.inputs])
             loss = self._loss(out[-1], target, part) if self.piece.has_result else None
             if loss is not None:
@@ -367,6 +384,9 @@ class Stage:
                 micro.outlets[name] = get_gradient_edge(tensor)
         micro.saved_bytes = sum(self.weights.saved.values())
         return micro, outputs, loss
+
+    def _shapes(self, values: Mapping[str, Tensor]) -> _Shapes:
+        return tuple((name, values[name].shape) for name in self.piece.inputs)
 
     def _outputs(self, out: Sequence[Any]) -> dict[str, Tensor]:
         """What the piece gave, by name, as messages have it. Numbers become tensors."""

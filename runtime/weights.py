@@ -129,11 +129,20 @@ class WeightVersions:
     # Using them --------------------------------------------------------------------------
 
     @contextmanager
-    def forward(self, tensors: list[Tensor] | None) -> Iterator[None]:
+    def forward(self, tensors: list[Tensor] | None, *, hooks: bool = True) -> Iterator[None]:
         """Run a forward on these; None: the parameters as they are.
 
         What it saves of the weights are references.
+
+        Args:
+            hooks: False: its backward will run on the same weights, and nobody asks what it saved:
+                autograd keeps what it keeps. Only for the parameters as they are.
         """
+        if not hooks:
+            assert tensors is None
+            self.saved = {}
+            yield
+            return
         live = None
         if tensors is not None:
             live = [p.data for p in self.parameters]

@@ -6,8 +6,10 @@ import msgspec
 import pytest
 from plans import with_times
 from timeprest.planner.cluster import uniform_cluster
+from timeprest.planner.evaluate import Question, evaluate, lone_stages
 from timeprest.planner.search import solve
 from timeprest.planner.stage_costs import stage_cost
+from timeprest.planner.variants import VARIANTS
 from timeprest.profiles.profile import OperationCost
 from timeprest.runtime.operation_cost import measure_operations
 
@@ -18,6 +20,70 @@ def test_a_small_network_tells():
     found = measure_operations(1)
     assert 0 < found.forward_s < 0.1
     assert 0 < found.mini_batch_s < 0.1
+    for seconds in (found.pack_s, found.unpack_s):
+        assert 0 < seconds < 1e-3
+    for per_byte in (
+        found.update_s_per_byte,
+        found.keep_s_per_byte,
+        found.mix_s_per_byte,
+        found.predict_s_per_byte,
+    ):
+        assert 0 < per_byte < 1e-7
+
+
+def test_tensors_that_autograd_keeps_take_time(mlp_profile):
+    """The layers' counts are the hooks' calls."""
+    counts = [m.saved_tensors for layer in mlp_profile.layers for m in layer.measurements]
+    assert all(count is not None for count in counts)
+    hooks = OperationCost(forward_s=0.0, mini_batch_s=0.0, pack_s=1e-3, unpack_s=2e-3)
+    free = with_times(mlp_profile)
+    dear = msgspec.structs.replace(free, operation=hooks)
+    names = [layer.name for layer in free.layers]
+    cheap, costly = (stage_cost(p, names, 2, last=True) for p in (free, dear))
+    kept = sum(layer.measurements[0].saved_tensors for layer in free.layers)
+    kept += free.loss[0].saved_tensors
+    assert kept > 4
+    assert costly.forward_s - cheap.forward_s == pytest.approx(kept * 1e-3)
+    assert costly.backward_s - cheap.backward_s == pytest.approx(kept * 2e-3)
+
+
+RULES = OperationCost(
+    forward_s=0.0,
+    mini_batch_s=0.0,
+    update_s_per_byte=1.0,
+    keep_s_per_byte=10.0,
+    mix_s_per_byte=100.0,
+    predict_s_per_byte=1000.0,
+)
+
+
+@pytest.mark.parametrize(
+    ("variant", "first", "last"),
+    [
+        ("timeprest", 1, 1),
+        ("v-timeprest", 1, 1),
+        ("i-timeprest", 111, 1),
+        ("pipedream", 11, 1),
+        ("pipedream-vertical-sync", 11, 11),
+        ("pipedream-2bw", 11, 11),
+        ("spectrain", 1001, 1),
+        ("pipeoptim", 1001, 1),
+        ("gpipe", 1, 1),
+    ],
+)
+def test_weight_rules_count_by_bytes(mlp_profile, variant, first, last):
+    profile = msgspec.structs.replace(with_times(mlp_profile), operation=RULES)
+    names = [layer.name for layer in profile.layers]
+    limits = [1 if VARIANTS[variant].flushes else 2, 1]
+    stages = lone_stages([names[:2], names[2:]], limits)
+    for every in (1, 2):
+        asked = Question(profile, uniform_cluster(2), variant, 8, 1.0, update_every=every)
+        count = 1 if VARIANTS[variant].whole_mini_batches else 2
+        found = evaluate(asked, stages, count).prediction.stages
+        # Each update keeps a version; each mini-batch mixes or predicts.
+        made = first // 100 * 100
+        wanted = [first + (every - 1) * made, last]
+        assert [s.update_s / s.parameter_bytes for s in found] == pytest.approx(wanted)
 
 
 def test_plans_count_it_and_stay_proven(mlp_profile):

@@ -67,6 +67,7 @@ def without_parts(profile):
     for layer in fields["layers"]:
         for measured in layer["measurements"]:
             del measured["backward_input_s"], measured["postponed_bytes"]
+            del measured["backward_weight_s"], measured["saved_tensors"]
     return fields
 
 
@@ -129,6 +130,29 @@ def test_measured_parts_are_planned_with():
     assert between.postponed_bytes == 8
     mixed = (layers[0].measurements[1], chain(1).layers[0].measurements[2])
     assert at(mixed, 3).backward_input_s is None
+
+
+def test_what_runs_twice_counts():
+    """Of 2 ms, half is for the inputs; the rest by itself takes 1.5 ms."""
+    layers = tuple(
+        msgspec.structs.replace(
+            layer,
+            measurements=tuple(
+                msgspec.structs.replace(
+                    m, backward_input_s=m.backward_s / 2, backward_weight_s=m.backward_s * 0.75
+                )
+                for m in layer.measurements
+            ),
+        )
+        for layer in chain(8).layers
+    )
+    profile = msgspec.structs.replace(chain(8), layers=layers)
+    first, second = stages_of(profile).prediction.stages
+    # Four layers each; the first stage sends nothing back and splits nothing.
+    assert (first.backward_s, first.weight_s) == pytest.approx((8e-3, 8e-3))
+    assert (second.backward_s, second.weight_s) == pytest.approx((10e-3, 6e-3))
+    whole = stages_of(profile, "gpipe").prediction.stages[1]
+    assert (whole.backward_s, whole.weight_s) == pytest.approx((8e-3, 0))
 
 
 def test_splitting_shortens_the_period():
