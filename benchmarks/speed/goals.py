@@ -114,26 +114,35 @@ def _same_count(rounds: Sequence[Round]) -> Iterator[Goal]:
 
 def _predictions(rounds: Sequence[Round]) -> Iterator[Goal]:
     for model in dict.fromkeys(each.model for each in rounds):
-        periods, peaks = {}, {}
+        periods, speeds, peaks = {}, {}, {}
         for name in names_in(rounds, model):
             if contestant_named(name).kind != "ours":
                 continue
             runs = runs_of(rounds, model, name)
             period = over_runs(runs, lambda run: run.period_s)
             periods[name] = (runs[-1].predicted_period_s or 0.0) / period - 1
+            speed = speed_ratio(rounds, model, name)
+            if speed and runs[-1].predicted_speedup:
+                speeds[name] = runs[-1].predicted_speedup / speed.value - 1
             found = of_stages(runs, lambda stage: stage.peak_bytes)
             wanted = of_stages(runs, lambda stage: stage.predicted_bytes)
             if found and wanted:
                 apart = [one / other - 1 for one, other in zip(wanted, found, strict=True)]
                 peaks[name] = max(apart, key=abs)
-        for what, most, apart_by in (("period", PERIOD, periods), ("peak", BYTES, peaks)):
+        kinds = (
+            ("period", PERIOD, periods),
+            # Both of a round: whatever the machine did since the profile was made.
+            ("speed over one thread", PERIOD, speeds),
+            ("peak", BYTES, peaks),
+        )
+        for what, most, apart_by in kinds:
             if apart_by:
                 worst = max(apart_by, key=lambda name: abs(apart_by[name]))
                 within = sum(abs(value) <= most for value in apart_by.values())
                 text = f"{within} of {len(apart_by)}; worst `{worst}` {apart_by[worst]:+.1%}"
                 title = f"{model}: predicted {what} within {most:.0%} of measured, systems raced"
                 reached = within == len(apart_by)
-                yield Goal(f"{model}/predicted-{what}", title, "all", text, reached)
+                yield Goal(f"{model}/predicted-{what.split()[0]}", title, "all", text, reached)
 
 
 def _held(held: Sequence[Held]) -> Iterator[Goal]:

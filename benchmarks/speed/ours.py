@@ -103,6 +103,7 @@ def figures_of(where: RunDir, plan: Plan, length: Length) -> Figures:
         losses=tuple(read_losses(where.metrics)),
         sent_bytes=sum(sent),
         predicted_period_s=plan.predicted.period_s,
+        predicted_speedup=plan.predicted.speedup,
         foreign_share=0.0,
     )
 

@@ -50,6 +50,8 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     sent_bytes: float | None = None
     """By all processes in a mini-batch; of rivals as counted at the loopback device."""
     predicted_period_s: float | None = None
+    predicted_speedup: float | None = None
+    """Over one device, by the same profile."""
     foreign_share: float
     """Of the processors' time that went to others meanwhile."""
     pace: float | None = None
