@@ -271,7 +271,8 @@ def _bytes(
         parameters=cost.parameter_bytes,
         buffers=cost.buffer_bytes,
         optimizer=round(cost.parameter_bytes * question.optimizer_state_factor),
-        scratch=cost.parameter_bytes * pipeline.variant.scratch_copies,
+        # On the last stage no update comes between a forward and its backward to be predicted.
+        scratch=cost.parameter_bytes * pipeline.variant.scratch_copies * (s < pipeline.stages - 1),
         kept=received if stage.recompute else cost.kept_bytes,
         rebuilt=unit * cost.kept_bytes if stage.recompute else 0,
         messages=messages,

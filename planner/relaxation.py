@@ -404,7 +404,9 @@ class Relaxation:
         """
         cluster, variant = self.question.cluster, self.variant
         count, device = len(cluster.devices), cluster.devices[0]
-        gradients = 1.0 + self.question.optimizer_state_factor + variant.scratch_copies
+        gradients = 1.0 + self.question.optimizer_state_factor
+        # A bound doesn't know which stage is the last, that predicts nothing.
+        gradients += variant.scratch_copies * guess
         counts = held or least_held(variant)
         # A version for each mini-batch in flight, where those are the units.
         per_unit = float(guess and variant.stashes and variant.backward_unit == "mini")
@@ -452,7 +454,7 @@ class Relaxation:
         question, cluster, variant = self.question, self.question.cluster, self.variant
         count = len(cluster.devices)
         uniform = cluster.uniform
-        gradients = 1.0 + question.optimizer_state_factor + variant.scratch_copies
+        gradients = 1.0 + question.optimizer_state_factor
         sync = Sync(cluster)
 
         @cache
@@ -486,7 +488,7 @@ class Relaxation:
                 lower_scale=lower,
                 upper_scale=1 / r,
                 units=units,
-                copies=held.versions(behind) + gradients,
+                copies=held.versions(behind) + gradients + variant.scratch_copies * (k > r),
             )
 
         return place

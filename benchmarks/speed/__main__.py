@@ -14,10 +14,11 @@ import click
 from timeprest.profiles.errors import TimeprestError, UserError
 
 from .contestants import ALL, BASE, Contestant, contestant_named
+from .machine import machine
 from .pace import LEAST
 from .page import write_page
 from .quiet import MOST
-from .records import DOCS, add_rounds
+from .records import DOCS, add_rounds, read_results
 from .rivals import Length
 from .rounds import Racer, Settings
 from .tasks import RACES
@@ -44,6 +45,13 @@ def models_of(text: str) -> list[str]:
 @click.command()
 @click.option("--models", default="all", show_default=True, help=", ".join(RACES))
 @click.option("--contestants", default="all", show_default=True, help=", ".join(ALL))
+@click.option(
+    "--stages",
+    type=click.IntRange(2, 64),
+    default=2,
+    show_default=True,
+    help="A process of one thread for each; there should be as many cores.",
+)
 @click.option("--rounds", default=5, show_default=True)
 @click.option("--warm", default=3, show_default=True, help="Mini-batches before the clock runs.")
 @click.option("--timed", default=10, show_default=True, help="Mini-batches after that.")
@@ -59,6 +67,7 @@ def models_of(text: str) -> list[str]:
 def main(
     models: str,
     contestants: str,
+    stages: int,
     rounds: int,
     warm: int,
     timed: int,
@@ -77,7 +86,7 @@ def main(
         shutil.rmtree(work, ignore_errors=True)
         Path(results).unlink(missing_ok=True)
     settings = Settings(
-        folder=Path(work).absolute(),
+        folder=Path(work).absolute() / f"{stages}-stages",
         rounds=0 if prepare else rounds,
         length=Length(warm, timed),
         until=time.monotonic() + at_most,
@@ -88,10 +97,12 @@ def main(
     )
     racer = Racer(settings, lambda text: print(text, flush=True))
     try:
-        asked = contestants_of(contestants)
+        # Those of another number of stages aren't mixed with.
+        read_results(Path(results), machine(), stages)
+        asked = [contestant.on(stages) for contestant in contestants_of(contestants)]
         for model in models_of(models):
             able = racer.prepare(model, asked)
-            add_rounds(Path(results), racer.rounds(model, able), racer.skipped)
+            add_rounds(Path(results), racer.rounds(model, able), racer.skipped, stages)
         write_page(Path(results), Path(page))
     except TimeprestError as error:
         print(f"bench: {error}", file=sys.stderr)

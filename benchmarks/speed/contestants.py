@@ -19,7 +19,7 @@ BASE = "one-thread"
 
 @dataclass(frozen=True)
 class Contestant:
-    """One way to train a model on two cores.
+    """One way to train a model, by default on two cores.
 
     Attributes:
         title: for people.
@@ -55,6 +55,12 @@ class Contestant:
         """The system, where it is ours."""
         return self.name.partition("@")[0]
 
+    def on(self, cores: int) -> Contestant:
+        """With a process of one thread for each core; one process has as many threads, or one."""
+        if self.kind != "plain":
+            return replace(self, processes=cores)
+        return replace(self, threads=cores) if self.threads > 1 else self
+
     def least_micro_batches(self) -> int:
         """What the schedule needs."""
         return self.stages if self.schedule == "DualPipeV" else self.processes
@@ -64,8 +70,8 @@ TDP = "torch.distributed.pipelining"
 
 _RIVALS = (
     Contestant(BASE, "one process, 1 thread", "plain", processes=1),
-    Contestant("two-threads", "one process, 2 threads", "plain", processes=1, threads=2),
-    Contestant("ddp", "DistributedDataParallel, 2 × 1 thread", "ddp"),
+    Contestant("two-threads", "one process, as many threads", "plain", processes=1, threads=2),
+    Contestant("ddp", "DistributedDataParallel, as many processes", "ddp"),
     Contestant("tdp-gpipe", f"{TDP} GPipe", "tdp", schedule="GPipe"),
     Contestant("tdp-1f1b", f"{TDP} 1F1B", "tdp", schedule="1F1B"),
     Contestant("tdp-zbv", f"{TDP} ZB-V", "tdp", schedule="ZBVZeroBubble", stages_per_rank=2),

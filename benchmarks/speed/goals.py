@@ -42,7 +42,8 @@ NORMALISED = ("resnet50",)
 def goals(results: Results) -> Iterator[Goal]:
     """All of them that were measured."""
     yield from _losses(results.rounds)
-    yield from _speeds(results.rounds)
+    if results.stages == 2:
+        yield from _speeds(results.rounds)
     yield from _same_count(results.rounds)
     yield from _predictions(results.rounds)
     yield from _held(results.held)

@@ -39,33 +39,34 @@ def command(tool: str, *arguments: str) -> None:
         raise UserError("".join(last) or f"tp-{tool} failed")
 
 
-def profiled(model: str, folder: Path, seconds: float) -> Path:
+def profiled(model: str, folder: Path, seconds: float, stages: int) -> Path:
     """The model's profile; measured once for a folder."""
     path = folder / model / "profile.json"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         size = str(RACES[model].mini_batch)
-        how = ["--batch-size", size, "--seconds", str(seconds), "--together", "2"]
+        how = ["--batch-size", size, "--seconds", str(seconds), "--together", str(stages)]
         command("profile", target_of(model), *how, "-q", "-o", str(path))
     return path
 
 
-def linked(folder: Path) -> Path:
+def linked(folder: Path, processes: int) -> Path:
     """The links between local processes, measured once for a folder."""
     path = folder / "cluster.toml"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        command("profile", "--links", "-q", "-o", str(path))
+        command("profile", "--links", "--processes", str(processes), "-q", "-o", str(path))
     return path
 
 
 def planned(contestant: Contestant, model: str, folder: Path) -> Path:
-    """The plan that tp-plan chooses: two stages on a device each, cuts and micro-batches free."""
+    """The plan that tp-plan chooses: stages on a device each, cuts and micro-batches free."""
     path = folder / model / f"{contestant.name.replace('@', '-')}.plan.json"
     if not path.exists():
         count = str(contestant.micro_batches or "auto")
         what = ["--variant", contestant.variant, "--micro-batches", count]
-        where = ["--cluster", str(folder / "cluster.toml"), "--stages", "2", "--replicas", "off"]
+        stages = ["--stages", str(contestant.processes), "--replicas", "off"]
+        where = ["--cluster", str(folder / "cluster.toml"), *stages]
         profile = str(folder / model / "profile.json")
         command("plan", "solve", profile, *what, *where, "-q", "-o", str(path))
     return path

@@ -123,10 +123,12 @@ def _facts(results: Results) -> str:
     runs = sum(len(each.runs) for each in results.rounds)
     missing = missing_from(results)
     return (
-        f"Measured on {here.processor}, {here.cores} cores, {format_bytes(here.memory_bytes)}, "
-        f"{here.system}; {versions}. {runs} runs in {len(results.rounds)} rounds are in the "
-        f"tables; {thrown} more were thrown away because others were computing meanwhile."
-        + (f"\n\nNot raced so far: {'; '.join(missing)}." if missing else "")
+        f"Pipelines of {results.stages} stages, a process of one thread for each, on the CPU; GPUs "
+        f"aren't raced. Measured on {here.processor}, {here.cores} cores, "
+        f"{format_bytes(here.memory_bytes)}, {here.system}; {versions}. "
+        f"{runs} runs in {len(results.rounds)} rounds are in the "
+        f"tables; {thrown} more were thrown away because others were computing meanwhile, or the "
+        "machine was slow." + (f"\n\nNot raced so far: {'; '.join(missing)}." if missing else "")
     )
 
 

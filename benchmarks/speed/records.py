@@ -120,6 +120,8 @@ class Results(
     """Everything that the page is made of."""
 
     machine: Machine
+    stages: int = 2
+    """Of every pipeline that was raced, each a process of one thread."""
     rounds: tuple[Round, ...] = ()
     skipped: dict[str, str] = {}
     """Contestants that can't run here, and why."""
@@ -127,16 +129,21 @@ class Results(
     links: tuple[LinkRun, ...] = ()
 
 
-def read_results(path: Path, here: Machine) -> Results:
+def read_results(path: Path, here: Machine, stages: int | None = None) -> Results:
     """What was measured before on this machine with these versions; nothing, where none was.
 
-    Raises FileError when there are results of another one: ratios of both don't mix.
+    Raises FileError when there are results of another one, or of another number of stages: ratios
+    of both don't mix.
     """
     if not path.exists():
-        return Results(machine=here)
+        return Results(machine=here, stages=stages or 2)
     found = msgspec.json.decode(path.read_bytes(), type=Results)
     if found.machine != here:
         raise FileError(f"{path}: of another machine or other versions; --fresh begins anew")
+    if stages not in (None, found.stages):
+        raise FileError(
+            f"{path}: of {found.stages} stages; give others their own --results, --page"
+        )
     return found
 
 
@@ -147,9 +154,11 @@ def write_results(path: Path, results: Results) -> None:
     write_bytes(path, text + b"\n")
 
 
-def add_rounds(path: Path, rounds: Sequence[Round], skipped: dict[str, str]) -> None:
+def add_rounds(
+    path: Path, rounds: Sequence[Round], skipped: dict[str, str], stages: int = 2
+) -> None:
     """Add rounds to those there are, and who couldn't take part, by ``model/name``."""
-    before = read_results(path, machine())
+    before = read_results(path, machine(), stages)
     both = (*before.rounds, *rounds)
     ran = {f"{each.model}/{name}" for each in both for name in each.runs}
     left_out = {k: why for k, why in {**before.skipped, **skipped}.items() if k not in ran}

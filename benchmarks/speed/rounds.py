@@ -82,10 +82,10 @@ class Racer:
     def _prepare(self, contestant: Contestant, model: str) -> None:
         folder = self.settings.folder
         if contestant.kind == "ours":
-            self._alone(folder / "cluster.toml", lambda: linked(folder))
+            self._alone(folder / "cluster.toml", lambda: linked(folder, contestant.processes))
             seconds = self.settings.profile_s
             profile = folder / model / "profile.json"
-            self._alone(profile, lambda: profiled(model, folder, seconds))
+            self._alone(profile, lambda: profiled(model, folder, seconds, contestant.processes))
             planned(contestant, model, folder)
             return
         reason = why_not(contestant)
