@@ -126,7 +126,7 @@ def _predictions(rounds: Sequence[Round]) -> Iterator[Goal]:
             if speed and runs[-1].predicted_speedup:
                 speeds[name] = runs[-1].predicted_speedup / speed.value - 1
             found = of_stages(runs, lambda stage: stage.peak_bytes)
-            wanted = of_stages(runs, lambda stage: stage.predicted_bytes)
+            wanted = of_stages(runs[-1:], lambda stage: stage.predicted_bytes)
             if found and wanted:
                 apart = [one / other - 1 for one, other in zip(wanted, found, strict=True)]
                 peaks[name] = max(apart, key=abs)

@@ -84,7 +84,7 @@ def stage_table(rounds: Sequence[Round], model: str) -> str:
                     for what in ("compute_s", "communication_s", "idle_s")
                 ),
                 _bytes(runs, "peak_bytes"),
-                _bytes(runs, "predicted_bytes"),
+                _bytes(runs[-1:], "predicted_bytes"),
                 _bytes(runs, "rss_bytes"),
                 _sent(runs),
                 f"{predicted / period - 1:+.0%}" if predicted else "",
