@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import median
 
 import msgspec
+from timeprest.profiles.errors import UserError
 from timeprest.profiles.files import write_bytes
 
 Rates = tuple[float, float]
@@ -103,7 +104,10 @@ class Pace:
         answers = []
         for process in self._processes():
             assert process.stdout is not None
-            answers.append([float(word) for word in process.stdout.readline().split()])
+            words = process.stdout.readline().split()
+            if not words:
+                raise UserError("the process that tells the machine's pace has ended")
+            answers.append([float(word) for word in words])
         first, second = (min(each) for each in zip(*answers, strict=True))
         return first, second
 

@@ -119,7 +119,7 @@ class Racer:
                 f"at {pace:.0%} of the best pace"
             )
             good = share <= self.settings.most_foreign and pace >= self.settings.least_pace
-            if not good and attempt < REPEATS:
+            if not good and attempt < REPEATS and time.monotonic() < self.settings.until:
                 path.unlink()
 
     def rounds(self, model: str, contestants: Sequence[Contestant]) -> list[Round]:

@@ -150,6 +150,13 @@ class Bench:
     def _count_postponed(self, case: Case) -> None:
         """What a backward in two parts keeps between them, layer by layer."""
         case.postponed = [0] * len(self.parts)
+        for k, half in self._first_halves(case, _NoProbe()).items():
+            case.postponed[k] = half.held_bytes
+        self._forget_gradients()
+
+    def _first_halves(self, case: Case, probe: Probe) -> dict[int, SplitBackward]:
+        """Run a step whose backwards go to the layers' inputs alone; the rest is still to come."""
+        halves: dict[int, SplitBackward] = {}
 
         def partly(
             k: int,
@@ -157,13 +164,11 @@ class Bench:
             grads: Sequence[Tensor],
             inlets: Sequence[Inlet],
         ) -> None:
-            parameters = case.pieces[k].module.parameters()
-            half = SplitBackward(edges, grads, inlets, parameters)
-            half.inputs()
-            case.postponed[k] = half.held_bytes
+            halves[k] = SplitBackward(edges, grads, inlets, case.pieces[k].module.parameters())
+            halves[k].inputs()
 
-        self._step(case).run(case.inputs, _NoProbe(), partly)
-        self._forget_gradients()
+        self._step(case).run(case.inputs, probe, partly)
+        return halves
 
     def _compute(self, clock: Clock) -> None:
         """Bytes and computed times in one step: both are the same every time."""
@@ -245,18 +250,7 @@ class Bench:
         if case.size == self.batch_size:
             self._forget_gradients()
         probe = _TimeProbe(self, clock, f"micro-batch size {case.size}", done, partly=True)
-        halves: dict[int, SplitBackward] = {}
-
-        def partly(
-            k: int,
-            edges: Sequence[GradientEdge],
-            grads: Sequence[Tensor],
-            inlets: Sequence[Inlet],
-        ) -> None:
-            halves[k] = SplitBackward(edges, grads, inlets, case.pieces[k].module.parameters())
-            halves[k].inputs()
-
-        self._step(case).run(case.inputs, probe, partly)
+        halves = self._first_halves(case, probe)
         case.input_s.append(probe.input_seconds())
         # When all layers' first parts are through: the caches have forgotten what both need.
         marks = {}
