@@ -31,6 +31,7 @@ _FLAGS = (
     "between_latency",
     "half_duplex",
     "no_overlap",
+    "cores",
 )
 
 
@@ -62,6 +63,11 @@ def cluster_options(function: F) -> F:
             click.option(
                 "--no-overlap", is_flag=True, help="Devices don't compute while they transfer."
             ),
+            click.option(
+                "--cores",
+                type=click.IntRange(1, MAX_DEVICES),
+                help="Devices of a machine that compute at once: they take turns.  [default: all]",
+            ),
         )
     ):
         function = option(function)
@@ -89,4 +95,5 @@ def cluster_of(options: dict[str, Any]) -> Cluster:
         between_latency=given.get("between_latency"),
         half_duplex=given.get("half_duplex", False),
         overlap=not given.get("no_overlap", False),
+        cores=given.get("cores"),
     )

@@ -12,6 +12,7 @@ from rich.text import Text
 from ..planner.operations import op_text
 from ..planner.orders import make_order
 from ..planner.plan import Plan, pipeline_of
+from ..planner.simulate import idle_cores
 from ..planner.stage_costs import UNMEASURED_WEIGHT_SHARE, unmeasured_weight_parts
 from ..planner.variants import variant_named
 from ..profiles.profile import Profile
@@ -63,6 +64,7 @@ def verdict(plan: Plan) -> Table:
             ("period", f"{format_seconds(predicted.period_s)} per mini-batch of {plan.mini_batch}"),
             ("rate", rate(plan)),
             ("busiest", busy),
+            *_cores(plan),
             ("memory", fullest(plan)),
             (
                 "staleness",
@@ -71,6 +73,18 @@ def verdict(plan: Plan) -> Table:
             ("solver", f"{plan.solver.method}: {proof(plan)}"),
         ]
     )
+
+
+def _cores(plan: Plan) -> list[tuple[str, str]]:
+    """How busy the cores are that devices take turns on."""
+    pipeline = pipeline_of(plan)
+    idle = idle_cores(pipeline, plan.predicted.period_s)
+    if not idle:
+        return []
+    devices = sum(map(len, pipeline.pools))
+    share = sum(i * count for i, count in zip(idle, pipeline.cores, strict=True))
+    share /= sum(pipeline.cores)
+    return [("cores", f"{sum(pipeline.cores)} for {devices} devices, {share:.0%} idle")]
 
 
 def rate(plan: Plan) -> str:

@@ -90,6 +90,8 @@ class Cluster(
     """None: not measured."""
     between_machines: Network | None = None
     """Between devices of different machines. None: `network` is between any two devices."""
+    cores: Annotated[int, Meta(ge=1, le=MAX_DEVICES)] | None = None
+    """So many devices of a machine compute at once: they take turns. None: all of them do."""
 
     @property
     def flat(self) -> bool:
@@ -105,6 +107,10 @@ class Cluster(
             device.memory_bytes == first.memory_bytes and device.speed == first.speed
             for device in self.devices
         )
+
+    def at_once(self, devices: int) -> int:
+        """How many of a machine's `devices` compute at once."""
+        return devices if self.cores is None else min(devices, self.cores)
 
     def link(self, a: int, b: int) -> Network:
         """The link between devices `a` and `b`, the same in both directions."""
@@ -164,6 +170,7 @@ def uniform_cluster(
     between_latency: str | None = None,
     half_duplex: bool = False,
     overlap: bool = True,
+    cores: int | None = None,
 ) -> Cluster:
     """A cluster of equal devices, from amounts as people write them.
 
@@ -172,6 +179,7 @@ def uniform_cluster(
         between_bandwidth: between machines. None: `bandwidth`.
         between_latency: between machines. None: `latency`.
         half_duplex, overlap: of all links.
+        cores: devices of a machine that compute at once. None: all.
 
     Raises UserError naming the amount that can't be read.
     """
@@ -180,6 +188,8 @@ def uniform_cluster(
         raise FileError(f"memory: must be more than 0, not {memory!r}")
     if per_machine is not None and per_machine < 1:
         raise UserError(f"per_machine: give a whole number from 1, not {per_machine}")
+    if cores is not None and not 1 <= cores <= MAX_DEVICES:
+        raise UserError(f"cores: give a whole number from 1 to {MAX_DEVICES}, not {cores}")
     between = (between_bandwidth, between_latency) != (None, None)
     if between and per_machine is None:
         raise UserError("per_machine: say how many devices a machine has, to give links between")
@@ -202,6 +212,7 @@ def uniform_cluster(
         ),
         network=network,
         between_machines=far if between else None,
+        cores=cores,
     )
 
 

@@ -25,7 +25,7 @@ def read_fields(path: Path) -> dict[str, Any]:
     Raises FileError or UserError naming the file and the field.
     """
     found = read_toml(path, "describe the cluster there, or use flags")
-    known = ("devices", "network", "between_machines", "all_reduce")
+    known = ("devices", "network", "between_machines", "all_reduce", "cores")
     unknown = sorted(set(found) - set(known))
     if unknown:
         raise FileError(f"{path}: unknown table {unknown[0]!r}; known: {', '.join(known)}")
@@ -38,6 +38,8 @@ def read_fields(path: Path) -> dict[str, Any]:
             raise FileError(f"{path}: between_machines: give each of [[devices]] its machine")
         table = _table(path, "between_machines", found["between_machines"], _NETWORK)
         built["between_machines"] = _network(path, "between_machines", table)
+    if "cores" in found:
+        built["cores"] = _whole(found["cores"], f"{path}: cores")
     if "all_reduce" in found:
         built["all_reduce"] = _all_reduce(path, found["all_reduce"])
     return built

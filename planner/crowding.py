@@ -22,14 +22,13 @@ def slowdown(together: Together | None, devices: int) -> float:
 
 
 def crowded(cluster: Cluster, together: Together | None) -> Cluster:
-    """The cluster with devices as fast as they are when all of a machine's compute."""
+    """The cluster with devices as fast as they are when as many of a machine's compute as can."""
     if together is None:
         return cluster
     count = Counter(device.machine for device in cluster.devices)
+    slower = {home: slowdown(together, cluster.at_once(n)) for home, n in count.items()}
     devices = tuple(
-        msgspec.structs.replace(
-            device, speed=round(device.speed / slowdown(together, count[device.machine]), 4)
-        )
+        msgspec.structs.replace(device, speed=round(device.speed / slower[device.machine], 4))
         for device in cluster.devices
     )
     return msgspec.structs.replace(cluster, devices=devices)

@@ -7,11 +7,17 @@ slot k is replica k mod r's.
 
 Messages that share a wire follow each other in the sequence in which they are made. Where
 transfers don't overlap computing, they are the next thing that both devices do.
+
+Where more devices share a machine than it has cores, an operation waits for one of them, and keeps
+it to its end and while its messages are on the wire, as somebody has to copy them. An operating
+system gives each a share instead; then each takes longer and none waits, and as much is done in the
+same time.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from math import gcd, inf, lcm
 from typing import NamedTuple
 
@@ -81,8 +87,9 @@ class Clock:
             aren't even sent.
         starts_s: per kind, stage and slot (of updates: mini-batch), when it started.
         blocking: whether some messages keep devices busy.
-        contended: whether messages wait for other stages' messages, or keep devices busy. Then
-            `run` doesn't send: what is in `sending` is to be delivered in its time's sequence.
+        contended: whether messages wait for other stages' messages, or keep devices busy, or
+            devices share cores. Then `run` doesn't send: what is in `sending` is to be delivered in
+            its time's sequence, and operations are to be run in that of their starts.
         sent: where all messages are noted; None: they aren't.
     """
 
@@ -108,6 +115,9 @@ class Clock:
         self._last_s: list[list[list[float]]] = [[[] for _ in stages] for _ in range(2)]
         self._due = [[0] * len(r), [0] * len(r)]
         self._wire_free: list[float] = []
+        # When each core of a pool is free, the earliest first; and each replica's pool.
+        self._pools = [[0.0] * count for count in pipeline.cores]
+        self._pool_of = [[self._pools[k] for k in mine] for mine in pipeline.pools]
         self.ports: list[list[list[_Port]]] = [[[] for _ in stages] for _ in range(4)]
         self.contended = self.blocking = False
         self.sending: list[tuple[float, int, int, int, int]] = []
@@ -121,7 +131,7 @@ class Clock:
             [pipeline.weight_op_s(s) for s in stages],
         )
         self.seconds = [[self._by_replica(s, times[s]) for s in stages] for times in seconds]
-        self.update_s = [pipeline.update_op_s(s) for s in stages]
+        self.update_s = [pipeline.update_op_s(s) * self._turns(s) for s in stages]
         self._lanes = [
             [
                 (
@@ -134,6 +144,13 @@ class Clock:
             ]
             for kind in range(4)
         ]
+
+    def _turns(self, stage: int) -> float:
+        """How much longer an update takes where replicas are more than their cores."""
+        if not self._pool_of:
+            return 1.0
+        used = Counter(self.pipeline.pools[stage])
+        return max(count / min(count, self.pipeline.cores[k]) for k, count in used.items())
 
     def _by_replica(self, stage: int, slowest_s: float) -> list[float]:
         paces = self.pipeline.paces[stage] if self.pipeline.paces else (1.0,)
@@ -153,7 +170,7 @@ class Clock:
             if link.has_gradient:
                 self._connect_kind(BACKWARDS, link, routes, wires)
         self._wire_free = [0.0] * len(wires)
-        self.contended = self.blocking or len(wires) < uses
+        self.contended = self.blocking or len(wires) < uses or bool(self._pools)
 
     def _connect_kind(
         self, kind: int, link: Link, routes: tuple[Route, ...], wires: dict[object, int]
@@ -214,6 +231,15 @@ class Clock:
 
     # Running -------------------------------------------------------------------------------
 
+    def core_s(self, s: int, j: int) -> float:
+        """When there is a core for a replica; 0 where it has one of its own."""
+        return self._pool_of[s][j][0] if self._pool_of else 0.0
+
+    def _copying_s(self, kind: int, s: int, slot: int) -> float:
+        """How long a core has to do with a share's messages, which the stage doesn't wait for."""
+        ports = self.ports[kind][s]
+        return sum(part.wire_s for port in ports for part in port.parts[slot % len(port.parts)])
+
     def run(self, kind: int, s: int, slot: int) -> list[tuple[int, int]]:
         """Run a share whose messages have all been sent.
 
@@ -225,6 +251,10 @@ class Clock:
         start = ready_s[slot]
         if free[j] > start:
             start = free[j]
+        if self._pool_of:
+            pool = self._pool_of[s][j]
+            start = max(start, pool[0])
+            heapq.heapreplace(pool, start + seconds[j] + self._copying_s(kind, s, slot))
         starts_s[slot] = start
         end = start + seconds[j]
         free[j] = end
@@ -243,10 +273,25 @@ class Clock:
         """All replicas of a stage sum their gradients and update."""
         free = self.free_s[s]
         start = max(free)
+        seconds = self.update_s[s] if self.pipeline.updates_after(mini_batch) else 0.0
+        if self._pool_of and seconds:
+            start = self._gather(s, start, seconds)
         self.starts_s[UPDATES][s][mini_batch] = start
-        end = start + (self.update_s[s] if self.pipeline.updates_after(mini_batch) else 0.0)
+        end = start + seconds
         for j in range(len(free)):
             free[j] = end
+
+    def _gather(self, s: int, start: float, seconds: float) -> float:
+        """Let all replicas compute at once, as many as have cores. Returns when they begin."""
+        taken = []
+        for k, replicas in Counter(self.pipeline.pools[s]).items():
+            pool = self._pools[k]
+            taken.append((pool, min(replicas, len(pool))))
+            start = max(start, heapq.nsmallest(taken[-1][1], pool)[-1])
+        for pool, count in taken:
+            for _ in range(count):
+                heapq.heapreplace(pool, start + seconds)
+        return start
 
     def _send(self, kind: int, s: int, slot: int, now: float) -> list[tuple[int, int]]:
         complete = []

@@ -28,6 +28,7 @@ from .partition.solve import DpSource, Found, Source
 from .partition.sweep import OutOfTime
 from .ranking import SAME, better
 from .relaxation import Freedom, Relaxation
+from .shared_cores import least_shared_s
 from .tightening import tightened
 
 Progress = Callable[[str, int, int], None]
@@ -105,7 +106,11 @@ class Exploration:
         """Search until all is proven, or the budget is used up: says then what was."""
         # A case that isn't reached keeps the trivial bound.
         self.bounds = {
-            case: self.relaxation.round_trip_s(case.micro_batches) for case in self.cases
+            case: max(
+                self.relaxation.round_trip_s(case.micro_batches),
+                least_shared_s(self.relaxation, case.micro_batches, self._may_be(case)),
+            )
+            for case in self.cases
         }
         try:
             # Bounds are still worth looking for where more of these plans would take too long.
@@ -117,6 +122,10 @@ class Exploration:
         except OutOfBudget as reason:
             return str(reason)
         return None
+
+    def _may_be(self, case: Case) -> Sequence[int]:
+        """Stage counts that the case allows."""
+        return range(1, self.most_stages + 1) if case.stages is None else (case.stages,)
 
     def _bound_all(self) -> None:
         found: dict[Case, list[tuple[float, StageProblem, Cut]]] = {}

@@ -59,6 +59,7 @@ class ListSchedule:
     def run(self, mini_batches: int) -> bool:
         """Go on until every stage has updated after so many; False when nothing is left first."""
         clock, heap, current = self.clock, self._heap, self._current
+        shared = bool(clock.pipeline.pools)
         behind = sum(1 for count in self.updates if count < mini_batches)
         while behind:
             if not heap:
@@ -73,6 +74,9 @@ class ListSchedule:
             if clock.sending and clock.sending[0][0] <= start:
                 heapq.heappush(heap, entry)
                 self._deliver()
+                continue
+            if shared and (core_s := clock.core_s(s, 0)) > start:
+                self._offer(s, core_s)
                 continue
             if rank:
                 f = self.forwards[s]
@@ -90,12 +94,12 @@ class ListSchedule:
             self.now_s = start
         return True
 
-    def _offer(self, s: int) -> None:
-        """Put what the stage would run next into the heap."""
+    def _offer(self, s: int, earliest_s: float = 0.0) -> None:
+        """Put what the stage would run next into the heap. `earliest_s`: no core is free before."""
         clock = self.clock
         free = clock.free_s[s]
         if self._update_due[s]:
-            self._current[s] = entry = (max(free), 0, s)
+            self._current[s] = entry = (max(earliest_s, *free), 0, s)
             heapq.heappush(self._heap, entry)
             return
         f = self.forwards[s]
@@ -105,6 +109,8 @@ class ListSchedule:
             busy = free[f % len(free)]
             if busy > start:
                 start = busy
+            if earliest_s > start:
+                start = earliest_s
         if f >= self._needed[s]:
             last_start = clock.ready_s[BACKWARDS][s][self.updates[s]]
             if len(free) > 1:
@@ -113,6 +119,8 @@ class ListSchedule:
                 busy = max(free)
                 if busy > last_start:
                     last_start = busy
+                if earliest_s > last_start:
+                    last_start = earliest_s
                 if last_start <= start:
                     start, rank = last_start, 0
         if start < inf:

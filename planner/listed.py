@@ -157,6 +157,11 @@ class Contended:
             entry = heapq.heappop(heap)
             worker = self._workers[entry[2]][entry[3]]
             if worker.entry is entry:
+                core_s = clock.core_s(worker.stage, worker.replica)
+                if core_s > entry[0]:
+                    worker.entry = entry = (core_s, *entry[1:])
+                    heapq.heappush(heap, entry)
+                    continue
                 self.now_s = entry[0]
                 self._run(worker)
                 updated = worker.ops[worker.done - 1][0] == UPDATES

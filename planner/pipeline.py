@@ -82,6 +82,9 @@ class Pipeline:
         update_every: mini-batches per update; their gradients are summed up until then.
         weight_s: per stage, how much of the backward is its weight part, which runs by itself where
             the system splits it. Empty: 0 each.
+        pools: per stage, for each replica the number of the pool of cores that it computes on.
+            Empty: each has a core of its own.
+        cores: of each pool.
     """
 
     variant: Variant
@@ -95,6 +98,8 @@ class Pipeline:
     all_reduce_s: tuple[float, ...] = ()
     update_every: int = 1
     weight_s: tuple[float, ...] = ()
+    pools: tuple[tuple[int, ...], ...] = ()
+    cores: tuple[int, ...] = ()
 
     @property
     def stages(self) -> int:

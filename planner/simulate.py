@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -185,7 +185,33 @@ def least_period_s(pipeline: Pipeline) -> float:
             ):
                 wires[wire] = wires.get(wire, 0.0) + count * wire_s
     devices = (busy_s(pipeline, s) for s in range(pipeline.stages))
-    return max(*devices, *wires.values(), 0.0)
+    return max(*devices, *wires.values(), *_pools_s(pipeline), 0.0)
+
+
+def _pools_s(pipeline: Pipeline) -> Iterator[float]:
+    """What each pool of cores needs per mini-batch, all of them busy: operations and messages."""
+    work = [0.0] * len(pipeline.cores)
+    for s, pools in enumerate(pipeline.pools):
+        update_s = pipeline.update_op_s(s) / pipeline.update_every
+        each_s = pipeline.work_s(s) - update_s
+        paces = pipeline.paces[s] if pipeline.paces else (1.0,)
+        for pool, pace in zip(pools, paces, strict=True):
+            work[pool] += each_s * pace + update_s
+    for link in pipeline.links if pipeline.pools else ():
+        count = pipeline.messages_per_route(link)
+        for route in link.all_routes():
+            work[pipeline.pools[link.source][route.source]] += count * route.forward_s
+            if link.has_gradient:
+                work[pipeline.pools[link.target][route.target]] += count * route.backward_s
+    for seconds, cores in zip(work, pipeline.cores, strict=True):
+        yield seconds / cores
+
+
+def idle_cores(pipeline: Pipeline, period_s: float) -> tuple[float, ...]:
+    """Share of the steady period in which the cores of each pool have nothing to do."""
+    if period_s <= 0:
+        return tuple(0.0 for _ in pipeline.cores)
+    return tuple(max(0.0, 1 - seconds / period_s) for seconds in _pools_s(pipeline))
 
 
 def round_trip_s(pipeline: Pipeline) -> float:

@@ -79,7 +79,8 @@ def clusters(draw, count):
         )
 
     between = network() if len(machines) > 1 else None
-    return Cluster(devices=devices, network=network(), between_machines=between)
+    cores = draw(st.sampled_from([None, None, 1, 2]))
+    return Cluster(devices=devices, network=network(), between_machines=between, cores=cores)
 
 
 @st.composite

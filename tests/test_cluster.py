@@ -44,12 +44,13 @@ def clusters(draw, least=1):
         for k, home in enumerate(homes)
     )
     between = draw(st.none() | NETWORKS) if named else None
-    return Cluster(devices=devices, network=draw(NETWORKS), between_machines=between)
+    cores = draw(st.none() | st.integers(1, 4))
+    return Cluster(devices=devices, network=draw(NETWORKS), between_machines=between, cores=cores)
 
 
 def toml(cluster):
     """The cluster as a file, an entry for each device."""
-    lines = []
+    lines = [] if cluster.cores is None else [f"cores = {cluster.cores}"]
     for device in cluster.devices:
         lines += ["[[devices]]", f'name = "{device.name}"', f"speed = {device.speed!r}"]
         if device.memory_bytes is not None:

@@ -112,7 +112,7 @@ def test_waiting_for_wires_changes_nothing_where_none_are_shared(pipeline, mini_
         )
         for k, link in enumerate(pipeline.links)
     )
-    pipeline = replace(pipeline, links=links)
+    pipeline = replace(pipeline, links=links, pools=(), cores=())
     order = make_order(pipeline, mini_batches)
     clocks = Clock(pipeline), Clock(pipeline)
     for clock in clocks:

@@ -86,7 +86,8 @@ def drawn_clusters(draw):
         half_duplex=draw(st.integers(0, 4)) == 0,
         overlap=draw(st.integers(0, 4)) != 0,
     )
-    return Cluster(devices=tuple(devices), network=network)
+    cores = draw(st.sampled_from([None, None, 1, 2]))
+    return Cluster(devices=tuple(devices), network=network, cores=cores)
 
 
 @st.composite
