@@ -1,10 +1,12 @@
 """Who is raced: one process, data parallelism, other pipelines, and the systems of ours.
 
-A name may end in @N: so many micro-batches, instead of the best number.
+A name may end in @N: so many micro-batches, instead of the best number; and in /P: P processes,
+which take turns on the cores. Ours may then have up to P stages, rivals have P ranks.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -28,6 +30,7 @@ class Contestant:
         schedule: of torch.distributed.pipelining, the class's name without "Schedule".
         stages_per_rank: of that, too.
         micro_batches: fixed; None: the best are looked for.
+        turns: on how many cores the processes take turns; 0: each has its own.
     """
 
     name: str
@@ -38,6 +41,7 @@ class Contestant:
     schedule: str = ""
     stages_per_rank: int = 1
     micro_batches: int | None = None
+    turns: int = 0
 
     @property
     def stages(self) -> int:
@@ -53,10 +57,17 @@ class Contestant:
     @property
     def variant(self) -> str:
         """The system, where it is ours."""
-        return self.name.partition("@")[0]
+        return kind_of_name(self.name)
+
+    @property
+    def file_name(self) -> str:
+        """The name as a part of a file's."""
+        return re.sub("[@/]", "-", self.name.replace("/", "-of-"))
 
     def on(self, cores: int) -> Contestant:
         """With a process of one thread for each core; one process has as many threads, or one."""
+        if self.turns:
+            return replace(self, turns=cores)
         if self.kind != "plain":
             return replace(self, processes=cores)
         return replace(self, threads=cores) if self.threads > 1 else self
@@ -64,6 +75,11 @@ class Contestant:
     def least_micro_batches(self) -> int:
         """What the schedule needs."""
         return self.stages if self.schedule == "DualPipeV" else self.processes
+
+
+def kind_of_name(name: str) -> str:
+    """The name without what it may end in."""
+    return re.split("[@/]", name)[0]
 
 
 TDP = "torch.distributed.pipelining"
@@ -86,13 +102,23 @@ OURS = {name: Contestant(name, name, "ours") for name in VARIANTS}
 ALL = {**RIVALS, **OURS}
 
 
+_NAME = re.compile(r"([^@/]+)(?:@([1-9][0-9]*))?(?:/([1-9][0-9]*))?")
+
+
 def contestant_named(text: str) -> Contestant:
-    """The contestant of a name, with @N or without. Raises UserError."""
-    name, at, count = text.partition("@")
-    if name not in ALL or (at and not (count.isdecimal() and int(count))):
-        raise UserError(f"contestant {text!r}: choose of {', '.join(ALL)}, or NAME@N")
-    found = ALL[name]
-    if not at:
-        return found
-    title = f"{found.title}, {count} micro-batches"
-    return replace(found, name=text, title=title, micro_batches=int(count))
+    """The contestant of a name, with @N and /P or without. Raises UserError."""
+    parts = _NAME.fullmatch(text)
+    found = ALL.get(parts[1]) if parts else None
+    if parts is None or found is None:
+        known = ", ".join(ALL)
+        raise UserError(f"contestant {text!r}: choose of {known}, NAME@N, NAME/P or NAME@N/P")
+    if parts[3] and found.kind == "plain":
+        raise UserError(f"contestant {text!r}: one process has no others to take turns with")
+    title = found.title
+    if parts[2]:
+        title += f", {parts[2]} micro-batches"
+        found = replace(found, micro_batches=int(parts[2]))
+    if parts[3]:
+        title += f", {parts[3]} processes"
+        found = replace(found, processes=int(parts[3]), turns=2)
+    return replace(found, name=text, title=title)

@@ -82,10 +82,11 @@ class Racer:
     def _prepare(self, contestant: Contestant, model: str) -> None:
         folder = self.settings.folder
         if contestant.kind == "ours":
-            self._alone(folder / "cluster.toml", lambda: linked(folder, contestant.processes))
+            cores = contestant.turns or contestant.processes
+            self._alone(folder / "cluster.toml", lambda: linked(folder, cores))
             seconds = self.settings.profile_s
             profile = folder / model / "profile.json"
-            self._alone(profile, lambda: profiled(model, folder, seconds, contestant.processes))
+            self._alone(profile, lambda: profiled(model, folder, seconds, cores))
             planned(contestant, model, folder)
             return
         reason = why_not(contestant)
@@ -186,4 +187,4 @@ class Racer:
 
 
 def _choice_path(folder: Path, model: str, contestant: Contestant) -> Path:
-    return folder / model / f"{contestant.name.replace('@', '-')}.choice.json"
+    return folder / model / f"{contestant.file_name}.choice.json"
