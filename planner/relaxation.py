@@ -23,6 +23,7 @@ from .in_flight import Held, least_held
 from .layer_graph import LayerGraph
 from .partition.problem import Mode, Option, Place, Shared, StageProblem, Tensor, Vector
 from .partition.rising_places import RisingPlaces
+from .place_changes import changed, smaller
 from .rule_costs import as_run_by, weights_s_per_byte
 from .stage_costs import RECEIVES_AHEAD, input_part_s, sized
 from .sync import Sync
@@ -30,10 +31,6 @@ from .variants import Variant, variant_named
 
 RECOMPUTE = {"off": (False,), "on": (True,), "auto": (False, True)}
 """Whether stages may, must or mustn't compute their activations again."""
-
-
-Change = Callable[[Place, int], Place]
-"""Of a place, by its replicas; never of its units and copies."""
 
 
 @dataclass(frozen=True)
@@ -153,12 +150,19 @@ class Relaxation:
             # 1F1B with equal stages takes as long as if both counted in full.
             before, after = self._heads(micro_batches, both=guess or returns)
         place = self._places(
-            options, micro_batches, held, guess=guess, syncs=not drains, grain=grain, alike=alike
+            options,
+            micro_batches,
+            held,
+            guess=guess,
+            syncs=not drains,
+            grain=grain,
+            alike=alike,
+            all_used=counts == [1] and stages == devices,
         )
         if returns:
             place = self._returning(place, options, micro_batches)
         if memory_share != 1.0:
-            place = _changed(place, options, _smaller(memory_share))
+            place = changed(place, options, smaller(memory_share))
         return StageProblem(
             names=graph.names,
             needs=graph.needs,
@@ -237,7 +241,7 @@ class Relaxation:
             speed = found.speed / (1 - worst * ahead / each)
             return replace(found, speed=speed, lower_scale=0.0, upper_scale=0.0)
 
-        return _changed(place, options, change)
+        return changed(place, options, change)
 
     # Layers ----------------------------------------------------------------------------------
 
@@ -275,9 +279,10 @@ class Relaxation:
         return np.array([m.backward_s for m in self.graph.measured(size)])
 
     def _input_parts(self, size: int) -> Vector:
-        """What the layers' backwards take without their weight parts."""
+        """What the layers' backwards take at the least without their weight parts."""
         pairs = zip(self.graph.profile.layers, self.graph.measured(size), strict=True)
-        return np.array([input_part_s(layer, m) for layer, m in pairs])
+        # A stage that sends no gradients back doesn't split, which may be cheaper.
+        return np.array([min(input_part_s(layer, m), m.backward_s) for layer, m in pairs])
 
     def _unit(self, micro_batches: int, replicas: int) -> float:
         """Micro-batches that one replica's backward works through at once."""
@@ -368,6 +373,7 @@ class Relaxation:
         syncs: bool,
         grain: int,
         alike: bool,
+        all_used: bool,
     ) -> Callable[[int, int], Place]:
         if alike:
             return self._alike(options, micro_batches, held, guess=guess, syncs=syncs)
@@ -378,6 +384,8 @@ class Relaxation:
             guess=guess,
             syncs=syncs,
             grain=grain,
+            # Else the devices behind a stage may all be left out.
+            sure=guess or all_used,
         )
 
     @property
@@ -450,10 +458,11 @@ class Relaxation:
         guess: bool,
         syncs: bool,
         grain: int,
+        sure: bool,
     ) -> Callable[[int, int], Place]:
+        """`sure`: a stage with devices behind it isn't the last."""
         question, cluster, variant = self.question, self.question.cluster, self.variant
         count = len(cluster.devices)
-        uniform = cluster.uniform
         gradients = 1.0 + question.optimizer_state_factor
         sync = Sync(cluster)
 
@@ -462,7 +471,7 @@ class Relaxation:
             r, k = replicas[option], left * grain
             mine = range(count - k, count - k + r)
             behind = -(-k // r) - 1
-            devices = [cluster.devices[d] for d in (mine[:1] if uniform else mine)]
+            devices = [cluster.devices[d] for d in (mine[:1] if cluster.uniform else mine)]
             limits = [float(d.memory_bytes) for d in devices if d.memory_bytes is not None]
             if variant.backward_unit == "micro":
                 units = min(held.micro_batches(behind), micro_batches / r)
@@ -471,9 +480,9 @@ class Relaxation:
                 units = held.mini_batches(behind) * micro_batches / share
             fixed_s, per_byte = sync.of(mine) if syncs else (0.0, 0.0)
             speed = min(d.speed for d in devices)
-            # With devices behind it, it isn't the last.
+            last = k <= r or not sure
             rules_s = weights_s_per_byte(
-                variant, question.profile.operation, question.update_every, last=k <= r
+                variant, question.profile.operation, question.update_every, last=last
             )
             slower = _slower(self._fastest_network, cluster, count - k)
             lower = slower / r
@@ -488,23 +497,10 @@ class Relaxation:
                 lower_scale=lower,
                 upper_scale=1 / r,
                 units=units,
-                copies=held.versions(behind) + gradients + variant.scratch_copies * (k > r),
+                copies=held.versions(behind) + gradients + variant.scratch_copies * (not last),
             )
 
         return place
-
-
-def _changed(
-    place: Callable[[int, int], Place], options: Sequence[Option], change: Change
-) -> Callable[[int, int], Place]:
-    """Places that are each changed by a function of theirs and of their replicas."""
-    if isinstance(place, RisingPlaces):
-        return place.changed(options, change)
-    return lambda option, k: change(place(option, k), options[option].replicas)
-
-
-def _smaller(share: float) -> Change:
-    return lambda place, _: replace(place, memory_bytes=place.memory_bytes * share)
 
 
 def _slower(fastest: Network, cluster: Cluster, first: int) -> float:

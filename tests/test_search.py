@@ -15,7 +15,7 @@ from profiles_by_hand import chain, drawn_profiles, profile_by_hand
 from timeprest.planner import exploration, first_plans
 from timeprest.planner.choices import Choice, all_limits, capped, caps
 from timeprest.planner.cluster import Cluster, Device, Network, uniform_cluster
-from timeprest.planner.evaluate import Question, evaluate
+from timeprest.planner.evaluate import Question, evaluate, lone_stages
 from timeprest.planner.exploration import Budget, OutOfBudget
 from timeprest.planner.micro_batch_counts import micro_batch_counts
 from timeprest.planner.orders import limit_ranges
@@ -324,3 +324,42 @@ def test_what_would_do_for_a_large_model_does(monkeypatch, system):
     memory, count = re.match(r"(\d+) bytes .* or (\d+) such devices", words).groups()
     assert solve(profile, uniform_cluster(2, memory), system, micro_batches=4)
     assert solve(profile, uniform_cluster(int(count), "9kB"), system, micro_batches=4)
+
+
+def test_a_stage_with_devices_behind_it_may_be_the_last():
+    """They may be left out: SpecTrain predicts nothing there, and needs no memory for it."""
+    profile = chain(1, parameters=1000, saved=100)
+    question = Question(profile, uniform_cluster(2), "spectrain", profile.batch_size, 1.0)
+    need = evaluate(question, lone_stages([["n0"]], [1]), 1).prediction.stages[0].memory_bytes
+    devices = tuple(Device(name=f"d{k}", memory_bytes=m) for k, m in enumerate((need, 1)))
+    cluster = msgspec.structs.replace(question.cluster, devices=devices)
+    question = replace(question, cluster=cluster)
+    # With both devices from its first one to the end, it needs no more than it does.
+    assert stage_bytes(Relaxation(question, Freedom()).problem(1), 0, 0b1, 0, 2) <= need
+    assert solved(question, Freedom(), None, "dp").stages[0].devices == (0,)
+
+
+def test_a_bound_knows_that_a_stage_that_sends_nothing_back_does_not_split():
+    """Both parts of a split backward may take longer than it takes whole."""
+    profile = chain(3)
+    layers = tuple(
+        msgspec.structs.replace(
+            layer,
+            measurements=tuple(
+                msgspec.structs.replace(m, backward_input_s=2 * m.backward_s)
+                for m in layer.measurements
+            ),
+        )
+        for layer in profile.layers
+    )
+    profile = msgspec.structs.replace(profile, layers=layers)
+    for devices in (1, 2):
+        question = Question(profile, uniform_cluster(devices), "zb-h1", profile.batch_size, 1.0)
+        plan = solved(question, Freedom(), None, "dp")
+        assert plan.solver.optimal
+        whole = evaluate(question, lone_stages([["n0", "n1", "n2"]], [1]), 1)
+        assert plan.predicted.period_s <= whole.prediction.period_s * (1 + 1e-9)
+        for view in Relaxation(question, Freedom()).views:
+            problem = Relaxation(question, Freedom()).problem(1, view=view)
+            load = stage_load(problem, 0, 0b111, 0, devices)
+            assert load <= whole.prediction.period_s * (1 + 1e-9)
