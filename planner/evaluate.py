@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 from ..profiles.limits import ratio
 from ..profiles.profile import Profile
@@ -107,8 +108,25 @@ def lone_stages(nodes: Sequence[Sequence[str]], limits: Sequence[int]) -> tuple[
     )
 
 
-def evaluate(question: Question, stages: Sequence[PlanStage], micro_batches: int) -> Evaluation:
-    """Predict period, memory, idle share and version differences of a plan's stages.
+class LaidOut(NamedTuple):
+    """Stages as a pipeline, not simulated yet.
+
+    Attributes:
+        costs: per stage.
+        crossed: what crosses the cuts, for each micro-batch.
+        shares: per stage, the replicas that share a mini-batch's samples; else 1.
+        size: samples in a micro-batch.
+    """
+
+    pipeline: Pipeline
+    costs: tuple[StageCost, ...]
+    crossed: tuple[Crossing, ...]
+    shares: tuple[int, ...]
+    size: int
+
+
+def lay_out(question: Question, stages: Sequence[PlanStage], micro_batches: int) -> LaidOut:
+    """The pipeline that stages make.
 
     Micro-batches that don't divide the mini-batch all cost as much as the largest.
 
@@ -117,15 +135,14 @@ def evaluate(question: Question, stages: Sequence[PlanStage], micro_batches: int
             didn't measure micro-batches of that size.
     """
     variant = variant_named(question.variant)
-    stages = tuple(stages)
-    check_stages(variant, question.mini_batch, micro_batches, stages)
+    check_stages(variant, question.mini_batch, micro_batches, tuple(stages))
     costs, cluster = question.costs, question.cluster
     nodes = tuple(stage.nodes for stage in stages)
     size = -(-question.mini_batch // micro_batches)
     # Replicas run micro-batches of their own, or share every mini-batch's samples.
-    shares = [len(stage.devices) if variant.whole_mini_batches else 1 for stage in stages]
+    shares = tuple(len(stage.devices) if variant.whole_mini_batches else 1 for stage in stages)
     last = len(stages) - 1
-    found = [costs.stage(names, size // shares[s], s == last) for s, names in enumerate(nodes)]
+    found = tuple(costs.stage(names, size // shares[s], s == last) for s, names in enumerate(nodes))
     crossed = costs.crossings(nodes, size)
     devices = [stage.devices for stage in stages]
     exchanges = exchange_s(question.profile, cluster, nodes, devices)
@@ -153,12 +170,23 @@ def evaluate(question: Question, stages: Sequence[PlanStage], micro_batches: int
         [stage.in_flight for stage in stages],
         question.update_every,
     )
+    return LaidOut(pipeline, found, crossed, shares, size)
+
+
+def evaluate(question: Question, stages: Sequence[PlanStage], micro_batches: int) -> Evaluation:
+    """Predict period, memory, idle share and version differences of a plan's stages.
+
+    Raises as `lay_out`.
+    """
+    stages = tuple(stages)
+    pipeline, found, crossed, shares, size = lay_out(question, stages, micro_batches)
+    nodes = tuple(stage.nodes for stage in stages)
     steady = steady_state(pipeline)
     held = _holdings(pipeline, steady, [stage.recompute for stage in stages])
     idle = idle_shares(pipeline, steady.period_s)
     predicted = []
     for s, stage in enumerate(stages):
-        mine = crossed if shares[s] == 1 else costs.crossings(nodes, size // shares[s])
+        mine = crossed if shares[s] == 1 else question.costs.crossings(nodes, size // shares[s])
         needs = _bytes(question, pipeline, steady.clock, s, stage, found[s], mine)
         predicted.append(_predict_stage(pipeline, s, needs, held[s], steady, idle[s]))
     period_s = steady.period_s

@@ -18,7 +18,7 @@ from itertools import product
 from ..profiles.units import format_seconds
 from .budget import SOON_S, Budget, OutOfBudget, operations_of
 from .choices import Choice, all_limits, capped, caps, choice_of
-from .evaluate import Evaluation, Question, evaluate
+from .evaluate import Evaluation, Question, evaluate, lay_out
 from .first_plans import CLOSE, try_blocks
 from .in_flight import Held, held_under
 from .orders import limit_ranges
@@ -29,6 +29,7 @@ from .partition.sweep import OutOfTime
 from .ranking import SAME, better
 from .relaxation import Freedom, Relaxation
 from .shared_cores import least_shared_s
+from .simulate import least_period_s
 from .tightening import tightened
 
 Progress = Callable[[str, int, int], None]
@@ -41,6 +42,9 @@ _BOUND_S = 3.0
 
 _LARGE = 20_000
 """With more layers × devices, guesses leave the number of stages open."""
+
+_GLANCE = 10
+"""What it takes to lay out a stage, as so many simulated operations."""
 
 _MOST_WIDENED = 16
 """With more stages, single limits aren't raised or lowered: each takes a simulation."""
@@ -346,6 +350,8 @@ class Exploration:
         if not self.relaxation.allows(choice.stages, micro_batches):
             return True
         ranges = limit_ranges(self.relaxation.variant, choice.stages)
+        if every_limit and self._cores_are_too_slow(choice, micro_batches):
+            return True
         vectors = all_limits(ranges)
         if vectors is not None and (every_limit or len(vectors) == 1):
             for limits in vectors:
@@ -357,6 +363,19 @@ class Exploration:
             if self._evaluate(choice, micro_batches, widest) is None:
                 self._widen(found, choice, micro_batches)
         return False
+
+    def _cores_are_too_slow(self, choice: Choice, micro_batches: int) -> bool:
+        """Whether the cores that devices share have too much to do for a better plan than the best.
+
+        That is known without simulating, whatever the limits. Where devices have cores of their
+        own, the relaxed load of the cut says as much.
+        """
+        if self.question.cluster.cores is None:
+            return False
+        self.budget.glance(_GLANCE * choice.stages)
+        limits = [most for _, most in limit_ranges(self.relaxation.variant, choice.stages)]
+        found = lay_out(self.question, choice.with_limits(limits), micro_batches)
+        return least_period_s(found.pipeline) * SAME >= self.period_s
 
     def _first_that_fits(self, choice: Choice, micro_batches: int) -> Evaluation | None:
         """With a mini-batch in flight for each stage behind, or as many as memory allows."""
