@@ -13,13 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from profiles_by_hand import chain
 from timeprest.benchmarks.speed import page
+from timeprest.benchmarks.speed import rounds as rounds_module
 from timeprest.benchmarks.speed.bars import bars
 from timeprest.benchmarks.speed.contestants import ALL, contestant_named
 from timeprest.benchmarks.speed.cuts import balanced, further, neighbours
 from timeprest.benchmarks.speed.goals import goals
 from timeprest.benchmarks.speed.held import at_equal_limits, plan_for
 from timeprest.benchmarks.speed.machine import machine
-from timeprest.benchmarks.speed.ours import window_of
+from timeprest.benchmarks.speed.ours import shared, window_of
 from timeprest.benchmarks.speed.page import write_page
 from timeprest.benchmarks.speed.processes import StuckError, last_words, place_of, run_ranks
 from timeprest.benchmarks.speed.rank import RankSpec
@@ -35,9 +36,11 @@ from timeprest.benchmarks.speed.records import (
     write_results,
 )
 from timeprest.benchmarks.speed.rivals import Length, counts
+from timeprest.benchmarks.speed.rounds import Racer, Settings
 from timeprest.benchmarks.speed.steps import batches, plain
 from timeprest.benchmarks.speed.tables import speed_bars
 from timeprest.benchmarks.speed.tasks import MINI_BATCHES, Race
+from timeprest.planner.cluster import AllReduce, Network, measured_cluster, read_cluster
 from timeprest.profiles.errors import FileError, UserError
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -229,9 +232,45 @@ def test_names_and_counts():
     assert counts(contestant_named("tdp-1f1b"), 12) == [2, 3, 4, 6, 12]
     assert counts(contestant_named("tdp-1f1b@4"), 16) == [4]
     assert contestant_named("gpipe@4").variant == "gpipe"
-    for wrong in ("nobody", "gpipe@", "gpipe@0", "gpipe@x"):
+    for wrong in ("nobody", "gpipe@", "gpipe@0", "gpipe@x", "gpipe/", "gpipe/0", "gpipe/3@2"):
         with pytest.raises(UserError, match="choose of"):
             contestant_named(wrong)
+
+
+def test_more_processes_than_cores_take_turns(tmp_path):
+    three = contestant_named("timeprest@2/3").on(2)
+    assert (three.variant, three.micro_batches) == ("timeprest", 2)
+    assert (three.processes, three.turns, three.file_name) == (3, 2, "timeprest-2-of-3")
+    assert contestant_named("tdp-1f1b/3").stages == 3
+    assert contestant_named("timeprest@2").on(4).processes == 4
+    with pytest.raises(UserError, match="one process"):
+        contestant_named("two-threads/3")
+    network = Network(bandwidth_bytes_per_s=1e9, latency_s=1e-5)
+    summed = AllReduce(processes=2, latency_s=1e-4, bandwidth_bytes_per_s=1e9)
+    (tmp_path / "cluster.toml").write_text(measured_cluster("cpu", network, summed, ["measured"]))
+    cluster = read_cluster(shared(tmp_path, 3, 2))
+    assert (len(cluster.devices), cluster.cores) == (3, 2)
+    alone = read_cluster(tmp_path / "cluster.toml")
+    assert (cluster.network, cluster.all_reduce) == (alone.network, alone.all_reduce)
+
+
+def test_a_slow_machine_is_waited_for_or_told_of(tmp_path, monkeypatch):
+    """Runs at a slow pace are left out, unless patience is said to end."""
+    monkeypatch.setattr(rounds_module, "wait_for_quiet", lambda most: None)
+    monkeypatch.setattr(rounds_module, "race_ours", lambda *_: figures(1.0))
+    lines = []
+    for patience_s, kept in ((None, False), (0.0, True)):
+        settings = Settings(
+            tmp_path, 1, Length(1, 1), until=0.0, most_foreign=1.0, patience_s=patience_s
+        )
+        racer = Racer(settings, lines.append)
+        monkeypatch.setattr(racer._pace, "now", lambda: 0.5)
+        found = racer._run(contestant_named("timeprest"), "gpt")
+        assert (found is not None) == kept
+        racer.close()
+    assert any("not run" in line for line in lines)
+    assert found.pace == 0.5
+    assert racer._good(found)
 
 
 def test_window_is_from_update_to_update(tmp_path):

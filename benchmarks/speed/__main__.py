@@ -63,6 +63,11 @@ def models_of(text: str) -> list[str]:
 @click.option("--fresh", is_flag=True, help="Forget the profiles, plans and results there are.")
 @click.option("--no-search", is_flag=True, help="Rivals take balanced cuts and torch's defaults.")
 @click.option("--prepare", is_flag=True, help="Profile, plan and look for settings alone.")
+@click.option(
+    "--patience",
+    type=click.FloatRange(0),
+    help="Seconds to wait for a steady machine before each run; then run all the same, and say so.",
+)
 @click.option("--noisy", is_flag=True, help="Take what comes, to try things out: no figures.")
 @click.option("--results", default=str(DOCS / "benchmarks" / "races.json"))
 @click.option("--page", default=str(DOCS / "benchmarks.md"))
@@ -79,6 +84,7 @@ def main(
     fresh: bool,
     no_search: bool,
     prepare: bool,
+    patience: float | None,
     noisy: bool,
     results: str,
     page: str,
@@ -96,6 +102,7 @@ def main(
         search=not no_search,
         most_foreign=1.0 if noisy else MOST,
         least_pace=0.0 if noisy else LEAST,
+        patience_s=patience,
     )
     racer = Racer(settings, lambda text: print(text, flush=True))
     try:

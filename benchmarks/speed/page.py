@@ -14,6 +14,7 @@ from .bars import bars
 from .contestants import ALL
 from .goals import Goal, goals
 from .machine import machine
+from .pace import LEAST
 from .records import DOCS, Results, held_of, read_results
 from .tables import held_table, link_table, markdown, speed_bars, speed_table, stage_table
 from .tasks import MEMORY_RACES, RACES
@@ -121,6 +122,13 @@ def _facts(results: Results) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in here.versions.items())
     thrown = sum(each.thrown_away for each in results.rounds)
     runs = sum(len(each.runs) for each in results.rounds)
+    slow = sum(
+        r.pace is not None and r.pace < LEAST for o in results.rounds for r in o.runs.values()
+    )
+    rough = (
+        f" {slow} of the runs were made while the machine was at less than {LEAST:.0%} of its best "
+        "pace: those figures are rough."
+    )
     missing = missing_from(results)
     return (
         f"Pipelines of {results.stages} stages, a process of one thread for each, on the CPU; GPUs "
@@ -128,7 +136,9 @@ def _facts(results: Results) -> str:
         f"{format_bytes(here.memory_bytes)}, {here.system}; {versions}. "
         f"{runs} runs in {len(results.rounds)} rounds are in the "
         f"tables; {thrown} more were thrown away because others were computing meanwhile, or the "
-        "machine was slow." + (f"\n\nNot raced so far: {'; '.join(missing)}." if missing else "")
+        "machine was slow."
+        + (rough if slow else "")
+        + (f"\n\nNot raced so far: {'; '.join(missing)}." if missing else "")
     )
 
 

@@ -38,6 +38,8 @@ class Settings:
         search: for the rivals' best settings; otherwise balanced cuts do.
         most_foreign: share of the processors' time that a run may have lost to others.
         least_pace: share of the machine's best pace that it must have before and behind a run.
+        patience_s: how long it is waited for that before a run. None: as long as `Pace` does; then
+            nobody runs. Else whoever's turn it is runs all the same, and the page says so.
     """
 
     folder: Path
@@ -48,6 +50,7 @@ class Settings:
     most_foreign: float = MOST
     least_pace: float = LEAST
     search: bool = True
+    patience_s: float | None = None
 
 
 class Racer:
@@ -103,7 +106,16 @@ class Racer:
     def _wait(self) -> float:
         """Wait until nobody else computes and the machine is at its pace. Returns that."""
         wait_for_quiet(self.settings.most_foreign)
-        return self._pace.wait(self.tell, self.settings.until)
+        until, patience_s = self.settings.until, self.settings.patience_s
+        if patience_s is not None:
+            until = min(until, time.monotonic() + patience_s)
+        return self._pace.wait(self.tell, until)
+
+    def _slow(self, pace: float | None) -> bool:
+        """Whether that is too slow for a figure to be kept."""
+        if pace is None or self.settings.patience_s is not None:
+            return False
+        return pace < self.settings.least_pace
 
     def _alone(self, path: Path, make: Callable[[], Path]) -> None:
         """Make a file that holds measurements, once more while the machine isn't at its best."""
@@ -119,7 +131,7 @@ class Racer:
                 f"{path.parent.name}/{path.name}: {share:.1%} of the time was others', "
                 f"at {pace:.0%} of the best pace"
             )
-            good = share <= self.settings.most_foreign and pace >= self.settings.least_pace
+            good = share <= self.settings.most_foreign and not self._slow(pace)
             if not good and attempt < REPEATS and time.monotonic() < self.settings.until:
                 path.unlink()
 
@@ -154,12 +166,12 @@ class Racer:
 
     def _good(self, figures: Figures) -> bool:
         """Whether the machine was as it should be."""
-        slow = figures.pace is not None and figures.pace < self.settings.least_pace
-        return figures.foreign_share <= self.settings.most_foreign and not slow
+        alone = figures.foreign_share <= self.settings.most_foreign
+        return alone and not self._slow(figures.pace)
 
     def _run(self, contestant: Contestant, model: str) -> Figures | None:
         before = self._wait()
-        if before < self.settings.least_pace:
+        if self._slow(before):
             self.tell(f"{model} {contestant.name}: not run: the machine stays slow")
             return None
         watch = Watch()
