@@ -26,6 +26,8 @@ from timeprest.profiles.profile import Profile
 TASK = f"{Path(__file__).parent / 'mlp_task.py'}:MLPTask"
 
 CLUSTER = """\
+cores = 2
+
 [[devices]]
 name = "big"
 memory = "16GiB"
@@ -66,7 +68,18 @@ matmul = "float32"
 compute_efficiency = 0.5
 """
 
-_WORDS = ["machine", "count", "per_machine", "devices", "network", "node9", "node2", "nan", "inf"]
+_WORDS = [
+    "machine",
+    "count",
+    "per_machine",
+    "devices",
+    "network",
+    "node9",
+    "node2",
+    "nan",
+    "inf",
+    "cores",
+]
 
 SETTINGS: dict[str, Any] = {
     "format": "timeprest-run/1",
