@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-LEFT, WIDTH, ROW, TOP, RIGHT = 250, 400, 22, 34, 60
+LEFT, WIDTH, ROW, TOP, RIGHT = 250, 400, 22, 48, 60
 COLOURS = {True: "#0b7a75", False: "#9aa5b1"}
 """Of ours, and of the others."""
 
