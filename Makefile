@@ -73,8 +73,8 @@ bench-links: $(READY)
 	$(SPEED).slow_links
 
 bench-quick: $(READY)
-	$(SPEED) --fresh --models gpt,vgg11 --contestants timeprest,tdp-1f1b@4 --rounds 2 --timed 6 \
-	    --profile-seconds 5 --no-search --patience 2 --at-most 120 --work $(QUICK) --results $(QUICK)/races.json \
+	$(SPEED) --fresh --models gpt,vgg11 --contestants timeprest,tdp-1f1b@4 --rounds 1 --timed 6 \
+	    --profile-seconds 5 --no-search --patience 2 --at-most 140 --work $(QUICK) --results $(QUICK)/races.json \
 	    --page $(QUICK)/page.md
 	cat $(QUICK)/page.md
 
