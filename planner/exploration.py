@@ -112,7 +112,9 @@ class Exploration:
         self.bounds = {
             case: max(
                 self.relaxation.round_trip_s(case.micro_batches),
-                least_shared_s(self.relaxation, case.micro_batches, self._may_be(case)),
+                least_shared_s(
+                    self.relaxation, case.micro_batches, case.stages or self.most_stages
+                ),
             )
             for case in self.cases
         }
@@ -126,10 +128,6 @@ class Exploration:
         except OutOfBudget as reason:
             return str(reason)
         return None
-
-    def _may_be(self, case: Case) -> Sequence[int]:
-        """Stage counts that the case allows."""
-        return range(1, self.most_stages + 1) if case.stages is None else (case.stages,)
 
     def _bound_all(self) -> None:
         found: dict[Case, list[tuple[float, StageProblem, Cut]]] = {}

@@ -57,12 +57,12 @@ class Contestant:
     @property
     def variant(self) -> str:
         """The system, where it is ours."""
-        return kind_of_name(self.name)
+        return bare_name(self.name)
 
     @property
     def file_name(self) -> str:
         """The name as a part of a file's."""
-        return re.sub("[@/]", "-", self.name.replace("/", "-of-"))
+        return self.name.replace("@", "-").replace("/", "-of-")
 
     def on(self, cores: int) -> Contestant:
         """With a process of one thread for each core; one process has as many threads, or one."""
@@ -77,7 +77,7 @@ class Contestant:
         return self.stages if self.schedule == "DualPipeV" else self.processes
 
 
-def kind_of_name(name: str) -> str:
+def bare_name(name: str) -> str:
     """The name without what it may end in."""
     return re.split("[@/]", name)[0]
 

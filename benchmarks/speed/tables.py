@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from timeprest.profiles.units import format_bytes
 
 from .bars import BarRow
-from .contestants import ALL, BASE, contestant_named, kind_of_name
+from .contestants import ALL, BASE, bare_name, contestant_named
 from .ratios import Ratio, bottleneck_idle, of_stages, over_runs, runs_of, speed_ratio
 from .records import Figures, Held, LinkRun, Round
 
@@ -22,7 +22,7 @@ def names_in(rounds: Sequence[Round], model: str) -> list[str]:
     """Who ran on a model, in the table's sequence: rivals, then ours."""
     seen = {name for each in rounds if each.model == model for name in each.runs}
     places = list(ALL)
-    return sorted(seen, key=lambda name: (places.index(kind_of_name(name)), name))
+    return sorted(seen, key=lambda name: (places.index(bare_name(name)), name))
 
 
 def ratios_of(rounds: Sequence[Round], model: str) -> dict[str, Ratio]:
