@@ -67,6 +67,7 @@ def dry_run_lines(found: DryRun) -> list[str]:
         if found.meets_at
         else "workers are started on this host, at free ports of 127.0.0.1"
     )
+    lines += [f"warning: {warning}" for warning in found.warnings]
     lines += [f"problem: {problem}" for problem in found.problems]
     trained = counted(found.mini_batches, "mini-batch", "mini-batches")
     ready = "not ready" if found.problems else "ready"

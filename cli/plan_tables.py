@@ -12,7 +12,6 @@ from rich.text import Text
 from ..planner.operations import op_text
 from ..planner.orders import make_order
 from ..planner.plan import Plan, pipeline_of
-from ..planner.simulate import idle_cores
 from ..planner.stage_costs import UNMEASURED_WEIGHT_SHARE, unmeasured_weight_parts
 from ..planner.variants import variant_named
 from ..profiles.profile import Profile
@@ -20,6 +19,7 @@ from ..profiles.units import format_bytes, format_rate, format_seconds
 from .columns import labelled
 from .common import output
 from .folding import MOST_ROWS
+from .shared_cores import shared_cores
 from .stage_tables import memory_limit, memory_table, notes, stage_table
 from .tables import counted
 
@@ -76,15 +76,10 @@ def verdict(plan: Plan) -> Table:
 
 
 def _cores(plan: Plan) -> list[tuple[str, str]]:
-    """How busy the cores are that devices take turns on."""
-    pipeline = pipeline_of(plan)
-    idle = idle_cores(pipeline, plan.predicted.period_s)
-    if not idle:
+    shared = shared_cores(plan)
+    if shared is None:
         return []
-    devices = sum(map(len, pipeline.pools))
-    share = sum(i * count for i, count in zip(idle, pipeline.cores, strict=True))
-    share /= sum(pipeline.cores)
-    return [("cores", f"{sum(pipeline.cores)} for {devices} devices, {share:.0%} idle")]
+    return [("cores", f"{shared.cores} for {shared.devices} devices, {shared.idle_share:.0%} idle")]
 
 
 def rate(plan: Plan) -> str:

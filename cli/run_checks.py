@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -11,25 +10,11 @@ import msgspec
 
 from ..profiles.errors import UserError
 from .common import output
-from .tables import counted
 
 if TYPE_CHECKING:
     from ..planner.plan import Plan
     from ..runtime.meeting import Meeting
     from ..runtime.settings import RunSettings
-
-
-def _turns(plan: Plan, workers: int, threads: int) -> list[str]:
-    """That processes take turns on this machine's cores, where the plan doesn't know."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    at_once = max((cores or 1) // threads, 1)
-    if workers <= at_once or (plan.cluster.cores or workers) <= at_once:
-        return []
-    held = counted(cores or 1, "core", "cores")
-    return [
-        f"{workers} processes take turns on {held}: slower than planned; "
-        f"tp-plan solve --cores {at_once} plans for it"
-    ]
 
 
 def device_lines(
@@ -42,12 +27,15 @@ def device_lines(
         inline: all of them in this process.
         one_host: all of them on this one.
     """
+    from ..runtime.cores import unplanned_turns, usable_cores
     from ..runtime.devices import device_kind, gpu_count
     from ..runtime.placement import transport_here
 
     kind, lines = device_kind(plan, settings), []
     if kind == "cpu" and one_host and not inline:
-        lines += _turns(plan, workers, settings.threads)
+        cores, planned = usable_cores(), plan.cluster.cores
+        turns = unplanned_turns(workers, settings.threads, cores, planned)
+        lines += [] if turns is None else [turns]
     if kind == "cuda":
         gpus = gpu_count()
         if inline:

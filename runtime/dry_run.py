@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -20,6 +20,7 @@ from ..profiles.tracing.pieces import encode
 from ..profiles.tracing.shapes import ValueSpec
 from ..profiles.tracing.state import unchanged
 from ..profiles.units import format_bytes
+from .cores import unplanned_turns, usable_cores
 from .devices import CPU, check_kind, device_kind, device_of, gpu_count
 from .interface import use_interface
 from .meeting import Meeting
@@ -96,6 +97,9 @@ class DryRun(msgspec.Struct, frozen=True, kw_only=True):
     gpus: tuple[GpuCheck, ...]
     cuts: tuple[CutCheck, ...]
     problems: tuple[str, ...]
+    """For which a run would fail."""
+    warnings: tuple[str, ...] = ()
+    """For which it would be slower than predicted."""
 
 
 class _Mine(msgspec.Struct, frozen=True):
@@ -104,6 +108,7 @@ class _Mine(msgspec.Struct, frozen=True):
     rank: int
     host: str
     address: str
+    cores: int
     free_bytes: int
     run_dir: str
     device: str
@@ -140,6 +145,7 @@ def dry_run(
             rank=rank,
             host=socket.gethostname(),
             address=address,
+            cores=usable_cores(),
             free_bytes=free,
             run_dir=str(where.path.absolute()),
             device=str(device),
@@ -302,7 +308,17 @@ def _findings(
             for c in prepared.deal.crossings
         ),
         problems=tuple(_problems(workers, hosts, gpus)),
+        warnings=tuple(_warnings(prepared, found)),
     )
+
+
+def _warnings(prepared: Prepared, found: Sequence[_Mine]) -> Iterator[str]:
+    planned, threads = prepared.plan.cluster.cores, prepared.settings.threads
+    for host, first in _first_of_each(found).items():
+        workers = sum(mine.host == host and mine.device == "cpu" for mine in found)
+        turns = unplanned_turns(workers, threads, first.cores, planned)
+        if turns is not None:
+            yield f"{host}: {turns}"
 
 
 def _first_of_each(found: Sequence[_Mine]) -> dict[str, _Mine]:

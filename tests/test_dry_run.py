@@ -13,7 +13,9 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
+from click.testing import CliRunner
 from plans import plan_by_hand, with_times
+from timeprest.cli.run import main
 from timeprest.profiles.errors import FileError, PlanError, RunError
 from timeprest.profiles.files import write_file
 from timeprest.profiles.measuring.measure import measure
@@ -78,6 +80,26 @@ def test_too_little_memory_is_a_problem(plan, mlp_target, tmp_path, monkeypatch)
     found = dry_run(plan, RunSettings(task=mlp_target, steps=7), str(tmp_path / "run"))
     assert len(found.problems) == 1
     assert found.problems[0].endswith("and 1000 B are free")
+
+
+def test_workers_of_a_host_that_take_turns_are_a_warning(plan, mlp_target, tmp_path, monkeypatch):
+    """Only where the plan doesn't know; and the run is ready all the same."""
+    settings = RunSettings(task=mlp_target, steps=7)
+    write_file(tmp_path / "plan.json", plan)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(module, "usable_cores", lambda: 2)
+    found = dry_run(plan, settings, "run")
+    (told,) = found.warnings
+    assert "3 processes take turns on 2 cores" in told
+    assert told.endswith("tp-plan solve --cores 2 plans for it")
+    assert found.problems == ()
+    told = CliRunner().invoke(main, ["plan.json", "--dry-run", "--steps", "7"])
+    assert told.exit_code == 0
+    assert "warning: " in told.output
+    cluster = msgspec.structs.replace(plan.cluster, cores=2)
+    assert dry_run(msgspec.structs.replace(plan, cluster=cluster), settings, "run").warnings == ()
+    monkeypatch.setattr(module, "usable_cores", lambda: 3)
+    assert dry_run(plan, settings, "run").warnings == ()
 
 
 def test_what_makes_a_run_impossible_is_an_error(plan, mlp_target, tmp_path):
