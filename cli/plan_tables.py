@@ -18,8 +18,8 @@ from ..profiles.profile import Profile
 from ..profiles.units import format_bytes, format_rate, format_seconds
 from .columns import labelled
 from .common import output
+from .core_use import core_use
 from .folding import MOST_ROWS
-from .shared_cores import shared_cores
 from .stage_tables import memory_limit, memory_table, notes, stage_table
 from .tables import counted
 
@@ -76,10 +76,10 @@ def verdict(plan: Plan) -> Table:
 
 
 def _cores(plan: Plan) -> list[tuple[str, str]]:
-    shared = shared_cores(plan)
-    if shared is None:
+    use = core_use(plan)
+    if use is None:
         return []
-    return [("cores", f"{shared.cores} for {shared.devices} devices, {shared.idle_share:.0%} idle")]
+    return [("cores", f"{use.cores} for {use.devices} devices, {use.idle_share:.0%} idle")]
 
 
 def rate(plan: Plan) -> str:

@@ -35,7 +35,8 @@ def device_lines(
     if kind == "cpu" and one_host and not inline:
         cores, planned = usable_cores(), plan.cluster.cores
         turns = unplanned_turns(workers, settings.threads, cores, planned)
-        lines += [] if turns is None else [turns]
+        if turns is not None:
+            lines.append(turns)
     if kind == "cuda":
         gpus = gpu_count()
         if inline:

@@ -9,7 +9,7 @@ import msgspec
 from ... import __version__
 from ...planner.plan import Plan
 from ...planner.recording import predicted
-from ..shared_cores import shared_cores
+from ..core_use import core_use
 from .page import write_page
 from .recording_data import columns
 
@@ -29,7 +29,7 @@ def plan_part(plan: Plan, name: str, mini_batches: int | None = None) -> dict[st
     return {
         "name": name,
         "plan": msgspec.to_builtins(plan),
-        "cores": msgspec.to_builtins(shared_cores(plan)),
+        "cores": msgspec.to_builtins(core_use(plan)),
         "recording": columns(recording),
         "mini_batches_shown": len(shown),
     }

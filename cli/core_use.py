@@ -8,7 +8,7 @@ from ..planner.plan import Plan, pipeline_of
 from ..planner.simulate import idle_cores
 
 
-class SharedCores(msgspec.Struct, frozen=True, kw_only=True):
+class CoreUse(msgspec.Struct, frozen=True, kw_only=True):
     """Of all machines together."""
 
     cores: int
@@ -18,14 +18,14 @@ class SharedCores(msgspec.Struct, frozen=True, kw_only=True):
     """Of the cores' time in a steady period."""
 
 
-def shared_cores(plan: Plan) -> SharedCores | None:
+def core_use(plan: Plan) -> CoreUse | None:
     """None where every device has a core of its own."""
     pipeline = pipeline_of(plan)
     idle = idle_cores(pipeline, plan.predicted.period_s)
     if not idle:
         return None
     cores = sum(pipeline.cores)
-    return SharedCores(
+    return CoreUse(
         cores=cores,
         devices=sum(map(len, pipeline.pools)),
         idle_share=sum(i * count for i, count in zip(idle, pipeline.cores, strict=True)) / cores,
