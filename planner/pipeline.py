@@ -135,9 +135,9 @@ class Pipeline:
 
     def backward_op_s(self, stage: int) -> float:
         """Duration of one backward operation on one replica; where split, of its first part."""
-        return (self.backward_s[stage] - self.weight_op_s(stage)) * self.micro_batches_per_share(
-            stage
-        )
+        # A weight part known to take longer than the whole must not begin before this one.
+        seconds = max(self.backward_s[stage] - self.weight_op_s(stage), 0.0)
+        return seconds * self.micro_batches_per_share(stage)
 
     def weight_op_s(self, stage: int) -> float:
         """Duration of one weight part on one replica."""

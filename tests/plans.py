@@ -32,6 +32,7 @@ def with_times(profile, forward_s=1e-3, backward_s=2e-3, shares=None):
                     forward_s=share * forward_s * m.micro_batch,
                     backward_s=share * backward_s * m.micro_batch,
                     backward_input_s=None,
+                    backward_weight_s=None,
                 )
                 for m in layer.measurements
             ),

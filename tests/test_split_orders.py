@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -150,6 +151,18 @@ def test_a_gradient_message_leaves_before_the_weight_part():
     assert at[0]["B"].start_s == at[1]["B"].end_s == 3.0
     assert at[1]["W"].start_s == 3.0
     assert at[0]["U"].start_s == 5.0
+
+
+def test_a_stage_keeps_its_order_where_rounding_leaves_nothing_of_a_first_part():
+    """A weight part that is longer than the whole by a trifle doesn't begin before the first."""
+    pipeline = replace(equal_stages(3, 4), backward_s=(0.3,) * 3, weight_s=(0.3 + 1e-12,) * 3)
+    assert pipeline.backward_op_s(0) == 0
+    order = make_order(pipeline, 2)
+    timeline = simulate(pipeline, order)
+    for s, ops in enumerate(order):
+        assert [k for stage, k in timeline.sequence if stage == s] == list(range(len(ops)))
+        for before, after in pairwise(timeline.stages[s]):
+            assert after.start_s >= before.end_s
 
 
 def test_the_checker_knows_weight_parts():
