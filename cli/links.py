@@ -18,7 +18,8 @@ from ..planner.cluster import (
     write_latency,
 )
 from ..planner.link_fit import LinkFit, fit_link, typical_pair
-from ..profiles.files import check_writable, write_bytes
+from ..profiles.files import write_bytes
+from ..profiles.outputs import Kind, check_output
 from ..profiles.units import format_bytes, format_seconds
 from .common import output
 from .progress import Bar
@@ -59,7 +60,7 @@ def links_command(path: str, *, processes: int, device: str, quiet: bool, as_jso
         UserError: a bad path, too few processes or GPUs.
         RunError: a worker died, got stuck, or failed. Nothing is written then.
     """
-    check_writable(path)
+    check_output(path, Kind.CLUSTER)
     # Torch takes its time; bad paths needn't wait for it.
     from ..runtime.links import measure_links
 

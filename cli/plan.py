@@ -11,6 +11,7 @@ from ..planner.plan import read_plan
 from ..planner.recheck import recheck
 from ..profiles.errors import UserError
 from ..profiles.files import read_file, write_file
+from ..profiles.outputs import Kind, check_output, check_outputs
 from ..profiles.profile import Profile, check_profile
 from .common import OneLineGroup, Whole, common_options, errors_as_lines, output
 from .compare import compare
@@ -79,6 +80,12 @@ def show(
 ) -> None:
     """Show PLAN: its stages, what they should cost, and the order's first operations."""
     plan = read_plan(plan_path)
+    check_outputs(
+        ("--svg", figures["svg"], Kind.FIGURE),
+        ("--svg-memory", figures["svg_memory"], Kind.FIGURE),
+        ("--html", html, Kind.PAGE),
+        ("--trace", trace_path, Kind.TRACE),
+    )
     drawing = with_timeline or figures["svg"] or figures["svg_memory"]
     if not drawing and (first, mini_batches) != (None, None):
         raise UserError("--from-mini-batch, --mini-batches: go with --timeline or --svg")
@@ -124,6 +131,8 @@ def check(
 
     Ends with code 2 when the plan breaks a rule or a memory limit.
     """
+    if path:
+        check_output(path, Kind.PLAN)
     plan = read_plan(plan_path)
     profile = check_profile(read_file(profile_path, Profile), profile_path)
     found = recheck(plan, profile, plan_path)

@@ -10,9 +10,10 @@ import click
 import msgspec
 
 from ..profiles.errors import UserError
-from ..profiles.files import check_writable, is_file, write_file
+from ..profiles.files import is_file, write_file
 from ..profiles.importers.foreign import import_profile, is_foreign
 from ..profiles.limits import MAX_FACTOR, MAX_THREADS
+from ..profiles.outputs import Kind, check_output
 from ..profiles.profile import FRONT_ENDS, Profile
 from .common import (
     Number,
@@ -181,7 +182,7 @@ def main(
         raise UserError("--together: is for --device cpu")
     _check_processes("--together", options["together"] or 1)
     path = path or "profile.json"
-    check_writable(path)
+    check_output(path, Kind.PROFILE)
     sizes = whole_numbers(options["micro_batch_sizes"], "--micro-batch-sizes")
     if sizes and options["batch_size"] and max(sizes) > options["batch_size"]:
         raise UserError(

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ..profiles.errors import UserError
+from ..profiles.outputs import Kind, check_outputs
 from ..profiles.units import format_bytes, format_seconds
 from .common import OneLineCommand, common_options, errors_as_lines, output
 from .figures.options import width_option, write_run_figure
@@ -50,6 +51,9 @@ def report(
     """
     from .report.run_data import distinct_names, read_facts, run_figures
 
+    check_outputs(
+        ("-o", path, Kind.PAGE), ("--trace", trace_path, Kind.TRACE), ("--svg", svg, Kind.FIGURE)
+    )
     names = distinct_names(run_dirs)
     runs = [read_facts(run, name) for run, name in zip(run_dirs, names, strict=True)]
     if path:

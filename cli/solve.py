@@ -20,8 +20,9 @@ from ..planner.search import solve as solve_plan
 from ..planner.tied import TIED
 from ..planner.variants import VARIANTS, variant_named
 from ..profiles.errors import InfeasibleError, PlanError, UserError
-from ..profiles.files import check_writable, read_file, write_file
+from ..profiles.files import read_file, write_file
 from ..profiles.limits import MAX_FACTOR
+from ..profiles.outputs import Kind, check_output
 from ..profiles.profile import IMPORTED, Profile, check_profile
 from .cluster_options import cluster_of, cluster_options
 from .common import Number, Whole, common_options, errors_as_lines, output
@@ -129,7 +130,8 @@ def solve(
     """
     if variant != "all":
         variant_named(variant)
-    check_writable(path)
+    for file in [path] if variant != "all" else [_beside(path, name) for name in VARIANTS]:
+        check_output(file, Kind.PLAN)
     profile = check_profile(read_file(profile_path, Profile), profile_path)
     own = options["cluster_path"] is None
     cluster = cluster_of(options)

@@ -91,6 +91,15 @@ def is_file(path: str | Path) -> bool:
         return False
 
 
+def is_stream(path: Path) -> bool:
+    """Whether what is written there goes on to somebody: a pipe, a device, or a name for one."""
+    absolute = os.path.abspath(path)
+    if absolute.startswith(("/dev/", "/proc/")) and not absolute.startswith("/dev/shm/"):
+        # /dev/stdout may lead to a file, and is no file itself.
+        return not path.is_dir()
+    return path.exists() and not path.is_file() and not path.is_dir()
+
+
 def _check_digits(path: Path, value: Any, where: str) -> None:
     """Whole numbers have no limit in JSON, and can't all become floats."""
     if isinstance(value, int) and abs(value) > MAX_PREDICTED:
@@ -132,7 +141,7 @@ def write_bytes(path: str | Path, data: bytes) -> None:
     path = Path(path)
     temporary: str | None = None
     try:
-        if path.exists() and not path.is_file() and not path.is_dir():
+        if is_stream(path):
             path.write_bytes(data)
             return
         path.parent.mkdir(parents=True, exist_ok=True)

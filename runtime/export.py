@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..planner.plan import read_plan
 from ..profiles.errors import FileError
-from ..profiles.files import check_writable
+from ..profiles.outputs import MADE_BY, Kind, check_output
 from .checkpoint import Saved
 from .run_dir import load_weights, save_tensors
 from .starting import source
@@ -28,10 +28,10 @@ def export(run: str | Path, output: str | Path, *, at: int | None = None) -> Pat
     Raises FileError: there are none, or a file is broken or can't be written.
     """
     run, output = Path(run), Path(output)
-    check_writable(output)
+    check_output(output, Kind.MODEL)
     saved = source(run, at, "--at {at}")
     weights = load_weights(run) if saved is None else _whole_model(saved)
-    save_tensors(output, weights)
+    save_tensors(output, weights, dict([MADE_BY]))
     return run / "weights" if saved is None else saved.path
 
 

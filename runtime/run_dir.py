@@ -199,13 +199,15 @@ class RunDir:
         write_bytes(path, msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n")
 
 
-def save_tensors(path: Path, named: Mapping[str, Tensor]) -> None:
+def save_tensors(
+    path: Path, named: Mapping[str, Tensor], metadata: dict[str, str] | None = None
+) -> None:
     """Write tensors to a safetensors file. Raises FileError."""
-    write_bytes(path, tensor_bytes(named))
+    write_bytes(path, tensor_bytes(named, metadata))
 
 
-def tensor_bytes(named: Mapping[str, Tensor]) -> bytes:
-    """Tensors as a safetensors file has them."""
+def tensor_bytes(named: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> bytes:
+    """Tensors as a safetensors file has them, with its metadata."""
     from safetensors.torch import save
 
     # safetensors wants each memory once: tied tensors are written under every name.
@@ -215,7 +217,7 @@ def tensor_bytes(named: Mapping[str, Tensor]) -> bytes:
         key = tensor.untyped_storage().data_ptr()
         separate[name] = tensor.cpu().clone() if key in seen else tensor.cpu().contiguous()
         seen.add(key)
-    return save(separate)
+    return save(separate, metadata)
 
 
 def load_weights(path: str | Path) -> dict[str, Tensor]:

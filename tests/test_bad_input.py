@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from click.testing import CliRunner
-from fuzz_cases import CLUSTER, SPEC, TASK, fill, sound_plan
+from fuzz_cases import CLUSTER, SPEC, TASK, fill, sound_plan, sound_run
 from fuzz_commands import command_named, inside
 from timeprest.planner.cluster import read_cluster, uniform_cluster
 from timeprest.planner.plan import Plan
@@ -18,6 +18,7 @@ from timeprest.profiles.errors import FileError, UserError
 from timeprest.profiles.files import check_writable, read_file, read_toml, write_bytes
 from timeprest.profiles.limits import MAX_FILE_BYTES, MAX_TOML_BYTES, ratio
 from timeprest.profiles.measuring.device_specs import load_spec
+from timeprest.profiles.outputs import Kind, check_output
 from timeprest.profiles.profile import Profile
 from timeprest.profiles.units import parse_bandwidth, parse_bytes, parse_seconds
 
@@ -253,6 +254,89 @@ def test_files_too_large_and_those_without_an_end_are_not_read(tmp_path):
     for read in (read_cluster, load_spec, lambda path: read_file(path, Plan)):
         with pytest.raises(FileError, match="isn't a file"):
             read(str(pipe))
+
+
+OUTPUTS = {
+    "profile": "tp-profile profile.txt --batch-size 4 -o",
+    "plan": "tp-plan solve profile.json --devices 2 -o",
+    "checked": "tp-plan check plan.json --profile profile.json -o",
+    "page": "tp-plan show plan.json --html",
+    "figure": "tp-plan show plan.json --svg",
+    "trace": "tp-plan show plan.json --trace",
+    "run page": "tp-run report stopped -o",
+    "run figure": "tp-run report stopped --svg",
+    "run trace": "tp-run report stopped --trace",
+    "model": "tp-run export stopped -o",
+}
+
+
+@pytest.fixture
+def outputs(box):
+    """A file of each kind that commands write."""
+    for name, content in sound_run().items():
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_bytes(content)
+    Path("graph.txt").rename("profile.txt")
+    for name, words in OUTPUTS.items():
+        call(*words.split(), name, "-q", code=0)
+    return box
+
+
+def test_outputs_are_written_over_files_of_their_own_kind_alone(outputs):
+    """A profile over a profile, a page over a page: whatever the file is called."""
+    texts = ("task.py", "cluster.toml", "tensors", "page.html", "figure.svg", "notes")
+    contents = (b"import os\n", CLUSTER.encode(), sound_run()["stopped/weights/stage0.safetensors"])
+    contents += (b"<!DOCTYPE html><p>mine</p>", b"<svg/>", b"mine")
+    for name, content in zip(texts, contents, strict=True):
+        Path(name).write_bytes(content)
+    kinds = {name: name.removeprefix("run ").replace("checked", "plan") for name in OUTPUTS}
+    for name, words in OUTPUTS.items():
+        for other in (*OUTPUTS, *texts):
+            before = Path(other).read_bytes()
+            if kinds.get(other) == kinds[name]:
+                call(*words.split(), other, "-q", code=0)
+                continue
+            line = call(*words.split(), other, "-q")
+            assert f"{other}: isn't overwritten: " in line
+            assert "stands there, and this would be" in line
+            assert Path(other).read_bytes() == before
+    assert "a Python file stands there, and this would be a plan" in call(
+        *OUTPUTS["plan"].split(), "task.py"
+    )
+    check_output("cluster.toml", Kind.CLUSTER)
+    with pytest.raises(FileError, match="a plan stands there, and this would be a cluster file"):
+        check_output("plan", Kind.CLUSTER)
+    # Nothing is lost with these.
+    Path("empty").touch()
+    call(*OUTPUTS["plan"].split(), "empty", "-q", code=0)
+    call(*OUTPUTS["plan"].split(), "/dev/null", "-q", code=0)
+
+
+def test_a_runs_own_files_are_no_outputs(outputs):
+    own = sorted(Path(name) for name in sound_run())
+    before = [path.read_bytes() for path in own]
+    for path in (*own, Path("stopped/weights/all.safetensors"), Path("stopped/summary.json")):
+        for name in ("plan", "checked", "run page", "run trace", "run figure", "model"):
+            assert "belongs to the run in" in call(*OUTPUTS[name].split(), str(path))
+    assert [path.read_bytes() for path in own] == before
+    call(*OUTPUTS["run page"].split(), "stopped/report.html", "-q", code=0)
+
+
+def test_two_outputs_have_two_files(outputs):
+    line = call("tp-plan", "show", "plan.json", "--html", "x", "--trace", "./x")
+    assert "--html, --trace: both name" in line
+    # All are looked at before the first is written.
+    call("tp-plan", "show", "plan.json", "--html", "x", "--trace", "plan")
+    assert not Path("x").exists()
+
+
+def test_the_name_of_a_stream_stays_one(tmp_path):
+    """What /dev/stdout leads to may be a file; the name isn't replaced by one."""
+    with (tmp_path / "found").open("wb") as file:
+        name = f"/proc/self/fd/{file.fileno()}"
+        check_output(name, Kind.PLAN)
+        write_bytes(name, b"{}")
+    assert (tmp_path / "found").read_bytes() == b"{}"
 
 
 def test_a_device_is_written_to_and_stays_one(monkeypatch):
