@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +16,7 @@ from torch import Tensor
 from ..planner.plan import Plan, read_plan
 from ..profiles.errors import FileError
 from ..profiles.files import read_file, write_bytes, write_file
+from ..profiles.outputs import RUN_OWN, holds_settings
 from .scores import RunSummary, StageReport, decode
 from .settings import RunSettings
 from .workers import Worker
@@ -46,18 +49,34 @@ class RunDir:
         self.path = Path(path)
 
     def create(self, plan: Plan, settings: RunSettings) -> None:
-        """Make the directory. Raises FileError when it holds a run already, or can't be made."""
+        """Make the directory. Raises FileError as `check_new`, or when it can't be made."""
         self.check_new()
         self.join(plan, settings)
 
     def check_new(self) -> None:
-        """Raise FileError when it holds a run already."""
+        """Raise FileError when it holds a run already, or files that a run would write over."""
         try:
-            taken = (self.path / "plan.json").exists()
+            found = [name for name in RUN_OWN if os.path.lexists(self.path / name)]
+            foreign = [name for name in found if not self._may_stand(name)]
         except OSError as error:
             raise FileError(f"{self.path}: can't be read: {error.strerror}") from None
-        if taken:
+        if "plan.json" in found and holds_settings(self.path):
             raise FileError(f"{self.path}: holds a run already; give another --run-dir")
+        if foreign:
+            raise FileError(
+                f"{self.path}: isn't a run directory, and a run would write over its own "
+                f"{foreign[0]}; give another --run-dir"
+            )
+
+    def _may_stand(self, name: str) -> bool:
+        """Whether a run may find this before it begins: what one left that had hardly begun."""
+        path = self.path / name
+        if name == "settings.json":
+            return holds_settings(self.path)
+        if name in ("lock", "lock.workers"):
+            return is_lock(path)
+        # The launcher of many hosts may have been told to write its logs there.
+        return path.is_dir() and (name == "logs" or not any(path.iterdir()))
 
     def join(self, plan: Plan, settings: RunSettings) -> None:
         """Make what isn't there of it: another host's worker may have. Raises FileError."""
@@ -197,6 +216,15 @@ class RunDir:
 
     def _write_json(self, path: Path, value: Any) -> None:
         write_bytes(path, msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n")
+
+
+def is_lock(path: Path) -> bool:
+    """Whether a file is one that `run_lock` writes, and no other's of that name."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        text = file.read(401)
+    return not text or re.fullmatch(rb"\d+ on \S+ ?\S*", text) is not None
 
 
 def save_tensors(

@@ -322,6 +322,41 @@ def test_a_runs_own_files_are_no_outputs(outputs):
     call(*OUTPUTS["run page"].split(), "stopped/report.html", "-q", code=0)
 
 
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"settings.json": b"{}", "lock": b"mine"},
+        {"lock": b"mine"},
+        {"plan.json": b"a plan of my house"},
+        {"weights/stage0.safetensors": b"mine"},
+        {"status": b"well"},
+    ],
+)
+def test_a_folder_that_isnt_a_run_is_no_run_directory(own, box):
+    for name, content in own.items():
+        Path("mine", name).parent.mkdir(parents=True, exist_ok=True)
+        Path("mine", name).write_bytes(content)
+    words = ("plan.json", "--inline", "--steps", "1", "--task", TASK, "-q", "--run-dir", "mine")
+    for more in ((), ("--dry-run",)):
+        line = call("tp-run", *words, *more)
+        assert "mine: isn't a run directory, and a run would write over its own" in line
+    found = {str(path.relative_to("mine")) for path in Path("mine").rglob("*") if path.is_file()}
+    assert found == set(own)
+    assert all(Path("mine", name).read_bytes() == content for name, content in own.items())
+
+
+def test_a_run_begins_where_one_had_hardly_begun(box):
+    """Its locks and settings are there, and no plan; a launcher's logs, too."""
+    Path("hardly/logs/0").mkdir(parents=True)
+    Path("hardly/lock").write_text("12 on host 0f3a")
+    Path("hardly/lock.workers").touch()
+    Path("hardly/settings.json").write_bytes(Path("run/settings.json").read_bytes())
+    Path("hardly/notes.txt").write_text("mine")
+    words = ("plan.json", "--inline", "--steps", "1", "--task", TASK, "-q", "--run-dir", "hardly")
+    call("tp-run", *words, code=0)
+    assert "holds a run already" in call("tp-run", *words)
+
+
 def test_two_outputs_have_two_files(outputs):
     line = call("tp-plan", "show", "plan.json", "--html", "x", "--trace", "./x")
     assert "--html, --trace: both name" in line
