@@ -43,8 +43,9 @@ class Task(Protocol):
         """The loss of a micro-batch: a mean over its samples, so that uneven ones weigh right."""
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """A new optimizer over one stage's parameters, or over groups of them where there is a
-        ``parameter_groups``, or weight decay is for matrices alone."""
+        """A new optimizer over one stage's trainable parameters, all of them and no others, or over
+        groups of them where there is a ``parameter_groups``, or weight decay is for matrices
+        alone. Called once for each stage."""
 
 
 def fetch(dataset: Dataset[Any], indices: Sequence[int] | Tensor) -> tuple[tuple[Tensor, ...], Any]:

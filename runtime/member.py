@@ -20,6 +20,7 @@ from ..planner.plan import Plan
 from ..profiles.allocator import keep_freed_memory
 from . import watchdog
 from .devices import check_kind, device_kind, gpu_count, own_device
+from .hooks import check_optimizers
 from .interface import use_interface
 from .meeting import Meeting
 from .observer import Observer, read_epochs
@@ -117,6 +118,7 @@ def _prepare(plan: Plan, settings: RunSettings, meeting: Meeting) -> Prepared:
     use_interface(meeting.launched)
     check_kind(device_kind(plan, settings), settings, gpu_count())
     prepared = prepare(plan, settings)
+    check_optimizers(prepared)
     if settings.start_from is not None:
         check_start(prepared, Path(settings.start_from))
     meeting.gather("ready")

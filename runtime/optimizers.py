@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..profiles.errors import TargetError, UserError
-from ..profiles.target import describe_error
+from ..profiles.hooks import Named, call_hook, task_optimizer
 from ..profiles.task import Task
 from .settings import OptimizerChoice, RunSettings
 
 Groups = list[dict[str, Any]]
 """Parameter groups as torch's optimizers take them: "params" and, where they differ, options."""
-
-Named = Sequence[tuple[str, nn.Parameter]]
-"""Parameters under the model's own names."""
 
 Parameters = Iterable[Any]
 """Parameters, or groups of them."""
@@ -58,26 +55,29 @@ def check_choice(choice: OptimizerChoice) -> OptimizerChoice:
 
 
 def make_optimizer(
-    task: Task, settings: RunSettings, named: Iterable[tuple[str, nn.Parameter]]
+    task: Task,
+    settings: RunSettings,
+    named: Iterable[tuple[str, nn.Parameter]],
+    owner: str = "the model",
 ) -> torch.optim.Optimizer | None:
     """The optimizer of one stage; None for a stage without parameters to train.
 
     Args:
         named: the stage's parameters under the model's own names.
+        owner: the stage, for messages.
 
-    Raises TargetError when the task's own can't be made, or its groups aren't right.
+    Raises TargetError when the task's own can't be made, isn't over just these parameters, or
+        its groups aren't right.
     """
-    trained = [(name, p) for name, p in named if p.requires_grad]
+    every = list(named)
+    trained = [(name, p) for name, p in every if p.requires_grad]
     if not trained:
         return None
     parameters = _groups(task, settings, trained)
     choice = settings.optimizer
     if choice is not None:
         return _MAKERS[choice.name](parameters, choice)
-    try:
-        return task.optimizer(parameters)
-    except Exception as error:  # the user's code
-        raise TargetError(f"the task's optimizer failed: {describe_error(error)}") from error
+    return task_optimizer(task.optimizer, parameters, every, owner)
 
 
 def _groups(task: Task, settings: RunSettings, trained: Named) -> Parameters:
@@ -87,11 +87,11 @@ def _groups(task: Task, settings: RunSettings, trained: Named) -> Parameters:
         return [p for _, p in trained]
     groups: Groups = [{"params": [p for _, p in trained]}]
     if by_task is not None:
-        try:
-            groups = [dict(group, params=list(group["params"])) for group in by_task(trained)]
-        except Exception as error:  # the user's code
-            reason = describe_error(error)
-            raise TargetError(f"the task's parameter_groups failed: {reason}") from error
+
+        def listed() -> Groups:
+            return [dict(group, params=list(group["params"])) for group in by_task(trained)]
+
+        groups = call_hook("parameter_groups", listed)
         _check_groups(groups, trained)
     if settings.decay_only == "matrices":
         groups = [part for group in groups for part in _by_dimensions(group)]

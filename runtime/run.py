@@ -16,6 +16,7 @@ from .channels import LocalChannels, Mailbox
 from .checkpoint import CheckpointWriter
 from .devices import check_kind, device_kind, gpu_count, own_device
 from .gradient_files import keep_gradients
+from .hooks import check_optimizers
 from .launch import launch
 from .observer import Both, MetricsFile, Observer, Silent, read_epochs
 from .operation_log import StageMetrics, operation_log
@@ -53,6 +54,7 @@ def run(
     settings = check_settings(settings)
     check_device(plan, settings)
     prepared = prepare(plan, settings)
+    check_optimizers(prepared)
     if settings.start_from is not None:
         check_start(prepared, Path(settings.start_from))
     where = RunDir(run_dir)
@@ -94,6 +96,7 @@ def resume(
     settings = settings_to_resume(where, plan, settings, epochs=epochs, steps=steps, at=at)
     check_device(plan, settings)
     prepared = prepare(plan, settings)
+    check_optimizers(prepared)
     check_unfinished(prepared, where)
     with alone(where.path):
         where.reopen(settings)

@@ -91,6 +91,7 @@ class StageRunner:
                 self.share,
                 plan.stages[s].recompute,
                 prepared.names,
+                f"stage {s}",
             ),
             prepared.task,
             settings,

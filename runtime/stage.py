@@ -69,6 +69,7 @@ class StageWork:
         share: what this replica has of them.
         recompute: activations are computed again before the backward.
         names: for each name of a parameter, the first that the whole model has for it.
+        stage: its name in messages.
     """
 
     variant: Variant
@@ -76,6 +77,7 @@ class StageWork:
     share: Share
     recompute: bool = False
     names: Mapping[str, str] = field(default_factory=dict)
+    stage: str = "the stage"
 
 
 class Stage:
@@ -125,7 +127,7 @@ class Stage:
         self.weights = WeightVersions(parameters)
         # Copies of a parameter go by one name, so that groups treat them alike.
         named = [(work.names.get(name, name), p) for name, p in self.module.named_parameters()]
-        made = make_optimizer(task, settings, named)
+        made = make_optimizer(task, settings, named, work.stage)
         self.optimizer = None if made is None else follow(work.variant.update_rule, made)
         self.scheduler = make_scheduler(task, settings, self.optimizer, updates)
         self.lr: float | None = None

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..errors import TargetError, UserError
+from ..hooks import task_optimizer
 from ..profile import OptimizerCost, Profile, check_profile
 from ..target import Target, describe_error
 from ..tracing.call import Call
@@ -183,7 +184,14 @@ def _for_size(traced: TracedModel, model: nn.Module, target: Target, call: Call)
 
 def _optimizer(bench: Bench) -> OptimizerCost:
     task = bench.target.task
-    make = task.optimizer if task else None
+    make = None
+    if task is not None:
+        known = {id(p): name for name, p in bench.model.named_parameters()}
+
+        def make(given: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+            named = [(known.get(id(p), "a parameter"), p) for p in given]
+            return task_optimizer(task.optimizer, given, named, "the model")
+
     spec = bench.platform.spec
     if spec is not None:
         from .roofline import optimizer_roofline

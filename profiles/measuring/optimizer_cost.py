@@ -16,7 +16,7 @@ _STEPS = 7
 
 
 def measure_optimizer(
-    make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None,
+    make: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer] | None,
     parameters: Sequence[nn.Parameter],
     groups: Sequence[Sequence[nn.Parameter]],
     clock: Clock,
@@ -57,7 +57,7 @@ def _bytes(parameters: Iterable[Tensor]) -> int:
 
 
 def _time_step(
-    make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
+    make: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer],
     parameters: Sequence[nn.Parameter],
     clock: Clock,
 ) -> tuple[torch.optim.Optimizer, float]:

@@ -9,7 +9,7 @@ What counts for each operation is in operation_cost.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -80,7 +80,7 @@ class Roofline(TorchDispatchMode):
 
 
 def optimizer_roofline(
-    make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None,
+    make: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer] | None,
     spec: DeviceSpec,
     dtype: torch.dtype = torch.float32,
 ) -> OptimizerCost:
@@ -106,6 +106,8 @@ def optimizer_roofline(
             optimizer.step()
             with Roofline(spec) as clock:
                 optimizer.step()
+        except TargetError:
+            raise
         except Exception as error:
             reason = " ".join(str(error).split())
             raise TargetError(
