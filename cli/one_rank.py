@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from ..profiles.errors import RunError, TimeprestError
+from ..profiles.parent import end_with_parent
 from ..runtime.launched import launched_by
 from .common import OneLineCommand
 
@@ -51,6 +52,9 @@ def one_rank_tells(function: F) -> F:
             raise
         if launched is None:
             return function(*args, **kwargs)
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            # srun looks after its tasks itself; of who else sets RANK nothing is known.
+            end_with_parent(os.getppid())
         # Torch takes its time; who starts workers on this machine alone needn't wait for it.
         from ..profiles.target import describe_error
         from ..runtime.meeting import Meeting

@@ -9,6 +9,7 @@
     │   └── InfeasibleError no plan fits the limits
     ├── OrderError          an order that breaks its rules (a bug here, or an edited plan)
     └── RunError            training failed: a worker died or got stuck, or the user's code raised
+        └── StoppedError    a signal from outside ended it
 
 Messages are one line: what is wrong, where, and what to do about it.
 """
@@ -67,3 +68,7 @@ class OrderError(TimeprestError):
 
 class RunError(TimeprestError):
     """Training failed; the message says which rank, at which operation, and why."""
+
+
+class StoppedError(RunError):
+    """A signal from outside ended the run; the message names it."""

@@ -10,17 +10,24 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from ..profiles.errors import RunError, TimeprestError, UserError
+from ..profiles.errors import RunError, StoppedError, TimeprestError, UserError
 from .failures import blame, circumstances, stopped_ranks
 from .observer import Observer, Tail
 from .run_dir import RunDir
 from .status import read_statuses
+
+_ENDING = (
+    *("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2"),
+    *("SIGALRM", "SIGVTALRM", "SIGPROF", "SIGXCPU"),
+)
+"""Signals from outside that end a process which does nothing about them."""
 
 GRACE_S = 3.0
 """After the first failure, what the other workers have to end by themselves."""
@@ -31,7 +38,8 @@ class Workers:
     """Local processes that are started together.
 
     Attributes:
-        module: what each one runs; its arguments are the directory and the store's file.
+        module: what each one runs; its arguments are the directory, the store's file, and the
+            number of this process, with which it is to end.
         where: their directory, with what they note of failures, and their logs.
         labels: how each is named in messages, by rank.
         logs_kept: the directory stays, so that a message may send the user to the logs; where
@@ -52,6 +60,7 @@ def launch(run_dir: RunDir, labels: Sequence[str], observer: Observer) -> None:
 
     Raises:
         RunError: a worker failed; the message says which one, at which operation and why.
+        StoppedError: a signal ended the run.
         UserError: the same, where the user's input is the cause.
         KeyboardInterrupt: the user stopped the run; all workers have ended.
     """
@@ -62,7 +71,8 @@ def launch(run_dir: RunDir, labels: Sequence[str], observer: Observer) -> None:
 def run_workers(workers: Workers, poll: Callable[[], None]) -> None:
     """Start workers and wait for their end, calling `poll` from a thread a few times a second.
 
-    When one worker dies, the launcher ends the others within seconds. Raises as `launch`.
+    When one worker dies, the launcher ends the others within seconds; when the launcher dies, the
+    system ends them. Raises as `launch`.
     """
     # Sharing a TCP store between the launcher and its workers would listen on every address.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -75,33 +85,54 @@ def run_workers(workers: Workers, poll: Callable[[], None]) -> None:
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
 
-    with tempfile.TemporaryDirectory(prefix="timeprest-") as folder:
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=len(workers.labels),
-            run_id="timeprest",
-            # Rendezvous and store are files: nothing listens but gloo, on the loopback device.
-            rdzv_backend="c10d",
-            rdzv_endpoint=str(Path(folder) / "rendezvous"),
-            rdzv_configs={"store_type": "file"},
-            local_addr="127.0.0.1",
-            max_restarts=0,
-            monitor_interval=0.1,
-            logs_specs=DefaultLogsSpecs(
-                log_dir=str(workers.where.path / "logs"), redirects=Std.ALL, tee=Std.NONE
-            ),
-        )
-        command = ["-m", workers.module, str(workers.where.path), str(Path(folder) / "store")]
-        with _Watch(workers.where, poll) as watch:
-            try:
+    watch = _Watch(workers.where, poll)
+    try:
+        with tempfile.TemporaryDirectory(prefix="timeprest-") as folder, _signals() as signals:
+            config = LaunchConfig(
+                min_nodes=1,
+                max_nodes=1,
+                nproc_per_node=len(workers.labels),
+                run_id="timeprest",
+                # Rendezvous and store are files: nothing listens but gloo, on the loopback device.
+                rdzv_backend="c10d",
+                rdzv_endpoint=str(Path(folder) / "rendezvous"),
+                rdzv_configs={"store_type": "file"},
+                local_addr="127.0.0.1",
+                max_restarts=0,
+                monitor_interval=0.1,
+                signals_to_handle=",".join(signals),
+                logs_specs=DefaultLogsSpecs(
+                    log_dir=str(workers.where.path / "logs"), redirects=Std.ALL, tee=Std.NONE
+                ),
+            )
+            where = [str(workers.where.path), str(Path(folder) / "store")]
+            command = ["-m", workers.module, *where, str(os.getpid())]
+            with watch:
                 elastic_launch(config, sys.executable)(*command)
-            except ChildFailedError as error:
-                raise _explain(workers, error, watch) from error
-            except SignalException as stopped:
-                if stopped.sigval == signal.SIGINT:
-                    raise KeyboardInterrupt from stopped
-                raise RunError(f"stopped by {stopped.sigval.name}") from stopped
+    except ChildFailedError as error:
+        raise _explain(workers, error, watch) from error
+    except SignalException as stopped:
+        if stopped.sigval == signal.SIGINT:
+            raise KeyboardInterrupt from stopped
+        raise StoppedError(f"stopped by {stopped.sigval.name}") from stopped
+
+
+@contextmanager
+def _signals() -> Iterator[list[str]]:
+    """Names of the signals that torch's launcher is to handle; afterwards all is as it was.
+
+    Those that would end this process: what it ignores (nohup) or handles itself stays so.
+    """
+    names = [name for name in _ENDING if hasattr(signal, name)]
+    before = {name: signal.getsignal(getattr(signal, name)) for name in names}
+    ends = (signal.SIG_DFL, signal.default_int_handler)
+    found = {name: handler for name, handler in before.items() if handler in ends}
+    try:
+        yield list(found)
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for name, handler in found.items():
+                signal.signal(getattr(signal, name), handler)
 
 
 class _Watch:

@@ -1,4 +1,4 @@
-"""A process that measures links: ``python -m timeprest.runtime.link_worker FOLDER STORE``.
+"""A process that measures links: ``python -m timeprest.runtime.link_worker FOLDER STORE LAUNCHER``.
 
 Started by torch.distributed's launcher, which sets RANK and WORLD_SIZE.
 """
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from ..planner.link_fit import LinkPoint, error_of_median
 from ..profiles.errors import TimeprestError
 from ..profiles.files import write_bytes
+from ..profiles.parent import end_with_parent
 from ..profiles.target import describe_error
 from ..profiles.units import format_bytes
 from .interface import loopback, use_loopback
@@ -136,6 +137,7 @@ def _take_turns(
 def main(arguments: list[str]) -> int:
     """Take part in a measurement. Returns the exit code; why it failed stands in the folder."""
     where, store_path = LinkDir(arguments[0]), arguments[1]
+    end_with_parent(int(arguments[2]))
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     # Ctrl-C ends a worker at once, without a traceback; the launcher says that it was stopped.
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from ..profiles.errors import RunError
+from ..profiles.errors import RunError, StoppedError
 
 T = TypeVar("T")
 
@@ -18,12 +18,15 @@ def with_restarts(
     Args:
         tell: is told of each failure that is followed by a restart.
 
-    Raises RunError: the last failure. What the user's input is the cause of isn't tried again.
+    Raises RunError: the last failure. What the user's input is the cause of isn't tried again,
+    nor what a signal has stopped.
     """
     attempt = first
     for restart in range(1, most + 1):
         try:
             return attempt()
+        except StoppedError:
+            raise
         except RunError as error:
             tell(f"{error}; restart {restart} of {most}")
         attempt = again

@@ -1,4 +1,4 @@
-"""A worker process: ``python -m timeprest.runtime.worker RUN_DIR STORE``.
+"""A worker process: ``python -m timeprest.runtime.worker RUN_DIR STORE LAUNCHER``.
 
 Started by torch.distributed's launcher, which sets RANK and WORLD_SIZE; which stage and replica a
 rank is, `workers` says.
@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from ..profiles.allocator import keep_freed_memory
 from ..profiles.errors import TimeprestError
+from ..profiles.parent import end_with_parent
 from ..profiles.target import describe_error
 from .checkpoint import Agree, CheckpointWriter
 from .devices import own_device
@@ -44,6 +45,7 @@ MEETING_S = 60.0
 def main(arguments: list[str]) -> int:
     """Run one worker. Returns the exit code; why it failed stands in the run directory."""
     run_dir, store_path = RunDir(arguments[0]), arguments[1]
+    end_with_parent(int(arguments[2]))
     rank = int(os.environ["RANK"])
     keep_freed_memory()
     # Ctrl-C ends a worker at once, without a traceback; the launcher says that it was stopped.

@@ -6,10 +6,12 @@ import contextlib
 import os
 import random
 import signal
+import subprocess
 import threading
 import time
 from pathlib import Path
 
+import psutil
 from timeprest.planner.operations import parse_op
 from timeprest.profiles.errors import TimeprestError
 from timeprest.runtime.status import read_statuses
@@ -54,6 +56,27 @@ class Killer:
     def __exit__(self, *exception: object) -> None:
         self._stop.set()
         self._thread.join()
+
+
+def left_behind(
+    launcher: subprocess.Popen[str], run_dir: Path, how: signal.Signals
+) -> list[psutil.Process]:
+    """Workers that are still there some seconds after their launcher was ended.
+
+    It is ended once rank 1 is in the trap of `failing_tasks`, after its 5th backward.
+    """
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and launcher.poll() is None:
+        status = read_statuses(run_dir / "status").get(1)
+        if status is not None and status.at == "1U4":
+            break
+        time.sleep(0.1)
+    statuses = read_statuses(run_dir / "status")
+    workers = [psutil.Process(status.pid) for status in statuses.values()]
+    assert len(workers) == 2
+    launcher.send_signal(how)
+    launcher.communicate(timeout=60)
+    return psutil.wait_procs(workers, timeout=10)[1]
 
 
 def _mini_batch(op: str) -> int:

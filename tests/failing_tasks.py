@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 
@@ -20,6 +21,9 @@ class _TrapSGD(torch.optim.SGD):
                 raise ValueError("the trap went off")
             if how == "exit":
                 os._exit(3)
+            if how == "hold":
+                # A long call that lets no other thread of this process run.
+                ctypes.PyDLL(None).sleep(100)
             os.kill(os.getpid(), getattr(signal, how))
         return super().step(closure)
 

@@ -11,11 +11,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+from chaos import left_behind
 from plans import plan_by_hand, with_times
 from timeprest.profiles.errors import FileError, RunError
 from timeprest.profiles.files import write_file
+from timeprest.runtime.launch import _signals
 from timeprest.runtime.observer import Silent
 from timeprest.runtime.run import run
+from timeprest.runtime.run_lock import alone
 from timeprest.runtime.settings import RunSettings
 
 HERE = Path(__file__).parent
@@ -92,6 +95,75 @@ def test_a_run_directory_is_never_overwritten(mlp_profile, mlp_target, tmp_path)
     run(plan, settings, tmp_path / "run", inline=True)
     with pytest.raises(FileError, match="holds a run already"):
         run(plan, settings, tmp_path / "run", inline=True)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGUSR1"])
+def test_no_worker_outlives_its_launcher(how, mlp_profile, tmp_path):
+    """However it ends, and whatever a worker is doing; the directory is free at once."""
+    plan = plan_by_hand(with_times(mlp_profile), "timeprest", 2, 4)
+    write_file(tmp_path / "plan.json", plan)
+    tp_run = Path(sys.executable).parent / "tp-run"
+    command = [tp_run, "plan.json", "--task", TRAP, "--run-dir", "run", "--max-restarts", "1"]
+    with (tmp_path / "errors").open("w") as errors:
+        process = subprocess.Popen(
+            command,
+            cwd=tmp_path,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            env={**os.environ, "TRAP": "hold:1"},
+        )
+    sent = getattr(signal, how)
+    assert not left_behind(process, tmp_path / "run", sent)
+    assert process.returncode == (1 if how == "SIGUSR1" else -sent)
+    told = "tp-run: stopped by SIGUSR1\n" if how == "SIGUSR1" else ""
+    assert (tmp_path / "errors").read_text() == told
+    with alone(tmp_path / "run"):
+        pass
+
+
+def test_what_ignores_a_hangup_goes_on_ignoring_it():
+    """As under nohup; and what a program has of handlers of its own is left to it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN), signal.signal(signal.SIGUSR2, print)
+    try:
+        with _signals() as names:
+            assert {"SIGTERM", "SIGUSR1"} < set(names)
+            assert not {"SIGHUP", "SIGUSR2"} & set(names)
+            signal.signal(signal.SIGUSR1, print)
+        assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGHUP, before[0])
+        signal.signal(signal.SIGUSR2, before[1])
+
+
+ORPHAN = """
+import os, sys, time
+from timeprest.profiles import parent
+if sys.argv[1] == "look":
+    parent.ctypes, parent.LOOK_S = None, 0.1
+if not os.fork():
+    started = os.getppid()
+    if sys.argv[1] == "late":
+        os.write(1, b"there")
+        while os.getppid() == started:
+            time.sleep(0.01)
+    parent.end_with_parent(started)
+    os.write(1, b"there")
+    time.sleep(100)
+time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize("how", ["told", "look", "late"])
+def test_a_process_ends_with_its_parent(how):
+    """Told by the system, where that doesn't tell, and where the parent had gone before."""
+    process = subprocess.Popen([sys.executable, "-c", ORPHAN, how], stdout=subprocess.PIPE)
+    assert process.stdout.read(5) == b"there"
+    process.kill()
+    # Its other end is open as long as the child is there, which says no more after that.
+    assert process.stdout.read() == b""
+    process.wait()
+    process.stdout.close()
 
 
 @pytest.mark.processes

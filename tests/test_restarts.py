@@ -12,7 +12,7 @@ import pytest
 import torch
 from chaos import drawn
 from plans import plan_by_hand, with_times
-from timeprest.profiles.errors import RunError, UserError
+from timeprest.profiles.errors import RunError, StoppedError, UserError
 from timeprest.runtime.restarts import with_restarts
 from timeprest.runtime.run import resume, run
 from timeprest.runtime.run_dir import RunDir, load_weights
@@ -51,9 +51,10 @@ def test_the_last_failure_is_the_error():
         with_restarts(first, again, 0, lambda _: None)
 
 
-def test_what_the_user_has_to_mend_is_not_tried_again():
-    calls, first, again = failing(1, UserError)
-    with pytest.raises(UserError):
+@pytest.mark.parametrize("error", [UserError, StoppedError])
+def test_what_the_user_has_to_mend_or_has_stopped_is_not_tried_again(error):
+    calls, first, again = failing(1, error)
+    with pytest.raises(error):
         with_restarts(first, again, 5, lambda _: None)
     assert calls == ["first"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -77,9 +78,17 @@ def test_but_not_those_of_another(tmp_path, monkeypatch):
 
 def test_workers_that_outlive_their_launcher_are_waited_for(tmp_path, monkeypatch):
     monkeypatch.setattr(run_lock, "ORPHANS_S", 0.2)
-    still_there = pytest.raises(UserError, match="workers of a run are still there")
-    with as_worker(tmp_path), as_worker(tmp_path), still_there:
-        alone(tmp_path).__enter__()
+    me = f"{os.getpid()} on {socket.gethostname()}"
+    named = rf"still there, whose tp-run has died \(processes {me}, {me}, 7 on afar\); end them"
+    # One of another host, one that has ended, and one that isn't a worker.
+    with subprocess.Popen(["true"]) as ended:
+        pass
+    here = socket.gethostname()
+    others = f"7 on afar\n{ended.pid} on {here}\n{os.getppid()} on {here}\n"
+    with as_worker(tmp_path), as_worker(tmp_path):
+        (tmp_path / "lock.workers").open("a").write(others)
+        with pytest.raises(UserError, match=named):
+            alone(tmp_path).__enter__()
     with alone(tmp_path):
         pass
     monkeypatch.setattr(run_lock, "ORPHANS_S", 30.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from chaos import left_behind
 from plans import plan_by_hand, with_times
 from timeprest.profiles.errors import UserError
 from timeprest.profiles.files import write_file
@@ -196,6 +198,13 @@ def test_srun_runs_it_with_a_directory_for_each_host(plan, mlp_target, tmp_path)
     assert weights == [["stage0.safetensors"], ["stage1.safetensors"]]
 
 
+def trapped(folder, processes, trap, *options):
+    """torchrun with the task whose optimizer fails."""
+    paths = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+    task = ["--task", f"{HERE / 'failing_tasks.py'}:TrapTask", "--run-dir", "run"]
+    return torchrun(folder, processes, *task, *options, TRAP=trap, PYTHONPATH=paths)
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("processes", "options", "trap", "message"),
@@ -206,13 +215,15 @@ def test_srun_runs_it_with_a_directory_for_each_host(plan, mlp_target, tmp_path)
     ],
 )
 def test_one_line_from_one_rank(processes, options, trap, message, plan, tmp_path):
-    paths = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
-    task = ["--task", f"{HERE / 'failing_tasks.py'}:TrapTask"]
-    process = torchrun(
-        tmp_path, processes, *task, *options, "--run-dir", "run", TRAP=trap, PYTHONPATH=paths
-    )
+    process = trapped(tmp_path, processes, trap, *options)
     _, err = process.communicate(timeout=100)
     assert process.returncode == 1
     told = [line for line in err.splitlines() if line.startswith("tp-run: ")]
     assert len(told) == 1
     assert told[0].startswith(f"tp-run: {message}")
+
+
+@pytest.mark.processes
+def test_no_worker_outlives_torchrun(plan, tmp_path):
+    process = trapped(tmp_path, 2, "hold:1")
+    assert not left_behind(process, tmp_path / "run", signal.SIGKILL)

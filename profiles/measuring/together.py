@@ -9,7 +9,6 @@ signals: ``python -m timeprest.profiles.measuring.together TARGET BATCH THREADS 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import select
 import signal
@@ -25,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..allocator import keep_freed_memory
 from ..errors import TargetError
+from ..parent import end_with_parent
 from ..profile import Together, Totals
 from ..target import Target, parse_input, resolve
 from .platforms import Platform, platform_of
@@ -37,8 +37,6 @@ _PATIENCE_S = 120.0
 """Longest wait for another process to import and build the model."""
 
 _READY = b"r"
-_DIE_WITH_PARENT = 1
-"""PR_SET_PDEATHSIG of prctl(2)."""
 
 
 def measure_together(
@@ -164,9 +162,7 @@ def _others(
 def main(arguments: Sequence[str]) -> None:
     """Say that the model is there, and make steps until the process or its parent is ended."""
     parent = os.getppid()
-    with contextlib.suppress(OSError, AttributeError):
-        # One that stands still can't look for its parent itself.
-        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+    end_with_parent(parent)
     name, batch_size, threads, dtype, pipe, *inputs = arguments
     keep_freed_memory()
     torch.set_num_threads(int(threads))
