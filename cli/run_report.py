@@ -128,53 +128,47 @@ def _recordings(runs: Sequence[RunFacts]) -> list[tuple[str, Recording]]:
 
 def print_run(console: Console, run: RunFacts) -> None:
     """A run's figures beside its plan's."""
-    from ..planner.lane_times import lane_times
+    from ..planner.lane_times import steady_times
     from ..runtime.recorded import mini_batches_of
 
     plan = run.plan
-    inline = run.summary is not None and run.summary.mode == "inline"
     done = sum(len(each) for each in run.losses)
     table = compact_table(
         f"{run.name}: {run.settings.task} with {plan.variant}, "
-        f"{counted(done, 'mini-batch', 'mini-batches')}" + ", inline" * inline,
+        f"{counted(done, 'mini-batch', 'mini-batches')}" + ", inline" * run.inline,
         ["worker"],
         ["compute", "(pred.)", "comm.", "idle", "(pred.)", "memory", "(pred.)", "versions"],
     )
-    # Both of the same mini-batches, where they were recorded; else of the whole run.
-    windows = None if run.measured is None else lane_times(run.measured)
-    beside = None if run.predicted is None else lane_times(run.predicted)
+    steady = steady_times(plan)
     for worker in run.workers:
         predicted = plan.predicted.stages[worker.stage]
         epochs = run.stage_epochs[worker.rank]
-        compute = sum(epoch.compute_s for epoch in epochs)
-        other = sum(epoch.communication_s for epoch in epochs)
-        wall = compute + other + sum(epoch.idle_s for epoch in epochs)
-        if windows is not None:
-            compute, other, wall = (*windows[worker.rank][:2], windows[worker.rank].wall_s)
+        times, idle = run.times[worker.rank], run.idle_shares[worker.rank]
         peak = _peak_bytes(run, worker.rank)
         held = max((epoch.versions_held for epoch in epochs), default=None)
         table.add_row(
             worker.name,
-            format_seconds(compute) if wall else "-",
-            format_seconds(beside[worker.rank].compute_s) if beside else "-",
-            format_seconds(other) if wall else "-",
-            # Inline, stages take turns: what they wait says nothing.
-            f"{max(wall - compute - other, 0.0) / wall:.0%}" if wall and not inline else "-",
+            "-" if times is None else format_seconds(times.compute_s),
+            format_seconds(steady[worker.stage].compute_s),
+            "-" if times is None else format_seconds(times.communication_s),
+            "-" if idle is None else f"{idle:.0%}",
             f"{predicted.idle_share:.0%}",
             "-" if peak is None else format_bytes(peak),
             format_bytes(predicted.memory_bytes - predicted.memory.workspace_bytes),
             "-" if held is None else f"{held} ({predicted.versions_held})",
         )
     console.print(table)
-    if run.measured is not None:
+    of = "all training"
+    if run.measured is not None and not run.epochs:
         begin, end = mini_batches_of(run.measured)
-        console.print(
-            Text(
-                f"times of mini-batches {begin} to {end - 1}, which were recorded; memory "
-                "without scratch; versions held (predicted)",
-                "dim",
-            )
+        of = f"mini-batches {begin} to {end - 1}, which were recorded"
+    console.print(
+        Text(
+            f"times: per mini-batch, of {of}; predicted in the steady state. idle: neither "
+            "computing nor communicating. memory: without scratch. versions: held (predicted)",
+            "dim",
         )
+    )
     console.print(_period_line(run))
     if run.epochs:
         last = run.epochs[-1]

@@ -30,7 +30,6 @@ def summary_table(plan: Plan, summary: RunSummary) -> Table:
         ["stage"],
         ["compute", "comm.", "idle", "(pred.)", "peak", "(pred.)", "RSS", "versions", "(pred.)"],
     )
-    inline = summary.mode == "inline"
     for report in summary.stages:
         predicted = plan.predicted.stages[report.stage]
         # What the runtime can't see (scratch memory inside operations) isn't compared.
@@ -39,7 +38,7 @@ def summary_table(plan: Plan, summary: RunSummary) -> Table:
             _which(plan, report),
             format_seconds(report.compute_s),
             format_seconds(report.communication_s),
-            "-" if inline else f"{report.idle_share:.0%}",
+            "-" if report.idle_share is None else f"{report.idle_share:.0%}",
             f"{predicted.idle_share:.0%}",
             format_bytes(report.peak.total) if report.peak else "-",
             format_bytes(accounted),
@@ -121,10 +120,12 @@ def summary_lines(plan: Plan, summary: RunSummary) -> list[Text]:
             )
     lines.append(
         Text(
-            "peak: weights, older versions, gradients, optimizer, activations, messages; without "
-            "scratch memory. RSS: the whole process, libraries included. versions: of the weights, "
-            "held at once. difference: version of a backward less that of its forward. apart: "
-            "‖W_B − W_F‖ / ‖W_F‖, the mean of the epoch with the largest.",
+            "idle: neither computing nor communicating, in all training, evaluation left out; "
+            "predicted in the steady state. peak: weights, older versions, gradients, optimizer, "
+            "activations, messages; without scratch memory. RSS: the whole process, libraries "
+            "included. versions: of the weights, held at once. difference: version of a backward "
+            "less that of its forward. apart: ‖W_B − W_F‖ / ‖W_F‖, the mean of the "
+            "epoch with the largest.",
             style="dim",
         )
     )

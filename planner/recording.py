@@ -129,6 +129,8 @@ class Recording:
     messages: empty where they aren't known; so is `memory`.
     period_s: seconds per mini-batch: predicted in the steady state, or measured.
     activities: sorted as spans; of what was measured alone.
+    idle_shares: of each lane (docs/reading_tables.md): predicted in the steady state, or measured
+        in all training, not of these spans alone; empty where they aren't known.
     """
 
     source: str
@@ -139,6 +141,7 @@ class Recording:
     memory: tuple[MemoryPoint, ...]
     period_s: float
     activities: tuple[Activity, ...] = ()
+    idle_shares: tuple[float | None, ...] = ()
 
     @property
     def end_s(self) -> float:
@@ -217,6 +220,7 @@ def predicted(
         messages=tuple(_messages(plan, pipeline, lanes, sent)),
         memory=tuple(memory),
         period_s=plan.predicted.period_s,
+        idle_shares=tuple(plan.predicted.stages[lane.stage].idle_share for lane in lanes),
     )
     return window(recording, first, first + count) if first or more else recording
 
@@ -388,6 +392,7 @@ def window(recording: Recording, begin: int, end: int) -> Recording:
             tuple(p for p in recording.memory if inside(p.lane, p.at_s)),
             recording.period_s,
             tuple(a for a in recording.activities if inside(a.lane, a.end_s)),
+            recording.idle_shares,
         ),
         -zero,
     )
@@ -433,4 +438,5 @@ def shifted(
             a._replace(start_s=a.start_s + seconds, end_s=a.end_s + seconds)
             for a in recording.activities
         ),
+        recording.idle_shares,
     )

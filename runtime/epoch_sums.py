@@ -6,6 +6,7 @@ import math
 
 import msgspec
 
+from ..planner.lane_times import of_wall
 from .data import Segment
 from .scores import EpochRecord, StageEpoch, StageScore
 from .staleness import Staleness
@@ -56,7 +57,7 @@ class EpochSums(msgspec.Struct, kw_only=True):
             epoch=epoch,
             compute_s=self.compute_s,
             communication_s=self.communication_s,
-            idle_s=max(self.wall_s - self.compute_s - self.communication_s, 0.0),
+            idle_s=of_wall(self.wall_s, self.compute_s, self.communication_s).idle_s,
             versions_held=self.versions_held,
             version_differences=dict(sorted(self.version_differences.items())),
             weight_distance=self.distances / self.backwards if self.backwards else 0.0,

@@ -11,10 +11,11 @@ import msgspec
 from torch import Tensor
 
 from ..planner.operations import Op
+from ..profiles.errors import FileError
 from .data import Segment
 from .record import ALL, NONE, Record, record_named
 from .run_dir import RunDir
-from .scores import StageEpoch
+from .scores import StageEpoch, decode
 from .settings import RunSettings
 from .workers import Worker
 
@@ -139,6 +140,22 @@ def operation_log(where: RunDir, worker: Worker, settings: RunSettings) -> Opera
         return OperationLog(where.operations(worker), ALL, more=more)
     record = record_named(settings.record)
     return None if record == NONE else OperationLog(where.recorded(worker), record, more=more)
+
+
+def read_stage_epochs(path: Path) -> tuple[StageEpoch, ...]:
+    """The lines of `StageMetrics` that are whole; none where there is no file. Raises FileError."""
+    if not path.exists():
+        return ()
+    try:
+        text = path.read_bytes()
+        lines = text[: text.rfind(b"\n") + 1].splitlines()
+        return tuple(decode(line, StageEpoch) for line in lines)
+    except OSError as error:
+        raise FileError(f"{path}: can't be read: {error.strerror}") from None
+    except msgspec.ValidationError as error:
+        raise FileError(f"{path}: isn't of this version: {error}") from None
+    except msgspec.DecodeError as error:
+        raise FileError(f"{path}: can't be read: {error}") from None
 
 
 class StageMetrics:

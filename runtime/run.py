@@ -17,6 +17,7 @@ from .checkpoint import CheckpointWriter
 from .devices import check_kind, device_kind, gpu_count, own_device
 from .gradient_files import keep_gradients
 from .hooks import check_optimizers
+from .idle import training_times
 from .launch import launch
 from .observer import Both, MetricsFile, Observer, Silent, read_epochs
 from .operation_log import StageMetrics, operation_log
@@ -252,5 +253,10 @@ def summarize(
         predicted_period_s=plan.predicted.period_s,
         measured_period_s=max(periods, default=None),
         epochs=epochs,
-        stages=reports,
+        stages=[
+            msgspec.structs.replace(
+                report, idle_share=None if inline else training_times(report.epochs).idle_share
+            )
+            for report in reports
+        ],
     )

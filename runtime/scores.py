@@ -139,7 +139,7 @@ class StageEpoch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StageReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What one worker measured over the run."""
+    """What one worker measured over the run: in all its epochs, evaluation left out."""
 
     stage: int
     replica: int = 0
@@ -167,11 +167,8 @@ class StageReport(msgspec.Struct, frozen=True, kw_only=True):
     not_finite: list[int] = []
     """Mini-batches whose loss or gradients weren't finite, where the run went on."""
     epochs: list[StageEpoch] = []
-
-    @property
-    def idle_share(self) -> float:
-        """Share of the training time in which the stage waited."""
-        return self.idle_s / self.wall_s if self.wall_s else 0.0
+    idle_share: float | None = None
+    """Of `wall_s`; None of an inline run, where stages take turns (`runtime.idle`)."""
 
 
 class RunSummary(msgspec.Struct, frozen=True, kw_only=True):

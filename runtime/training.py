@@ -20,7 +20,9 @@ from .data import Segment
 from .devices import peak_bytes, random_state, set_random_state
 from .draws import WithoutDropout
 from .epoch_sums import EpochSums
+from .idle import training_times
 from .observer import Observer
+from .operation_log import read_stage_epochs
 from .run_dir import RunDir
 from .runner import EVALUATION_AHEAD, StageRunner
 from .scores import EpochRecord, EvaluationScore, StageEpoch, StageReport, StageScore
@@ -78,6 +80,9 @@ class Course:
         settings = self.prepared.settings
         self.done = settings.resume_at or 0
         for position, runner in enumerate(self.runners):
+            if settings.resumed:
+                before = read_stage_epochs(where.stage_metrics(runner.worker))
+                self.stage_epochs[position] += before
             found = restore_worker(where, settings, runner)
             if found is not None:
                 self._random[position], self.sums[position] = found
@@ -209,17 +214,15 @@ class Course:
         for runner, scores, epochs in zip(
             self.runners, self.scores, self.stage_epochs, strict=True
         ):
-            wall = sum(score.wall_s for score in scores)
-            compute = sum(score.compute_s for score in scores)
-            communication = sum(score.communication_s for score in scores)
+            times = training_times(epochs)
             found.append(
                 StageReport(
                     stage=runner.number,
                     replica=runner.worker.replica,
-                    compute_s=compute,
-                    communication_s=communication,
-                    idle_s=max(wall - compute - communication, 0.0),
-                    wall_s=wall,
+                    compute_s=times.compute_s,
+                    communication_s=times.communication_s,
+                    idle_s=times.idle_s,
+                    wall_s=times.wall_s,
                     sent_bytes=sum(score.sent_bytes for score in scores),
                     periods_s=[s.period_s for s in scores if s.period_s is not None],
                     peak=runner.stage.account.peak,

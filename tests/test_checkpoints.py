@@ -162,6 +162,11 @@ def test_whatever_else_there_is_to_remember(variant, task, how, options, mlp_tar
     assert [e.train_loss for e in summary.epochs] == [e["train_loss"] for e in whole["epochs"]]
     assert [e.test for e in summary.epochs] == [e["test"] for e in whole["epochs"]]
     assert [e.lr for e in summary.epochs] == [e["lr"] for e in whole["epochs"]]
+    # What each worker saw is of the epochs before, too: times, idle and version differences.
+    for report, other in zip(summary.stages, whole["stages"], strict=True):
+        assert [e.epoch for e in report.epochs] == [e["epoch"] for e in other["epochs"]]
+        seen = {str(d): count for d, count in report.version_differences.items()}
+        assert seen == other["version_differences"]
 
 
 def places(settings, plan, samples=42):

@@ -30,6 +30,7 @@ from timeprest.cli.figures.svg import text_width
 from timeprest.cli.palette import MEMORY
 from timeprest.cli.plan import main
 from timeprest.planner.evaluate import make_plan
+from timeprest.planner.lane_times import steady_times
 from timeprest.planner.recording import Lane, MemoryPoint, Recording, Span, predicted
 from timeprest.planner.variants import VARIANTS
 from timeprest.profiles.errors import UserError
@@ -198,6 +199,24 @@ def test_words_of_a_timeline_are_the_plans_figures(variant):
     idle = [word for word in words if word.endswith("% idle")]
     assert idle == [f"{stage.idle_share:.0%} idle" for stage in plan.predicted.stages]
     assert [word for word in words if word.startswith("period ")]
+
+
+@pytest.mark.parametrize("variant", ["timeprest", "gpipe"])
+def test_predicted_idle_has_one_answer(variant, tmp_path):
+    """Table, simulation, page, figure and the times beside a run say the same."""
+    plan = chain_plan(variant)
+    write_file(tmp_path / "plan.json", plan)
+    wanted = [f"{stage.idle_share:.0%}" for stage in plan.predicted.stages]
+    shares = [times.idle_share for times in steady_times(plan)]
+    assert shares == pytest.approx([stage.idle_share for stage in plan.predicted.stages])
+    assert list(predicted(plan).idle_shares) == [s.idle_share for s in plan.predicted.stages]
+    run = CliRunner().invoke
+    for command, column in (("show", "idle"), ("simulate", "idle, steady")):
+        lines = run(main, [command, str(tmp_path / "plan.json")]).stdout.splitlines()
+        head = next(line for line in lines if column in line)
+        end = head.index(column) + len(column)
+        rows = lines[lines.index(head) + 2 :][: len(wanted)]
+        assert [row[:end].split()[-1] for row in rows] == wanted
 
 
 @pytest.mark.parametrize("variant", ALL)

@@ -60,6 +60,10 @@ def test_measured_stands_beside_predicted(browser, runs, tmp_path):
         for step in where.split("."):
             value = value[int(step) if isinstance(value, list) else step]
         assert float(text) == pytest.approx(float(value), rel=1e-12), where
+    # Shares are rounded as the commands round them.
+    shares = [0.0, 0.005, 0.015, 0.125, 0.375, 0.0349, 0.996, 1.0]
+    rounded = page.evaluate("(shares) => shares.map(TP.share)", shares)
+    assert rounded == [f"{share:.0%}".replace("%", " %") for share in shares]
     # Both timelines have the same operations, on one axis.
     measured, predicted = page.evaluate(
         "() => [TP.runTimeline.measured, TP.runTimeline.predicted].map((r) => r.spans.count)"

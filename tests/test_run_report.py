@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
+import re
 import shutil
 
 import pytest
 from click.testing import CliRunner
 from plans import plan_by_hand, with_times
+from rich.console import Console
 from timeprest.cli.report.run_data import distinct_names, read_facts, run_figures
 from timeprest.cli.run_report import report
+from timeprest.cli.run_tables import summary_table
 from timeprest.planner.lane_times import lane_times
 from timeprest.planner.operations import Op
 from timeprest.planner.recording import window
@@ -19,6 +23,8 @@ from timeprest.runtime.data import Segment
 from timeprest.runtime.record import ALL, NONE, record_named
 from timeprest.runtime.recorded import counterpart, measured, mini_batches_of
 from timeprest.runtime.run import run
+from timeprest.runtime.run_dir import RunDir
+from timeprest.runtime.scores import RunSummary, decode
 from timeprest.runtime.settings import RunSettings
 from trace_format import check_trace
 
@@ -172,17 +178,95 @@ def test_a_report_has_page_trace_figure_and_text(processes, tmp_path):
     shown = json.loads(data)["runs"][0]
     assert {k: shown[k] for k in run_figures(facts)} == json.loads(json.dumps(run_figures(facts)))
     assert svg.read_text().count("<svg") == 1
-    # What the trace's slices last is what the report says.
+    # What the trace's slices last is what was recorded.
     slices = check_trace(json.loads(trace.read_bytes()))
     lanes = len(facts.workers)
-    for first, source in ((0, "measured"), (lanes, "predicted")):
-        for k in range(lanes):
-            said = shown["recorded"][source][k]
+    for first, recording in ((0, facts.measured), (lanes, facts.predicted)):
+        for k, times in enumerate(lane_times(recording)):
             busy = sum(e["dur"] for e in slices[first + k, 1])
-            assert busy == pytest.approx(said["compute_s"] * 1e6, abs=0.5)
-            if source == "measured":
+            assert busy == pytest.approx(times.compute_s * 1e6, abs=0.5)
+            if recording is facts.measured:
                 sending = sum(e["dur"] for e in slices[k, 2])
-                assert sending == pytest.approx(said["communication_s"] * 1e6, abs=0.5)
+                assert sending == pytest.approx(times.communication_s * 1e6, abs=0.5)
+
+
+def percents(words):
+    """The whole percents told in a text, with or without a space before the sign."""
+    return [int(number) for number in re.findall(r"(\d+) ?%", words)]
+
+
+def idle_shown(folder, tmp_path):
+    """What the report's table, the page's data and the figure say of a run: for each, idle
+    measured and predicted by worker."""
+    page, svg = tmp_path / "idle.html", tmp_path / "idle.svg"
+    text = invoke(folder, "-o", page, "--svg", svg)
+    rows = [line for line in text.splitlines() if line.startswith("stage ")]
+    data = page.read_text().split('<script type="application/json" id="data">')[1]
+    shown = json.loads(data.split("</script>")[0])
+    said = shown["runs"][0]["workers"]
+    plan = [stage["idle_share"] for stage in shown["plans"][0]["plan"]["predicted"]["stages"]]
+    words = " ".join(re.findall(r"\d+% idle", svg.read_text()))
+    return {
+        "table": [p for row in rows for p in percents(row)],
+        "page": [
+            p
+            for w in said
+            for share in (w["idle_share"], w["idle_share_predicted"])
+            if share is not None
+            for p in percents(f"{share:.0%}")
+        ],
+        "bars": [
+            p
+            for w in said
+            for times in w["per_mini_batch"].values()
+            for p in percents(f"{times['idle_s'] / sum(times.values()):.0%}")
+        ],
+        "figure": percents(words),
+        "plan": [p for share in plan for p in percents(f"{share:.0%}")],
+    }
+
+
+@pytest.mark.processes
+def test_idle_has_one_answer(processes, tmp_path):
+    """Summary, report, page, figure and JSON say the same of a run, measured and predicted."""
+    plan, _ = RunDir(processes).read()
+    ended = decode((processes / "summary.json").read_bytes(), RunSummary)
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(summary_table(plan, ended))
+    rows = [line for line in console.export_text().splitlines() if re.match(r"\d", line)]
+    summary = [p for row in rows for p in percents(row)]
+    assert len(summary) == 4
+    shown = idle_shown(processes, tmp_path)
+    assert shown["table"] == shown["page"] == shown["bars"] == summary
+    measured_ones, predicted_ones = summary[::2], summary[1::2]
+    assert shown["figure"] == measured_ones + predicted_ones
+    assert shown["plan"] == predicted_ones
+    # Of all training, first operations to last ones, neither computing nor communicating.
+    for report_of in ended.stages:
+        rest = report_of.wall_s - report_of.compute_s - report_of.communication_s
+        assert report_of.idle_share == pytest.approx(rest / report_of.wall_s, abs=1e-9)
+    assert sum(report_of.wall_s for report_of in ended.stages) > 0
+
+
+def test_an_inline_run_says_nothing_about_idle(runs, tmp_path):
+    """Not in the summary, not in the report, not on the page, not in the figure."""
+    shown = idle_shown(runs / "one", tmp_path)
+    ended = decode((runs / "one" / "summary.json").read_bytes(), RunSummary)
+    assert [report_of.idle_share for report_of in ended.stages] == [None, None]
+    assert shown["table"] == shown["page"] == shown["figure"] == shown["plan"]
+
+
+def test_idle_of_a_run_under_way_is_of_what_was_recorded(processes, tmp_path):
+    """Until the first epoch is done; report and figure say the same then, too."""
+    folder = tmp_path / "live"
+    shutil.copytree(processes, folder)
+    (folder / "summary.json").unlink()
+    (folder / "metrics.jsonl").unlink()
+    shown = idle_shown(folder, tmp_path)
+    times = [percents(f"{lane.idle_share:.0%}") for lane in lane_times(measured(folder))]
+    assert shown["table"][::2] == [p for own in times for p in own]
+    assert shown["table"] == shown["page"] == shown["bars"]
+    assert shown["figure"] == shown["table"][::2] + shown["table"][1::2]
 
 
 def test_times_add_up(processes):

@@ -11,6 +11,7 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
+from timeprest.planner.lane_times import of_wall
 from timeprest.planner.operations import UPDATE
 from timeprest.planner.plan import Plan, read_plan
 from timeprest.profiles.errors import UserError
@@ -158,7 +159,7 @@ def _stage(
     return StageFigures(
         compute_s=window.compute_s,
         communication_s=window.communication_s,
-        idle_s=max(period_s - window.compute_s - window.communication_s, 0.0),
+        idle_s=of_wall(period_s, window.compute_s, window.communication_s).idle_s,
         peak_bytes=report.peak.total if report.peak else None,
         rss_bytes=report.rss_peak_bytes,
         sent_bytes=report.sent_bytes / mini_batches,

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from ...planner.operations import UPDATE
 from ...planner.recording import Recording
 from ...profiles.units import format_seconds
 from ..palette import OPERATIONS
@@ -66,7 +64,8 @@ def timelines_svg(
     height = pitch - min(gap, pitch * gap / (_TALLEST + gap))
 
     kinds = {span.kind for _, recording in recordings for span in recording.spans}
-    y = legend(drawing, list(_entries(drawing, kinds, settings)), left, 1) + 5
+    gaps = "idle or communicating" if any(r.activities for _, r in recordings) else "idle"
+    y = legend(drawing, list(_entries(drawing, kinds, gaps, settings)), left, 1) + 5
     facts: list[str] = []
     told: list[Lettering] = []
     for (words, recording), window in zip(recordings, windows, strict=True):
@@ -83,12 +82,14 @@ def timelines_svg(
     return drawing.finished(y + 2, f"Timeline of {variants}", facts)
 
 
-def _entries(drawing: Drawing, kinds: Iterable[str], settings: Settings) -> Iterable[Entry]:
+def _entries(
+    drawing: Drawing, kinds: Iterable[str], gaps: str, settings: Settings
+) -> Iterable[Entry]:
     for kind, paint in OPERATIONS.items():
         if kind in kinds:
             fills = tuple(operation_fill(drawing, kind, b) for b in range(2))
             yield Entry(paint.label, fills)
-    yield Entry("idle", (IDLE,))
+    yield Entry(gaps, (IDLE,))
     if settings.messages:
         yield Entry("message", stroke=INK)
         yield Entry("message of gradients", stroke=INK, dashes="2 1")
@@ -241,31 +242,14 @@ def _messages(
         drawing.close()
 
 
-def idle_shares(recording: Recording) -> list[float]:
-    """Of each lane: what part of a period nothing runs there. Mini-batches that the recording has
-    parts of alone don't count."""
-    lanes = len(recording.lanes)
-    busy: list[dict[int, float]] = [defaultdict(float) for _ in range(lanes)]
-    passes: list[Counter[int]] = [Counter() for _ in range(lanes)]
-    for span in recording.spans:
-        busy[span.lane][span.mini_batch] += span.end_s - span.start_s
-        passes[span.lane][span.mini_batch] += span.kind != UPDATE
-    shares = []
-    for seconds, counted in zip(busy, passes, strict=True):
-        most = max(counted.values(), default=0)
-        whole = [seconds[b] for b, count in counted.items() if count == most]
-        of = recording.period_s * len(whole)
-        shares.append(max(0.0, 1 - sum(whole) / of) if of > 0 else 0.0)
-    return shares
-
-
 def _idle(drawing: Drawing, recording: Recording, middles: Sequence[float], pitch: float) -> None:
     if pitch < SMALL:
         return
     x = drawing.width - 1
     drawing.open(font_size=SMALL, fill=INK, text_anchor="end")
-    for share, middle in zip(idle_shares(recording), middles, strict=True):
-        drawing.text(x, middle + 2.2, f"{share:.0%} idle")
+    for share, middle in zip(recording.idle_shares, middles, strict=False):
+        if share is not None:
+            drawing.text(x, middle + 2.2, f"{share:.0%} idle")
     drawing.close()
 
 

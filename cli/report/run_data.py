@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from ...planner.lane_times import lane_times
+from ...planner.lane_times import LaneTimes, steady_times
 from ...planner.plan import Plan
 from ...planner.recording import MEMORY_KINDS, Recording, by_kind
 from ...profiles.errors import FileError, OrderError
+from ...runtime.idle import measured_times, training_times
+from ...runtime.operation_log import read_stage_epochs
 from ...runtime.recorded import counterpart, measured, mini_batches_of
 from ...runtime.run_dir import RunDir
 from ...runtime.scores import EpochRecord, RunSummary, StageEpoch, decode, with_nan
@@ -32,6 +34,7 @@ class RunFacts:
         of_epoch: mini-batches of an epoch; None: not known yet.
         stage_epochs: per worker, of each epoch that it has done.
         summary: None: the run hasn't ended.
+        times: per worker, of a mini-batch (`runtime.idle.measured_times`); None: not known yet.
         measured, predicted: recordings of the same mini-batches; None: there are none.
         missing: what the report doesn't have, and how to get it.
     """
@@ -45,9 +48,22 @@ class RunFacts:
     epochs: tuple[EpochRecord, ...]
     stage_epochs: tuple[tuple[StageEpoch, ...], ...]
     summary: RunSummary | None
+    times: tuple[LaneTimes | None, ...]
     measured: Recording | None
     predicted: Recording | None
     missing: tuple[str, ...]
+
+    @property
+    def inline(self) -> bool:
+        """All stages took turns in one process."""
+        return self.summary is not None and self.summary.mode == "inline"
+
+    @property
+    def idle_shares(self) -> tuple[float | None, ...]:
+        """Per worker. None: not known yet, or of an inline run, where it says nothing."""
+        return tuple(
+            None if times is None or self.inline else times.idle_share for times in self.times
+        )
 
     @property
     def period_s(self) -> float | None:
@@ -76,7 +92,11 @@ def read_facts(run_dir: str | Path, name: str | None = None) -> RunFacts:
     if summary is None:
         done = sum(len(each) for each in losses)
         missing.append(f"The run hasn't ended: {done} mini-batches are done so far.")
-    stage_epochs = tuple(_stage_epochs(where.stage_metrics(worker)) for worker in workers)
+    stage_epochs = tuple(
+        read_stage_epochs(where.stage_metrics(worker))
+        or tuple(summary.stages[worker.rank].epochs if summary is not None else ())
+        for worker in workers
+    )
     found = measured(run_dir)
     beside = None
     if found is None:
@@ -92,7 +112,10 @@ def read_facts(run_dir: str | Path, name: str | None = None) -> RunFacts:
                 f"No operations of {', '.join(absent)}: where hosts keep files of their own, "
                 "gather their recorded/ or operations/ folders in one run directory."
             )
-    return RunFacts(
+    times = tuple(
+        measured_times(worker.rank, stage_epochs[worker.rank], epochs, found) for worker in workers
+    )
+    facts = RunFacts(
         name or where.path.name or str(run_dir),
         plan,
         settings,
@@ -102,10 +125,14 @@ def read_facts(run_dir: str | Path, name: str | None = None) -> RunFacts:
         epochs,
         stage_epochs,
         summary,
+        times,
         found,
         beside,
         tuple(missing),
     )
+    if found is None:
+        return facts
+    return replace(facts, measured=replace(found, idle_shares=facts.idle_shares))
 
 
 def _no_operations(settings: RunSettings, summary: RunSummary | None) -> str:
@@ -138,15 +165,6 @@ def _progress(
         except (msgspec.ValidationError, KeyError, TypeError, ValueError) as error:
             raise FileError(f"{path}: isn't of this version: {error}") from None
     return tuple(tuple(losses[e]) for e in sorted(losses)), of_epoch, tuple(epochs)
-
-
-def _stage_epochs(path: Path) -> tuple[StageEpoch, ...]:
-    try:
-        return tuple(
-            msgspec.convert(with_nan(line), StageEpoch, str_keys=True) for line in _lines(path)
-        )
-    except msgspec.ValidationError as error:
-        raise FileError(f"{path}: isn't of this version: {error}") from None
 
 
 def _lines(path: Path) -> Iterable[dict[str, Any]]:
@@ -256,14 +274,18 @@ def _worker(facts: RunFacts, worker: Worker) -> dict[str, Any]:
     epochs = facts.stage_epochs[worker.rank]
     report = None if facts.summary is None else facts.summary.stages[worker.rank]
     peak = _peak(facts, worker)
+    total, each = training_times(epochs), facts.times[worker.rank]
     return {
         "name": worker.name,
         "stage": worker.stage,
         "replica": worker.replica,
-        "compute_s": sum(epoch.compute_s for epoch in epochs),
-        "communication_s": sum(epoch.communication_s for epoch in epochs),
-        "idle_s": sum(epoch.idle_s for epoch in epochs),
+        **total._asdict(),
+        "idle_share": facts.idle_shares[worker.rank],
         "idle_share_predicted": predicted.idle_share,
+        "per_mini_batch": {
+            "measured": None if each is None else each._asdict(),
+            "predicted": steady_times(facts.plan)[worker.stage]._asdict(),
+        },
         "memory": {
             "measured": peak,
             "predicted": list(by_kind(predicted.memory)),
@@ -303,7 +325,7 @@ def _peak(facts: RunFacts, worker: Worker) -> list[int] | None:
 
 
 def _recorded(facts: RunFacts) -> dict[str, Any] | None:
-    """Which mini-batches the recordings are of, and where each worker's time went in them."""
+    """Which mini-batches the recordings are of."""
     if facts.measured is None:
         return None
     begin, end = mini_batches_of(facts.measured)
@@ -311,13 +333,7 @@ def _recorded(facts: RunFacts) -> dict[str, Any] | None:
         "first_mini_batch": begin,
         "mini_batches": end - begin,
         "period_s": facts.measured.period_s,
-        "measured": _times(facts.measured),
-        "predicted": None if facts.predicted is None else _times(facts.predicted),
     }
-
-
-def _times(recording: Recording) -> list[dict[str, float]]:
-    return [times._asdict() for times in lane_times(recording)]
 
 
 def _last_rate(facts: RunFacts) -> float | None:

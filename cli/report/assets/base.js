@@ -80,6 +80,12 @@ TP.seconds = (seconds, digits = 3) => {
   return `${text} ${unit}`;
 };
 
+/** Whole percents, rounded as the commands and figures do: halves go to the even one. */
+TP.share = (share) => {
+  const whole = Math.floor(100 * share), rest = 100 * share - whole;
+  return `${whole + (rest > 0.5 || (rest === 0.5 && whole % 2) ? 1 : 0)} %`;
+};
+
 TP.percent = (share) => `${(100 * share).toFixed(share > 0 && share < 0.1 ? 1 : 0)} %`;
 
 // Colours -------------------------------------------------------------------------------------

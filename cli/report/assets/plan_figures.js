@@ -88,7 +88,7 @@
       ].filter((column) => column);
       const idle = (s) => TP.el("span", { class: "idle" },
         TP.el("span", { class: "meter", "aria-hidden": "true" }, TP.el("i", { style: { width: `${100 * stages[s].idle_share}%` } })),
-        figure(s, "idle_share", stages[s].idle_share, (share) => TP.percent(share)));
+        figure(s, "idle_share", stages[s].idle_share, TP.share));
       host.append(
         TP.el("p", { class: "lead" }, "Times are for one micro-batch; idle: the share of the period in which the stage's busiest replica has nothing to do."),
         TP.table("All figures of each stage",

@@ -33,7 +33,7 @@
           tile("period", TP.figure("predicted.period_s", predicted.period_s, TP.seconds(predicted.period_s)), "per mini-batch"),
           tile("throughput", TP.figure("predicted.samples_per_s", predicted.samples_per_s, TP.number(predicted.samples_per_s)), "samples/s"),
           tile("speed-up", TP.figure("predicted.speedup", predicted.speedup, `${TP.number(predicted.speedup)} ×`), "over one device"),
-          cores ? tile("idle cores", TP.el("data", { value: String(cores.idle_share) }, TP.percent(cores.idle_share)),
+          cores ? tile("idle cores", TP.el("data", { value: String(cores.idle_share) }, TP.share(cores.idle_share)),
             `${TP.counted(cores.devices, "device takes", "devices take")} turns on ${TP.counted(cores.cores, "core", "cores")}`) : null,
           tile("most memory", stage(fullest, "memory_bytes", TP.bytes),
             `stage ${fullest}${limit ? `, ${TP.percent(predicted.stages[fullest].memory_bytes / limit)} of ${TP.bytes(limit)}` : ""}`),

@@ -106,25 +106,28 @@
     title: "Where each worker's time goes",
     short: "Time",
     order: 3,
-    when: (view) => view.runs.some((run) => run.recorded || run.workers.some((worker) => wall(worker) > 0)),
+    when: (view) => view.runs.some((run) => run.workers.some((worker) => worker.per_mini_batch.measured)),
     build(host, view) {
       chosen(host, view, "Run whose times are shown", () => true, (box, run, k) => {
+        const rows = run.workers.flatMap((worker, w) => [
+          ["measured", worker.idle_share, `runs.${k}.workers.${w}.idle_share`],
+          ["predicted", worker.idle_share_predicted, `runs.${k}.workers.${w}.idle_share_predicted`],
+        ].map(([source, idle, path]) => ({ worker, w, source, idle, path, one: worker.per_mini_batch[source] })).filter(({ one }) => one));
+        const most = Math.max(1e-12, ...rows.map(({ one }) => wall(one)));
+        const idleShare = ({ path, idle }) => figure(path, idle, TP.share);
         const { recorded } = run;
-        const rows = run.workers.map((worker, w) => [worker.name,
-          ["measured", `runs.${k}.recorded.measured.${w}`, recorded ? recorded.measured[w] : worker],
-          recorded && recorded.predicted ? ["predicted", `runs.${k}.recorded.predicted.${w}`, recorded.predicted[w]] : null]);
-        const most = Math.max(1e-12, ...rows.flatMap(([, ...bars]) => bars.filter(Boolean).map(([, , one]) => wall(one))));
-        box.append(TP.el("p", { class: "lead" }, recorded
-          ? `In mini-batches ${recorded.first_mini_batch} to ${recorded.first_mini_batch + recorded.mini_batches - 1}, which were recorded: from each worker's first moment in them to its last.`
-          : "In the whole run.", run.mode === "inline" ? " All stages took turns in one process: being idle says nothing here." : ""),
+        box.append(TP.el("p", { class: "lead" }, "Of a mini-batch, measured in ", run.epochs.length || !recorded ? "all training"
+          : `mini-batches ${recorded.first_mini_batch} to ${recorded.first_mini_batch + recorded.mini_batches - 1}, which were recorded`,
+        " (start-up and evaluation left out), predicted in the steady state. Idle: neither computing nor communicating.",
+        run.mode === "inline" ? " All stages took turns in one process: being idle says nothing here." : ""),
         TP.legend(PARTS.map(([key, label, colour]) => [label, `var(--${colour})`, key === "communication_s" ? "diagonal" : "plain"])),
-        TP.el("div", { class: "bars paired", tabindex: rows.length > 16 ? "0" : null, role: "group", "aria-label": "Time of each worker" },
-          rows.flatMap(([name, ...bars]) => bars.filter(Boolean).map(([source, , one], n) => TP.el("div", { class: "bar-row" },
-            TP.el("span", { class: "name" }, n ? TP.el("small", {}, source) : [name, TP.el("small", {}, source)]), timeBar(one, most),
-            TP.el("span", { class: "value" }, TP.seconds(wall(one)), TP.el("small", {}, ` ${TP.percent(wall(one) ? one.idle_s / wall(one) : 0)} idle`)))))),
+        TP.el("div", { class: "bars paired", tabindex: rows.length > 32 ? "0" : null, role: "group", "aria-label": "Time of each worker" },
+          rows.map((row) => TP.el("div", { class: "bar-row" },
+            TP.el("span", { class: "name" }, row.source === "measured" ? row.worker.name : null, TP.el("small", {}, row.source)), timeBar(row.one, most),
+            TP.el("span", { class: "value" }, TP.seconds(wall(row.one)), row.idle === null ? null : TP.el("small", {}, " ", idleShare(row), " idle"))))),
         TP.asTable("Times, as a table", () => TP.table("Times of each worker", ["worker", "", "computing", "communication", "idle", "share idle"],
-          rows.flatMap(([name, ...bars]) => bars.filter(Boolean).map(([source, path, one]) => [name, source,
-            ...PARTS.map(([key]) => TP.figure(`${path}.${key}`, one[key], TP.seconds(one[key]))), TP.percent(wall(one) ? one.idle_s / wall(one) : 0)])), 2)));
+          rows.map((row) => [row.worker.name, row.source,
+            ...PARTS.map(([key]) => TP.figure(`runs.${k}.workers.${row.w}.per_mini_batch.${row.source}.${key}`, row.one[key], TP.seconds(row.one[key]))), idleShare(row)]), 2)));
       });
     },
   });
