@@ -7,6 +7,7 @@ import io
 import math
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -15,7 +16,7 @@ import click
 from rich.console import Console
 
 from .. import __version__
-from ..profiles.errors import PlanError, TimeprestError
+from ..profiles.errors import PlanError, TaskWarning, TimeprestError
 from ..profiles.limits import MAX_COUNT
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -43,12 +44,14 @@ class Stopped(KeyboardInterrupt):
 
 
 def errors_as_lines(function: F) -> F:
-    """Turn our errors into one line on stderr and their exit code; Ctrl-C into code 130."""
+    """Turn our errors into one line on stderr and their exit code, our warnings into one line
+    each; Ctrl-C into code 130."""
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         try:
-            return function(*args, **kwargs)
+            with _warnings_as_lines():
+                return function(*args, **kwargs)
         except TimeprestError as error:
             complain(str(error))
             sys.exit(error.exit_code)
@@ -62,6 +65,22 @@ def errors_as_lines(function: F) -> F:
             sys.exit(0)
 
     return wrapped  # type: ignore[return-value]
+
+
+@contextmanager
+def _warnings_as_lines() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", TaskWarning)
+        others = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *args: Any, **more: Any) -> None:
+            if issubclass(category, TaskWarning):
+                complain(f"warning: {message}")
+            else:
+                others(message, category, *args, **more)
+
+        warnings.showwarning = show
+        yield
 
 
 def complain(message: str) -> None:

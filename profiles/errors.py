@@ -41,6 +41,10 @@ class TraceError(UserError):
     """A model can't be traced; the message names the user's file and line."""
 
 
+class TaskWarning(UserWarning):
+    """Something in a task may be meant otherwise than it is taken."""
+
+
 class PlanError(UserError):
     """A plan contradicts its profile, its model or itself."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.util
 import inspect
@@ -24,7 +25,21 @@ from .zoo import BUILT_IN
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
-_TASK_PARTS = ("model", "data", "loss", "optimizer")
+_HOOKS = {
+    "model": "model()",
+    "data": "data(split)",
+    "loss": "loss(output, target)",
+    "optimizer": "optimizer(parameters)",
+}
+"""What makes a task, as it is called."""
+_OPTIONAL_HOOKS = {
+    "metrics": "metrics(output, target)",
+    "parameter_groups": "parameter_groups(named_parameters)",
+    "scheduler": "scheduler(optimizer)",
+}
+_ALIKE, _VERY_ALIKE = 0.6, 0.8
+"""From which ratio of difflib's on a name may be meant for another, where that one is missing, or
+needn't be there."""
 
 
 @dataclass(frozen=True)
@@ -143,17 +158,16 @@ def resolve(name: str, inputs: Sequence[InputSpec] = ()) -> Target:
     # From the right: a path may hold a colon, a name can't.
     head, _, tail = name.rpartition(":")
     found = _attribute(name, _import(name, head), tail)
-    if inspect.isclass(found) and all(hasattr(found, part) for part in _TASK_PARTS):
-        found = _call(name, f"{tail}()", found)
-    if all(hasattr(found, part) for part in _TASK_PARTS):
-        return Target(name, found, found.model, ())
-    missing = [part for part in _TASK_PARTS if not hasattr(found, part)]
-    if len(missing) < len(_TASK_PARTS) and not isinstance(found, (nn.Module, type)):
-        raise TargetError(f"{name}: a task also needs {', '.join(missing)} (see docs/tasks.md)")
+    if _meant_as_task(found, inputs):
+        task = _call(name, f"{tail}()", found) if inspect.isclass(found) else found
+        _check_hooks(name, task)
+        return Target(name, task, task.model, ())
     if not inputs:
+        there = [hook for hook in _HOOKS if hasattr(found, hook)]
         raise TargetError(
             f"{name}: is a model, not a task: say what it takes with --input SHAPE:DTYPE for "
             "each input, like --input 3x32x32:float32"
+            + (f" (it has {_listed(there)}; a task isn't a torch.nn.Module)" if there else "")
         )
     if isinstance(found, nn.Module):
         return Target(name, None, lambda: found, tuple(inputs))
@@ -163,6 +177,72 @@ def resolve(name: str, inputs: Sequence[InputSpec] = ()) -> Target:
             "that makes a model"
         )
     return Target(name, None, found, tuple(inputs))
+
+
+def misspelt_hooks(task: Task) -> list[str]:
+    """A line for each method that nothing calls, whose name is like that of an optional hook."""
+    return [
+        f"the task has {meant!r}, which nothing calls: is {_OPTIONAL_HOOKS[hook]} meant? "
+        "(docs/tasks.md)"
+        for hook in _OPTIONAL_HOOKS
+        if not hasattr(task, hook)
+        for meant in _alike(task, hook, _VERY_ALIKE)
+        if callable(getattr(task, meant))
+    ]
+
+
+def _meant_as_task(found: Any, inputs: Sequence[InputSpec]) -> bool:
+    """Whether it has all that makes a task, or something of it and can't be a model."""
+    there = [hook for hook in _HOOKS if hasattr(found, hook)]
+    if len(there) == len(_HOOKS):
+        return True
+    if inspect.isclass(found):
+        # What is still missing, `__init__` may bring.
+        return bool(there) and not issubclass(found, nn.Module)
+    makes_model = callable(found) and bool(inputs)
+    return bool(there) and not isinstance(found, nn.Module) and not makes_model
+
+
+def _check_hooks(name: str, task: Any) -> None:
+    """Raises TargetError naming a method that a task must have and this one hasn't."""
+    missing = [hook for hook in _HOOKS if not hasattr(task, hook)]
+    if missing:
+        meant = {hook: found[0] for hook in missing if (found := _alike(task, hook, _ALIKE))}
+        mend = [f"rename {there!r} to {hook}" for hook, there in meant.items()]
+        if len(meant) < len(missing):
+            mend.append(f"write {_listed([_HOOKS[hook] for hook in missing if hook not in meant])}")
+        raise TargetError(
+            f"{name}: is a task without {_listed([_HOOKS[hook] for hook in missing])}: "
+            f"{_listed(mend)} (docs/tasks.md)"
+        )
+    for hook, call in _HOOKS.items():
+        found = getattr(task, hook)
+        if isinstance(found, nn.Module) and hook == "model":
+            raise TargetError(
+                f"{name}: model is a {type(found).__name__}, not a method: write model() so that "
+                "it makes a new one each time (docs/tasks.md)"
+            )
+        if not callable(found):
+            kind = "None" if found is None else f"a {type(found).__name__}"
+            raise TargetError(
+                f"{name}: {hook} is {kind}, not a method: write {call} (docs/tasks.md)"
+            )
+
+
+def _alike(task: Any, hook: str, ratio: float) -> list[str]:
+    """What the task has under a name like this one, the likest first."""
+    by_name = {
+        name.lower().strip("_"): name
+        for name in dir(task)
+        if not name.startswith("__") and name not in {**_HOOKS, **_OPTIONAL_HOOKS}
+    }
+    close = difflib.get_close_matches(hook, by_name, n=3, cutoff=ratio)
+    return [by_name[name] for name in close]
+
+
+def _listed(words: Sequence[str]) -> str:
+    *before, last = words
+    return f"{', '.join(before)} and {last}" if before else last
 
 
 def _onnx(name: str, inputs: Sequence[InputSpec]) -> Target:

@@ -22,7 +22,7 @@ from ..profiles.tracing.state import unchanged
 from ..profiles.units import format_bytes
 from .cores import unplanned_turns, usable_cores
 from .devices import CPU, check_kind, device_kind, device_of, gpu_count
-from .hooks import check_optimizers
+from .hooks import check_optimizers, hook_warnings
 from .interface import use_interface
 from .meeting import Meeting
 from .placement import between_processes, free_bytes, gpu_name, transport_of
@@ -100,7 +100,7 @@ class DryRun(msgspec.Struct, frozen=True, kw_only=True):
     problems: tuple[str, ...]
     """For which a run would fail."""
     warnings: tuple[str, ...] = ()
-    """For which it would be slower than predicted."""
+    """For which it would be slower than predicted, or train otherwise than was meant."""
 
 
 class _Mine(msgspec.Struct, frozen=True):
@@ -315,6 +315,7 @@ def _findings(
 
 
 def _warnings(prepared: Prepared, found: Sequence[_Mine]) -> Iterator[str]:
+    yield from hook_warnings(prepared)
     planned, threads = prepared.plan.cluster.cores, prepared.settings.threads
     for host, first in _first_of_each(found).items():
         workers = sum(mine.host == host and mine.device == "cpu" for mine in found)

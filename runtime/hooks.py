@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
+
+from ..profiles.errors import TaskWarning
+from ..profiles.target import misspelt_hooks
 from .devices import device_kind
 from .optimizers import make_optimizer
 from .prepare import Prepared
@@ -21,3 +25,14 @@ def check_optimizers(prepared: Prepared) -> None:
         names = prepared.names
         named = [(names.get(name, name), p) for name, p in piece.module.named_parameters()]
         make_optimizer(prepared.task, prepared.settings, named, f"stage {s}")
+
+
+def hook_warnings(prepared: Prepared) -> list[str]:
+    """What in the task's hooks may be meant otherwise than it is taken."""
+    return misspelt_hooks(prepared.task)
+
+
+def warn_of_hooks(prepared: Prepared) -> None:
+    """Say so, before a run."""
+    for line in hook_warnings(prepared):
+        warnings.warn(line, TaskWarning, stacklevel=2)

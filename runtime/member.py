@@ -20,7 +20,7 @@ from ..planner.plan import Plan
 from ..profiles.allocator import keep_freed_memory
 from . import watchdog
 from .devices import check_kind, device_kind, gpu_count, own_device
-from .hooks import check_optimizers
+from .hooks import check_optimizers, warn_of_hooks
 from .interface import use_interface
 from .meeting import Meeting
 from .observer import Observer, read_epochs
@@ -137,6 +137,7 @@ def _train(
     meeting.statuses = where.statuses
     tells = worker == telling_worker(prepared.plan)
     if tells:
+        warn_of_hooks(prepared)
         observer.begin()
     store = dist.PrefixStore("gloo", meeting.store)  # type: ignore[attr-defined]
     device = own_device(prepared.plan, prepared.settings, meeting.launched.local_rank)

@@ -16,7 +16,7 @@ from .channels import LocalChannels, Mailbox
 from .checkpoint import CheckpointWriter
 from .devices import check_kind, device_kind, gpu_count, own_device
 from .gradient_files import keep_gradients
-from .hooks import check_optimizers
+from .hooks import check_optimizers, warn_of_hooks
 from .idle import training_times
 from .launch import launch
 from .observer import Both, MetricsFile, Observer, Silent, read_epochs
@@ -109,6 +109,7 @@ def _train(
     prepared: Prepared, where: RunDir, observer: Observer | None, *, inline: bool
 ) -> RunSummary:
     """Train, in a run directory that is ready."""
+    warn_of_hooks(prepared)
     collector = _Collector(observer or Silent(), read_epochs(where.metrics))
     collector.begin()
     begin = time.perf_counter()

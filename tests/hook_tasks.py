@@ -46,3 +46,68 @@ class NoOptimizer(MLPTask):
 
     def optimizer(self, parameters):
         torch.optim.SGD(parameters, lr=0.05)
+
+
+class Misspelt:
+    """The optimizer's name is wrong, and an optional method's."""
+
+    model, data, loss = MLPTask.model, MLPTask.data, MLPTask.loss
+
+    def optimiser(self, parameters):
+        return torch.optim.SGD(parameters, lr=0.05)
+
+
+class NoData:
+    """There is nothing like it."""
+
+    model, loss, optimizer = MLPTask.model, MLPTask.loss, MLPTask.optimizer
+
+
+class MadeLater:
+    """One method comes with the object."""
+
+    model, data, optimizer = MLPTask.model, MLPTask.data, MLPTask.optimizer
+
+    def __init__(self):
+        self.loss = torch.nn.MSELoss()
+
+
+class NoLoss(MLPTask):
+    """Has the name and nothing behind it."""
+
+    loss = None
+
+
+class ModelItself(MLPTask):
+    """Gives a model where a method that makes one belongs."""
+
+    model = torch.nn.Linear(5, 3)
+
+
+class Lightning(torch.nn.Module):
+    """A model that knows its loss."""
+
+    def loss(self, output, target):
+        return ((output - target) ** 2).mean()
+
+    def optimizer(self, parameters):
+        return torch.optim.SGD(parameters, lr=0.05)
+
+
+class Metric(MLPTask):
+    """An optional method's name is wrong."""
+
+    def metric(self, output, target):
+        return {"error": (output - target).abs().mean()}
+
+
+class Maker:
+    """A function of a kind that makes models, and has data of its own."""
+
+    data = ()
+
+    def __call__(self):
+        return MLPTask().model()
+
+
+misspelt, make_model = Misspelt(), Maker()

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from plans import plan_by_hand, with_times
-from timeprest.profiles.errors import TargetError
+from timeprest.profiles.errors import TargetError, TaskWarning
 from timeprest.profiles.hooks import task_optimizer
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.measuring.platforms import platform_of
-from timeprest.profiles.target import resolve
+from timeprest.profiles.target import misspelt_hooks, parse_input, resolve
 from timeprest.runtime.dry_run import dry_run
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import RunSettings
@@ -63,3 +63,43 @@ def test_what_isnt_trained_may_be_in_the_optimizer_or_not(tmp_path):
     for held in (trained, [p for _, p in named]):
         optimizer = torch.optim.SGD(held)
         assert task_optimizer(lambda _, o=optimizer: o, trained, named, "stage 0") is optimizer
+
+
+# Missing and misspelt hooks -----------------------------------------------------------------
+
+MISSING = {
+    "Misspelt": r"is a task without optimizer\(parameters\): rename 'optimiser' to optimizer",
+    "misspelt": r"is a task without optimizer\(parameters\): rename 'optimiser' to optimizer",
+    "NoData": r"is a task without data\(split\): write data\(split\)",
+    "NoLoss": r"loss is None, not a method: write loss\(output, target\)",
+    "ModelItself": r"model is a Linear, not a method: write model\(\) so that it makes a new one",
+    "Lightning": r"is a model, not a task: .*it has loss and optimizer; a task isn't a torch\.nn",
+    "Maker": r"is a task without model\(\)",
+}
+
+
+@pytest.mark.parametrize("name", MISSING)
+def test_a_missing_hook_is_named(name):
+    with pytest.raises(TargetError, match=MISSING[name]):
+        resolve(f"{TASKS}:{name}")
+
+
+def test_what_makes_a_task_may_come_with_the_object():
+    assert resolve(f"{TASKS}:MadeLater").task is not None
+
+
+def test_a_model_may_have_something_of_a_task():
+    """With --input it is one: a module, or whatever makes one when it is called."""
+    inputs = [parse_input("5:float64")]
+    assert resolve(f"{TASKS}:Lightning", inputs).task is None
+    assert isinstance(resolve(f"{TASKS}:make_model", inputs).model(), torch.nn.Module)
+
+
+def test_an_optional_hook_that_is_misspelt_gets_a_warning(plan, tmp_path):
+    (line,) = misspelt_hooks(resolve(f"{TASKS}:Metric").task)
+    assert line.startswith("the task has 'metric', which nothing calls: is metrics(output, target)")
+    assert misspelt_hooks(resolve("digits").task) == []
+    settings = RunSettings(task=f"{TASKS}:Metric", steps=1, evaluate=False)
+    assert line in dry_run(plan, settings, str(tmp_path / "run")).warnings
+    with pytest.warns(TaskWarning, match="'metric', which nothing calls"):
+        run(plan, settings, tmp_path / "run", inline=True)

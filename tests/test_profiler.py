@@ -256,7 +256,7 @@ def test_a_users_task_and_factory_are_profiled(user_file):
         ("no.such.module:x", "No module named 'no'"),
         ("{file}:missing", "there is no 'missing' in it; it has"),
         ("{file}:three", "is a model, not a task|is a int"),
-        ("{file}:half", "also needs loss, optimizer"),
+        ("{file}:half", "a task without loss\\(output, target\\) and optimizer"),
         ("{file}:net", "say what it takes with --input"),
         ("digits:x", "takes no argument"),
         ("text:/no/such/text", "can't be read"),

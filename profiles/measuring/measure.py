@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import TargetError, UserError
+from ..errors import TargetError, TaskWarning, UserError
 from ..hooks import task_optimizer
 from ..profile import OptimizerCost, Profile, check_profile
-from ..target import Target, describe_error
+from ..target import Target, describe_error, misspelt_hooks
 from ..tracing.call import Call
 from ..tracing.fingerprint import fingerprint
 from ..tracing.front_ends import TRACE_SAMPLES, trace
@@ -73,6 +74,8 @@ def measure(
         TraceError: no front end takes the model.
     """
     platform = platform or platform_of("cpu")
+    for line in misspelt_hooks(target.task) if target.task is not None else ():
+        warnings.warn(line, TaskWarning, stacklevel=2)
     sizes = tuple(sorted(set(micro_batch_sizes or default_sizes(batch_size, platform))))
     torch.set_num_threads(threads)
     calls = {size: target.call(size) for size in {TRACE_SAMPLES, *sizes}}
