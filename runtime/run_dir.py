@@ -224,7 +224,8 @@ def is_lock(path: Path) -> bool:
         return False
     with path.open("rb") as file:
         text = file.read(401)
-    return not text or re.fullmatch(rb"\d+ on \S+ ?\S*", text) is not None
+    # Of many workers, each has written a line.
+    return not text or re.fullmatch(rb"\d+ on \S+ ?\S*", text.split(b"\n")[0]) is not None
 
 
 def save_tensors(

@@ -15,12 +15,14 @@ from plans import plan_by_hand, with_times
 from timeprest.profiles.errors import FileError, UserError
 from timeprest.runtime import run_lock, watchdog
 from timeprest.runtime.run import resume, run
+from timeprest.runtime.run_dir import RunDir
 from timeprest.runtime.run_lock import alone, as_worker
 from timeprest.runtime.settings import RunSettings
 
 HOLD = """
 import sys
 from pathlib import Path
+from timeprest.runtime.run_dir import RunDir
 from timeprest.runtime.run_lock import alone
 with alone(Path(sys.argv[1])):
     print("held", flush=True)
@@ -86,6 +88,8 @@ def test_workers_that_outlive_their_launcher_are_waited_for(tmp_path, monkeypatc
     here = socket.gethostname()
     others = f"7 on afar\n{ended.pid} on {here}\n{os.getppid()} on {here}\n"
     with as_worker(tmp_path), as_worker(tmp_path):
+        # Rank 0 makes the run when all have locked its directory.
+        RunDir(tmp_path).check_new()
         (tmp_path / "lock.workers").open("a").write(others)
         with pytest.raises(UserError, match=named):
             alone(tmp_path).__enter__()
