@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from .errors import TargetError, TimeprestError
+from .errors import RunError, TargetError, TimeprestError
 from .target import describe_error
+from .task import Task
 
 Named = Sequence[tuple[str, nn.Parameter]]
 """Parameters under the model's own names."""
@@ -17,14 +18,49 @@ Named = Sequence[tuple[str, nn.Parameter]]
 _SHOWN_NAMES = 3
 
 
-def call_hook(name: str, hook: Callable[..., Any], *arguments: Any) -> Any:
-    """What the user's hook returns. Raises TargetError naming the hook when it raises."""
+def call_hook(
+    name: str,
+    hook: Callable[..., Any],
+    *arguments: Any,
+    doing: str = "",
+    kind: type[TimeprestError] = TargetError,
+) -> Any:
+    """What the user's hook returns.
+
+    Args:
+        doing: what failed, where that isn't the hook itself but what it gave: "step()".
+        kind: of the error: RunError where training is under way.
+
+    Raises `kind` naming the hook when it raises.
+    """
     try:
         return hook(*arguments)
     except TimeprestError:
         raise
     except Exception as error:
-        raise TargetError(f"the task's {name} failed: {describe_error(error)}") from error
+        at = f" in {doing}" if doing else ""
+        raise kind(f"the task's {name} failed{at}: {describe_error(error)}") from error
+
+
+def task_metrics(task: Task, output: Any, target: Any) -> dict[str, Any]:
+    """The task's figures beside the loss, by name; none where it has no `metrics`.
+
+    Raises TargetError when it gives no dict, RunError when it raises.
+    """
+    metrics = getattr(task, "metrics", None)
+    if metrics is None:
+        return {}
+    found = call_hook("metrics", metrics, output, target, kind=RunError)
+    if not isinstance(found, Mapping):
+        raise TargetError(
+            f"the task's metrics gave {described(found)}; return a dict of figures by their names"
+        )
+    for name in found:
+        if not isinstance(name, str):
+            raise TargetError(
+                f"the task's metrics gave a figure named {name!r}; names must be text"
+            )
+    return dict(found)
 
 
 def task_optimizer(
@@ -44,7 +80,7 @@ def task_optimizer(
     found = call_hook("optimizer", hook, given)
     if not isinstance(found, torch.optim.Optimizer):
         raise TargetError(
-            f"the task's optimizer gave {_described(found)}; return one of torch.optim's, made "
+            f"the task's optimizer gave {described(found)}; return one of torch.optim's, made "
             "over the parameters that it is given"
         )
     held = {id(p): p for group in found.param_groups for p in group["params"]}
@@ -77,7 +113,8 @@ def task_optimizer(
     return found
 
 
-def _described(value: Any) -> str:
+def described(value: Any) -> str:
+    """What a hook gave, for messages."""
     return "None" if value is None else f"a {type(value).__name__}"
 
 

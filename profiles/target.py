@@ -23,8 +23,13 @@ from .task import Task, dataset_size, fetch_call
 from .tracing.call import Call
 from .zoo import BUILT_IN
 
-_PACKAGE = Path(__file__).resolve().parent.parent
-_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+_PACKAGES = (Path(__file__).parent.parent, Path(__file__).resolve().parent.parent)
+"""Ours, under either name where it is reached by a link."""
+_LIBRARIES = (
+    *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")},
+    # Which an environment may have by a link.
+    str(Path(torch.__file__).parent),
+)
 _HOOKS = {
     "model": "model()",
     "data": "data(split)",
@@ -82,9 +87,9 @@ class Target:
         torch.manual_seed(seed)
         model = _call(self.name, "building the model", self._factory)
         if not isinstance(model, nn.Module):
-            raise TargetError(
-                f"{self.name}: gave a {type(model).__name__} where a torch.nn.Module is needed"
-            )
+            given = "None" if model is None else f"a {type(model).__name__}"
+            what = "" if self.task is None else "model() "
+            raise TargetError(f"{self.name}: {what}gave {given} where a torch.nn.Module is needed")
         return model
 
     def sample(self, samples: int) -> tuple[tuple[Tensor, ...], Any]:
@@ -310,7 +315,8 @@ def _call(name: str, doing: str, function: Callable[[], Any]) -> Any:
 
 def describe_error(error: BaseException) -> str:
     """One line: the last place in the user's code, and what went wrong there."""
-    ours = tuple(str(_PACKAGE / folder) for folder in ("profiles", "planner", "runtime", "cli"))
+    folders = ("profiles", "planner", "runtime", "cli")
+    ours = tuple(str(package / folder) for package in _PACKAGES for folder in folders)
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)

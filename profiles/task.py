@@ -55,7 +55,8 @@ def fetch(dataset: Dataset[Any], indices: Sequence[int] | Tensor) -> tuple[tuple
         The model's inputs, each ``[len(indices), ...]``, and the target, collated alike.
 
     Raises:
-        TargetError: the samples aren't ``(inputs, target)`` with tensors as inputs.
+        TargetError: the samples aren't ``(inputs, target)`` with tensors as inputs, or can't be
+            collated.
     """
     call, target = fetch_call(dataset, indices)
     return call.tensors, target
@@ -69,7 +70,14 @@ def fetch_call(dataset: Dataset[Any], indices: Sequence[int] | Tensor) -> tuple[
     else:
         if isinstance(indices, Tensor):
             indices = indices.tolist()
-        batch = default_collate([dataset[k] for k in indices])
+        samples = [dataset[k] for k in indices]
+        try:
+            batch = default_collate(samples)
+        except Exception as error:  # of samples that differ, or are of a kind torch can't collate
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise TargetError(
+                f"data(split): its samples can't be put into a batch: {reason}"
+            ) from error
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         raise TargetError(
             "data(split): every sample must be a pair (inputs, target); with several inputs, "
@@ -91,6 +99,8 @@ def fetch_call(dataset: Dataset[Any], indices: Sequence[int] | Tensor) -> tuple[
 
 def dataset_size(dataset: Dataset[Any], split: Split) -> int:
     """Number of samples. Raises TargetError for a dataset without a length, or an empty one."""
+    if dataset is None:
+        raise TargetError(f"data({split!r}) gave None; return a map-style Dataset")
     try:
         size = len(dataset)  # type: ignore[arg-type]
     except TypeError:

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ..planner.plan import Plan
-from ..profiles.errors import TargetError
+from ..profiles.errors import RunError, TargetError
+from ..profiles.hooks import call_hook
 from ..profiles.task import Split, Task, dataset_size, fetch
 from .settings import RunSettings
 
@@ -206,7 +207,7 @@ class Samples:
     """One split of the task's data, in micro-batches of one size."""
 
     def __init__(self, task: Task, split: Split, micro_batch: int, seed: int) -> None:
-        self.dataset: Dataset[Any] = task.data(split)
+        self.dataset: Dataset[Any] = call_hook(f"data({split!r})", task.data, split, kind=RunError)
         self.size = dataset_size(self.dataset, split)
         self.micro_batch = micro_batch
         self.seed = seed

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..profiles.errors import TargetError, UserError
+from ..profiles.errors import RunError, TargetError, UserError
 from ..profiles.hooks import Named, call_hook, task_optimizer
 from ..profiles.task import Task
 from .settings import OptimizerChoice, RunSettings
@@ -78,6 +78,11 @@ def make_optimizer(
     if choice is not None:
         return _MAKERS[choice.name](parameters, choice)
     return task_optimizer(task.optimizer, parameters, every, owner)
+
+
+def step_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """An update. Raises RunError naming the hook."""
+    call_hook("optimizer", optimizer.step, doing="step()", kind=RunError)
 
 
 def _groups(task: Task, settings: RunSettings, trained: Named) -> Parameters:

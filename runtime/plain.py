@@ -21,11 +21,11 @@ from .data import Samples, Segment, part_of, real_samples, updates_of
 from .devices import move, own_device, put, random_state
 from .draws import Traits, WithoutDropout
 from .gradient_files import GradientFiles
-from .optimizers import make_optimizer
+from .optimizers import make_optimizer, step_optimizer
 from .padding import real_part
 from .precision import forward_context
 from .prepare import Prepared
-from .schedules import make_scheduler
+from .schedules import make_scheduler, step_scheduler
 
 _ADVICE = "leave it out: --ragged drop"
 
@@ -99,9 +99,9 @@ class PlainTraining:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), most)
         # As the stages do, so that rounding alone tells the two apart by as little as can be.
         self._fused = self._fused or fuse(self.optimizer)
-        self.optimizer.step()
+        step_optimizer(self.optimizer)
         if self.scheduler is not None:
-            self.scheduler.step()
+            step_scheduler(self.scheduler)
         self.optimizer.zero_grad(set_to_none=True)
 
     def _losses(self, segment: Segment, b: int) -> Iterator[tuple[float, Tensor]]:

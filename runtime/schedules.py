@@ -10,8 +10,8 @@ from typing import Protocol
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from ..profiles.errors import TargetError
-from ..profiles.target import describe_error
+from ..profiles.errors import RunError, TargetError
+from ..profiles.hooks import call_hook, described
 from ..profiles.task import Task
 from .settings import RunSettings
 
@@ -65,13 +65,15 @@ def make_scheduler(
     by_task = getattr(task, "scheduler", None)
     if by_task is None:
         return None
-    try:
-        found: Scheduler = by_task(optimizer)
-    except Exception as error:  # the user's code
-        raise TargetError(f"the task's scheduler failed: {describe_error(error)}") from error
+    found: Scheduler = call_hook("scheduler", by_task, optimizer)
     if not callable(getattr(found, "step", None)):
         raise TargetError(
-            f"the task's scheduler gave a {type(found).__name__}; give one of "
+            f"the task's scheduler gave {described(found)}; return one of "
             "torch.optim.lr_scheduler's classes"
         )
     return found
+
+
+def step_scheduler(scheduler: Scheduler) -> None:
+    """Go on to the next learning rate. Raises RunError naming the hook."""
+    call_hook("scheduler", scheduler.step, doing="step()", kind=RunError)

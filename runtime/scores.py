@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..planner.memory import MemoryByKind
 from ..profiles.errors import RunError
+from ..profiles.hooks import call_hook, task_metrics
 from ..profiles.task import Task
 
 T = TypeVar("T")
@@ -91,10 +92,8 @@ class EvaluationScore:
     def add(self, task: Task, output: Any, target: Any, samples: int) -> None:
         """Add a micro-batch's figures, weighted by its samples."""
         with torch.no_grad():
-            figures: dict[str, Any] = {"loss": task.loss(output, target)}
-            metrics = getattr(task, "metrics", None)
-            if metrics is not None:
-                figures.update(metrics(output, target))
+            loss = call_hook("loss", task.loss, output, target, kind=RunError)
+            figures: dict[str, Any] = {"loss": loss, **task_metrics(task, output, target)}
         self.samples += samples
         for name, value in figures.items():
             number = value.item() if isinstance(value, Tensor) else value

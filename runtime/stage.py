@@ -18,6 +18,7 @@ from ..planner.versions import VersionWalk
 from ..profiles.boundary import Inlet
 from ..profiles.errors import RunError
 from ..profiles.fused import fuse
+from ..profiles.hooks import call_hook
 from ..profiles.saved import storage_key
 from ..profiles.split_backward import SplitBackward
 from ..profiles.task import Task
@@ -30,11 +31,11 @@ from .batch_norm import DeferredBatchNorm
 from .data import Part
 from .dealing import Share
 from .devices import CPU, move, put
-from .optimizers import make_optimizer
+from .optimizers import make_optimizer, step_optimizer
 from .padding import DIVIDE, DROP, real_part
 from .precision import forward_context
 from .predictors import Predictor
-from .schedules import make_scheduler
+from .schedules import make_scheduler, step_scheduler
 from .settings import RunSettings
 from .staleness import Distances, Staleness
 from .update_rules import follow
@@ -324,9 +325,9 @@ class Stage:
             self.lr = None if lr is None else float(lr)
             if steps:
                 self._fused = self._fused or fuse(self.optimizer)
-                self.optimizer.step()
+                step_optimizer(self.optimizer)
         if self.scheduler is not None:
-            self.scheduler.step()
+            step_scheduler(self.scheduler)
         self._note(boundary_bytes)
         for p in self.weights.parameters:
             # As `zero_grad` does, which takes its time to tell torch's profiler of it.
@@ -468,7 +469,7 @@ class Stage:
             return None
         if part.padded:
             result = real_part(result, part.real, part.size, f"{DROP}, or {DIVIDE}")
-        loss = self.task.loss(result, target)
+        loss = call_hook("loss", self.task.loss, result, target, kind=RunError)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise RunError("the task's loss must give one number: a mean over the samples")
         return loss.reshape(())

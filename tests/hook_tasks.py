@@ -111,3 +111,73 @@ class Maker:
 
 
 misspelt, make_model = Misspelt(), Maker()
+
+
+class ModelNone(MLPTask):
+    def model(self):
+        super().model()
+
+
+class DataNone(MLPTask):
+    def data(self, split):
+        super().data(split)
+
+
+class TestDataNone(MLPTask):
+    def data(self, split):
+        return super().data(split) if split == "train" else None
+
+
+class Uneven(MLPTask):
+    """Samples that no batch can be made of."""
+
+    def data(self, split):
+        x = torch.randn(600, 5, dtype=torch.float64)
+        return [(x[k], torch.zeros(3 + k % 2)) for k in range(600)]
+
+
+class LossNone(MLPTask):
+    def loss(self, output, target):
+        super().loss(output, target)
+
+
+class LossRaises(MLPTask):
+    def loss(self, output, target):
+        return (output @ target).mean()
+
+
+class MetricsNone(MLPTask):
+    def metrics(self, output, target):
+        pass
+
+
+class MetricsRaise(MLPTask):
+    def metrics(self, output, target):
+        return {"product": output @ target}
+
+
+class MetricsUnnamed(MLPTask):
+    def metrics(self, output, target):
+        return {1: (output - target).mean()}
+
+
+class SchedulerText(MLPTask):
+    def scheduler(self, optimizer):
+        return "cosine"
+
+
+class SchedulerRaises(MLPTask):
+    """Only when it is stepped."""
+
+    def scheduler(self, optimizer):
+        def rate(update):
+            return 1.0 if update == 0 else 1 / 0
+
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+
+
+class StepRaises(MLPTask):
+    """The optimizer wants a closure."""
+
+    def optimizer(self, parameters):
+        return torch.optim.LBFGS(parameters)

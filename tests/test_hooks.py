@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from plans import plan_by_hand, with_times
-from timeprest.profiles.errors import TargetError, TaskWarning
+from timeprest.profiles.errors import TargetError, TaskWarning, TimeprestError
 from timeprest.profiles.hooks import task_optimizer
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.measuring.platforms import platform_of
@@ -103,3 +103,37 @@ def test_an_optional_hook_that_is_misspelt_gets_a_warning(plan, tmp_path):
     assert line in dry_run(plan, settings, str(tmp_path / "run")).warnings
     with pytest.warns(TaskWarning, match="'metric', which nothing calls"):
         run(plan, settings, tmp_path / "run", inline=True)
+
+
+# Hooks that give something else ---------------------------------------------------------------
+
+BLAMED = {
+    "ModelNone": r"model\(\) gave None where a torch\.nn\.Module is needed",
+    "DataNone": r"data\('train'\) gave None; return a map-style Dataset",
+    "TestDataNone": r"data\('test'\) gave None; return a map-style Dataset",
+    "Uneven": r"data\(split\): its samples can't be put into a batch: .*equal size",
+    "LossNone": r"loss must give one number|the task's loss must give one number",
+    "LossRaises": r"the task's loss failed: .*hook_tasks\.py:\d+: RuntimeError",
+    "MetricsNone": r"the task's metrics gave None; return a dict",
+    "MetricsRaise": r"the task's metrics failed: .*hook_tasks\.py:\d+: RuntimeError",
+    "MetricsUnnamed": r"the task's metrics gave a figure named 1; names must be text",
+    "SchedulerText": r"the task's scheduler gave a str; return one of torch\.optim\.lr_scheduler",
+    "SchedulerRaises": r"the task's scheduler failed in step\(\): .*hook_tasks\.py:\d+: ZeroDiv",
+    "StepRaises": r"the task's optimizer failed in step\(\): TypeError: LBFGS\.step\(\) missing",
+}
+"""What a run says of each."""
+
+NEVER_PROFILED = ("TestDataNone", "Metrics", "Scheduler")
+
+
+@pytest.mark.parametrize("name", BLAMED)
+def test_a_run_blames_the_hook(name, plan, tmp_path):
+    settings = RunSettings(task=f"{TASKS}:{name}", steps=2)
+    with pytest.raises(TimeprestError, match=BLAMED[name]):
+        run(plan, settings, tmp_path / "run", inline=True)
+
+
+@pytest.mark.parametrize("name", [n for n in BLAMED if not n.startswith(NEVER_PROFILED)])
+def test_profiling_blames_the_hook(name):
+    with pytest.raises(TargetError, match=BLAMED[name]):
+        measure(resolve(f"{TASKS}:{name}"), batch_size=2, seconds=0)

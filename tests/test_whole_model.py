@@ -253,7 +253,7 @@ def test_decay_of_matrices_in_a_task_without_groups(mlp_target):
         ("Twice", r"'l0\.bias' is in two groups"),
         ("Strange", "isn't one of the parameters"),
         ("NoParams", r"parameter_groups failed: .*Error"),
-        ("NoScheduler", "scheduler gave a NoneType"),
+        ("NoScheduler", "scheduler gave None"),
     ],
 )
 def test_bad_groups_and_schedulers_are_one_line(name, message, mlp_profile, tmp_path):

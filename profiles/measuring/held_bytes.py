@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from ..errors import TargetError
+from ..hooks import call_hook
 from ..saved import SavedBytes, storage_bytes, storage_key
 from ..target import Target
 from ..tracing.graph import Value
@@ -102,7 +103,9 @@ def count_held(case: Case, model: nn.Module, target: Target, platform: Platform)
             tensors.append(saved.tensors)
         with SavedBytes(ignore=state) as saved:
             result = case.result.module(*[env[name] for name in case.result.inputs])[0]
-            loss = target.task.loss(result, case.target) if target.task is not None else None
+            loss = None
+            if target.task is not None:
+                loss = call_hook("loss", target.task.loss, result, case.target)
         saved_by.append(saved.storages)
         tensors.append(saved.tensors)
     if target.task is not None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..fused import fuse
+from ..hooks import call_hook
 from ..profile import OptimizerCost
 from .clocks import Clock
 
@@ -69,7 +70,7 @@ def _time_step(
     times = []
     for _ in range(_STEPS):
         start = clock.mark()
-        optimizer.step()
+        call_hook("optimizer", optimizer.step, doing="step()")
         end = clock.mark()
         clock.settle()
         times.append(clock.seconds(start, end))
