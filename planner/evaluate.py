@@ -31,7 +31,7 @@ from .plan import (
 from .rule_costs import as_run_by, weights_s_per_byte
 from .simulate import idle_shares, most_waiting
 from .stage_costs import RECEIVES_AHEAD, Costs, Crossing, StageCost
-from .steady import Steady, steady_state
+from .steady import Steady, sequence_distance, steady_state
 from .tied import Tied, exchange_s
 from .variants import variant_named
 from .versions import entry_versions
@@ -157,7 +157,11 @@ def lay_out(question: Question, stages: Sequence[PlanStage], micro_batches: int)
                 cost,
                 exchanges[s],
                 rules_s=weights_s_per_byte(
-                    variant, question.profile.operation, question.update_every, last=s == last
+                    variant,
+                    question.profile.operation,
+                    question.update_every,
+                    first=s == 0,
+                    last=s == last,
                 ),
                 split=variant.split_backward,
                 returns=s in returning,
@@ -194,6 +198,7 @@ def evaluate(question: Question, stages: Sequence[PlanStage], micro_batches: int
         period_s=period_s,
         samples_per_s=ratio(question.mini_batch, period_s),
         speedup=ratio(question.one_device_s, period_s),
+        sequence_distance=sequence_distance(steady),
         stages=tuple(predicted),
     )
     return Evaluation(stages, micro_batches, pipeline, crossed, prediction)
@@ -240,10 +245,10 @@ def _holdings(
     """What each stage's order makes it hold. `recompute`: per stage."""
     variant, n, every = pipeline.variant, pipeline.micro_batches, pipeline.update_every
     entries: tuple[int, ...] = ()
-    if variant.forward_weights == "entry":
+    if variant.synchronises:
         micro = variant.backward_unit == "micro"
         ops = numbered(steady.kinds[0], n, micro=micro, update_every=every)
-        entries = entry_versions(ops)
+        entries = entry_versions(variant, n, ops)
     found = tuple(
         (_kept_holdings if len(kinds) <= MOST_KEPT else holdings)(
             variant,

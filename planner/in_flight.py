@@ -58,8 +58,9 @@ def held_under(variant: Variant, stages: int, cap: int) -> Held:
     def versions(behind: int) -> float:
         if variant.stashes:
             return mini_batches(behind)
-        if variant.forward_weights in ("first-micro-batch", "entry"):
-            return min(mini_batches(behind), 2.0)
+        if variant.synchronises:
+            # Versions that have entered at stage 0 and not here, at most one for each stage before.
+            return float(min(stages - behind, limits[0]))
         return 1.0
 
     return Held(

@@ -94,6 +94,7 @@ class HoldingsWalk:
         self.versions = 1
         self.gradients = False
         self._split = variant.split_backward
+        self._synchronises = variant.synchronises
         self.kept = [0] * r
         self.postponed = [0] * r
         self.differences: list[int] = []
@@ -101,8 +102,8 @@ class HoldingsWalk:
     def step(self, op: Op, count: int = 1) -> Moment:
         """Take an operation. Returns what the replica that holds most has meanwhile.
 
-        `count`: that many forwards in a row, the mini-batch's last not among them unless it is
-        the only one. Returns the fullest moment then.
+        `count`: that many forwards in a row, `alike`, the mini-batch's last not among them unless
+        it is the only one. Returns the fullest moment then.
         """
         kind, b, i = op
         if kind == FORWARD:
@@ -120,16 +121,22 @@ class HoldingsWalk:
         self.gradients = False
         return meanwhile
 
+    def alike(self, count: int) -> int:
+        """How many of the next `count` forwards may be taken in one step."""
+        return self._walk.alike(count)
+
     def _forward(self, op: Op, i: int, count: int) -> Moment:
+        versions = self.versions
         self._walk.forward(op, count)
-        if i == self._last:
+        if self._synchronises or i == self._last:
+            # What no forward will use any more goes after the last one that did.
             self.versions = self._walk.held()
         fullest = (0, 0)
         for k in range(i, i + min(count, self._r)):
             j = k % self._r
             self.kept[j] += -(-(i + count - k) // self._r)
             fullest = max(fullest, (self.kept[j], self.postponed[j]))
-        return Moment(FORWARD, self.versions, self.gradients, *fullest)
+        return Moment(FORWARD, versions, self.gradients, *fullest)
 
     def _backward(self, op: Op, i: int | None) -> Moment:
         walk = self._walk
@@ -214,12 +221,19 @@ def holdings(
         variant, micro_batches, replicas, entries, recompute=recompute, update_every=update_every
     )
     fullest: dict[tuple[str | None, int, bool, int], Moment] = {}
-    for op, count in in_rows(kinds, micro_batches, micro=variant.backward_unit == "micro"):
-        moment = walk.step(op, count)
+
+    def note(moment: Moment) -> None:
         key = (*moment[:3], moment.postponed)
         known = fullest.get(key)
         if known is None or moment.kept > known.kept:
             fullest[key] = moment
+
+    for op, count in in_rows(kinds, micro_batches, micro=variant.backward_unit == "micro"):
+        first = op.micro_batch or 0
+        while op.kind == FORWARD and (alike := walk.alike(count)) < count:
+            note(walk.step(op._replace(micro_batch=first), alike))
+            first, count = first + alike, count - alike
+        note(walk.step(op if op.kind != FORWARD else op._replace(micro_batch=first), count))
     return Holdings(tuple(fullest.values()), tuple(walk.differences))
 
 

@@ -105,6 +105,9 @@ class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     samples_per_s: Predicted
     speedup: Predicted
     """Over one device that runs whole mini-batches."""
+    sequence_distance: Count | None = None
+    """v: mini-batches from one to the next of the same sequence of updates, the largest in the
+    steady state (`steady.sequence_distance`); None in plans of before it was counted."""
     stages: tuple[StagePrediction, ...]
 
 

@@ -185,7 +185,7 @@ def predicted(
     sent: list[Sent] = []
     timeline = simulate(pipeline, order, sent)
     lanes = lanes_of([len(stage.devices) for stage in plan.stages])
-    entries = entry_versions(order[0])
+    entries = entry_versions(pipeline.variant, plan.micro_batches, order[0])
     spans: list[Span] = []
     memory: list[MemoryPoint] = []
     lane = 0

@@ -482,7 +482,11 @@ class Relaxation:
             speed = min(d.speed for d in devices)
             last = k <= r or not sure
             rules_s = weights_s_per_byte(
-                variant, question.profile.operation, question.update_every, last=last
+                variant,
+                question.profile.operation,
+                question.update_every,
+                first=k == count or not sure,
+                last=last,
             )
             slower = _slower(self._fastest_network, cluster, count - k)
             lower = slower / r

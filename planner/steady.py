@@ -63,6 +63,37 @@ _Run = tuple[Clock, tuple[bytes, ...], int, int]
 """Clock, kinds run, mini-batches done, cycle."""
 
 
+def sequence_distance(steady: Steady) -> int:
+    """v: how far successive mini-batches of one sequence of updates are apart, at the most.
+
+    Mini-batch b's backward begins on the last stage while those of the v − 1 before it are still
+    on their way to stage 0, so that the update b sees there is mini-batch b − v's. With v = 1 all
+    mini-batches make one sequence; with more there are v (TiMePReSt's multiple sequence problem,
+    2410.14312). With unit times it is ceil(S / (N + 1)). Of the mini-batches of the last cycle;
+    without one, of the last third.
+    """
+    clock, done = steady.clock, steady.mini_batches
+    starts, slots = clock.starts_s[BACKWARDS], clock.slots[BACKWARDS]
+    first, last = clock.pipeline.stages - 1, 0
+    seconds, replicas = clock.seconds[BACKWARDS][last], clock.replicas[last]
+
+    def begins_s(b: int) -> float:
+        return min(starts[first][b * slots[first] : (b + 1) * slots[first]])
+
+    def ends_s(b: int) -> float:
+        begun = range(b * slots[last], (b + 1) * slots[last])
+        return max(starts[last][k] + seconds[k % replicas] for k in begun)
+
+    most = 1
+    for b in range(done - (steady.cycle or -(-done // 3)), done):
+        begin_s, v = begins_s(b), 1
+        # Rounding is no overlap.
+        while v <= b and ends_s(b - v) > begin_s + 1e-9 * steady.period_s:
+            v += 1
+        most = max(most, v)
+    return most
+
+
 def _run_patterned(pipeline: Pipeline) -> _Run:
     most, _ = _lengths(pipeline)
     source = _Patterned(pipeline, min(1 + 2 * max(pipeline.limits), most))

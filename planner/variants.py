@@ -13,7 +13,7 @@ from ..profiles.errors import PlanError
 
 OrderRule = Literal["gpipe", "1f1b", "1f1b-flush", "1f1b-micro", "1f1b-split", "nf1b"]
 BackwardUnit = Literal["micro", "mini"]
-ForwardWeights = Literal["latest", "first-micro-batch", "entry", "predicted"]
+ForwardWeights = Literal["latest", "micro-batch-entry", "mini-batch-entry", "predicted"]
 BackwardWeights = Literal["latest", "forward", "predicted", "intermediate"]
 Prediction = Literal["", "smoothed-gradient", "optimizer-step"]
 Horizon = Literal["", "round-trip", "backward"]
@@ -28,13 +28,13 @@ class Variant:
         order: rule that makes the list of operations (`orders`).
         backward_unit: a backward works through one micro-batch, or a whole mini-batch.
         flushes: the pipeline drains before each update.
-        forward_weights: "latest" at each forward; "first-micro-batch": what was the latest when
-            the mini-batch's first micro-batch started at the stage; "entry": the version that
-            stage 0 had when the mini-batch's first micro-batch entered there; or "predicted"
-            from the latest.
-        backward_weights: the "latest"; the very ones the "forward" used (stashed); "predicted"
-            from the latest; or "intermediate" between those of the forward (stashed) and the
+        forward_weights: "latest" at each forward; vertical synchronisation, at all stages the
+            version that stage 0 had when this micro-batch entered there ("micro-batch-entry"),
+            or when its mini-batch's first one did ("mini-batch-entry"); or "predicted" from the
             latest.
+        backward_weights: the "latest"; the very ones the "forward" used (stashed), which may
+            differ from micro-batch to micro-batch; "predicted" from the latest; or "intermediate"
+            between those of the forward (stashed) and the latest, micro-batch by micro-batch.
         whole_mini_batches: the system knows no micro-batches, N is 1.
         summary: one line for people.
         scratch_copies: copies of the weights besides the versions: where predictions are made.
@@ -81,6 +81,11 @@ class Variant:
         return ""
 
     @property
+    def synchronises(self) -> bool:
+        """Whether one pass uses the same version at all stages: vertical synchronisation."""
+        return self.forward_weights in ("micro-batch-entry", "mini-batch-entry")
+
+    @property
     def stashes(self) -> bool:
         """Whether the forward's weights are kept for the backward."""
         return self.backward_weights in ("forward", "intermediate")
@@ -96,10 +101,30 @@ _TABLE = (
         order="nf1b",
         backward_unit="mini",
         flushes=False,
-        forward_weights="first-micro-batch",
+        forward_weights="micro-batch-entry",
         backward_weights="latest",
         whole_mini_batches=False,
         summary="nF1B, backward on the latest weights, nothing stashed for it (2410.14312)",
+    ),
+    Variant(
+        name="timeprest-stashed",
+        order="nf1b",
+        backward_unit="mini",
+        flushes=False,
+        forward_weights="micro-batch-entry",
+        backward_weights="forward",
+        whole_mini_batches=False,
+        summary="timeprest with weights stashed for the backward (FGCS 178, 108260: Variant 1)",
+    ),
+    Variant(
+        name="pipedream-unstashed",
+        order="1f1b",
+        backward_unit="mini",
+        flushes=False,
+        forward_weights="micro-batch-entry",
+        backward_weights="latest",
+        whole_mini_batches=True,
+        summary="1F1B over mini-batches, nothing stashed (FGCS 178, 108260: Variant 2)",
     ),
     Variant(
         name="v-timeprest",
@@ -116,7 +141,7 @@ _TABLE = (
         order="nf1b",
         backward_unit="mini",
         flushes=False,
-        forward_weights="first-micro-batch",
+        forward_weights="micro-batch-entry",
         backward_weights="intermediate",
         whole_mini_batches=False,
         summary="nF1B, backward between the forward's weights and the latest (2509.23241)",
@@ -136,7 +161,7 @@ _TABLE = (
         order="1f1b",
         backward_unit="mini",
         flushes=False,
-        forward_weights="entry",
+        forward_weights="mini-batch-entry",
         backward_weights="forward",
         whole_mini_batches=True,
         summary="1F1B over mini-batches, each on one version at all stages (1806.03377)",
@@ -146,7 +171,7 @@ _TABLE = (
         order="1f1b-micro",
         backward_unit="micro",
         flushes=False,
-        forward_weights="entry",
+        forward_weights="mini-batch-entry",
         backward_weights="forward",
         whole_mini_batches=False,
         summary="1F1B over micro-batches, never flushed, two versions (2006.09503)",

@@ -7,6 +7,7 @@ predicted, or lie between the forward's and the latest, the latest counts as the
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -19,8 +20,6 @@ from .variants import Variant
 class _InFlight:
     """A mini-batch between its first forward and its backward's end, at one stage."""
 
-    first_version: int
-    forwards_left: int
     backwards_left: int
     version_of: dict[int | None, int] = field(default_factory=dict)
 
@@ -43,8 +42,8 @@ class VersionWalk:
     ) -> None:
         """
         Args:
-            entries: per mini-batch, the version that stage 0 had when it entered there
-                (`entry_versions`); for systems whose forwards use that one.
+            entries: per micro-batch of all mini-batches, the version of stage 0 that its forwards
+                use (`entry_versions`), in systems with vertical synchronisation.
             recompute: forwards are done again before the backward, on the weights they used,
                 which are kept for that.
             latest: the version at the start; mini-batches count from 0 whatever it is.
@@ -54,10 +53,10 @@ class VersionWalk:
         self.latest = latest
         self._keeps = variant.stashes or recompute
         self._entries = entries
-        self._done = 0
+        # Entered versions, each once: they never fall.
+        self._entered = sorted(set(entries)) if variant.synchronises else []
+        self._forwards = 0
         self._backwards = micro_batches if variant.backward_unit == "micro" else 1
-        self._by_entry = variant.forward_weights == "entry"
-        self._pinned = variant.forward_weights in ("entry", "first-micro-batch")
         self._flying: dict[int, _InFlight] = {}
 
     @property
@@ -67,14 +66,12 @@ class VersionWalk:
 
     def forward(self, op: Op, count: int = 1) -> int:
         """Version that this forward uses, and those of the next micro-batches if it is one of
-        several in a row."""
+        several in a row that use the same one (`alike`)."""
         flying = self._flying.get(op.mini_batch)
         if flying is None:
-            version = self._entry(op.mini_batch) if self._by_entry else self.latest
-            flying = _InFlight(version, self.micro_batches, self._backwards)
-            self._flying[op.mini_batch] = flying
-        version = flying.first_version if self._pinned else self.latest
-        flying.forwards_left -= count
+            flying = self._flying[op.mini_batch] = _InFlight(self._backwards)
+        version = self._next_version(op)
+        self._forwards += count
         if self._backwards == 1:
             # The backward takes all micro-batches: which versions there are is all it asks.
             count = 1
@@ -82,13 +79,28 @@ class VersionWalk:
             flying.version_of[(op.micro_batch or 0) + i] = version
         return version
 
-    def _entry(self, mini_batch: int) -> int:
-        if mini_batch >= len(self._entries):
-            raise OrderError(f"mini-batch {mini_batch}: its version at stage 0 isn't known")
-        return self._entries[mini_batch]
+    def alike(self, count: int) -> int:
+        """How many of the next `count` forwards use the version that the first of them uses."""
+        if not self.variant.synchronises:
+            return count
+        first = min(self._entries[self._forwards], self.latest)
+        last = self._forwards + count
+        if self._entries[last - 1] == first or first == self.latest:
+            return count
+        return bisect_right(self._entries, first, self._forwards, last) - self._forwards
+
+    def _next_version(self, op: Op) -> int:
+        if not self.variant.synchronises:
+            return self.latest
+        at = op.mini_batch * self.micro_batches + (op.micro_batch or 0)
+        if at >= len(self._entries):
+            raise OrderError(f"mini-batch {op.mini_batch}: its version at stage 0 isn't known")
+        # Where no gradient goes back to stage 0, it may be ahead of a later stage.
+        return min(self._entries[at], self.latest)
 
     def backward(self, op: Op) -> int:
-        """Version that this backward uses; the version its forward used: `forward_version`."""
+        """Version that this backward uses; where it uses several, the oldest of them. The version
+        its forward used: `forward_version`."""
         flying = self._flying[op.mini_batch]
         flying.backwards_left -= 1
         if self.variant.backward_weights == "forward":
@@ -108,7 +120,7 @@ class VersionWalk:
 
     def last_use(self, op: Op, version: int) -> bool:
         """Whether nothing needs a version any more once this backward's mini-batch is done."""
-        return not any(
+        return version not in self._to_enter() and not any(
             version in flying.version_of.values()
             for mini_batch, flying in self._flying.items()
             if mini_batch != op.mini_batch
@@ -118,48 +130,57 @@ class VersionWalk:
         """The backward is done; after a mini-batch's last one, it is no longer in flight."""
         if not self._flying[op.mini_batch].backwards_left:
             del self._flying[op.mini_batch]
-            self._done += 1
 
     def update(self) -> int:
         """The optimizer steps. Returns the new latest version."""
         self.latest += 1
         return self.latest
 
+    def _to_enter(self) -> Sequence[int]:
+        """Versions up to the latest that forwards still to come will use."""
+        if self._forwards >= len(self._entries) or not self._entered:
+            return ()
+        first = bisect_left(self._entered, self._entries[self._forwards])
+        return self._entered[first : bisect_right(self._entered, self.latest)]
+
     def needed(self) -> set[int]:
         """Versions that some operation still to come will use, besides the latest ones to come."""
-        versions: set[int] = set()
-        if self._by_entry:
-            # Mini-batches that have entered at stage 0 but not here yet need theirs too.
-            for version in self._entries[self._done :]:
-                if version > self.latest:
-                    break
-                versions.add(version)
-        for flying in self._flying.values():
-            if self._pinned and flying.forwards_left:
-                versions.add(flying.first_version)
-            if self._keeps:
+        versions = set(self._to_enter())
+        if self._keeps:
+            for flying in self._flying.values():
                 versions.update(flying.version_of.values())
         return versions
 
     def held(self) -> int:
         """Weight versions held now: the latest, and the older ones still needed."""
+        if not self._keeps:
+            older = self._to_enter()
+            return len(older) + (not older or older[-1] != self.latest)
         return len(self.needed() | {self.latest})
 
 
-def entry_versions(ops: Iterable[Op], latest: int = 0) -> tuple[int, ...]:
-    """Per mini-batch, stage 0's version when its first micro-batch entered.
+def entry_versions(
+    variant: Variant, micro_batches: int, ops: Iterable[Op], latest: int = 0
+) -> tuple[int, ...]:
+    """Per micro-batch of all mini-batches, the version that its forwards use at every stage.
+
+    That is the version of stage 0 when it entered there, or when its mini-batch's first one did.
+    Empty for systems without vertical synchronisation.
 
     Args:
         ops: stage 0's.
         latest: its version before them.
     """
+    if not variant.synchronises:
+        return ()
+    by_mini_batch = variant.forward_weights == "mini-batch-entry"
     found: list[int] = []
     updates = latest
     for op in ops:
         if op.kind == UPDATE:
             updates += 1
-        elif op.kind == FORWARD and op.mini_batch == len(found):
-            found.append(updates)
+        elif op.kind == FORWARD:
+            found.append(found[-1] if by_mini_batch and len(found) % micro_batches else updates)
     return tuple(found)
 
 
@@ -168,7 +189,8 @@ class VersionUse:
     """What a stage's operations use.
 
     Attributes:
-        versions: per operation of the order; for an update, the version it makes.
+        versions: per operation of the order; for an update, the version it makes; for a backward
+            of micro-batches that each use their own, the oldest.
         most_held: weight versions held at once.
         differences: per backward, in order: its version less the one its forward used.
     """

@@ -117,7 +117,8 @@ class StageRunner:
     def begin(self, segment: Segment, order: Order) -> None:
         """Get ready for a segment: receives posted, score at zero. `order`: of all stages."""
         variant = self.prepared.pipeline.variant
-        entries = entry_versions(order[0], self.stage.weights.latest)
+        latest = self.stage.weights.latest
+        entries = entry_versions(variant, self.prepared.plan.micro_batches, order[0], latest)
         self.stage.begin(entries, prediction_distances(variant, order)[self.number])
         self.segment = segment
         self.score = StageScore()

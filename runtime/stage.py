@@ -161,7 +161,7 @@ class Stage:
         """Get ready for a segment.
 
         Args:
-            entries: per mini-batch, the version at stage 0 when it enters (`VersionWalk`).
+            entries: per micro-batch, the version of stage 0 that it uses (`VersionWalk`).
             ahead: what predictions look ahead.
         """
         self.rules.walk = VersionWalk(
@@ -205,7 +205,7 @@ class Stage:
         version = self.walk.forward(op)
         tensors = self.rules.forward(op, version)
         if self._distances is not None:
-            self._distances.forward(op.mini_batch, version, self._made(version, tensors))
+            self._distances.forward(op.mini_batch, version, self.walk.latest, tensors)
         known = self._saved_by_shape.get(shapes := self._shapes(values)) if self._settled else None
         if self._again is None:
             with self._statistics(op, part):
@@ -228,8 +228,8 @@ class Stage:
         micro.saved_bytes, self.kept_outputs = known
         self._kept_bytes += micro.saved_bytes
         self._flying[op.mini_batch, op.micro_batch] = micro
-        self.weights.drop(self.walk.needed())
         self._note(boundary_bytes, gradients_changed=False)
+        self.weights.drop(self.walk.needed())
         detached = {name: tensor.detach() for name, tensor in outputs.items()}
         return version, detached, None if loss is None else loss.detach()
 
@@ -245,38 +245,45 @@ class Stage:
                 use it, ``[micro-batches of this backward, ...]``; there may be none (`absent`).
 
         Returns:
-            The version used; the one the forward used; for each received input that needs
-            one its gradient, ``[micro-batches of this backward, ...]``.
+            The version used, and the one the forward used, the oldest where micro-batches differ;
+            for each received input that needs one its gradient, ``[micro-batches of this backward,
+            ...]``.
         """
         version = self.walk.backward(op)
         forward_version = self.walk.forward_version(op)
-        micros = [self._do_again(op, i) for i in self.share.of(op)]
-        tensors = self.rules.backward(op, version)
-        roots: list[Tensor | GradientEdge] = []
-        root_grads: list[Tensor | None] = []
+        mine = self.share.of(op)
+        micros = {i: self._do_again(op, i) for i in mine}
         gone = {name: absent(message) for name, message in grads.items()}
-        for k, micro in enumerate(micros):
-            if micro.loss is not None:
-                roots.append(micro.loss)
-                root_grads.append(None)
-            for name, edge in micro.outlets.items():
-                if name in grads and not gone[name][k]:
-                    roots.append(edge)
-                    root_grads.append(grads[name][k])
-        with self.weights.backward(tensors):
-            if self.work.variant.split_backward:
-                self._postpone(op, micros[0], roots, root_grads)
-            elif roots:
-                torch.autograd.backward(roots, root_grads)  # type: ignore[arg-type]
+        distance = None
+        for weights in self.rules.backwards(op, mine):
+            roots: list[Tensor | GradientEdge] = []
+            root_grads: list[Tensor | None] = []
+            for i in weights.micro_batches:
+                k, micro = mine.index(i), micros[i]
+                if micro.loss is not None:
+                    roots.append(micro.loss)
+                    root_grads.append(None)
+                for name, edge in micro.outlets.items():
+                    if name in grads and not gone[name][k]:
+                        roots.append(edge)
+                        root_grads.append(grads[name][k])
+            with self.weights.backward(weights.tensors):
+                if self.work.variant.split_backward:
+                    self._postpone(op, micros[mine[0]], roots, root_grads)
+                elif roots:
+                    torch.autograd.backward(roots, root_grads)  # type: ignore[arg-type]
+            if distance is None:
+                # Of the first micro-batch; others may have run forward on later weights.
+                distance = self._distance(op, weights.version, weights.tensors)
         back = {
-            name: self._collect(name, [micro.inlets[name] for micro in micros])
-            for name in micros[0].inlets
+            name: self._collect(name, [micro.inlets[name] for micro in micros.values()])
+            for name in micros[mine[0]].inlets
         }
         messages = (*grads.values(), *back.values())
         self._note(boundary_bytes + sum(g.numel() * g.element_size() for g in messages))
         if not self.work.variant.split_backward:
-            self._kept_bytes -= sum(micro.saved_bytes for micro in micros)
-        self.staleness.note(version - forward_version, self._distance(op, version, tensors))
+            self._kept_bytes -= sum(micro.saved_bytes for micro in micros.values())
+        self.staleness.note(version - forward_version, distance or 0.0)
         self.walk.finish(op)
         self.weights.drop(self.walk.needed())
         if not self.work.variant.scratch_copies:

@@ -66,12 +66,24 @@ class Distances:
         self._predicted: dict[int, Tensor] = {}
         self._overwritten: dict[int, Tensor] = {}
 
-    def forward(self, mini_batch: int, version: int, made: Sequence[Tensor] | None) -> None:
-        """A forward begins. `made`: predicted weights that it runs on; else None."""
-        if mini_batch not in self._used:
-            self._used[mini_batch] = version
-            if made is not None:
-                self._predicted[mini_batch] = self._sample.of(made)
+    def forward(
+        self, mini_batch: int, version: int, latest: int, tensors: Sequence[Tensor] | None
+    ) -> None:
+        """A forward begins; a mini-batch's first one counts.
+
+        Args:
+            tensors: what it runs on: an older version's, or what was predicted from the latest;
+                None: the parameters as they are.
+        """
+        if mini_batch in self._used:
+            return
+        self._used[mini_batch] = version
+        if tensors is None:
+            return
+        if version == latest:
+            self._predicted[mini_batch] = self._sample.of(tensors)
+        elif version not in self._overwritten:
+            self._overwritten[version] = self._sample.of(tensors)
 
     def before_update(self, version: int) -> None:
         """The latest version is about to be overwritten: look at it if some forward used it."""

@@ -20,8 +20,10 @@ class System:
     """One row of the table: which weights each pass runs on.
 
     forward:  "latest"     the stage's latest at this very forward
-              "first"      the stage's latest when the mini-batch's first micro-batch started there
-              "entry"      what stage 0 had as its latest when that micro-batch entered there
+              "entry"      the version that stage 0 had as its latest when this micro-batch entered
+                           there; the stage's latest where it isn't that far yet, which can be only
+                           where no gradient goes back to stage 0
+              "first"      the same of the mini-batch's first micro-batch
               "predicted"  the stage's latest, moved to where it should be at the aim
     backward: "latest"     the stage's latest at this very backward
               "forward"    the very weights that the forward ran on
@@ -49,13 +51,15 @@ SYSTEMS = {
     "zb-h1": System("latest", "latest", split=True, flushes=True),
     "pipedream": System("latest", "forward"),
     "pipedream-nesterov": System("latest", "forward", nesterov=True),
-    "pipedream-vertical-sync": System("entry", "forward"),
-    "pipedream-2bw": System("entry", "forward"),
+    "pipedream-unstashed": System("entry", "latest"),
+    "pipedream-vertical-sync": System("first", "forward"),
+    "pipedream-2bw": System("first", "forward"),
     "spectrain": System("predicted", "predicted", "B(0,b)", "smoothed gradient"),
     "pipeoptim": System("predicted", "latest", "B(s,b)", "optimizer's step"),
-    "timeprest": System("first", "latest"),
+    "timeprest": System("entry", "latest"),
+    "timeprest-stashed": System("entry", "forward"),
     "v-timeprest": System("latest", "latest"),
-    "i-timeprest": System("first", "between"),
+    "i-timeprest": System("entry", "between"),
 }
 
 SIGNIFICANCE = {
@@ -218,7 +222,6 @@ class OracleStage:
     layers: list[str]
     versions: list[dict[str, np.ndarray]]
     optimizer: object
-    first: dict[int, int] = field(default_factory=dict)
     used: dict[tuple[int, int], tuple[int, dict]] = field(default_factory=dict)
     saved: dict[tuple[int, int], list] = field(default_factory=dict)
     parts: dict[tuple[int, int], list] = field(default_factory=dict)
@@ -359,22 +362,26 @@ class Oracle:
         stage = self.stages[s]
         again = set()
         if kind == "F":
-            version, weights, reads = self._forward_weights(s, b)
+            version, weights, reads = self._forward_weights(s, b, i)
             stage.used[b, i] = version, weights
             self._forward(s, b, i, weights)
         elif kind == "B":
             forward = {stage.used[b, k][0] for k in self._micros(b, i)}
             again = forward
             reads = set()
+            versions = []
             for k in self._micros(b, i):
                 version, weights, read = self._backward_weights(s, b, k)
+                versions.append((version, _distance(weights, stage.used[b, k][1])))
                 reads |= read
                 self._backward(s, b, k, weights)
                 if not self.system.split:
                     self._weight_gradients(stage, b, k)
-            # Where micro-batches ran forward on several versions, the oldest counts.
+            # Where micro-batches run on several versions, the oldest counts; of how far weights
+            # are apart, the first micro-batch's.
+            version = min(version for version, _ in versions)
             self.differences[s].append(version - min(forward))
-            self.weight_distances[s].append(_distance(weights, stage.used[b, 0][1]))
+            self.weight_distances[s].append(versions[0][1])
         elif kind == "W":
             version, reads = stage.latest, set()
             for k in self._micros(b, i):
@@ -388,17 +395,17 @@ class Oracle:
 
     # Which weights ---------------------------------------------------------------------------
 
-    def _forward_weights(self, s, b):
+    def _forward_weights(self, s, b, i):
         """Version it counts as, weights, and the versions these are made of."""
         stage, rule = self.stages[s], self.system.forward
         if s == 0:
-            self.entry.setdefault(b, stage.latest)
+            self.entry[b, i] = stage.latest
         if rule == "predicted":
             return stage.latest, self._predicted(stage, self.k_forward[s][b]), {stage.latest}
         version = {
             "latest": stage.latest,
-            "first": stage.first.setdefault(b, stage.latest),
-            "entry": self.entry[b],
+            "entry": min(self.entry[b, i], stage.latest),
+            "first": min(self.entry[b, 0], stage.latest),
         }[rule]
         return version, stage.versions[version], {version}
 

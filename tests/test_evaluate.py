@@ -231,7 +231,7 @@ def test_memory_over_time_peaks_where_the_walk_says(variant, stages, times_, nee
     asked = question(chain(stages), uniform_cluster(stages, **FAST), variant, n)
     pipeline = evaluate(asked, lone_stages([[f"n{s}"] for s in range(stages)], limits), n).pipeline
     order = make_order(pipeline, 3 * stages)
-    entries = entry_versions(order[0])
+    entries = entry_versions(pipeline.variant, pipeline.micro_batches, order[0])
     timeline = simulate(pipeline, order)
     s = data.draw(st.integers(0, stages - 1))
     walk = HoldingsWalk(system, n, 1, entries)

@@ -26,7 +26,8 @@ def bound_limits(stages, n):
 
 
 def steady_difference(pipeline, order, stage, count):
-    use = version_use(pipeline.variant, pipeline.micro_batches, order[stage])
+    entries = entry_versions(pipeline.variant, pipeline.micro_batches, order[0])
+    use = version_use(pipeline.variant, pipeline.micro_batches, order[stage], entries)
     return set(use.differences[count // 3 : 2 * count // 3])
 
 
@@ -60,20 +61,21 @@ def test_pipedream_flush_timetable():
 
 def test_pipedream_2bw_timetable():
     """S = 2, N = 2: stage 0 has two micro-batches in flight, across mini-batches."""
-    order = make_order(unit_pipeline("pipedream-2bw", 2, 2), 3)
+    pipeline = unit_pipeline("pipedream-2bw", 2, 2)
+    order = make_order(pipeline, 3)
     assert order_text(order).splitlines() == [
         "0F0.0 0F0.1 0B0.0 0F1.0 0B0.1 0U0 0F1.1 0B1.0 0F2.0 0B1.1 0U1 0F2.1 0B2.0 0B2.1 0U2",
         "1F0.0 1B0.0 1F0.1 1B0.1 1U0 1F1.0 1B1.0 1F1.1 1B1.1 1U1 1F2.0 1B2.0 1F2.1 1B2.1 1U2",
     ]
     # Mini-batch b runs on version b − 1 at both stages: W(t+1) = W(t) − η·g(W(t−1)).
-    entries = entry_versions(order[0])
-    assert entries == (0, 0, 1)
+    entries = entry_versions(pipeline.variant, pipeline.micro_batches, order[0])
+    assert entries == (0, 0, 0, 0, 1, 1)
     for ops in order:
         use = version_use(VARIANTS["pipedream-2bw"], 2, ops, entries)
         passes = [
             (op.mini_batch, v) for op, v in zip(ops, use.versions, strict=True) if op.kind != "U"
         ]
-        assert all(version == entries[b] for b, version in passes)
+        assert all(version == entries[2 * b] for b, version in passes)
 
 
 def test_nf1b_timetable():
@@ -85,17 +87,82 @@ def test_nf1b_timetable():
     ]
 
 
+def in_slots(pipeline, order, last):
+    """Per stage, what runs in time slots 1 to `last`; "-" where it idles. Updates take no time."""
+    rows = []
+    for events in simulate(pipeline, order).stages:
+        row = ["-"] * last
+        for event in events:
+            if event.op.kind != "U" and event.start_s < last:
+                row[round(event.start_s)] = op_text(0, event.op)[1:]
+        rows.append(" ".join(row))
+    return rows
+
+
+def test_the_journals_timetable():
+    """TiMePReSt's journal version, figure 2c: S = 3, N = 2, slots 1 to 10."""
+    pipeline = unit_pipeline("timeprest", 3, 2)
+    assert in_slots(pipeline, make_order(pipeline, 9), 10) == [
+        "F0.0 F0.1 F1.0 F1.1 F2.0 F2.1 B0 F3.0 F3.1 B1",
+        "- F0.0 F0.1 F1.0 F1.1 B0 F2.0 F2.1 B1 F3.0",
+        "- - F0.0 F0.1 B0 F1.0 F1.1 B1 F2.0 F2.1",
+    ]
+
+
 def test_update_lands_between_the_micro_batches_of_a_mini_batch():
-    """N = 4: stage 0's first update comes while mini-batch 1 is under way there."""
-    pipeline = unit_pipeline("timeprest", 2, 4)
-    order = make_order(pipeline, 3)
+    """S = N = 4, the journal's figure 2b: of mini-batch 2's micro-batches, the last two enter after
+    the first update at stage 0, and use it at every stage; the first two use none."""
+    pipeline = unit_pipeline("timeprest", 4, 4)
+    order = make_order(pipeline, 6)
     ops = order_text(order).splitlines()[0].split()
-    assert ops[4:11] == ["0F1.0", "0F1.1", "0B0", "0U0", "0F1.2", "0F1.3", "0F2.0"]
-    pinned = version_use(VARIANTS["timeprest"], 4, order[0])
-    latest = version_use(VARIANTS["v-timeprest"], 4, order[0])
-    # 1F1.2 runs after the update: on the first micro-batch's version, or on the latest.
-    assert (pinned.versions[8], latest.versions[8]) == (0, 1)
-    assert (pinned.most_held, latest.most_held) == (2, 1)
+    assert ops[8:14] == ["0F2.0", "0F2.1", "0B0", "0U0", "0F2.2", "0F2.3"]
+    entries = entry_versions(pipeline.variant, 4, order[0])
+    for stage_ops in order:
+        versions = version_use(pipeline.variant, 4, stage_ops, entries).versions
+        used = dict(zip(stage_ops, versions, strict=True))
+        assert [used[Op("F", 2, i)] for i in range(4)] == [0, 0, 1, 1]
+        # Backwards come in the order of their mini-batches: the latest is version b everywhere.
+        assert [used[Op("B", b)] for b in range(6)] == list(range(6))
+
+
+@pytest.mark.parametrize(
+    ("system", "stages", "n", "held"),
+    [
+        ("timeprest", 2, 3, [1, 2]),
+        ("timeprest", 4, 3, [1, 2, 3, 3]),
+        ("timeprest", 8, 3, [1, 2, 3, 3, 4, 5, 5, 6]),
+        ("timeprest", 4, 4, [1, 2, 2, 3]),
+        ("pipedream-unstashed", 4, 1, [1, 2, 3, 4]),
+        # What a pass in flight used is kept for its backward, at every stage.
+        ("timeprest-stashed", 4, 3, [3, 3, 3, 3]),
+        ("i-timeprest", 4, 3, [3, 3, 3, 3]),
+        ("v-timeprest", 4, 3, [1, 1, 1, 1]),
+    ],
+)
+def test_versions_held_with_unit_times(system, stages, n, held):
+    """Late stages hold what stage 0 had when a micro-batch still to come entered there."""
+    pipeline = unit_pipeline(system, stages, n)
+    order = make_order(pipeline, 8 * stages)
+    entries = entry_versions(pipeline.variant, n, order[0])
+    assert [version_use(pipeline.variant, n, ops, entries).most_held for ops in order] == held
+
+
+def test_where_no_gradient_goes_back_stage_0_may_be_ahead_of_a_later_one():
+    """Then that one uses its own latest version."""
+    pipeline = unit_pipeline("timeprest", 3, 2)
+    links = (replace(pipeline.links[0], has_gradient=False), pipeline.links[1])
+    pipeline = replace(pipeline, links=links)
+    order = make_order(pipeline, 8)
+    entries = entry_versions(pipeline.variant, 2, order[0])
+    assert entries == tuple(b for b in range(8) for _ in range(2))
+    use = version_use(pipeline.variant, 2, order[1], entries)
+    latest, behind = 0, 0
+    for op, version in zip(order[1], use.versions, strict=True):
+        latest += op.kind == "U"
+        assert version == latest
+        behind += op.kind == "F" and latest < op.mini_batch
+    assert behind
+    assert use.most_held == 1
 
 
 # Closed forms ------------------------------------------------------------------------------
@@ -136,7 +203,7 @@ def test_pipedream_holds_up_to_s_versions(stages):
 def test_vertical_sync_holds_s_versions_everywhere(stages):
     pipeline = unit_pipeline("pipedream-vertical-sync", stages, 1)
     order = make_order(pipeline, 4 * stages)
-    entries = entry_versions(order[0])
+    entries = entry_versions(pipeline.variant, pipeline.micro_batches, order[0])
     assert entries == tuple(max(0, b - stages + 1) for b in range(4 * stages))
     for ops in order:
         use = version_use(pipeline.variant, 1, ops, entries)
@@ -150,9 +217,9 @@ def test_2bw_holds_two_versions(stages, more):
     n = stages + more
     pipeline = unit_pipeline("pipedream-2bw", stages, n)
     order = make_order(pipeline, 6)
-    entries = entry_versions(order[0])
+    entries = entry_versions(pipeline.variant, pipeline.micro_batches, order[0])
     # With one stage it is plain training; else each mini-batch runs on the version before.
-    assert entries == tuple(b if stages == 1 else max(0, b - 1) for b in range(6))
+    assert entries == tuple(b if stages == 1 else max(0, b - 1) for b in range(6) for _ in range(n))
     for ops in order:
         use = version_use(pipeline.variant, n, ops, entries)
         assert use.most_held == min(stages, 2)
@@ -173,8 +240,10 @@ def test_spectrain_holds_one_version(stages):
 @pytest.mark.parametrize(("stages", "n"), [(2, 1), (3, 1), (4, 2), (4, 4), (4, 16), (6, 2)])
 def test_i_timeprest_holds_a_version_for_each_difference_and_one_more(stages, n):
     pipeline = unit_pipeline("i-timeprest", stages, n)
-    for ops in make_order(pipeline, 5 * stages):
-        use = version_use(pipeline.variant, n, ops)
+    order = make_order(pipeline, 5 * stages)
+    entries = entry_versions(pipeline.variant, n, order[0])
+    for ops in order:
+        use = version_use(pipeline.variant, n, ops, entries)
         assert use.most_held == max(use.differences) + 1
 
 
@@ -259,29 +328,26 @@ def test_every_order_obeys_its_rules(pipeline, mini_batches):
 def test_versions_follow_the_table(pipeline, mini_batches):
     variant = pipeline.variant
     order = make_order(pipeline, mini_batches)
-    entries = entry_versions(order[0])
+    entries = entry_versions(pipeline.variant, pipeline.micro_batches, order[0])
     for ops in order:
         use = version_use(variant, pipeline.micro_batches, ops, entries)
-        updates, first_of = 0, {}
+        updates = 0
         for op, version in zip(ops, use.versions, strict=True):
             assert version <= updates + (op.kind == "U")
-            first_of.setdefault(op.mini_batch, updates)
             if op.kind == "U":
                 updates += 1
                 assert version == updates
             elif op.kind == "B" and variant.backward_weights != "forward":
                 assert version == updates
             elif op.kind == "F":
-                wanted = {
-                    "latest": updates,
-                    "predicted": updates,
-                    "first-micro-batch": first_of[op.mini_batch],
-                    "entry": entries[op.mini_batch],
-                }
-                assert version == wanted[variant.forward_weights]
-        if not variant.stashes and variant.forward_weights != "first-micro-batch":
+                wanted = updates
+                if variant.synchronises:
+                    entered = entries[op.mini_batch * pipeline.micro_batches + op.micro_batch]
+                    wanted = min(entered, updates)
+                assert version == wanted
+        if not variant.stashes and (not variant.synchronises or ops is order[0]):
             assert use.most_held == 1
-        if variant.name in ("timeprest", "pipedream-2bw"):
+        if variant.name == "pipedream-2bw":
             assert use.most_held <= 2
         if variant.backward_weights == "forward" or variant.flushes:
             assert set(use.differences) == {0}

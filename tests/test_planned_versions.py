@@ -19,6 +19,7 @@ from timeprest.planner.operations import order_text
 from timeprest.planner.order_check import check_order
 from timeprest.planner.orders import make_order
 from timeprest.planner.simulate import simulate, steady_period_s
+from timeprest.planner.steady import sequence_distance, steady_state
 from timeprest.planner.variants import VARIANTS
 from timeprest.planner.versions import entry_versions, version_use
 from unit_pipelines import unit_pipeline
@@ -54,7 +55,7 @@ def test_what_is_used_and_held_is_the_oracles(system, data):
     mini_batches = data.draw(st.integers(1, 9))
     order = make_order(pipeline, mini_batches)
     oracle = ask_oracle(system, pipeline.micro_batches, order, mini_batches)
-    entries = entry_versions(order[0])
+    entries = entry_versions(pipeline.variant, pipeline.micro_batches, order[0])
     again = [False] if pipeline.variant.recompute_refusal else [False, True]
     for s, ops in enumerate(order):
         for recompute in again:
@@ -82,6 +83,21 @@ def test_distances_are_the_oracles(system, data):
 # Closed forms ------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 6, 8])
+@pytest.mark.parametrize("stages", range(1, 9))
+def test_sequences_of_updates_with_unit_times(stages, n):
+    """v = ⌈S / (N + 1)⌉: one sequence exactly where N ≥ S − 1 (TiMePReSt's journal version)."""
+    v = sequence_distance(steady_state(unit_pipeline("timeprest", stages, n)))
+    assert v == ceil(stages / (n + 1))
+    assert (v == 1) == (n >= stages - 1)
+
+
+@pytest.mark.parametrize("system", ["gpipe", "pipedream-flush", "zb-h1"])
+def test_pipelines_that_flush_have_one_sequence(system):
+    for stages in (1, 2, 5):
+        assert sequence_distance(steady_state(unit_pipeline(system, stages, 4))) == 1
+
+
 @pytest.mark.parametrize("every", [1, 2, 3, 5])
 @pytest.mark.parametrize("stages", [1, 2, 4, 7])
 def test_fewer_updates_make_smaller_differences(stages, every):
@@ -95,17 +111,22 @@ def test_fewer_updates_make_smaller_differences(stages, every):
         assert max(differences) == ceil((stages - 1 - s) / every)
 
 
+@pytest.mark.parametrize("system", ["timeprest", "v-timeprest"])
 @pytest.mark.parametrize("n", [2, 4, 8, 16, 64])
 @pytest.mark.parametrize("stages", [2, 3, 5, 8, 16])
-def test_nf1b_differences_are_never_under_the_bound_where_no_stage_idles(stages, n):
-    """⌈2D / (N + 1)⌉ with unit times and a period of N + 1; with limits of S − s at most D."""
-    pipeline = unit_pipeline("timeprest", stages, n)
+def test_nf1b_differences_are_never_under_the_bound_where_no_stage_idles(system, stages, n):
+    """⌈2D / (N + 1)⌉ with unit times and a period of N + 1; with limits of S − s at most D.
+
+    Of stage 0 at all stages where passes use one version everywhere.
+    """
+    pipeline = unit_pipeline(system, stages, n)
     count = 6 * stages
     order = make_order(pipeline, count)
     assert steady_period_s(simulate(pipeline, order)) == pytest.approx(n + 1)
+    entries = entry_versions(pipeline.variant, n, order[0])
     for s, ops in enumerate(order):
-        behind = stages - 1 - s
-        seen = version_use(pipeline.variant, n, ops).differences
+        behind = stages - 1 - (0 if pipeline.variant.synchronises else s)
+        seen = version_use(pipeline.variant, n, ops, entries).differences
         assert max(seen) <= behind
         steady = seen[2 * stages : count - 2 * stages]
         assert min(steady) >= ceil(2 * behind / (n + 1))
@@ -120,7 +141,7 @@ def test_2bw_and_vertical_sync_use_one_version_at_all_stages(stages, more):
         ("pipedream-vertical-sync", 1, stages - 1),
     ):
         order = make_order(unit_pipeline(system, stages, n), 3 * stages)
-        entries = entry_versions(order[0])
+        entries = entry_versions(VARIANTS[system], n, order[0])
         for ops in order:
             use = version_use(VARIANTS[system], n, ops, entries)
             passes = zip(ops, use.versions, strict=True)

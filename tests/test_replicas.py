@@ -52,7 +52,7 @@ def test_every_share_runs_once_on_its_replica(pipeline, mini_batches):
 @given(laid_out(variants=("pipedream-2bw",)))
 def test_2bw_runs_on_the_version_before_whatever_the_replicas(pipeline):
     order = make_order(pipeline, 5)
-    entries = entry_versions(order[0])
+    entries = entry_versions(pipeline.variant, pipeline.micro_batches, order[0])
     late = pipeline.stages > 1
     assert entries == tuple(max(0, b - late) for b in range(5))
     for ops in order:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from mlp_task import WIDTHS, MLPTask
-from oracle import SGD, SYSTEMS, Adam, Oracle, System, distances, parse, unit_clock
+from oracle import SGD, SYSTEMS, Adam, Oracle, distances, parse, unit_clock
 from timeprest.planner.operations import order_text
 from timeprest.planner.orders import make_order
 from unit_pipelines import unit_pipeline
@@ -39,6 +39,7 @@ OPTIMIZERS = {
 
 WHOLE_MINI_BATCHES = (
     "pipedream",
+    "pipedream-unstashed",
     "pipedream-nesterov",
     "pipedream-vertical-sync",
     "spectrain",
@@ -303,7 +304,8 @@ def test_unit_clock():
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 def test_versions_held(stages):
-    """S − s with stashes, S with vertical sync, one where nothing is kept; see the table."""
+    """S − s with stashes, S with vertical sync, s + 1 with that and no stash, one where nothing is
+    kept; see the table."""
     batches = make_batches([2], steps=12)
 
     def held(system, n=1, **more):
@@ -325,7 +327,9 @@ def test_versions_held(stages):
     assert held("v-timeprest", 4)[0] == [1] * stages
     # To run a forward again, its weights must be kept as if they were stashed.
     assert held("v-timeprest", recompute=True)[0] == down
-    assert held("timeprest", recompute=True)[0] == down
+    assert held("timeprest", recompute=True)[0] == [stages] * stages
+    assert held("pipedream-unstashed")[0] == held("timeprest")[0] == down[::-1]
+    assert held("timeprest-stashed")[0] == [stages] * stages
     versions, differences = held("i-timeprest", 2)
     assert versions == [1 + max(seen) for seen in differences]
     assert held("gpipe", 2, recompute=True)[0] == [1] * stages
@@ -387,7 +391,7 @@ def to_the_own_backward(run, s, b, v):
 
 
 def in_between(run, s, b, v, used):
-    d = min(b, run.stages - 1 - s)
+    d = min(b, run.stages - 1)
     return run.versions[s][v] + np.exp(-0.5 * d) * (used - run.versions[s][v])
 
 
@@ -401,8 +405,10 @@ def in_between(run, s, b, v, used):
         ("spectrain", to_the_round_trips_end, to_the_round_trips_end),
         ("pipeoptim", to_the_own_backward, latest),
         ("v-timeprest", latest, latest),
-        ("timeprest", latest, latest),
-        ("i-timeprest", latest, in_between),
+        ("timeprest", entered, latest),
+        ("pipedream-unstashed", entered, latest),
+        ("timeprest-stashed", entered, stashed),
+        ("i-timeprest", entered, in_between),
     ],
 )
 def test_one_forward_one_backward_is_a_recurrence(system, forward, backward, stages):
@@ -467,7 +473,7 @@ def test_i_timeprest_between_its_ends(decay, n):
         return oracle.run(text_of("timeprest", 4, n)).weights()
 
     assert_same(train("i-timeprest", decay=decay, rate=1e15), train("timeprest"))
-    assert_same(train("i-timeprest", decay=decay, rate=0.0), train(System("first", "forward")))
+    assert_same(train("i-timeprest", decay=decay, rate=0.0), train("timeprest-stashed"))
 
 
 def test_significance():
@@ -482,23 +488,28 @@ def test_significance():
     np.testing.assert_allclose(values[2], [1, 0.6, 0.2, 0, 0], atol=1e-15)
 
 
-def test_pinned_and_latest_micro_batches_by_hand():
+def test_entered_and_latest_micro_batches_by_hand():
     """An update lands between the micro-batches of mini-batch 1 on stage 0."""
     text = "0F0.0 0F0.1 0F1.0 0B0 0U0 0F1.1 0B1 0U1\n1F0.0 1F0.1 1B0 1U0 1F1.0 1F1.1 1B1 1U1"
     batches = make_batches([2, 2], steps=2)
     used = {}
-    for system in ("timeprest", "v-timeprest", "i-timeprest"):
+    for system in ("timeprest", "timeprest-stashed", "v-timeprest", "i-timeprest"):
         oracle = Oracle(system, split(LAYERS, 2), first_weights(), by_hand("sgd"), batches)
         oracle.run(text)
-        versions = dict(oracle.log[0])
-        used[system] = versions["0F1.0"], versions["0F1.1"], versions["0B1"], oracle.most_held(0)
-        assert oracle.differences[0] == [0, 1]
+        versions = [dict(log) for log in oracle.log]
+        used[system] = [
+            (log[f"{s}F1.0"], log[f"{s}F1.1"], log[f"{s}B1"], oracle.most_held(s))
+            for s, log in enumerate(versions)
+        ]
+        assert oracle.differences[0] == [0, 0 if system == "timeprest-stashed" else 1]
         assert oracle.weight_distances[0][0] == 0.0
-        assert oracle.weight_distances[0][1] > 0.0
+        assert (oracle.weight_distances[0][1] > 0.0) == (system != "timeprest-stashed")
+    # Stage 1 has mini-batch 0's update before both; 1F1.0 entered without it.
     assert used == {
-        "timeprest": (0, 0, 1, 2),
-        "v-timeprest": (0, 1, 1, 1),
-        "i-timeprest": (0, 0, 1, 2),
+        "timeprest": [(0, 1, 1, 1), (0, 1, 1, 2)],
+        "timeprest-stashed": [(0, 1, 0, 2), (0, 1, 0, 2)],
+        "v-timeprest": [(0, 1, 1, 1), (1, 1, 1, 1)],
+        "i-timeprest": [(0, 1, 1, 2), (0, 1, 1, 2)],
     }
 
 
