@@ -78,6 +78,7 @@ FIGURES: tuple[Figure, ...] = (
     Figure("of its limit", "memory_share", _limit, _percent, -1),
     Figure("most versions", "versions_held", _most("versions_held"), str, -1),
     Figure("most d", "version_difference", _most("version_difference"), str, -1),
+    Figure("v", "sequence_distance", lambda p: p.predicted.sequence_distance, str, -1),
     Figure(
         "mean idle",
         "idle_share",

@@ -43,13 +43,15 @@ def comparison(
         fixed("memory", marked_least(memory, format_bytes)),
         fixed("ver", marked_least([_most(each, "versions_held") for each in stages], _whole)),
         fixed("d", marked_least(apart, _whole)),
+        fixed("v", [_or_dash(plan.predicted.sequence_distance) for plan in found]),
         fixed("idle", [f"{min(stage.idle_share for stage in each):.0%}" for each in stages]),
         fixed("gap", [gap(plan) for plan in found]),
     ]
     table = fitted("the best plan of each system", words("system", plans, 12), columns, width)
     note = Text(
         "●: on the Pareto front. *: the best. S: stages. N: micro-batches. memory, ver, d: of the "
-        "stage with most. idle: of the busiest stage.",
+        "stage with most. v: mini-batches from one to the next of the same sequence of updates. "
+        "idle: of the busiest stage.",
         style="dim",
     )
     return Group(table, note, *_why(failed))
@@ -73,6 +75,7 @@ def front_table(points: Iterable[FrontPoint], width: int) -> Group:
         fixed("period", [format_seconds(point.period_s) for point in shown]),
         fixed("memory", [format_bytes(point.memory_bytes) for point in shown]),
         fixed("d", [str(point.version_difference) for point in shown]),
+        fixed("v", [_or_dash(each.prediction.sequence_distance) for each in found]),
         fixed("S", [str(len(each.stages)) for each in found]),
         fixed("devices", [str(sum(len(s.devices) for s in each.stages)) for each in found]),
         fixed("N", [str(each.micro_batches) for each in found]),
@@ -105,6 +108,10 @@ def _rate(plan: Plan) -> str:
 
 def _most(stages: Sequence[StagePrediction], field: str) -> int:
     return max(int(getattr(stage, field)) for stage in stages)
+
+
+def _or_dash(value: int | None) -> str:
+    return "-" if value is None else str(value)
 
 
 def _whole(value: float) -> str:

@@ -68,11 +68,30 @@ def verdict(plan: Plan) -> Table:
             ("memory", fullest(plan)),
             (
                 "staleness",
-                f"{staleness}; {held}",
+                f"{staleness}{sequences(plan)}; {held}",
             ),
+            *_advice(plan),
             ("solver", f"{plan.solver.method}: {proof(plan)}"),
         ]
     )
+
+
+def sequences(plan: Plan) -> str:
+    """``, v = 1``; nothing in plans of before it was counted."""
+    v = plan.predicted.sequence_distance
+    return "" if v is None else f", v = {v}"
+
+
+def _advice(plan: Plan) -> list[tuple[str, str]]:
+    """What would make one sequence of updates of several."""
+    v, variant = plan.predicted.sequence_distance or 1, variant_named(plan.variant)
+    if v < 2 or variant.whole_mini_batches:
+        return []
+    least = len(plan.stages) - 1
+    advice = f"N ≥ S − 1 = {least} micro-batches would avoid it (TiMePReSt)"
+    if plan.micro_batches >= least:
+        advice = "though N ≥ S − 1: stages or links are uneven"
+    return [("sequences", f"{v} of updates, each sees every {v}th mini-batch; {advice}")]
 
 
 def _cores(plan: Plan) -> list[tuple[str, str]]:

@@ -101,6 +101,8 @@ def summary_lines(plan: Plan, summary: RunSummary) -> list[Text]:
             )
         )
     lines += _device_lines(plan, summary)
+    if plan.predicted.sequence_distance is not None:
+        lines.append(Text(f"v predicted {plan.predicted.sequence_distance}"))
     for report in summary.stages:
         seen = ", ".join(
             f"{difference} in {times}" for difference, times in report.version_differences.items()
@@ -124,8 +126,8 @@ def summary_lines(plan: Plan, summary: RunSummary) -> list[Text]:
             "predicted in the steady state. peak: weights, older versions, gradients, optimizer, "
             "activations, messages; without scratch memory. RSS: the whole process, libraries "
             "included. versions: of the weights, held at once. difference: version of a backward "
-            "less that of its forward. apart: ‖W_B − W_F‖ / ‖W_F‖, the mean of the "
-            "epoch with the largest.",
+            "less that of its forward. v: mini-batches from one to the next of the same sequence "
+            "of updates. apart: ‖W_B − W_F‖ / ‖W_F‖, the mean of the epoch with the largest.",
             style="dim",
         )
     )

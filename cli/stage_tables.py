@@ -93,7 +93,8 @@ def notes(plan: Plan, *, every: bool = False) -> Text:
     used = [kind for kind in MEMORY if any(by_kind(stage)[kind] for stage in plan.predicted.stages)]
     said = (
         "forward, backward, transfer: per micro-batch. L: mini-batches in flight at most. ver: "
-        "weight versions held. d: version difference, backward less forward. In the bars: "
+        "weight versions held. d: version difference, backward less forward. v: mini-batches from "
+        "one to the next of the same sequence of updates. In the bars: "
     )
     said += ", ".join(f"{LETTERS[kind]} {kind}" for kind in used) + "."
     if any(stage.recompute for stage in plan.stages):

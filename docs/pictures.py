@@ -99,6 +99,7 @@ class Told:
     memory: str
     versions: str
     difference: str
+    v: int | None
 
     @staticmethod
     def of(plan: Plan) -> Told:
@@ -117,6 +118,7 @@ class Told:
             memory=format_bytes(max(stage.memory_bytes for stage in stages)),
             versions=each("versions_held"),
             difference=each("version_difference"),
+            v=plan.predicted.sequence_distance,
         )
 
 
@@ -125,12 +127,12 @@ def table(told: dict[str, Told]) -> str:
     rows = [
         "| system | period | speed-up | idle, mean | largest peak | weight versions held, "
         "by stage | "
-        "version difference, by stage |",
-        "|---|---|---|---|---|---|---|",
+        "version difference, by stage | v |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     rows += [
         f"| `{variant}` | {t.period} | {t.speedup} | {t.idle} | {t.memory} | {t.versions} | "
-        f"{t.difference} |"
+        f"{t.difference} | {t.v} |"
         for variant, t in told.items()
     ]
     return "\n".join(rows)

@@ -60,7 +60,7 @@ def held_under(variant: Variant, stages: int, cap: int) -> Held:
             return mini_batches(behind)
         if variant.synchronises:
             # Versions that have entered at stage 0 and not here, at most one for each stage before.
-            return float(min(stages - behind, limits[0]))
+            return float(max(min(stages - behind, limits[0]), 1))
         return 1.0
 
     return Held(

@@ -84,6 +84,9 @@ def _changes(old: Plan, new: Plan) -> list[str]:
             lines.append(
                 f"stage {s} version difference {a.version_difference} → {b.version_difference}"
             )
+    if old.predicted.sequence_distance != new.predicted.sequence_distance:
+        was, now = (p.predicted.sequence_distance for p in (old, new))
+        lines.append(f"v {was or 'not counted'} → {now}")
     if old.edges != new.edges:
         before, after = (", ".join(sorted({e.tensor for e in p.edges})) for p in (old, new))
         lines.append(f"edges {before or 'none'} → {after or 'none'}")

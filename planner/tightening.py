@@ -33,6 +33,9 @@ def tightened(
                 for stage, limit in zip(best.stages, limits, strict=True)
             )
             found = evaluate(question, stages, best.micro_batches)
+            # With fewer in flight before it a stage may hold more: other versions wait for it.
+            if found.over_limit(question.cluster):
+                break
             if found.prediction.period_s > best.prediction.period_s * SAME:
                 break
             best = found

@@ -60,9 +60,11 @@ RULES = OperationCost(
 @pytest.mark.parametrize(
     ("variant", "first", "last"),
     [
-        ("timeprest", 1, 1),
+        ("timeprest", 1, 11),
+        ("timeprest-stashed", 11, 11),
+        ("pipedream-unstashed", 1, 11),
         ("v-timeprest", 1, 1),
-        ("i-timeprest", 111, 1),
+        ("i-timeprest", 111, 111),
         ("pipedream", 11, 1),
         ("pipedream-vertical-sync", 11, 11),
         ("pipedream-2bw", 11, 11),
@@ -81,8 +83,7 @@ def test_weight_rules_count_by_bytes(mlp_profile, variant, first, last):
         count = 1 if VARIANTS[variant].whole_mini_batches else 2
         found = evaluate(asked, stages, count).prediction.stages
         # Each update keeps a version; each mini-batch mixes or predicts.
-        made = first // 100 * 100
-        wanted = [first + (every - 1) * made, last]
+        wanted = [cost + (every - 1) * (cost // 100 * 100) for cost in (first, last)]
         assert [s.update_s / s.parameter_bytes for s in found] == pytest.approx(wanted)
 
 

@@ -100,6 +100,14 @@ def test_what_would_do_does(folder):
     call("solve", "profile.json", "--memory", "12kB", "--devices", count - 1, code=2)
 
 
+def test_lower_limits_stay_within_memory(folder):
+    """Fewer mini-batches in flight on stage 0 make stage 1 hold more here."""
+    system = ("--variant", "pipedream-unstashed")
+    call("solve", "profile.json", "--memory", "12kB", "--devices", 3, *system)
+    plan = read_plan(folder / "plan.json")
+    assert all(stage.memory_bytes <= 12_000 for stage in plan.predicted.stages)
+
+
 def test_a_plan_is_simulated(folder):
     call("solve", "profile.json", "--devices", 2, "--variant", "gpipe")
     plan = read_plan(folder / "plan.json")

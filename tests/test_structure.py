@@ -87,4 +87,4 @@ def test_public_names():
 def test_no_file_of_the_package_has_grown_too_large():
     for folder in RANK:
         for path in (ROOT / folder).rglob("*.py"):
-            assert len(path.read_text().splitlines()) <= 520, path
+            assert len(path.read_text().splitlines()) <= 600, path

@@ -205,6 +205,7 @@ def run_figures(facts: RunFacts) -> dict[str, Any]:
             "measured": _last_rate(facts),
             "predicted": predicted.samples_per_s,
         },
+        "sequence_distance_predicted": predicted.sequence_distance,
         "losses": curve["losses"],
         "loss_seconds": curve["seconds"],
         "epochs": _epochs(facts),

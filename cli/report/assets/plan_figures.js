@@ -50,7 +50,7 @@
     order: 50,
     when: (view) => view.plan !== null,
     build(host, view) {
-      const { stages } = view.plan.plan.predicted;
+      const { stages, sequence_distance: v } = view.plan.plan.predicted;
       const most = Math.max(...stages.map((stage) => Math.max(stage.version_difference, stage.versions_held)), 1);
       const marks = (count, kind) => most <= 12
         ? TP.el("span", { class: "marks", "aria-hidden": "true" }, Array.from({ length: count }, () => TP.el("i", { class: kind })))
@@ -60,6 +60,9 @@
         TP.el("p", { class: "lead" }, stale
           ? "Version difference: how many updates lie between the weights of a mini-batch's forward and those of its backward, at most, once the pipeline is full. Versions held: copies of the weights that the stage keeps."
           : `None: every backward uses the very weights that its forward used${most > 1 ? "; older versions are kept for that" : ""}.`),
+        v ? TP.el("p", { class: "lead" }, "v = ", TP.figure("predicted.sequence_distance", v, String(v)), v > 1
+          ? `: when a mini-batch's backward begins on the last stage, those of the ${v - 1} before it are still on their way, so that mini-batches make ${v} sequences of updates. TiMePReSt's paper advises N ≥ S − 1.`
+          : ": all mini-batches make one sequence of updates.") : null,
         TP.el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Staleness of each stage" }, TP.el("table", { class: "stale" },
           TP.el("caption", { class: "hidden" }, "Version difference and versions held of each stage"),
           TP.el("thead", {}, TP.el("tr", {}, ["stage", "version difference", "versions held"].map((head) => TP.el("th", { scope: "col", class: "word" }, head)))),

@@ -38,7 +38,7 @@
           tile("most memory", stage(fullest, "memory_bytes", TP.bytes),
             `stage ${fullest}${limit ? `, ${TP.percent(predicted.stages[fullest].memory_bytes / limit)} of ${TP.bytes(limit)}` : ""}`),
           tile("staleness", stage(stalest, "version_difference", (d) => TP.counted(d, "update", "updates")),
-            `stage ${stalest}, at most`),
+            `stage ${stalest}, at most${predicted.sequence_distance ? `; v = ${predicted.sequence_distance}` : ""}`),
           solver.optimal ? tile("solver", "optimal", "proven")
             : solver.bound_s > 0 ? tile("solver", TP.figure("solver.gap", solver.gap, `gap ${TP.percent(solver.gap)}`), "to the lower bound")
               : tile("solver", solver.method, "no lower bound")));

@@ -33,7 +33,7 @@
             tile("throughput", figure(`runs.${k}.samples_per_s.measured`, run.samples_per_s.measured, TP.number), `samples/s; predicted ${TP.number(run.samples_per_s.predicted)}`),
             done ? tile("train loss", figure(`runs.${k}.epochs.${run.epochs.length - 1}.train_loss`, done.train_loss, TP.number), `epoch ${done.epoch + 1}`) : null,
             done ? Object.entries(done.test).map(([name, value]) => tile(`test ${name}`, figure(`runs.${k}.epochs.${run.epochs.length - 1}.test.${name}`, value, name === "accuracy" ? accuracy : TP.number), `epoch ${done.epoch + 1}`)) : null,
-            tile("most stale", TP.counted(Math.max(0, ...run.workers.flatMap((worker) => worker.epochs.flatMap((epoch) => Object.keys(epoch.version_differences).map(Number)))), "update", "updates"), "difference of versions")));
+            tile("most stale", TP.counted(Math.max(0, ...run.workers.flatMap((worker) => worker.epochs.flatMap((epoch) => Object.keys(epoch.version_differences).map(Number)))), "update", "updates"), `difference of versions${run.sequence_distance_predicted ? `; v = ${run.sequence_distance_predicted} predicted` : ""}`)));
       }
       if (view.runs.length < 2) return;
       host.append(TP.table("Runs side by side",
