@@ -1,18 +1,26 @@
-"""The three functions that `import timeprest` offers; each is one arrow of the main sentence."""
+"""The three functions that `import timeprest` offers; each is one arrow of the main sentence.
+
+Each takes what its command takes, with the same defaults; amounts are texts, as on a command line.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
-from .planner.cluster import Cluster, uniform_cluster
+import msgspec
+
+from .planner.cluster import DEFAULT_BANDWIDTH, DEFAULT_LATENCY, Cluster, uniform_cluster
+from .planner.crowding import crowded
 from .planner.plan import Plan
 from .planner.search import solve
+from .profiles.errors import PlanError, UserError
 from .profiles.importers.foreign import import_profile, is_foreign
 from .profiles.profile import Profile
 
 if TYPE_CHECKING:
+    from .planner.tied import Tied
     from .runtime.scores import RunSummary
 
 
@@ -26,8 +34,11 @@ def profile(
     autocast: str | None = None,
     threads: int = 1,
     granularity: str = "layer",
+    front_end: str | None = None,
     inputs: Sequence[str] = (),
     seconds: float = 15.0,
+    relative_error: float = 0.05,
+    together: int | None = None,
 ) -> Profile:
     """Measure a target (`tp-profile`).
 
@@ -39,8 +50,12 @@ def profile(
         device: "cpu", "cuda", or "meta" to reckon with a device `spec` without running.
         autocast: dtype of torch.autocast, "bfloat16" or "float16"; None: off.
         granularity: "layer", "op", or name patterns of modules that are one layer each.
+        front_end: how to find the graph, such as "fx" or "export"; None: the first that can.
         inputs: for a model that isn't a task, ``SHAPE:DTYPE`` of each of its inputs.
         seconds: to spend on timing at most.
+        relative_error: stop when every layer with 1 % of the time is known so well.
+        together: measure too what stages cost besides their layers, and how so many processes slow
+            each other down.
 
     Raises:
         TargetError, TraceError: the model can't be imported, built or traced.
@@ -52,43 +67,118 @@ def profile(
     from .profiles.measuring.platforms import platform_of
     from .profiles.target import parse_input, resolve
 
-    return measure(
-        resolve(target, [parse_input(text) for text in inputs]),
+    if together is not None and device != "cpu":
+        raise UserError('together: is for device="cpu"')
+    found = resolve(target, [parse_input(text) for text in inputs])
+    measured = measure(
+        found,
         batch_size=batch_size or max(micro_batch_sizes or [64]),
         micro_batch_sizes=micro_batch_sizes,
         platform=platform_of(device, spec, autocast),
         threads=threads,
+        front_end=front_end,
         granularity=granularity,
         seconds=seconds,
+        error=relative_error,
     )
+    if together is None:
+        return measured
+    from .runtime.operation_cost import with_processes
+
+    return with_processes(measured, found, inputs, together, seconds=seconds / 2)
 
 
 def plan(
     profile: Profile,
     cluster: Cluster | None = None,
     *,
-    devices: int = 2,
-    memory: str | None = None,
     variant: str = "timeprest",
     mini_batch: int | None = None,
     micro_batches: int | None = None,
     stages: int | None = None,
+    replicas: bool | Literal["auto", "off"] = True,
+    recompute: Literal["off", "on", "auto"] = "off",
+    tied: Tied = "together",
+    pins: Mapping[str, int] | None = None,
+    solver: str = "auto",
+    time_limit_s: float | None = 60.0,
+    update_every: int = 1,
+    optimizer_state: float | None = None,
+    devices: int = 2,
+    memory: str | None = None,
+    bandwidth: str = DEFAULT_BANDWIDTH,
+    latency: str = DEFAULT_LATENCY,
+    per_machine: int | None = None,
+    between_bandwidth: str | None = None,
+    between_latency: str | None = None,
+    half_duplex: bool = False,
+    overlap: bool = True,
+    cores: int | None = None,
 ) -> Plan:
     """Find the best plan (`tp-plan solve`).
 
     Args:
-        cluster: by default, `devices` equal ones with `memory` (such as "16GiB") each.
+        cluster: of devices and links; those described from `devices` on are left out then. By
+            default there are so many equal ones.
+        variant: the training system.
+        mini_batch: samples per update; the profile's batch size by default.
+        micro_batches, stages: how many; None: what is best.
+        replicas: stages may take several devices.
+        recompute: stages compute activations again instead of keeping them.
+        tied: layers that share parameters are on one stage "together", or "split" over several.
+        pins: stage of each layer that is pinned, by the layer's name; 0 is the first.
+        time_limit_s: the search ends then, with the best plan so far; None: no limit.
+        update_every: mini-batches per update.
+        optimizer_state: bytes of optimizer state per byte of parameters; as profiled by default.
+        devices: how many equal ones.
+        memory: limit of each device, such as "16GiB"; None: there is none.
+        bandwidth, latency: between devices, such as "12GB/s" and "10us".
+        per_machine: devices in a machine, all by default; between_bandwidth and between_latency
+            are of the links between machines then.
+        half_duplex: a link carries one direction at a time.
+        overlap: devices compute while they transfer.
+        cores: devices of a machine that compute at once; None: all.
 
     Raises:
         PlanError, InfeasibleError: the settings contradict each other, or nothing fits.
+        UserError: an amount that can't be read, or a cluster beside what describes one.
     """
+    described = {
+        "devices": (devices, 2),
+        "memory": (memory, None),
+        "bandwidth": (bandwidth, DEFAULT_BANDWIDTH),
+        "latency": (latency, DEFAULT_LATENCY),
+        "per_machine": (per_machine, None),
+        "between_bandwidth": (between_bandwidth, None),
+        "between_latency": (between_latency, None),
+        "half_duplex": (half_duplex, False),
+        "overlap": (overlap, True),
+        "cores": (cores, None),
+    }
+    given = {name: value for name, (value, default) in described.items() if value != default}
+    if cluster is not None and given:
+        raise UserError(f"cluster: leave out {', '.join(given)}; the cluster says it")
+    if replicas not in (True, False, "auto", "off"):
+        raise PlanError(f"replicas {replicas!r}: give True or False")
+    if cluster is None:
+        own: dict[str, Any] = {"devices": devices, **given}
+        # A cluster of one's own says itself how fast its devices are.
+        cluster = crowded(uniform_cluster(**own), profile.together)
     return solve(
         profile,
-        cluster or uniform_cluster(devices, memory),
+        cluster,
         variant,
         mini_batch=mini_batch,
+        optimizer_state_factor=optimizer_state,
+        update_every=update_every,
+        tied=tied,
         micro_batches=micro_batches,
         stages=stages,
+        replicas=replicas not in (False, "off"),
+        recompute=recompute,
+        pins=tuple((pins or {}).items()),
+        solver=solver,
+        time_limit_s=time_limit_s,
     )
 
 
@@ -97,30 +187,40 @@ def run(
     run_dir: str | Path,
     *,
     task: str | None = None,
-    epochs: int = 1,
+    epochs: int = 5,
     steps: int | None = None,
     inline: bool = False,
     seed: int = 0,
+    **settings: object,
 ) -> RunSummary:
     """Train by a plan (`tp-run`).
 
     Args:
         run_dir: a new directory for metrics, weights and the summary.
         task: by default the target that the plan's profile was made of.
+        steps: mini-batches in all, instead of `epochs`.
         inline: all stages in this process.
+        settings: other fields of `runtime.settings.RunSettings`, such as ragged="pad" or
+            optimizer={"name": "adam", "lr": 1e-3}.
 
     Raises:
+        UserError: a setting that there isn't, or that can't be.
         TargetError, TraceError, PlanError, FileError: found before anything starts.
         RunError: training failed.
     """
     from .runtime.run import run as run_plan
     from .runtime.settings import RunSettings
 
-    settings = RunSettings(
-        task=task or plan.profile.target,
-        epochs=epochs,
-        steps=steps,
-        seed=seed,
-        threads=plan.profile.threads,
-    )
-    return run_plan(plan, settings, run_dir, inline=inline)
+    asked = {
+        "task": task or plan.profile.target,
+        "epochs": epochs,
+        "steps": steps,
+        "seed": seed,
+        "threads": plan.profile.threads,
+        **settings,
+    }
+    try:
+        found = msgspec.convert({k: v for k, v in asked.items() if v is not None}, RunSettings)
+    except msgspec.ValidationError as error:
+        raise UserError(f"settings: {error}") from None
+    return run_plan(plan, found, run_dir, inline=inline)

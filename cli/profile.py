@@ -231,22 +231,16 @@ def _measure(
         )
         if options["together"] is None:
             return profile
-        from ..profiles.measuring.together import measure_together, size_to_time
+        from ..runtime.operation_cost import with_processes
 
         bar("processes at once", 0, 1)
-        together = measure_together(
+        return with_processes(
+            profile,
             found,
             options["inputs"],
             options["together"],
-            batch_size=size_to_time(profile.whole_model),
-            threads=options["threads"],
-            autocast=platform.autocast,
             seconds=options["seconds"] / 2,
         )
-        from ..runtime.operation_cost import measure_operations
-
-        operation = measure_operations(options["threads"])
-        return msgspec.structs.replace(profile, together=together, operation=operation)
 
 
 if __name__ == "__main__":

@@ -23,8 +23,9 @@ from ..planner.orders import make_order
 from ..planner.pipeline import Pipeline
 from ..planner.search import solve
 from ..profiles.measuring.measure import measure
-from ..profiles.profile import OperationCost
-from ..profiles.target import resolve
+from ..profiles.measuring.together import measure_together, size_to_time
+from ..profiles.profile import OperationCost, Profile
+from ..profiles.target import Target, resolve
 from .channels import LocalChannels, Mailbox
 from .prepare import prepare
 from .runner import StageRunner
@@ -56,6 +57,29 @@ class SmallTask:
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """Plain steps."""
         return torch.optim.SGD(parameters, lr=0.01)
+
+
+def with_processes(
+    profile: Profile, target: Target, inputs: Sequence[str], processes: int, *, seconds: float
+) -> Profile:
+    """The profile with what stages cost besides its layers (`tp-profile --together`).
+
+    Args:
+        target, inputs: what the profile is of, and what it was found with.
+        processes: that compute at once.
+        seconds: to spend on timing them.
+    """
+    together = measure_together(
+        target,
+        inputs,
+        processes,
+        batch_size=size_to_time(profile.whole_model),
+        threads=profile.threads,
+        autocast=None if profile.autocast is None else getattr(torch, profile.autocast),
+        seconds=seconds,
+    )
+    operation = measure_operations(profile.threads)
+    return msgspec.structs.replace(profile, together=together, operation=operation)
 
 
 def measure_operations(threads: int) -> OperationCost:

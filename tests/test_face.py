@@ -1,0 +1,133 @@
+"""What `import timeprest` offers takes what the commands take, and does what they do."""
+
+from __future__ import annotations
+
+import inspect
+
+import msgspec
+import pytest
+import timeprest
+from click.testing import CliRunner
+from timeprest.cli.plan import main as plan_main
+from timeprest.cli.profile import main as profile_main
+from timeprest.cli.run import main as run_main
+from timeprest.planner.cluster import uniform_cluster
+from timeprest.planner.plan import read_plan
+from timeprest.profiles.errors import PlanError, UserError
+from timeprest.profiles.files import write_file
+from timeprest.profiles.profile import Together
+from timeprest.runtime.settings import RunSettings
+
+OF_THE_TERMINAL = {"as_json", "quiet", "verbose", "version", "path"}
+"""Options about what is printed and written."""
+
+
+def options_of(command):
+    return {p.name: p for p in command.params} if command is not None else {}
+
+
+@pytest.mark.parametrize(
+    ("function", "command", "others", "without"),
+    [
+        (
+            "profile",
+            profile_main,
+            {},
+            # Measures this machine's links instead.
+            {"links", "processes"},
+        ),
+        (
+            "plan",
+            plan_main.commands["solve"],
+            {
+                "profile_path": "profile",
+                "cluster_path": "cluster",
+                "no_overlap": "overlap",
+                "time_limit": "time_limit_s",
+            },
+            set(),
+        ),
+        (
+            "run",
+            run_main,
+            {"plan_path": "plan"},
+            # `RunSettings` have the training's; these are about a run that is there already.
+            {"checks", "dry_run", "resume", "resume_at", "max_restarts"},
+        ),
+    ],
+)
+def test_python_takes_what_the_command_takes(function, command, others, without):
+    """With the same defaults, where both have one."""
+    parameters = inspect.signature(getattr(timeprest, function)).parameters
+    fields = {f.name: f for f in msgspec.structs.fields(RunSettings)}
+    renamed = {"timeout": "timeout_s", "decay_rate": "decay_rate"}
+    for name, option in options_of(command).items():
+        if name in OF_THE_TERMINAL | without:
+            continue
+        own = others.get(name, name)
+        if function == "run" and own not in parameters:
+            # Those of the optimizer are fields of the one that is chosen.
+            of_optimizer = {"lr", "momentum", "nesterov", "betas", "weight_decay"}
+            assert renamed.get(own, own) in fields or own in of_optimizer, own
+            continue
+        assert own in parameters, own
+        default, other = parameters[own].default, option.default
+        plain = isinstance(other, (str, int, float)) and not isinstance(other, bool)
+        if plain and other != "auto" and default is not inspect.Parameter.empty:
+            assert default == other, own
+
+
+def test_python_plans_as_the_command_does(mlp_profile, tmp_path):
+    """Replicas are allowed, and devices that share a machine slow each other down."""
+    profile = msgspec.structs.replace(mlp_profile, together=Together(processes=2, slowdown=1.5))
+    write_file(tmp_path / "profile.json", profile)
+    for words, given in (
+        ([], {}),
+        (["--replicas", "off", "--stages", "2"], {"replicas": False, "stages": 2}),
+        (
+            ["--devices", "3", "--cores", "2", "--memory", "1GiB", "--pin", "l3=1"],
+            {"devices": 3, "cores": 2, "memory": "1GiB", "pins": {"l3": 1}},
+        ),
+        (
+            ["--variant", "gpipe", "--recompute", "on", "--update-every", "2", "--no-overlap"],
+            {"variant": "gpipe", "recompute": "on", "update_every": 2, "overlap": False},
+        ),
+    ):
+        command = ["solve", str(tmp_path / "profile.json"), "-q", "-o", str(tmp_path / "plan.json")]
+        done = CliRunner().invoke(plan_main, [*command, *words])
+        assert done.exit_code == 0, done.output
+        found, wanted = timeprest.plan(profile, **given), read_plan(tmp_path / "plan.json")
+        assert found.stages == wanted.stages
+        assert found.cluster == wanted.cluster
+        assert found.predicted == wanted.predicted
+
+
+def test_what_cant_be_planned_or_run_is_refused(mlp_profile, tmp_path):
+    cluster = uniform_cluster(2)
+    with pytest.raises(UserError, match="leave out devices, memory"):
+        timeprest.plan(mlp_profile, cluster, devices=3, memory="1GiB")
+    with pytest.raises(PlanError, match="replicas 'maybe'"):
+        timeprest.plan(mlp_profile, cluster, replicas="maybe")
+    plan = timeprest.plan(mlp_profile, cluster, stages=2, replicas=False)
+    for settings, words in (
+        ({"epoch": 3}, "epoch"),
+        ({"ragged": "fold"}, "ragged"),
+        ({"optimizer": {"name": "adam"}}, "lr"),
+    ):
+        with pytest.raises(UserError, match=words):
+            timeprest.run(plan, tmp_path / "run", inline=True, **settings)
+    assert not (tmp_path / "run").exists()
+
+
+def test_python_trains_with_the_settings_given(mlp_profile, tmp_path):
+    plan = timeprest.plan(mlp_profile, stages=2, replicas=False)
+    summary = timeprest.run(
+        plan,
+        tmp_path / "run",
+        steps=3,
+        inline=True,
+        optimizer={"name": "sgd", "lr": 0.125},
+        evaluate=False,
+    )
+    assert summary.mini_batches == 3
+    assert summary.epochs[-1].lr == 0.125
