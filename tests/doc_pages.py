@@ -112,3 +112,45 @@ def spans(page: Path) -> list[Text]:
             found.append(Text(first.where, "", re.sub(r"\s+", " ", match[1])))
         running = []
     return found
+
+
+@dataclass(frozen=True)
+class Table:
+    """Attributes: where: of its head; head, rows: texts of the cells."""
+
+    where: str
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+    def names(self, column: int = 0) -> list[str]:
+        """What stands between backticks in a column."""
+        return [name for row in self.rows for name in re.findall(r"`([^`]+)`", row[column])]
+
+
+def tables(page: Path) -> list[Table]:
+    """Those of the running text."""
+    found: list[list[Text]] = [[]]
+    for fenced, part in _parts(page, page.read_text("utf-8")):
+        if not fenced and part.text.startswith("|"):
+            found[-1].append(part)
+        elif found[-1]:
+            found.append([])
+    every = []
+    for head, _, *rows in filter(None, found):
+        cells = [tuple(c.strip() for c in row.text.strip("| ").split(" | ")) for row in rows]
+        every.append(Table(head.where, _cells(head.text), tuple(cells)))
+    return every
+
+
+def _cells(line: str) -> tuple[str, ...]:
+    return tuple(cell.strip() for cell in line.strip("| ").split(" | "))
+
+
+def section(page: Path, heading: str) -> str:
+    """A page's text from a heading (``## Profile``, or how it begins) to the next of its rank."""
+    rank = heading.split(" ")[0]
+    lines = page.read_text("utf-8").splitlines()
+    begin = next(k for k, line in enumerate(lines) if line.startswith(heading))
+    rest = lines[begin + 1 :]
+    end = next((k for k, line in enumerate(rest) if re.match(rf"#{{1,{len(rank)}}} ", line)), None)
+    return "\n".join(rest[:end])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import io
 import itertools
 import re
 import shlex
@@ -14,16 +15,26 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import click
+import msgspec
 import pytest
 import timeprest
 from click.testing import CliRunner
-from doc_pages import ROOT, Text, blocks, commands, pages, spans
+from doc_pages import ROOT, Text, blocks, commands, pages, section, spans, tables
+from rich.console import Console
+from test_recording import chain_plan
 from timeprest.cli.plan import main as plan_main
 from timeprest.cli.profile import main as profile_main
 from timeprest.cli.run import main as run_main
+from timeprest.cli.stage_tables import stage_table
 from timeprest.planner.cluster import read_cluster
+from timeprest.planner.plan import Plan, PlanStage, SolverReport
+from timeprest.planner.variants import VARIANTS
 from timeprest.profiles.files import write_file
-from timeprest.profiles.measuring.device_specs import load_spec
+from timeprest.profiles.measuring.device_specs import load_spec, shipped_specs
+from timeprest.profiles.outputs import RUN_OWN
+from timeprest.profiles.profile import Layer, Measurement, Profile
+from timeprest.profiles.zoo import BUILT_IN
+from timeprest.runtime.recorded import Line
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import RunSettings
 from torch.distributed.run import get_args_parser
@@ -416,3 +427,91 @@ def test_toml_files_are_read(name, tmp_path):
         cluster = block.text if "[[devices]]" in block.text else f"{cluster}\n{block.text}"
         path.write_text(cluster)
         read_cluster(str(path))
+
+
+# Tables and lists ----------------------------------------------------------------------------
+
+
+def table(name, *head):
+    """The one table of a page whose head begins so."""
+    (found,) = [t for t in tables(PAGES[name]) if t.head[: len(head)] == head]
+    return found
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/systems.md"])
+def test_every_system_has_a_row(name):
+    """And no other has one; docs/systems.md says what its backwards are of."""
+    found = next(t for t in tables(PAGES[name]) if t.head[0] == "system")
+    assert sorted(re.findall(r"^`([^`]+)`", "\n".join(row[0] for row in found.rows), re.M)) == (
+        sorted(VARIANTS)
+    )
+    if "backward of" not in found.head:
+        return
+    for row in found.rows:
+        variant = VARIANTS[row[0].strip("`")]
+        of = {"mini": "the mini-batch", "micro": "a micro-batch"}[variant.backward_unit]
+        assert row[found.head.index("backward of")] == of
+        order = row[found.head.index("order")]
+        if not order.startswith(("as ", "the same")):
+            assert ("never flushed" in order) != variant.flushes, f"{name}: {row[0]}"
+            assert ("N = 1" in order) == variant.whole_mini_batches, f"{name}: {row[0]}"
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_tables_list_what_there_is(name):
+    """Tables of systems and of options name such as exist, with the values that they take."""
+    commands_ = [c for p in PROGRAMS.values() for c in (p, *getattr(p, "commands", {}).values())]
+    for found in tables(PAGES[name]):
+        if found.head[0] == "system":
+            names = {
+                row[0].strip("*").split("`")[1] if "`" in row[0] else row[0] for row in found.rows
+            }
+            assert names <= set(VARIANTS), f"{found.where}: {names - set(VARIANTS)}"
+        for row in found.rows if found.head[0] == "option" else ():
+            option = row[0].strip("`").split(" ")[0]
+            params = [p for c in commands_ for p in c.params if option in p.opts]
+            assert params, f"{found.where}: {option}"
+            choices = [set(p.type.choices) for p in params if isinstance(p.type, click.Choice)]
+            told = set(re.findall(r"`([^`]+)`", row[1]))
+            assert not choices or told in choices, f"{found.where}: {option} takes {choices}"
+
+
+def test_lists_of_files_and_fields_are_whole():
+    """docs/files.md names every field of profiles, plans and logs, and what a run leaves."""
+    page = PAGES["docs/files.md"]
+    operations = table("docs/files.md", "field")
+    assert sorted(operations.names()) == sorted(f.name for f in msgspec.structs.fields(Line))
+    left = {re.split(r"[/]", name)[0] for name in table("docs/files.md", "file").names()}
+    assert left == {name for name in RUN_OWN if not name.startswith("lock")}
+    for heading, structs in (
+        ("## Profile", (Profile, Layer, Measurement)),
+        ("## Plan", (Plan, PlanStage, SolverReport)),
+    ):
+        text = section(page, heading)
+        named = set(re.findall(r"\w+", " ".join(re.findall(r"`([^`]+)`", text))))
+        for struct in structs:
+            missing = {f.name for f in msgspec.structs.fields(struct)} - named
+            assert not missing, f"docs/files.md, {heading}: {struct.__name__} has {missing}"
+
+
+def test_lists_of_models_devices_and_columns_are_whole():
+    """Built-in models, shipped device specs, and the columns that `tp-plan show` prints."""
+    profiling = PAGES["docs/profiling.md"]
+    models = next(
+        t for t in tables(profiling) if t.head[:2] == ("target", "arguments and defaults")
+    )
+    tasks = table("docs/profiling.md", "target", "what").names()
+    listed = {name for name in (*models.names(), *tasks) if name.isidentifier() or "-" in name}
+    assert set(BUILT_IN) <= listed | {"hf"}, set(BUILT_IN) - listed
+    assert {name for name in models.names() if ":" not in name} <= set(BUILT_IN)
+    shipped = re.search(r"Specs shipped: (.*?)\. ", profiling.read_text("utf-8"), re.S)
+    assert set(re.findall(r"`([^`]+)`", shipped[1])) == set(shipped_specs())
+    columns = [
+        c.strip()
+        for row in table("docs/reading_tables.md", "column").rows
+        for c in row[0].split(",")
+    ]
+    drawn = Console(width=200, record=True, file=io.StringIO())
+    drawn.print(stage_table(chain_plan("timeprest"), 200))
+    head = next(line for line in drawn.export_text().splitlines() if line.startswith("stage "))
+    assert re.split(r"\s{2,}", head.strip()) == columns
