@@ -1,7 +1,8 @@
 """Where the workers of a launched run meet: a store, over which they agree and tell of failures.
 
 Every worker has a thread that posts twice a second what it is at, and that ends the process when
-another worker has failed, or when the launcher asks it to end.
+another worker has failed, or when the launcher asks it to end. A store behind a broken network
+answers nothing and fails nothing, for a quarter of an hour: no end of a worker waits for it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import psutil
@@ -39,7 +41,15 @@ POLL_S = 0.05
 GRACE_S = 2.0
 """What a worker that only waited in vain leaves to the one that knows the cause."""
 
+ENDING_S = 5.0
+"""Longest way from a wait in vain to the end of the process."""
+
+STORE_S = 3.0
+"""What the store gets to answer a worker that ends, beside `GRACE_S`."""
+
 NAME = "timeprest"
+
+T = TypeVar("T")
 
 
 class Meeting:
@@ -50,7 +60,7 @@ class Meeting:
         say: prints a line for the user.
         status: what this worker is at.
         statuses: folder of the workers' statuses on this host, once there is one.
-        timeout_s: longest wait for a message, once they train.
+        silence_s: longest silence of the store that a run over several hosts bears.
     """
 
     def __init__(self, launched: Launched, say: Callable[[str], None]) -> None:
@@ -66,9 +76,11 @@ class Meeting:
         )
         self.status: Callable[[], WorkerStatus] = lambda: first
         self.statuses: Path | None = None
-        self._began = time.monotonic()
+        self.silence_s = SILENCE_S
+        self._began = self._answered = time.monotonic()
         self._leaving = threading.Event()
         self._failing = threading.Event()
+        self._lost = threading.Event()
         self.store = _connect(launched, serve=not launched.agent_store and self.rank == 0)
         # A wait of one thread on a store keeps the others from it.
         self._own = _connect(launched, serve=False)
@@ -78,9 +90,24 @@ class Meeting:
         signal.signal(signal.SIGTERM, lambda *_: None)
         # Ctrl-C ends a worker at once, without a traceback.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        self._beat(0)
+        self._count = 0
+        self._beat()
         threading.Thread(target=self._watch, daemon=True).start()
         threading.Thread(target=self._end_when_asked, daemon=True).start()
+        if not launched.one_host:
+            threading.Thread(target=self._end_when_alone, daemon=True).start()
+
+    def begin(self, status: Callable[[], WorkerStatus], statuses: Path, silence_s: float) -> None:
+        """Training begins; the others are told at once who this worker is.
+
+        Args:
+            status: what it is at; `statuses`: folder of all statuses of this host.
+            silence_s: longest silence of the store.
+        """
+        self.status, self.statuses = status, statuses
+        self.silence_s = max(SILENCE_S, silence_s)
+        with contextlib.suppress(RuntimeError):
+            self._beat()
 
     def gather(self, what: str, mine: bytes = b"") -> list[bytes]:
         """What each worker says to `what`, by rank; waits for all. Raises PeerError."""
@@ -135,26 +162,63 @@ class Meeting:
     def fail(self, error: Exception) -> None:
         """Let all workers know, and tell the user if this one is to: one line from one of all."""
         self._failing.set()
-        message = str(error)
         try:
-            self._own.set(f"failing/{self.rank}", b"")
-            self._own.add("failed", 1)
-            if isinstance(error, PeerError):
-                message = self._blame(message)
-            else:
-                message += circumstances(self._statuses(), self.rank)
-            if self._own.add("told", 1) > 1:
-                return
+            line = self._within(GRACE_S + STORE_S, lambda: self._line_of_all(error))
         except RuntimeError:
-            # The store is gone with its host: better said twice than not at all.
-            message = f"rank {self.rank}: {message}"
-        _note_for_torchrun(message)
-        self.say(message)
-        self._end_the_stopped()
+            # Better said on every host than not at all.
+            line = f"rank {self.rank}: {self._line_alone(error)}"
+        if line is not None:
+            _note_for_torchrun(line)
+            self.say(line)
+            self._end_the_stopped()
+
+    def _line_of_all(self, error: Exception) -> str | None:
+        """What to say of a failure here; None: another worker says what there is to say."""
+        self._own.set(f"failing/{self.rank}", b"")
+        self._own.add("failed", 1)
+        message = str(error)
+        if isinstance(error, PeerError):
+            message = self._blame(message)
+        else:
+            message += circumstances(self._statuses(), self.rank)
+        return None if self._own.add("told", 1) > 1 else message
+
+    def _line_alone(self, error: Exception) -> str:
+        """The same where the store can't be reached."""
+        here = self._here(read_statuses(self.statuses)) if self.statuses is not None else {}
+        if isinstance(error, PeerError):
+            said = blame(here, self.rank, str(error), stopped_ranks(here))
+        else:
+            said = f"{error}{circumstances(here, self.rank)}"
+        return f"{said}; {self._no_store()}"
+
+    def _no_store(self) -> str:
+        at = f"{self.launched.address}:{self.launched.port}"
+        return f"rank 0's store at {at} doesn't answer: is its host there, and the network to it?"
+
+    def _within(self, seconds: float, ask: Callable[[], T]) -> T:
+        """What the store answers. Raises RuntimeError where it is gone, or silent for so long."""
+        found: list[T] = []
+        if not self._lost.is_set():
+            asking = threading.Thread(target=self._ask, args=(ask, found), daemon=True)
+            asking.start()
+            asking.join(seconds)
+        if not found:
+            # Not to be waited for again.
+            self._lost.set()
+            raise RuntimeError(self._no_store())
+        return found[0]
+
+    def _ask(self, ask: Callable[[], T], found: list[T]) -> None:
+        with contextlib.suppress(RuntimeError):
+            found.append(ask())
 
     def _end_the_stopped(self) -> None:
         """A worker of this host that stands still can't end when asked, and keeps the rest."""
-        here = self._here(self._statuses())
+        try:
+            here = self._within(STORE_S, lambda: self._here(self._statuses()))
+        except RuntimeError:
+            return
         for rank in stopped_ranks(here) - {self.rank}:
             with contextlib.suppress(OSError):
                 os.kill(here[rank].pid, signal.SIGKILL)
@@ -199,30 +263,34 @@ class Meeting:
     def leave(self, code: int) -> None:
         """End this process. Where all went well, rank 0 stays until all have gone."""
         self._leaving.set()
+        serves = self.rank == 0 and not self.launched.agent_store
+        patience_s = (GRACE_S if code else SILENCE_S) if serves else 0.0
         with contextlib.suppress(RuntimeError):
-            self._own.set(f"left/{self.rank}", b"")
-            if self.rank == 0 and not self.launched.agent_store:
-                keys = [f"left/{rank}" for rank in range(self.launched.world_size)]
-                end = time.monotonic() + (GRACE_S if code else SILENCE_S)
-                while time.monotonic() < end and not self._own.check(keys):
-                    time.sleep(POLL_S)
+            self._within(patience_s + STORE_S, lambda: self._say_goodbye(patience_s))
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
 
+    def _say_goodbye(self, patience_s: float) -> None:
+        self._own.set(f"left/{self.rank}", b"")
+        keys = [f"left/{rank}" for rank in range(self.launched.world_size)]
+        end = time.monotonic() + patience_s
+        while time.monotonic() < end and not self._own.check(keys):
+            time.sleep(POLL_S)
+
     # Threads ---------------------------------------------------------------------------------
 
-    def _beat(self, count: int) -> None:
+    def _beat(self) -> None:
+        self._count += 1
         text = msgspec.json.encode(self.status())
-        self._own.set(f"beat/{self.rank}", f"{count} ".encode() + text)
+        self._own.set(f"beat/{self.rank}", f"{self._count} ".encode() + text)
 
     def _watch(self) -> None:
-        count = 0
         while not self._leaving.wait(BEAT_S):
-            count += 1
             try:
-                self._beat(count)
+                self._beat()
                 failed = self._own.add("failed", 0) > 0
+                self._answered = time.monotonic()
             except RuntimeError:
                 return
             if failed and not self._failing.wait(2 * GRACE_S) and not self._leaving.is_set():
@@ -236,21 +304,36 @@ class Meeting:
         if self._leaving.is_set():
             return
         self._failing.set()
-        with contextlib.suppress(RuntimeError):
-            self._own.set(f"failing/{self.rank}", b"")
-            self._own.add("failed", 1)
-            statuses = self._statuses()
-            gone = [rank for rank, s in self._here(statuses).items() if _is_gone(s.pid)]
-            if not self._own.add("told", 0):
-                if gone:
-                    label = statuses[gone[0]].label
-                    around = circumstances(statuses, gone[0])
-                    line = f"{label} has died; {self.launched.by} says how{around}"
-                else:
-                    line = "stopped by SIGTERM"
-                if self._own.add("told", 1) == 1:
-                    self.say(line)
+        try:
+            line = self._within(STORE_S, self._line_when_asked)
+        except RuntimeError:
+            line = f"rank {self.rank}: stopped by SIGTERM; {self._no_store()}"
+        if line is not None:
+            self.say(line)
         self.leave(1)
+
+    def _line_when_asked(self) -> str | None:
+        self._own.set(f"failing/{self.rank}", b"")
+        self._own.add("failed", 1)
+        if self._own.add("told", 0):
+            return None
+        statuses = self._statuses()
+        gone = [rank for rank, s in self._here(statuses).items() if _is_gone(s.pid)]
+        line = "stopped by SIGTERM"
+        if gone:
+            label, around = statuses[gone[0]].label, circumstances(statuses, gone[0])
+            line = f"{label} has died; {self.launched.by} says how{around}"
+        return None if self._own.add("told", 1) > 1 else line
+
+    def _end_when_alone(self) -> None:
+        """A worker that waits for nobody wouldn't find out that the network is gone."""
+        while not self._leaving.wait(BEAT_S):
+            silent_s = time.monotonic() - self._answered
+            if silent_s > self.silence_s and not self._failing.is_set():
+                self._failing.set()
+                self._lost.set()
+                self.say(f"rank {self.rank}: {self._no_store()} Silent for {silent_s:.0f} s")
+                self.leave(1)
 
 
 def _connect(launched: Launched, *, serve: bool) -> dist.Store:  # type: ignore[name-defined]

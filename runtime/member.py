@@ -22,7 +22,7 @@ from . import watchdog
 from .devices import check_kind, device_kind, gpu_count, own_device
 from .hooks import check_optimizers, warn_of_hooks
 from .interface import use_interface
-from .meeting import Meeting
+from .meeting import ENDING_S, Meeting
 from .observer import Observer, read_epochs
 from .prepare import Prepared, prepare
 from .run import check_settings, check_unfinished, summarize
@@ -133,8 +133,9 @@ def _train(
         watchdog.watch(prepared.settings.timeout_s + watchdog.SLACK_S)
     worker = prepared.workers[meeting.rank]
     status = StatusFile(where.status(worker), worker.rank, worker.name)
-    meeting.status = lambda: status.now
-    meeting.statuses = where.statuses
+    # Who waits for a message finds out first.
+    patience_s = prepared.settings.timeout_s + ENDING_S
+    meeting.begin(lambda: status.now, where.statuses, patience_s)
     tells = worker == telling_worker(prepared.plan)
     if tells:
         warn_of_hooks(prepared)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -227,3 +228,31 @@ def test_one_line_from_one_rank(processes, options, trap, message, plan, tmp_pat
 def test_no_worker_outlives_torchrun(plan, tmp_path):
     process = trapped(tmp_path, 2, "hold:1")
     assert not left_behind(process, tmp_path / "run", signal.SIGKILL)
+
+
+SILENT = """
+import os, signal, time
+import torch.distributed as dist
+from timeprest.runtime import meeting
+from timeprest.runtime.launched import Launched
+ours, theirs = os.pipe()
+host = os.fork()
+if not host:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    os.write(theirs, str(store.port).encode())
+    time.sleep(100)
+port = int(os.read(ours, 10))
+meeting.SILENCE_S = 1.0
+launched = Launched("torchrun", 1, 2, "127.0.0.1", port, agent_store=True)
+meeting.Meeting(launched, lambda line: (print(line), os.kill(host, signal.SIGKILL)))
+os.kill(host, signal.SIGSTOP)
+time.sleep(100)
+"""
+
+
+def test_a_store_that_answers_nothing_ends_a_worker_that_computes():
+    """As behind a broken network, where nothing is closed."""
+    done = subprocess.run([sys.executable, "-c", SILENT], capture_output=True, text=True)
+    assert done.returncode == 1
+    at = r"rank 1: rank 0's store at 127.0.0.1:\d+ doesn't answer"
+    assert re.fullmatch(rf"{at}: .*\? Silent for 1 s\n", done.stdout)

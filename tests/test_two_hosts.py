@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
+import time
 from pathlib import Path
 
 import psutil
@@ -46,6 +48,16 @@ def start(hosts, folder, *options, **environment):
     ]
 
 
+def left_in(folder):
+    """Processes that still work in a folder."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.cwd() == str(folder):
+                found.append(process)
+    return found
+
+
 @pytest.mark.processes
 def test_two_hosts_train_as_one_process_does(hosts, plan, mlp_target, tmp_path):
     """Bit by bit; its messages go over the wire, and each host has its own stage's weights."""
@@ -79,6 +91,23 @@ def test_a_worker_that_dies_ends_both_hosts(hosts, plan, tmp_path):
     assert told[0].startswith("tp-run: stage 1 (rank 1) is gone; last heard of: ")
     # Which of its messages still arrived is a matter of time.
     assert re.search(r"stage 0, at 0[FB]\d[.\d]*: waiting for stage 1: it is gone", told[0])
-    assert not any(
-        str(tmp_path) in " ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"])
-    )
+    assert not left_in(tmp_path)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("how", ["lost", "down"])
+def test_two_hosts_without_a_network_both_end(how, hosts, plan, mlp_target, tmp_path):
+    """Also the one that doesn't have the store, which answers nothing and fails nothing."""
+    processes = start(hosts, tmp_path, "--epochs", "100000", "--no-evaluate", "--timeout", "3")
+    begun = time.monotonic()
+    while not (tmp_path / "run1" / "metrics.jsonl").exists() and time.monotonic() < begun + 90:
+        time.sleep(0.2)
+    with hosts.cut(how):
+        errors = [process.communicate(timeout=60)[1] for process in processes]
+    assert [process.returncode for process in processes] == [1, 1]
+    told = [[line for line in text.splitlines() if line.startswith("tp-run: ")] for text in errors]
+    assert [len(lines) for lines in told] == [1, 1], errors
+    assert "nothing came for 3 s (--timeout)" in told[0][0]
+    assert "nothing came for 3 s (--timeout)" in told[1][0]
+    assert "rank 0's store at 10.77.0.1:29500 doesn't answer" in told[1][0]
+    assert not left_in(tmp_path)

@@ -15,7 +15,8 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from timeprest.planner.plan import read_plan
@@ -91,6 +92,27 @@ class TwoHosts:
         where = ["--master-addr", self.addresses[0], "--master-port", str(PORT)]
         what = ["--nproc-per-node", str(processes), "-m", "timeprest.cli.run", *arguments]
         return self.start(host, [sys.executable, *launcher, *where, *what], **how)
+
+    @contextmanager
+    def cut(self, how: str) -> Iterator[None]:
+        """The network broken meanwhile: "lost", nothing that is sent arrives; or "down", the
+        second host's interface is."""
+        ways = list(zip(self.names, reversed(self.addresses), strict=True))
+        try:
+            if how == "down":
+                _do("ip", "-n", self.names[1], "link", "set", "wire", "down")
+            else:
+                for name, other in ways:
+                    # Sent to a card that there isn't. Losing packets by tc takes a module more.
+                    nowhere = f"neigh replace {other} lladdr 02:00:00:00:00:01 dev wire"
+                    _do("ip", "-n", name, *nowhere.split(), "nud", "permanent")
+            yield
+        finally:
+            if how == "down":
+                _do("ip", "-n", self.names[1], "link", "set", "wire", "up")
+            else:
+                for name, other in ways:
+                    _do("ip", "-n", name, "neigh", "del", other, "dev", "wire")
 
     def sent_bytes(self, host: int) -> int:
         """What a host has sent over the wire."""
