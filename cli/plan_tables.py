@@ -88,10 +88,10 @@ def _advice(plan: Plan) -> list[tuple[str, str]]:
     if v < 2 or variant.whole_mini_batches:
         return []
     least = len(plan.stages) - 1
-    advice = f"N ≥ S − 1 = {least} micro-batches would avoid it (TiMePReSt)"
+    advice = f"N ≥ S − 1 = {least} micro-batches would avoid it, with unit times (TiMePReSt)"
     if plan.micro_batches >= least:
-        advice = "though N ≥ S − 1: stages or links are uneven"
-    return [("sequences", f"{v} of updates, each sees every {v}th mini-batch; {advice}")]
+        advice = "N ≥ S − 1 avoids it with unit times; here backwards take longer"
+    return [("sequences", f"{v} of updates side by side (v = {v}); {advice}")]
 
 
 def _cores(plan: Plan) -> list[tuple[str, str]]:
