@@ -41,6 +41,7 @@ _OPTIONAL_HOOKS = {
     "metrics": "metrics(output, target)",
     "parameter_groups": "parameter_groups(named_parameters)",
     "scheduler": "scheduler(optimizer)",
+    "figures": "figures(means)",
 }
 _ALIKE, _VERY_ALIKE = 0.6, 0.8
 """From which ratio of difflib's on a name may be meant for another, where that one is missing, or

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,10 @@ class Task(Protocol):
     A task may also have
 
     - ``metrics(output, target) -> dict[str, Tensor]``: figures beside the loss for evaluation
-      (such as ``{"accuracy": ...}``), each a mean over the samples given.
+      (such as ``{"accuracy": ...}``), each a mean over the samples given, or ``(sum, weight)``
+      as of a loss.
+    - ``figures(means) -> dict[str, float]``: figures made of the means over the whole test set,
+      the loss's among them (such as ``{"perplexity": math.exp(means["loss"])}``).
     - ``parameter_groups(named_parameters) -> list[dict]``: groups as torch's optimizers take
       them, of one stage's ``(name, parameter)`` pairs under the model's own names. Groups that
       are empty on a stage are left out there.
@@ -39,13 +43,91 @@ class Task(Protocol):
         order of the model's arguments, or a dict of tensors by the arguments' names. Must have
         a length and be indexable."""
 
-    def loss(self, output: Any, target: Any) -> Tensor:
-        """The loss of a micro-batch: a mean over its samples, so that uneven ones weigh right."""
+    def loss(self, output: Any, target: Any) -> Tensor | tuple[Tensor, Tensor | float]:
+        """The loss of a micro-batch: a mean over its samples, so that uneven ones weigh right.
+
+        Or ``(sum, weight)``: the sum over what counts in it (tokens, say), and how much that is;
+        a mini-batch's loss is then the sum over its micro-batches by their weight."""
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """A new optimizer over one stage's trainable parameters, all of them and no others, or over
         groups of them where there is a ``parameter_groups``, or weight decay is for matrices
         alone. Called once for each stage."""
+
+
+class Loss(NamedTuple):
+    """What a task's loss gave for a micro-batch.
+
+    Attributes:
+        value: a mean over its samples, or the sum over what counts in it.
+        weight: how much counts; None: `value` is a mean.
+    """
+
+    value: Tensor
+    weight: float | None = None
+
+    @property
+    def mean(self) -> Tensor:
+        """Of this micro-batch alone."""
+        return self.value if self.weight is None else self.value / self.weight
+
+
+def read_loss(found: Any) -> Loss:
+    """What a task's loss returned. Raises TargetError when it is neither a mean nor a pair."""
+    if not isinstance(found, tuple):
+        return Loss(_one_number(found))
+    if len(found) != 2:
+        raise TargetError(
+            f"the task's loss gave a tuple of {len(found)}; it must give a mean over the samples, "
+            "or (sum, weight)"
+        )
+    weight = _as_number(found[1])
+    if weight is None or not 0 <= weight < math.inf:
+        shown = "its weight" if weight is None else f"its weight is {weight:g}, and"
+        raise TargetError(
+            f"the task's loss gave (sum, weight): {shown} must be one number, 0 or more: how much "
+            "counts in the sum"
+        )
+    return Loss(_one_number(found[0]), weight)
+
+
+def root_of(found: Any) -> Any:
+    """What a backward begins with, of what a task's loss returned; not looked at."""
+    return found[0] if isinstance(found, tuple) and len(found) == 2 else found
+
+
+def read_figure(name: str, found: Any, samples: int) -> tuple[float, float]:
+    """Sum and weight of one of a task's figures for so many test samples. Raises TargetError."""
+    if name == "loss":
+        loss = read_loss(found)
+        pair: tuple[Any, Any] = loss.value, loss.weight
+    else:
+        pair = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+    value, weight = _as_number(pair[0]), _as_number(pair[1])
+    if value is None or (weight is None and pair[1] is not None):
+        raise TargetError(
+            f"the task's metric {name!r} must be a number, a mean over the samples, or (sum, "
+            "weight)"
+        )
+    if weight is not None and not 0 <= weight < math.inf:
+        raise TargetError(
+            f"the task's metric {name!r}: its weight is {weight:g}; it must be 0 or more"
+        )
+    return (value * samples, samples) if weight is None else (value, weight)
+
+
+def _one_number(found: Any) -> Tensor:
+    if not isinstance(found, Tensor) or found.numel() != 1:
+        raise TargetError(
+            "the task's loss must give one number: a mean over the samples; or (sum, weight)"
+        )
+    return found.reshape(())
+
+
+def _as_number(found: Any) -> float | None:
+    if isinstance(found, Tensor):
+        found = found.item() if found.numel() == 1 else None
+    return found if isinstance(found, (int, float)) else None
 
 
 def fetch(dataset: Dataset[Any], indices: Sequence[int] | Tensor) -> tuple[tuple[Tensor, ...], Any]:

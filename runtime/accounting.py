@@ -19,11 +19,13 @@ class MemoryAccount:
     Attributes:
         now: what was held at the last moment that was accounted for.
         peak: the most there was.
+        aside_bytes: of gradients that aren't their parameters' own.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], buffers: Sequence[Tensor]) -> None:
         self.parameters = parameters
         self._gradients = 0
+        self.aside_bytes = 0
         self._state = 0
         self._weights = sum(_nbytes(t) for t in (*parameters, *buffers))
         self.peak: MemoryByKind | None = None
@@ -47,7 +49,7 @@ class MemoryAccount:
         now = self.now = MemoryByKind(
             weights_bytes=self._weights,
             versions_bytes=versions_bytes,
-            gradients_bytes=self._gradients,
+            gradients_bytes=self._gradients + self.aside_bytes,
             optimizer_bytes=self._optimizer_bytes(optimizer),
             activations_bytes=activations_bytes,
             boundary_bytes=boundary_bytes,
@@ -64,7 +66,7 @@ class MemoryAccount:
         return (
             self._weights,
             versions_bytes,
-            self._gradients,
+            self._gradients + self.aside_bytes,
             self._state,
             activations_bytes,
             boundary_bytes,

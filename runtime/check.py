@@ -48,8 +48,8 @@ _DRAWS = (
 )
 _NO_MEAN = (
     "the pipeline does what one process does with the same micro-batches, and that isn't what it "
-    "does with whole mini-batches: either the loss isn't a mean over the samples (docs/tasks.md), "
-    "or a layer mixes the samples of a batch"
+    "does with whole mini-batches: either the loss isn't a mean over the samples (it may return "
+    "(sum, weight) instead: docs/tasks.md), or a layer mixes the samples of a batch"
 )
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..planner.operations import FORWARD
 from ..planner.stage_costs import RECEIVES_AHEAD
+from ..profiles.errors import RunError
 from ..profiles.tracing.shapes import ValueSpec
 from .absent import add_gradients, fill_absent
 
@@ -116,6 +117,15 @@ class Crossing:
             return None
         step = here[1] - here[0] if len(here) > 1 else 1
         return slice(here[0], here[-1] + 1, step)
+
+
+def check_agreed(spec: ValueSpec, tensor: Tensor) -> None:
+    """Check what a stage made against what the others expect. Raises RunError."""
+    if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
+        raise RunError(
+            f"{spec.name!r} has shape {list(tensor.shape)} of {tensor.dtype}; agreed was "
+            f"{list(spec.shape)} of {spec.dtype}. Shapes must not change during a run"
+        )
 
 
 def join(shape: Sequence[int], parts: Sequence[tuple[Crossing, Tensor]]) -> Tensor:

@@ -18,8 +18,10 @@ class EpochSums(msgspec.Struct, kw_only=True):
     mini_batches: int = 0
     samples: int = 0
     weighted_loss: float | None = 0.0
-    """Losses of mini-batches times their samples, on the worker that tells of progress. None, as
+    """Losses of mini-batches times their weights, on the worker that tells of progress. None, as
     JSON has it: not a number."""
+    weight: float | None = None
+    """Of all these mini-batches: their samples, or what counts in them. None: nothing yet."""
     wall_s: float = 0.0
     compute_s: float = 0.0
     communication_s: float = 0.0
@@ -38,8 +40,10 @@ class EpochSums(msgspec.Struct, kw_only=True):
         """A segment is done."""
         self.mini_batches += segment.mini_batches
         self.samples += segment.samples
-        for b, loss in enumerate(score.losses):
-            self.weighted_loss = self.loss + loss * segment.samples_of(b)
+        for loss, weight in zip(score.losses, score.weights, strict=True):
+            if weight:
+                self.weighted_loss = self.loss + loss * weight
+                self.weight = (self.weight or 0.0) + weight
         self.wall_s += score.wall_s
         self.compute_s += score.compute_s
         self.communication_s += score.communication_s
@@ -76,7 +80,7 @@ class EpochSums(msgspec.Struct, kw_only=True):
             mini_batches=self.mini_batches,
             seconds=self.wall_s,
             samples_per_s=self.samples / self.wall_s if self.wall_s else 0.0,
-            train_loss=self.loss / self.samples,
+            train_loss=self.loss / self.weight if self.weight else math.nan,
             test=test,
             lr=lr,
         )

@@ -33,6 +33,11 @@ class NotFinite:
         if not math.isfinite(loss):
             self._found(mini_batch, f"the loss of mini-batch {mini_batch} is {loss}")
 
+    def nothing_counts(self, mini_batch: int) -> None:
+        """The loss of a mini-batch is 0 / 0. Raise RunError where the policy says so."""
+        weights = f"the weights of mini-batch {mini_batch}'s loss sum up to 0"
+        self._found(mini_batch, f"{weights}: nothing counts in it, and it has no mean")
+
     def check_gradients(self, mini_batch: int, parameters: Iterable[nn.Parameter]) -> bool:
         """Whether they are finite. Raise RunError where they aren't and the policy says so."""
         grads = [p.grad for p in parameters if p.grad is not None and p.grad.numel()]

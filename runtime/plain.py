@@ -5,16 +5,18 @@ The user's model as it is, neither traced nor cut; the same data, seed, loss and
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..profiles.fused import fuse
 from ..profiles.target import resolve
+from ..profiles.task import Loss, read_loss
 from ..profiles.tracing.call import Call
 from .batch_norm import DeferredBatchNorm
 from .data import Samples, Segment, part_of, real_samples, updates_of
@@ -26,6 +28,7 @@ from .padding import real_part
 from .precision import forward_context
 from .prepare import Prepared
 from .schedules import make_scheduler, step_scheduler
+from .weighing import MiniBatchMeans
 
 _ADVICE = "leave it out: --ragged drop"
 
@@ -59,6 +62,7 @@ class PlainTraining:
         move([self.model], self._device)
         self.model.train()
         self.optimizer = make_optimizer(self.task, settings, self.model.named_parameters())
+        self._means = MiniBatchMeans(self.model.parameters())
         updates = updates_of(prepared.segments)
         self._fused = False
         self.scheduler = make_scheduler(self.task, settings, self.optimizer, updates)
@@ -80,16 +84,26 @@ class PlainTraining:
                     self._mini_batch(segment, b)
 
     def _mini_batch(self, segment: Segment, b: int) -> None:
-        total = 0.0
+        total, weight = 0.0, 0.0
         for share, loss in self._losses(segment, b):
-            # Gradients are averaged over the mini-batches between two updates.
-            (loss * (share / segment.together(b))).backward()
-            total += float(loss.detach()) * share
+            value = loss.value.detach()
+            if loss.weight is None:
+                # Gradients are averaged over the mini-batches between two updates.
+                (loss.value * (share / segment.together(b))).backward()
+                total += float(value) * share
+            else:
+                loss.value.backward()
+                total, weight = total + float(value), weight + loss.weight
+        if self.prepared.loss.weighted:
+            total = total / weight if weight else math.nan
+            self._means.settle(weight, segment.together(b))
         self.losses.append(total)
         if segment.updates_after(b):
             if self._batch_norm is not None:
                 self._batch_norm.settle(segment.first + b)
             self._update()
+        elif self.prepared.loss.weighted:
+            self._means.set_aside()
 
     def _update(self) -> None:
         if self.optimizer is None:
@@ -104,7 +118,7 @@ class PlainTraining:
             step_scheduler(self.scheduler)
         self.optimizer.zero_grad(set_to_none=True)
 
-    def _losses(self, segment: Segment, b: int) -> Iterator[tuple[float, Tensor]]:
+    def _losses(self, segment: Segment, b: int) -> Iterator[tuple[float, Loss]]:
         """Share of the mini-batch and loss of each part that goes through the model at once."""
         if not self.by_micro_batch:
             start, count = real_samples(segment, b, 0).start, segment.samples_of(b)
@@ -124,7 +138,7 @@ class PlainTraining:
             if loss is not None:
                 yield part.share, loss
 
-    def _loss(self, segment: Segment, positions: range, real: int, size: int) -> Tensor | None:
+    def _loss(self, segment: Segment, positions: range, real: int, size: int) -> Loss | None:
         """Of the samples at these positions, filled up to `size`; None where there are none."""
         inputs, target = self._take(segment, positions, size)
         with forward_context(self.prepared.autocast, self._device.type):
@@ -135,7 +149,7 @@ class PlainTraining:
                 return None
             if real < size:
                 output = real_part(output, real, size, _ADVICE)
-            return self.task.loss(output, target).reshape(())
+            return read_loss(self.task.loss(output, target))
 
     def _take(self, segment: Segment, positions: range, size: int) -> tuple[Any, Any]:
         if size not in self._samples:

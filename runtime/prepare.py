@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from ..profiles.tracing.fingerprint import fingerprint
 from ..profiles.tracing.front_ends import TRACE_SAMPLES, trace
 from ..profiles.tracing.graph import TracedModel, shared_parameters, tied_layers, values
 from ..profiles.tracing.pieces import Piece, cut
-from ..profiles.tracing.shapes import ValueSpec, result_shapes, value_specs
+from ..profiles.tracing.shapes import ValueSpec, result_shapes, specs_and_result
 from .crossings import Crossing
 from .data import Segment, segments
 from .dealing import Deal, Sent, Share, Specs, deal, deal_evaluation, share_of
@@ -29,6 +30,7 @@ from .padding import DIVIDE, DROP, NO_EVALUATION, check_result
 from .precision import autocast_of, forward_context
 from .settings import RunSettings
 from .tied import TiedParameters, first_names, give_copies
+from .weighing import LossKind, kind_of_loss
 from .workers import Worker, workers_of
 
 SMALL_BYTES = 2**28
@@ -52,6 +54,7 @@ class Prepared:
         deal: what goes between workers in training.
         evaluation_crossings: what goes between the stages' replicas 0 in evaluation.
         evaluation_samples: in a micro-batch of evaluation.
+        loss: what the task's loss gives.
     """
 
     plan: Plan
@@ -72,6 +75,7 @@ class Prepared:
     evaluation_samples: int
     segments: tuple[Segment, ...]
     inputs: tuple[str, ...]
+    loss: LossKind
 
 
 def prepare(plan: Plan, settings: RunSettings) -> Prepared:
@@ -101,7 +105,11 @@ def prepare(plan: Plan, settings: RunSettings) -> Prepared:
     samples = [share.samples for worker, share in zip(workers, shares, strict=True) if worker.leads]
     traced = _trace_for_training(plan, model, target, samples)
     with forward_context(autocast):
-        specs = {n: _specs(plan, traced[n], target, n) for n in traced}
+        looked = {n: _look(plan, traced[n], target, n) for n in traced}
+    specs = {n: found for n, (found, _, _) in looked.items()}
+    _, result, wanted = looked[samples[-1]]
+    loss = kind_of_loss(target.task, result, wanted, autocast)
+    del looked, result
     # What every stage has room for.
     least = min(samples)
     position = {layer.name: k for k, layer in enumerate(traced[least].layers)}
@@ -132,6 +140,7 @@ def prepare(plan: Plan, settings: RunSettings) -> Prepared:
         evaluation_samples=least,
         segments=segments(plan, settings, dataset_size(target.task.data("train"), "train")),
         inputs=tuple(node.name for node in traced[least].inputs),
+        loss=loss,
     )
     _check_padding(prepared, target, traced, samples[-1])
     few = min(3, max(segment.mini_batches for segment in prepared.segments))
@@ -167,12 +176,15 @@ def _unused(model: nn.Module, pieces: Sequence[Piece]) -> dict[str, Tensor]:
     }
 
 
-def _specs(plan: Plan, traced: TracedModel, target: Target, samples: int) -> dict[str, ValueSpec]:
-    """Of what layers take from each other, for so many samples."""
-    inputs, _ = target.sample(samples)
+def _look(
+    plan: Plan, traced: TracedModel, target: Target, samples: int
+) -> tuple[dict[str, ValueSpec], Any, Any]:
+    """Specs of what layers take from each other, for so many samples; the model's result, which
+    may be of fake tensors; the target that belongs to it."""
+    inputs, wanted = target.sample(samples)
     whole_bytes = sum(stage.memory_bytes for stage in plan.predicted.stages)
     try:
-        specs = value_specs(traced, inputs, fake=whole_bytes > SMALL_BYTES)
+        specs, result = specs_and_result(traced, inputs, fake=whole_bytes > SMALL_BYTES)
     except TimeprestError:
         raise
     except Exception as error:  # the user's model runs here
@@ -181,7 +193,7 @@ def _specs(plan: Plan, traced: TracedModel, target: Target, samples: int) -> dic
         ) from error
     for node in traced.inputs:
         specs.pop(node.name, None)
-    return specs
+    return specs, result, wanted
 
 
 def _check_profiled(plan: Plan) -> None:

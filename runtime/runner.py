@@ -15,6 +15,7 @@ from ..planner.recording import by_kind
 from ..planner.versions import entry_versions
 from ..profiles.errors import RunError, TimeprestError
 from ..profiles.target import describe_error
+from ..profiles.task import Loss
 from .channels import Channels
 from .clipping import clip, own_part, squared_norm, trained
 from .crossings import Crossing, Lane, join, lane
@@ -32,6 +33,7 @@ from .status import Status, Untold
 from .sums import ALL, Sums, stage_group
 from .tied import TiedParameters
 from .watched import WatchedChannels
+from .weighing import Weighing
 
 EVALUATION_AHEAD = 8
 """Messages that a stage may have under way to each peer while it evaluates."""
@@ -92,6 +94,7 @@ class StageRunner:
                 plan.stages[s].recompute,
                 prepared.names,
                 f"stage {s}",
+                prepared.loss,
             ),
             prepared.task,
             settings,
@@ -111,6 +114,11 @@ class StageRunner:
         self.status: Status = Untold()
         self._losses: dict[int, float] = {}
         self.not_finite = NotFinite(settings.on_nan)
+        self._weighing = (
+            Weighing(self.stage, sums, self.not_finite, is_last=self.is_last)
+            if prepared.loss.weighted
+            else None
+        )
 
     # Training ------------------------------------------------------------------------------
 
@@ -122,6 +130,8 @@ class StageRunner:
         self.stage.begin(entries, prediction_distances(variant, order)[self.number])
         self.segment = segment
         self.score = StageScore()
+        if self._weighing is not None:
+            self._weighing.begin(segment)
         if self.log is not None:
             own = [op for op in order[self.number] if op.kind == UPDATE or self.share.of(op)]
             self.log.choose(segment, own, self.prepared.segments[-1].end)
@@ -160,6 +170,9 @@ class StageRunner:
         assert self.segment is not None
         if op.kind != UPDATE and not self.share.of(op):
             self.stage.skip(op)
+            if self._weighing is not None and op.kind == FORWARD:
+                with self._explained():
+                    self._weighing.forward(op)
             return
         self.last_op = op_text(
             self.number, Op(op.kind, self.segment.first + op.mini_batch, op.micro_batch)
@@ -170,6 +183,8 @@ class StageRunner:
         with self._explained():
             if op.kind == FORWARD:
                 self._forward(op)
+                if self._weighing is not None:
+                    self._weighing.forward(op)
             elif op.kind == BACKWARD:
                 self._backward(op)
             elif op.kind == WEIGHT:
@@ -215,7 +230,7 @@ class StageRunner:
             op, values, target, part, self.channels.held_bytes
         )
         if self.is_last:
-            self._note_loss(op, 0.0 if loss is None else float(loss), part.share)
+            self._note_loss(op, loss, part.share)
         end = clock()
         for c in self.outgoing:
             if op.micro_batch in c.micro_batches:
@@ -241,6 +256,8 @@ class StageRunner:
                 message = self.channels.receive(c, BACKWARD)
                 shape = self.stage.specs[name].shape
                 grads[name] = c.add_gradient(grads.get(name), message, mine, shape)
+        if self._weighing is not None and not self.prepared.pipeline.variant.split_backward:
+            self._weighing.settle(op.mini_batch)
         start = clock()
         version, forward_version, back = self.stage.backward(op, grads, self.channels.held_bytes)
         end = clock()
@@ -255,16 +272,23 @@ class StageRunner:
         self._log(op, version, forward_version, start, end)
 
     def _weight(self, op: Op) -> None:
+        begin = self._clock()
+        if self._weighing is not None:
+            self._weighing.settle(op.mini_batch)
         start = self._clock()
         version = self.stage.backward_weight(op, self.channels.held_bytes)
         end = self._clock()
-        self.score.add(start, end, compute_s=end - start, communication_s=0.0)
+        self.score.add(begin, end, compute_s=end - start, communication_s=start - begin)
         self._log(op, version, None, start, end)
 
     def _update(self, op: Op) -> Iterator[None]:
         begin = self._clock()
+        if self._weighing is not None:
+            self._weighing.settle(op.mini_batch + 1, last=True)
         done = [b for b in self._losses if b <= op.mini_batch]
         losses = [self._losses.pop(b) for b in done]
+        if self._weighing is not None:
+            losses = self._weighing.means(done, losses)
         shared = torch.tensor(losses, dtype=torch.float64) if self.worker.replicas > 1 else None
         started = self._start_sums(shared)
         skips = self.not_finite.policy == SKIP
@@ -351,15 +375,23 @@ class StageRunner:
         assert op.micro_batch is not None
         return part_of(segment, op.mini_batch, op.micro_batch, self.share.samples, self.share.dealt)
 
-    def _note_loss(self, op: Op, loss: float, share: float) -> None:
+    def _note_loss(self, op: Op, loss: Loss | None, share: float) -> None:
         """Add a micro-batch's share of its mini-batch's loss to what this worker has of it."""
         assert self.segment is not None
-        self.not_finite.check_loss(self.segment.first + op.mini_batch, loss)
-        self._losses[op.mini_batch] = self._losses.get(op.mini_batch, 0.0) + loss * share
+        value = 0.0 if loss is None else float(loss.value)
+        self.not_finite.check_loss(self.segment.first + op.mini_batch, value)
+        if self._weighing is not None:
+            self._weighing.note(op.mini_batch, loss)
+            share = 1.0
+        self._losses[op.mini_batch] = self._losses.get(op.mini_batch, 0.0) + value * share
 
     def _tell_loss(self, mini_batch: int, loss: float) -> None:
         assert self.segment is not None
         self.score.losses.append(loss)
+        weight = float(self.segment.samples_of(mini_batch))
+        if self._weighing is not None:
+            weight = self._weighing.weights.pop(mini_batch)
+        self.score.weights.append(weight)
         if self.on_mini_batch:
             self.on_mini_batch(self.segment, mini_batch, loss)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -11,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ..planner.memory import MemoryByKind
-from ..profiles.errors import RunError
-from ..profiles.hooks import call_hook, task_metrics
-from ..profiles.task import Task
+from ..profiles.errors import RunError, TargetError
+from ..profiles.hooks import call_hook, described, task_metrics
+from ..profiles.task import Task, read_figure
 
 T = TypeVar("T")
 
@@ -25,6 +26,7 @@ class StageScore:
     Attributes:
         updates: when each update ended.
         losses: mean loss of each mini-batch, on the last stage.
+        weights: of each of them in a mean over mini-batches: its samples, or what counts in it.
         sent_bytes: outputs and gradients for other stages.
         latest: begin, end, compute_s and communication_s of the last operation.
     """
@@ -35,6 +37,7 @@ class StageScore:
     last_s: float = 0.0
     updates: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
     sent_bytes: int = 0
     latest: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
 
@@ -88,22 +91,43 @@ class EvaluationScore:
     def __init__(self) -> None:
         self.samples = 0
         self._sums: dict[str, float] = {}
+        self._weights: dict[str, float] = {}
 
     def add(self, task: Task, output: Any, target: Any, samples: int) -> None:
-        """Add a micro-batch's figures, weighted by its samples."""
+        """Add a micro-batch's figures, weighted by its samples or with weights of their own."""
         with torch.no_grad():
             loss = call_hook("loss", task.loss, output, target, kind=RunError)
             figures: dict[str, Any] = {"loss": loss, **task_metrics(task, output, target)}
         self.samples += samples
         for name, value in figures.items():
-            number = value.item() if isinstance(value, Tensor) else value
-            if not isinstance(number, (int, float)):
-                raise RunError(f"the task's metric {name!r} must be a number")
-            self._sums[name] = self._sums.get(name, 0.0) + number * samples
+            total, weight = read_figure(name, value, samples)
+            self._sums[name] = self._sums.get(name, 0.0) + total
+            self._weights[name] = self._weights.get(name, 0.0) + weight
 
     def means(self) -> dict[str, float]:
-        """By name; "loss" is always among them."""
-        return {name: total / self.samples for name, total in self._sums.items()}
+        """By name; "loss" is always among them. NaN where nothing counts."""
+        return {
+            name: total / self._weights[name] if self._weights[name] else math.nan
+            for name, total in self._sums.items()
+        }
+
+    def figures(self, task: Task) -> dict[str, float]:
+        """The means, and what the task makes of them. Raises TargetError."""
+        means = self.means()
+        make = getattr(task, "figures", None)
+        if make is None:
+            return means
+        made = call_hook("figures", make, dict(means), kind=RunError)
+        if not isinstance(made, Mapping):
+            raise TargetError(
+                f"the task's figures gave {described(made)}; return a dict of figures by names"
+            )
+        for name, value in made.items():
+            number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+            if not isinstance(number, (int, float)):
+                raise TargetError(f"the task's figure {name!r} must be a number")
+            means[str(name)] = float(number)
+        return means
 
 
 class EpochRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -21,13 +21,14 @@ from ..profiles.fused import fuse
 from ..profiles.hooks import call_hook
 from ..profiles.saved import storage_key
 from ..profiles.split_backward import SplitBackward
-from ..profiles.task import Task
+from ..profiles.task import Loss, Task
 from ..profiles.tracing.pieces import Piece, decode, encode
 from ..profiles.tracing.shapes import ValueSpec
 from .absent import absent, fill_absent
 from .accounting import MemoryAccount
 from .again import Again, Ingredients
 from .batch_norm import DeferredBatchNorm
+from .crossings import check_agreed
 from .data import Part
 from .dealing import Share
 from .devices import CPU, move, put
@@ -39,6 +40,7 @@ from .schedules import make_scheduler, step_scheduler
 from .settings import RunSettings
 from .staleness import Distances, Staleness
 from .update_rules import follow
+from .weighing import LossKind
 from .weight_rules import DECAYS, WeightRules
 from .weights import WeightVersions
 
@@ -71,6 +73,7 @@ class StageWork:
         recompute: activations are computed again before the backward.
         names: for each name of a parameter, the first that the whole model has for it.
         stage: its name in messages.
+        loss: what the task's loss gives; where that is weighted, gradients are those of sums.
     """
 
     variant: Variant
@@ -79,6 +82,7 @@ class StageWork:
     recompute: bool = False
     names: Mapping[str, str] = field(default_factory=dict)
     stage: str = "the stage"
+    loss: LossKind = field(default_factory=LossKind)
 
 
 class Stage:
@@ -188,7 +192,7 @@ class Stage:
         target: Any,
         part: Part,
         boundary_bytes: int = 0,
-    ) -> tuple[int, dict[str, Tensor], Tensor | None]:
+    ) -> tuple[int, dict[str, Tensor], Loss | None]:
         """Forward of one micro-batch.
 
         Args:
@@ -198,8 +202,8 @@ class Stage:
             boundary_bytes: what the channels hold now.
 
         Returns:
-            The version used; the outputs to send, by name; the loss (mean over the
-            micro-batch's own samples, detached) on the last stage, where there are any.
+            The version used; the outputs to send, by name; the loss (of the micro-batch's own
+            samples, detached) on the last stage, where there are any.
         """
         assert op.micro_batch is not None
         version = self.walk.forward(op)
@@ -212,13 +216,13 @@ class Stage:
                 hooks = known is None
                 micro, outputs, loss = self._compute(values, target, part, tensors, hooks=hooks)
         else:
-            ingredients = self._again.keep(values, self._received(values), target, part)
+            ingredients = self._again.keep(values, values.keys() & self.specs.keys(), target, part)
             with torch.no_grad(), self._statistics(op, part):
                 _, outputs, loss = self._compute(values, target, part, tensors)
             self._again.kept(ingredients)
             micro = _MicroBatch(ingredients.nbytes, again=ingredients)
         for name, tensor in outputs.items():
-            self._check_spec(name, tensor)
+            check_agreed(self.specs[name], tensor)
         if known is None:
             saved = self.weights.saved
             kept = {n for n, tensor in outputs.items() if storage_key(tensor) in saved}
@@ -231,7 +235,7 @@ class Stage:
         self._note(boundary_bytes, gradients_changed=False)
         self.weights.drop(self.walk.needed())
         detached = {name: tensor.detach() for name, tensor in outputs.items()}
-        return version, detached, None if loss is None else loss.detach()
+        return version, detached, None if loss is None else loss._replace(value=loss.value.detach())
 
     def backward(
         self, op: Op, grads: Mapping[str, Tensor], boundary_bytes: int = 0
@@ -379,7 +383,7 @@ class Stage:
         tensors: list[Tensor] | None,
         *,
         hooks: bool = True,
-    ) -> tuple[_MicroBatch, dict[str, Tensor], Tensor | None]:
+    ) -> tuple[_MicroBatch, dict[str, Tensor], Loss | None]:
         """The piece's forward on these weights: its graph, its outputs by name, the loss."""
         micro = _MicroBatch()
         precision = forward_context(self.autocast, self.device.type)
@@ -387,7 +391,7 @@ class Stage:
             out = self.module(*[self._admit(name, values, micro) for name in self.piece.inputs])
             loss = self._loss(out[-1], target, part) if self.piece.has_result else None
             if loss is not None:
-                micro.loss = loss * part.weight
+                micro.loss = loss.value if self.work.loss.weighted else loss.value * part.weight
         outputs = self._outputs(out)
         for name, tensor in outputs.items():
             if tensor.requires_grad:
@@ -454,9 +458,6 @@ class Stage:
         made = self._made(version, tensors)
         return self._distances.backward(op.mini_batch, version, made, last=last)
 
-    def _received(self, values: Mapping[str, Tensor]) -> set[str]:
-        return {name for name in values if name in self.specs}
-
     def _made(self, version: int, tensors: list[Tensor] | None) -> list[Tensor] | None:
         """Weights that were made for an operation: not those of any version."""
         return tensors if version == self.walk.latest else None
@@ -471,23 +472,12 @@ class Stage:
             return inlet.admit(tensor)
         return decode(tensor, spec.kind)
 
-    def _loss(self, result: Any, target: Any, part: Part) -> Tensor | None:
+    def _loss(self, result: Any, target: Any, part: Part) -> Loss | None:
         if not part.real:
             return None
         if part.padded:
             result = real_part(result, part.real, part.size, f"{DROP}, or {DIVIDE}")
-        loss = call_hook("loss", self.task.loss, result, target, kind=RunError)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise RunError("the task's loss must give one number: a mean over the samples")
-        return loss.reshape(())
-
-    def _check_spec(self, name: str, tensor: Tensor) -> None:
-        spec = self.specs[name]
-        if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
-            raise RunError(
-                f"{name!r} has shape {list(tensor.shape)} of {tensor.dtype}; agreed was "
-                f"{list(spec.shape)} of {spec.dtype}. Shapes must not change during a run"
-            )
+        return self.work.loss.read(call_hook("loss", self.task.loss, result, target, kind=RunError))
 
     def _collect(self, name: str, inlets: Sequence[Inlet]) -> Tensor:
         spec = self.specs[name]

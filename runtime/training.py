@@ -192,7 +192,7 @@ class Course:
                 self.replica_barrier()
         for runner in self.runners:
             runner.finish()
-        return score.means() if score.samples else {}
+        return score.figures(self.prepared.task) if score.samples else {}
 
     @contextmanager
     def _stream(self, position: int) -> Iterator[None]:

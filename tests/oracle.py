@@ -253,6 +253,7 @@ class Oracle:
         rate=1.0,
         schedule=lambda update: 1.0,
         clip=None,
+        counts=np.ones_like,
     ):
         """
         Args:
@@ -266,11 +267,13 @@ class Oracle:
             clip: the largest norm of an update's gradient. In systems that flush it is that of the
                 whole model's. In others each stage has its part of it, so that the squares sum
                 up: as its weights are to all weights.
+            counts: how much each number of a target counts in the mean of its mini-batch, which
+                is by the weight of all its micro-batches on all replicas.
         """
         self.system = SYSTEMS.get(system, system)
         self.batches = batches
         self.significance = lambda d: SIGNIFICANCE[decay](d, rate)
-        self.schedule, self.clip = schedule, clip
+        self.schedule, self.clip, self.counts = schedule, clip, counts
         # Norms of whole gradients, once all stages have theirs.
         self.drained = {}
         self.stages = [
@@ -453,11 +456,12 @@ class Oracle:
         if s < len(self.stages) - 1:
             self.activations[s + 1, b, i] = x
             return
-        # The mean over the samples of the whole mini-batch: a micro-batch counts by its share.
-        error = x - self.batches[b][i][1]
-        size = sum(y.size for _, y in self.batches[b])
-        self.losses[b] += (error**2).sum() / size
-        self.gradients[s, b, i] = 2 * error / size
+        # The mean over all that counts in the whole mini-batch: a micro-batch counts by its share.
+        target = self.batches[b][i][1]
+        error, counts = x - target, self.counts(target)
+        weight = sum(self.counts(y).sum() for _, y in self.batches[b])
+        self.losses[b] += (counts * error**2).sum() / weight
+        self.gradients[s, b, i] = 2 * counts * error / weight
 
     def _backward(self, s, b, i, weights):
         """Back through the layers; what weight gradients are made of is put aside."""

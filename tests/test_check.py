@@ -98,6 +98,28 @@ def test_a_loss_that_is_no_mean_over_samples_is_named():
     assert "the loss isn't a mean over the samples" in report.notes[0]
 
 
+@pytest.mark.parametrize("variant", [name for name, v in VARIANTS.items() if v.flushes])
+@pytest.mark.parametrize(
+    ("n", "more"), [(3, {}), (4, {"replicas": (1, 2)}), (2, {"update_every": 2})]
+)
+def test_a_loss_that_counts_words_is_one_of_whole_mini_batches(variant, n, more):
+    """A sum and a number of words: how they are spread over micro-batches means nothing."""
+    plan = plan_for("WordSumTask", variant, 2, n, **more)
+    report = check(plan, settings_for("WordSumTask", clip_norm=0.1, steps=4), inline=True)
+    assert report.verdict == "same"
+    assert all(each.same for each in report.against)
+    assert not report.notes
+
+
+def test_a_hugging_face_model_with_ignored_labels_is_trained_as_one_process_does():
+    pytest.importorskip("transformers")
+    name = "hf:llama,length=8,num_hidden_layers=1"
+    profile = measure(resolve(name), batch_size=8, micro_batch_sizes=[2, 4, 8], seconds=0)
+    plan = plan_by_hand(with_times(profile), "pipedream-flush", 2, 4)
+    report = check(plan, RunSettings(task=name), inline=True)
+    assert report.verdict == "same"
+
+
 def test_a_model_of_many_kinds_of_tensors_is_one(tmp_path):
     """Skips over a stage, several tensors at a cut, integers, booleans, and no gradients."""
     plan = plan_for("MaskedTask", "gpipe", 4, 4)

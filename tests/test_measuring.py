@@ -23,6 +23,7 @@ from timeprest.profiles.measuring.platforms import platform_of
 from timeprest.profiles.measuring.timing import relative_error, worst_error
 from timeprest.profiles.saved import SavedBytes
 from timeprest.profiles.target import resolve
+from timeprest.profiles.task import root_of
 from timeprest.profiles.tracing.front_ends import trace
 
 BIN = Path(sys.executable).parent
@@ -38,7 +39,7 @@ def held_by_autograd(target, model, size, front_end):
     traced = trace(model, "it", call, front_end=front_end)
     with SavedBytes(ignore=[*model.parameters(), *model.buffers()]) as saved:
         result = call.of(model) if front_end == "fx" else traced.module(*call.tensors)
-        loss = target.task.loss(result, wanted) if target.task else None
+        loss = root_of(target.task.loss(result, wanted)) if target.task else None
     assert loss is None or loss.requires_grad
     return saved.total
 

@@ -71,6 +71,7 @@ def ask_oracle(plan, asked, optimizer):
     weights = {name: w.numpy().copy() for name, w in task.model().state_dict().items()}
     _, make, given_ = OPTIMIZERS[optimizer]
     epochs = list(batches_by_epoch(task, plan.mini_batch, plan.micro_batches, asked.ragged))
+    updates = sum(-(-len(epoch) // plan.update_every) for epoch in epochs)
     oracle = Oracle(
         plan.variant,
         [list(s.nodes) for s in plan.stages],
@@ -79,8 +80,9 @@ def ask_oracle(plan, asked, optimizer):
         [batch for epoch in epochs for batch in epoch],
         decay=asked.decay,
         rate=asked.decay_rate,
-        schedule=warmed_up if asked.warmup else lambda update: 1.0,
+        schedule=warmed_up(updates) if asked.warmup else lambda update: 1.0,
         clip=asked.clip_norm,
+        counts=getattr(task, "counts", np.ones_like),
     )
     first = 0
     for epoch in epochs:
@@ -107,9 +109,9 @@ def batches_by_epoch(task, mini_batch, n, ragged):
             return
 
 
-def warmed_up(update):
-    """--lr-schedule linear --warmup 4, for 12 updates."""
-    return (update + 1) / 4 if update < 4 else 1 - (update - 4) / 8
+def warmed_up(updates):
+    """--lr-schedule linear --warmup 4, for so many updates."""
+    return lambda k: (k + 1) / 4 if k < 4 else 1 - (k - 4) / (updates - 4)
 
 
 def compare(run_dir, plan, oracle, summary):
@@ -212,6 +214,24 @@ def test_clipping_and_schedules(variant, stages, n, mlp_profile, mlp_target, tmp
     plan = plan_by_hand(with_times(mlp_profile), variant, stages, n)
     more = {"clip_norm": 0.3, "lr_schedule": "linear", "warmup": 4}
     train(plan, mlp_target, "momentum", tmp_path / "run", **more)
+
+
+@pytest.mark.parametrize(("variant", "stages", "n"), cases((1, 3), (2, 4)))
+def test_weighted_losses(variant, stages, n, mlp_profile, mlp_target, tmp_path):
+    """A mini-batch's loss is the sum over all that counts in it by how much that is."""
+    plan = plan_by_hand(with_times(mlp_profile), variant, stages, n)
+    train(plan, mlp_target.replace("MLPTask", "WeightedTask"), "momentum", tmp_path / "run")
+
+
+@pytest.mark.parametrize(("variant", "stages", "n"), cases((3,), (4,)))
+def test_weighted_losses_of_several_mini_batches(
+    variant, stages, n, mlp_profile, mlp_target, tmp_path
+):
+    """The mean of two mini-batches' means, the last of 2 samples; clipped, with a warm-up."""
+    plan = plan_by_hand(with_times(mlp_profile), variant, stages, n, update_every=2)
+    more = {"clip_norm": 0.3, "lr_schedule": "linear", "warmup": 4, "ragged": "pad"}
+    target = mlp_target.replace("MLPTask", "ShortWeighted")
+    train(plan, target, "momentum", tmp_path / "run", **more)
 
 
 @pytest.mark.parametrize("n", [3, 5])

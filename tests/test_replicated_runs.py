@@ -168,6 +168,23 @@ def by_hand(target, where):
         return {"loss": task.loss(model(x), y).item()}
 
 
+@pytest.mark.parametrize("variant", RUNNING)
+@pytest.mark.parametrize("replicas", [(2,), (2, 4)])
+def test_replicas_weigh_a_loss_together(
+    variant, replicas, mlp_profile, mlp_target, tmp_path, monkeypatch
+):
+    """A loss of sums and weights; what counts is spread unevenly over the replicas' samples."""
+    plan, alone = plans(with_times(mlp_profile), variant, replicas, update_every=2)
+    task = mlp_target.replace("MLPTask", "ShortWeighted")
+    how = RunSettings(task=task, optimizer=MOMENTUM, steps=STEPS, ragged="pad", log_operations=True)
+    summary = run_both(plan, alone, how, tmp_path, monkeypatch)
+    compare(plan, tmp_path)
+    alone_test = msgspec.json.decode((tmp_path / "alone" / "summary.json").read_bytes())
+    wanted = alone_test["epochs"][-1]
+    assert summary.epochs[-1].test == pytest.approx(wanted["test"], abs=1e-10)
+    assert summary.epochs[-1].train_loss == pytest.approx(wanted["train_loss"], abs=1e-10)
+
+
 @pytest.mark.parametrize("variant", ["gpipe", "pipedream-flush"])
 @pytest.mark.parametrize("replicas", [(2,), (4,), (1, 4)])
 def test_flushed_replicas_are_plain_training(variant, replicas, mlp_profile, mlp_target, tmp_path):
@@ -233,6 +250,17 @@ def test_processes_equal_inline_with_dropout(graph_profile, tmp_path):
 def test_processes_equal_inline_with_uneven_replicas(mlp_profile, mlp_target, tmp_path):
     plan, _ = plans(with_times(mlp_profile), "pipedream", (2, 3), mini_batch=6)
     how = RunSettings(task=mlp_target, epochs=1, optimizer=ADAM)
+    processes_equal_inline(plan, how, tmp_path)
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(180)
+def test_processes_weigh_a_loss_together(mlp_target, tmp_path):
+    """Backwards begin before all that counts is known, in a system that never drains."""
+    task = mlp_target.replace("MLPTask", "ShortWeighted")
+    profile = measure(resolve(task), batch_size=8, micro_batch_sizes=[2, 4, 8], seconds=0)
+    plan, _ = plans(with_times(profile), "pipedream-2bw", (1, 2), update_every=2)
+    how = RunSettings(task=task, epochs=2, optimizer=ADAM, ragged="pad", clip_norm=0.3)
     processes_equal_inline(plan, how, tmp_path)
 
 

@@ -275,6 +275,14 @@ class WordMeanTask(MaskedTask):
         return (each * target["mask"]).sum() / target["mask"].sum()
 
 
+class WordSumTask(WordMeanTask):
+    """The same mean, told as the sum and the number of words."""
+
+    def loss(self, output, target):
+        words = target["mask"].sum()
+        return super().loss(output, target) * words, words
+
+
 class Frozen(nn.Module):
     """Layers that aren't trained, at the front and in between: a stage may have none that are."""
 

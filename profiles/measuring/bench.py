@@ -16,6 +16,7 @@ from ..boundary import Inlet
 from ..saved import storage_bytes
 from ..split_backward import SplitBackward
 from ..target import Target
+from ..task import root_of
 from ..tracing.call import Call
 from ..tracing.graph import TracedModel, Value, values
 from ..tracing.pieces import Piece, cut
@@ -124,11 +125,16 @@ class Bench:
 
     def _step(self, case: Case) -> Step:
         task = self.target.task
+
+        def loss(result: Any) -> Any:
+            assert task is not None
+            return root_of(task.loss(result, case.target))
+
         return Step(
             pieces=case.pieces,
             result=case.result,
             inputs=tuple(node.name for node in case.traced.inputs),
-            loss=None if task is None else lambda result: task.loss(result, case.target),
+            loss=None if task is None else loss,
             forward_context=self.platform.forward_context,
         )
 
@@ -270,7 +276,7 @@ class Bench:
         with self.platform.forward_context():
             result = case.traced.module(*inputs)
             if self.target.task is not None:
-                outs = [self.target.task.loss(result, case.target)]
+                outs = [root_of(self.target.task.loss(result, case.target))]
             else:
                 leaves = tree_leaves(result)
                 outs = [v for v in leaves if isinstance(v, Tensor) and v.requires_grad]

@@ -12,6 +12,7 @@ from ..errors import TargetError
 from ..hooks import call_hook
 from ..saved import SavedBytes, storage_bytes, storage_key
 from ..target import Target
+from ..task import root_of
 from ..tracing.graph import Value
 from ..tracing.pieces import encode
 from .platforms import Platform
@@ -105,7 +106,7 @@ def count_held(case: Case, model: nn.Module, target: Target, platform: Platform)
             result = case.result.module(*[env[name] for name in case.result.inputs])[0]
             loss = None
             if target.task is not None:
-                loss = call_hook("loss", target.task.loss, result, case.target)
+                loss = root_of(call_hook("loss", target.task.loss, result, case.target))
         saved_by.append(saved.storages)
         tensors.append(saved.tensors)
     if target.task is not None:

@@ -27,6 +27,7 @@ from ..errors import TargetError
 from ..parent import end_with_parent
 from ..profile import Together, Totals
 from ..target import Target, parse_input, resolve
+from ..task import root_of
 from .platforms import Platform, platform_of
 
 _MIN_ROUNDS, _MAX_ROUNDS = 5, 60
@@ -108,7 +109,7 @@ def _step(target: Target, batch_size: int, platform: Platform) -> Callable[[], N
         with platform.forward_context():
             result = call.of(model)
             if task is not None:
-                loss = task.loss(result, expected)
+                loss = root_of(task.loss(result, expected))
             else:
                 made = (t for t in tree_leaves(result) if isinstance(t, torch.Tensor))
                 loss = torch.stack([t.sum() for t in made if t.requires_grad]).sum()

@@ -79,7 +79,14 @@ def value_specs(
         fake: run the model on fake tensors, which takes no memory but two seconds to set up;
             where an operation has no fake form, it runs for real all the same.
     """
-    return _look(traced, inputs, {value.node.name for value in values(traced)}, fake=fake)[0]
+    return specs_and_result(traced, inputs, fake=fake)[0]
+
+
+def specs_and_result(
+    traced: TracedModel, inputs: Sequence[Tensor], *, fake: bool = True
+) -> tuple[dict[str, ValueSpec], Any]:
+    """The same, and the model's result: of fake tensors where the model ran on such."""
+    return _look(traced, inputs, {value.node.name for value in values(traced)}, fake=fake)
 
 
 def result_shapes(

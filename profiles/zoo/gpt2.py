@@ -107,5 +107,6 @@ def make_task(name: str, argument: str | None) -> SyntheticTask:
         sampler=next_tokens(length, settings.vocabulary),
         criterion=token_loss,
         correct=token_accuracy,
+        perplexity=True,
         make_optimizer=adamw,
     )

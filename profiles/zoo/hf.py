@@ -21,13 +21,13 @@ from .synthetic import (
     adamw,
     class_accuracy,
     class_loss,
+    counted_token_accuracy,
+    counted_token_loss,
     images,
     integer,
     mask_tokens,
     progression,
     sgd,
-    token_accuracy,
-    token_loss,
 )
 
 FIRST_ID = 2
@@ -41,7 +41,9 @@ def make_task(name: str, argument: str | None) -> SyntheticTask:
     if request.model not in NAMES:
         _try(read(target, request.model))
     criterion, correct = (
-        (class_loss, class_accuracy) if request.family == "image" else (token_loss, token_accuracy)
+        (class_loss, class_accuracy)
+        if request.family == "image"
+        else (counted_token_loss, counted_token_accuracy)
     )
     return SyntheticTask(
         build=lambda: _build(request),
@@ -49,6 +51,7 @@ def make_task(name: str, argument: str | None) -> SyntheticTask:
         criterion=lambda output, target: criterion(logits(output), target),
         correct=lambda output, target: correct(logits(output), target),
         make_optimizer=sgd if request.model == "resnet" else adamw,
+        perplexity=request.family in ("causal", "seq2seq"),
     )
 
 
@@ -64,7 +67,7 @@ def _try(request: Request) -> None:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             inputs, target = default_collate([Synthetic(_sampler(request), "train")[0]])
             scores = logits(_build(request).eval()(**inputs))
-            (class_loss if request.family == "image" else token_loss)(scores, target)
+            (class_loss if request.family == "image" else counted_token_loss)(scores, target)
     except Exception as error:  # any model of the library may run here
         reason = " ".join(str(error).split())
         raise no_model(request.target, f"a small model of this kind fails: {reason}") from None

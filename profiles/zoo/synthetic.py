@@ -23,6 +23,8 @@ FIRST_SEED: dict[Split, int] = {"train": 1_000_000, "test": 2_000_000}
 """Seed of a split's first sample; those of classes are below."""
 IGNORED = -100
 """Label of a position that the loss leaves out (torch's own convention)."""
+_LARGEST = 700.0
+"""Of what a float holds e to the power of."""
 NOISE = 0.1
 """Share of the tokens that are drawn at random."""
 
@@ -53,16 +55,18 @@ class SyntheticTask:
     Attributes:
         build: makes the model.
         sampler: makes a sample.
-        criterion: (output, target) → loss.
-        correct: (output, target) → share of right answers.
+        criterion: (output, target) → loss: a mean, or (sum, weight).
+        correct: (output, target) → share of right answers, or (right answers, answers).
         make_optimizer: parameters → optimizer.
+        perplexity: the loss is one of tokens, and evaluation tells e to its power.
     """
 
     build: Callable[[], nn.Module]
     sampler: Sampler
-    criterion: Callable[[Any, Any], Tensor]
-    correct: Callable[[Any, Any], Tensor]
+    criterion: Callable[[Any, Any], Any]
+    correct: Callable[[Any, Any], Any]
     make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+    perplexity: bool = False
 
     def model(self) -> nn.Module:
         return self.build()
@@ -70,11 +74,14 @@ class SyntheticTask:
     def data(self, split: Split) -> Synthetic:
         return Synthetic(self.sampler, split)
 
-    def loss(self, output: Any, target: Any) -> Tensor:
+    def loss(self, output: Any, target: Any) -> Any:
         return self.criterion(output, target)
 
-    def metrics(self, output: Any, target: Any) -> dict[str, Tensor]:
+    def metrics(self, output: Any, target: Any) -> dict[str, Any]:
         return {"accuracy": self.correct(output, target)}
+
+    def figures(self, means: dict[str, float]) -> dict[str, float]:
+        return {"perplexity": perplexity(means["loss"])} if self.perplexity else {}
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         return self.make_optimizer(parameters)
@@ -177,6 +184,27 @@ def token_loss(scores: Tensor, labels: Tensor) -> Tensor:
 def token_accuracy(scores: Tensor, labels: Tensor) -> Tensor:
     """Share of the labelled positions whose token has the highest score, averaged alike."""
     return _mean_per_sample((scores.argmax(-1) == labels).double(), labels)
+
+
+def counted_token_loss(scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross-entropy summed over all labelled positions of the samples, and their number.
+
+    As Hugging Face's models have it: each label weighs the same, whatever sample it is of.
+    """
+    total = functional.cross_entropy(
+        scores.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
+    return total, (labels != IGNORED).sum()
+
+
+def counted_token_accuracy(scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """How many labelled positions have the highest score at their token, and their number."""
+    return (scores.argmax(-1) == labels).sum(), (labels != IGNORED).sum()
+
+
+def perplexity(loss: float) -> float:
+    """Of tokens: e to the power of their mean loss."""
+    return math.exp(loss) if loss < _LARGEST else math.inf
 
 
 def _mean_per_sample(figures: Tensor, labels: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 
 from ..errors import TargetError
 from ..task import Split
+from .synthetic import perplexity
 
 CONTEXT = 64
 """Characters that the model sees at once."""
@@ -118,6 +119,9 @@ class Text:
 
     def metrics(self, output: Tensor, target: Tensor) -> dict[str, Tensor]:
         return {"accuracy": (output.argmax(-1) == target).double().mean()}
+
+    def figures(self, means: dict[str, float]) -> dict[str, float]:
+        return {"perplexity": perplexity(means["loss"])}
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.Adam(parameters, lr=1e-3)
