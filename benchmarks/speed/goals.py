@@ -155,8 +155,8 @@ def _held(held: Sequence[Held]) -> Iterator[Goal]:
     for model in dict.fromkeys(each.model for each in held):
         of = held_of(held, model, equal_limits=True)
         free = of | held_of(held, model, equal_limits=False)
-        chain = ("v-timeprest", "timeprest", "i-timeprest", "pipedream")
-        if not all(name in of for name in chain):
+        chain = ("v-timeprest", "timeprest", "timeprest-stashed")
+        if not all(name in of for name in (*chain, "pipedream")):
             continue
         weights, chosen = (
             [sum(each[name].accounted_weight_bytes) for name in chain] for each in (of, free)

@@ -36,7 +36,9 @@ STEPS = 24
 SYSTEMS = (
     "v-timeprest",
     "timeprest",
+    "timeprest-stashed",
     "i-timeprest",
+    "pipedream-unstashed",
     "pipedream",
     "pipedream-2bw",
     "spectrain",

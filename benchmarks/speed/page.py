@@ -16,7 +16,15 @@ from .goals import Goal, goals
 from .machine import machine
 from .pace import LEAST
 from .records import DOCS, Results, held_of, read_results
-from .tables import held_table, link_table, markdown, speed_bars, speed_table, stage_table
+from .tables import (
+    held_table,
+    link_table,
+    markdown,
+    speed_bars,
+    speed_table,
+    stage_by_stage,
+    stage_table,
+)
 from .tasks import MEMORY_RACES, RACES
 
 HEAD = DOCS / "benchmarks.head.md"
@@ -95,6 +103,8 @@ def _sections(results: Results, folder: Path) -> Iterator[str]:
             yield held_table(
                 equal.values(), dict.fromkeys(equal, base) if base else {}, "pipedream"
             )
+            if base and "timeprest" in equal:
+                yield stage_by_stage(equal["timeprest"], base)
         if own:
             yield OWN
             yield held_table(own.values(), equal, "at equal limits")

@@ -153,6 +153,46 @@ def held_table(held: Iterable[Held], others: Mapping[str, Held], title: str) -> 
     return markdown(head, rows)
 
 
+def stage_by_stage(one: Held, other: Held) -> str:
+    """What two systems hold at each stage, and a line that says where the first holds less."""
+    less = [
+        mine < its for mine, its in zip(one.accounted_bytes, other.accounted_bytes, strict=True)
+    ]
+    where = {
+        wanted: [str(s) for s, is_less in enumerate(less) if is_less == wanted]
+        for wanted in (True, False)
+    }
+    said = [
+        f"{word} on {'stages' if len(stages) > 1 else 'stage'} {', '.join(stages)}"
+        for word, stages in (("less", where[True]), ("more, or as much,", where[False]))
+        if stages
+    ]
+    rows = [
+        [
+            str(s),
+            *(
+                text
+                for each in (one, other)
+                for text in (
+                    str(each.versions[s]),
+                    format_bytes(each.accounted_weight_bytes[s]),
+                    format_bytes(each.accounted_bytes[s]),
+                )
+            ),
+            f"{one.accounted_bytes[s] / other.accounted_bytes[s]:.2f}",
+        ]
+        for s in range(len(one.versions))
+    ]
+    both = (f"`{each.variant}`" for each in (one, other))
+    head = [
+        "stage",
+        *(f"{name} {what}" for name in both for what in ("versions", "weights", "peak")),
+    ]
+    table = markdown([*head, "peak ×"], rows)
+    line = f"Stage by stage `{one.variant}` holds {'; '.join(said)}, against `{other.variant}`:"
+    return f"{line}\n\n{table}"
+
+
 def _list(values: Sequence[int]) -> str:
     return ", ".join(map(str, values))
 
