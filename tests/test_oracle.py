@@ -223,14 +223,13 @@ def test_weighted_losses(variant, stages, n, mlp_profile, mlp_target, tmp_path):
     train(plan, mlp_target.replace("MLPTask", "WeightedTask"), "momentum", tmp_path / "run")
 
 
+@pytest.mark.parametrize("task", ["ShortEpochs", "ShortWeighted"])
 @pytest.mark.parametrize(("variant", "stages", "n"), cases((3,), (4,)))
-def test_weighted_losses_of_several_mini_batches(
-    variant, stages, n, mlp_profile, mlp_target, tmp_path
-):
+def test_everything_at_once(variant, stages, n, task, mlp_profile, mlp_target, tmp_path):
     """The mean of two mini-batches' means, the last of 2 samples; clipped, with a warm-up."""
     plan = plan_by_hand(with_times(mlp_profile), variant, stages, n, update_every=2)
     more = {"clip_norm": 0.3, "lr_schedule": "linear", "warmup": 4, "ragged": "pad"}
-    target = mlp_target.replace("MLPTask", "ShortWeighted")
+    target = mlp_target.replace("MLPTask", task)
     train(plan, target, "momentum", tmp_path / "run", **more)
 
 

@@ -104,6 +104,70 @@ def test_flush_systems_equal_plain_training(
         assert record.samples_per_s * record.seconds == pytest.approx(used)
 
 
+def train_with_everything(name, mini_batch, steps, *, reading="ours"):
+    """--update-every 2 --ragged pad --clip-norm 0.3 --lr-schedule linear --warmup 3, in a loop that
+    anyone would write; or otherwise read in one point.
+
+    An epoch's mini-batches are taken two by two, what is left at its end alone. The gradient is the
+    mean of their means; it is clipped; the rate goes by the number of the update.
+    """
+    task = resolve(f"{FILE}:{name}").task
+    torch.manual_seed(0)
+    model = task.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    x, y = torch.utils.data.default_collate(list(task.data("train")))
+    each = -(-len(x) // mini_batch)
+    mini_batches = []
+    for epoch in range(-(-steps // each)):
+        shuffled = torch.randperm(len(x), generator=torch.Generator().manual_seed(epoch))
+        mini_batches.append(list(shuffled.split(mini_batch))[: steps - epoch * each])
+    if reading == "goes on over epochs' ends":
+        mini_batches = [[b for epoch in mini_batches for b in epoch]]
+    together = [epoch[k : k + 2] for epoch in mini_batches for k in range(0, len(epoch), 2)]
+    for update, chosen in enumerate(together):
+        samples = sum(map(len, chosen))
+        for b in chosen:
+            by_sample = reading == "a mean over all samples"
+            share = len(b) / samples if by_sample else 1 / len(chosen)
+            (share * task.loss(model(x[b]), y[b])).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+        done = 2 * update if reading == "warm-up of mini-batches" else update
+        after = (update - 3) / (len(together) - 3)
+        optimizer.param_groups[0]["lr"] = 0.05 * ((done + 1) / 3 if done < 3 else 1 - after)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+@pytest.mark.parametrize("variant", [name for name, v in VARIANTS.items() if v.flushes])
+# Of 21 samples: 5, 5, 5, 5 and 1, which is alone in its update; 6, 6, 6 and 3, which isn't.
+@pytest.mark.parametrize(("mini_batch", "steps", "n"), [(5, 14, 3), (6, 14, 4)])
+def test_everything_at_once_is_a_plain_loop(variant, mini_batch, steps, n, few_profile, tmp_path):
+    """Each option alone agrees with most loops; together they show how each is read."""
+    plan = plan_by_hand(few_profile, variant, 2, n, mini_batch=mini_batch, update_every=2)
+    settings = RunSettings(
+        task=f"{FILE}:FewSamples",
+        steps=steps,
+        optimizer=OptimizerChoice(name="sgd", lr=0.05, momentum=0.9),
+        ragged="pad",
+        clip_norm=0.3,
+        lr_schedule="linear",
+        warmup=3,
+        evaluate=False,
+    )
+    run(plan, settings, tmp_path / "run", inline=True)
+    state = load_weights(tmp_path / "run")
+
+    def apart(reading):
+        model = train_with_everything("FewSamples", mini_batch, steps, reading=reading)
+        return max((state[key] - w).abs().max() for key, w in model.state_dict().items())
+
+    assert apart("ours") < 1e-14
+    alone = -(-21 // mini_batch) % 2
+    assert apart("goes on over epochs' ends" if alone else "a mean over all samples") > 1e-3
+    assert apart("warm-up of mini-batches") > 1e-3
+
+
 @pytest.mark.parametrize(("name", "n"), [("FewTokens", 3), ("FlatTask", 3), ("FlatTask", 4)])
 def test_results_of_other_forms(name, n, tmp_path):
     """A dict; a row for each step of each sample. In training as in evaluation."""
