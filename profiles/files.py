@@ -6,13 +6,14 @@ import os
 import re
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
 from .errors import FileError
-from .limits import MAX_FILE_BYTES, MAX_PREDICTED, MAX_TOML_BYTES
+from .limits import MAX_FILE_BYTES, MAX_LOG_BYTES, MAX_PREDICTED, MAX_TOML_BYTES
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -60,17 +61,57 @@ def read_limited(path: Path, hint: str, *, most: int = MAX_FILE_BYTES) -> bytes:
 
     Raises FileError: missing, unreadable, too large, or no file: a pipe or device has no end.
     """
+    check_regular(path, hint)
     try:
-        if not path.exists():
-            raise FileError(f"{path}: no such file; {hint}")
-        if not path.is_file():
-            raise FileError(f"{path}: isn't a file; {hint}")
-        if path.stat().st_size > most:
-            raise FileError(f"{path}: larger than {most >> 20} MiB; not read")
-        return path.read_bytes()
+        with path.open("rb") as file:
+            # One byte more than may be: some files, like those of /proc, don't tell their size.
+            too_large = os.fstat(file.fileno()).st_size > most
+            text = b"" if too_large else file.read(most + 1)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise FileError(f"{path}: can't be read: {reason}") from None
+    if too_large or len(text) > most:
+        raise FileError(f"{path}: larger than {most >> 20} MiB; not read")
+    return text
+
+
+def check_regular(path: Path, hint: str = "") -> None:
+    """Raise FileError unless there is such a file, and no folder, pipe or device."""
+    more = f"; {hint}" if hint else ""
+    try:
+        if not path.exists():
+            raise FileError(f"{path}: no such file{more}")
+        if not path.is_file():
+            raise FileError(f"{path}: isn't a file{more}")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise FileError(f"{path}: can't be read: {reason}") from None
+
+
+def read_lines(path: Path, size: int | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The lines of a log that are whole, each a JSON object, counted from 1.
+
+    Args:
+        size: of its beginning alone, so many bytes.
+
+    A log that isn't there has none; of one that is being written, the last line may be a part.
+
+    Raises FileError as `read_limited`; for what is no such line, with its number.
+    """
+    if not os.path.lexists(path):
+        return
+    text = read_limited(path, "", most=MAX_LOG_BYTES)
+    lines = text[:size].splitlines()
+    if size is None and lines and text[-1:] != b"\n" and lines[-1].startswith(b"{"):
+        del lines[-1]
+    for number, line in enumerate(lines, start=1):
+        try:
+            found = msgspec.json.decode(line)
+            if not isinstance(found, dict):
+                raise ValueError("isn't a JSON object")
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
+            raise FileError(f"{path}: line {number}: {error}") from None
+        yield number, found
 
 
 def read_toml(path: Path, hint: str) -> dict[str, Any]:

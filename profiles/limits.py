@@ -13,6 +13,8 @@ MAX_FILE_BYTES = 256 * 2**20
 """A file larger than this isn't read: 256 MiB."""
 MAX_TOML_BYTES = 4 * 2**20
 """TOML takes a hundred times as long to read."""
+MAX_LOG_BYTES = 2**31
+"""A run writes logs line by line; larger ones aren't read: 2 GiB."""
 MAX_BYTES = 2**50
 """Of one layer, tensor or device: 1 PiB."""
 MAX_SECONDS = 1e9

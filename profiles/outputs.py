@@ -33,11 +33,14 @@ class Kind(Enum):
     MODEL = "an exported model"
 
 
-RUN_OWN = (
+RUN_FILES = (
     *("plan.json", "settings.json", "metrics.jsonl", "summary.json", "lock", "lock.workers"),
+)
+RUN_FOLDERS = (
     *("stages", "operations", "recorded", "gradients", "checkpoints", "weights", "reports"),
     *("errors", "status", "logs"),
 )
+RUN_OWN = RUN_FILES + RUN_FOLDERS
 """What a run directory holds (`runtime.run_dir`)."""
 
 _HEAD = 1 << 16

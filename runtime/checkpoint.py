@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..planner.plan import Plan
 from ..profiles.errors import FileError, TimeprestError, UserError
-from ..profiles.files import read_file, write_bytes, write_file
+from ..profiles.files import check_regular, read_file, write_bytes, write_file
 from .data import Segment
 from .epoch_sums import EpochSums
 from .peers import PeerError
@@ -142,14 +142,15 @@ class Saved:
         part = self.info.files.get(name)
         if part is None:
             raise FileError(f"{path}: isn't in this checkpoint; was it written on another machine?")
+        check_regular(path, "a checkpoint is whole or of no use")
         try:
+            size = path.stat().st_size
+            if size != part.bytes:
+                raise FileError(f"{path}: is broken: it has {size} bytes instead of {part.bytes}")
             content = path.read_bytes()
-        except OSError as error:
-            raise FileError(f"{path}: can't be read: {error.strerror}") from None
-        if len(content) != part.bytes:
-            raise FileError(
-                f"{path}: is broken: it has {len(content)} bytes instead of {part.bytes}"
-            )
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise FileError(f"{path}: can't be read: {reason}") from None
         if hashlib.sha256(content).hexdigest() != part.sha256:
             raise FileError(f"{path}: is broken: it doesn't match its checksum")
         return content

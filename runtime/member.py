@@ -30,7 +30,7 @@ from .run_dir import RunDir
 from .run_lock import alone, as_worker
 from .scores import RunSummary, StageReport, decode
 from .settings import RunSettings
-from .starting import check_start, rewind_logs, settings_to_resume, telling_worker
+from .starting import check_logs, check_start, rewind_logs, settings_to_resume, telling_worker
 from .status import StatusFile
 from .worker import take_part
 from .workers import workers_of
@@ -81,6 +81,7 @@ def resume_member(
     plan, settings = where.read()
     settings = msgspec.structs.replace(settings, **changes)
     settings = settings_to_resume(where, plan, settings, epochs=epochs, steps=steps, at=at)
+    check_logs(where, plan, settings, [workers_of(plan.stages)[meeting.rank]])
     _check_same(plan, settings, meeting)
     prepared = _prepare(plan, settings, meeting)
     check_unfinished(prepared, where)

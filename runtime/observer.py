@@ -9,6 +9,8 @@ from typing import Any, Protocol, TextIO
 
 import msgspec
 
+from ..profiles.errors import FileError
+from ..profiles.files import read_lines
 from .scores import EpochRecord, with_nan
 
 
@@ -129,7 +131,11 @@ class Tail:
         whole = new[: new.rfind(b"\n") + 1]
         self._position += len(whole)
         for line in whole.splitlines():
-            found = with_nan(msgspec.json.decode(line))
+            try:
+                found = with_nan(msgspec.json.decode(line))
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                # Somebody else has written into the file: who reads it at the end says so.
+                continue
             kind = found.pop("kind")
             if kind == "epoch":
                 self.observer.epoch(msgspec.convert(found, EpochRecord))
@@ -139,14 +145,44 @@ class Tail:
                 )
 
 
+class Losses(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the mini-batches done since the line before."""
+
+    epoch: int
+    done: int
+    """Mini-batches of that epoch."""
+    of: int
+    losses: list[float | None]
+    """None: it wasn't finite."""
+
+
+def read_progress(path: Path, size: int | None = None) -> list[Losses | EpochRecord]:
+    """All lines of a metrics file; none where there is no file.
+
+    Args:
+        size: of its beginning alone, so many bytes.
+
+    Raises FileError: it can't be read, or a line is damaged; the message has its number.
+    """
+    found: list[Losses | EpochRecord] = []
+    for number, line in read_lines(path, size):
+        kind = line.pop("kind", None)
+        try:
+            if kind == "epoch":
+                found.append(msgspec.convert(with_nan(line), EpochRecord))
+            elif kind == "mini_batches":
+                found.append(msgspec.convert(line, Losses))
+            else:
+                raise FileError(f"{path}: line {number}: is of no kind that is known: {kind!r}")
+        except (msgspec.ValidationError, RecursionError) as error:
+            raise FileError(f"{path}: line {number}: {error}") from None
+    return found
+
+
 def read_losses(path: Path) -> list[float]:
-    """All training losses of a run, mini-batch by mini-batch."""
-    losses: list[float] = []
-    for line in path.read_bytes().splitlines():
-        found = msgspec.json.decode(line)
-        if found["kind"] == "mini_batches":
-            losses += map(_number, found["losses"])
-    return losses
+    """All training losses of a run, mini-batch by mini-batch. Raises FileError."""
+    lines = [line for line in read_progress(path) if isinstance(line, Losses)]
+    return [_number(loss) for line in lines for loss in line.losses]
 
 
 def _number(loss: float | None) -> float:
@@ -155,11 +191,5 @@ def _number(loss: float | None) -> float:
 
 
 def read_epochs(path: Path) -> list[EpochRecord]:
-    """The epochs of a run that are done."""
-    lines = path.read_bytes().splitlines() if path.exists() else []
-    found = [with_nan(msgspec.json.decode(line)) for line in lines]
-    return [
-        msgspec.convert({k: v for k, v in line.items() if k != "kind"}, EpochRecord)
-        for line in found
-        if line["kind"] == "epoch"
-    ]
+    """The epochs of a run that are done. Raises FileError."""
+    return [line for line in read_progress(path) if isinstance(line, EpochRecord)]

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from ..planner.operations import Op
 from ..profiles.errors import FileError
+from ..profiles.files import read_lines
 from .data import Segment
 from .record import ALL, NONE, Record, record_named
 from .run_dir import RunDir
-from .scores import StageEpoch, decode
+from .scores import StageEpoch, with_nan
 from .settings import RunSettings
 from .workers import Worker
 
@@ -142,20 +143,21 @@ def operation_log(where: RunDir, worker: Worker, settings: RunSettings) -> Opera
     return None if record == NONE else OperationLog(where.recorded(worker), record, more=more)
 
 
-def read_stage_epochs(path: Path) -> tuple[StageEpoch, ...]:
-    """The lines of `StageMetrics` that are whole; none where there is no file. Raises FileError."""
-    if not path.exists():
-        return ()
-    try:
-        text = path.read_bytes()
-        lines = text[: text.rfind(b"\n") + 1].splitlines()
-        return tuple(decode(line, StageEpoch) for line in lines)
-    except OSError as error:
-        raise FileError(f"{path}: can't be read: {error.strerror}") from None
-    except msgspec.ValidationError as error:
-        raise FileError(f"{path}: isn't of this version: {error}") from None
-    except msgspec.DecodeError as error:
-        raise FileError(f"{path}: can't be read: {error}") from None
+def read_stage_epochs(path: Path, size: int | None = None) -> tuple[StageEpoch, ...]:
+    """The lines of `StageMetrics` that are whole; none where there is no file.
+
+    Args:
+        size: of its beginning alone, so many bytes.
+
+    Raises FileError that names the line.
+    """
+    found = []
+    for number, line in read_lines(path, size):
+        try:
+            found.append(msgspec.convert(with_nan(line), StageEpoch, str_keys=True))
+        except (msgspec.ValidationError, RecursionError) as error:
+            raise FileError(f"{path}: line {number}: isn't of this version: {error}") from None
+    return tuple(found)
 
 
 class StageMetrics:

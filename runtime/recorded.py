@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,8 @@ from ..planner.recording import (
     shifted,
 )
 from ..profiles.errors import FileError, OrderError
+from ..profiles.files import read_limited
+from ..profiles.limits import MAX_LOG_BYTES
 from .clocks import Delay, offsets
 from .record import STEADY, WARM, record_named
 from .run_dir import RunDir
@@ -139,12 +142,9 @@ def _ends(recording: Recording, *, first: bool) -> Iterator[Span]:
 def _read(where: RunDir, worker: Worker) -> list[tuple[Op, Line]]:
     """A worker's log; empty where there is none. Raises FileError."""
     for path in (where.operations(worker), where.recorded(worker)):
-        if not path.exists():
+        if not os.path.lexists(path):
             continue
-        try:
-            text = path.read_bytes()
-        except OSError as error:
-            raise FileError(f"{path}: can't be read: {error.strerror}") from None
+        text = read_limited(path, "", most=MAX_LOG_BYTES)
         # Of a run under way, the last line may be written in part.
         lines = text[: text.rfind(b"\n") + 1].splitlines()
         decoder = msgspec.json.Decoder(Line)
@@ -153,7 +153,7 @@ def _read(where: RunDir, worker: Worker) -> list[tuple[Op, Line]]:
             try:
                 decoded = decoder.decode(line)
                 _, op = parse_op(decoded.op)
-            except (msgspec.DecodeError, OrderError) as error:
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OrderError) as error:
                 if _is_old(line):
                     return []
                 raise FileError(f"{path}: line {number}: {error}") from None
@@ -166,7 +166,7 @@ def _is_old(line: bytes) -> bool:
     """Whether the line was written before the log had all that a recording needs."""
     try:
         found = msgspec.json.decode(line)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return False
     return isinstance(found, dict) and "op" in found and "begin_s" not in found
 

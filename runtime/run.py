@@ -29,9 +29,10 @@ from .run_lock import alone
 from .runner import StageRunner
 from .scores import EpochRecord, RunSummary, StageReport
 from .settings import RunSettings
-from .starting import check_start, rewind_logs, settings_to_resume, telling_worker
+from .starting import check_logs, check_start, rewind_logs, settings_to_resume, telling_worker
 from .sums import LocalSums, Pool, sum_groups
 from .training import Course
+from .workers import workers_of
 
 
 def run(
@@ -96,6 +97,7 @@ def resume(
     settings = msgspec.structs.replace(settings, **(changes or {}))
     settings = settings_to_resume(where, plan, settings, epochs=epochs, steps=steps, at=at)
     check_device(plan, settings)
+    check_logs(where, plan, settings, workers_of(plan.stages))
     prepared = prepare(plan, settings)
     check_optimizers(prepared)
     check_unfinished(prepared, where)

@@ -15,11 +15,17 @@ from torch import Tensor
 
 from ..planner.plan import Plan, read_plan
 from ..profiles.errors import FileError
-from ..profiles.files import read_file, write_bytes, write_file
-from ..profiles.outputs import RUN_OWN, holds_settings
+from ..profiles.files import check_regular, read_file, read_limited, write_bytes, write_file
+from ..profiles.outputs import RUN_FILES, RUN_FOLDERS, RUN_OWN, holds_settings
 from .scores import RunSummary, StageReport, decode
 from .settings import RunSettings
 from .workers import Worker
+
+_NOTED = {"rank", "message", "from_peer", "exit_code", "time"}
+"""What a worker notes of its failure."""
+
+
+_MEND = "put back what the run had there, or remove it"
 
 
 class RunDir:
@@ -77,6 +83,20 @@ class RunDir:
             return is_lock(path)
         # The launcher of many hosts may have been told to write its logs there.
         return path.is_dir() and (name == "logs" or not any(path.iterdir()))
+
+    def check_kinds(self) -> None:
+        """Raise FileError for a pipe or device that a run which goes on would read or write
+        without end, and for a file in a folder's place or the other way round."""
+        for name in RUN_FILES:
+            if os.path.lexists(self.path / name):
+                check_regular(self.path / name, _MEND)
+        for name in RUN_FOLDERS:
+            folder = self.path / name
+            if os.path.lexists(folder) and not folder.is_dir():
+                raise FileError(f"{folder}: isn't a folder; {_MEND}")
+            for below, _, files in os.walk(folder):
+                for file in files:
+                    check_regular(Path(below, file), _MEND)
 
     def join(self, plan: Plan, settings: RunSettings) -> None:
         """Make what isn't there of it: another host's worker may have. Raises FileError."""
@@ -175,8 +195,8 @@ class RunDir:
         for worker in workers:
             path = self._report(worker)
             try:
-                found.append(decode(path.read_bytes(), StageReport))
-            except (OSError, msgspec.DecodeError) as error:
+                found.append(decode(read_limited(path, ""), StageReport))
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise FileError(f"{path}: can't be read: {error}") from None
         return found
 
@@ -206,8 +226,10 @@ class RunDir:
         found = []
         for path in sorted(self.errors.glob("*.json")):
             try:
-                found.append(json.loads(path.read_text(encoding="utf-8")))
-            except (OSError, ValueError):
+                noted = json.loads(read_limited(path, ""))
+                if set(noted) >= _NOTED:
+                    found.append(noted)
+            except (FileError, ValueError, TypeError, RecursionError):
                 continue
         return sorted(found, key=lambda e: (bool(e["from_peer"]), float(e["time"])))
 
@@ -268,7 +290,8 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    check_regular(path)
     try:
         return load_file(path)
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, MemoryError) as error:
         raise FileError(f"{path}: can't be read: {error}") from None

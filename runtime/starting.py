@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..planner.plan import Plan
 from ..profiles.errors import FileError, UserError
+from ..profiles.files import check_regular
 from .checkpoint import (
     Saved,
     checkpoints_in,
@@ -19,6 +20,8 @@ from .checkpoint import (
     settings_checksum,
 )
 from .epoch_sums import EpochSums
+from .observer import read_progress
+from .operation_log import read_stage_epochs
 from .prepare import Prepared
 from .run_dir import RunDir, load_weights, read_tensors
 from .runner import StageRunner
@@ -48,6 +51,7 @@ def settings_to_resume(
         UserError: it is of another plan or other settings than the run directory holds, or
             `epochs` or `steps` say less than before.
     """
+    where.check_kinds()
     found = find_whole(where, at, lambda place: f"--resume-at {place}")
     if found is None and at is not None:
         raise UserError(f"--resume-at {at}: {where.path} has no checkpoints")
@@ -87,6 +91,47 @@ def settings_to_resume(
     return msgspec.structs.replace(settings, resume_at=found.info.mini_batches)
 
 
+def check_logs(where: RunDir, plan: Plan, settings: RunSettings, workers: Sequence[Worker]) -> None:
+    """Refuse to go on with a run whose figures so far are damaged, before anything is changed.
+
+    Args:
+        workers: whose logs are looked at.
+
+    Raises FileError that names the line.
+    """
+    for worker in workers:
+        noted = _noted_sizes(where, settings, worker)
+        _check_log(where, where.stage_metrics(worker), noted, read_stage_epochs)
+        if worker == telling_worker(plan):
+            _check_log(where, where.metrics, noted, read_progress)
+
+
+def _check_log(
+    where: RunDir, path: Path, noted: Mapping[str, int], read: Callable[[Path, int], object]
+) -> None:
+    """What a log had at the checkpoint must be there still; what came later is cut off."""
+    size = noted.get(str(path.relative_to(where.path)), 0)
+    if not size:
+        return
+    have = path.stat().st_size if path.exists() else 0
+    if have < size:
+        raise FileError(f"{path}: has {have} bytes, and had {size} at the checkpoint; {_GONE}")
+    try:
+        read(path, size)
+    except FileError as error:
+        raise FileError(f"{error}; {_GONE}") from None
+
+
+_GONE = "put the file back as it was, or start another run from the weights: tp-run PLAN --from RUN"
+
+
+def _noted_sizes(where: RunDir, settings: RunSettings, worker: Worker) -> Mapping[str, int]:
+    """Bytes of a worker's logs at the checkpoint that a run is resumed from, by their paths."""
+    if not settings.resume_at:
+        return {}
+    return Saved(where.checkpoint(settings.resume_at)).worker_state(worker.file).logs
+
+
 def rewind_logs(where: RunDir, plan: Plan, settings: RunSettings, worker: Worker) -> None:
     """Cut a worker's own logs to what they were at the checkpoint that a run is resumed from.
 
@@ -94,14 +139,14 @@ def rewind_logs(where: RunDir, plan: Plan, settings: RunSettings, worker: Worker
     """
     if settings.resume_at is None:
         return
-    noted: Mapping[str, int] = {}
-    if settings.resume_at:
-        noted = Saved(where.checkpoint(settings.resume_at)).worker_state(worker.file).logs
+    noted = _noted_sizes(where, settings, worker)
     logs = [where.operations(worker), where.recorded(worker), where.stage_metrics(worker)]
     if worker == telling_worker(plan):
         logs.append(where.metrics)
     for path in logs:
         size = noted.get(str(path.relative_to(where.path)), 0)
+        if os.path.lexists(path):
+            check_regular(path, _GONE)
         try:
             if path.exists() and path.stat().st_size > size:
                 os.truncate(path, size)

@@ -12,6 +12,9 @@ from typing import Protocol
 
 import msgspec
 
+from ..profiles.errors import FileError
+from ..profiles.files import check_regular, read_limited
+
 _BYTES = 4096
 
 
@@ -79,6 +82,8 @@ class StatusFile:
 
     def __init__(self, path: Path, rank: int, name: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if os.path.lexists(path):
+            check_regular(path)
         path.write_bytes(b" " * _BYTES)
         with path.open("r+b") as file:
             self._memory = mmap.mmap(file.fileno(), _BYTES)
@@ -110,10 +115,10 @@ def read_status(path: Path) -> WorkerStatus | None:
     """A worker's status; None where there is none, or it can't be read."""
     for _ in range(3):
         try:
-            return msgspec.json.decode(path.read_bytes(), type=WorkerStatus)
-        except OSError:
+            return msgspec.json.decode(read_limited(path, ""), type=WorkerStatus)
+        except FileError:
             return None
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             # Read while it was being written.
             time.sleep(0.01)
     return None

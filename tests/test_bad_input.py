@@ -374,6 +374,95 @@ def test_the_name_of_a_stream_stays_one(tmp_path):
     assert (tmp_path / "found").read_bytes() == b"{}"
 
 
+RESUME = ("tp-run", "--resume", "--run-dir", "stopped", "--inline", "-q")
+REPORT = ("tp-run", "report", "stopped", "-q")
+START = ("tp-run", "plan.json", "--task", TASK, "--inline", "--steps", "1", "--from", "stopped")
+READERS = (RESUME, REPORT, ("tp-run", "export", "stopped", "-o", "out", "-q"), START)
+
+
+@pytest.fixture
+def stopped(box):
+    """A run that was stopped after its checkpoint at 2."""
+    for name, content in sound_run().items():
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_bytes(content)
+    return box / "stopped"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: b"\0" * len(text),
+        lambda text: b"\xff" + text[1:],
+        lambda text: b'{"kind": "\xff"}\n' + text,
+        lambda text: b"[1, 2]\n" + text,
+        lambda text: b'{"kind": "epoch"}\n' + text,
+        lambda text: b'{"kind": "mini_batches", "epoch": 0, "losses": 3}\n' + text,
+        lambda text: b"[" * 10_000 + b"\n" + text,
+        lambda text: text.replace(b"mini_batches", b"mini_botches"),
+    ],
+)
+def test_damaged_metrics_are_refused_before_anything_is_changed(damage, stopped):
+    metrics = stopped / "metrics.jsonl"
+    metrics.write_bytes(damage(metrics.read_bytes()))
+    before = {path: path.read_bytes() for path in stopped.rglob("*") if path.is_file()}
+    assert "metrics.jsonl: line 1: " in call(*REPORT)
+    line = call(*RESUME)
+    assert "metrics.jsonl: line 1: " in line
+    assert "put the file back as it was, or start another run from the weights" in line
+    assert {path: path.read_bytes() for path in stopped.rglob("*") if path.is_file()} == before
+
+
+def test_metrics_that_are_cut_short_are_refused(stopped):
+    os.truncate(stopped / "metrics.jsonl", 9)
+    assert "metrics.jsonl: has 9 bytes, and had " in call(*RESUME)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["pipe", "zero", "folder", "large"])
+def test_what_has_no_end_is_read_nowhere(kind, stopped):
+    """In the place of every file of a run; a command that needs it says which."""
+    make = {
+        "pipe": os.mkfifo,
+        "zero": lambda path: path.symlink_to("/dev/zero"),
+        "folder": Path.mkdir,
+        "large": lambda path: (path.touch(), os.truncate(path, 2**42)),
+    }[kind]
+    place = stopped / "checkpoints/00000002"
+    read = {
+        "settings.json": (RESUME, REPORT),
+        "plan.json": (RESUME, REPORT, START),
+        "metrics.jsonl": (RESUME, REPORT),
+        "stages/stage0.jsonl": (REPORT,),
+        "recorded/stage0.jsonl": (REPORT,),
+        "weights/stage0.safetensors": () if kind in ("folder", "large") else (RESUME,),
+        "checkpoints/00000002/checkpoint.json": READERS[2:],
+        "checkpoints/00000002/weights/stage0.safetensors": READERS[2:],
+        "checkpoints/00000002/state/stage0.json": (RESUME, READERS[2]),
+    }
+    for name, commands in read.items():
+        path = stopped / name
+        content = path.read_bytes()
+        path.unlink()
+        make(path)
+        for words in commands:
+            more = ("--run-dir", "fresh") if words is START else ()
+            if words is START and name == "plan.json":
+                continue
+            assert f"{path.name}: " in call(*words, *more)
+        path.rmdir() if kind == "folder" else path.unlink()
+        path.write_bytes(content)
+    assert place.is_dir()
+    assert not Path("fresh").exists()
+    call(*RESUME, code=0)
+
+
+@pytest.mark.timeout(60)
+def test_a_pipe_is_no_text_to_train_on(box):
+    os.mkfifo("words.txt")
+    assert "words.txt: isn't a file" in call("tp-profile", "text:words.txt", "--seconds", "0")
+
+
 def test_a_device_is_written_to_and_stays_one(monkeypatch):
     monkeypatch.setattr(os, "replace", lambda *_: pytest.fail("would replace the device"))
     write_bytes("/dev/null", b"{}")

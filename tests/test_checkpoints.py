@@ -484,11 +484,13 @@ def test_a_full_disk_loses_nothing(fails_at, mlp_target, tmp_path, monkeypatch):
 
 
 def test_a_folder_that_cant_be_made(mlp_target, tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "checkpoints").write_text("in the way")
-    plan = plan_for(mlp_target, "timeprest", 2)
+    class InTheWay(Silent):
+        def begin(self):
+            (tmp_path / "run" / "checkpoints").write_text("in the way")
+
+    plan, settings = plan_for(mlp_target, "timeprest", 2), settings_for(mlp_target)
     with pytest.raises(FileError, match=r"checkpoints.*: can't be written: Not a directory"):
-        run(plan, settings_for(mlp_target), tmp_path / "run", inline=True)
+        run(plan, settings, tmp_path / "run", inline=True, observer=InTheWay())
 
 
 def test_state_that_no_file_can_hold(tmp_path):

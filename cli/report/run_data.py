@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,13 @@ from ...planner.lane_times import LaneTimes, steady_times
 from ...planner.plan import Plan
 from ...planner.recording import MEMORY_KINDS, Recording, by_kind
 from ...profiles.errors import FileError, OrderError
+from ...profiles.files import read_limited
 from ...runtime.idle import measured_times, training_times
+from ...runtime.observer import read_progress
 from ...runtime.operation_log import read_stage_epochs
 from ...runtime.recorded import counterpart, measured, mini_batches_of
 from ...runtime.run_dir import RunDir
-from ...runtime.scores import EpochRecord, RunSummary, StageEpoch, decode, with_nan
+from ...runtime.scores import EpochRecord, RunSummary, StageEpoch, decode
 from ...runtime.settings import RunSettings
 from ...runtime.workers import Worker, workers_of
 from .recording_data import columns
@@ -153,36 +155,22 @@ def _progress(
     losses: dict[int, list[float]] = {}
     of_epoch = None
     epochs = []
-    for line in _lines(path):
-        kind = line.pop("kind", None)
-        try:
-            if kind == "epoch":
-                epochs.append(msgspec.convert(with_nan(line), EpochRecord))
-            else:
-                own = losses.setdefault(int(line["epoch"]), [])
-                own += [math.nan if loss is None else float(loss) for loss in line["losses"]]
-                of_epoch = of_epoch or int(line["of"])
-        except (msgspec.ValidationError, KeyError, TypeError, ValueError) as error:
-            raise FileError(f"{path}: isn't of this version: {error}") from None
+    for line in read_progress(path):
+        if isinstance(line, EpochRecord):
+            epochs.append(line)
+        else:
+            own = losses.setdefault(line.epoch, [])
+            own += [math.nan if loss is None else loss for loss in line.losses]
+            of_epoch = of_epoch or line.of
     return tuple(tuple(losses[e]) for e in sorted(losses)), of_epoch, tuple(epochs)
 
 
-def _lines(path: Path) -> Iterable[dict[str, Any]]:
-    """Lines that are whole. Raises FileError."""
-    if not path.exists():
-        return []
-    try:
-        text = path.read_bytes()
-        return [msgspec.json.decode(t) for t in text[: text.rfind(b"\n") + 1].splitlines()]
-    except (OSError, msgspec.DecodeError) as error:
-        raise FileError(f"{path}: can't be read: {error}") from None
-
-
 def _decoded(path: Path, kind: type[RunSummary]) -> RunSummary:
+    text = read_limited(path, "")
     try:
-        return decode(path.read_bytes(), kind)
-    except (OSError, msgspec.DecodeError) as error:
-        raise FileError(f"{path}: can't be read, or isn't of this version: {error}") from None
+        return decode(text, kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise FileError(f"{path}: isn't valid, or isn't of this version: {error}") from None
 
 
 # As data -------------------------------------------------------------------------------------

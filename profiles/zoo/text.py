@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset
 
-from ..errors import TargetError
+from ..errors import FileError, TargetError
+from ..files import check_regular
 from ..task import Split
 from .synthetic import perplexity
 
@@ -133,7 +134,10 @@ def _read(path: str | None) -> str:
 
         return "\n".join(topics[name] for name in sorted(topics))[:MAX_CHARACTERS]
     try:
+        check_regular(Path(path))
         with Path(path).open(encoding="utf-8", errors="replace") as file:
             return file.read(MAX_CHARACTERS)
+    except FileError as error:
+        raise TargetError(f"text:{error}") from None
     except OSError as error:
         raise TargetError(f"text:{path}: can't be read: {error.strerror}") from None
