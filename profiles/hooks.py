@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from .errors import RunError, TargetError, TimeprestError
 from .target import describe_error
-from .task import Task
+from .task import Task, read_figure
+from .tracing.packing import map_tensors
 
 Named = Sequence[tuple[str, nn.Parameter]]
 """Parameters under the model's own names."""
@@ -109,6 +112,118 @@ def task_optimizer(
             f"the task's optimizer holds {others}: make it over the parameters that "
             "optimizer(parameters) is given and no others; what is to be trained must be a "
             "parameter of the model"
+        )
+    return found
+
+
+def try_figures(task: Task, output: Any, target: Any, *, metrics: bool = True) -> list[str]:
+    """Call loss and metrics as an evaluation does.
+
+    Args:
+        metrics: else the loss alone.
+
+    Returns:
+        A line for each figure that seems to be a sum over the samples: it doubles where each of
+        them is there twice.
+
+    Raises as the hooks do, and TargetError for a figure that isn't a number.
+    """
+    once = _figures(task, output, target, metrics)
+    if metrics:
+        task_figures(task, {name: _mean(name, value) for name, value in once.items()})
+    try:
+        twice = _figures(task, *_each_twice(output, target), metrics)
+    except (TimeprestError, ValueError):
+        # Of what can't be doubled, nothing can be told.
+        return []
+    return [
+        f"the task's {name if name == 'loss' else f'metric {name!r}'} doubles where every sample "
+        "is there twice: it seems to be a sum, and must be a mean over the samples, or (sum, "
+        "weight) (docs/tasks.md)"
+        for name, value in once.items()
+        if not isinstance(value, tuple)
+        and name in twice
+        and _mean(name, value)
+        and math.isclose(_mean(name, twice[name]), 2 * _mean(name, value), rel_tol=1e-3)
+    ]
+
+
+def _figures(task: Task, output: Any, target: Any, metrics: bool) -> dict[str, Any]:
+    """What the loss and the task's metrics give, by name."""
+    with torch.no_grad():
+        found = {"loss": call_hook("loss", task.loss, output, target, kind=RunError)}
+        if metrics:
+            found.update(task_metrics(task, output, target))
+    for name, value in found.items():
+        _mean(name, value)
+    return found
+
+
+def _mean(name: str, value: Any) -> float:
+    total, weight = read_figure(name, value, 1)
+    return total / weight if weight else math.nan
+
+
+def task_figures(task: Task, means: Mapping[str, float]) -> dict[str, float]:
+    """What the task's `figures` makes of the means over the test samples; none where it has none.
+
+    Raises TargetError when it gives no dict of numbers, RunError when it raises.
+    """
+    hook = getattr(task, "figures", None)
+    if hook is None:
+        return {}
+    made = call_hook("figures", hook, dict(means), kind=RunError)
+    if not isinstance(made, Mapping):
+        raise TargetError(
+            f"the task's figures gave {described(made)}; return a dict of figures by names"
+        )
+    found: dict[str, float] = {}
+    for name, value in made.items():
+        number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        if not isinstance(number, (int, float)):
+            raise TargetError(f"the task's figure {name!r} must be a number")
+        found[str(name)] = float(number)
+    return found
+
+
+def _each_twice(output: Any, target: Any) -> tuple[Any, Any]:
+    """The same samples once more behind themselves. Raises ValueError where there are none."""
+    rows = [t.shape[0] for t in tree_leaves(target) if isinstance(t, Tensor) and t.dim()]
+    if not rows or not rows[0]:
+        raise ValueError
+
+    def twice(tensor: Tensor) -> Tensor:
+        if not tensor.dim() or tensor.shape[0] % rows[0]:
+            raise ValueError
+        return torch.cat([tensor, tensor])
+
+    return map_tensors(twice, output), map_tensors(twice, target)
+
+
+def stand_in(value: Any) -> Any:
+    """Numbers of the same shapes in place of a model's result that was made without any: floats
+    from 0 to 1, zeros else."""
+
+    def real(tensor: Tensor) -> Tensor:
+        make = torch.rand if tensor.dtype.is_floating_point else torch.zeros
+        return make(tuple(tensor.shape)).to(tensor.dtype)
+
+    return map_tensors(real, value)
+
+
+def task_scheduler(task: Task, optimizer: torch.optim.Optimizer) -> Any:
+    """What the task's `scheduler` makes of a stage's optimizer; None where it has none.
+
+    Raises TargetError when it raises, or gives what can't be stepped.
+    """
+    hook = getattr(task, "scheduler", None)
+    if hook is None:
+        return None
+    found = call_hook("scheduler", hook, optimizer)
+    if not callable(getattr(found, "step", None)):
+        raise TargetError(
+            f"the task's scheduler gave {described(found)}; return one of "
+            "torch.optim.lr_scheduler's classes"
         )
     return found
 

@@ -22,7 +22,7 @@ from ..profiles.tracing.state import unchanged
 from ..profiles.units import format_bytes
 from .cores import unplanned_turns, usable_cores
 from .devices import CPU, check_kind, device_kind, device_of, gpu_count
-from .hooks import check_optimizers, hook_warnings
+from .hooks import check_optimizers, hook_warnings, try_in_parts, try_training
 from .interface import use_interface
 from .meeting import Meeting
 from .placement import between_processes, free_bytes, gpu_name, transport_of
@@ -138,7 +138,12 @@ def dry_run(
     address = "127.0.0.1" if meeting is None else use_interface(meeting.launched)
     prepared = prepare(plan, settings)
     check_optimizers(prepared)
-    check_shapes(prepared)
+    result, target = check_shapes(prepared)
+    if _is_small(prepared):
+        sums = try_training(prepared)
+    else:
+        only = None if meeting is None else prepared.workers[meeting.rank].stage
+        sums = try_in_parts(prepared, result, target, only)
     free = free_bytes(CPU)
 
     def one(rank: int, local_rank: int) -> _Mine:
@@ -156,7 +161,8 @@ def dry_run(
         )
 
     if meeting is None:
-        return _findings(prepared, [one(rank, rank) for rank in range(len(prepared.workers))], "")
+        every = [one(rank, rank) for rank in range(len(prepared.workers))]
+        return _findings(prepared, every, "", more=sums)
     mine = one(meeting.rank, meeting.launched.local_rank)
     texts = meeting.gather("dry run", msgspec.json.encode(mine))
     _send_over_cuts(prepared, meeting)
@@ -165,21 +171,31 @@ def dry_run(
     found = [msgspec.json.decode(text, type=_Mine) for text in texts]
     launched = meeting.launched
     meets_at = f"{launched.address}:{launched.port}"
-    return _findings(prepared, found, meets_at, one_host=launched.one_host)
+    return _findings(prepared, found, meets_at, one_host=launched.one_host, more=sums)
 
 
-def check_shapes(prepared: Prepared) -> None:
+def _is_small(prepared: Prepared) -> bool:
+    """Whether the model may be run for real, for a look."""
+    whole_bytes = sum(stage.memory_bytes for stage in prepared.plan.predicted.stages)
+    return whole_bytes <= SMALL_BYTES
+
+
+def check_shapes(prepared: Prepared) -> tuple[Any, Any]:
     """Run every stage's forward for one micro-batch, on what the cuts before it promise.
 
-    Large models run on fake tensors. Raises RunError where a stage makes something else.
+    Large models run on fake tensors.
+
+    Returns the model's result, and the target of its micro-batch.
+
+    Raises RunError where a stage makes something else.
     """
     target = resolve(prepared.settings.task)
-    whole_bytes = sum(stage.memory_bytes for stage in prepared.plan.predicted.stages)
+    fake, result, wanted = not _is_small(prepared), None, None
     for worker in prepared.workers:
         if not worker.leads:
             continue
         s = worker.stage
-        inputs, _ = target.sample(prepared.shares[worker.rank].samples)
+        inputs, wanted = target.sample(prepared.shares[worker.rank].samples)
         named = dict(zip(prepared.inputs, inputs, strict=False))
         specs = prepared.specs[s]
         arguments = [
@@ -187,7 +203,7 @@ def check_shapes(prepared: Prepared) -> None:
             for name in prepared.pieces[s].inputs
         ]
         try:
-            made = _forward(prepared, s, arguments, fake=whole_bytes > SMALL_BYTES)
+            made = _forward(prepared, s, arguments, fake=fake)
         except TimeprestError:
             raise
         except Exception as error:  # the user's model
@@ -199,6 +215,8 @@ def check_shapes(prepared: Prepared) -> None:
                     f"{worker.name} makes {name!r} as {tuple(tensor.shape)} {tensor.dtype}, and "
                     f"what follows takes {spec.shape} {spec.dtype}"
                 )
+        result = made[-1] if prepared.pieces[s].has_result else None
+    return result, wanted
 
 
 def _forward(prepared: Prepared, s: int, arguments: Sequence[Any], *, fake: bool) -> Sequence[Any]:
@@ -250,9 +268,18 @@ def _send_over_cuts(prepared: Prepared, meeting: Meeting) -> None:
 
 
 def _findings(
-    prepared: Prepared, found: Sequence[_Mine], meets_at: str, *, one_host: bool = True
+    prepared: Prepared,
+    found: Sequence[_Mine],
+    meets_at: str,
+    *,
+    one_host: bool = True,
+    more: Sequence[str] = (),
 ) -> DryRun:
-    """`found`: what each worker says of its host, by rank."""
+    """
+    Args:
+        found: what each worker says of its host, by rank.
+        more: warnings of the trial.
+    """
     plan = prepared.plan
     devices = plan.cluster.devices
     workers = []
@@ -310,7 +337,7 @@ def _findings(
             for c in prepared.deal.crossings
         ),
         problems=tuple(_problems(workers, hosts, gpus)),
-        warnings=tuple(_warnings(prepared, found)),
+        warnings=(*more, *_warnings(prepared, found)),
     )
 
 

@@ -10,8 +10,8 @@ from typing import Protocol
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from ..profiles.errors import RunError, TargetError
-from ..profiles.hooks import call_hook, described
+from ..profiles.errors import RunError
+from ..profiles.hooks import call_hook, task_scheduler
 from ..profiles.task import Task
 from .settings import RunSettings
 
@@ -62,15 +62,7 @@ def make_scheduler(
     if settings.lr_schedule is not None:
         rule = partial(factor, settings.lr_schedule, settings.warmup, updates)
         return LambdaLR(optimizer, rule)
-    by_task = getattr(task, "scheduler", None)
-    if by_task is None:
-        return None
-    found: Scheduler = call_hook("scheduler", by_task, optimizer)
-    if not callable(getattr(found, "step", None)):
-        raise TargetError(
-            f"the task's scheduler gave {described(found)}; return one of "
-            "torch.optim.lr_scheduler's classes"
-        )
+    found: Scheduler | None = task_scheduler(task, optimizer)
     return found
 
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
 import torch
-from torch import Tensor
 
 from ..planner.memory import MemoryByKind
-from ..profiles.errors import RunError, TargetError
-from ..profiles.hooks import call_hook, described, task_metrics
+from ..profiles.errors import RunError
+from ..profiles.hooks import call_hook, task_figures, task_metrics
 from ..profiles.task import Task, read_figure
 
 T = TypeVar("T")
@@ -114,20 +112,7 @@ class EvaluationScore:
     def figures(self, task: Task) -> dict[str, float]:
         """The means, and what the task makes of them. Raises TargetError."""
         means = self.means()
-        make = getattr(task, "figures", None)
-        if make is None:
-            return means
-        made = call_hook("figures", make, dict(means), kind=RunError)
-        if not isinstance(made, Mapping):
-            raise TargetError(
-                f"the task's figures gave {described(made)}; return a dict of figures by names"
-            )
-        for name, value in made.items():
-            number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-            if not isinstance(number, (int, float)):
-                raise TargetError(f"the task's figure {name!r} must be a number")
-            means[str(name)] = float(number)
-        return means
+        return {**means, **task_figures(task, means)}
 
 
 class EpochRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -181,3 +181,32 @@ class StepRaises(MLPTask):
 
     def optimizer(self, parameters):
         return torch.optim.LBFGS(parameters)
+
+
+class MetricsOfEach(MLPTask):
+    """A figure for each sample."""
+
+    def metrics(self, output, target):
+        return {"error": (output - target).abs().mean(1)}
+
+
+class MetricsCount(MLPTask):
+    """One figure is a count."""
+
+    def metrics(self, output, target):
+        right = (output > 0) == (target > 0)
+        return {"right": right.sum(), "accuracy": right.double().mean()}
+
+
+class LossSum(MLPTask):
+    def loss(self, output, target):
+        return ((output - target) ** 2).sum()
+
+
+class Unwritable(MLPTask):
+    """An optimizer that keeps what no checkpoint can hold."""
+
+    def optimizer(self, parameters):
+        optimizer = torch.optim.SGD(parameters, lr=0.05)
+        optimizer.param_groups[0]["rule"] = self
+        return optimizer

@@ -12,7 +12,10 @@ from timeprest.profiles.hooks import task_optimizer
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.measuring.platforms import platform_of
 from timeprest.profiles.target import misspelt_hooks, parse_input, resolve
+from timeprest.runtime import dry_run as dry_run_module
 from timeprest.runtime.dry_run import dry_run
+from timeprest.runtime.hooks import try_training
+from timeprest.runtime.prepare import prepare
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import RunSettings
 
@@ -112,7 +115,7 @@ BLAMED = {
     "DataNone": r"data\('train'\) gave None; return a map-style Dataset",
     "TestDataNone": r"data\('test'\) gave None; return a map-style Dataset",
     "Uneven": r"data\(split\): its samples can't be put into a batch: .*equal size",
-    "LossNone": r"loss must give one number|the task's loss must give one number",
+    "LossNone": r"loss must (give|be) one number",
     "LossRaises": r"the task's loss failed: .*hook_tasks\.py:\d+: RuntimeError",
     "MetricsNone": r"the task's metrics gave None; return a dict",
     "MetricsRaise": r"the task's metrics failed: .*hook_tasks\.py:\d+: RuntimeError",
@@ -123,8 +126,6 @@ BLAMED = {
 }
 """What a run says of each."""
 
-NEVER_PROFILED = ("TestDataNone", "Metrics", "Scheduler")
-
 
 @pytest.mark.parametrize("name", BLAMED)
 def test_a_run_blames_the_hook(name, plan, tmp_path):
@@ -133,7 +134,71 @@ def test_a_run_blames_the_hook(name, plan, tmp_path):
         run(plan, settings, tmp_path / "run", inline=True)
 
 
-@pytest.mark.parametrize("name", [n for n in BLAMED if not n.startswith(NEVER_PROFILED)])
-def test_profiling_blames_the_hook(name):
-    with pytest.raises(TargetError, match=BLAMED[name]):
-        measure(resolve(f"{TASKS}:{name}"), batch_size=2, seconds=0)
+# Trying every hook before a run -----------------------------------------------------------------
+
+TRIED = {
+    **BLAMED,
+    "MetricsOfEach": r"the task's metric 'error' must be (one|a) number",
+    "Unwritable": r"a checkpoint can't hold|'rule'",
+}
+
+
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("name", TRIED)
+def test_a_dry_run_tries_every_hook(name, large, plan, tmp_path, monkeypatch):
+    """As a run does; of a large model on numbers that stand in for its results."""
+    if large:
+        monkeypatch.setattr(dry_run_module, "SMALL_BYTES", 0)
+        if name == "Unwritable":
+            pytest.skip("no checkpoint is put together of a large model")
+    with pytest.raises(TimeprestError, match=TRIED[name]):
+        dry_run(plan, RunSettings(task=f"{TASKS}:{name}", steps=2), str(tmp_path / "run"))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["TestDataNone", "MetricsNone", "Unwritable"])
+def test_what_a_run_leaves_out_isnt_tried(name, plan, tmp_path):
+    settings = RunSettings(task=f"{TASKS}:{name}", steps=2, evaluate=False, checkpoint_every=0)
+    assert dry_run(plan, settings, str(tmp_path / "run")).problems == ()
+
+
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize(
+    ("name", "sums"),
+    [("MetricsCount", ["metric 'right'"]), ("LossSum", ["loss"]), ("MLPTask", [])],
+)
+def test_sums_in_place_of_means_get_a_warning(name, sums, large, plan, tmp_path, monkeypatch):
+    monkeypatch.setattr(dry_run_module, "SMALL_BYTES", 0 if large else 2**28)
+    task = f"{TASKS}:{name}"
+    found = dry_run(plan, RunSettings(task=task, steps=2), str(tmp_path / "run")).warnings
+    assert [line.split(" doubles where")[0] for line in found if " doubles where" in line] == [
+        f"the task's {figure}" for figure in sums
+    ]
+
+
+def test_a_trial_leaves_random_numbers_as_they_were(plan, mlp_target):
+    prepared = prepare(plan, RunSettings(task=mlp_target, steps=2))
+    before = torch.get_rng_state()
+    assert try_training(prepared) == []
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in TRIED if name not in ("TestDataNone", "Unwritable")]
+)
+@pytest.mark.parametrize("platform", [("cpu",), ("meta", "a100-80gb")])
+def test_profiling_tries_every_hook(name, platform):
+    with pytest.raises(TimeprestError, match=TRIED[name]):
+        measure(
+            resolve(f"{TASKS}:{name}"),
+            batch_size=4,
+            platform=platform_of(*platform),
+            seconds=0,
+        )
+
+
+def test_profiling_warns_of_what_only_an_evaluation_needs():
+    with pytest.warns(TaskWarning, match=r"data\('test'\) gave None.*--no-evaluate"):
+        measure(resolve(f"{TASKS}:TestDataNone"), batch_size=2, seconds=0)
+    with pytest.warns(TaskWarning, match="metric 'right' doubles"):
+        measure(resolve(f"{TASKS}:MetricsCount"), batch_size=2, seconds=0)

@@ -9,15 +9,18 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import TargetError, TaskWarning, UserError
-from ..hooks import task_optimizer
+from ..hooks import call_hook, stand_in, task_optimizer, task_scheduler, try_figures
 from ..profile import OptimizerCost, Profile, check_profile
 from ..target import Target, describe_error, misspelt_hooks
+from ..task import Task, dataset_size, fetch_call
 from ..tracing.call import Call
 from ..tracing.fingerprint import fingerprint
 from ..tracing.front_ends import TRACE_SAMPLES, trace
 from ..tracing.graph import TracedModel, state_of_layer
+from ..tracing.state import unchanged
 from .assemble import assemble
 from .bench import Bench, Case, Progress, parts_of
 from .optimizer_cost import measure_optimizer
@@ -75,7 +78,7 @@ def measure(
     """
     platform = platform or platform_of("cpu")
     for line in misspelt_hooks(target.task) if target.task is not None else ():
-        warnings.warn(line, TaskWarning, stacklevel=2)
+        _warn(line)
     sizes = tuple(sorted(set(micro_batch_sizes or default_sizes(batch_size, platform))))
     torch.set_num_threads(threads)
     calls = {size: target.call(size) for size in {TRACE_SAMPLES, *sizes}}
@@ -110,8 +113,12 @@ def measure(
                 for size, graph in zip(sizes, graphs, strict=True)
             ]
             bench = Bench(target, model, platform, cases, batch_size, progress)
-            bench.run(seconds, error)
+            if target.task is not None:
+                # Of one sample, a figure for each is a number too.
+                several = next((size for size in sizes if size > 1), sizes[0])
+                _try_evaluation(bench, target.task, calls[several])
             optimizer = _optimizer(bench)
+            bench.run(seconds, error)
         except UserError:
             raise
         except Exception as failure:  # the user's model and loss run here
@@ -148,8 +155,6 @@ def _placed(platform: Platform, call: Call, target: Any) -> tuple[Call, Any]:
 
 def _try(target: Target, model: nn.Module, call: Call) -> None:
     """Call the model as the user would: so that what's wrong with it isn't blamed on a trace."""
-    from ..tracing.state import unchanged
-
     try:
         with unchanged(model), torch.no_grad():
             call.of(model)
@@ -157,10 +162,8 @@ def _try(target: Target, model: nn.Module, call: Call) -> None:
         raise _failed(target, failure) from failure
 
 
-def _failed(target: Target, failure: Exception) -> TargetError:
-    return TargetError(
-        f"{target.name}: the model failed on its own inputs: {describe_error(failure)}"
-    )
+def _failed(target: Target, failure: Exception, on: str = "its own inputs") -> TargetError:
+    return TargetError(f"{target.name}: the model failed on {on}: {describe_error(failure)}")
 
 
 def _for_size(traced: TracedModel, model: nn.Module, target: Target, call: Call) -> TracedModel:
@@ -185,6 +188,58 @@ def _for_size(traced: TracedModel, model: nn.Module, target: Target, call: Call)
     return replace(found, refusals=traced.refusals)
 
 
+def _try_evaluation(bench: Bench, task: Task, trained: tuple[Call, Any]) -> None:
+    """Evaluate on one micro-batch of the smallest size, so that what is wrong with the task's hooks
+    shows before the measuring.
+
+    Where there is no test data, which not every run needs, on training samples.
+
+    Args:
+        trained: a micro-batch of those.
+
+    Raises TargetError or RunError naming the hook. Figures that aren't means get a warning.
+    """
+    target, platform, model = bench.target, bench.platform, bench.model
+    size = trained[0].tensors[0].shape[0]
+    try:
+        with _disable_current_modes():
+            dataset = call_hook("data('test')", task.data, "test")
+            call, wanted = fetch_call(dataset, range(min(size, dataset_size(dataset, "test"))))
+    except TargetError as error:
+        _warn(f"{error} (or train with tp-run --no-evaluate)")
+        call, wanted = trained
+    placed, wanted_there = _placed(platform, call, wanted)
+    model.eval()
+    try:
+        with unchanged(model), torch.no_grad(), platform.forward_context():
+            output = placed.of(model)
+    except Exception as failure:  # whatever the user's model raises
+        raise _failed(target, failure, "test samples in evaluation mode") from failure
+    finally:
+        model.train()
+    if platform.computed:
+        with _disable_current_modes():
+            lines = try_figures(task, stand_in(output), wanted)
+    else:
+        lines = try_figures(task, output, wanted_there)
+    for line in lines:
+        _warn(line)
+
+
+def _try_scheduler(task: Task, optimizer: torch.optim.Optimizer) -> None:
+    """Step it once. `optimizer`: one that has been stepped."""
+    with _disable_current_modes(), warnings.catch_warnings():
+        # Torch looks for a step that the optimizer makes after the scheduler is made.
+        warnings.simplefilter("ignore")
+        scheduler = task_scheduler(task, optimizer)
+        if scheduler is not None:
+            call_hook("scheduler", scheduler.step, doing="step()")
+
+
+def _warn(line: str) -> None:
+    warnings.warn(line, TaskWarning, stacklevel=4)
+
+
 def _optimizer(bench: Bench) -> OptimizerCost:
     task = bench.target.task
     make = None
@@ -193,16 +248,23 @@ def _optimizer(bench: Bench) -> OptimizerCost:
 
         def make(given: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
             named = [(known.get(id(p), "a parameter"), p) for p in given]
-            return task_optimizer(task.optimizer, given, named, "the model")
+            found = task_optimizer(task.optimizer, given, named, "the model")
+            made.append(found)
+            return found
 
+    made: list[torch.optim.Optimizer] = []
     spec = bench.platform.spec
     if spec is not None:
         from .roofline import optimizer_roofline
 
-        return optimizer_roofline(make, spec, next(bench.model.parameters()).dtype)
-    groups = [
-        [t for t in state_of_layer(bench.traced, layer).values() if isinstance(t, nn.Parameter)]
-        for layer in bench.traced.layers
-    ]
-    with bench.platform.clock() as clock:
-        return measure_optimizer(make, list(bench.model.parameters()), groups, clock)
+        cost = optimizer_roofline(make, spec, next(bench.model.parameters()).dtype)
+    else:
+        groups = [
+            [t for t in state_of_layer(bench.traced, layer).values() if isinstance(t, nn.Parameter)]
+            for layer in bench.traced.layers
+        ]
+        with bench.platform.clock() as clock:
+            cost = measure_optimizer(make, list(bench.model.parameters()), groups, clock)
+    if task is not None:
+        _try_scheduler(task, made[-1])
+    return cost

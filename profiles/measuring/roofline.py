@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ..errors import TargetError
+from ..hooks import call_hook
 from ..profile import OptimizerCost
 from .device_specs import DeviceSpec
 from .operation_cost import Rule, moved_bytes, rule_of
@@ -103,7 +104,7 @@ def optimizer_roofline(
         parameter.grad = torch.zeros_like(parameter)
         try:
             optimizer = make([parameter])
-            optimizer.step()
+            call_hook("optimizer", optimizer.step, doing="step()")
             with Roofline(spec) as clock:
                 optimizer.step()
         except TargetError:
