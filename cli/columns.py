@@ -90,7 +90,7 @@ def fitted(title: str, key: Column, columns: Sequence[Column], width: int) -> Gr
         ):
             below.insert(0, above.pop())
     tables = [_table([key, *block], width) for block in blocks or [[]]]
-    return Group(Text(title, style="bold"), *tables)
+    return Group(Text(printable(title), style="bold"), *tables)
 
 
 def _taken(columns: Sequence[Column], *, whole: bool = False) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import json
 import math
 import os
 import sys
@@ -13,11 +14,15 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import click
-from rich.console import Console
+import msgspec
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+from rich.text import Text
 
 from .. import __version__
 from ..profiles.errors import PlanError, TaskWarning, TimeprestError
 from ..profiles.limits import MAX_COUNT
+from .names import printable
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -26,17 +31,36 @@ _LONGEST_LINE = 1000
 """Characters of an error; names in a broken file can be any length."""
 
 
+class PlainConsole(Console):
+    """Prints text as it is: no markup, and nothing in it moves the cursor (`names.printable`).
+
+    A string is one line, whatever name is in it; of texts that we put together, lines stay lines.
+    """
+
+    def __init__(self, **more: Any) -> None:
+        # Names such as "net.py:Llama:" aren't emoji, and those with brackets aren't styles.
+        super().__init__(highlight=False, soft_wrap=False, emoji=False, markup=False, **more)
+
+    def render_str(self, text: str, **more: Any) -> Text:
+        """As rich's."""
+        return super().render_str(printable(text), **more)
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterator[Segment]:
+        """As rich's."""
+        for segment in super().render(renderable, options):
+            text = segment.text
+            if segment.control or text.isprintable() or text == "\n":
+                yield segment
+            else:
+                yield Segment("\n".join(map(printable, text.split("\n"))), segment.style)
+
+
 def output() -> Console:
     """The console for results: stdout, as wide as the terminal or COLUMNS says, or 100 columns."""
     known = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal()
-    # Names such as "net.py:Llama:" aren't emoji, and those with brackets aren't styles.
-    return Console(
-        width=None if known else _PLAIN_WIDTH,
-        highlight=False,
-        soft_wrap=False,
-        emoji=False,
-        markup=False,
-    )
+    return PlainConsole(width=None if known else _PLAIN_WIDTH)
 
 
 class Stopped(KeyboardInterrupt):
@@ -57,7 +81,7 @@ def errors_as_lines(function: F) -> F:
             sys.exit(error.exit_code)
         except KeyboardInterrupt as stop:
             more = f"; {stop}" if isinstance(stop, Stopped) and str(stop) else ""
-            click.echo(f"{program()}: stopped{more}", err=True)
+            tell(f"stopped{more}")
             sys.exit(130)
         except BrokenPipeError:
             # The reader of our output (head, less) has had enough.
@@ -85,12 +109,24 @@ def _warnings_as_lines() -> Iterator[None]:
 
 def complain(message: str) -> None:
     """Print one line on stderr, whatever the message has in it from files and command lines."""
-    words = " ".join(message.split())
-    # What would move the cursor or can't be encoded is shown by its code.
-    line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in words)
+    line = printable(" ".join(message.split()))
     if len(line) > _LONGEST_LINE:
         line = f"{line[: _LONGEST_LINE // 2]} … {line[-_LONGEST_LINE // 3 :]}"
-    click.echo(f"{program()}: {line}", err=True)
+    tell(line)
+
+
+def tell(message: str) -> None:
+    """Print a line on stderr that is no error: a warning, or what is being done."""
+    click.echo(f"{program()}: {printable(message)}", err=True)
+
+
+def print_json(value: Any) -> None:
+    """Print a result as JSON; names in it are escaped where they could move the cursor."""
+    text = msgspec.json.encode(value).decode()
+    if not text.isprintable():
+        # The others are escaped in any case.
+        text = "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text)
+    click.echo(text)
 
 
 @contextmanager

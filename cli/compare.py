@@ -7,14 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
-import msgspec
 from rich.console import Console, Group
 from rich.text import Text
 
 from ..planner.plan import Plan, read_plan
 from ..profiles.errors import UserError
 from .columns import fitted, fixed, words
-from .common import common_options, errors_as_lines, output
+from .common import common_options, errors_as_lines, output, print_json
 from .compare_figures import (
     FIGURES,
     STAGE_FIGURES,
@@ -52,7 +51,7 @@ def compare(paths: Sequence[str], as_json: bool, quiet: bool, verbose: bool) -> 
         raise UserError(f"{paths[0]}: give a second plan to compare it with")
     plans = dict(zip(_names(paths), map(read_plan, paths), strict=True))
     if as_json:
-        click.echo(msgspec.json.encode(as_data(plans)))
+        print_json(as_data(plans))
     elif not quiet:
         print_comparison(output(), plans, every=verbose)
 

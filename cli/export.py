@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from .common import OneLineCommand, errors_as_lines
+from .names import printable
 from .one_rank import OneRankCommand
 from .run_report import report
 
@@ -31,7 +32,7 @@ def export(run_dir: str, output: str, at: int | None, quiet: bool) -> None:
 
     source = export_run(run_dir, output, at=at)
     if not quiet:
-        click.echo(f"wrote {output}, from {source}")
+        click.echo(printable(f"wrote {output}, from {source}"))
 
 
 class WithOthers(OneRankCommand):

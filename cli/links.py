@@ -6,7 +6,6 @@ import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import click
 import msgspec
 from rich.table import Table
 
@@ -21,7 +20,7 @@ from ..planner.link_fit import LinkFit, fit_link, typical_pair
 from ..profiles.files import write_bytes
 from ..profiles.outputs import Kind, check_output
 from ..profiles.units import format_bytes, format_seconds
-from .common import output
+from .common import output, print_json
 from .progress import Bar
 from .tables import compact_table, counted
 
@@ -69,7 +68,7 @@ def links_command(path: str, *, processes: int, device: str, quiet: bool, as_jso
     report = report_of(times, path)
     write_bytes(path, cluster_text(report).encode())
     if as_json:
-        click.echo(msgspec.json.encode(report))
+        print_json(report)
     elif not quiet:
         console = output()
         console.print(_table(report))

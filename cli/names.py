@@ -15,6 +15,8 @@ _CUT = "…"
 
 def printable(name: str) -> str:
     """The name; what would move the cursor or can't be encoded is shown by its code."""
+    if name.isprintable():
+        return name
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in name)
 
 

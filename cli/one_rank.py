@@ -14,7 +14,7 @@ import click
 from ..profiles.errors import RunError, TimeprestError
 from ..profiles.parent import end_with_parent
 from ..runtime.launched import launched_by
-from .common import OneLineCommand
+from .common import OneLineCommand, tell
 
 if TYPE_CHECKING:
     from ..runtime.meeting import Meeting
@@ -59,7 +59,7 @@ def one_rank_tells(function: F) -> F:
         from ..profiles.target import describe_error
         from ..runtime.meeting import Meeting
 
-        meeting = Meeting(launched, lambda line: click.echo(f"tp-run: {line}", err=True))
+        meeting = Meeting(launched, tell)
         click.get_current_context().obj = meeting
         try:
             function(*args, **kwargs)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import click
-import msgspec
 
 from ..planner.plan import read_plan
 from ..planner.recheck import recheck
@@ -13,7 +12,7 @@ from ..profiles.errors import UserError
 from ..profiles.files import read_file, write_file
 from ..profiles.outputs import Kind, check_output, check_outputs
 from ..profiles.profile import Profile, check_profile
-from .common import OneLineGroup, Whole, common_options, errors_as_lines, output
+from .common import OneLineGroup, Whole, common_options, errors_as_lines, output, print_json
 from .compare import compare
 from .figures.options import Figures, figure_options, write_plan_figures
 from .plan_html import html_option, write_html
@@ -98,7 +97,7 @@ def show(
         written = [*written, trace_path]
     if as_json:
         found = timeline_json(plan, first, mini_batches) if with_timeline else plan
-        click.echo(msgspec.json.encode(found))
+        print_json(found)
     elif not quiet:
         console = output()
         drawn = []
@@ -139,7 +138,7 @@ def check(
     if path:
         write_file(path, found.plan)
     if as_json:
-        click.echo(msgspec.json.encode(found.plan))
+        print_json(found.plan)
     elif not quiet:
         print_plan(found.plan, 0, every=verbose)
         note = assumed(profile, found.plan.variant)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import click
-import msgspec
 
 from ..profiles.errors import UserError
 from ..profiles.files import is_file, write_file
@@ -22,6 +21,7 @@ from .common import (
     common_options,
     errors_as_lines,
     output,
+    print_json,
     whole_numbers,
 )
 from .profile_tables import print_profile
@@ -195,7 +195,7 @@ def main(
         profile = _measure(target, sizes, options, quiet=quiet)
     write_file(path, profile)
     if as_json:
-        click.echo(msgspec.json.encode(profile))
+        print_json(profile)
     elif not quiet:
         console = output()
         print_profile(console, profile, verbose=verbose)

@@ -6,11 +6,11 @@ import sys
 import time
 from typing import Any
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
-from .common import output, program
+from .common import PlainConsole, output, tell
+from .names import printable
 
 _REFRESH_S = 0.1
 _FIRST_LINE_S = 30.0
@@ -28,13 +28,14 @@ class Bar:
     def __init__(self, title: str, *, quiet: bool) -> None:
         self._title = title
         self._quiet = quiet
-        console = Console(stderr=True, emoji=False, markup=False)
+        console = PlainConsole(stderr=True)
         self._progress = Progress(
-            TextColumn("{task.fields[title]}"),
+            TextColumn("{task.fields[title]}", markup=False),
             BarColumn(bar_width=24 if console.width >= 120 else 10),
             # Takes what is left, so that the bar keeps its width.
             TextColumn(
                 "{task.description}",
+                markup=False,
                 table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"),
             ),
             TextColumn("{task.fields[left]}", table_column=Column(no_wrap=True)),
@@ -44,7 +45,9 @@ class Bar:
             disable=quiet or not sys.stderr.isatty(),
             expand=True,
         )
-        self._task: TaskID = self._progress.add_task("", total=None, title=title, left="")
+        self._task: TaskID = self._progress.add_task(
+            "", total=None, title=printable(title), left=""
+        )
         self._begin = time.monotonic()
         self._first: tuple[float, float] | None = None
         self._shown_at = 0.0
@@ -68,7 +71,7 @@ class Bar:
         if self.shown:
             self._progress.update(
                 self._task,
-                description=what,
+                description=printable(what),
                 completed=done,
                 # Without an end, the bar only shows that there is life.
                 total=total or None,
@@ -81,9 +84,7 @@ class Bar:
         passed = now - self._begin
         self._next_line = now + min((_LINES_APART - 1) * passed, _MOST_BETWEEN_S)
         share = f", {left}" if left else ""
-        line = f"{program()}: {self._title}: {what} ({passed:.0f} s{share})"
-        sys.stderr.write("".join(c if c.isprintable() else " " for c in line) + "\n")
-        sys.stderr.flush()
+        tell(f"{self._title}: {what} ({passed:.0f} s{share})")
 
     def print(self, *lines: Any) -> None:
         """Print results while the bar is shown: above it where both are on a terminal."""

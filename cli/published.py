@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import click
-import msgspec
 from rich.table import Table
 from rich.text import Text
 
@@ -15,7 +14,7 @@ from ..profiles.errors import InfeasibleError
 from ..profiles.importers.foreign import read_workload
 from ..profiles.limits import MAX_FACTOR
 from ..profiles.units import format_bytes, format_seconds, parse_bandwidth, parse_bytes
-from .common import Number, Whole, common_options, errors_as_lines, output
+from .common import Number, Whole, common_options, errors_as_lines, output, print_json
 from .progress import Bar
 from .tables import compact_table, counted
 
@@ -112,7 +111,7 @@ def published(
                     [problem.names[j] for j in members(mask)] for mask in scattered.devices or ()
                 ],
             }
-        click.echo(msgspec.json.encode(found))
+        print_json(found)
         return
     if quiet:
         return

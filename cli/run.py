@@ -23,6 +23,8 @@ from .common import (
     errors_as_lines,
     naming,
     output,
+    print_json,
+    tell,
 )
 from .export import WithOthers
 from .one_rank import meeting_at_hand, one_rank_tells
@@ -447,13 +449,11 @@ def main(
                     else partial(run, plan, settings, where, inline=inline, observer=Show())
                 )
                 warn_of_memory(plan, settings)
-                summary = with_restarts(
-                    first, again, max_restarts, lambda line: click.echo(f"tp-run: {line}", err=True)
-                )
+                summary = with_restarts(first, again, max_restarts, tell)
         except KeyboardInterrupt:
             raise Stopped(how_to_go_on(where)) from None
     if as_json:
-        click.echo(msgspec.json.encode(summary))
+        print_json(summary)
     elif not quiet:
         console.print(summary_table(plan, summary))
         for line in summary_lines(plan, summary):

@@ -5,11 +5,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-import click
-import msgspec
-
 from ..profiles.errors import UserError
-from .common import output
+from .common import output, print_json, tell
 
 if TYPE_CHECKING:
     from ..planner.plan import Plan
@@ -67,7 +64,7 @@ def warn_of_memory(plan: Plan, settings: RunSettings) -> None:
     planned = [len(stage.devices) * predicted.memory_bytes for stage, predicted in stages]
     warning = shortage_here(planned, free_bytes(CPU))
     if warning is not None:
-        click.echo(f"tp-run: warning: {warning}", err=True)
+        tell(f"warning: {warning}")
 
 
 def show_dry_run(
@@ -87,7 +84,7 @@ def show_dry_run(
     if found is None:
         return
     if as_json:
-        click.echo(msgspec.json.encode(found))
+        print_json(found)
     elif not quiet:
         console = output()
         console.print(worker_table(found))
@@ -114,7 +111,7 @@ def show_check(
 
     report = check(plan, settings, run_dir=run_dir, inline=inline)
     if as_json:
-        click.echo(msgspec.json.encode(report))
+        print_json(report)
     elif not quiet:
         console = output()
         console.print(check_table(report))

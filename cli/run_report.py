@@ -13,7 +13,7 @@ from rich.text import Text
 from ..profiles.errors import UserError
 from ..profiles.outputs import Kind, check_outputs
 from ..profiles.units import format_bytes, format_seconds
-from .common import OneLineCommand, common_options, errors_as_lines, output
+from .common import OneLineCommand, common_options, errors_as_lines, output, print_json
 from .figures.options import width_option, write_run_figure
 from .tables import compact_table, counted
 
@@ -67,7 +67,7 @@ def report(
     if svg:
         _write_figure(runs, svg, svg_width)
     if as_json:
-        click.echo(msgspec.json.encode({"runs": [run_figures(run) for run in runs]}))
+        print_json({"runs": [run_figures(run) for run in runs]})
     elif not quiet:
         console = output()
         for run in runs:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import click
-import msgspec
 from rich.text import Text
 
 from ..planner.operations import Order, op_text
@@ -14,7 +13,7 @@ from ..planner.simulate import Timeline, idle_shares, simulate, warm_mini_batche
 from ..planner.steady import steady_state
 from ..profiles.errors import UserError
 from ..profiles.units import format_seconds
-from .common import Whole, common_options, errors_as_lines, output
+from .common import Whole, common_options, errors_as_lines, output, print_json
 from .tables import compact_table
 
 _MOST_OPERATIONS = 200_000
@@ -45,7 +44,7 @@ def simulate_plan(
     timeline = simulate(pipeline, order)
     period_s = steady_state(pipeline).period_s
     if as_json:
-        click.echo(msgspec.json.encode(_json(timeline, period_s)))
+        print_json(_json(timeline, period_s))
     elif not quiet:
         _print(pipeline, order, timeline, period_s, count)
 

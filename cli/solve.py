@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-import msgspec
 
 from ..planner.cluster import Cluster
 from ..planner.crowding import crowded
@@ -25,7 +24,7 @@ from ..profiles.limits import MAX_FACTOR
 from ..profiles.outputs import Kind, check_output
 from ..profiles.profile import IMPORTED, Profile, check_profile
 from .cluster_options import cluster_of, cluster_options
-from .common import Number, Whole, common_options, errors_as_lines, output
+from .common import Number, Whole, common_options, errors_as_lines, output, print_json
 from .front_tables import comparison, front_table
 from .plan_tables import assumed, print_plan
 from .progress import Bar
@@ -146,7 +145,7 @@ def solve(
         plan = solve_plan(profile, cluster, variant, progress=bar, **asked)
     write_file(path, plan)
     if as_json:
-        click.echo(msgspec.json.encode(plan))
+        print_json(plan)
     elif not quiet:
         print_plan(plan, 16 if verbose else 0, every=verbose)
         _print_assumed(profile, [variant])
@@ -205,7 +204,7 @@ def _solve_all(
     for name, plan in plans.items():
         write_file(paths[name], plan)
     if as_json:
-        click.echo(msgspec.json.encode({"plans": plans, "failed": failed}))
+        print_json({"plans": plans, "failed": failed})
     elif not quiet:
         console = output()
         console.print(comparison(plans, failed, front.points, console.width))

@@ -374,6 +374,53 @@ def test_the_name_of_a_stream_stays_one(tmp_path):
     assert (tmp_path / "found").read_bytes() == b"{}"
 
 
+EVIL = "\x1b[2J\r\n\x07\x9b5m\u202eevil\x7f"
+
+
+def test_names_move_no_cursor_and_end_no_line(box):
+    """Of layers, targets, devices, files and run directories: in tables, pages and JSON."""
+    text = Path("profile.json").read_text().replace('"l0"', json.dumps(f"l0{EVIL}"))
+    profile = json.loads(text) | {"target": f"target{EVIL}", "refusals": [f"fx: {EVIL}"]}
+    cluster = CLUSTER.replace('"big"', json.dumps(f"big{EVIL}"))
+    plan, run = f"plan{EVIL}", f"stopped{EVIL}"
+    Path(f"p{EVIL}").write_text(json.dumps(profile))
+    Path(f"c{EVIL}").write_text(cluster.replace("\x7f", "\\u007F"))
+    for name, content in sound_run().items():
+        path = Path(run, Path(name).relative_to("stopped"))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    Path("stopped").symlink_to(run)
+    commands = [
+        ("tp-plan", "solve", f"p{EVIL}", "--cluster", f"c{EVIL}", "-v", "-o", plan),
+        ("tp-plan", "solve", f"p{EVIL}", "--devices", "3", "--stages", "2", "-o", "other.json"),
+        ("tp-plan", "check", plan, "--profile", f"p{EVIL}", "-o", plan),
+        ("tp-plan", "show", plan, "--timeline", "-v", "--html", "page", "--svg", f"svg{EVIL}"),
+        ("tp-plan", "show", plan, "--svg-memory", "svg", "--trace", "trace"),
+        ("tp-plan", "show", plan, "--json"),
+        ("tp-plan", "compare", plan, "other.json", "-v"),
+        ("tp-run", "report", run, "-o", f"page{EVIL}"),
+        ("tp-run", "report", run, "stopped", "--json"),
+        ("tp-run", "export", run, "-o", f"model{EVIL}"),
+        (*START[:-2], "--run-dir", f"run{EVIL}"),
+        (*START[:-2], "--run-dir", f"dry{EVIL}", "--dry-run"),
+    ]
+    for words in commands:
+        said = call(*words, code=0)
+        assert said.replace("\n", "").isprintable(), words
+        assert "evil" in said, words
+    # An SVG with control characters is no XML; a page shows them as nothing.
+    for name in ("page", f"page{EVIL}", "svg", f"svg{EVIL}"):
+        assert not set(Path(name).read_text()) & set("\x1b\x07\x9b\u202e\x7f"), name
+    for words in (
+        ("tp-plan", "show", EVIL),
+        ("tp-run", f"x{EVIL}.json"),
+        ("tp-profile", f"x{EVIL}.py:Task"),
+        ("tp-run", "--resume", "--run-dir", EVIL),
+        ("tp-plan", "solve", "profile.json", "--pin", f"{EVIL}=1"),
+    ):
+        assert call(*words).isprintable()
+
+
 RESUME = ("tp-run", "--resume", "--run-dir", "stopped", "--inline", "-q")
 REPORT = ("tp-run", "report", "stopped", "-q")
 START = ("tp-run", "plan.json", "--task", TASK, "--inline", "--steps", "1", "--from", "stopped")

@@ -63,6 +63,21 @@ def test_a_terminal_gets_a_bar_and_quiet_nothing(clock, monkeypatch):
     assert sys.stderr.getvalue() == ""
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+def test_names_in_progress_move_no_cursor(terminal, clock, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Terminal() if terminal else io.StringIO())
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "200")
+    with Bar("profiling \x1b[5m[red]m", quiet=False) as bar:
+        for k in range(40):
+            bar("layer \x1b[2J\u202e\x9b1m", k, 40)
+            clock.now += 1
+    said = sys.stderr.getvalue()
+    assert "profiling \\x1b[5m[red]m" in said
+    assert "layer \\x1b[2J\\u202e\\x9b1m" in said
+    assert not any(evil in said for evil in ("\x1b[2J", "\x1b[5m", "\u202e", "\x9b"))
+
+
 def test_time_left():
     assert time_left(10, 1, 4) == "30 s left"
     assert time_left(100, 1, 11) == "17 min left"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from xml.sax.saxutils import escape, quoteattr
 
+from ..names import printable
+
 POINTS_PER_MM = 72 / 25.4
 
 FONTS = "Helvetica, Arial, 'Liberation Sans', 'DejaVu Sans', sans-serif"
@@ -81,7 +83,7 @@ class Drawing:
 
     def text(self, x: float, y: float, text: str, **more: str | float) -> None:
         """Text on a baseline; starts at x unless a text_anchor says otherwise."""
-        self._lines.append(f"<text{_attributes({'x': x, 'y': y, **more})}>{escape(text)}</text>")
+        self._lines.append(f"<text{_attributes({'x': x, 'y': y, **more})}>{_escaped(text)}</text>")
 
     def finished(self, height: float, title: str, facts: Iterable[str]) -> str:
         """The whole document.
@@ -96,12 +98,17 @@ class Drawing:
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{millimetres[0]}" '
             f'height="{millimetres[1]}" viewBox="0 0 {size}" role="img" '
             f"font-family={quoteattr(FONTS)}>",
-            f"<title>{escape(title)}</title>",
-            f"<desc>{escape(' '.join(facts))}</desc>",
+            f"<title>{_escaped(title)}</title>",
+            f"<desc>{_escaped(' '.join(facts))}</desc>",
         ]
         defs = ["<defs>", *self._defs, "</defs>"] if self._defs else []
         paper = [f'<rect width="{number(self.width)}" height="{number(height)}" fill="#ffffff"/>']
         return "\n".join([*head, *defs, *paper, *self._lines, "</svg>", ""])
+
+
+def _escaped(text: str) -> str:
+    """Text for the document, which can't hold control characters."""
+    return escape(printable(text))
 
 
 def _attributes(found: dict[str, str | float]) -> str:

@@ -47,6 +47,7 @@ from string import Template
 from typing import Any
 
 from ...profiles.files import write_bytes
+from ..names import printable
 from ..palette import LIGHTENED, LIMIT, MEMORY, OPERATIONS, SERIES
 
 ASSETS = Path(__file__).parent / "assets"
@@ -74,7 +75,7 @@ def page(data: Mapping[str, Any]) -> str:
     script = "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in _scripts())
     shell = Template((ASSETS / "page.html").read_text(encoding="utf-8"))
     return shell.substitute(
-        title=escape(str(data.get("title", "TiMePReSt"))),
+        title=escape(printable(str(data.get("title", "TiMePReSt")))),
         policy=_policy(style, script),
         style=style,
         data=script_text({"palette": _palette(), **data}),
@@ -89,11 +90,22 @@ def write_page(path: str | Path, data: Mapping[str, Any]) -> None:
 
 def script_text(data: Any) -> str:
     """Data as JSON that can stand inside a script element, whatever strings are in it."""
-    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    for character in "<>&\u2028\u2029":
+    text = json.dumps(_shown(data), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
-    # Half of a surrogate pair, from a broken name, can't be encoded.
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+    return text
+
+
+def _shown(data: Any) -> Any:
+    """The same with strings as people can read them, whatever is in names (`printable`)."""
+    if isinstance(data, str):
+        return printable(data)
+    if isinstance(data, Mapping):
+        return {_shown(key): _shown(value) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        # Recordings are long lists of numbers.
+        return [each if type(each) in (float, int) else _shown(each) for each in data]
+    return data
 
 
 def _scripts() -> Iterator[str]:
