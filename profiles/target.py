@@ -323,7 +323,10 @@ def describe_error(error: BaseException) -> str:
         for frame in traceback.extract_tb(error.__traceback__)
         if not frame.filename.startswith((*ours, *_LIBRARIES, "<"))
     ]
-    text = " ".join(str(error).split())
+    try:
+        text = " ".join(str(error).split())
+    except BaseException as failed:  # the user's exception
+        text = f"(its text can't be had: __str__ raised {type(failed).__name__})"
     reason = f"{type(error).__name__}: {text}" if text else type(error).__name__
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}: {type(error).__name__}: {error.msg}"

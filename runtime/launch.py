@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from ..profiles.errors import RunError, StoppedError, TimeprestError, UserError
+from ..profiles.errors import FileError, RunError, StoppedError, TimeprestError, UserError
 from .failures import blame, circumstances, stopped_ranks
 from .observer import Observer, Tail
 from .run_dir import RunDir
@@ -110,11 +110,16 @@ def run_workers(workers: Workers, poll: Callable[[], None]) -> None:
             with watch:
                 elastic_launch(config, sys.executable)(*command)
     except ChildFailedError as error:
-        raise _explain(workers, error, watch) from error
+        raise watch.problem or _explain(workers, error, watch) from error
+    except OSError as error:
+        what = f"{error.filename}: can't be written" if error.filename else "the workers' files"
+        raise FileError(f"{what}: {error.strerror}") from None
     except SignalException as stopped:
         if stopped.sigval == signal.SIGINT:
             raise KeyboardInterrupt from stopped
         raise StoppedError(f"stopped by {stopped.sigval.name}") from stopped
+    if watch.problem is not None:
+        raise watch.problem
 
 
 @contextmanager
@@ -144,6 +149,7 @@ class _Watch:
     Attributes:
         killed: processes that were ended from here, which isn't a cause.
         stopped: ranks whose processes stood still (SIGSTOP) at the first failure.
+        problem: what went wrong in here, so that the workers had to end.
     """
 
     def __init__(self, run_dir: RunDir, poll: Callable[[], None]) -> None:
@@ -151,18 +157,29 @@ class _Watch:
         self.poll = poll
         self.killed: set[int] = set()
         self.stopped: frozenset[int] = frozenset()
+        self.problem: BaseException | None = None
         self._failed_at: float | None = None
+        self._looks = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, daemon=True)
 
     def _work(self) -> None:
         while not self._stop.wait(0.1):
-            self.poll()
-            self._end_the_stuck()
+            try:
+                if self.problem is None:
+                    self.poll()
+                    self._end_the_stuck()
+                else:
+                    self._kill_workers()
+            except BaseException as error:  # whoever is told of progress, and a full disk below
+                self.problem = error
 
     def _end_the_stuck(self) -> None:
         if self._failed_at is None:
-            if any(self.run_dir.errors.glob("*.json")):
+            self._looks += 1
+            noted = any(self.run_dir.errors.glob("*.json"))
+            # Those that stand elsewhere for want of room take longer to look for.
+            if noted or (not self._looks % 10 and self.run_dir.read_errors()):
                 self._failed_at = time.monotonic()
                 self.stopped = stopped_ranks(read_statuses(self.run_dir.statuses))
         elif time.monotonic() - self._failed_at > GRACE_S:
@@ -187,7 +204,11 @@ class _Watch:
         self._thread.join()
         # A signal that comes while the launcher starts a worker can make it forget that one.
         psutil.wait_procs(self._kill_workers(), timeout=GRACE_S)
-        self.poll()
+        if self.problem is None:
+            try:
+                self.poll()
+            except BaseException as error:
+                self.problem = error
 
 
 def _explain(workers: Workers, error: BaseException, watch: _Watch) -> TimeprestError:
@@ -198,14 +219,14 @@ def _explain(workers: Workers, error: BaseException, watch: _Watch) -> Timeprest
     silent = [
         (rank, failure)
         for rank, failure in failures.items()
-        if not any(e["rank"] == rank for e in noted)
+        if not any(e.rank == rank for e in noted)
         and failure.exitcode != -signal.SIGTERM
         and failure.pid not in watch.killed
     ]
-    own = [e for e in noted if not e["from_peer"]]
+    own = [e for e in noted if not e.from_peer]
     if own:
-        kind: type[TimeprestError] = UserError if own[0]["exit_code"] == 2 else RunError
-        return kind(own[0]["message"] + circumstances(statuses, own[0]["rank"]))
+        kind: type[TimeprestError] = UserError if own[0].exit_code == 2 else RunError
+        return kind(own[0].message + circumstances(statuses, own[0].rank))
     if silent:
         rank, failure = min(silent, key=lambda item: item[1].timestamp)
         how = (
@@ -215,15 +236,13 @@ def _explain(workers: Workers, error: BaseException, watch: _Watch) -> Timeprest
         )
         around = circumstances(statuses, rank)
         if not statuses and noted:
-            around = f"; {noted[0]['message']}"
+            around = f"; {noted[0].message}"
         return RunError(
             f"{workers.labels[rank]} {how}{around}{_printed(workers, 'Its output is', rank)}"
         )
     printed = _printed(workers, "What the workers printed is")
     if noted:
-        return RunError(
-            blame(statuses, noted[0]["rank"], noted[0]["message"], watch.stopped) + printed
-        )
+        return RunError(blame(statuses, noted[0].rank, noted[0].message, watch.stopped) + printed)
     return RunError(f"the run failed: {error}{printed}")
 
 

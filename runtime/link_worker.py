@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import timedelta
 from statistics import fmean, median
@@ -18,15 +19,15 @@ import torch
 import torch.distributed as dist
 
 from ..planner.link_fit import LinkPoint, error_of_median
-from ..profiles.errors import TimeprestError
 from ..profiles.files import write_bytes
 from ..profiles.parent import end_with_parent
-from ..profiles.target import describe_error
 from ..profiles.units import format_bytes
+from .growing_file import GrowingFile
 from .interface import loopback, use_loopback
 from .link_bursts import ALL_REDUCE, Process
 from .links import LinkDir, LinkSettings, LinkTimes, backend_of
 from .peers import PeerError
+from .worker import leave, note_failure
 
 # Longest wait for the others to start. All load torch at once, on the cores that there are.
 MEETING_S = 30.0
@@ -120,7 +121,7 @@ def _take_turns(
 ) -> None:
     """Burst by burst, until no cell needs more. A cell that has enough is left out."""
     shown = 0.0
-    with where.progress.open("w", encoding="utf-8") as progress:
+    with closing(GrowingFile(where.progress)) as progress:
         left = cells
         while left:
             for cell in left:
@@ -128,7 +129,7 @@ def _take_turns(
                     shown = time.monotonic()
                     done = fmean(c.share_done(settings.precision) for c in cells)
                     line = (format_bytes(cell.message_bytes), int(1000 * done), 1000)
-                    progress.write(msgspec.json.encode(line).decode() + "\n")
+                    progress.write(msgspec.json.encode(line) + b"\n")
                     progress.flush()
                 cell.burst(process)
             left = [cell for cell in left if cell.share_done(settings.precision) < 1]
@@ -143,22 +144,9 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         _work(where, store_path, rank, world_size)
-    except TimeprestError as error:
-        from_peer = isinstance(error, PeerError)
-        where.write_error(rank, str(error), from_peer=from_peer, exit_code=error.exit_code)
-        return _leave(error.exit_code)
-    except Exception as error:
-        message = f"process {rank}: {describe_error(error)}"
-        where.write_error(rank, message, from_peer=False, exit_code=1)
-        return _leave(1)
-    return _leave(0)
-
-
-def _leave(code: int) -> int:
-    """End at once: nothing that still waits for a peer may keep the process alive."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    except BaseException as error:
+        return leave(note_failure(error, where, rank, f"process {rank}"))
+    return leave(0)
 
 
 def _work(where: LinkDir, store_path: str, rank: int, world_size: int) -> None:

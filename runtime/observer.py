@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import time
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol
 
 import msgspec
 
 from ..profiles.errors import FileError
 from ..profiles.files import read_lines
+from .growing_file import GrowingFile
 from .scores import EpochRecord, with_nan
 
 
@@ -69,9 +70,9 @@ class MetricsFile:
     """
 
     def __init__(self, path: Path, *, more: bool = False) -> None:
-        """`more`: a run that is resumed goes on with the file."""
+        """`more`: a run that is resumed goes on with the file. Raises FileError, as all of it."""
         self.path = path
-        self._file: TextIO = path.open("a" if more else "w", encoding="utf-8")
+        self._file = GrowingFile(path, more=more)
         self._losses: list[float] = []
         self._at = (0, 0, 0)
         self._written = 0.0
@@ -91,18 +92,18 @@ class MetricsFile:
         if not self._losses:
             return
         epoch, done, of = self._at
-        self._write(
-            {"kind": "mini_batches", "epoch": epoch, "done": done, "of": of, "losses": self._losses}
-        )
-        self._losses = []
+        losses, self._losses = self._losses, []
         self._written = time.monotonic()
+        self._write(
+            {"kind": "mini_batches", "epoch": epoch, "done": done, "of": of, "losses": losses}
+        )
 
     def epoch(self, record: EpochRecord) -> None:
         """Note an epoch's record."""
         self._write({"kind": "epoch", **msgspec.to_builtins(record)})
 
     def _write(self, line: dict[str, Any]) -> None:
-        self._file.write(msgspec.json.encode(line).decode() + "\n")
+        self._file.write(msgspec.json.encode(line) + b"\n")
         self._file.flush()
 
     def close(self) -> None:

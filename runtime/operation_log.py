@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, TextIO
+from typing import NamedTuple
 
 import msgspec
 from torch import Tensor
@@ -14,6 +14,7 @@ from ..planner.operations import Op
 from ..profiles.errors import FileError
 from ..profiles.files import read_lines
 from .data import Segment
+from .growing_file import GrowingFile
 from .record import ALL, NONE, Record, record_named
 from .run_dir import RunDir
 from .scores import StageEpoch, with_nan
@@ -53,14 +54,15 @@ class OperationLog:
         Args:
             record: which mini-batches.
             more: a run that is resumed goes on with the file.
+
+        Raises FileError, here and later, where it can't be written.
         """
-        path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self.record = record
         self.on = False
         self._first: Op | None = None
         self._last: Op | None = None
-        self._file: BinaryIO = path.open("ab" if more else "wb", buffering=1 << 16)
+        self._file = GrowingFile(path, more=more, buffer_bytes=1 << 16)
         self._encoder = msgspec.json.Encoder()
         self._received: list[tuple[int, str, int, float]] = []
         self._sent: list[tuple[int, str, int, float]] = []
@@ -164,14 +166,13 @@ class StageMetrics:
     """Lines of JSON, one per epoch: what the stage saw in it."""
 
     def __init__(self, path: Path, *, more: bool = False) -> None:
-        """`more`: a run that is resumed goes on with the file."""
-        path.parent.mkdir(parents=True, exist_ok=True)
+        """`more`: a run that is resumed goes on with the file. Raises FileError, as all of it."""
         self.path = path
-        self._file: TextIO = path.open("a" if more else "w", encoding="utf-8")
+        self._file = GrowingFile(path, more=more)
 
     def epoch(self, seen: StageEpoch) -> None:
         """Add an epoch."""
-        self._file.write(msgspec.json.encode(seen).decode() + "\n")
+        self._file.write(msgspec.json.encode(seen) + b"\n")
         self._file.flush()
 
     def flush(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from ..planner.plan import Plan
-from ..profiles.errors import FileError, UserError
+from ..profiles.errors import UserError
 from .channels import LocalChannels, Mailbox
 from .checkpoint import CheckpointWriter
 from .devices import check_kind, device_kind, gpu_count, own_device
@@ -202,10 +202,7 @@ def _run_inline(prepared: Prepared, where: RunDir, collector: _Collector) -> lis
     ]
     for runner in runners:
         keep_gradients(where, runner)
-    try:
-        metrics = MetricsFile(where.metrics, more=more)
-    except OSError as error:
-        raise FileError(f"{where.metrics}: can't be written: {error.strerror}") from None
+    metrics = MetricsFile(where.metrics, more=more)
     told = [metrics if runner.tells else None for runner in runners]
     files = {
         runner.worker.rank: [file for file in mine if file is not None]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,11 +17,8 @@ from ..profiles.files import check_regular, read_file, read_limited, write_bytes
 from ..profiles.outputs import RUN_FILES, RUN_FOLDERS, RUN_OWN, holds_settings
 from .scores import RunSummary, StageReport, decode
 from .settings import RunSettings
+from .status import Failure, read_statuses
 from .workers import Worker
-
-_NOTED = {"rank", "message", "from_peer", "exit_code", "time"}
-"""What a worker notes of its failure."""
-
 
 _MEND = "put back what the run had there, or remove it"
 
@@ -119,9 +114,11 @@ class RunDir:
     def reopen(self, settings: RunSettings) -> None:
         """Get the directory of a run that is resumed ready: it hasn't ended. Raises FileError."""
         write_file(self.path / "settings.json", settings)
-        self.summary.unlink(missing_ok=True)
-        for path in self.errors.glob("*.json"):
-            path.unlink(missing_ok=True)
+        for path in (self.summary, *self.errors.glob("*.json"), *self.statuses.glob("*.json")):
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                raise FileError(f"{path}: can't be removed: {error.strerror}") from None
 
     def read(self) -> tuple[Plan, RunSettings]:
         """What is being run. Raises FileError."""
@@ -204,34 +201,29 @@ class RunDir:
         """Write the end of the run."""
         self._write_json(self.summary, summary)
 
-    def write_error(
-        self, rank: int, message: str, *, from_peer: bool, exit_code: int, file: str | None = None
-    ) -> None:
+    def write_error(self, failure: Failure, file: str | None = None) -> None:
         """Note why a worker failed; the launcher reports the first cause.
 
         Args:
             file: what its files are called.
-        """
-        content = {
-            "rank": rank,
-            "message": message,
-            "from_peer": from_peer,
-            "exit_code": exit_code,
-            "time": time.time(),
-        }
-        self._write_json(self.errors / f"{file or f'rank{rank}'}.json", content)
 
-    def read_errors(self) -> list[dict[str, Any]]:
+        Raises FileError.
+        """
+        self._write_json(self.errors / f"{file or f'rank{failure.rank}'}.json", failure)
+
+    def read_errors(self) -> list[Failure]:
         """What the workers noted, causes before their consequences, then by time."""
-        found = []
+        found = {}
         for path in sorted(self.errors.glob("*.json")):
             try:
-                noted = json.loads(read_limited(path, ""))
-                if set(noted) >= _NOTED:
-                    found.append(noted)
-            except (FileError, ValueError, TypeError, RecursionError):
+                failure = msgspec.json.decode(read_limited(path, ""), type=Failure)
+            except (FileError, msgspec.DecodeError, RecursionError):
                 continue
-        return sorted(found, key=lambda e: (bool(e["from_peer"]), float(e["time"])))
+            found[failure.rank] = failure
+        for rank, status in read_statuses(self.statuses).items():
+            if status.failure is not None:
+                found.setdefault(rank, status.failure)
+        return sorted(found.values(), key=lambda failure: (failure.from_peer, failure.time))
 
     def _report(self, worker: Worker) -> Path:
         return self.path / "reports" / f"{worker.file}.json"

@@ -20,6 +20,8 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import Tensor
 
+from ..profiles.errors import RunError
+from ..profiles.units import format_bytes
 from .crossings import Crossing, Lane
 from .peers import PeerError, why_lost
 from .shared_slots import Box, GoneError, Inbox, Key, Outbox, boxes
@@ -148,7 +150,7 @@ def meet(
         store: of all workers, in which addresses are told.
         timeout_s: longest wait for a message.
 
-    Raises PeerError.
+    Raises PeerError, and RunError where the memory can't be had.
     """
     others = [other for other in range(len(names)) if other != rank]
     meeting_s = max(timeout_s, MEETING_S)
@@ -163,8 +165,7 @@ def meet(
                 connection, _ = listener.accept()
                 connection.settimeout(meeting_s)
                 source = _RANK.unpack(connection.recv(_RANK.size))[0]
-                file = os.memfd_create("timeprest")
-                os.ftruncate(file, _size(incoming[source]))
+                file = _memory(names[rank], _size(incoming[source]))
                 socket.send_fds(connection, [b"m"], [file])
                 memory = _mapped(file, incoming[source])
                 inboxes[source] = Inbox(connection, memory, incoming[source])
@@ -177,11 +178,28 @@ def meet(
     return SharedChannels(rank, names, inboxes, outboxes, timeout_s, status)
 
 
+def _memory(name: str, nbytes: int) -> int:
+    """A new piece of shared memory. Raises RunError, since it isn't another worker's fault."""
+    try:
+        file = os.memfd_create("timeprest")
+        os.ftruncate(file, nbytes)
+    except OSError as error:
+        raise RunError(
+            f"{name}: {format_bytes(nbytes)} of shared memory for messages: {error.strerror} (a "
+            "limit on the size of files counts here, too); --transport gloo takes none"
+        ) from None
+    return file
+
+
 @contextmanager
 def _listening(count: int, timeout_s: float) -> Iterator[tuple[socket.socket, str]]:
     """A socket that this user's processes can call, and its address."""
+    try:
+        made = tempfile.TemporaryDirectory(prefix="timeprest-")
+    except OSError as error:
+        raise RunError(f"{error.filename}: can't be made: {error.strerror}") from None
     with (
-        tempfile.TemporaryDirectory(prefix="timeprest-") as folder,
+        made as folder,
         socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener,
     ):
         address = str(Path(folder) / "in")

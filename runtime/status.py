@@ -16,6 +16,23 @@ from ..profiles.errors import FileError
 from ..profiles.files import check_regular, read_limited
 
 _BYTES = 4096
+_MOST_CHARACTERS = 500
+"""Of a failure; one takes up to 6 bytes."""
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a worker failed.
+
+    Attributes:
+        from_peer: it only waited for another one in vain.
+        time: by its host's clock.
+    """
+
+    rank: int
+    message: str
+    from_peer: bool
+    exit_code: int
+    time: float
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,6 +51,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Ranks whose message it waits for; empty: it computes."""
     since: float = 0.0
     """When it began to do so, by its host's clock."""
+    failure: Failure | None = None
+    """Why it failed, where that couldn't be written into a file of its own."""
 
     @property
     def label(self) -> str:
@@ -81,12 +100,16 @@ class StatusFile:
     """
 
     def __init__(self, path: Path, rank: int, name: str) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if os.path.lexists(path):
-            check_regular(path)
-        path.write_bytes(b" " * _BYTES)
-        with path.open("r+b") as file:
-            self._memory = mmap.mmap(file.fileno(), _BYTES)
+        """Raises FileError when it can't be written. Later on it needs no more room on the disk."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if os.path.lexists(path):
+                check_regular(path)
+            path.write_bytes(b" " * _BYTES)
+            with path.open("r+b") as file:
+                self._memory = mmap.mmap(file.fileno(), _BYTES)
+        except OSError as error:
+            raise FileError(f"{path}: can't be written: {error.strerror}") from None
         self.now = WorkerStatus(rank=rank, name=name, host=socket.gethostname(), pid=os.getpid())
         self._put(self.now)
 
@@ -105,6 +128,11 @@ class StatusFile:
     def go_on(self) -> None:
         """Note that it computes again."""
         self._put(msgspec.structs.replace(self.now, waits_for=(), since=time.time()))
+
+    def fail(self, failure: Failure) -> None:
+        """Note why it failed."""
+        short = msgspec.structs.replace(failure, message=failure.message[:_MOST_CHARACTERS])
+        self._put(msgspec.structs.replace(self.now, failure=short))
 
     def _put(self, status: WorkerStatus) -> None:
         self.now = status

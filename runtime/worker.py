@@ -6,16 +6,19 @@ rank is, `workers` says.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
+import time
+import traceback
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from ..profiles.allocator import keep_freed_memory
-from ..profiles.errors import TimeprestError
+from ..profiles.errors import FileError, TimeprestError
 from ..profiles.parent import end_with_parent
 from ..profiles.target import describe_error
 from .checkpoint import Agree, CheckpointWriter
@@ -32,7 +35,7 @@ from .run_lock import as_worker
 from .runner import StageRunner
 from .scores import StageReport
 from .starting import rewind_logs
-from .status import StatusFile
+from .status import Failure, StatusFile
 from .sums import ALL, ProcessSums, stage_group
 from .training import Barrier, Course
 from .transports import open_transport
@@ -51,12 +54,7 @@ def main(arguments: list[str]) -> int:
     # Ctrl-C ends a worker at once, without a traceback; the launcher says that it was stopped.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     worker = Worker(rank, rank)
-
-    def note(message: str, exit_code: int, *, from_peer: bool = False) -> None:
-        run_dir.write_error(
-            rank, message, from_peer=from_peer, exit_code=exit_code, file=worker.file
-        )
-
+    status: StatusFile | None = None
     try:
         plan, settings = run_dir.read()
         worker = workers_of(plan.stages)[rank]
@@ -69,23 +67,49 @@ def main(arguments: list[str]) -> int:
         exchange = exchange_over(store, rank, len(prepared.workers), bound)
         with as_worker(run_dir.path):
             take_part(run_dir, store, worker, prepared, status, device, exchange)
-    except TimeprestError as error:
-        note(str(error), error.exit_code, from_peer=isinstance(error, PeerError))
-        return _leave(error.exit_code)
-    except Exception as error:
-        import traceback
-
-        traceback.print_exc()
-        note(f"{worker.name}: {describe_error(error)}", 1)
-        return _leave(1)
-    return _leave(0)
+    except BaseException as error:  # the user's code runs here: SystemExit may come out of it
+        return leave(note_failure(error, run_dir, worker.rank, worker.name, worker.file, status))
+    return leave(0)
 
 
-def _leave(code: int) -> int:
+def note_failure(
+    error: BaseException,
+    run_dir: RunDir,
+    rank: int,
+    name: str,
+    file: str | None = None,
+    status: StatusFile | None = None,
+) -> int:
+    """Note why a worker failed, for its launcher. Returns the exit code."""
+    known = isinstance(error, TimeprestError)
+    failure = Failure(
+        rank=rank,
+        message=str(error) if known else f"{name}: {describe_error(error)}",
+        from_peer=isinstance(error, PeerError),
+        exit_code=error.exit_code if isinstance(error, TimeprestError) else 1,
+        time=time.time(),
+    )
+    try:
+        run_dir.write_error(failure, file)
+    except FileError:
+        # A full disk, which may be what failed. The status has its room there already.
+        if status is not None:
+            status.fail(failure)
+    # What the worker prints goes to a file, too.
+    with contextlib.suppress(OSError):
+        if known:
+            print(failure.message, file=sys.stderr)
+        else:
+            traceback.print_exception(error)
+    return failure.exit_code
+
+
+def leave(code: int) -> int:
     """End at once: whatever still waits for a peer must not keep the process alive, nor crash
     it while the interpreter is taken down."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
     os._exit(code)
 
 

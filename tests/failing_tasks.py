@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
 
 import torch
@@ -24,6 +25,10 @@ class _TrapSGD(torch.optim.SGD):
             if how == "hold":
                 # A long call that lets no other thread of this process run.
                 ctypes.PyDLL(None).sleep(100)
+            if how == "full":
+                # Nothing can be written from here on, as where the disk is full.
+                resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+                return super().step(closure)
             os.kill(os.getpid(), getattr(signal, how))
         return super().step(closure)
 

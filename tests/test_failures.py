@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -13,13 +14,16 @@ import psutil
 import pytest
 from chaos import left_behind
 from plans import plan_by_hand, with_times
-from timeprest.profiles.errors import FileError, RunError
+from timeprest.profiles.errors import FileError, RunError, UserError
 from timeprest.profiles.files import write_file
+from timeprest.runtime.growing_file import GrowingFile
 from timeprest.runtime.launch import _signals
 from timeprest.runtime.observer import Silent
 from timeprest.runtime.run import run
 from timeprest.runtime.run_lock import alone
 from timeprest.runtime.settings import RunSettings
+from timeprest.runtime.shared_channels import _memory
+from timeprest.runtime.status import StatusFile
 
 HERE = Path(__file__).parent
 ONE = r"stage 1 \(rank 1\)"
@@ -50,6 +54,11 @@ def workers(run_dir):
         ),
         ("exit:0", 45, r"stage 0 \(rank 0\) ended with exit code 3"),
         (
+            "full:1",
+            45,
+            r"stage 1, at 1U\d+: .*/(metrics|recorded/stage1)\.jsonl: can't be written: File too ",
+        ),
+        (
             "SIGSTOP:1",
             45,
             rf"{ONE} is stopped \(SIGSTOP\); {AT_TRAP}; stage 0, at .*for 3 s",
@@ -63,11 +72,36 @@ def test_all_end_soon_and_the_cause_is_named(
     plan = plan_by_hand(with_times(mlp_profile), "timeprest", 2, 4)
     settings = RunSettings(task=TRAP, steps=40, evaluate=False, timeout_s=3)
     begin = time.monotonic()
-    with pytest.raises(RunError, match=message) as caught:
+    with pytest.raises(UserError if "full" in trap else RunError, match=message) as caught:
         run(plan, settings, tmp_path / "run")
     assert time.monotonic() - begin < bound_s
     assert "\n" not in str(caught.value)
     assert not workers(tmp_path / "run")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
+def test_what_cannot_be_written_is_said_once():
+    """A failure of the disk isn't met again when the file is closed."""
+    file = GrowingFile(Path("/dev/full"))
+    file.write(b"a line\n")
+    with pytest.raises(FileError, match="/dev/full: can't be written: No space left on device"):
+        file.flush()
+    file.close()
+    log = GrowingFile(Path("/dev/full"), buffer_bytes=10)
+    log.write(b"0123456789")
+    with pytest.raises(FileError, match="No space left"):
+        log.write(b"0")
+    with pytest.raises(FileError, match="status/x: can't be written: Not a directory"):
+        StatusFile(HERE / "plans.py" / "status/x", 0, "stage 0")
+
+
+def test_without_room_for_shared_memory_it_names_another_way(monkeypatch):
+    def refuse(file, size):
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+
+    monkeypatch.setattr(os, "ftruncate", refuse)
+    with pytest.raises(RunError, match=r"stage 1: 64.0 KiB of shared .* too large .*gloo takes no"):
+        _memory("stage 1", 1 << 16)
 
 
 @pytest.mark.processes
