@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -107,6 +108,16 @@ class Cluster(
             device.memory_bytes == first.memory_bytes and device.speed == first.speed
             for device in self.devices
         )
+
+    @property
+    def links(self) -> tuple[Network, ...]:
+        """The different links that there are between any two devices; `network` where none is."""
+        sizes = Counter(device.machine for device in self.devices)
+        inside = len(sizes) == 1 or any(size > 1 for size in sizes.values())
+        found = [self.network] if inside else []
+        if len(sizes) > 1 and self._link(True) not in found:
+            found.append(self._link(True))
+        return tuple(found)
 
     def at_once(self, devices: int) -> int:
         """How many of a machine's `devices` compute at once."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -24,6 +25,38 @@ class SentTensor:
 
     ends: int
     edge: Edge
+
+
+@dataclass(frozen=True)
+class Drained:
+    """Layers that a mini-batch can't be over without, 1.0 each, in systems that flush, [n].
+
+    A stage begins the next mini-batch when it has run this one's backwards. These wait for the
+    stages behind it that send gradients back, and for no others: what no gradient comes back from
+    may still be running then. So a period takes as long as a way that begins and ends at one stage.
+    With end e of the last row in which gradients come back along the spine (`returning_rows`):
+
+    Attributes:
+        waiting: not what e needs without sending a gradient back to it. The backward of a stage
+            of other layers alone waits for nothing, and nothing need wait for it.
+        before_forward, before_backward: of the spine, what runs before the first work of any stage
+            above it and after its last: it gets gradients from all of the waiting layers above it.
+            Forward, everything from the first such layer on.
+        after_forward, after_backward: likewise between the forward and the backward of a stage
+            below it, which sends gradients back to all of the waiting layers there.
+    """
+
+    waiting: Vector
+    before_forward: Vector
+    before_backward: Vector
+    after_forward: Vector
+    after_backward: Vector
+
+
+def _marked(positions: Sequence[int], count: int) -> Vector:
+    marks = np.zeros(count)
+    marks[list(positions)] = 1.0
+    return marks
 
 
 class LayerGraph:
@@ -119,6 +152,20 @@ class LayerGraph:
         return frozenset(chosen)
 
     @cached_property
+    def direct_tensors(self) -> frozenset[int]:
+        """Positions of tensors that pass by no layer of the spine: made after those before them."""
+        count = len(self.names)
+        along = [k for k in range(count) if self.spine[k]]
+        found = []
+        for t, tensor in enumerate(self.tensors):
+            maker = (tensor.ends & -tensor.ends).bit_length() - 1
+            users = [k for k in range(maker + 1, count) if tensor.ends >> k & 1]
+            passed = (k for k in along if self._before[k] >> maker & 1)
+            if not any(self._before[user] >> k & 1 for k in passed for user in users):
+                found.append(t)
+        return frozenset(found)
+
+    @cached_property
     def most_stages(self) -> int:
         """Stages there can be: layers, with those that must share a stage counted as one."""
         before = self._before
@@ -174,25 +221,48 @@ class LayerGraph:
     @cached_property
     def returning_rows(self) -> list[list[int]]:
         """Layers of the spine in order, in rows: within each, gradients come back all the way."""
-        made: dict[int, set[int]] = {}
+        rows: list[list[int]] = []
+        for k in np.flatnonzero(self.spine).tolist():
+            if not rows or not self._sending_back[k] >> rows[-1][-1] & 1:
+                rows.append([])
+            rows[-1].append(k)
+        return rows
+
+    @cached_property
+    def _sending_back(self) -> list[int]:
+        """Per layer, bit mask of all the layers that gradients come back to from it."""
+        back = [0] * len(self.names)
         for edge in self.profile.edges:
             if edge.needs_grad and edge.consumer in self.position:
-                made.setdefault(self.position[edge.consumer], set()).add(
-                    self.position[edge.producer]
-                )
-        rows: list[list[int]] = []
-        # Layers that send gradients back to the last one of the spine so far.
-        reached: set[int] = set()
-        for k in range(len(self.names)):
-            returns = not reached.isdisjoint(made.get(k, ()))
-            if self.spine[k]:
-                if not returns:
-                    rows.append([])
-                rows[-1].append(k)
-                reached = {k}
-            elif returns:
-                reached.add(k)
-        return rows
+                back[self.position[edge.consumer]] |= 1 << self.position[edge.producer]
+        for k, direct in enumerate(back):
+            for j in range(k):
+                if direct >> j & 1:
+                    back[k] |= back[j]
+        return back
+
+    @cached_property
+    def drained(self) -> Drained:
+        """What a mini-batch can't be over without, where the pipeline drains after each."""
+        count, back = len(self.names), self._sending_back
+        row = self.returning_rows[-1] if self.returning_rows else []
+        waiting = [True] * count
+        if row:
+            end = row[-1]
+            waiting = [
+                not self._before[end] >> k & 1 or bool(back[end] >> k & 1) for k in range(count)
+            ]
+        held = [k for k in range(count) if waiting[k]]
+        ahead = [j for j in row if all(back[k] >> j & 1 for k in held if self._before[k] >> j & 1)]
+        behind = [j for j in row if all(back[j] >> k & 1 for k in held if self._before[j] >> k & 1)]
+        first = ahead[0] if ahead else count
+        return Drained(
+            waiting=np.array(waiting, dtype=np.float64),
+            before_forward=np.array([s * (k >= first) for k, s in enumerate(self.spine.tolist())]),
+            before_backward=_marked(ahead, count),
+            after_forward=_marked(row, count),
+            after_backward=_marked(behind, count),
+        )
 
     @cached_property
     def last_layer(self) -> int | None:

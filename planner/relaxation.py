@@ -119,6 +119,11 @@ class Relaxation:
         drains, returns = view != "cycle", view == "return"
         # Weight parts may run while the next mini-batch fills the pipeline behind the stage.
         partial = drains and not guess and self.variant.split_backward
+        before, after = None, None
+        if drains:
+            # 1F1B with equal stages takes as long as if both counted in full.
+            before, after = self._heads(micro_batches, both=guess or returns)
+        counted = self._counted(drains=drains and not guess, alone=after is None)
         counts = [1] if lone else self.replica_counts(micro_batches)
         counts = [r for r in counts if r % grain == 0 and r == (each or r)]
         known: dict[tuple[bool, int, float], int] = {}
@@ -129,7 +134,14 @@ class Relaxation:
                 if key not in known:
                     known[key] = len(modes)
                     modes.append(
-                        self._mode(micro_batches, r, again=again, grain=grain, inputs_only=partial)
+                        self._mode(
+                            micro_batches,
+                            r,
+                            again=again,
+                            grain=grain,
+                            inputs_only=partial,
+                            counted=counted,
+                        )
                     )
                 options.append(Option(r // grain, known[key]))
         smallest = self._size(micro_batches, counts[-1])
@@ -145,10 +157,6 @@ class Relaxation:
             own = 1 if self.variant.whole_mini_batches else max(1, micro_batches // counts[-1])
             fixed_s += own * operation.forward_s + operation.mini_batch_s / every
             per_byte_s += operation.update_s_per_byte / every
-        before, after = None, None
-        if drains:
-            # 1F1B with equal stages takes as long as if both counted in full.
-            before, after = self._heads(micro_batches, both=guess or returns)
         place = self._places(
             options,
             micro_batches,
@@ -161,12 +169,16 @@ class Relaxation:
         )
         if returns:
             place = self._returning(place, options, micro_batches)
+        elif after is not None and counts[-1] > 1 and not guess:
+            place = self._sharing(place, options, micro_batches)
         if memory_share != 1.0:
             place = changed(place, options, smaller(memory_share))
         return StageProblem(
             names=graph.names,
             needs=graph.needs,
-            tensors=tuple(self._tensors(micro_batches, counts[-1], guess=guess)),
+            tensors=tuple(
+                self._tensors(micro_batches, counts[-1], guess=guess, drains=drains and not guess)
+            ),
             modes=tuple(modes),
             options=tuple(options),
             parameter_bytes=graph.likely_bytes if guess else graph.parameter_bytes,
@@ -180,7 +192,7 @@ class Relaxation:
             workspace_bytes=self._workspace(smallest) if self.limited else None,
             before_s=before,
             after_s=after,
-            overlap=self.question.cluster.network.overlap,
+            overlap=self._overlap,
             stages=stages,
             pins=pins,
         )
@@ -195,7 +207,7 @@ class Relaxation:
         """
         if self.variant.order != "1f1b-micro":
             return 0.0
-        work, _ = self._heads(micro_batches, both=False)
+        work = np.add(*self._once(micro_batches))
         return max((sum(work[row].tolist()) for row in self.graph.returning_rows), default=0.0)
 
     @property
@@ -230,15 +242,41 @@ class Relaxation:
         where a·f is at most a share of the work: as fast a device as does it in the time left.
         Wires are left out.
         """
+        devices = len(self.question.cluster.devices)
+        return self._earlier(place, options, micro_batches, lambda r: -(-devices // r) - 1)
+
+    def _sharing(
+        self, place: Callable[[int, int], Place], options: Sequence[Option], micro_batches: int
+    ) -> Callable[[int, int], Place]:
+        """Places in GPipe's order, where stages behind may have replicas.
+
+        The replica of one of r2 ≤ K − r that has the first micro-batch begins its backwards when
+        it has run the last forward of its own, that of micro-batch N − r2. A replica of the stage
+        may still have ⌈r2 / r⌉ − 1 forwards to run then.
+        """
+        devices = len(self.question.cluster.devices)
+
+        def ahead(r: int) -> int:
+            return max(-(-(devices - r) // r) - 1, 0)
+
+        return self._earlier(place, options, micro_batches, ahead)
+
+    def _earlier(
+        self,
+        place: Callable[[int, int], Place],
+        options: Sequence[Option],
+        micro_batches: int,
+        ahead: Callable[[int], int],
+    ) -> Callable[[int, int], Place]:
+        """Places where so many of a replica's forwards may run beside other work: `ahead`(r)."""
         measured = self.graph.measured(self._size(micro_batches, 1))
         shares = [m.forward_s / (m.forward_s + m.backward_s) for m in measured if m.backward_s]
-        worst = 1.0 if len(shares) < sum(m.forward_s > 0 for m in measured) else max(shares)
-        devices = len(self.question.cluster.devices)
+        known = len(shares) == sum(m.forward_s > 0 or m.backward_s > 0 for m in measured)
+        worst = max(shares, default=0.0) if known else 1.0
 
         def change(found: Place, r: int) -> Place:
             each = micro_batches // r
-            ahead = min(-(-devices // r), each) - 1
-            speed = found.speed / (1 - worst * ahead / each)
+            speed = found.speed / (1 - worst * min(ahead(r), each - 1) / each)
             return replace(found, speed=speed, lower_scale=0.0, upper_scale=0.0)
 
         return changed(place, options, change)
@@ -251,13 +289,28 @@ class Relaxation:
         return -(-self.question.mini_batch // (micro_batches * share))
 
     def _mode(
-        self, micro_batches: int, replicas: int, *, again: bool, grain: int, inputs_only: bool
+        self,
+        micro_batches: int,
+        replicas: int,
+        *,
+        again: bool,
+        grain: int,
+        inputs_only: bool,
+        counted: tuple[Vector, Vector],
     ) -> Mode:
-        """`inputs_only`: of backwards, what gives the gradients of inputs."""
+        """A way to run a stage.
+
+        Args:
+            inputs_only: of backwards, what gives the gradients of inputs.
+            counted: shares of layers' forwards and backwards.
+        """
         size = self._size(micro_batches, replicas)
         measured = self.graph.measured(size)
-        forward = np.array([m.forward_s for m in measured])
+        forward = np.array([m.forward_s for m in measured]) * counted[0]
         backward = self._input_parts(size) if inputs_only else self._backwards(size)
+        backward = backward * counted[1]
+        if again:
+            backward = backward + forward * counted[1]
         # Replicas of a whole mini-batch work at once, each in its own time.
         rounds = micro_batches * (replicas if self.variant.whole_mini_batches else 1) / grain
         fixed = self.graph.buffer_bytes
@@ -267,7 +320,7 @@ class Relaxation:
         unit = self._unit(micro_batches, replicas)
         return Mode(
             "recompute",
-            rounds * (2 * forward + backward),
+            rounds * (forward + backward),
             fixed + unit * flight,
             np.zeros_like(flight),
             shared_in_flight=0.0,
@@ -295,49 +348,78 @@ class Relaxation:
         return np.array([float(m.workspace_bytes) for m in measured])
 
     def _heads(self, micro_batches: int, *, both: bool) -> tuple[Vector, Vector | None]:
-        """What runs before a stage's first work and after its last.
+        """What runs before a stage's first work and after its last, in systems that flush.
 
         The layers that every path goes through, the spine, run one after another, once in
         each direction for some micro-batch, however the rest is cut. In GPipe's order those
         behind a stage come on top: its backwards begin when all forwards are through.
+        Only as far as gradients come back (`LayerGraph.drained`).
 
         Args:
             both: those behind it come on top, whatever the order.
         """
+        forward, backward = self._once(micro_batches)
+        found = self.graph.drained
+        before = forward * found.before_forward + backward * found.before_backward
+        if not (self.variant.forwards_first or both):
+            return before, None
+        return before, forward * found.after_forward + backward * found.after_backward
+
+    def _once(self, micro_batches: int) -> tuple[Vector, Vector]:
+        """Each layer's forward of a micro-batch, and the least of its backward, as fast as can
+        be, [n] each."""
         size = self._size(micro_batches, 1)
-        measured = self.graph.measured(size)
         fastest = max(device.speed for device in self.question.cluster.devices)
+        forward = np.array([m.forward_s for m in self.graph.measured(size)])
         backward = self._input_parts(size) if self.variant.split_backward else self._backwards(size)
-        work = (np.array([m.forward_s for m in measured]) + backward) / fastest
-        spine = work * self.graph.spine
-        return spine, spine if self.variant.forwards_first or both else None
+        return forward / fastest, backward / fastest
+
+    def _counted(self, *, drains: bool, alone: bool) -> tuple[Vector, Vector]:
+        """Shares of layers' forwards and backwards that a stage's load has, [n] each.
+
+        Args:
+            drains: other work comes on top, which those that don't wait may run beside.
+            alone: none of it between the stage's forwards and its backwards.
+        """
+        every = np.ones(len(self.graph.names))
+        if not drains:
+            return every, every
+        waiting = self.graph.drained.waiting
+        return every if alone else waiting, waiting
 
     # Tensors ---------------------------------------------------------------------------------
 
-    def _tensors(self, micro_batches: int, most_replicas: int, *, guess: bool) -> Iterator[Tensor]:
-        cluster = self.question.cluster
+    def _tensors(
+        self, micro_batches: int, most_replicas: int, *, guess: bool, drains: bool
+    ) -> Iterator[Tensor]:
         # What a stage gets may come over several links side by side, one for each stage below.
-        every = guess or not cluster.network.overlap or len(cluster.devices) <= 2
-        network = self._fastest_network
+        every = guess or not self._overlap or len(self.question.cluster.devices) <= 2
         # Wires carry whole micro-batches; a replica holds messages of its share at the least.
         size = self._size(micro_batches, 1)
         held_size = self._size(micro_batches, most_replicas)
         unit = self._unit(micro_batches, most_replicas)
-        both = network.half_duplex or not cluster.network.overlap
+        # Both directions take turns on every link, or keep its devices busy in turn.
+        both = all(link.half_duplex or not link.overlap for link in self.question.cluster.links)
         # A backward has a gradient at hand; a weight part, when the gradients of weights are there
         # at last, hasn't.
         at_hand = 0 if self.variant.split_backward else 1
+        wires = frozenset(range(len(self.graph.tensors)))
+        if drains:
+            # Messages that other work comes on top of: none that may pass beside it.
+            wires = self.graph.direct_tensors if self.graph.drained.waiting.all() else frozenset()
         for number, tensor in enumerate(self.graph.tensors):
             edge = tensor.edge
             sent = sized(edge.fixed_bytes, edge.bytes_per_sample, size)
             returned = sent if edge.needs_grad else 0
-            wire_s = micro_batches * network.wire_s(sent + returned if both else sent)
+            wire_s = micro_batches * (sent + returned if both else sent) / self._most_per_s
+            wire_s *= number in wires
+            waits = edge.needs_grad or not drains
             nbytes = sized(edge.fixed_bytes, edge.bytes_per_sample, held_size)
             gradient = unit * nbytes if edge.needs_grad else 0.0
             yield Tensor(
                 ends=tensor.ends,
                 lower_s=wire_s if every or number in self.graph.lone_tensors else 0.0,
-                upper_s=0.0 if cluster.network.overlap else wire_s,
+                upper_s=0.0 if self._overlap else wire_s * waits,
                 lower_bytes=(
                     RECEIVES_AHEAD["F"] * nbytes + (1 + at_hand) * gradient if self.limited else 0.0
                 ),
@@ -346,10 +428,14 @@ class Relaxation:
             )
 
     @cached_property
-    def _fastest_network(self) -> Network:
-        cluster = self.question.cluster
-        networks = [cluster.network, *filter(None, [cluster.between_machines])]
-        return max(networks, key=lambda network: network.bandwidth_bytes_per_s)
+    def _overlap(self) -> bool:
+        """Whether transfers over some link run beside computing."""
+        return any(link.overlap for link in self.question.cluster.links)
+
+    @cached_property
+    def _most_per_s(self) -> float:
+        """Bytes over the fastest link."""
+        return max(link.bandwidth_bytes_per_s for link in self.question.cluster.links)
 
     def _shared(self, size: int, *, guess: bool) -> Iterator[Shared]:
         """Storages that several layers may keep. A stage that gets a view holds that alone."""
@@ -419,10 +505,14 @@ class Relaxation:
         # A version for each mini-batch in flight, where those are the units.
         per_unit = float(guess and variant.stashes and variant.backward_unit == "mini")
         sync = Sync(cluster)
-        both_ways = guess or not cluster.network.overlap or not self.freedom.replicas
+        both_ways = guess or not self._overlap or not self.freedom.replicas
 
         def place(r: int) -> Place:
-            fixed_s, per_byte = sync.least(r) if syncs else (0.0, 0.0)
+            fixed_s, per_byte = (
+                (seconds / self.question.update_every for seconds in sync.least(r))
+                if syncs
+                else (0.0, 0.0)
+            )
             share = 1 if variant.whole_mini_batches else r
             units = micro_batches / share
             if self.counted:
@@ -464,7 +554,7 @@ class Relaxation:
         question, cluster, variant = self.question, self.question.cluster, self.variant
         count = len(cluster.devices)
         gradients = 1.0 + question.optimizer_state_factor
-        sync = Sync(cluster)
+        sync, coming = Sync(cluster), _links_to(cluster)
 
         @cache
         def place(option: int, left: int) -> Place:
@@ -488,9 +578,11 @@ class Relaxation:
                 first=k == count or not sure,
                 last=last,
             )
-            slower = _slower(self._fastest_network, cluster, count - k)
-            lower = slower / r
-            if not guess and cluster.network.overlap and self.freedom.replicas:
+            first = mine[0]
+            links = [cluster.link(first - 1, first)] if guess and first else coming(mine)
+            fastest = max((link.bandwidth_bytes_per_s for link in links), default=self._most_per_s)
+            lower = self._most_per_s / fastest / r
+            if not guess and self._overlap and self.freedom.replicas:
                 # Each replica of the stage below may have a link to each of this one's.
                 lower /= max(count - k, 1)
             return Place(
@@ -507,13 +599,21 @@ class Relaxation:
         return place
 
 
-def _slower(fastest: Network, cluster: Cluster, first: int) -> float:
-    """How much longer than on the fastest network messages to device `first` are on the wire.
+def _links_to(cluster: Cluster) -> Callable[[range], list[Network]]:
+    """The links by which neighbouring devices may get messages from any device before them."""
+    seen: dict[str | None, int] = {}
+    kinds = [0]
+    for d, device in enumerate(cluster.devices):
+        seen.setdefault(device.machine, d)
+        kinds.append(len(seen))
 
-    Counted where its machine begins: all devices before it are in others then.
-    """
-    if not first or cluster.between_machines is None:
-        return 1.0
-    crossing = cluster.devices[first].machine != cluster.devices[first - 1].machine
-    network = cluster.between_machines if crossing else cluster.network
-    return max(fastest.bandwidth_bytes_per_s / network.bandwidth_bytes_per_s, 1.0)
+    def links(mine: range) -> list[Network]:
+        first = mine[0]
+        homes = {cluster.devices[d].machine for d in mine}
+        before = [home for home in homes if seen[home] < first]
+        found = [cluster.network] if before else []
+        if first and kinds[first] + len(homes) - len(before) > 1:
+            found.append(cluster.between_machines or cluster.network)
+        return found
+
+    return links

@@ -17,15 +17,18 @@ class Sync:
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
-        pairs = pairwise(device.machine for device in cluster.devices)
-        self._moves = [0, *accumulate(int(a != b) for a, b in pairs)]
+        homes = [device.machine for device in cluster.devices]
+        self._moves = [0, *accumulate(int(a != b) for a, b in pairwise(homes))]
+        # Machines' devices may be listed in turn.
+        self._in_rows = self._moves[-1] + 1 == len(set(homes))
         self._known: dict[tuple[int, int], tuple[float, float]] = {}
 
     def least(self, count: int) -> tuple[float, float]:
         """Of an all-reduce over so many devices, wherever they lie, at the least: as `of`."""
         moves = np.array(self._moves)
-        first = np.unique(moves[count - 1 :] - moves[: len(moves) - count + 1], return_index=True)
-        times = [self.of(range(at, at + count)) for at in first[1].tolist()]
+        moved = moves[count - 1 :] - moves[: len(moves) - count + 1]
+        first = np.unique(moved, return_index=True)[1] if self._in_rows else np.arange(len(moved))
+        times = [self.of(range(at, at + count)) for at in first.tolist()]
         return min(fixed for fixed, _ in times), min(per_byte for _, per_byte in times)
 
     def of(self, devices: range) -> tuple[float, float]:
@@ -33,7 +36,10 @@ class Sync:
         if len(devices) == 1:
             return 0.0, 0.0
         # As many devices in as many machines take the same time.
-        key = len(devices), self._moves[devices[-1]] - self._moves[devices[0]]
+        machines = self._moves[devices[-1]] - self._moves[devices[0]] + 1
+        if not self._in_rows:
+            machines = len({self.cluster.devices[d].machine for d in devices})
+        key = len(devices), machines
         if key not in self._known:
             fixed_s = self.cluster.all_reduce_s(devices, 0.0)
             whole_s = self.cluster.all_reduce_s(devices, _LARGE)

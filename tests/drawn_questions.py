@@ -1,0 +1,390 @@
+"""Drawn planning questions of every kind, by seed, and all plans that answer them.
+
+Profiles with skips, with parts that nothing connects, cuts that no gradient crosses, views, tied
+layers and fixed costs; clusters with machines, slow links and links that keep devices busy; memory
+that some plan just fits. Plans are listed without the search's help: cuts by the profile's edges,
+devices in the cluster's order, all N, limits and ways to run a stage.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import combinations, pairwise, product
+
+import msgspec
+from timeprest.planner.cluster import AllReduce, Cluster, Device, Network
+from timeprest.planner.evaluate import Evaluation, Question, evaluate
+from timeprest.planner.orders import limit_ranges
+from timeprest.planner.plan import PlanStage
+from timeprest.planner.relaxation import RECOMPUTE, Freedom
+from timeprest.planner.variants import VARIANTS
+from timeprest.profiles.profile import (
+    Edge,
+    Layer,
+    Measurement,
+    OperationCost,
+    OptimizerCost,
+    Profile,
+    SharedParameters,
+    Storage,
+    check_profile,
+)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A question, what may be chosen, and all plans.
+
+    Attributes:
+        asked: micro-batches, or None for any.
+        plans: (N, evaluation), those that don't fit their devices too.
+    """
+
+    question: Question
+    freedom: Freedom
+    asked: int | None
+    plans: list[tuple[int, Evaluation]]
+
+    @property
+    def fitting(self) -> list[Evaluation]:
+        """Plans that the devices have memory for."""
+        cluster = self.question.cluster
+        return [found for _, found in self.plans if not found.over_limit(cluster)]
+
+    @property
+    def best_s(self) -> float | None:
+        """The shortest period there is; None where nothing fits."""
+        return min((found.prediction.period_s for found in self.fitting), default=None)
+
+
+def drawn(seed: int, most_plans: int = 600) -> Drawn | None:
+    """The question with this number; None where it has more plans than `most_plans`."""
+    rng = random.Random(seed)
+    variant = VARIANTS[rng.choice(sorted(VARIANTS))]
+    profile = drawn_profile(rng)
+    tied = rng.choice(["together", "split"]) if variant.flushes else "together"
+    every = rng.choice([1, 1, 1, 2])
+    factor = rng.choice([0.0, 1.0, 2.0])
+    cluster = drawn_cluster(rng)
+    batch = profile.batch_size
+    question = Question(profile, cluster, variant.name, batch, factor, every, tied)
+    again = "off" if variant.recompute_refusal else rng.choice(["off", "off", "on", "auto"])
+    freedom = Freedom(rng.random() < 0.35, again)
+    asked = None
+    if not variant.whole_mini_batches and rng.random() < 0.6:
+        asked = rng.choice([n for n in range(1, batch + 1) if -(-batch // n) <= batch])
+    plans: list[tuple[int, Evaluation]] = []
+    for n, stages in all_plans(question, freedom, asked):
+        if len(plans) == most_plans:
+            return None
+        plans.append((n, evaluate(question, stages, n)))
+    if plans:
+        cluster = with_memory(rng, cluster, [found for _, found in plans])
+    return Drawn(replace(question, cluster=cluster), freedom, asked, plans)
+
+
+# Profiles ------------------------------------------------------------------------------------
+
+
+def drawn_profile(rng: random.Random) -> Profile:
+    """A small graph of layers whose times aren't proportional to samples."""
+    count = rng.choice([2, 3, 3, 4, 4, 5, 6])
+    batch = rng.choice([4, 6, 8])
+    sizes = tuple(sorted({1, 2, batch} if rng.random() < 0.7 else {2, 3, batch}))
+    loose, dead = rng.choice([0.0, 0.0, 0.0, 0.3]), rng.choice([0.0, 0.0, 0.3, 0.7])
+    edges, storages = [], {}
+
+    def tensor(k: int, name: str) -> None:
+        per_sample = rng.choice([0, 1_000, 20_000, 300_000]) * rng.uniform(0.2, 1.2)
+        if rng.random() < 0.5:
+            per_sample = float(round(per_sample))
+        fixed = rng.choice([0, 0, 0, 9_000])
+        # A view takes less than the memory behind it.
+        more = rng.choice([1.0, 1.0, 2.0])
+        storages[f"s{name}"] = Storage(
+            name=f"s{name}", bytes_per_sample=per_sample * more, fixed_bytes=fixed
+        )
+        sent[k].append((f"t{name}", f"s{name}", per_sample, fixed, rng.random() >= dead))
+
+    sent: dict[int, list[tuple]] = {k: [] for k in range(count)}
+    used, makes = set(), {}
+    for k in range(count):
+        for name in [str(k), f"{k}b"][: 1 + (rng.random() < 0.15)]:
+            tensor(k, name)
+    for k in range(1, count):
+        producers = set()
+        if rng.random() >= loose:
+            producers.add(k - 1 if rng.random() < 0.7 else rng.randrange(k))
+            if rng.random() < 0.3:
+                producers.add(rng.randrange(k))
+        for p in sorted(producers):
+            for name, storage, per_sample, fixed, grad in (
+                sent[p] if rng.random() < 0.5 else sent[p][:1]
+            ):
+                edges.append((p, f"l{k}", name, storage, per_sample, fixed, grad))
+                used.add(p)
+                makes.setdefault(k, set()).add(storage)
+    for k in range(count):
+        if k == count - 1 or (k not in used and rng.random() < 0.5):
+            name, storage, per_sample, fixed, grad = sent[k][0]
+            edges.append((k, "output", name, storage, per_sample, fixed, grad))
+    layers = [_layer(rng, k, sizes, storages, makes.get(k, set())) for k in range(count)]
+    tied, shared = (), ()
+    if rng.random() < 0.25:
+        group = tuple(f"l{k}" for k in sorted(rng.sample(range(count), 2)))
+        tied = (group,)
+        if rng.random() < 0.6:
+            most = next(la for la in layers if la.name == group[0]).parameter_bytes
+            shared = (SharedParameters(layers=group, parameter_bytes=most // 2),)
+    loss = _measurements(rng, sizes, 0.2, 0) if rng.random() < 0.5 else ()
+    operation = None
+    if rng.random() < 0.2:
+        costs = ("keep_s_per_byte", "mix_s_per_byte", "predict_s_per_byte", "update_s_per_byte")
+        operation = OperationCost(
+            forward_s=rng.choice([0.0, 2e-4]),
+            mini_batch_s=rng.choice([0.0, 3e-4]),
+            **{name: rng.choice([0.0, 1e-9]) for name in costs},
+        )
+    return check_profile(
+        Profile(
+            target="drawn",
+            fingerprint="0" * 32,
+            device="cpu",
+            threads=1,
+            dtype="float32",
+            torch_version="",
+            batch_size=batch,
+            micro_batch_sizes=sizes,
+            inputs=(),
+            layers=tuple(layers),
+            edges=tuple(
+                Edge(
+                    producer=f"l{p}",
+                    consumer=consumer,
+                    tensor=name,
+                    storage=storage,
+                    bytes_per_sample=per_sample,
+                    fixed_bytes=fixed,
+                    needs_grad=grad,
+                )
+                for p, consumer, name, storage, per_sample, fixed, grad in edges
+            ),
+            storages=tuple(storages.values()),
+            tied=tied,
+            shared=shared,
+            loss=loss,
+            optimizer=OptimizerCost(
+                name="Adam",
+                state_bytes_per_parameter_byte=2.0,
+                update_fixed_s=rng.choice([0.0, 1e-4]),
+                update_s_per_byte=rng.choice([0.0, 2e-10, 2e-9]),
+            ),
+            whole_model=(),
+            operation=operation,
+        )
+    )
+
+
+def _layer(rng, k, sizes, storages, received) -> Layer:
+    saves = sorted(s for s in {*received, f"s{k}"} if rng.random() < 0.35)
+    least = {
+        m: sum(round(storages[s].fixed_bytes + storages[s].bytes_per_sample * m) for s in saves)
+        for m in sizes
+    }
+    parameters = rng.choice([0, 0, 400_000, 1_000_000]) * rng.randint(1, 3)
+    return Layer(
+        name=f"l{k}",
+        kind="Drawn",
+        parameter_bytes=parameters,
+        buffer_bytes=rng.choice([0, 0, 5_000]),
+        saves=tuple(saves),
+        measurements=_measurements(rng, sizes, rng.choice([0.2, 1.0, 1.0, 3.0]), least),
+    )
+
+
+def _measurements(rng, sizes, scale, least) -> tuple[Measurement, ...]:
+    fixed, forward = rng.choice([0.0, 0.0, 1.5]) * scale * 1e-3, rng.uniform(0.1, 1) * scale * 1e-3
+    ratio = rng.choice([0.0, 1.0, 2.0, 2.5]) if scale > 0.2 else 2.0
+    saved = rng.choice([0, 100_000, 700_000])
+    workspace = rng.choice([0, 0, 200_000])
+    part = rng.choice([None, None, 0.3, 0.6, 1.0, 1.2])
+    weight = rng.choice([None, 0.0, 0.5, 1.0])
+    waits = rng.choice([None, 50_000])
+    found = []
+    for m in sizes:
+        forward_s = fixed + forward * m
+        backward_s = forward_s * ratio
+        found.append(
+            Measurement(
+                micro_batch=m,
+                forward_s=forward_s,
+                backward_s=backward_s,
+                saved_bytes=saved * m + (least[m] if least else 0),
+                workspace_bytes=workspace * m,
+                backward_input_s=None if part is None else part * backward_s,
+                backward_weight_s=(None if part is None or weight is None else weight * backward_s),
+                postponed_bytes=None if part is None or waits is None else waits * m,
+            )
+        )
+    return tuple(found)
+
+
+# Clusters ------------------------------------------------------------------------------------
+
+
+def drawn_cluster(rng: random.Random) -> Cluster:
+    """One to four devices without memory limits."""
+    count = rng.choice([1, 2, 2, 3, 3, 3, 4])
+    unequal = rng.random() < 0.3
+    homes: list[str | None] = [None] * count
+    if rng.random() < 0.5:
+        ways = [[f"m{k // 2}" for k in range(count)], [f"m{k}" for k in range(count)]]
+        ways += [[f"m{k % 2}" for k in range(count)], ["m0"] * (count - 1) + ["m1"]]
+        homes = list(rng.choice(ways))
+    devices = tuple(
+        Device(
+            name=f"d{k}",
+            speed=rng.choice([1.0, 2.0, 1.5]) if unequal else 1.0,
+            machine=homes[k],
+        )
+        for k in range(count)
+    )
+    between = _network(rng) if homes[0] is not None and rng.random() < 0.8 else None
+    measured = None
+    if rng.random() < 0.15:
+        measured = AllReduce(processes=2, latency_s=1e-4, bandwidth_bytes_per_s=1e9)
+    return Cluster(
+        devices=devices,
+        network=_network(rng),
+        all_reduce=measured,
+        between_machines=between,
+        cores=rng.choice([None, None, None, None, 1, 2]),
+    )
+
+
+def _network(rng: random.Random) -> Network:
+    return Network(
+        bandwidth_bytes_per_s=rng.choice([1e10, 1e9, 2e8, 1e8, 3e7]),
+        latency_s=rng.choice([0.0, 1e-5, 5e-4, 3e-3]),
+        half_duplex=rng.random() < 0.3,
+        overlap=rng.random() >= 0.3,
+    )
+
+
+def with_memory(rng: random.Random, cluster: Cluster, plans: list[Evaluation]) -> Cluster:
+    """Memory that some plan just fits, or just doesn't; or none."""
+    way = rng.choice(["none", "none", "fits", "fits", "fits", "lacks", "own"])
+    if way == "none":
+        return cluster
+    # Limits that are tight for good plans: of one of the better half.
+    plans = sorted(plans, key=lambda found: found.prediction.period_s)
+    wanted = rng.choice(plans[: max(len(plans) // 2, 1)])
+    needs = [stage.memory_bytes for stage in wanted.prediction.stages]
+    limits = [max(max(needs) - (way == "lacks"), 1)] * len(cluster.devices)
+    if way == "own":
+        for stage, need in zip(wanted.stages, needs, strict=True):
+            for d in stage.devices:
+                limits[d] = max(need, 1)
+    devices = (
+        msgspec.structs.replace(device, memory_bytes=limit)
+        for device, limit in zip(cluster.devices, limits, strict=True)
+    )
+    return msgspec.structs.replace(cluster, devices=tuple(devices))
+
+
+# All plans -----------------------------------------------------------------------------------
+
+
+def counts_of(question: Question, asked: int | None) -> list[int]:
+    """Every N: the one asked for, or each divisor of the mini-batch that was measured."""
+    batch, sizes = question.mini_batch, question.profile.micro_batch_sizes
+    if VARIANTS[question.variant].whole_mini_batches:
+        return [1] if sizes[0] <= batch <= sizes[-1] else []
+    wanted = [asked] if asked else [n for n in range(1, batch + 1) if batch % n == 0]
+    return [n for n in wanted if sizes[0] <= -(-batch // n) <= sizes[-1]]
+
+
+def cuts(question: Question) -> Iterator[tuple[tuple[str, ...], ...]]:
+    """Every way to give layers stage numbers that never fall along an edge, none unused."""
+    profile = question.profile
+    names = [layer.name for layer in profile.layers]
+    position = {name: k for k, name in enumerate(names)}
+    pairs = [
+        (position[e.producer], position[e.consumer])
+        for e in profile.edges
+        if e.consumer in position
+    ]
+    free = [set(s.layers) for s in profile.shared] if question.tied == "split" else []
+    bound = [group for group in profile.tied if set(group) not in free]
+    most = min(len(names), len(question.cluster.devices))
+    for count in range(1, most + 1):
+        for stage in product(range(count), repeat=len(names)):
+            if (
+                len(set(stage)) == count
+                and all(stage[a] <= stage[b] for a, b in pairs)
+                and all(len({stage[position[n]] for n in group}) == 1 for group in bound)
+            ):
+                yield tuple(
+                    tuple(name for name, at in zip(names, stage, strict=True) if at == s)
+                    for s in range(count)
+                )
+
+
+def layouts(count: int, devices: int, sizes: list[int]) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """Every way to lay stages over the devices in their order, some left out."""
+    for each in product(sizes, repeat=count):
+        spare = devices - sum(each)
+        if spare < 0:
+            continue
+        # Gaps before the stages: a choice of `count` places among gaps and stages.
+        for chosen in combinations(range(spare + count), count):
+            first, found = 0, []
+            for k, r in enumerate(each):
+                first += chosen[k] - (chosen[k - 1] + 1 if k else 0)
+                found.append(tuple(range(first, first + r)))
+                first += r
+            yield tuple(found)
+
+
+def all_plans(
+    question: Question, freedom: Freedom, asked: int | None
+) -> Iterator[tuple[int, tuple[PlanStage, ...]]]:
+    """(N, stages) of every plan, whether it fits or not."""
+    variant, devices = VARIANTS[question.variant], len(question.cluster.devices)
+    batch, sizes = question.mini_batch, question.profile.micro_batch_sizes
+    ways = RECOMPUTE[freedom.recompute]
+    found = list(cuts(question))
+    for n in counts_of(question, asked):
+        replicas = [1]
+        if freedom.replicas and variant.whole_mini_batches:
+            shares = [r for r in range(1, devices + 1) if batch % r == 0]
+            replicas = [r for r in shares if sizes[0] <= batch // r]
+        elif freedom.replicas:
+            replicas = [r for r in range(1, devices + 1) if n % r == 0]
+        for nodes in found:
+            count = len(nodes)
+            if variant.micro_batch_per_stage and n < count:
+                continue
+            ranges = limit_ranges(variant, count)
+            vectors = [
+                v
+                for v in product(*(range(low, high + 1) for low, high in ranges))
+                if all(a >= b for a, b in pairwise(v))
+            ]
+            for lay, again, limits in product(
+                layouts(count, devices, replicas), product(ways, repeat=count), vectors
+            ):
+                yield (
+                    n,
+                    tuple(
+                        PlanStage(
+                            nodes=nodes[s],
+                            devices=lay[s],
+                            in_flight=limits[s],
+                            recompute=again[s],
+                        )
+                        for s in range(count)
+                    ),
+                )
