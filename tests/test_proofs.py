@@ -209,6 +209,12 @@ def test_replicas_behind_a_stage_begin_backwards_before_its_last_forward():
     check(all_of(question, Freedom(replicas=True)))
 
 
+def test_stages_without_parameters_sum_no_gradients():
+    network = Network(bandwidth_bytes_per_s=1e9, latency_s=1e-3)
+    question = asked_of(chain(2, parameters=0), on_machines("aa", network), "pipedream-2bw")
+    check(all_of(question, Freedom(replicas=True)))
+
+
 def test_gradients_are_summed_once_an_update():
     network = Network(bandwidth_bytes_per_s=1e9, latency_s=1e-3)
     cluster = on_machines("aa", network, memory_bytes=10**6)

@@ -81,7 +81,7 @@ class AssignmentModel(Seats):
                 self._x[u, d] = mip.binary() if there else Terms(float(d == 0))
             mip.equal(difference(total(self._x[u, d] for d in range(slots.count)), Terms(1.0)))
         for d, choices in enumerate(slots.choices):
-            free = len(choices) == 1 and not choices[0].place.sync_s
+            free = len(choices) == 1
             for c in range(len(choices)):
                 self._o[d, c] = Terms(1.0) if free else mip.binary()
             if not free:

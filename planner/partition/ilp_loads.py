@@ -67,10 +67,9 @@ class Seats(ABC):
 
 @dataclass(frozen=True)
 class Linear:
-    """A number of a stage: coefficients by the name of a sum over it, and a constant."""
+    """A number of a stage: coefficients by the name of a sum over it."""
 
     of: tuple[tuple[str, float], ...]
-    constant: float = 0.0
     limit: float = 0.0
 
 
@@ -82,7 +81,7 @@ class StageSums:
     _crossings: dict[tuple[int, str, int, tuple[int, ...]], Terms] = field(default_factory=dict)
 
     def value(self, linear: Linear, slot: int, kind: tuple[int, ...]) -> Terms:
-        """A number of the stage, if it is of this kind; zero otherwise. Without the constant."""
+        """A number of the stage, if it is of this kind; zero otherwise."""
         made = Terms()
         for name, coefficient in linear.of:
             made.add(self._sum(name, slot, kind), coefficient)
@@ -209,10 +208,10 @@ def busy_of(problem: StageProblem, choice: Choice) -> Linear:
     terms = {
         f"compute {choice.mode}": 1 / (choice.replicas * place.speed),
         "serial": 1 / place.speed,
-        "has parameters": problem.serial_fixed_s / place.speed,
+        "has parameters": problem.serial_fixed_s / place.speed + place.sync_s,
         "parameters": place.sync_s_per_byte,
     }
-    return Linear(tuple(terms.items()), place.sync_s)
+    return Linear(tuple(terms.items()))
 
 
 def wire_of(choice: Choice) -> Linear:
@@ -235,7 +234,7 @@ def bytes_of(problem: StageProblem, choice: Choice) -> Linear:
         "upper bytes": 1.0,
         "workspace": 1.0,
     }
-    return Linear(tuple(terms.items()), 0.0, place.memory_bytes)
+    return Linear(tuple(terms.items()), place.memory_bytes)
 
 
 @dataclass
@@ -266,7 +265,7 @@ class StageRows:
                 self._loads(slot, wire)
             else:
                 pairs = zip(busy, wire, strict=True)
-                self._loads(slot, [Linear(b.of + w.of, b.constant) for b, w in pairs])
+                self._loads(slot, [Linear(b.of + w.of) for b, w in pairs])
             self._bytes(slot, [bytes_of(problem, choice) for choice in choices])
 
     def _kinds(self, choices: list[Linear]) -> list[tuple[Linear, tuple[int, ...]]]:
@@ -274,13 +273,13 @@ class StageRows:
         kinds: dict[Linear, list[int]] = {}
         for position, linear in enumerate(choices):
             of = tuple((n, c) for n, c in linear.of if c and self._sums.most(n))
-            kinds.setdefault(Linear(of, linear.constant, linear.limit), []).append(position)
+            kinds.setdefault(Linear(of, linear.limit), []).append(position)
         return [(linear, tuple(kind)) for linear, kind in kinds.items()]
 
     def _loads(self, slot: int, choices: list[Linear]) -> None:
         for linear, kind in self._kinds(choices):
             chosen = self.seats.chosen(slot, kind)
-            load = self._sums.value(linear, slot, kind).add(chosen, linear.constant)
+            load = self._sums.value(linear, slot, kind)
             rest = self.seats.rest(slot)
             if load.of or rest.of or load.constant:
                 row = total([load, rest])

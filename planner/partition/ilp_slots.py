@@ -116,7 +116,8 @@ def least_load(problem: StageProblem, slots: Slots) -> float:
     for choice in slots.different:
         place = choice.place
         busy = problem.modes[choice.mode].compute_s / choice.replicas + serial
-        busy = busy / place.speed + place.sync_s + place.sync_s_per_byte * problem.parameter_bytes
+        held = problem.parameter_bytes
+        busy = busy / place.speed + place.sync_s * (held > 0) + place.sync_s_per_byte * held
         alone = np.minimum(alone, busy)
     work = float(np.sum(least_compute(problem, slots)))
     return max(work / slots.capacity_from[0], float(np.max(alone)))

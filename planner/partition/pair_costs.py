@@ -110,10 +110,11 @@ class Stages:
         load /= places.replicas[option]
         if costs.serial is not None:
             load += costs.serial[above] - costs.serial[below]
-        if problem.serial_fixed_s:
-            load += problem.serial_fixed_s * (costs.holders[above] > costs.holders[below])
+        fixed_s, sync_s = problem.serial_fixed_s, places.get("sync_s", option, k)
+        holds = costs.holders[above] > costs.holders[below]
+        load += fixed_s * holds
         load /= places.get("speed", option, k)
-        load += places.get("sync_s", option, k)
+        load += sync_s * holds
         per_byte = places.get("sync_s_per_byte", option, k)
         if np.any(per_byte):
             load += per_byte * (costs.parameters[above] - costs.parameters[below])

@@ -93,7 +93,7 @@ def _device_load(
     sums = _sums(problem, layers, layers | result << problem.layers)
 
     def value(linear: Linear) -> float:
-        return linear.constant + sum(c * sums.get(name, 0.0) for name, c in linear.of)
+        return sum(c * sums.get(name, 0.0) for name, c in linear.of)
 
     best = math.inf
     for choice in choices:

@@ -121,8 +121,8 @@ class Places:
         k = np.arange(self.devices + 1.0)
         if not self.whole:
             return k * self.fastest * target, k[::-1] * self.fastest * target
-        speed, sync = self._table[FIELDS.index("speed")], self._table[FIELDS.index("sync_s")]
-        return self.added(self.replicas[:, None] * speed * np.maximum(target - sync, 0.0))
+        speed = self._table[FIELDS.index("speed")]
+        return self.added(self.replicas[:, None] * speed * target)
 
     def added(self, gains: Vector) -> tuple[Vector, Vector]:
         """The most that stages' gains can add up to, as `rates`.

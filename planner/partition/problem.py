@@ -98,8 +98,8 @@ class Place:
     Attributes:
         speed: of its slowest device.
         memory_bytes: of its smallest device; infinite without a limit.
-        sync_s, sync_s_per_byte: of summing gradients over its replicas, per period: a constant,
-            and for each byte of parameters.
+        sync_s, sync_s_per_byte: of summing gradients over its replicas, per period: a constant if
+            it has parameters, and for each byte of them.
         lower_scale, upper_scale: what the wire times of the stage's cuts are multiplied with.
         units: in flight at the stage's peak, each with its `flight_bytes`.
         copies: of the parameters, with gradients, optimizer state and older versions.
@@ -120,7 +120,7 @@ class StageProblem:
     """Everything a solver needs. Stage X between a and b, with option o, at place p, has
 
         busy = (compute[mode](X) / r + serial(X) + serial_fixed if X has parameters) / speed
-             + sync + sync_per_byte · parameters(X)
+             + sync if X has parameters + sync_per_byte · parameters(X)
         wire = lower_scale · lower(X) + upper_scale · upper(X)
         load = before(a) + after(layers beyond b) + (max(busy, wire) if overlap else busy + wire)
         bytes = fixed[mode](X) + copies · parameters(X)

@@ -135,11 +135,7 @@ class Program:
             return UNBOUNDED
         work = float(self.costs.work[-1])
         fastest = float(self.places.rates(UNBOUNDED)[0][-1]) / UNBOUNDED
-        bound = work / fastest
-        for _ in range(8):
-            # What is done under a target rises with it, no faster than without summing gradients.
-            bound += max(work - float(self.places.rates(bound)[0][-1]), 0.0) / fastest
-        return max(bound, self._largest_group_s, self._ends_s) * (1 - SLACK)
+        return max(work / fastest, self._largest_group_s, self._ends_s) * (1 - SLACK)
 
     @property
     def _ends_s(self) -> float:
@@ -168,5 +164,5 @@ class Program:
         compute = self.costs.grouped(*(mode.compute_s for mode in problem.modes))
         serial, held = self.costs.grouped(serial, problem.parameter_bytes).T[..., None]
         busy = (compute[:, places.mode[self.options]] / self.replicas + serial) / speed
-        busy += sync + per_byte * held
+        busy += sync * (held > 0) + per_byte * held
         return float(busy.min(axis=1).max(initial=0.0))

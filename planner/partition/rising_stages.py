@@ -129,8 +129,9 @@ class StageTable:
         problem, place = self._problem, {field: self._place[field][at] for field in PLACE}
         parameters, serial, before, after = _rise(self._others, below, above)
         busy = compute / self._replicas[at] + serial[which]
-        busy += np.where(parameters > 0, problem.serial_fixed_s, 0.0)[which]
-        busy = busy / place["speed"] + place["sync_s"]
+        holds = parameters[which] > 0
+        busy += np.where(holds, problem.serial_fixed_s, 0.0)
+        busy = busy / place["speed"] + np.where(holds, place["sync_s"], 0.0)
         busy += place["sync_s_per_byte"] * parameters[which]
         lower, upper = self._crossing(below, above, "lower_s", "upper_s")
         wire = place["lower_scale"] * lower[which] + place["upper_scale"] * upper[which]

@@ -163,7 +163,7 @@ class RisingTargets:
         """Which of some stages have loads up to the target."""
         problem, costs, place = self._problem, self._costs, self._places.alike[option]
         mode, r = problem.options[option].mode, problem.options[option].replicas
-        rest = target - place.sync_s - costs.before[below]
+        rest = target - costs.before[below]
         compute = costs.compute[mode]
         # Most are left out by this alone.
         most = rest * place.speed * r * (1 + SLACK) + compute[below]
@@ -172,10 +172,10 @@ class RisingTargets:
         busy: Vector = (compute[above] - compute[below]) / r
         if costs.serial is not None:
             busy += costs.serial[above] - costs.serial[below]
-        if problem.serial_fixed_s:
-            busy += problem.serial_fixed_s * (costs.holders[above] > costs.holders[below])
+        holds = costs.holders[above] > costs.holders[below]
+        busy += problem.serial_fixed_s * holds
         busy /= place.speed
-        busy += place.sync_s
+        busy += place.sync_s * holds
         if place.sync_s_per_byte:
             busy += place.sync_s_per_byte * (costs.parameters[above] - costs.parameters[below])
         wire = place.lower_scale * found.lower_s[at] + place.upper_scale * found.upper_s[at]

@@ -32,7 +32,8 @@ def stage_load(problem: StageProblem, below: int, layers: int, option: int, k: i
     parameters = _total(problem.parameter_bytes, inside)
     busy = _total(mode.compute_s, inside) / chosen.replicas + _total(problem.serial_s, inside)
     busy += problem.serial_fixed_s if parameters else 0.0
-    busy = busy / place.speed + place.sync_s + place.sync_s_per_byte * parameters
+    busy = busy / place.speed + (place.sync_s if parameters else 0.0)
+    busy += place.sync_s_per_byte * parameters
     lower = upper = 0.0
     for side, tensor in _crossing(problem, below, layers):
         if side == "lower":
