@@ -9,7 +9,7 @@ below the best plan's period are tried in turn; when none is left the plan is pr
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -23,6 +23,7 @@ from .first_plans import CLOSE, try_blocks
 from .in_flight import Held, held_under
 from .orders import limit_ranges
 from .partition.coarse import Blocks
+from .partition.placings import Placings, pattern
 from .partition.problem import Cut, StageProblem
 from .partition.solve import DpSource, Found, Source
 from .partition.sweep import OutOfTime
@@ -87,7 +88,7 @@ class Exploration:
         self.blocks: dict[int, Blocks] = {}
         # Per choice, of the largest share of a device's memory that it takes, the least so far.
         self.over: dict[Choice, float] = {}
-        self._tried: dict[tuple[Choice, int, tuple[int, ...]], Evaluation] = {}
+        self._tried: dict[Hashable, Evaluation] = {}
 
     @property
     def bound_s(self) -> float:
@@ -204,13 +205,34 @@ class Exploration:
                 problem, lambda: self.period_s, deadline=self.budget.deadline
             )
             try:
-                for cut in cuts:
+                for cut in self._placed(problem, cuts):
                     self.say(self._standing, 0, 0)
                     if not self.try_cut(problem, cut, case.micro_batches, every_limit=True):
                         unresolved = min(unresolved, cut.objective_s)
             except OutOfTime:
                 raise OutOfBudget("time limit") from None
             self.bounds[case] = max(self.bounds[case], min(unresolved, self.period_s))
+
+    def _placed(self, problem: StageProblem, cuts: Iterable[Cut]) -> Iterator[Cut]:
+        """Cuts on all devices that make a difference; those that come on several come once.
+
+        Machines, and the cores of each, make one that loads needn't tell.
+        """
+        seen: set[tuple[tuple[int, int], ...]] = set()
+        for cut in cuts:
+            stages = tuple((stage.layers, stage.option) for stage in cut.stages)
+            if stages not in seen:
+                seen.add(stages)
+                every = Placings(problem, cut).below(lambda: self.period_s, *self._devices)
+                for placed in every:
+                    yield placed
+                    self.budget.check()
+
+    @cached_property
+    def _devices(self) -> tuple[list[Hashable], list[Hashable]]:
+        """Each device's machine, and what it is like."""
+        devices = self.question.cluster.devices
+        return [d.machine for d in devices], [(d.memory_bytes, d.speed) for d in devices]
 
     def _solve(self, problem: StageProblem, seconds: float | None) -> Found:
         def tell(bound_s: float, best_s: float) -> None:
@@ -406,7 +428,9 @@ class Exploration:
         self, choice: Choice, micro_batches: int, limits: tuple[int, ...]
     ) -> Evaluation | None:
         """The plan, if it fits the devices; the best one is kept."""
-        key = (choice, micro_batches, limits)
+        used = pattern([d for mine in choice.devices for d in mine], *self._devices)
+        each = tuple(map(len, choice.devices))
+        key = (choice.nodes, choice.recompute, each, used, micro_batches, limits)
         if key not in self._tried:
             operations = operations_of(self.relaxation.variant, choice.stages, micro_batches)
             self.budget.spend(operations, needed=self.best is None)

@@ -7,11 +7,12 @@ sets which: "2000" for the first two thousand, "400-500" for those from 400 on.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import msgspec
 import pytest
-from drawn_questions import Drawn, all_plans
+from drawn_questions import Drawn, all_plans, drawn
 from profiles_by_hand import chain, profile_by_hand
 from timeprest.planner.cluster import Cluster, Device, Network
 from timeprest.planner.evaluate import Question, evaluate
@@ -25,6 +26,11 @@ FOUND = Path(__file__).resolve().parents[2] / "shared" / "data" / "false_proofs"
 ALONE = Freedom()
 MOST_BOUNDED = 40
 """Plans of a question that bounds are held against."""
+
+
+def numbers() -> range:
+    first, _, last = os.environ.get("TIMEPREST_DRAWS", "60").rpartition("-")
+    return range(int(first or 0), int(last))
 
 
 def solved(drawn: Drawn, solver: str):
@@ -91,6 +97,16 @@ def check_stages(problem, found, alike: bool) -> None:
         assert stage_load(*where) <= found.prediction.period_s * (1 + 1e-9)
         assert stage_bytes(*where) <= predicted.memory_bytes * (1 + 1e-12)
         below |= layers
+
+
+@pytest.mark.parametrize("number", numbers())
+def test_what_is_proven_of_drawn_questions_is_so(number):
+    found = drawn(number)
+    if found is None:
+        pytest.skip("too many plans to try")
+    check_bounds(found)
+    for solver in ("dp", "ilp"):
+        check_solved(found, solver)
 
 
 @pytest.mark.parametrize("path", sorted(FOUND.glob("*.json")) or [None], ids=str)
@@ -220,3 +236,11 @@ def test_gradients_are_summed_once_an_update():
     cluster = on_machines("aa", network, memory_bytes=10**6)
     question = Question(chain(2), cluster, "pipedream-flush", 4, 1.0, 2)
     check(all_of(question, Freedom(replicas=True)))
+
+
+def test_the_same_stages_on_other_devices_are_other_plans():
+    """Which devices are in one machine isn't told by the relaxed load."""
+    late = Network(bandwidth_bytes_per_s=1e9, latency_s=0.05)
+    for homes in ("aab", "abb", "aba"):
+        for near, far in ((FAST, late), (late, FAST)):
+            check(all_of(asked_of(chain(2), on_machines(homes, near, far), "pipedream")))

@@ -25,6 +25,7 @@ from .ilp_slots import least_load, make_slots
 from .ilp_units import make_units
 from .ilp_windows import find_windows, inseparable, slots_are_stages
 from .mip import Mip, Terms, difference, total
+from .placings import Placings
 from .problem import ChosenStage, Cut, StageProblem, Tensor
 from .stage_load import cut_load, members
 
@@ -128,7 +129,7 @@ class StageModel(Seats):
             return False
         choices = slots.different
         return all(len(each) == 1 for each in slots.choices) and all(
-            choice.replicas == 1 and not choice.place.sync_s for choice in choices
+            choice.replicas == 1 for choice in choices
         )
 
     def _used_stage(self, slot: int) -> Terms:
@@ -324,7 +325,9 @@ class StageModel(Seats):
             below |= layers
             k -= choice.replicas
         cut = Cut(tuple(stages), 0.0)
-        return Cut(cut.stages, cut_load(self.problem, cut))
+        cut = Cut(cut.stages, cut_load(self.problem, cut))
+        # It may fit other devices, should it fit these within the solver's tolerance only.
+        return Placings(self.problem, cut).best() if np.isinf(cut.objective_s) else cut
 
 
 def _any_size(problem: StageProblem) -> float:
