@@ -212,10 +212,14 @@ class Number(click.FloatRange):
         return found
 
 
+version_option = click.version_option(__version__, package_name="timeprest", message="%(version)s")
+"""--version, of each command and of those that have others below them."""
+
+
 def common_options(function: F) -> F:
     """--json, -q, -v and --version."""
     for option in (
-        click.version_option(__version__, package_name="timeprest", message="%(version)s"),
+        version_option,
         click.option("--json", "as_json", is_flag=True, help="Print the result as JSON."),
         click.option("-q", "--quiet", is_flag=True, help="Print errors only."),
         click.option("-v", "--verbose", is_flag=True, help="Print more."),

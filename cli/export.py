@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from .common import OneLineCommand, errors_as_lines
+from .common import OneLineCommand, errors_as_lines, version_option
 from .names import printable
 from .one_rank import OneRankCommand
 from .run_report import report
@@ -22,6 +22,7 @@ from .run_report import report
     help="Mini-batches done at the checkpoint to take.  [default: the newest]",
 )
 @click.option("-q", "--quiet", is_flag=True, help="Print errors only.")
+@version_option
 @errors_as_lines
 def export(run_dir: str, output: str, at: int | None, quiet: bool) -> None:
     """Write the whole model of RUN, under its own names, to one safetensors file.

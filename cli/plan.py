@@ -12,7 +12,15 @@ from ..profiles.errors import UserError
 from ..profiles.files import read_file, write_file
 from ..profiles.outputs import Kind, check_output, check_outputs
 from ..profiles.profile import Profile, check_profile
-from .common import OneLineGroup, Whole, common_options, errors_as_lines, output, print_json
+from .common import (
+    OneLineGroup,
+    Whole,
+    common_options,
+    errors_as_lines,
+    output,
+    print_json,
+    version_option,
+)
 from .compare import compare
 from .figures.options import Figures, figure_options, write_plan_figures
 from .plan_html import html_option, write_html
@@ -28,6 +36,7 @@ if TYPE_CHECKING:
 
 
 @click.group(cls=OneLineGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@version_option
 def main() -> None:
     """Decide how to cut a profiled model into pipeline stages."""
 

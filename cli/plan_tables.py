@@ -17,7 +17,7 @@ from ..planner.variants import variant_named
 from ..profiles.profile import Profile
 from ..profiles.units import format_bytes, format_rate, format_seconds
 from .columns import labelled
-from .common import output
+from .common import output, tell
 from .core_use import core_use
 from .folding import MOST_ROWS
 from .stage_tables import memory_limit, memory_table, notes, stage_table
@@ -38,6 +38,9 @@ def print_plan(plan: Plan, count: int, *, every: bool = False) -> None:
     console.print(verdict(plan))
     if count:
         console.print(operations(plan, count, every=every), soft_wrap=False)
+    slower = slower_than_one(plan)
+    if slower is not None:
+        tell(f"warning: {slower}")
 
 
 def verdict(plan: Plan) -> Table:
@@ -108,6 +111,21 @@ def rate(plan: Plan) -> str:
         return "unknown: the profile's times are 0"
     speedup = f"{predicted.speedup:.2f} × one device" if predicted.speedup else "speed-up unknown"
     return f"{format_rate(predicted.samples_per_s, 'samples')}, {speedup}"
+
+
+def slower_than_one(plan: Plan) -> str | None:
+    """A warning where the pipeline doesn't pay; None where it does, or nobody knows."""
+    predicted = plan.predicted
+    devices = sum(len(stage.devices) for stage in plan.stages)
+    # 0.995 is printed as 1.00.
+    if not 0 < predicted.speedup < 0.995 or devices == 1:
+        return None
+    one_s = predicted.speedup * predicted.period_s
+    return (
+        f"slower than one device: alone, with memory enough and the speed of the one that was "
+        f"profiled, it would take {format_seconds(one_s)} per mini-batch instead of "
+        f"{format_seconds(predicted.period_s)} ({1 / predicted.speedup:.2f} × as fast)"
+    )
 
 
 def fullest(plan: Plan) -> str:

@@ -12,44 +12,73 @@ _BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 _QUANTITY = re.compile(r"^\s*(\d+(?:\.\d*)?|\.\d+)(?:e([+-]?\d+))?\s*([a-zA-Zµ/]*)\s*$")
 
+_BANDWIDTH = re.compile(r"^\s*(.*?)(b|B|bits?|Bits?)?(/s|ps)?\s*$")
+_MOST_BANDWIDTH = 2**62
 
-def _split(text: str, what: str, example: str) -> tuple[float, str]:
+
+def _split(text: str, what: str, example: str, given: str) -> tuple[float, str]:
     match = _QUANTITY.match(text)
     if not match:
-        raise UserError(f"{what}: can't read {text!r}; write it like {example}")
+        raise UserError(f"{what}: can't read {given!r}; write it like {example}")
     number, exponent, unit = match.groups()
     try:
         value = float(number) * 10.0 ** int(exponent or 0)
     except OverflowError:
         value = float("inf")
     if value == float("inf"):
-        raise UserError(f"{what}: {text!r} is too large; write it like {example}")
+        raise UserError(f"{what}: {given!r} is too large; write it like {example}")
     return value, unit.lower()
 
 
 def parse_bytes(text: str, what: str = "bytes", *, most: int = MAX_BYTES) -> int:
     """``"16GiB"``, ``"500MB"``, ``"4096"`` → bytes. Raises UserError naming `what`."""
-    value, unit = _split(text, what, "16GiB, 500MB or 4096")
-    unit = unit.removesuffix("b")
-    factor = _BINARY.get(unit) or _DECIMAL.get(unit)
-    if factor is None:
-        raise UserError(f"{what}: unknown unit in {text!r}; write it like 16GiB, 500MB or 4096")
-    if value * factor > most:
+    amount = _amount(text, what, "16GiB, 500MB or 4096")
+    if amount > most:
         raise UserError(f"{what}: {text!r} is more than {format_bytes(most)}")
-    return int(value * factor)
+    return int(amount)
 
 
 def parse_bandwidth(text: str, what: str = "bandwidth") -> float:
-    """``"12GB/s"`` → bytes per second. Raises UserError naming `what`."""
-    bandwidth = parse_bytes(text.strip().removesuffix("/s"), what, most=2**62)
-    if bandwidth <= 0:
-        raise UserError(f"{what}: must be more than 0, not {text!r}; write it like 12GB/s")
-    return float(bandwidth)
+    """``"12GB/s"`` or, in bits, ``"100Mbit/s"`` and ``"100Mbps"`` → bytes per second.
+
+    Raises UserError naming `what`; for ``Gb/s``, too, which is bits to some and bytes to others.
+    """
+    example = "12GB/s or 100Mbit/s"
+    match = _BANDWIDTH.match(text)
+    number, unit, per = match.groups("") if match else (text, "", "")
+    if unit == "b" and per != "ps":
+        raise UserError(
+            f"{what}: {text!r} may mean bits or bytes; write {number}bit/s or {number}B/s"
+        )
+    bits = 8 if unit.lower().startswith("bit") or unit == "b" else 1
+    bandwidth = _amount(number, what, example, text) / bits
+    if bandwidth > _MOST_BANDWIDTH:
+        raise UserError(f"{what}: {text!r} is more than {format_bytes(_MOST_BANDWIDTH)}/s")
+    if bandwidth < 1:
+        raise UserError(
+            f"{what}: must be at least a byte per second, not {text!r}; write it like {example}"
+        )
+    return bandwidth if bits > 1 else float(int(bandwidth))
+
+
+def _amount(text: str, what: str, example: str, given: str | None = None) -> float:
+    """A number with k, M, Gi and the like, and B for bytes.
+
+    Args:
+        given: what the user wrote, where `text` is a part of it.
+    """
+    given = text if given is None else given
+    value, unit = _split(text, what, example, given)
+    unit = unit.removesuffix("b")
+    factor = _BINARY.get(unit) or _DECIMAL.get(unit)
+    if factor is None:
+        raise UserError(f"{what}: unknown unit in {given!r}; write it like {example}")
+    return value * factor
 
 
 def parse_seconds(text: str, what: str = "time") -> float:
     """``"10us"``, ``"0.5ms"``, ``"2"`` → seconds. Raises UserError naming `what`."""
-    value, unit = _split(text, what, "10us, 0.5ms or 2s")
+    value, unit = _split(text, what, "10us, 0.5ms or 2s", text)
     factor = _SECONDS.get(unit or "s")
     if factor is None:
         raise UserError(f"{what}: unknown unit in {text!r}; write it like 10us, 0.5ms or 2s")

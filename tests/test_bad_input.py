@@ -209,6 +209,62 @@ def test_a_cluster_holds_what_times_can_be_made_of(line, field, tmp_path):
         read_cluster(path)
 
 
+def test_bandwidths_in_bits_and_in_bytes(tmp_path):
+    for text, expected in {
+        "100Mbit/s": 12.5e6,
+        "1Gbit/s": 125e6,
+        "10 Gbits/s": 1.25e9,
+        "100Mbps": 12.5e6,
+        "12 Mibit/s": 1.5 * 2**20,
+        "12MB/s": 12e6,
+        "1GBps": 1e9,
+        "1.5GiB/s": 1.5 * 2**30,
+        "4096": 4096.0,
+    }.items():
+        assert parse_bandwidth(text) == expected, text
+    for text in ("10Gb/s", "10gb/s", "10b"):
+        with pytest.raises(UserError, match=r"bits or bytes; write 10\w?bit/s or 10\w?B/s"):
+            parse_bandwidth(text)
+    for text in ("", "fast", "bit/s", "12apples/s", "1Xbit/s", "7bit/s", "0GB/s", "1e300Gbit/s"):
+        with pytest.raises(UserError, match=r"^x\.y: "):
+            parse_bandwidth(text, "x.y")
+    path = tmp_path / "cluster.toml"
+    path.write_text(CLUSTER.replace("12GB/s", "100Mbit/s").replace("1.5GB/s", "8Mbps"))
+    cluster = read_cluster(path)
+    assert cluster.network.bandwidth_bytes_per_s == 12.5e6
+    assert cluster.between_machines.bandwidth_bytes_per_s == 1e6
+
+
+@pytest.mark.parametrize(
+    "words", [["tp-plan"], ["tp-plan", "solve"], ["tp-profile"], ["tp-run"], ["tp-run", "export"]]
+)
+def test_every_command_has_a_version(words):
+    from timeprest import __version__
+
+    assert call(*words, "--version", code=0) == f"{__version__}\n"
+
+
+def test_a_plan_that_is_slower_than_one_device_says_so(box):
+    """The profile's times are so short that messages over a slow link take longer."""
+    slow = ("--devices", "2", "--stages", "2", "--bandwidth", "8kbit/s", "-o", "slow.json")
+    commands = [
+        ("solve", "profile.json", *slow),
+        ("show", "slow.json"),
+        ("check", "slow.json", "--profile", "profile.json"),
+    ]
+    for words in commands:
+        done = CliRunner().invoke(command_named("tp-plan"), list(words), prog_name="tp-plan")
+        (line,) = done.stderr.splitlines()
+        speedup = read_file("slow.json", Plan).predicted.speedup
+        assert "warning: slower than one device: " in line
+        assert f"({1 / speedup:.2f} × as fast)" in line
+        quiet = CliRunner().invoke(command_named("tp-plan"), [*words, "-q"], prog_name="tp-plan")
+        assert (quiet.exit_code, quiet.output) == (0, "")
+    call("tp-plan", "solve", "profile.json", "--devices", "1", "-o", "one.json", code=0)
+    done = CliRunner().invoke(command_named("tp-plan"), ["show", "one.json"], prog_name="tp-plan")
+    assert done.stderr == ""
+
+
 def test_amounts_have_limits():
     for parse, text in (
         (parse_bytes, "1e300TB"),

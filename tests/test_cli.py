@@ -146,7 +146,7 @@ class Net(nn.Module):
         ("tp-plan solve profile.json --variant zigzag", "unknown system 'zigzag'"),
         ("tp-plan solve profile.json --memory 1MB", "lacks"),
         ("tp-plan solve profile.json --memory lots", "memory: can't read 'lots'"),
-        ("tp-plan solve profile.json --bandwidth 0GB/s", "bandwidth: must be more than 0"),
+        ("tp-plan solve profile.json --bandwidth 0GB/s", "bandwidth: must be at least a byte"),
         ("tp-plan solve profile.json --stages many", "--stages 'many'"),
         ("tp-plan solve profile.json --cluster none.toml", "none.toml: no such file"),
         ("tp-plan solve profile.json -o /proc/none/plan.json", "can't be written"),
