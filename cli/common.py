@@ -27,6 +27,7 @@ from .names import printable
 F = TypeVar("F", bound=Callable[..., Any])
 
 _PLAIN_WIDTH = 100
+_MODULES = {f"{name}.py": f"tp-{name}" for name in ("profile", "plan", "run")}
 _LONGEST_LINE = 1000
 """Characters of an error; names in a broken file can be any length."""
 
@@ -190,8 +191,9 @@ class OneLineGroup(_OneLine, click.Group):
 
 
 def program() -> str:
-    """The command's name, for messages."""
-    return os.path.basename(sys.argv[0]) or "timeprest"
+    """The command's name, for messages; also where it was started as a module of ours."""
+    name = os.path.basename(sys.argv[0])
+    return _MODULES.get(name, name) or "timeprest"
 
 
 class Whole(click.IntRange):

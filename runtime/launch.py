@@ -19,15 +19,10 @@ import psutil
 
 from ..profiles.errors import FileError, RunError, StoppedError, TimeprestError, UserError
 from .failures import blame, circumstances, stopped_ranks
+from .launched import ENDING_SIGNALS
 from .observer import Observer, Tail
 from .run_dir import RunDir
 from .status import read_statuses
-
-_ENDING = (
-    *("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2"),
-    *("SIGALRM", "SIGVTALRM", "SIGPROF", "SIGXCPU"),
-)
-"""Signals from outside that end a process which does nothing about them."""
 
 GRACE_S = 3.0
 """After the first failure, what the other workers have to end by themselves."""
@@ -128,7 +123,7 @@ def _signals() -> Iterator[list[str]]:
 
     Those that would end this process: what it ignores (nohup) or handles itself stays so.
     """
-    names = [name for name in _ENDING if hasattr(signal, name)]
+    names = [name for name in ENDING_SIGNALS if hasattr(signal, name)]
     before = {name: signal.getsignal(getattr(signal, name)) for name in names}
     ends = (signal.SIG_DFL, signal.default_int_handler)
     found = {name: handler for name, handler in before.items() if handler in ends}

@@ -11,6 +11,13 @@ DEFAULT_PORT = 29500
 """torchrun's own, where MASTER_PORT isn't set."""
 
 
+ENDING_SIGNALS = (
+    *("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2"),
+    *("SIGALRM", "SIGVTALRM", "SIGPROF", "SIGXCPU"),
+)
+"""Signals from outside that end a process which does nothing about them."""
+
+
 @dataclass(frozen=True)
 class Launched:
     """One worker of many, started from outside.

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from ..profiles.errors import UserError
 from .failures import blame, circumstances, stopped_ranks
-from .launched import Launched
+from .launched import ENDING_SIGNALS, Launched
 from .peers import PeerError
 from .status import WorkerStatus, read_statuses
 
@@ -87,9 +87,7 @@ class Meeting:
         self._asked, asked = os.pipe()
         os.set_blocking(asked, False)
         signal.set_wakeup_fd(asked)
-        signal.signal(signal.SIGTERM, lambda *_: None)
-        # Ctrl-C ends a worker at once, without a traceback.
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        self._ends = take_signals()
         self._count = 0
         self._beat()
         threading.Thread(target=self._watch, daemon=True).start()
@@ -298,28 +296,29 @@ class Meeting:
                 self.leave(1)
 
     def _end_when_asked(self) -> None:
-        """SIGTERM comes from the launcher, mostly because another worker has died."""
-        while os.read(self._asked, 1)[0] != signal.SIGTERM:
+        """SIGTERM comes from the launcher, mostly because another worker has died. Others that
+        were sent to the launcher are passed on by it."""
+        while (asked := os.read(self._asked, 1)[0]) not in self._ends:
             pass
+        how = f"stopped by {signal.Signals(asked).name}"
         if self._leaving.is_set():
             return
         self._failing.set()
         try:
-            line = self._within(STORE_S, self._line_when_asked)
+            line = self._within(STORE_S, lambda: self._line_when_asked(how))
         except RuntimeError:
-            line = f"rank {self.rank}: stopped by SIGTERM; {self._no_store()}"
+            line = f"rank {self.rank}: {how}; {self._no_store()}"
         if line is not None:
             self.say(line)
         self.leave(1)
 
-    def _line_when_asked(self) -> str | None:
+    def _line_when_asked(self, line: str) -> str | None:
         self._own.set(f"failing/{self.rank}", b"")
         self._own.add("failed", 1)
         if self._own.add("told", 0):
             return None
         statuses = self._statuses()
         gone = [rank for rank, s in self._here(statuses).items() if _is_gone(s.pid)]
-        line = "stopped by SIGTERM"
         if gone:
             label, around = statuses[gone[0]].label, circumstances(statuses, gone[0])
             line = f"{label} has died; {self.launched.by} says how{around}"
@@ -334,6 +333,20 @@ class Meeting:
                 self._lost.set()
                 self.say(f"rank {self.rank}: {self._no_store()} Silent for {silent_s:.0f} s")
                 self.leave(1)
+
+
+def take_signals() -> set[int]:
+    """Have signals that would end this process do nothing but wake the one who reads of them.
+
+    Returns them. What the process ignores or handles itself stays so.
+    """
+    found = set()
+    for name in ENDING_SIGNALS:
+        number = getattr(signal, name, None)
+        if number and signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+            signal.signal(number, lambda *_: None)
+            found.add(int(number))
+    return found
 
 
 def _connect(launched: Launched, *, serve: bool) -> dist.Store:  # type: ignore[name-defined]

@@ -225,6 +225,21 @@ def test_one_line_from_one_rank(processes, options, trap, message, plan, tmp_pat
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGINT"])
+def test_what_ends_torchrun_is_said_once(how, plan, mlp_target, tmp_path):
+    """torchrun's own traceback comes besides; it is told the signal's name, and passes it on."""
+    process = torchrun(tmp_path, 2, "--epochs", "100000", "--no-evaluate", "--run-dir", "run")
+    begun = time.monotonic()
+    while not (tmp_path / "run" / "metrics.jsonl").exists() and time.monotonic() < begun + 60:
+        time.sleep(0.1)
+    process.send_signal(getattr(signal, how))
+    _, err = process.communicate(timeout=60)
+    assert process.returncode
+    told = [line for line in err.splitlines() if line.startswith("tp-run: ")]
+    assert told == [f"tp-run: stopped by {how}"]
+
+
+@pytest.mark.processes
 def test_no_worker_outlives_torchrun(plan, tmp_path):
     process = trapped(tmp_path, 2, "hold:1")
     assert not left_behind(process, tmp_path / "run", signal.SIGKILL)
