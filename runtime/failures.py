@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import psutil
 
+from ..profiles.errors import RunError, TimeprestError
+from ..profiles.target import describe_error
 from .status import WorkerStatus
 
 Statuses = Mapping[int, WorkerStatus]
@@ -114,3 +117,16 @@ def _names(statuses: Statuses, ranks: Sequence[int]) -> str:
         return f"{len(ranks)} others"
     known = [statuses[rank].name if rank in statuses else f"rank {rank}" for rank in ranks]
     return " and ".join(known)
+
+
+@contextmanager
+def explained(who: str, at: Callable[[], str]) -> Iterator[None]:
+    """Turns whatever the user's code raises into a RunError that says who failed, and at what."""
+    try:
+        yield
+    except TimeprestError as error:
+        if str(error).startswith("stage "):
+            raise
+        raise type(error)(f"{who}, at {at()}: {error}") from error
+    except Exception as error:
+        raise RunError(f"{who}, at {at()}: {describe_error(error)}") from error

@@ -55,6 +55,7 @@ class Prepared:
         evaluation_crossings: what goes between the stages' replicas 0 in evaluation.
         evaluation_samples: in a micro-batch of evaluation.
         loss: what the task's loss gives.
+        samples: in the training data.
     """
 
     plan: Plan
@@ -76,6 +77,7 @@ class Prepared:
     segments: tuple[Segment, ...]
     inputs: tuple[str, ...]
     loss: LossKind
+    samples: int
 
 
 def prepare(plan: Plan, settings: RunSettings) -> Prepared:
@@ -121,6 +123,7 @@ def prepare(plan: Plan, settings: RunSettings) -> Prepared:
     chosen = tuple(pieces[n][s] for s, n in enumerate(samples))
     evaluation_pieces = tuple(cut(evaluated, groups))
     modes = zip(chosen, evaluation_pieces, strict=True)
+    size = dataset_size(target.task.data("train"), "train")
     prepared = Prepared(
         plan=plan,
         settings=settings,
@@ -138,9 +141,10 @@ def prepare(plan: Plan, settings: RunSettings) -> Prepared:
         deal=dealt,
         evaluation_crossings=deal_evaluation(len(dealt.crossings), workers, sent, specs[least]),
         evaluation_samples=least,
-        segments=segments(plan, settings, dataset_size(target.task.data("train"), "train")),
+        segments=segments(plan, settings, size),
         inputs=tuple(node.name for node in traced[least].inputs),
         loss=loss,
+        samples=size,
     )
     _check_padding(prepared, target, traced, samples[-1])
     few = min(3, max(segment.mini_batches for segment in prepared.segments))

@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any
 
 import msgspec
+import torch
 
 from ..planner.plan import Plan
 from ..profiles.errors import UserError
@@ -202,6 +203,11 @@ def _run_inline(prepared: Prepared, where: RunDir, collector: _Collector) -> lis
     ]
     for runner in runners:
         keep_gradients(where, runner)
+    before = torch.get_rng_state()
+    for runner in runners:
+        # As in processes, where each has drawn as much before.
+        torch.set_rng_state(before)
+        runner.load_samples()
     metrics = MetricsFile(where.metrics, more=more)
     told = [metrics if runner.tells else None for runner in runners]
     files = {

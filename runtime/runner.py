@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -13,14 +14,13 @@ from ..planner.distances import prediction_distances
 from ..planner.operations import BACKWARD, FORWARD, UPDATE, WEIGHT, Op, Order, op_text
 from ..planner.recording import by_kind
 from ..planner.versions import entry_versions
-from ..profiles.errors import RunError, TimeprestError
-from ..profiles.target import describe_error
 from ..profiles.task import Loss
 from .channels import Channels
 from .clipping import clip, own_part, squared_norm, trained
 from .crossings import Crossing, Lane, join, lane
 from .data import Part, Samples, Segment, part_of, real_samples, updates_of
 from .devices import CPU, clock_of, put
+from .failures import explained
 from .finite import SKIP, NotFinite
 from .gradients import GradientSum
 from .operation_log import OperationLog, StageMetrics, Use
@@ -414,9 +414,7 @@ class StageRunner:
 
     def begin_evaluation(self) -> None:
         """Get ready for one pass over the test data."""
-        self.last_op = f"{self.number} evaluation"
-        self.status.begin(self.last_op)
-        with self._explained():
+        with self.doing(f"{self.number} evaluation"):
             count = self.evaluations
             self.channels.open([lane(FORWARD, [[c]], count) for c in self._evaluated()])
 
@@ -431,13 +429,11 @@ class StageRunner:
 
     def evaluate(self, k: int, score: EvaluationScore) -> None:
         """Forward of the k-th test micro-batch; the last stage adds to the score."""
-        self.last_op = f"{self.number} evaluation {k}"
-        self.status.begin(self.last_op)
-        with self._explained():
+        with self.doing(f"{self.number} evaluation {k}"):
             values: dict[str, Tensor] = {}
             target: Any = None
             real = 0
-            if self.own_inputs or self.is_last:
+            if self.loads:
                 inputs, target, real = self.samples("test").evaluation(k)
                 values, target = self._named(inputs), self._target(target)
             for c in self._evaluated():
@@ -455,10 +451,17 @@ class StageRunner:
 
     # Data ----------------------------------------------------------------------------------
 
+    @property
+    def loads(self) -> bool:
+        """Whether this worker takes inputs or targets from data of its own."""
+        return self.is_last or bool(self.own_inputs)
+
     def load_samples(self) -> None:
-        """Load the training data now, where this worker needs it."""
-        if self.own_inputs or self.is_last:
+        """Load now what data this worker is going to need."""
+        if self.loads:
             self.samples("train")
+        if self.prepared.settings.evaluate:
+            self.samples("test")
 
     def samples(self, split: Any) -> Samples:
         """The samples of a split, loaded on first use."""
@@ -471,7 +474,7 @@ class StageRunner:
     def _own(
         self, segment: Segment, mini_batch: int, micro_batch: int
     ) -> tuple[dict[str, Tensor], Any]:
-        if not (self.own_inputs or self.is_last):
+        if not self.loads:
             return {}, None
         positions = real_samples(segment, mini_batch, micro_batch, self.share.dealt)
         samples = self.samples("train")
@@ -485,28 +488,16 @@ class StageRunner:
     def _target(self, target: Any) -> Any:
         return put(target, self.device) if self.is_last else None
 
-    def _explained(self) -> _Explained:
-        return _Explained(self)
+    @contextmanager
+    def doing(self, what: str) -> Iterator[None]:
+        """Something besides the operations of the order, for reports and errors."""
+        self.last_op = what
+        self.status.begin(what)
+        with self._explained():
+            yield
 
-
-class _Explained:
-    """Turns whatever the user's code raises into a RunError that names the operation."""
-
-    def __init__(self, runner: StageRunner) -> None:
-        self.runner = runner
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is None or not isinstance(error, Exception):
-            return
-        where = f"{self.runner.worker.name}, at {self.runner.last_op}"
-        if isinstance(error, TimeprestError):
-            if not str(error).startswith("stage "):
-                raise type(error)(f"{where}: {error}") from error
-            return
-        raise RunError(f"{where}: {describe_error(error)}") from error
+    def _explained(self) -> AbstractContextManager[None]:
+        return explained(self.worker.name, lambda: self.last_op)
 
 
 def _by_name(crossings: Iterable[Crossing]) -> dict[str, list[Crossing]]:

@@ -25,6 +25,7 @@ from .observer import Observer
 from .operation_log import read_stage_epochs
 from .run_dir import RunDir
 from .runner import EVALUATION_AHEAD, StageRunner
+from .same_data import compare_evaluation, compare_lengths, compare_training
 from .scores import EpochRecord, EvaluationScore, StageEpoch, StageReport, StageScore
 from .starting import restore_worker
 
@@ -95,10 +96,15 @@ class Course:
             self._run()
 
     def _run(self) -> None:
+        compare_lengths(self.runners)
+        compared: int | None = None
         for segment in self.prepared.segments:
             if segment.first < self.done:
                 continue
             self.barrier()
+            if segment.epoch != compared:
+                compare_training(self.runners, segment)
+                compared = segment.epoch
             self._train(segment)
             for runner, scores, sums in zip(self.runners, self.scores, self.sums, strict=True):
                 scores.append(runner.score)
@@ -184,6 +190,7 @@ class Course:
         evaluating = [runner for runner in self.runners if runner.worker.leads]
         for runner in self.runners:
             runner.begin_evaluation()
+        compare_evaluation(self.runners)
         for k in range(self.runners[0].evaluations):
             for runner in evaluating:
                 runner.evaluate(k, score)

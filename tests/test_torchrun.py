@@ -240,6 +240,18 @@ def test_what_ends_torchrun_is_said_once(how, plan, mlp_target, tmp_path):
 
 
 @pytest.mark.processes
+def test_one_line_of_data_that_differ(plan, tmp_path):
+    paths = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+    task = ["--task", f"{HERE / 'data_tasks.py'}:UnseededLength", "--run-dir", "run"]
+    process = torchrun(tmp_path, 2, *task, PYTHONPATH=paths)
+    _, err = process.communicate(timeout=100)
+    assert process.returncode == 1
+    (told,) = [line for line in err.splitlines() if line.startswith("tp-run: ")]
+    assert told.startswith("tp-run: data('train') has ")
+    assert told.endswith("(docs/tasks.md)")
+
+
+@pytest.mark.processes
 def test_no_worker_outlives_torchrun(plan, tmp_path):
     process = trapped(tmp_path, 2, "hold:1")
     assert not left_behind(process, tmp_path / "run", signal.SIGKILL)
