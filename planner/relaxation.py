@@ -12,12 +12,13 @@ stages behind a stage.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, cached_property
 
 import numpy as np
 
-from .cluster import Cluster, Network
+from .coming import links_from_before
+from .draining import largest_forward_share, returning, sharing
 from .evaluate import Question
 from .in_flight import Held, least_held
 from .layer_graph import LayerGraph
@@ -167,10 +168,10 @@ class Relaxation:
             alike=alike,
             all_used=counts == [1] and stages == devices,
         )
-        if returns:
-            place = self._returning(place, options, micro_batches)
-        elif after is not None and counts[-1] > 1 and not guess:
-            place = self._sharing(place, options, micro_batches)
+        if returns or (after is not None and counts[-1] > 1 and not guess):
+            most = largest_forward_share(graph.measured(self._size(micro_batches, 1)))
+            way = returning if returns else sharing
+            place = way(place, options, micro_batches, len(self.question.cluster.devices), most)
         if memory_share != 1.0:
             place = changed(place, options, smaller(memory_share))
         return StageProblem(
@@ -216,7 +217,7 @@ class Relaxation:
 
         "cycle": a stage runs its work, its all-reduce and its update in each period. "drain",
         where systems flush: its work runs after the pipeline has filled up to it and before it
-        has drained from it. "return", where they flush and run 1F1B: see `_returning`.
+        has drained from it. "return", where they flush and run 1F1B: see `draining.returning`.
         """
         if not self.variant.flushes:
             return ("cycle",)
@@ -225,61 +226,6 @@ class Relaxation:
     @property
     def _one_by_one(self) -> bool:
         return self.variant.order == "1f1b-flush"
-
-    def _returning(
-        self, place: Callable[[int, int], Place], options: Sequence[Option], micro_batches: int
-    ) -> Callable[[int, int], Place]:
-        """Places for a stage whose first backward waits for the way to the end and back.
-
-        In 1F1B that flushes, a replica runs n = N / r micro-batches, 1 + a of them forward before
-        its first backward, a ≤ ⌈K / r⌉ − 1. The first forward f begins when the layers before the
-        stage have run one; the first backward b when those behind it, W in both directions, have
-        run that micro-batch too. n backwards and n − 1 − a forwards are still to run then, and
-        the way back to the first stage. So with P of both directions before the stage
-
-            T ≥ P + f + W + n·b + (n − 1 − a)·f = P + W + n·(f + b) − a·f
-
-        where a·f is at most a share of the work: as fast a device as does it in the time left.
-        Wires are left out.
-        """
-        devices = len(self.question.cluster.devices)
-        return self._earlier(place, options, micro_batches, lambda r: -(-devices // r) - 1)
-
-    def _sharing(
-        self, place: Callable[[int, int], Place], options: Sequence[Option], micro_batches: int
-    ) -> Callable[[int, int], Place]:
-        """Places in GPipe's order, where stages behind may have replicas.
-
-        The replica of one of r2 ≤ K − r that has the first micro-batch begins its backwards when
-        it has run the last forward of its own, that of micro-batch N − r2. A replica of the stage
-        may still have ⌈r2 / r⌉ − 1 forwards to run then.
-        """
-        devices = len(self.question.cluster.devices)
-
-        def ahead(r: int) -> int:
-            return max(-(-(devices - r) // r) - 1, 0)
-
-        return self._earlier(place, options, micro_batches, ahead)
-
-    def _earlier(
-        self,
-        place: Callable[[int, int], Place],
-        options: Sequence[Option],
-        micro_batches: int,
-        ahead: Callable[[int], int],
-    ) -> Callable[[int, int], Place]:
-        """Places where so many of a replica's forwards may run beside other work: `ahead`(r)."""
-        measured = self.graph.measured(self._size(micro_batches, 1))
-        shares = [m.forward_s / (m.forward_s + m.backward_s) for m in measured if m.backward_s]
-        known = len(shares) == sum(m.forward_s > 0 or m.backward_s > 0 for m in measured)
-        worst = max(shares, default=0.0) if known else 1.0
-
-        def change(found: Place, r: int) -> Place:
-            each = micro_batches // r
-            speed = found.speed / (1 - worst * min(ahead(r), each - 1) / each)
-            return replace(found, speed=speed, lower_scale=0.0, upper_scale=0.0)
-
-        return changed(place, options, change)
 
     # Layers ----------------------------------------------------------------------------------
 
@@ -554,7 +500,7 @@ class Relaxation:
         question, cluster, variant = self.question, self.question.cluster, self.variant
         count = len(cluster.devices)
         gradients = 1.0 + question.optimizer_state_factor
-        sync, coming = Sync(cluster), _links_to(cluster)
+        sync, coming = Sync(cluster), links_from_before(cluster)
 
         @cache
         def place(option: int, left: int) -> Place:
@@ -597,23 +543,3 @@ class Relaxation:
             )
 
         return place
-
-
-def _links_to(cluster: Cluster) -> Callable[[range], list[Network]]:
-    """The links by which neighbouring devices may get messages from any device before them."""
-    seen: dict[str | None, int] = {}
-    kinds = [0]
-    for d, device in enumerate(cluster.devices):
-        seen.setdefault(device.machine, d)
-        kinds.append(len(seen))
-
-    def links(mine: range) -> list[Network]:
-        first = mine[0]
-        homes = {cluster.devices[d].machine for d in mine}
-        before = [home for home in homes if seen[home] < first]
-        found = [cluster.network] if before else []
-        if first and kinds[first] + len(homes) - len(before) > 1:
-            found.append(cluster.between_machines or cluster.network)
-        return found
-
-    return links
