@@ -11,7 +11,7 @@ from ..profiles.limits import ratio
 from ..profiles.profile import Profile
 from .cluster import Cluster
 from .events import Clock
-from .kinds import numbered
+from .kinds import FORWARDS, numbered
 from .layout import StageTimes, make_pipeline
 from .memory import Holdings, StageBytes, boundary_buffers, holdings
 from .operations import FORWARD
@@ -254,7 +254,7 @@ def _holdings(
             variant,
             n,
             pipeline.replicas(s),
-            kinds,
+            _entered(kinds, len(entries)) if variant.synchronises else kinds,
             entries,
             recompute=recompute[s],
             update_every=every,
@@ -270,6 +270,19 @@ def _holdings(
         held.filled(pipeline.limits[s] * pipeline.micro_batches_per_replica(s))
         for s, held in enumerate(found)
     )
+
+
+def _entered(kinds: bytes, forwards: int) -> bytes:
+    """What a stage runs until so many forwards, those that stage 0 has begun.
+
+    It may be ahead of stage 0 where nothing comes to it from there.
+    """
+    position = -1
+    for _ in range(forwards + 1):
+        position = kinds.find(FORWARDS, position + 1)
+        if position < 0:
+            return kinds
+    return kinds[:position]
 
 
 MOST_KEPT = 4096

@@ -244,3 +244,11 @@ def test_the_same_stages_on_other_devices_are_other_plans():
     for homes in ("aab", "abb", "aba"):
         for near, far in ((FAST, late), (late, FAST)):
             check(all_of(asked_of(chain(2), on_machines(homes, near, far), "pipedream")))
+
+
+def test_stages_that_nothing_comes_to_may_run_ahead_of_the_first():
+    layers = [("slow", 100, 9e-3, 9e-3, 0, []), ("beside", 100, 1e-3, 1e-3, 0, [])]
+    edges = [("beside", "output", "y", 8)]
+    profile = profile_by_hand(layers, edges)
+    for variant in ("timeprest", "i-timeprest", "pipedream-vertical-sync"):
+        check(all_of(asked_of(profile, on_machines("aa", FAST), variant)))
