@@ -18,6 +18,7 @@ import click
 import msgspec
 import pytest
 import timeprest
+import torch
 from click.testing import CliRunner
 from doc_pages import ROOT, Text, blocks, commands, pages, section, spans, tables
 from rich.console import Console
@@ -33,6 +34,7 @@ from timeprest.profiles.files import write_file
 from timeprest.profiles.measuring.device_specs import load_spec, shipped_specs
 from timeprest.profiles.outputs import RUN_OWN
 from timeprest.profiles.profile import Layer, Measurement, Profile
+from timeprest.profiles.task import read_loss
 from timeprest.profiles.zoo import BUILT_IN
 from timeprest.runtime.recorded import Line
 from timeprest.runtime.run import run
@@ -402,12 +404,19 @@ def test_python_runs(name, place, monkeypatch):
 
 
 def check_hooks(block, text, hooks):
-    """Methods for a task: those that the page's task can have are tried in a dry run."""
+    """Methods for a task: those that the page's task can have are tried in a dry run, which calls
+    each of them."""
     own = f"mine_{block.where.split(':')[1]}"
     Path(f"{own}.py").write_text(
-        "import torch\nfrom torch import nn\nimport mine\n\n\nclass Task(mine.Task):\n"
+        "import math\n\nimport torch\nfrom torch import nn\nimport mine\n\n\nclass Task(mine.Task):\n"
         + textwrap.indent(text, "    ")
     )
+    if [hook.name for hook in hooks] == ["loss"]:
+        # Of a language model, which the page's task has none of.
+        labels = torch.tensor([[1, 2, -100], [0, -100, -100]])
+        found = import_module(own).Task().loss({"logits": torch.randn(2, 3, 5)}, labels)
+        assert read_loss(found).weight == 3, block.where
+        return
     done = CliRunner().invoke(run_main, ["plan.json", "--task", f"{own}.py:Task", "--dry-run"])
     assert done.exit_code == 0, f"{block.where}: {done.output}"
 
