@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -211,21 +213,95 @@ def stand_in(value: Any) -> Any:
     return map_tensors(real, value)
 
 
-def task_scheduler(task: Task, optimizer: torch.optim.Optimizer) -> Any:
+class RunLength(NamedTuple):
+    """How long a run is.
+
+    Attributes:
+        steps: updates in all of it.
+        steps_per_epoch: updates in a whole epoch.
+    """
+
+    steps: int
+    steps_per_epoch: int
+
+
+def task_scheduler(task: Task, optimizer: torch.optim.Optimizer, length: RunLength) -> Any:
     """What the task's `scheduler` makes of a stage's optimizer; None where it has none.
 
-    Raises TargetError when it raises, or gives what can't be stepped.
+    Args:
+        length: of the run, for a hook that asks for it by the names of its arguments.
+
+    Raises TargetError when it raises, asks for anything else, or gives what can't be stepped or
+        is over another optimizer; or when the task's `scheduler_step` says something else than
+        when to step.
     """
     hook = getattr(task, "scheduler", None)
     if hook is None:
         return None
-    found = call_hook("scheduler", hook, optimizer)
+    scheduler_step(task)
+    asked = {name: getattr(length, name) for name in totals_asked(hook)}
+    odd = [name for name in _needed(hook)[1:] if name not in asked]
+    if odd:
+        raise TargetError(
+            f"the task's scheduler asks for {odd[0]!r}: besides the optimizer it is given steps "
+            "and steps_per_epoch, in updates, where it asks for them"
+        )
+    found = call_hook("scheduler", lambda: hook(optimizer, **asked))
     if not callable(getattr(found, "step", None)):
         raise TargetError(
             f"the task's scheduler gave {described(found)}; return one of "
             "torch.optim.lr_scheduler's classes"
         )
+    if needed := _needed(found.step):
+        raise TargetError(
+            f"the task's scheduler gave {described(found)}, whose step() needs {needed[0]}: "
+            "schedulers are stepped without figures here; return another one"
+        )
+    if getattr(found, "optimizer", optimizer) is not optimizer:
+        raise TargetError(
+            "the task's scheduler is over another optimizer than the one it was given: the "
+            "learning rate would never change"
+        )
     return found
+
+
+def scheduler_step(task: Task) -> str | None:
+    """When the task says that its scheduler is stepped: "update", "epoch"; None: it doesn't.
+
+    Raises TargetError for anything else.
+    """
+    found: Any = getattr(task, "scheduler_step", None)
+    if found not in (None, "update", "epoch"):
+        raise TargetError(
+            f'the task\'s scheduler_step is {found!r}; it must be "update" or "epoch"'
+        )
+    return found  # type: ignore[no-any-return]
+
+
+def totals_asked(hook: Callable[..., Any]) -> tuple[str, ...]:
+    """Which of a run's totals a `scheduler` has arguments for, and hasn't been given yet."""
+    given = hook.keywords if isinstance(hook, functools.partial) else {}
+    return tuple(
+        name for name in RunLength._fields if name in _parameters(hook) and name not in given
+    )
+
+
+def _needed(function: Callable[..., Any]) -> list[str]:
+    """Names of the arguments that it can't be called without."""
+    return [
+        name
+        for name, parameter in _parameters(function).items()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+
+
+def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        # Some that aren't written in Python don't tell.
+        return {}
 
 
 def described(value: Any) -> str:

@@ -42,6 +42,7 @@ _OPTIONAL_HOOKS = {
     "parameter_groups": "parameter_groups(named_parameters)",
     "scheduler": "scheduler(optimizer)",
     "figures": "figures(means)",
+    "scheduler_step": 'scheduler_step = "epoch"',
 }
 _ALIKE, _VERY_ALIKE = 0.6, 0.8
 """From which ratio of difflib's on a name may be meant for another, where that one is missing, or
@@ -193,7 +194,7 @@ def misspelt_hooks(task: Task) -> list[str]:
         for hook in _OPTIONAL_HOOKS
         if not hasattr(task, hook)
         for meant in _alike(task, hook, _VERY_ALIKE)
-        if callable(getattr(task, meant))
+        if callable(getattr(task, meant)) == (hook != "scheduler_step")
     ]
 
 

@@ -30,8 +30,10 @@ class Task(Protocol):
     - ``parameter_groups(named_parameters) -> list[dict]``: groups as torch's optimizers take
       them, of one stage's ``(name, parameter)`` pairs under the model's own names. Groups that
       are empty on a stage are left out there.
-    - ``scheduler(optimizer)``: a new torch.optim.lr_scheduler of one stage's optimizer; it is
-      stepped after each update.
+    - ``scheduler(optimizer)``: a new torch.optim.lr_scheduler of one stage's optimizer. Of the
+      arguments ``steps`` and ``steps_per_epoch``, it is given those it has: updates in the run,
+      and in a whole epoch.
+    - ``scheduler_step``: "update" or "epoch", when that is stepped; by default after each update.
     """
 
     def model(self) -> nn.Module:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from ..planner.plan import Plan
 from ..profiles.errors import RunError, TargetError
-from ..profiles.hooks import call_hook
+from ..profiles.hooks import RunLength, call_hook
 from ..profiles.task import Split, Task, dataset_size, fetch
 from .settings import RunSettings
 
@@ -34,6 +34,7 @@ class Segment:
         offset: mini-batches of its epoch before it.
         rest: mini-batches of its epoch after it.
         checkpoint: one is written at its end.
+        whole_epoch: mini-batches of an epoch that no `steps` cut short.
     """
 
     epoch: int
@@ -46,6 +47,7 @@ class Segment:
     offset: int = 0
     rest: int = 0
     checkpoint: bool = False
+    whole_epoch: int = 0
 
     @property
     def end(self) -> int:
@@ -65,6 +67,10 @@ class Segment:
     def updates_after(self, mini_batch: int) -> bool:
         """Whether there is an update after this one."""
         return (mini_batch + 1) % self.update_every == 0 or mini_batch + 1 == self.mini_batches
+
+    def ends_epoch(self, mini_batch: int) -> bool:
+        """Whether this is an epoch's last one, and not merely the run's."""
+        return self.offset + mini_batch + 1 == self.whole_epoch
 
     @property
     def updates(self) -> int:
@@ -118,6 +124,7 @@ def segments(plan: Plan, settings: RunSettings, samples: int) -> tuple[Segment, 
                     offset=start,
                     rest=count - end,
                     checkpoint=due,
+                    whole_epoch=each,
                 )
             )
     return tuple(found)
@@ -145,9 +152,12 @@ def checkpoints_within(
     return tuple(sorted({min(-(-k // update_every) * update_every, count) for k in multiples}))
 
 
-def updates_of(segments: Iterable[Segment]) -> int:
-    """Optimizer steps in a run."""
-    return sum(segment.updates for segment in segments)
+def length_of(segments: Sequence[Segment]) -> RunLength:
+    """Updates in a run, and in a whole epoch of it."""
+    first = segments[0]
+    return RunLength(
+        sum(segment.updates for segment in segments), -(-first.whole_epoch // first.update_every)
+    )
 
 
 def real_samples(

@@ -22,7 +22,7 @@ from ..profiles.tracing.state import unchanged
 from ..profiles.units import format_bytes
 from .cores import unplanned_turns, usable_cores
 from .devices import CPU, check_kind, device_kind, device_of, gpu_count
-from .hooks import check_optimizers, hook_warnings, try_in_parts, try_training
+from .hooks import check_updates, hook_warnings, try_in_parts, try_training
 from .interface import use_interface
 from .meeting import Meeting
 from .placement import between_processes, free_bytes, gpu_name, transport_of
@@ -137,7 +137,7 @@ def dry_run(
     check_writable(where.path / "plan.json")
     address = "127.0.0.1" if meeting is None else use_interface(meeting.launched)
     prepared = prepare(plan, settings)
-    check_optimizers(prepared)
+    check_updates(prepared)
     result, target = check_shapes(prepared)
     if _is_small(prepared):
         sums = try_training(prepared)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch.utils.data import Dataset, Subset
 
-from ..profiles.errors import TaskWarning
+from ..profiles.errors import TaskWarning, UserError
 from ..profiles.hooks import call_hook, stand_in, try_figures
 from ..profiles.target import misspelt_hooks
 from ..profiles.task import Split, Task, dataset_size, fetch
 from .channels import LocalChannels, Mailbox
-from .data import updates_of
+from .data import length_of
 from .devices import CPU, device_kind, own_device, random_state
 from .epoch_sums import EpochSums
 from .observer import Silent
@@ -22,7 +23,7 @@ from .optimizers import make_optimizer, step_optimizer
 from .placement import free_bytes
 from .prepare import Prepared, with_own_weights
 from .runner import StageRunner
-from .schedules import make_scheduler, step_scheduler
+from .schedules import make_scheduler, open_reading
 from .sums import LocalSums, Pool, sum_groups
 from .training import Course
 from .update_rules import follow
@@ -32,9 +33,9 @@ _HELD = 4
 """Times its parameters that a stage holds in an update: weights, gradients and two moments."""
 
 
-def check_optimizers(prepared: Prepared) -> None:
-    """Make every stage's optimizer once, so that a wrong one is refused before the run has a
-    directory.
+def check_updates(prepared: Prepared) -> None:
+    """Make every stage's optimizer and scheduler once, so that a wrong one is refused before the
+    run has a directory.
 
     Not for runs on GPUs, whose optimizers may want their parameters there: the workers find out.
 
@@ -42,8 +43,9 @@ def check_optimizers(prepared: Prepared) -> None:
     """
     if device_kind(prepared.plan, prepared.settings) != "cpu":
         return
+    length = length_of(prepared.segments)
     for s in range(len(prepared.pieces)):
-        _optimizer_of(prepared, s)
+        make_scheduler(prepared.task, prepared.settings, _optimizer_of(prepared, s), length)
 
 
 def _optimizer_of(prepared: Prepared, s: int) -> torch.optim.Optimizer | None:
@@ -54,7 +56,17 @@ def _optimizer_of(prepared: Prepared, s: int) -> torch.optim.Optimizer | None:
 
 def hook_warnings(prepared: Prepared) -> list[str]:
     """What in the task's hooks may be meant otherwise than it is taken."""
-    return misspelt_hooks(prepared.task)
+    lines = misspelt_hooks(prepared.task)
+    settings, length = prepared.settings, length_of(prepared.segments)
+    if settings.lr_schedule is None:
+        # Optimizers for GPUs alone can't be made here: then nothing is said.
+        with suppress(UserError):
+            made = (_optimizer_of(prepared, s) for s in range(len(prepared.pieces)))
+            optimizer = next((found for found in made if found is not None), None)
+            scheduler = make_scheduler(prepared.task, settings, optimizer, length)
+            line = None if scheduler is None else open_reading(prepared.task, scheduler, length)
+            lines += [] if line is None else [line]
+    return lines
 
 
 def warn_of_hooks(prepared: Prepared) -> None:
@@ -137,12 +149,12 @@ def try_in_parts(prepared: Prepared, result: Any, target: Any, only: int | None)
             if optimizer is None:
                 continue
             optimizer = follow(prepared.pipeline.variant.update_rule, optimizer)
-            scheduler = make_scheduler(task, settings, optimizer, updates_of(prepared.segments))
+            scheduler = make_scheduler(task, settings, optimizer, length_of(prepared.segments))
             for p in parameters:
                 p.grad = torch.zeros_like(p)
             step_optimizer(optimizer)
             if scheduler is not None:
-                step_scheduler(scheduler)
+                scheduler.after_update(ends_epoch=True)
             for p in parameters:
                 p.grad = None
     return lines

@@ -20,7 +20,7 @@ from ..planner.plan import Plan
 from ..profiles.allocator import keep_freed_memory
 from . import watchdog
 from .devices import check_kind, device_kind, gpu_count, own_device
-from .hooks import check_optimizers, warn_of_hooks
+from .hooks import check_updates, warn_of_hooks
 from .interface import use_interface
 from .meeting import ENDING_S, Meeting
 from .observer import Observer, read_epochs
@@ -119,7 +119,7 @@ def _prepare(plan: Plan, settings: RunSettings, meeting: Meeting) -> Prepared:
     use_interface(meeting.launched)
     check_kind(device_kind(plan, settings), settings, gpu_count())
     prepared = prepare(plan, settings)
-    check_optimizers(prepared)
+    check_updates(prepared)
     if settings.start_from is not None:
         check_start(prepared, Path(settings.start_from))
     meeting.gather("ready")

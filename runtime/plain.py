@@ -19,7 +19,7 @@ from ..profiles.target import resolve
 from ..profiles.task import Loss, read_loss
 from ..profiles.tracing.call import Call
 from .batch_norm import DeferredBatchNorm
-from .data import Samples, Segment, part_of, real_samples, updates_of
+from .data import Samples, Segment, length_of, part_of, real_samples
 from .devices import move, own_device, put, random_state
 from .draws import Traits, WithoutDropout
 from .gradient_files import GradientFiles
@@ -27,7 +27,7 @@ from .optimizers import make_optimizer, step_optimizer
 from .padding import real_part
 from .precision import forward_context
 from .prepare import Prepared
-from .schedules import make_scheduler, step_scheduler
+from .schedules import make_scheduler
 from .weighing import MiniBatchMeans
 
 _ADVICE = "leave it out: --ragged drop"
@@ -63,9 +63,10 @@ class PlainTraining:
         self.model.train()
         self.optimizer = make_optimizer(self.task, settings, self.model.named_parameters())
         self._means = MiniBatchMeans(self.model.parameters())
-        updates = updates_of(prepared.segments)
         self._fused = False
-        self.scheduler = make_scheduler(self.task, settings, self.optimizer, updates)
+        self.scheduler = make_scheduler(
+            self.task, settings, self.optimizer, length_of(prepared.segments)
+        )
         self._batch_norm = (
             DeferredBatchNorm(self.model)
             if settings.deferred_batch_norm and by_micro_batch
@@ -101,11 +102,11 @@ class PlainTraining:
         if segment.updates_after(b):
             if self._batch_norm is not None:
                 self._batch_norm.settle(segment.first + b)
-            self._update()
+            self._update(ends_epoch=segment.ends_epoch(b))
         elif self.prepared.loss.weighted:
             self._means.set_aside()
 
-    def _update(self) -> None:
+    def _update(self, *, ends_epoch: bool) -> None:
         if self.optimizer is None:
             return
         most = self.prepared.settings.clip_norm
@@ -115,7 +116,7 @@ class PlainTraining:
         self._fused = self._fused or fuse(self.optimizer)
         step_optimizer(self.optimizer)
         if self.scheduler is not None:
-            step_scheduler(self.scheduler)
+            self.scheduler.after_update(ends_epoch=ends_epoch)
         self.optimizer.zero_grad(set_to_none=True)
 
     def _losses(self, segment: Segment, b: int) -> Iterator[tuple[float, Loss]]:

@@ -17,7 +17,7 @@ from .channels import LocalChannels, Mailbox
 from .checkpoint import CheckpointWriter
 from .devices import check_kind, device_kind, gpu_count, own_device
 from .gradient_files import keep_gradients
-from .hooks import check_optimizers, warn_of_hooks
+from .hooks import check_updates, warn_of_hooks
 from .idle import training_times
 from .launch import launch
 from .observer import Both, MetricsFile, Observer, Silent, read_epochs
@@ -57,7 +57,7 @@ def run(
     settings = check_settings(settings)
     check_device(plan, settings)
     prepared = prepare(plan, settings)
-    check_optimizers(prepared)
+    check_updates(prepared)
     if settings.start_from is not None:
         check_start(prepared, Path(settings.start_from))
     where = RunDir(run_dir)
@@ -100,7 +100,7 @@ def resume(
     check_device(plan, settings)
     check_logs(where, plan, settings, workers_of(plan.stages))
     prepared = prepare(plan, settings)
-    check_optimizers(prepared)
+    check_updates(prepared)
     check_unfinished(prepared, where)
     with alone(where.path):
         where.reopen(settings)

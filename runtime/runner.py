@@ -18,7 +18,7 @@ from ..profiles.task import Loss
 from .channels import Channels
 from .clipping import clip, own_part, squared_norm, trained
 from .crossings import Crossing, Lane, join, lane
-from .data import Part, Samples, Segment, part_of, real_samples, updates_of
+from .data import Part, Samples, Segment, length_of, part_of, real_samples
 from .devices import CPU, clock_of, put
 from .failures import explained
 from .finite import SKIP, NotFinite
@@ -98,7 +98,7 @@ class StageRunner:
             ),
             prepared.task,
             settings,
-            updates_of(prepared.segments),
+            length_of(prepared.segments),
             prepared.autocast,
             device,
         )
@@ -320,6 +320,8 @@ class StageRunner:
         version = self.stage.update(
             op.mini_batch, self.channels.held_bytes, steps=finite or not skips
         )
+        if self.stage.scheduler is not None:
+            self.stage.scheduler.after_update(ends_epoch=self.segment.ends_epoch(op.mini_batch))
         end = self._clock()
         self.score.add(
             begin,

@@ -18,7 +18,7 @@ from ..planner.versions import VersionWalk
 from ..profiles.boundary import Inlet
 from ..profiles.errors import RunError
 from ..profiles.fused import fuse
-from ..profiles.hooks import call_hook
+from ..profiles.hooks import RunLength, call_hook
 from ..profiles.saved import storage_key
 from ..profiles.split_backward import SplitBackward
 from ..profiles.task import Loss, Task
@@ -36,7 +36,7 @@ from .optimizers import make_optimizer, step_optimizer
 from .padding import DIVIDE, DROP, real_part
 from .precision import forward_context
 from .predictors import Predictor
-from .schedules import make_scheduler, step_scheduler
+from .schedules import make_scheduler
 from .settings import RunSettings
 from .staleness import Distances, Staleness
 from .update_rules import follow
@@ -105,13 +105,13 @@ class Stage:
         work: StageWork,
         task: Task,
         settings: RunSettings,
-        updates: int,
+        length: RunLength,
         autocast: torch.dtype | None = None,
         device: torch.device = CPU,
     ) -> None:
         """
         Args:
-            updates: optimizer steps in the whole run.
+            length: of the whole run.
             autocast: dtype of torch.autocast for the forwards; None: off.
             device: what everything of the stage is moved to.
         """
@@ -134,7 +134,7 @@ class Stage:
         named = [(work.names.get(name, name), p) for name, p in self.module.named_parameters()]
         made = make_optimizer(task, settings, named, work.stage)
         self.optimizer = None if made is None else follow(work.variant.update_rule, made)
-        self.scheduler = make_scheduler(task, settings, self.optimizer, updates)
+        self.scheduler = make_scheduler(task, settings, self.optimizer, length)
         self.lr: float | None = None
         self._fused = False
         self.predictor = (
@@ -315,7 +315,7 @@ class Stage:
         self.weights.drop(self.walk.needed())
 
     def update(self, mini_batch: int, boundary_bytes: int = 0, *, steps: bool = True) -> int:
-        """Optimizer step after a mini-batch's backward.
+        """Optimizer step after a mini-batch's backward. The scheduler's comes then.
 
         Args:
             steps: the weights change; else the next version is the same as this one.
@@ -337,8 +337,6 @@ class Stage:
             if steps:
                 self._fused = self._fused or fuse(self.optimizer)
                 step_optimizer(self.optimizer)
-        if self.scheduler is not None:
-            step_scheduler(self.scheduler)
         self._note(boundary_bytes)
         for p in self.weights.parameters:
             # As `zero_grad` does, which takes its time to tell torch's profiler of it.

@@ -117,7 +117,7 @@ def restore(stage: Stage, state: WorkerState, tensors: Mapping[str, Tensor]) -> 
         # Where steps are counted depends on the options.
         give_kept(stage, unpack(state.kept, tensors))
     if stage.scheduler is not None:
-        stage.scheduler.load_state_dict(unpack(state.scheduler, tensors))  # type: ignore[attr-defined]
+        stage.scheduler.rule.load_state_dict(unpack(state.scheduler, tensors))
     if stage.predictor is not None:
         for name, gradient in unpack(state.last_gradients, tensors).items():
             stage.predictor.last[named[name]] = put(gradient, stage.device)
@@ -154,10 +154,10 @@ def known_parameters(stage: Stage) -> dict[str, nn.Parameter]:
 def _of_scheduler(scheduler: Scheduler | None) -> Any:
     if scheduler is None:
         return None
-    state_dict = getattr(scheduler, "state_dict", None)
+    state_dict = getattr(scheduler.rule, "state_dict", None)
     if state_dict is None:
         raise TargetError(
-            f"a checkpoint can't hold the task's scheduler: {type(scheduler).__name__} has no "
+            f"a checkpoint can't hold the task's scheduler: {type(scheduler.rule).__name__} has no "
             "state_dict(). Give one of torch.optim.lr_scheduler's classes, or train without "
             "checkpoints (--checkpoint-every 0)"
         )

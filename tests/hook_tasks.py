@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from mlp_task import MLPTask
+from mlp_task import MLPTask, ShortEpochs
 
 
 class OtherParameters(MLPTask):
@@ -210,3 +210,59 @@ class Unwritable(MLPTask):
         optimizer = torch.optim.SGD(parameters, lr=0.05)
         optimizer.param_groups[0]["rule"] = self
         return optimizer
+
+
+class Epochs(ShortEpochs):
+    """Halves the learning rate after each epoch."""
+
+    scheduler_step = "epoch"
+
+    def scheduler(self, optimizer):
+        return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+
+class Open(ShortEpochs):
+    """Doesn't say when."""
+
+    def scheduler(self, optimizer):
+        return torch.optim.lr_scheduler.StepLR(optimizer, 2)
+
+
+class ToldUpdate(Open):
+    scheduler_step = "update"
+
+
+class Cycled(ShortEpochs):
+    """Of a class that torch's documentation steps after each update."""
+
+    def scheduler(self, optimizer):
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=40)
+
+
+class Totals(ShortEpochs):
+    """Asks how long the run is."""
+
+    def scheduler(self, optimizer, steps_per_epoch, steps):
+        rates = {"steps": steps, "steps_per_epoch": steps_per_epoch}
+        self.told = rates
+        return torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
+
+
+class OddStep(Epochs):
+    scheduler_step = "epochs"
+
+
+class OddTotals(ShortEpochs):
+    def scheduler(self, optimizer, epochs):
+        return None
+
+
+class Plateau(ShortEpochs):
+    def scheduler(self, optimizer):
+        return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+
+
+class OtherOptimizer(ShortEpochs):
+    def scheduler(self, optimizer):
+        other = self.optimizer([torch.nn.Parameter(torch.zeros(1))])
+        return torch.optim.lr_scheduler.StepLR(other, 2)

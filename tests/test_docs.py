@@ -408,7 +408,7 @@ def check_hooks(block, text, hooks):
     each of them."""
     own = f"mine_{block.where.split(':')[1]}"
     Path(f"{own}.py").write_text(
-        "import math\n\nimport torch\nfrom torch import nn\nimport mine\n\n\nclass Task(mine.Task):\n"
+        "import math\nimport torch\nfrom torch import nn\nimport mine\n\nclass Task(mine.Task):\n"
         + textwrap.indent(text, "    ")
     )
     if [hook.name for hook in hooks] == ["loss"]:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import TargetError, TaskWarning, UserError
-from ..hooks import call_hook, stand_in, task_optimizer, task_scheduler, try_figures
+from ..hooks import RunLength, call_hook, stand_in, task_optimizer, task_scheduler, try_figures
 from ..profile import OptimizerCost, Profile, check_profile
 from ..target import Target, describe_error, misspelt_hooks
 from ..task import Task, dataset_size, fetch_call
@@ -28,6 +28,7 @@ from .platforms import Platform, platform_of
 
 RELATIVE_ERROR = 0.05
 SECONDS = 15.0
+_EPOCHS = 5
 
 
 def default_sizes(batch_size: int, platform: Platform | None = None) -> tuple[int, ...]:
@@ -226,14 +227,22 @@ def _try_evaluation(bench: Bench, task: Task, trained: tuple[Call, Any]) -> None
         _warn(line)
 
 
-def _try_scheduler(task: Task, optimizer: torch.optim.Optimizer) -> None:
+def _try_scheduler(task: Task, optimizer: torch.optim.Optimizer, length: RunLength) -> None:
     """Step it once. `optimizer`: one that has been stepped."""
     with _disable_current_modes(), warnings.catch_warnings():
         # Torch looks for a step that the optimizer makes after the scheduler is made.
         warnings.simplefilter("ignore")
-        scheduler = task_scheduler(task, optimizer)
+        scheduler = task_scheduler(task, optimizer, length)
         if scheduler is not None:
             call_hook("scheduler", scheduler.step, doing="step()")
+
+
+def _usual_length(bench: Bench, task: Task) -> RunLength:
+    """Of a run with as many epochs as tp-run trains where nothing else is said."""
+    with _disable_current_modes():
+        samples = dataset_size(call_hook("data('train')", task.data, "train"), "train")
+    updates = max(samples // bench.batch_size, 1)
+    return RunLength(_EPOCHS * updates, updates)
 
 
 def _warn(line: str) -> None:
@@ -266,5 +275,5 @@ def _optimizer(bench: Bench) -> OptimizerCost:
         with bench.platform.clock() as clock:
             cost = measure_optimizer(make, list(bench.model.parameters()), groups, clock)
     if task is not None:
-        _try_scheduler(task, made[-1])
+        _try_scheduler(task, made[-1], _usual_length(bench, task))
     return cost
