@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from .errors import RunError, TargetError, TimeprestError
 from .target import describe_error
-from .task import Task, read_figure
+from .task import Loss, Task, read_figure, read_loss
 from .tracing.packing import map_tensors
 
 Named = Sequence[tuple[str, nn.Parameter]]
@@ -116,6 +116,32 @@ def task_optimizer(
             "parameter of the model"
         )
     return found
+
+
+def check_depends(loss: Loss, output: Any) -> None:
+    """Raises TargetError for a loss that knows nothing of an output that gradients could reach."""
+    if loss.value.requires_grad or not torch.is_grad_enabled():
+        return
+    if any(isinstance(t, Tensor) and t.requires_grad for t in tree_leaves(output)):
+        raise TargetError(
+            "the task's loss gives a number without a gradient: it must be computed from the "
+            "model's output, without .item(), .detach() or no_grad()"
+        )
+
+
+def try_loss(task: Task, output: Any, target: Any) -> None:
+    """Call the loss as training does, with the backward down to the output.
+
+    Raises as the hook does, and TargetError for what can't be trained by.
+    """
+
+    def trained(tensor: Tensor) -> Tensor:
+        return tensor.detach().requires_grad_(tensor.dtype.is_floating_point)
+
+    output = map_tensors(trained, output)
+    loss = read_loss(call_hook("loss", task.loss, output, target, kind=RunError))
+    check_depends(loss, output)
+    call_hook("loss", loss.value.backward, doing="its backward", kind=RunError)
 
 
 def try_figures(task: Task, output: Any, target: Any, *, metrics: bool = True) -> list[str]:

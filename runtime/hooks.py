@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import Dataset, Subset
 
 from ..profiles.errors import TaskWarning, UserError
-from ..profiles.hooks import call_hook, stand_in, try_figures
+from ..profiles.hooks import call_hook, stand_in, try_figures, try_loss
 from ..profiles.target import misspelt_hooks
 from ..profiles.task import Split, Task, dataset_size, fetch
 from .channels import LocalChannels, Mailbox
@@ -134,6 +134,7 @@ def try_in_parts(prepared: Prepared, result: Any, target: Any, only: int | None)
     task, settings = prepared.task, prepared.settings
     with torch.random.fork_rng(devices=[]):
         made = stand_in(result)
+        try_loss(task, made, target)
         lines = try_figures(task, made, target, metrics=settings.evaluate)
         if settings.evaluate:
             dataset = call_hook("data('test')", task.data, "test")

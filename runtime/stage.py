@@ -18,7 +18,7 @@ from ..planner.versions import VersionWalk
 from ..profiles.boundary import Inlet
 from ..profiles.errors import RunError
 from ..profiles.fused import fuse
-from ..profiles.hooks import RunLength, call_hook
+from ..profiles.hooks import RunLength, call_hook, check_depends
 from ..profiles.saved import storage_key
 from ..profiles.split_backward import SplitBackward
 from ..profiles.task import Loss, Task
@@ -475,7 +475,9 @@ class Stage:
             return None
         if part.padded:
             result = real_part(result, part.real, part.size, f"{DROP}, or {DIVIDE}")
-        return self.work.loss.read(call_hook("loss", self.task.loss, result, target, kind=RunError))
+        loss = self.work.loss.read(call_hook("loss", self.task.loss, result, target, kind=RunError))
+        check_depends(loss, result)
+        return loss
 
     def _collect(self, name: str, inlets: Sequence[Inlet]) -> Tensor:
         spec = self.specs[name]

@@ -117,6 +117,7 @@ BLAMED = {
     "Uneven": r"data\(split\): its samples can't be put into a batch: .*equal size",
     "LossNone": r"loss must (give|be) one number",
     "LossRaises": r"the task's loss failed: .*hook_tasks\.py:\d+: RuntimeError",
+    "LossDetached": r"loss (gives a number without a gradient|must give one number that depends)",
     "MetricsNone": r"the task's metrics gave None; return a dict",
     "MetricsRaise": r"the task's metrics failed: .*hook_tasks\.py:\d+: RuntimeError",
     "MetricsUnnamed": r"the task's metrics gave a figure named 1; names must be text",
