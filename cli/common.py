@@ -88,6 +88,16 @@ def errors_as_lines(function: F) -> F:
             # The reader of our output (head, less) has had enough.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(0)
+        except Exception:
+            raise
+        except BaseException as error:
+            # sys.exit() in the user's model would end the command without a word.
+            from ..profiles.target import describe_error, from_users_code
+
+            if not from_users_code(error):
+                raise
+            complain(describe_error(error))
+            sys.exit(1)
 
     return wrapped  # type: ignore[return-value]
 

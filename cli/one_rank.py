@@ -66,10 +66,11 @@ def one_rank_tells(function: F) -> F:
         except TimeprestError as error:
             meeting.fail(error)
             meeting.leave(error.exit_code)
-        except Exception as error:
-            import traceback
+        except BaseException as error:  # the user's code runs here, too
+            if isinstance(error, Exception):
+                import traceback
 
-            traceback.print_exc()
+                traceback.print_exc()
             meeting.fail(RunError(f"rank {launched.rank}: {describe_error(error)}"))
             meeting.leave(1)
         return meeting.leave(0)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from .errors import RunError, TargetError, TimeprestError
-from .target import describe_error
+from .target import describe_error, is_ctrl_c
 from .task import Loss, Task, read_figure, read_loss
 from .tracing.packing import map_tensors
 
@@ -42,7 +42,9 @@ def call_hook(
         return hook(*arguments)
     except TimeprestError:
         raise
-    except Exception as error:
+    except BaseException as error:
+        if is_ctrl_c(error):
+            raise
         at = f" in {doing}" if doing else ""
         raise kind(f"the task's {name} failed{at}: {describe_error(error)}") from error
 

@@ -6,6 +6,7 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import signal
 import sys
 import sysconfig
 import traceback
@@ -311,19 +312,39 @@ def _call(name: str, doing: str, function: Callable[[], Any]) -> Any:
         raise
     except ModuleNotFoundError as error:
         raise TargetError(f"{name}: {doing}: {error}") from error
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
+        if is_ctrl_c(error):
+            raise
         raise TargetError(f"{name}: {doing} failed: {describe_error(error)}") from error
 
 
-def describe_error(error: BaseException) -> str:
-    """One line: the last place in the user's code, and what went wrong there."""
+def is_ctrl_c(error: BaseException) -> bool:
+    """Whether it is the user at the keyboard who ended the user's code.
+
+    Where Ctrl-C isn't Python's to handle, as in the workers of a run, a hook has raised it.
+    """
+    handled = signal.getsignal(signal.SIGINT) == signal.default_int_handler
+    return isinstance(error, KeyboardInterrupt) and handled
+
+
+def from_users_code(error: BaseException) -> bool:
+    """Whether an exception came out of the user's code: SystemExit may be ours, too."""
+    return bool(_users_frames(error))
+
+
+def _users_frames(error: BaseException) -> list[traceback.FrameSummary]:
     folders = ("profiles", "planner", "runtime", "cli")
     ours = tuple(str(package / folder) for package in _PACKAGES for folder in folders)
-    frames = [
+    return [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
         if not frame.filename.startswith((*ours, *_LIBRARIES, "<"))
     ]
+
+
+def describe_error(error: BaseException) -> str:
+    """One line: the last place in the user's code, and what went wrong there."""
+    frames = _users_frames(error)
     try:
         text = " ".join(str(error).split())
     except BaseException as failed:  # the user's exception

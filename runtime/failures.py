@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import psutil
 
 from ..profiles.errors import RunError, TimeprestError
-from ..profiles.target import describe_error
+from ..profiles.target import describe_error, from_users_code, is_ctrl_c
 from .status import WorkerStatus
 
 Statuses = Mapping[int, WorkerStatus]
@@ -128,5 +128,12 @@ def explained(who: str, at: Callable[[], str]) -> Iterator[None]:
         if str(error).startswith("stage "):
             raise
         raise type(error)(f"{who}, at {at()}: {error}") from error
-    except Exception as error:
+    except GeneratorExit as error:
+        # Mostly the operation was given up at a pause, since another worker's has failed.
+        if not from_users_code(error):
+            raise
+        raise RunError(f"{who}, at {at()}: {describe_error(error)}") from error
+    except BaseException as error:
+        if is_ctrl_c(error):
+            raise
         raise RunError(f"{who}, at {at()}: {describe_error(error)}") from error

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..planner.operations import Op
 from ..profiles.errors import TargetError
-from ..profiles.target import describe_error
+from ..profiles.target import describe_error, is_ctrl_c
 from ..profiles.task import Loss, Task, read_loss
 from ..profiles.tracing.packing import map_tensors
 from .data import Segment
@@ -174,7 +174,9 @@ def kind_of_loss(task: Task, result: Any, target: Any, autocast: torch.dtype | N
     try:
         with torch.no_grad(), forward_context(autocast):
             return LossKind(isinstance(_tried(task, result, target), tuple))
-    except Exception as error:  # the user's code
+    except BaseException as error:  # the user's code
+        if is_ctrl_c(error):
+            raise
         return LossKind(untold=describe_error(error))
     finally:
         torch.random.set_rng_state(before)

@@ -271,3 +271,61 @@ class OtherOptimizer(ShortEpochs):
     def scheduler(self, optimizer):
         other = self.optimizer([torch.nn.Parameter(torch.zeros(1))])
         return torch.optim.lr_scheduler.StepLR(other, 2)
+
+
+class _NoTextError(Exception):
+    def __str__(self):
+        raise GeneratorExit
+
+
+class Ending(MLPTask):
+    """The optimizer's third step raises what ends programs, or has no text."""
+
+    raises = SystemExit(0)
+
+    def optimizer(self, parameters):
+        found = torch.optim.SGD(parameters, lr=0.05)
+        found.register_step_pre_hook(self._count)
+        self.steps = 0
+        return found
+
+    def _count(self, *_):
+        self.steps += 1
+        if self.steps == 3:
+            raise self.raises
+
+
+class EndingByGeneratorExit(Ending):
+    """As said."""
+
+    raises = GeneratorExit()
+
+
+class EndingByItsOwn(Ending):
+    """A class of its own."""
+
+    raises = type("Mine", (BaseException,), {})("text")
+
+
+class EndingWithoutText(Ending):
+    """Its __str__ raises."""
+
+    raises = _NoTextError()
+
+
+class EndingModel(MLPTask):
+    """Building it ends the program."""
+
+    def model(self):
+        raise SystemExit(0)
+
+
+class EndingForward(MLPTask):
+    """The model's forward does."""
+
+    def model(self):
+        class Ends(torch.nn.Sequential):
+            def forward(self, x):
+                raise SystemExit(0)
+
+        return Ends(super().model())

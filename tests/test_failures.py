@@ -54,6 +54,11 @@ def workers(run_dir):
         ),
         ("exit:0", 45, r"stage 0 \(rank 0\) ended with exit code 3"),
         (
+            "KeyboardInterrupt:0",
+            45,
+            r"stage 0, at 0U4: the task's optimizer .*failing_tasks.*: KeyboardInterrupt: 2; ",
+        ),
+        (
             "full:1",
             45,
             r"stage 1, at 1U\d+: .*/(metrics|recorded/stage1)\.jsonl: can't be written: File too ",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from plans import plan_by_hand, with_times
-from timeprest.profiles.errors import TargetError, TaskWarning, TimeprestError
+from timeprest.cli.profile import main as tp_profile
+from timeprest.profiles.errors import RunError, TargetError, TaskWarning, TimeprestError
 from timeprest.profiles.hooks import task_optimizer
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.measuring.platforms import platform_of
@@ -209,3 +212,33 @@ def test_profiling_warns_of_what_only_an_evaluation_needs():
         measure(resolve(f"{TASKS}:TestDataNone"), batch_size=2, seconds=0)
     with pytest.warns(TaskWarning, match="metric 'right' doubles"):
         measure(resolve(f"{TASKS}:MetricsCount"), batch_size=2, seconds=0)
+
+
+# Hooks that end programs ---------------------------------------------------------------------
+
+ENDINGS = {
+    "Ending": "SystemExit: 0",
+    "EndingByGeneratorExit": "GeneratorExit",
+    "EndingByItsOwn": "Mine: text",
+    "EndingWithoutText": r"_NoTextError: \(its text can't be had: __str__ raised GeneratorExit\)",
+}
+
+
+@pytest.mark.parametrize("name", ENDINGS)
+def test_whatever_a_hook_raises_fails_the_run_and_names_it(name, plan, tmp_path):
+    settings = RunSettings(task=f"{TASKS}:{name}", steps=4, evaluate=False)
+    where = r"^stage \d, at \dU\d: the task's optimizer failed in step\(\): .*hook_tasks\.py:\d+: "
+    with pytest.raises(RunError, match=f"{where}{ENDINGS[name]}$"):
+        run(plan, settings, tmp_path / "run", inline=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("EndingModel", "building the model failed: "), ("EndingForward", "")],
+)
+def test_a_model_that_ends_the_program_is_said_so(name, said):
+    """Whatever code it asks for, the command failed."""
+    result = CliRunner().invoke(tp_profile, [f"{TASKS}:{name}", "--batch-size", "4"])
+    assert result.exit_code in (1, 2)
+    (line,) = result.stderr.splitlines()
+    assert re.search(rf"{said}\S*hook_tasks\.py:\d+: SystemExit: 0$", line)
