@@ -123,6 +123,23 @@ def test_pipedream_needs_a_batch_size(tmp_path):
         import_profile(write(tmp_path, "graph.txt", GRAPH))
 
 
+def test_fractional_sizes_that_just_fit_their_limit_fit(tmp_path):
+    sizes = [10.6, 5.5, 15.6, 3.6]
+    # Two devices of so much memory hold two nodes each.
+    limit = math.fsum(sizes[2:])
+    workload = {
+        "maxFPGAs": 2,
+        "maxSizePerFPGA": limit,
+        "nodes": [placement_node(k, 1.0, size=size) for k, size in enumerate(sizes)],
+        "edges": [placement_edge(k, k + 1, 0.0, 0.0) for k in range(3)],
+    }
+    profile = import_profile(write(tmp_path, "w.json", workload))
+    (words,) = re.findall(r"--memory (\d+)", " ".join(profile.assumptions))
+    plan = solve(profile, uniform_cluster(2, words + "B"), "gpipe")
+    assert [len(stage.nodes) for stage in plan.stages] == [2, 2]
+    assert any("whole bytes" in line for line in profile.assumptions)
+
+
 def test_a_placement_workload_by_hand(tmp_path):
     """`sum` belongs to a, which it sums the gradient of; `loss` to b, which it is the loss of."""
     profile = import_profile(write(tmp_path, "w.json", PLACEMENT))

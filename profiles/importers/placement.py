@@ -64,7 +64,8 @@ def _costs(file: Placement, owner: Sequence[int]) -> list[Cost]:
                 kind=f"{len(ahead)} forward + {len(behind)} backward",
                 forward_s=math.fsum(found.nodes[k].fpga_latency for k in ahead) / 1e3,
                 backward_s=math.fsum(found.nodes[k].fpga_latency for k in behind) / 1e3,
-                buffer_bytes=round(math.fsum(found.nodes[k].size for k in inside)),
+                # Rounded down, and the limit up: what fits there must fit here.
+                buffer_bytes=math.floor(math.fsum(found.nodes[k].size for k in inside)),
             )
         )
     return costs
@@ -112,6 +113,8 @@ def _assumptions(file: Placement, adopted: int, back_only: int) -> Iterator[str]
         "Each node's size is held once, as a buffer, whatever is in flight; nothing else is kept "
         "for the backward."
     )
+    if any(node.size % 1 for node in found.nodes):
+        yield "Sizes that aren't whole bytes were rounded down, and the file's memory limit up."
     if all(file.forward):
         yield "The file has no backward nodes: backward passes cost nothing, no gradient is sent."
     else:
@@ -137,7 +140,7 @@ def _assumptions(file: Placement, adopted: int, back_only: int) -> Iterator[str]
     if found.accelerators:
         options.append(f"--devices {found.accelerators}")
     if found.memory_bytes:
-        options.append(f"--memory {found.memory_bytes:.0f}")
+        options.append(f"--memory {math.ceil(found.memory_bytes)}")
     if options:
         yield f"The file's own cluster is {' '.join(options)}; CPUs were left out."
 
