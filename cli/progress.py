@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from typing import Any
 
@@ -14,6 +15,9 @@ from .names import printable
 
 _REFRESH_S = 0.1
 _FIRST_LINE_S = 30.0
+_LONG_S = 10.0
+"""What is done before there are steps is said where it takes so long; looked at every"""
+_WATCHED_S = 1.0
 _LINES_APART = 1.5
 """Each line comes so many times later than the one before, and no later than"""
 _MOST_BETWEEN_S = 300.0
@@ -52,6 +56,10 @@ class Bar:
         self._first: tuple[float, float] | None = None
         self._shown_at = 0.0
         self._next_line = self._begin + _FIRST_LINE_S
+        self._phase: tuple[str, float] | None = None
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
 
     @property
     def shown(self) -> bool:
@@ -61,6 +69,8 @@ class Bar:
     def __call__(self, what: str, done: float, total: float) -> None:
         """Show what is at hand; called at every step, so only a few times a second."""
         now = time.monotonic()
+        with self._lock:
+            self._phase = None
         if self._quiet or now - self._shown_at < _REFRESH_S:
             return
         self._shown_at = now
@@ -79,6 +89,32 @@ class Bar:
             )
         elif now >= self._next_line:
             self._line(what, left, now)
+
+    def doing(self, what: str) -> None:
+        """Say what is being done that has no steps, before work that has.
+
+        On a terminal at once; elsewhere once it has taken a while.
+        """
+        if self._quiet:
+            return
+        with self._lock:
+            self._phase = what, time.monotonic()
+        if self.shown:
+            self._progress.update(self._task, description=printable(what), total=None, left="")
+        elif self._thread is None:
+            self._thread = threading.Thread(target=self._watch, daemon=True)
+            self._thread.start()
+
+    def _watch(self) -> None:
+        while not self._over.wait(_WATCHED_S):
+            self.say_if_long(time.monotonic())
+
+    def say_if_long(self, now: float) -> None:
+        """A line for what has been under way for long, once."""
+        with self._lock:
+            if self._phase is not None and now - self._phase[1] > _LONG_S:
+                tell(f"{self._title}: {self._phase[0]} ({now - self._begin:.0f} s)")
+                self._phase = None
 
     def _line(self, what: str, left: str, now: float) -> None:
         passed = now - self._begin
@@ -99,6 +135,7 @@ class Bar:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self._over.set()
         self._progress.stop()
 
 

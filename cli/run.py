@@ -355,13 +355,16 @@ def main(
             )
         if max_restarts:
             raise UserError("--max-restarts: is torchrun's own option there, or srun's --requeue")
-    from ..runtime.restarts import with_restarts
-    from ..runtime.run import resume as resume_run
-    from ..runtime.run import run
-    from .plan_tables import operations
-    from .run_tables import epoch_line, summary_lines, summary_table
-    from .stage_tables import stage_table
-    from .training_progress import TrainingProgress
+    silent = quiet or as_json
+    with Bar(plan.variant, quiet=silent or meeting is not None) as bar:
+        bar.doing("loading torch")
+        from ..runtime.restarts import with_restarts
+        from ..runtime.run import resume as resume_run
+        from ..runtime.run import run
+        from .plan_tables import operations
+        from .run_tables import epoch_line, summary_lines, summary_table
+        from .stage_tables import stage_table
+        from .training_progress import TrainingProgress
 
     if checks:
         with naming(plan_path or str(run_dir)):
@@ -379,10 +382,12 @@ def main(
             show_dry_run(plan, settings, named, meeting, as_json=as_json, quiet=quiet)
         return
     console = output()
-    silent = quiet or as_json
 
     class Show:
         """Progress on the terminal: a bar for the epoch, a line for each that is done."""
+
+        def starting(self, what: str) -> None:
+            bar.doing(what)
 
         def begin(self) -> None:
             if not silent:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import signal
 import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +24,7 @@ from .failures import blame, circumstances, stopped_ranks
 from .launched import ENDING_SIGNALS
 from .observer import Observer, Tail
 from .run_dir import RunDir
-from .status import read_statuses
+from .status import WorkerStatus, read_statuses
 
 GRACE_S = 3.0
 """After the first failure, what the other workers have to end by themselves."""
@@ -60,7 +62,52 @@ def launch(run_dir: RunDir, labels: Sequence[str], observer: Observer) -> None:
         KeyboardInterrupt: the user stopped the run; all workers have ended.
     """
     workers = Workers(module=f"{__package__}.worker", where=run_dir, labels=tuple(labels))
-    run_workers(workers, Tail(run_dir.metrics, observer).poll)
+    tail, coming = Tail(run_dir.metrics, observer), _Coming(run_dir, len(labels), observer)
+
+    def poll() -> None:
+        coming.over |= tail.poll()
+        coming.poll()
+
+    run_workers(workers, poll)
+
+
+class _Coming:
+    """Says how far the workers have come, until they train."""
+
+    def __init__(self, run_dir: RunDir, count: int, observer: Observer) -> None:
+        self.run_dir = run_dir
+        self.count = count
+        self.observer = observer
+        self.begin = time.time()
+        self.said = ""
+        self.over = False
+
+    def poll(self) -> None:
+        """Say it where it has changed."""
+        if self.over:
+            return
+        # A run that is resumed finds what the workers before were at.
+        known = [
+            status
+            for status in read_statuses(self.run_dir.statuses).values()
+            if status.at == "start" or status.since >= self.begin
+        ]
+        self.over = any(_OPERATION.match(status.at + status.finished) for status in known)
+        text = "waiting for the first mini-batch" if self.over else self._text(known)
+        if text != self.said:
+            self.said = text
+            self.observer.starting(text)
+
+    def _text(self, known: Sequence[WorkerStatus]) -> str:
+        at = Counter("building the model" if s.at == "start" else s.at for s in known)
+        missing = self.count - len(known)
+        parts = [f"{number} {what}" for what, number in sorted(at.items())]
+        parts += [f"{missing} starting"] if missing else []
+        processes = "process" if self.count == 1 else "processes"
+        return f"starting {self.count} {processes}: {', '.join(parts)}"
+
+
+_OPERATION = re.compile(r"\d+[FBWU]\d")
 
 
 def run_workers(workers: Workers, poll: Callable[[], None]) -> None:

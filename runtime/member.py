@@ -23,7 +23,7 @@ from .devices import check_kind, device_kind, gpu_count, own_device
 from .hooks import check_updates, warn_of_hooks
 from .interface import use_interface
 from .meeting import ENDING_S, Meeting
-from .observer import Observer, read_epochs
+from .observer import Observer, Silent, read_epochs
 from .prepare import Prepared, prepare
 from .run import check_settings, check_unfinished, summarize
 from .run_dir import RunDir
@@ -53,7 +53,7 @@ def run_member(
     where = RunDir(run_dir)
     where.check_new()
     _check_same(plan, settings, meeting)
-    prepared = _prepare(plan, settings, meeting)
+    prepared = _prepare(plan, settings, meeting, observer)
     where.make()
     with _alone(where, meeting):
         if meeting.rank == 0:
@@ -83,7 +83,7 @@ def resume_member(
     settings = settings_to_resume(where, plan, settings, epochs=epochs, steps=steps, at=at)
     check_logs(where, plan, settings, [workers_of(plan.stages)[meeting.rank]])
     _check_same(plan, settings, meeting)
-    prepared = _prepare(plan, settings, meeting)
+    prepared = _prepare(plan, settings, meeting, observer)
     check_unfinished(prepared, where)
     with _alone(where, meeting):
         where.reopen(settings)
@@ -114,11 +114,12 @@ def _check_same(plan: Plan, settings: RunSettings, meeting: Meeting) -> None:
     )
 
 
-def _prepare(plan: Plan, settings: RunSettings, meeting: Meeting) -> Prepared:
+def _prepare(plan: Plan, settings: RunSettings, meeting: Meeting, observer: Observer) -> Prepared:
     keep_freed_memory()
     use_interface(meeting.launched)
     check_kind(device_kind(plan, settings), settings, gpu_count())
-    prepared = prepare(plan, settings)
+    tells = workers_of(plan.stages)[meeting.rank] == telling_worker(plan)
+    prepared = prepare(plan, settings, observer.starting if tells else Silent().starting)
     check_updates(prepared)
     if settings.start_from is not None:
         check_start(prepared, Path(settings.start_from))

@@ -18,6 +18,9 @@ from .scores import EpochRecord, with_nan
 class Observer(Protocol):
     """Is told how a run goes on."""
 
+    def starting(self, what: str) -> None:
+        """This is being done, in a word or two, before the first mini-batch."""
+
     def begin(self) -> None:
         """All checks have passed; training begins."""
 
@@ -30,6 +33,9 @@ class Observer(Protocol):
 
 class Silent:
     """An observer that does nothing."""
+
+    def starting(self, what: str) -> None:
+        """Ignored."""
 
     def begin(self) -> None:
         """Ignored."""
@@ -46,6 +52,11 @@ class Both:
 
     def __init__(self, first: Observer, second: Observer) -> None:
         self.pair = (first, second)
+
+    def starting(self, what: str) -> None:
+        """Tell both."""
+        for observer in self.pair:
+            observer.starting(what)
 
     def begin(self) -> None:
         """Tell both."""
@@ -76,6 +87,9 @@ class MetricsFile:
         self._losses: list[float] = []
         self._at = (0, 0, 0)
         self._written = 0.0
+
+    def starting(self, what: str) -> None:
+        """Nothing to note."""
 
     def begin(self) -> None:
         """Nothing to note."""
@@ -121,14 +135,14 @@ class Tail:
         # Of a run that is resumed, there is one already.
         self._position = path.stat().st_size if path.exists() else 0
 
-    def poll(self) -> None:
-        """Pass on the lines that are new and whole."""
+    def poll(self) -> bool:
+        """Pass on the lines that are new and whole. Returns whether there were any."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self._position)
                 new = file.read()
         except OSError:
-            return
+            return False
         whole = new[: new.rfind(b"\n") + 1]
         self._position += len(whole)
         for line in whole.splitlines():
@@ -144,6 +158,7 @@ class Tail:
                 self.observer.mini_batch(
                     found["epoch"], found["done"], found["of"], _number(found["losses"][-1])
                 )
+        return bool(whole)
 
 
 class Losses(msgspec.Struct, frozen=True, kw_only=True):

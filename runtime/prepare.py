@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -80,8 +80,13 @@ class Prepared:
     samples: int
 
 
-def prepare(plan: Plan, settings: RunSettings) -> Prepared:
+def prepare(
+    plan: Plan, settings: RunSettings, tell: Callable[[str], None] = lambda what: None
+) -> Prepared:
     """Build the model with its seed, check it against the plan and cut it.
+
+    Args:
+        tell: is told what is being done.
 
     Raises:
         TargetError: the task can't be imported or built, or has too little data.
@@ -92,6 +97,7 @@ def prepare(plan: Plan, settings: RunSettings) -> Prepared:
     check_plan(plan)
     _check_profiled(plan)
     autocast = autocast_of(plan, settings)
+    tell(f"importing {settings.task}")
     target = resolve(settings.task)
     if target.task is None:
         raise TargetError(
@@ -99,12 +105,14 @@ def prepare(plan: Plan, settings: RunSettings) -> Prepared:
             "optimizer too (docs/tasks.md)"
         )
     torch.set_num_threads(settings.threads)
+    tell("building the model")
     model = target.model(settings.seed)
     model.train()
     pipeline = pipeline_of(plan)
     workers = workers_of(plan.stages)
     shares = tuple(share_of(pipeline, plan.micro_batch, worker) for worker in workers)
     samples = [share.samples for worker, share in zip(workers, shares, strict=True) if worker.leads]
+    tell("tracing the model and holding it against the plan")
     traced = _trace_for_training(plan, model, target, samples)
     with forward_context(autocast):
         looked = {n: _look(plan, traced[n], target, n) for n in traced}
@@ -118,6 +126,7 @@ def prepare(plan: Plan, settings: RunSettings) -> Prepared:
     groups = [sorted(position[name] for name in stage.nodes) for stage in plan.stages]
     pieces = {n: cut(of_size, groups) for n, of_size in traced.items()}
     evaluated = _trace_for_evaluation(plan, model, target, traced[least])
+    tell("cutting the model into stages")
     sent = _sent(plan, traced[least], groups)
     dealt = deal(pipeline, workers, sent, samples, specs)
     chosen = tuple(pieces[n][s] for s, n in enumerate(samples))

@@ -56,7 +56,8 @@ def run(
     """
     settings = check_settings(settings)
     check_device(plan, settings)
-    prepared = prepare(plan, settings)
+    observer = observer or Silent()
+    prepared = prepare(plan, settings, observer.starting)
     check_updates(prepared)
     if settings.start_from is not None:
         check_start(prepared, Path(settings.start_from))
@@ -93,13 +94,14 @@ def resume(
             file, and the newest checkpoint before it that is whole.
         UserError: the run has ended, or is going on, or its plan or settings have been changed.
     """
-    where = RunDir(run_dir)
+    where, observer = RunDir(run_dir), observer or Silent()
     plan, settings = where.read()
+    observer.starting("reading the checkpoint")
     settings = msgspec.structs.replace(settings, **(changes or {}))
     settings = settings_to_resume(where, plan, settings, epochs=epochs, steps=steps, at=at)
     check_device(plan, settings)
     check_logs(where, plan, settings, workers_of(plan.stages))
-    prepared = prepare(plan, settings)
+    prepared = prepare(plan, settings, observer.starting)
     check_updates(prepared)
     check_unfinished(prepared, where)
     with alone(where.path):
@@ -108,12 +110,10 @@ def resume(
         return _train(prepared, where, observer, inline=inline)
 
 
-def _train(
-    prepared: Prepared, where: RunDir, observer: Observer | None, *, inline: bool
-) -> RunSummary:
+def _train(prepared: Prepared, where: RunDir, observer: Observer, *, inline: bool) -> RunSummary:
     """Train, in a run directory that is ready."""
     warn_of_hooks(prepared)
-    collector = _Collector(observer or Silent(), read_epochs(where.metrics))
+    collector = _Collector(observer, read_epochs(where.metrics))
     collector.begin()
     begin = time.perf_counter()
     if inline:
@@ -166,6 +166,10 @@ class _Collector:
         self.observer = observer
         self.epochs = epochs
 
+    def starting(self, what: str) -> None:
+        """Pass on."""
+        self.observer.starting(what)
+
     def begin(self) -> None:
         """Pass on."""
         self.observer.begin()
@@ -181,6 +185,7 @@ class _Collector:
 
 
 def _run_inline(prepared: Prepared, where: RunDir, collector: _Collector) -> list[StageReport]:
+    collector.starting("loading the data")
     mailbox, pool = Mailbox(), Pool(sum_groups(prepared.workers, prepared.tied))
     workers, settings = prepared.workers, prepared.settings
     device = own_device(prepared.plan, settings, 0)

@@ -41,6 +41,7 @@ from .training import Barrier, Course
 from .transports import open_transport
 from .workers import Worker, workers_of
 
+LOADING = "loading its data"
 MEETING_S = 60.0
 """Longest wait for the other workers to be ready, with the model built and the data loaded."""
 
@@ -164,6 +165,7 @@ def take_part(
     own = StageMetrics(run_dir.stage_metrics(worker), more=more)
     runner = StageRunner(prepared, rank, channels, sums, log, own, device=device)
     runner.status, runner.transport = status, transport
+    status.begin(LOADING)
     runner.load_samples()
     status.begin("meeting the others")
     status.wait(others)

@@ -463,7 +463,7 @@ def test_names_move_no_cursor_and_end_no_line(box):
     for words in commands:
         said = call(*words, code=0)
         assert said.replace("\n", "").isprintable(), words
-        assert "evil" in said, words
+        assert "evil" in said or "--dry-run" in words, words
     # An SVG with control characters is no XML; a page shows them as nothing.
     for name in ("page", f"page{EVIL}", "svg", f"svg{EVIL}"):
         assert not set(Path(name).read_text()) & set("\x1b\x07\x9b\u202e\x7f"), name

@@ -6,9 +6,13 @@ import io
 import sys
 
 import pytest
+from plans import plan_by_hand, with_times
 from timeprest.cli import progress
 from timeprest.cli.progress import Bar, time_left
 from timeprest.cli.training_progress import BusyShares, Rate, busy_text, training_text
+from timeprest.runtime.observer import Silent
+from timeprest.runtime.run import run
+from timeprest.runtime.settings import RunSettings
 from timeprest.runtime.status import WorkerStatus
 
 
@@ -76,6 +80,75 @@ def test_names_in_progress_move_no_cursor(terminal, clock, monkeypatch):
     assert "profiling \\x1b[5m[red]m" in said
     assert "layer \\x1b[2J\\u202e\\x9b1m" in said
     assert not any(evil in said for evil in ("\x1b[2J", "\x1b[5m", "\u202e", "\x9b"))
+
+
+def test_what_has_no_steps_is_said_at_once_on_a_terminal(clock, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "200")
+    with Bar("timeprest", quiet=False) as bar:
+        bar.doing("building the model")
+        bar.doing("starting 2 processes")
+    assert "starting 2 processes" in sys.stderr.getvalue()
+
+
+def test_what_has_no_steps_is_said_elsewhere_where_it_takes_long(clock, monkeypatch):
+    monkeypatch.setattr(progress, "_WATCHED_S", 1e6)
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    with Bar("timeprest", quiet=False) as bar:
+        bar.doing("importing it")
+        bar.say_if_long(clock.now + 5)
+        bar.doing("building the model")
+        clock.now += 20
+        bar.say_if_long(clock.now)
+        bar.say_if_long(clock.now + 1)
+        bar.doing("starting 2 processes")
+        # Work with steps begins.
+        bar("epoch 1", 1, 10)
+        bar.say_if_long(clock.now + 100)
+    (line,) = sys.stderr.getvalue().splitlines()
+    assert line.endswith("timeprest: building the model (20 s)")
+    with Bar("timeprest", quiet=True) as bar:
+        bar.doing("building the model")
+        bar.say_if_long(clock.now + 100)
+    assert sys.stderr.getvalue().count("\n") == 1
+
+
+class Tells(Silent):
+    def __init__(self):
+        self.said = []
+
+    def starting(self, what):
+        self.said.append(what)
+
+    def mini_batch(self, epoch, done, of, loss):
+        self.said.append("trains")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("inline", [True, False])
+def test_a_run_says_what_it_does_until_it_trains(inline, mlp_profile, mlp_target, tmp_path):
+    plan = plan_by_hand(with_times(mlp_profile), "gpipe", 2, 2)
+    settings = RunSettings(task=mlp_target, steps=2, evaluate=False)
+    tells = Tells()
+    run(plan, settings, tmp_path / "run", inline=inline, observer=tells)
+    said = tells.said
+    assert said[:4] == [
+        f"importing {mlp_target}",
+        "building the model",
+        "tracing the model and holding it against the plan",
+        "cutting the model into stages",
+    ]
+    if inline:
+        assert said[4:] == ["loading the data", "trains", "trains"]
+    else:
+        assert said[4] == "starting 2 processes: 2 starting"
+        last = said.index("trains")
+        assert all(s.startswith("starting 2 processes: ") or s == WAITS for s in said[4:last])
+        assert set(said[last:]) == {"trains"}
+
+
+WAITS = "waiting for the first mini-batch"
 
 
 def test_time_left():
