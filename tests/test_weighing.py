@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
-from mlp_task import WeightedTask
+from mlp_task import MLPTask, WeightedTask
 from plans import plan_by_hand, with_times
 from timeprest.profiles.errors import RunError, TargetError
 from timeprest.profiles.target import resolve
@@ -15,6 +16,8 @@ from timeprest.profiles.task import read_figure, read_loss
 from timeprest.runtime.run import run
 from timeprest.runtime.run_dir import load_weights
 from timeprest.runtime.settings import RunSettings
+from timeprest.runtime.weighing import LossKind, kind_of_loss
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 
 class Ragged(WeightedTask):
@@ -88,6 +91,27 @@ def test_a_loss_that_is_now_this_and_now_that_is_refused(mlp_profile, tmp_path):
     plan = plan_by_hand(with_times(mlp_profile), "gpipe", 2, 2)
     with pytest.raises(TargetError, match=r"gives \(sum, weight\), and gave a mean when it was"):
         run(plan, RunSettings(task=here("Fickle"), steps=1), tmp_path / "run", inline=True)
+
+
+class Reads(WeightedTask):
+    """Looks at a number, which a fake tensor hasn't."""
+
+    def loss(self, output, target):
+        total, weight = super().loss(output, target)
+        return total, weight.item()
+
+
+@pytest.mark.parametrize("task", [WeightedTask(), Reads(), MLPTask()])
+@pytest.mark.parametrize("fake", [False, True])
+def test_a_loss_is_asked_before_a_run_which_it_gives(task, fake):
+    """Of large models, nothing is computed for that; random numbers stay where they are."""
+    with FakeTensorMode() if fake else nullcontext():
+        result = torch.empty(4, 3, dtype=torch.float64)
+    target = torch.randn(4, 3, dtype=torch.float64)
+    before = torch.get_rng_state()
+    kind = kind_of_loss(task, result, target, None)
+    assert kind == LossKind(weighted=isinstance(task, WeightedTask))
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize(
