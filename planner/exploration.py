@@ -47,6 +47,9 @@ _LARGE = 20_000
 _GLANCE = 10
 """What it takes to lay out a stage, as so many simulated operations."""
 
+_ELSEWHERE = 0.125
+"""Of the effort, for cuts of one case tried in others."""
+
 _MOST_WIDENED = 16
 """With more stages, single limits aren't raised or lowered: each takes a simulation."""
 
@@ -161,6 +164,36 @@ class Exploration:
         for case in self._promising():
             for _, problem, cut in sorted(found[case], key=lambda item: -item[0]):
                 self.try_cut(problem, cut, case.micro_batches)
+        if not self.large:
+            self._try_elsewhere(
+                [
+                    (choice_of(problem, cut), cut)
+                    for cuts in found.values()
+                    for _, problem, cut in cuts
+                ]
+            )
+
+    def _try_elsewhere(self, found: Sequence[tuple[Choice, Cut]]) -> None:
+        """Try cuts with the micro-batches of the other cases too.
+
+        Of many cuts with the same bound one case may have found another one, which doesn't fit.
+        That takes little beside looking for more of them.
+        """
+        least = self.budget.effort * (1 - _ELSEWHERE)
+        cuts = dict(found)
+        for case in self._promising():
+            for choice, cut in cuts.items():
+                if self.bounds[case] * SAME >= self.period_s or self.budget.effort < least:
+                    break
+                if self._suits(choice, case):
+                    self._try_choice(choice, case.micro_batches, cut.objective_s)
+
+    def _suits(self, choice: Choice, case: Case) -> bool:
+        """Whether a choice for other micro-batches is one for this case."""
+        counts = self.relaxation.replica_counts(case.micro_batches)
+        return self.relaxation.allows(choice.stages, case.micro_batches) and all(
+            len(mine) in counts for mine in choice.devices
+        )
 
     def _best_so_far(self, case: Case) -> bool:
         return self.best is not None and self.best.micro_batches == case.micro_batches
@@ -377,12 +410,17 @@ class Exploration:
             for limits in vectors:
                 self._evaluate(choice, micro_batches, limits)
             return True
+        self._try_choice(choice, micro_batches, cut.objective_s)
+        return False
+
+    def _try_choice(self, choice: Choice, micro_batches: int, objective_s: float) -> None:
+        """Evaluate a choice under some limits; under more while its relaxed load is less."""
         found = self._first_that_fits(choice, micro_batches)
-        if found is not None and self.period_s > cut.objective_s * SAME:
+        if found is not None and self.period_s > objective_s * SAME:
+            ranges = limit_ranges(self.relaxation.variant, choice.stages)
             widest = tuple(most for _, most in ranges)
             if self._evaluate(choice, micro_batches, widest) is None:
                 self._widen(found, choice, micro_batches)
-        return False
 
     def _cores_are_too_slow(self, choice: Choice, micro_batches: int) -> bool:
         """Whether the cores that devices share have too much to do for a better plan than the best.

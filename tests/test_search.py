@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 from profiles_by_hand import chain, drawn_profiles, profile_by_hand
 from timeprest.planner import exploration, first_plans
-from timeprest.planner.choices import Choice, all_limits, capped, caps
+from timeprest.planner.choices import Choice, all_limits, capped, caps, choice_of
 from timeprest.planner.cluster import Cluster, Device, Network, uniform_cluster
 from timeprest.planner.evaluate import Question, evaluate, lone_stages
 from timeprest.planner.exploration import Budget, OutOfBudget
@@ -310,6 +310,20 @@ def test_finer_blocks_where_the_first_ones_dont_fit(monkeypatch):
     found.bounds = dict.fromkeys(found.cases, 0.0)
     first_plans.try_blocks(found)
     assert [len(stage.nodes) for stage in found.best.stages] == [2, 2, 2, 2]
+
+
+def test_a_cut_found_for_some_micro_batches_is_tried_with_others():
+    question = Question(chain(4), uniform_cluster(2), "timeprest", 4, 1.0)
+    seen = []
+    found = explore(question, Request(), lambda *_: None, seen.append)
+    found.bounds = dict.fromkeys(found.cases, 0.0)
+    problem = found.problem_for(found.cases[0])
+    cut = found.source.best(problem).cut
+    found._try_elsewhere([(choice_of(problem, cut), cut)])
+    assert {plan.micro_batches for plan in seen} == {1, 2, 4}
+    assert {tuple(stage.nodes for stage in plan.stages) for plan in seen} == {
+        choice_of(problem, cut).nodes
+    }
 
 
 @pytest.mark.parametrize("system", ["pipedream-2bw", "pipedream-flush"])
