@@ -31,9 +31,11 @@ def export(run_dir: str, output: str, at: int | None, quiet: bool) -> None:
     """
     from ..runtime.export import export as export_run
 
-    source = export_run(run_dir, output, at=at)
+    source, tied = export_run(run_dir, output, at=at)
     if not quiet:
         click.echo(printable(f"wrote {output}, from {source}"))
+        for name, first in tied.items():
+            click.echo(printable(f"{name} is {first}, and written once: load_model puts it back"))
 
 
 class WithOthers(OneRankCommand):

@@ -30,7 +30,7 @@ from ..profiles.files import check_regular, read_file, write_bytes, write_file
 from .data import Segment
 from .epoch_sums import EpochSums
 from .peers import PeerError
-from .run_dir import RunDir, tensor_bytes
+from .run_dir import RunDir, tensor_bytes, tensor_metadata
 from .runner import StageRunner
 from .settings import RunSettings
 from .worker_state import WorkerState, capture
@@ -181,6 +181,15 @@ class Saved:
                 found.update(self.tensors(name))
         return found
 
+    def tied_names(self) -> dict[str, str]:
+        """Names of `weights` that stand for what another name does, and that one. Raises
+        FileError."""
+        found: dict[str, str] = {}
+        for name in self.info.files:
+            if name.startswith("weights/"):
+                found.update(tensor_metadata(self.path / name))
+        return found
+
     def kept(self) -> dict[str, tuple[str, Any]]:
         """Per parameter, by the model's name for it, the optimizer's class and what it keeps.
 
@@ -326,7 +335,7 @@ class CheckpointWriter:
                 f"state/{worker.file}.safetensors": tensor_bytes(tensors),
             }
             if worker.leads:
-                weights = tensor_bytes(runner.state())
+                weights = tensor_bytes(runner.state(), runner.tied_names())
                 contents[f"weights/{worker.file}.safetensors"] = weights
             parts = {}
             for name, content in contents.items():

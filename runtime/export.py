@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -10,29 +11,51 @@ from ..planner.plan import read_plan
 from ..profiles.errors import FileError
 from ..profiles.outputs import MADE_BY, Kind, check_output
 from .checkpoint import Saved
-from .run_dir import load_weights, save_tensors
+from .run_dir import load_tied_names, load_weights, save_tensors
 from .starting import source
 
 
-def export(run: str | Path, output: str | Path, *, at: int | None = None) -> Path:
+class Exported(NamedTuple):
+    """What was written.
+
+    Attributes:
+        source: where it was taken from.
+        tied: names that aren't in the file, and the ones that stand for them there.
+    """
+
+    source: Path
+    tied: dict[str, str]
+
+
+def export(run: str | Path, output: str | Path, *, at: int | None = None) -> Exported:
     """Write all parameters and buffers, under the model's own names, to a safetensors file.
 
-    They are those of the run's newest checkpoint; without checkpoints, its final weights.
+    They are those of the run's newest checkpoint; without checkpoints, its final weights. What has
+    several names is written once, under the first, and the metadata have the others, as
+    `safetensors.torch.save_model` has it.
 
     Args:
         run: a run directory, or one of its checkpoints.
         at: another checkpoint, by the mini-batches done.
-
-    Returns where they were taken from.
 
     Raises FileError: there are none, or a file is broken or can't be written.
     """
     run, output = Path(run), Path(output)
     check_output(output, Kind.MODEL)
     saved = source(run, at, "--at {at}")
-    weights = load_weights(run) if saved is None else _whole_model(saved)
-    save_tensors(output, weights, dict([MADE_BY]))
-    return run / "weights" if saved is None else saved.path
+    if saved is None:
+        weights, names = load_weights(run), load_tied_names(run)
+    else:
+        weights, names = _whole_model(saved), saved.tied_names()
+    tied = {
+        name: first
+        for name, first in names.items()
+        if name in weights and first in weights and first not in names
+    }
+    once = {name: tensor for name, tensor in weights.items() if name not in tied}
+    # Libraries that read weights of several frameworks ask for the format.
+    save_tensors(output, once, {**tied, "format": "pt", **dict([MADE_BY])})
+    return Exported(run / "weights" if saved is None else saved.path, tied)
 
 
 def _whole_model(saved: Saved) -> dict[str, Tensor]:

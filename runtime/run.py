@@ -230,7 +230,7 @@ def _run_inline(prepared: Prepared, where: RunDir, collector: _Collector) -> lis
                 file.close()
     for runner in runners:
         if runner.worker.leads:
-            where.save_weights(runner.number, runner.state())
+            where.save_weights(runner.number, runner.state(), runner.tied_names())
     reports = course.reports()
     for runner, report in zip(runners, reports, strict=True):
         where.write_report(runner.worker, report)

@@ -178,9 +178,14 @@ class RunDir:
         """The end of the run; it is there when the run has ended."""
         return self.path / "summary.json"
 
-    def save_weights(self, stage: int, state: dict[str, Tensor]) -> None:
-        """Write a stage's parameters and buffers. Raises FileError."""
-        save_tensors(self.weights(stage), state)
+    def save_weights(self, stage: int, state: dict[str, Tensor], tied: dict[str, str]) -> None:
+        """Write a stage's parameters and buffers. Raises FileError.
+
+        Args:
+            tied: names that stand for what another name does, and that one; goes into the file's
+                metadata.
+        """
+        save_tensors(self.weights(stage), state, tied)
 
     def write_report(self, worker: Worker, report: StageReport) -> None:
         """Write a worker's figures."""
@@ -268,13 +273,40 @@ def load_weights(path: str | Path) -> dict[str, Tensor]:
 
     Raises FileError when the run has none, or a file is broken.
     """
+    state: dict[str, Tensor] = {}
+    for file in _weight_files(path):
+        state.update(read_tensors(file))
+    return state
+
+
+def load_tied_names(path: str | Path) -> dict[str, str]:
+    """Names of `load_weights` that stand for what another name does, and that one.
+
+    Raises as `load_weights`.
+    """
+    found: dict[str, str] = {}
+    for file in _weight_files(path):
+        found.update(tensor_metadata(file))
+    return found
+
+
+def _weight_files(path: str | Path) -> list[Path]:
     files = sorted((Path(path) / "weights").glob("stage*.safetensors"))
     if not files:
         raise FileError(f"{path}: no weights in it; has the run ended?")
-    state: dict[str, Tensor] = {}
-    for file in files:
-        state.update(read_tensors(file))
-    return state
+    return files
+
+
+def tensor_metadata(path: Path) -> dict[str, str]:
+    """The metadata of a safetensors file. Raises FileError."""
+    from safetensors import SafetensorError, safe_open
+
+    check_regular(path)
+    try:
+        with safe_open(path, framework="pt") as file:
+            return dict(file.metadata() or {})
+    except (OSError, SafetensorError, MemoryError) as error:
+        raise FileError(f"{path}: can't be read: {error}") from None
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

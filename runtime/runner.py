@@ -198,6 +198,19 @@ class StageRunner:
         those that no stage uses."""
         return {**self.stage.state(), **({} if self.number else self.prepared.unused)}
 
+    def tied_names(self) -> dict[str, str]:
+        """Of the names in `state`, those that stand for what an earlier name of the model does, and
+        that name."""
+        first: dict[tuple[object, ...], str] = {}
+        found = {}
+        for name, tensor in self.state().items():
+            same = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+            # Of parameters the model says which is first, also of copies on several stages.
+            of = self.prepared.names.get(name, first.setdefault(same, name))
+            if of != name and tensor.numel():
+                found[name] = of
+        return found
+
     def record(self, epoch: StageEpoch) -> None:
         """Write down what the stage saw in a segment."""
         if self.metrics is not None:

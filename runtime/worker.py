@@ -190,7 +190,7 @@ def take_part(
     for file in files:
         file.close()
     if worker.leads:
-        run_dir.save_weights(worker.stage, runner.state())
+        run_dir.save_weights(worker.stage, runner.state(), runner.tied_names())
     report = course.reports()[0]
     run_dir.write_report(worker, report)
     status.begin("the end")

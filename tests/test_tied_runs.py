@@ -8,14 +8,17 @@ import msgspec
 import pytest
 import torch
 from plans import plan_by_hand, with_times
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, load_model
 from timeprest.profiles.errors import PlanError
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
 from timeprest.profiles.tracing.front_ends import trace
 from timeprest.profiles.tracing.pieces import cut
 from timeprest.runtime.check import check
+from timeprest.runtime.export import export
 from timeprest.runtime.prepare import prepare
+from timeprest.runtime.run import run
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
 from timeprest.runtime.tied import give_copies
 
@@ -59,6 +62,37 @@ def test_copies_train_as_one_parameter_does(name, stages, variant, tmp_path):
     assert torch.equal(*copies)
     if name == "TiedTask":
         assert torch.equal(*copies_of(tmp_path / "run", stages, "head.weight"))
+
+
+@pytest.mark.parametrize("every", [0, 2])
+def test_an_exported_tie_is_written_once(every, tmp_path):
+    """From final weights and from a checkpoint; safetensors' own loader puts it back."""
+    settings = settings_for("TiedTask", checkpoint_every=every)
+    summary = run(plan_for("TiedTask", "gpipe", 3), settings, tmp_path / "run", inline=True)
+    path = tmp_path / "model.safetensors"
+    assert export(tmp_path / "run", path).tied == {"head.weight": "wte.weight"}
+    with safe_open(path, framework="pt") as file:
+        assert "head.weight" not in file.keys()  # noqa: SIM118
+        assert file.metadata()["head.weight"] == "wte.weight"
+        assert file.metadata()["format"] == "pt"
+    task = resolve(f"{FILE}:TiedTask").task
+    models = [task.model() for _ in range(3)]
+    for model in models:
+        # What is loaded has to be seen.
+        torch.nn.init.zeros_(model.wte.weight)
+    assert load_model(models[0], path) == (set(), [])
+    missing, unexpected = models[1].load_state_dict(load_file(path), strict=False)
+    assert (missing, unexpected) == (["head.weight"], [])
+    with pytest.raises(RuntimeError, match=r"head\.weight"):
+        models[2].load_state_dict(load_file(path))
+    trained = copies_of(tmp_path / "run", 3)[0]
+    for model in models[:2]:
+        assert model.head.weight is model.wte.weight
+        assert torch.equal(model.wte.weight, trained)
+    # Our own reader takes it for the whole model.
+    start = settings_for("TiedTask", start_from=str(path), evaluate=True)
+    again = run(plan_for("TiedTask", "gpipe", 2), start, tmp_path / "again", inline=True)
+    assert again.epochs[0].train_loss < summary.epochs[0].train_loss
 
 
 def test_a_copy_that_misses_gradients_is_found(monkeypatch):
