@@ -8,10 +8,11 @@ import json
 import math
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO, TypeVar
 
 import click
 import msgspec
@@ -41,6 +42,10 @@ class PlainConsole(Console):
     def __init__(self, **more: Any) -> None:
         # Names such as "net.py:Llama:" aren't emoji, and those with brackets aren't styles.
         super().__init__(highlight=False, soft_wrap=False, emoji=False, markup=False, **more)
+
+    def on_broken_pipe(self) -> None:
+        """An error as any other; rich ends the program."""
+        raise
 
     def render_str(self, text: str, **more: Any) -> Text:
         """As rich's."""
@@ -78,15 +83,19 @@ def errors_as_lines(function: F) -> F:
             with _warnings_as_lines():
                 return function(*args, **kwargs)
         except TimeprestError as error:
-            complain(str(error))
+            with suppress(OSError):
+                complain(str(error))
             sys.exit(error.exit_code)
         except KeyboardInterrupt as stop:
             more = f"; {stop}" if isinstance(stop, Stopped) and str(stop) else ""
-            tell(f"stopped{more}")
+            with suppress(OSError):
+                tell(f"stopped{more}")
             sys.exit(130)
-        except BrokenPipeError:
+        except BrokenPipeError as error:
+            if why_unprinted(error) is None:
+                raise
             # The reader of our output (head, less) has had enough.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _give_up(sys.stdout)
             sys.exit(0)
         except Exception:
             raise
@@ -100,6 +109,47 @@ def errors_as_lines(function: F) -> F:
             sys.exit(1)
 
     return wrapped  # type: ignore[return-value]
+
+
+def why_unprinted(error: BaseException) -> str | None:
+    """Why something can't be printed: a full disk, a reader that has gone; None: another error."""
+    if not isinstance(error, OSError) or error.filename is not None:
+        return None
+    last = traceback.extract_tb(error.__traceback__)[-1].filename
+    # Whatever else we write is named in its errors.
+    printing = os.path.basename(os.path.dirname(last)) in ("click", "rich", "cli")
+    return f"what it prints can't be written: {error.strerror}" if printing else None
+
+
+@contextmanager
+def _printed() -> Iterator[None]:
+    """All that is printed meanwhile is written at the end, or said not to be."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        why = why_unprinted(error)
+        if why is None:
+            raise
+        _give_up(sys.stdout)
+        # The reader of our output (head, less) may have had enough.
+        if not isinstance(error, BrokenPipeError):
+            with suppress(OSError):
+                complain(why)
+        sys.exit(0 if isinstance(error, BrokenPipeError) else 1)
+    finally:
+        try:
+            sys.stderr.flush()
+        except OSError:
+            _give_up(sys.stderr)
+
+
+def _give_up(stream: TextIO) -> None:
+    """Let what a stream still holds go nowhere, so that the interpreter's end is a quiet one."""
+    with suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 @contextmanager
@@ -168,13 +218,15 @@ class _OneLine(click.Command):
             # A file's name, or a layer's, may not be text in the terminal's encoding.
             sys.stdout.reconfigure(errors="backslashreplace")
         try:
-            code = super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
+            with _printed():
+                code = super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
             if not standalone_mode:
                 return code
         except (click.ClickException, click.Abort) as error:
             if not standalone_mode:
                 raise
-            sys.exit(_ended_by(error))
+            with _printed():
+                sys.exit(_ended_by(error))
         sys.exit(code if isinstance(code, int) else 0)
 
 

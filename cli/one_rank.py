@@ -14,7 +14,7 @@ import click
 from ..profiles.errors import RunError, TimeprestError
 from ..profiles.parent import end_with_parent
 from ..runtime.launched import launched_by
-from .common import OneLineCommand, tell
+from .common import OneLineCommand, tell, why_unprinted
 
 if TYPE_CHECKING:
     from ..runtime.meeting import Meeting
@@ -67,11 +67,12 @@ def one_rank_tells(function: F) -> F:
             meeting.fail(error)
             meeting.leave(error.exit_code)
         except BaseException as error:  # the user's code runs here, too
-            if isinstance(error, Exception):
+            why = why_unprinted(error)
+            if why is None and isinstance(error, Exception):
                 import traceback
 
                 traceback.print_exc()
-            meeting.fail(RunError(f"rank {launched.rank}: {describe_error(error)}"))
+            meeting.fail(RunError(f"rank {launched.rank}: {why or describe_error(error)}"))
             meeting.leave(1)
         return meeting.leave(0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
@@ -107,7 +108,9 @@ class Bar:
 
     def _watch(self) -> None:
         while not self._over.wait(_WATCHED_S):
-            self.say_if_long(time.monotonic())
+            # Where stderr is full, what ends the work in this thread would show nothing either.
+            with contextlib.suppress(OSError):
+                self.say_if_long(time.monotonic())
 
     def say_if_long(self, now: float) -> None:
         """A line for what has been under way for long, once."""

@@ -364,7 +364,7 @@ def main(
         from .plan_tables import operations
         from .run_tables import epoch_line, summary_lines, summary_table
         from .stage_tables import stage_table
-        from .training_progress import TrainingProgress
+        from .training_progress import TrainingProgress, stopping
 
     if checks:
         with naming(plan_path or str(run_dir)):
@@ -386,9 +386,11 @@ def main(
     class Show:
         """Progress on the terminal: a bar for the epoch, a line for each that is done."""
 
+        @stopping
         def starting(self, what: str) -> None:
             bar.doing(what)
 
+        @stopping
         def begin(self) -> None:
             if not silent:
                 how = "inline" if inline else f"{processes} processes"
@@ -408,9 +410,11 @@ def main(
                 if verbose:
                     bar.print(stage_table(plan, console.width), operations(plan, 16))
 
+        @stopping
         def mini_batch(self, epoch: int, done: int, of: int, loss: float) -> None:
             progress(epoch, done, of, loss)
 
+        @stopping
         def epoch(self, record: EpochRecord) -> None:
             if not silent:
                 bar.print(epoch_line(record))

@@ -2,20 +2,45 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 from ..planner.plan import Plan
+from ..profiles.errors import StoppedError
 from ..profiles.units import format_rate
 from ..runtime.settings import RunSettings
 from ..runtime.status import WorkerStatus, read_statuses
+from .common import why_unprinted
 from .progress import Bar
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _WINDOW_S = 5.0
 _LOOKS_APART_S = 0.05
+
+
+def stopping(show: F) -> F:
+    """What can't be shown of a run ends it: nobody would learn what became of it.
+
+    Raises StoppedError.
+    """
+
+    @functools.wraps(show)
+    def shown(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return show(*args, **kwargs)
+        except OSError as error:
+            why = why_unprinted(error)
+            if why is None:
+                raise
+            raise StoppedError(f"stopped: {why}") from None
+
+    return shown  # type: ignore[return-value]
 
 
 class TrainingProgress:

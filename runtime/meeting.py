@@ -57,16 +57,18 @@ class Meeting:
 
     Attributes:
         launched: how this worker was started.
-        say: prints a line for the user.
         status: what this worker is at.
         statuses: folder of the workers' statuses on this host, once there is one.
         silence_s: longest silence of the store that a run over several hosts bears.
     """
 
     def __init__(self, launched: Launched, say: Callable[[str], None]) -> None:
-        """Join. Raises UserError when the address isn't one, PeerError when nobody is there."""
+        """Join. `say` prints a line for the user.
+
+        Raises UserError when the address isn't one, PeerError when nobody is there.
+        """
         self.launched = launched
-        self.say = say
+        self._say = say
         self.rank = launched.rank
         first = WorkerStatus(
             rank=self.rank,
@@ -170,6 +172,11 @@ class Meeting:
             self.say(line)
             self._end_the_stopped()
 
+    def say(self, line: str) -> None:
+        """Print a line for the user, where it can be."""
+        with contextlib.suppress(OSError):
+            self._say(line)
+
     def _line_of_all(self, error: Exception) -> str | None:
         """What to say of a failure here; None: another worker says what there is to say."""
         self._own.set(f"failing/{self.rank}", b"")
@@ -265,8 +272,9 @@ class Meeting:
         patience_s = (GRACE_S if code else SILENCE_S) if serves else 0.0
         with contextlib.suppress(RuntimeError):
             self._within(patience_s + STORE_S, lambda: self._say_goodbye(patience_s))
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):
+                stream.flush()
         os._exit(code)
 
     def _say_goodbye(self, patience_s: float) -> None:

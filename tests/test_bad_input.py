@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -591,3 +593,22 @@ def test_reading_a_plan_imports_nothing(box):
 def test_sound_plans_stay_sound():
     plan = sound_plan("gpipe")
     assert msgspec.json.decode(msgspec.json.encode(plan), type=Plan) == plan
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
+def test_what_cannot_be_printed_is_said(box):
+    """On a full device; a reader that has had enough is no failure, and can be told nothing."""
+
+    def ended(out, err, *words):
+        tool = Path(sys.executable).parent / "tp-plan"
+        done = subprocess.run([tool, *words], stdout=out, stderr=err)
+        return done.returncode, (done.stderr or b"").decode()
+
+    unread, written = os.pipe()
+    os.close(unread)
+    line = "tp-plan: what it prints can't be written: No space left on device\n"
+    with open("/dev/full", "w") as full, os.fdopen(written, "w") as closed:
+        assert ended(full, subprocess.PIPE, "show", "plan.json") == (1, line)
+        assert ended(full, subprocess.PIPE, "--help") == (1, line)
+        assert ended(full, full, "show", "nothing.json") == (2, "")
+        assert ended(closed, subprocess.PIPE, "show", "plan.json") == (0, "")

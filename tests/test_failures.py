@@ -161,6 +161,24 @@ def test_no_worker_outlives_its_launcher(how, mlp_profile, tmp_path):
         pass
 
 
+@pytest.mark.processes
+def test_a_run_that_can_show_nothing_more_ends(mlp_profile, mlp_target, tmp_path):
+    """Its reader goes after the first line; what shows progress is a thread of its own."""
+    plan = plan_by_hand(with_times(mlp_profile), "timeprest", 2, 4)
+    write_file(tmp_path / "plan.json", plan)
+    tp_run = Path(sys.executable).parent / "tp-run"
+    command = [tp_run, "plan.json", "--epochs", "100000", "--no-evaluate", "--run-dir", "run"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=tmp_path, **pipes) as process:
+        assert process.stdout.readline().startswith("training ")
+        process.stdout.close()
+        told = process.stderr.read()
+        process.wait(60)
+    assert process.returncode == 1
+    assert told == "tp-run: stopped: what it prints can't be written: Broken pipe\n"
+    assert not workers("run")
+
+
 def test_what_ignores_a_hangup_goes_on_ignoring_it():
     """As under nohup; and what a program has of handlers of its own is left to it."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN), signal.signal(signal.SIGUSR2, print)
