@@ -15,6 +15,7 @@ from ..profiles.allocator import keep_freed_memory
 from ..profiles.errors import UserError
 from ..profiles.limits import MAX_FACTOR, MAX_SECONDS, MAX_THREADS
 from ..runtime.launched import check_world_size
+from ..runtime.run_lock import check_system
 from .common import (
     Number,
     Stopped,
@@ -283,6 +284,7 @@ def main(
 
     Started by torchrun or srun, it is one of these processes, on one machine of many.
     """
+    check_system()
     meeting = meeting_at_hand()
     resume = resume or resume_at is not None
     if not resume and meeting is not None and _restarted(meeting, run_dir):

@@ -8,8 +8,8 @@ locks nothing is locked.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
+import platform
 import socket
 import time
 from collections.abc import Iterator
@@ -20,11 +20,27 @@ import psutil
 
 from ..profiles.errors import FileError, UserError
 
+try:
+    import fcntl
+except ImportError:
+    HAS_LOCKS = False
+else:
+    HAS_LOCKS = True
+
 ORPHANS_S = 5.0
 """What workers whose launcher has died get to end, before a run is refused."""
 
 _MOST_NAMED = 8
 """Processes that a refusal names."""
+
+
+def check_system() -> None:
+    """Raise UserError where this system isn't one that can be trained on."""
+    if not HAS_LOCKS:
+        raise UserError(
+            f"training isn't supported on this system ({platform.system()}): it takes Linux or "
+            "macOS; tp-profile, tp-plan and tp-run report don't"
+        )
 
 
 @contextmanager
@@ -35,9 +51,11 @@ def alone(path: Path, token: str = "") -> Iterator[None]:
         token: the same for all processes of one run; whoever has the lock with it is no other run.
 
     Raises:
-        UserError: another run is going on there; the message names its processes.
+        UserError: another run is going on there; the message names its processes. Or there can
+            be none on this system.
         FileError: it can't be written.
     """
+    check_system()
     with _opened(path / "lock") as file:
         if not _try(file, fcntl.LOCK_EX):
             _check_same_run(path, file, token)

@@ -5,7 +5,6 @@ The same course is followed by a worker in its own process and by all workers in
 
 from __future__ import annotations
 
-import resource
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -261,5 +260,8 @@ def _after_flush(op: Op) -> tuple[int, bool]:
 
 
 def _rss_peak_bytes() -> int:
+    # Only where one can train is it there; reports of runs are read elsewhere, too.
+    import resource
+
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

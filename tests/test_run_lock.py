@@ -164,3 +164,26 @@ def test_what_goes_on_again_is_left_alone(monkeypatch):
     bound = 2 * watchdog.LOOK_S
     assert watchdog.main([str(os.getppid()), str(bound)]) == 0
     assert list(states) == []
+
+
+ELSEWHERE = """
+import sys, psutil
+sys.modules["fcntl"] = sys.modules["resource"] = None
+from click.testing import CliRunner
+from timeprest.cli.run import main as tp_run
+from timeprest.profiles.errors import UserError
+import timeprest.runtime.run, timeprest.runtime.worker, timeprest.cli.profile, timeprest.cli.plan
+asked = CliRunner().invoke(tp_run, ["plan.json"], prog_name="tp-run")
+print(asked.exit_code, asked.stderr, end="")
+print(CliRunner().invoke(tp_run, ["report", "--help"]).exit_code)
+"""
+
+
+def test_a_system_without_locks_is_told_so_in_a_line(tmp_path):
+    """Windows has neither fcntl nor resource; all modules can be imported there."""
+    done = subprocess.run([sys.executable, "-c", ELSEWHERE], capture_output=True, text=True)
+    assert not done.stderr
+    first, last = done.stdout.splitlines()
+    assert "training isn't supported on this system" in first
+    assert first.startswith("2 ")
+    assert last == "0"
