@@ -12,6 +12,7 @@ from rich.text import Text
 from ..planner.operations import op_text
 from ..planner.orders import make_order
 from ..planner.plan import Plan, pipeline_of
+from ..planner.running_ahead import running_ahead
 from ..planner.stage_costs import UNMEASURED_WEIGHT_SHARE, unmeasured_weight_parts
 from ..planner.variants import variant_named
 from ..profiles.profile import Profile
@@ -38,9 +39,8 @@ def print_plan(plan: Plan, count: int, *, every: bool = False) -> None:
     console.print(verdict(plan))
     if count:
         console.print(operations(plan, count, every=every), soft_wrap=False)
-    slower = slower_than_one(plan)
-    if slower is not None:
-        tell(f"warning: {slower}")
+    for warning in filter(None, (slower_than_one(plan), piling_up(plan))):
+        tell(f"warning: {warning}")
 
 
 def verdict(plan: Plan) -> Table:
@@ -125,6 +125,27 @@ def slower_than_one(plan: Plan) -> str | None:
         f"slower than one device: alone, with memory enough and the speed of the one that was "
         f"profiled, it would take {format_seconds(one_s)} per mini-batch instead of "
         f"{format_seconds(predicted.period_s)} ({1 / predicted.speedup:.2f} × as fast)"
+    )
+
+
+def piling_up(plan: Plan) -> str | None:
+    """A warning where messages wait for ever slower stages; None where none do."""
+    found = []
+    for link, lead in running_ahead(pipeline_of(plan), plan.predicted.period_s):
+        nbytes = sum(
+            edge.bytes_per_micro_batch * plan.micro_batches
+            for edge in plan.edges
+            if (edge.source, edge.target) == (link.source, link.target)
+        )
+        if nbytes:
+            found.append((nbytes * lead, link))
+    if not found:
+        return None
+    most, link = max(found, key=lambda item: item[0])
+    return (
+        f"stage {link.source} gets no gradients back from stage {link.target} and may run ahead "
+        f"of it: after each mini-batch up to {format_bytes(round(most))} more wait to be sent; "
+        "its memory has those of a few dozen mini-batches"
     )
 
 

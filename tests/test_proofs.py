@@ -14,10 +14,13 @@ import msgspec
 import pytest
 from drawn_questions import Drawn, all_plans, drawn
 from profiles_by_hand import chain, profile_by_hand
+from timeprest.cli.plan_tables import piling_up
 from timeprest.planner.cluster import Cluster, Device, Network
 from timeprest.planner.evaluate import Question, evaluate
 from timeprest.planner.partition.stage_load import stage_bytes, stage_load
+from timeprest.planner.plan import PlanStage
 from timeprest.planner.relaxation import Freedom, Relaxation
+from timeprest.planner.running_ahead import running_ahead
 from timeprest.planner.search import solve
 from timeprest.profiles.errors import InfeasibleError
 from timeprest.profiles.profile import Profile
@@ -254,3 +257,23 @@ def test_stages_that_nothing_comes_to_may_run_ahead_of_the_first():
     profile = profile_by_hand(layers, edges)
     for variant in ("timeprest", "i-timeprest", "pipedream-vertical-sync"):
         check(all_of(asked_of(profile, on_machines("aa", FAST), variant)))
+
+
+@pytest.mark.parametrize("slow", [0, 1, 2])
+def test_messages_pile_up_behind_a_stage_that_nothing_comes_back_from(slow):
+    layers = [(f"n{k}", 0, 1e-3 * (1 + 2 * (k == slow)), 1e-3, 0, []) for k in range(3)]
+    edges = [("n0", "n1", "t0", 8), ("n1", "n2", "t1", 8), ("n2", "output", "t2", 8)]
+    profile = without_gradients(profile_by_hand(layers, edges), "n0")
+    question = asked_of(profile, on_machines("aaa", FAST), "pipedream")
+    stages = tuple(
+        PlanStage(nodes=(f"n{k}",), devices=(k,), in_flight=limit)
+        for k, limit in enumerate((3, 2, 1))
+    )
+    found = evaluate(question, stages, 1)
+    ahead = running_ahead(found.pipeline, found.prediction.period_s)
+    # The first one is held up by nothing behind it, the second one by the third.
+    assert [(link.source, link.target) for link, _ in ahead] == [(0, 1)][: slow > 0]
+    assert [lead for _, lead in ahead] == pytest.approx([1 - 2 / 4][: slow > 0])
+    plan = solve(profile, question.cluster, "pipedream", stages=3)
+    assert (piling_up(plan) is None) == (slow == 0)
+    assert slow == 0 or "up to 16 B more wait to be sent" in piling_up(plan)
