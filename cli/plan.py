@@ -24,7 +24,7 @@ from .common import (
 from .compare import compare
 from .figures.options import Figures, figure_options, write_plan_figures
 from .plan_html import html_option, write_html
-from .plan_tables import assumed, print_plan
+from .plan_tables import assumed, few_stages, print_plan
 from .published import published
 from .simulate import simulate_plan
 from .solve import solve
@@ -150,9 +150,9 @@ def check(
         print_json(found.plan)
     elif not quiet:
         print_plan(found.plan, 0, every=verbose)
-        note = assumed(profile, found.plan.variant)
-        if note:
-            output().print(note)
+        for note in (assumed(profile, found.plan.variant), few_stages(profile, found.plan)):
+            if note:
+                output().print(note)
         console = output()
         for line in found.changes:
             console.print(f"changed: {line}")

@@ -9,6 +9,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from ..planner.layer_graph import LayerGraph, held_together
 from ..planner.operations import op_text
 from ..planner.orders import make_order
 from ..planner.plan import Plan, pipeline_of
@@ -202,6 +203,18 @@ def assumed(profile: Profile, variant: str) -> str | None:
         f"{UNMEASURED_WEIGHT_SHARE:.0%} is assumed in "
         f"{counted(len(layers), 'layer', 'layers')} (profile again to measure it)"
     )
+
+
+def few_stages(profile: Profile, plan: Plan) -> str | None:
+    """A line for a plan that ties keep in few stages; None where they don't."""
+    devices = len(plan.cluster.devices)
+    if not profile.tied or len(plan.stages) >= devices:
+        return None
+    if LayerGraph(profile, plan.tied).most_stages > len(plan.stages):
+        return None
+    tie = held_together(profile, variant_named(plan.variant), plan.tied)
+    count = counted(len(plan.stages), "stage", "stages")
+    return None if tie is None else f"{count} at most: {tie}"
 
 
 def operations(plan: Plan, count: int, *, every: bool = False) -> Group:

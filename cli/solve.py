@@ -26,7 +26,7 @@ from ..profiles.profile import IMPORTED, Profile, check_profile
 from .cluster_options import cluster_of, cluster_options
 from .common import Number, Whole, common_options, errors_as_lines, output, print_json
 from .front_tables import comparison, front_table
-from .plan_tables import assumed, print_plan
+from .plan_tables import assumed, few_stages, print_plan
 from .progress import Bar
 
 
@@ -148,7 +148,7 @@ def solve(
         print_json(plan)
     elif not quiet:
         print_plan(plan, 16 if verbose else 0, every=verbose)
-        _print_assumed(profile, [variant])
+        _print_notes(profile, [plan], asked)
         output().print(f"wrote {path}; {_next(plan, path)}")
 
 
@@ -168,8 +168,12 @@ def _asked(options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _print_assumed(profile: Profile, variants: Sequence[str]) -> None:
-    for note in filter(None, (assumed(profile, variant) for variant in variants)):
+def _print_notes(profile: Profile, plans: Sequence[Plan], asked: dict[str, Any]) -> None:
+    """What the plans take for granted; what ties do to them, the systems alike once."""
+    notes = [assumed(profile, plan.variant) for plan in plans]
+    if asked["stages"] is None:
+        notes += [few_stages(profile, plan) for plan in plans]
+    for note in dict.fromkeys(filter(None, notes)):
         output().print(note)
 
 
@@ -209,7 +213,7 @@ def _solve_all(
         console = output()
         console.print(comparison(plans, failed, front.points, console.width))
         console.print(front_table(front.points, console.width))
-        _print_assumed(profile, list(plans))
+        _print_notes(profile, list(plans.values()), asked)
         console.print(f"wrote {', '.join(map(str, paths.values()))}")
 
 

@@ -16,6 +16,7 @@ from .cluster import Cluster
 from .evaluate import Evaluation, Question, evaluate
 from .exploration import Exploration
 from .in_flight import held_under
+from .layer_graph import held_together
 from .orders import limit_ranges
 from .partition.coarse import Blocks, blocks
 from .partition.minimax import Answer
@@ -275,6 +276,14 @@ def diagnose(exploration: Exploration, stopped: str | None) -> Evaluation | Infe
 
 
 def _advice(exploration: Exploration) -> str:
+    question, graph = exploration.question, exploration.relaxation.graph
+    tie = None
+    if graph.most_stages < len(question.cluster.devices):
+        tie = held_together(question.profile, exploration.relaxation.variant, question.tied)
+    return _smaller(exploration) + (f". {tie[0].upper()}{tie[1:]}" if tie else "")
+
+
+def _smaller(exploration: Exploration) -> str:
     if exploration.freedom.recompute == "off":
         return "; --recompute auto or a smaller --mini-batch may help"
     return "; a smaller --mini-batch may help"

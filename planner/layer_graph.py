@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import msgspec
 import numpy as np
 
 from ..profiles.profile import Edge, Measurement, Profile
 from .partition.problem import Vector
 from .stage_costs import at, in_a_stage, input_part_s, sized
 from .tied import Tied, bound_groups
+from .variants import VARIANTS, Variant
 
 
 @dataclass(frozen=True)
@@ -317,3 +319,37 @@ class LayerGraph:
         return {
             s.name: sized(s.fixed_bytes, s.bytes_per_sample, size) for s in self.profile.storages
         }
+
+
+def held_together(profile: Profile, variant: Variant, tied: Tied) -> str | None:
+    """What keeps layers on one stage and what would free them, for a message that the model can't
+    be cut into more stages; None where no tie is in the way of any cut."""
+    if not profile.tied:
+        return None
+    now = LayerGraph(profile, tied).most_stages
+    without = LayerGraph(msgspec.structs.replace(profile, tied=(), shared=())).most_stages
+    if now == without:
+        return None
+    split = LayerGraph(profile, "split").most_stages
+    bound = bound_groups(profile, tied)
+    named = [repr(name) for name in bound[0]]
+    shown = ", ".join(named[:3]) + (" …" if len(named) > 3 else "")
+    more = f" (and {len(bound) - 1} more such groups)" if len(bound) > 1 else ""
+    if split <= now:
+        return (
+            f"layers {shown}{more} stay on one stage with all that lies between them: they share "
+            "memory or change it in place, and copies of that can't be kept apart; to cut there, "
+            "change the model"
+        )
+    if variant.flushes:
+        way = f"--tied split gives copies to several stages, {split} at most"
+    else:
+        flushing = ", ".join(name for name, v in VARIANTS.items() if v.flushes)
+        way = (
+            f"--tied split gives copies to several stages, {split} at most, in systems that flush "
+            f"(--variant {flushing})"
+        )
+    return (
+        f"layers {shown}{more} share parameters and stay on one stage with all that lies between "
+        f"them; {way}; or give them parameters of their own in the model"
+    )

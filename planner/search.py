@@ -14,6 +14,7 @@ from .cluster import Cluster
 from .evaluate import Evaluation, Question, make_plan
 from .exploration import Case, Exploration, Progress
 from .infeasible import diagnose
+from .layer_graph import held_together
 from .micro_batch_counts import micro_batch_counts
 from .partition.solve import SOLVERS, source_for
 from .plan import Plan, SolverReport
@@ -177,10 +178,12 @@ def _most_stages(question: Question, relaxation: Relaxation, asked: int | None) 
     if asked > devices:
         raise PlanError(f"--stages {asked}: the cluster has only {devices} devices")
     if asked > relaxation.graph.most_stages:
-        note = "; tied layers must stay together" if relaxation.graph.together else ""
+        tie = held_together(question.profile, relaxation.variant, question.tied)
+        most = relaxation.graph.most_stages
+        noun = "stage" if most == 1 else "stages"
         raise PlanError(
-            f"--stages {asked}: the model can be cut into {relaxation.graph.most_stages} stages "
-            f"at most ({layers} layers{note})"
+            f"--stages {asked}: the model can be cut into {most} {noun} at most ({layers} layers)"
+            + (f": {tie}" if tie else "")
         )
     return asked
 

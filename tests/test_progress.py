@@ -8,6 +8,7 @@ import sys
 import pytest
 from plans import plan_by_hand, with_times
 from timeprest.cli import progress
+from timeprest.cli.common import PlainConsole
 from timeprest.cli.progress import Bar, time_left
 from timeprest.cli.training_progress import BusyShares, Rate, busy_text, training_text
 from timeprest.runtime.observer import Silent
@@ -189,3 +190,14 @@ def test_what_training_says():
     assert text == "epoch 1: 3/22, 1422 samples/s, loss 2.2500, busy 50 92%"
     assert training_text(4, 3, 22, 2.25, None, []) == "epoch 5: 3/22, loss 2.2500"
     assert busy_text([0.25, 0.75] * 8) == "busy 25% to 75%, mean 50%"
+
+
+def test_a_reader_that_has_had_enough_ends_the_command_in_silence():
+    """``tp-plan show plan.json | head -1``: rich would end it with an exit code of its own."""
+
+    class Closed(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        PlainConsole(file=Closed()).print("a line")

@@ -87,7 +87,7 @@ def test_solving_splits_only_where_asked():
     profile, cluster = tied_profile(), uniform_cluster(4)
     together = solve(profile, cluster, "gpipe", stages=1)
     assert together.tied == "together"
-    with pytest.raises(PlanError, match=r"at most .*tied layers must stay together"):
+    with pytest.raises(PlanError, match=r"at most .*'embed', 'head' share parameters"):
         solve(profile, cluster, "gpipe", stages=2)
     for variant in (name for name, v in VARIANTS.items() if v.flushes):
         split = solve(profile, cluster, variant, stages=4, tied="split")
@@ -136,3 +136,48 @@ def test_the_command(tmp_path):
     assert done.exit_code == 2
     (line,) = done.output.strip().splitlines()
     assert re.search("tied: timeprest .*: pipedream-flush, .*gpipe", line)
+
+
+def test_what_ties_keep_together_names_the_ways_out(tmp_path):
+    """Each of them is tried."""
+    path, out = tmp_path / "profile.json", tmp_path / "plan.json"
+    write_file(path, tied_profile())
+    solve_it = ["solve", str(path), "-o", str(out), "--devices", "2"]
+    done = CliRunner().invoke(main, [*solve_it, "--stages", "2"])
+    assert done.exit_code == 2
+    (line,) = done.output.strip().splitlines()
+    assert "--stages 2: the model can be cut into 1 stage at most" in line
+    assert "layers 'embed', 'head' share parameters and stay on one stage" in line
+    systems = re.search(r"--tied split .*\(--variant (.*?)\)", line)[1].split(", ")
+    assert systems == [name for name, v in VARIANTS.items() if v.flushes]
+    for variant in systems:
+        words = [*solve_it, "--stages", "2", "--variant", variant, "-q"]
+        done = CliRunner().invoke(main, words)
+        assert "; --tied split gives copies to several stages, 4 at most; or" in done.output
+        assert CliRunner().invoke(main, [*words, "--tied", "split"]).exit_code == 0
+    write_file(path, tied_profile(tied=(), shared=()))
+    assert CliRunner().invoke(main, [*solve_it, "--stages", "2", "-q"]).exit_code == 0
+    # What is changed in place can't be split.
+    write_file(path, tied_profile(shared=()))
+    done = CliRunner().invoke(main, [*solve_it, "--stages", "2"])
+    assert "layers 'embed', 'head' stay on one stage" in done.output
+    assert "--tied" not in done.output
+
+
+def test_a_plan_that_ties_made_one_stage_says_so(tmp_path):
+    path, out = tmp_path / "profile.json", tmp_path / "plan.json"
+    write_file(path, tied_profile())
+    words = ["solve", str(path), "-o", str(out), "--devices", "2"]
+    said = "1 stage at most: layers 'embed', 'head' share parameters"
+    solved = CliRunner().invoke(main, words).output
+    checked = CliRunner().invoke(main, ["check", str(out), "--profile", str(path)]).output
+    every = CliRunner().invoke(main, [*words, "--variant", "all"]).output
+    for text in (solved, checked, every):
+        assert said in " ".join(text.split())
+    # Not where it's by choice, or where there is but one device.
+    for more in (["--stages", "1"], ["--tied", "split", "--variant", "gpipe"], ["--devices", "1"]):
+        done = CliRunner().invoke(main, [*words, *more])
+        assert done.exit_code == 0
+        assert "share parameters" not in done.output
+    short = CliRunner().invoke(main, [*words, "--memory", "1kB"])
+    assert "Layers 'embed', 'head' share parameters and stay on one stage" in short.output
