@@ -262,6 +262,21 @@ def test_significance_of_a_forwards_weights(decay, rate, n, mlp_profile, mlp_tar
     assert max(summary.stages[0].version_differences) > 1
 
 
+@pytest.mark.parametrize("recompute", [(), (True, True, True, False)])
+@pytest.mark.parametrize("variant", ["timeprest", "timeprest-stashed", "i-timeprest"])
+def test_micro_batches_on_several_versions(variant, recompute, mlp_profile, mlp_target, tmp_path):
+    """Updates land between the micro-batches of a mini-batch, and each has its own weights."""
+    # A mini-batch's backward takes as long as a micro-batch's forward.
+    profile = with_times(mlp_profile, backward_s=0.25e-3)
+    plan = plan_by_hand(profile, variant, 4, 4, recompute=recompute)
+    train(plan, mlp_target, "momentum", tmp_path / "run")
+    lines = (tmp_path / "run" / "operations" / "stage3.jsonl").read_text().splitlines()
+    used = {line["op"]: line["version"] for line in map(json.loads, lines)}
+    each = [{used[f"3F{b}.{i}"] for i in range(4)} for b in range(STEPS)]
+    # In some mini-batch at least.
+    assert max(map(len, each)) == 2
+
+
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_odd_orders_equal_the_oracle(data, mlp_profile, mlp_target, tmp_path_factory):
