@@ -10,6 +10,10 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+import timeprest
+from plans import plan_by_hand, with_times
+from timeprest.profiles.files import read_file
+from timeprest.profiles.profile import Profile
 
 BIN = Path(sys.executable).parent
 
@@ -68,6 +72,15 @@ def test_the_demo_learns_the_digits(digits):
         assert word in done.stdout
     assert max(len(line) for line in done.stdout.splitlines()) <= 100
     assert (digits / "run" / "weights" / "stage1.safetensors").exists()
+
+
+def test_the_demo_learns_in_the_plan_with_the_largest_difference(digits, tmp_path):
+    """Which plan is best hangs on the times measured; that of the demo must learn in any."""
+    profile = with_times(read_file(digits / "profile.json", Profile))
+    plan = plan_by_hand(profile, "timeprest", 2, 4, [3, 1], mini_batch=64)
+    assert max(stage.version_difference for stage in plan.predicted.stages) == 2
+    found = timeprest.run(plan, tmp_path / "run", epochs=6, inline=True)
+    assert found.epochs[-1].test["accuracy"] >= 0.9
 
 
 def test_show_prints_stages_and_operations(digits):

@@ -306,7 +306,7 @@ def test_bad_inputs_are_named(text):
 def test_built_in_tasks_profile(name):
     profile = measure(resolve(name), batch_size=4, micro_batch_sizes=[2, 4], seconds=0)
     assert profile.loss
-    assert profile.optimizer.state_bytes_per_parameter_byte == (1.0 if name == "digits" else 2.0)
+    assert profile.optimizer.state_bytes_per_parameter_byte == 2.0
     assert profile.target == name
 
 

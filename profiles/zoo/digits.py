@@ -68,4 +68,6 @@ class Digits:
         return {"accuracy": (output.argmax(1) == target).double().mean()}
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+        # It learns whatever the plan's version differences are; with SGD, momentum 0.9 and a rate
+        # of 0.05, training diverges where forwards are two versions behind their backwards.
+        return torch.optim.Adam(parameters, lr=1e-3)
