@@ -89,7 +89,7 @@ class Meeting:
         self._asked, asked = os.pipe()
         os.set_blocking(asked, False)
         signal.set_wakeup_fd(asked)
-        self._ends = take_signals()
+        take_signals()
         self._count = 0
         self._beat()
         threading.Thread(target=self._watch, daemon=True).start()
@@ -173,9 +173,12 @@ class Meeting:
             self._end_the_stopped()
 
     def say(self, line: str) -> None:
-        """Print a line for the user, where it can be."""
-        with contextlib.suppress(OSError):
+        """Print a line for the user; where that can't be, it is left to the others again."""
+        try:
             self._say(line)
+        except OSError:
+            with contextlib.suppress(RuntimeError):
+                self._within(STORE_S, lambda: self._own.add("told", -1))
 
     def _line_of_all(self, error: Exception) -> str | None:
         """What to say of a failure here; None: another worker says what there is to say."""
@@ -306,7 +309,8 @@ class Meeting:
     def _end_when_asked(self) -> None:
         """SIGTERM comes from the launcher, mostly because another worker has died. Others that
         were sent to the launcher are passed on by it."""
-        while (asked := os.read(self._asked, 1)[0]) not in self._ends:
+        # Others are of handlers that the user's code has set.
+        while signal.getsignal(asked := os.read(self._asked, 1)[0]) is not _wake:
             pass
         how = f"stopped by {signal.Signals(asked).name}"
         if self._leaving.is_set():
@@ -343,18 +347,19 @@ class Meeting:
                 self.leave(1)
 
 
-def take_signals() -> set[int]:
+def take_signals() -> None:
     """Have signals that would end this process do nothing but wake the one who reads of them.
 
-    Returns them. What the process ignores or handles itself stays so.
+    What the process ignores or handles itself stays so.
     """
-    found = set()
     for name in ENDING_SIGNALS:
         number = getattr(signal, name, None)
         if number and signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
-            signal.signal(number, lambda *_: None)
-            found.add(int(number))
-    return found
+            signal.signal(number, _wake)
+
+
+def _wake(*_: object) -> None:
+    """The number of the signal has been written into the pipe."""
 
 
 def _connect(launched: Launched, *, serve: bool) -> dist.Store:  # type: ignore[name-defined]
