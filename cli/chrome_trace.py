@@ -18,6 +18,7 @@ import msgspec
 from .. import __version__
 from ..planner.recording import MEMORY_KINDS, Message, Recording, Span
 from ..profiles.files import write_bytes
+from .names import printable
 
 Event = dict[str, Any]
 
@@ -96,6 +97,7 @@ def _names(name: str, recording: Recording, first: int) -> Iterator[Event]:
     for k, lane in enumerate(recording.lanes):
         pid = first + k
         label = f"{lane.name} (rank {k})"
+        name = printable(name)
         for what, args in (
             ("process_name", {"name": f"{name}: {label}" if name else label}),
             ("process_sort_index", {"sort_index": pid}),

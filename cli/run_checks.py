@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..profiles.errors import UserError
 from .common import output, print_json, tell
+from .progress import Bar
 
 if TYPE_CHECKING:
     from ..planner.plan import Plan
@@ -107,9 +108,20 @@ def show_check(
 ) -> None:
     """Hold the run against plain training. Ends with code 1 when something differs."""
     from ..runtime.check import check
+    from ..runtime.observer import Silent
     from .check_tables import check_lines, check_table
 
-    report = check(plan, settings, run_dir=run_dir, inline=inline)
+    class Phases(Silent):
+        """Says what is done before the training that is held against another."""
+
+        def starting(self, what: str) -> None:
+            bar.doing(what)
+
+        def mini_batch(self, epoch: int, done: int, of: int, loss: float) -> None:
+            bar("training", done, of)
+
+    with Bar("checking", quiet=quiet or as_json) as bar:
+        report = check(plan, settings, run_dir=run_dir, inline=inline, observer=Phases())
     if as_json:
         print_json(report)
     elif not quiet:

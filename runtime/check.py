@@ -16,7 +16,7 @@ from ..planner.plan import Plan
 from ..planner.variants import variant_named
 from ..profiles.errors import UserError
 from .comparison import TOLERANCES, Difference, Training, compare, weight_spread
-from .observer import Observer, read_losses
+from .observer import Observer, Silent, read_losses
 from .plain import PlainTraining
 from .prepare import Prepared, prepare
 from .run import run
@@ -119,13 +119,15 @@ def check(
         checkpoint_every=0,
         dropout=settings.dropout and not flushes,
     )
-    prepared = prepare(plan, settings)
+    observer = observer or Silent()
+    prepared = prepare(plan, settings, observer.starting)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="timeprest-check-")))
         where = RunDir(run_dir or folder / "run")
         run(plan, settings, where.path, inline=inline, observer=observer)
         found = _training_of(where, prepared)
         tolerance, dtype = _tolerance(prepared)
+        observer.starting(f"training the same {'without a pipeline' if flushes else 'inline'}")
         if flushes:
             against, notes = _against_plain(prepared, found, folder, tolerance)
         else:

@@ -241,16 +241,20 @@ def _settings(rng: Random) -> tuple[str, bytes, list[Call]]:
 
 
 def _run(rng: Random) -> tuple[str, bytes, list[Call]]:
-    """What a run is resumed or exported from."""
+    """What a run is resumed, exported or reported from: its files, its logs among them."""
     files = sound_run()
-    read = [n for n in files if "checkpoints" in n or n.endswith(("settings.json", "/plan.json"))]
+    read = [n for n in files if "checkpoints" in n or n.endswith((".json", ".jsonl"))]
     name = rng.choice(read)
     if name.endswith(".json"):
         data = broken_json(rng, json.loads(files[name]))
     else:
         data = broken_bytes(rng, files[name])
     words = rng.choice(
-        [("--resume", "--run-dir", "stopped", "--inline", "-q"), ("export", "stopped", "-o", "all")]
+        [
+            ("--resume", "--run-dir", "stopped", "--inline", "-q"),
+            ("export", "stopped", "-o", "all"),
+            ("report", "stopped", "-o", "page"),
+        ]
     )
     return name, data, [Call("tp-run", words)]
 
