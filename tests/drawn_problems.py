@@ -93,6 +93,11 @@ def drawn_problems(draw, most=7, devices=4):
     count = draw(st.integers(1, devices))
     most_replicas = draw(st.integers(1, count))
     options = tuple(Option(r, m) for m in range(len(modes)) for r in range(1, most_replicas + 1))
+    if draw(st.integers(0, 3)) == 0:
+        # As where replicas share a mini-batch's samples: each number of them has modes of its own.
+        shares = [Mode("plain", m.compute_s, m.fixed_bytes, m.flight_bytes * 0.5) for m in modes]
+        options = tuple(Option(o.replicas, o.mode + len(modes) * (o.replicas > 1)) for o in options)
+        modes += shares
     equal = draw(st.booleans())
     speeds = [1.0 if equal else draw(st.sampled_from([0.5, 1.0, 2.0])) for _ in range(count)]
     limit = draw(st.sampled_from([float("inf"), 300.0, 150.0, 60.0]))

@@ -39,6 +39,8 @@ class Drawn:
 
     Attributes:
         asked: micro-batches, or None for any.
+        stages: how many; None: any number. Plans have no others.
+        pins: (layer's name, the stage it is on in all plans).
         plans: (N, evaluation), those that don't fit their devices too.
     """
 
@@ -46,6 +48,8 @@ class Drawn:
     freedom: Freedom
     asked: int | None
     plans: list[tuple[int, Evaluation]]
+    stages: int | None = None
+    pins: tuple[tuple[str, int], ...] = ()
 
     @property
     def fitting(self) -> list[Evaluation]:
@@ -82,7 +86,26 @@ def drawn(seed: int, most_plans: int = 600) -> Drawn | None:
         plans.append((n, evaluate(question, stages, n)))
     if plans:
         cluster = with_memory(rng, cluster, [found for _, found in plans])
-    return Drawn(replace(question, cluster=cluster), freedom, asked, plans)
+    found = Drawn(replace(question, cluster=cluster), freedom, asked, plans)
+    return narrowed(rng, found) if plans and rng.random() < 0.25 else found
+
+
+def narrowed(rng: random.Random, found: Drawn) -> Drawn:
+    """The same with a number of stages, or layers on stages, as some plan has them."""
+    _, plan = rng.choice(found.plans)
+    stages, pins = None, []
+    if rng.random() < 0.5:
+        stages = len(plan.stages)
+    if stages is None or rng.random() < 0.5:
+        s = rng.randrange(len(plan.stages))
+        pins.append((rng.choice(plan.stages[s].nodes), s))
+    plans = [
+        (n, other)
+        for n, other in found.plans
+        if stages in (None, len(other.stages))
+        and all(s < len(other.stages) and name in other.stages[s].nodes for name, s in pins)
+    ]
+    return replace(found, plans=plans, stages=stages, pins=tuple(pins))
 
 
 # Profiles ------------------------------------------------------------------------------------

@@ -15,8 +15,11 @@ import pytest
 from drawn_questions import Drawn, all_plans, drawn
 from profiles_by_hand import chain, profile_by_hand
 from timeprest.cli.plan_tables import piling_up
+from timeprest.planner import exploration, first_plans
 from timeprest.planner.cluster import Cluster, Device, Network
 from timeprest.planner.evaluate import Question, evaluate
+from timeprest.planner.partition import rising
+from timeprest.planner.partition import solve as solvers
 from timeprest.planner.partition.stage_load import stage_bytes, stage_load
 from timeprest.planner.plan import PlanStage
 from timeprest.planner.relaxation import Freedom, Relaxation
@@ -32,7 +35,7 @@ MOST_BOUNDED = 40
 
 
 def numbers() -> range:
-    first, _, last = os.environ.get("TIMEPREST_DRAWS", "60").rpartition("-")
+    first, _, last = os.environ.get("TIMEPREST_DRAWS", "40").rpartition("-")
     return range(int(first or 0), int(last))
 
 
@@ -44,6 +47,8 @@ def solved(drawn: Drawn, solver: str):
         question.variant,
         mini_batch=question.mini_batch,
         micro_batches=drawn.asked,
+        stages=drawn.stages,
+        pins=drawn.pins,
         replicas=freedom.replicas,
         recompute=freedom.recompute,
         solver=solver,
@@ -110,6 +115,19 @@ def test_what_is_proven_of_drawn_questions_is_so(number):
     check_bounds(found)
     for solver in ("dp", "ilp"):
         check_solved(found, solver)
+
+
+@pytest.mark.parametrize("number", numbers()[::3])
+def test_what_is_proven_of_large_models_is_so(number, monkeypatch):
+    """The same ways as where there is much to look at, on the same small questions."""
+    monkeypatch.setattr(exploration, "_LARGE", -1)
+    monkeypatch.setattr(first_plans, "MOST_BLOCKS", 3)
+    for module in (rising, solvers):
+        monkeypatch.setattr(module, "FEW", 0)
+    found = drawn(number)
+    if found is None:
+        pytest.skip("too many plans to try")
+    check_solved(found, "dp")
 
 
 @pytest.mark.parametrize("path", sorted(FOUND.glob("*.json")) or [None], ids=str)

@@ -59,6 +59,7 @@ class StageTable:
         self._usable: Positions = np.flatnonzero(replicas <= problem.devices)
         self._replicas = replicas[self._usable]
         self._mode = np.array([option.mode for option in problem.options])[self._usable]
+        self._alike = [np.flatnonzero(self._replicas == r) for r in np.unique(self._replicas)]
         self._most = np.array(places.most)[self._usable]
         self._place = {
             field: np.array([getattr(places.alike[o], field) for o in self._usable])
@@ -105,13 +106,16 @@ class StageTable:
         above = above[above != below]
         compute = _rise(self._compute, below, above)
         once, flight = self._bytes(below, above)
-        worth = _worth_having(
-            (compute, self._compute[:, -1].max()),
-            (once, self._fixed[:, -1].max()),
-            (flight, self._flight[:, -1].max()),
-        )
-        # Options in rows, upper downsets in columns.
-        at, which = np.nonzero(worth[self._mode])
+        # Options in rows, upper downsets in columns. Only one with as many replicas may stand in.
+        worth = np.zeros((len(self._mode), len(above)), dtype=np.bool_)
+        for alike in self._alike:
+            modes = self._mode[alike]
+            worth[alike] = _worth_having(
+                (compute[modes], self._compute[:, -1].max()),
+                (once[modes], self._fixed[:, -1].max()),
+                (flight[modes], self._flight[:, -1].max()),
+            )
+        at, which = np.nonzero(worth)
         mode = self._mode[at]
         parameters = _rise(self._others, below, above)[0][which]
         load = self._loads(below, above, at, which, compute[mode, which])
