@@ -265,7 +265,8 @@ def tensor_bytes(named: Mapping[str, Tensor], metadata: dict[str, str] | None = 
         key = tensor.untyped_storage().data_ptr()
         separate[name] = tensor.cpu().clone() if key in seen else tensor.cpu().contiguous()
         seen.add(key)
-    return save(separate, metadata)
+    # Without tensors an empty dict of metadata makes a header that is no JSON.
+    return save(separate, metadata or None)
 
 
 def load_weights(path: str | Path) -> dict[str, Tensor]:

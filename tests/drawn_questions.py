@@ -64,7 +64,8 @@ class Drawn:
 
 
 def drawn(seed: int, most_plans: int = 600) -> Drawn | None:
-    """The question with this number; None where it has more plans than `most_plans`."""
+    """The question with this number; None where it has more plans than `most_plans`, or none, as
+    the profile has no such micro-batches."""
     rng = random.Random(seed)
     variant = VARIANTS[rng.choice(sorted(VARIANTS))]
     profile = drawn_profile(rng)
@@ -84,10 +85,11 @@ def drawn(seed: int, most_plans: int = 600) -> Drawn | None:
         if len(plans) == most_plans:
             return None
         plans.append((n, evaluate(question, stages, n)))
-    if plans:
-        cluster = with_memory(rng, cluster, [found for _, found in plans])
+    if not plans:
+        return None
+    cluster = with_memory(rng, cluster, [found for _, found in plans])
     found = Drawn(replace(question, cluster=cluster), freedom, asked, plans)
-    return narrowed(rng, found) if plans and rng.random() < 0.25 else found
+    return narrowed(rng, found) if rng.random() < 0.25 else found
 
 
 def narrowed(rng: random.Random, found: Drawn) -> Drawn:

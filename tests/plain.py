@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from timeprest.profiles.target import resolve
+from timeprest.profiles.task import read_loss
 from timeprest.profiles.tracing.call import Call
 from timeprest.runtime.data import Samples
 
@@ -20,7 +21,7 @@ def train_plainly(target, mini_batch, steps):
     for b in range(steps):
         inputs, wanted = samples.take(0, range(b * mini_batch, (b + 1) * mini_batch))
         optimizer.zero_grad()
-        loss = task.loss(Call(inputs, names).of(model), wanted)
+        loss = read_loss(task.loss(Call(inputs, names).of(model), wanted)).mean
         loss.backward()
         optimizer.step()
         losses.append(loss.item())

@@ -120,8 +120,8 @@ class NoTestData(GraphTask):
 
 
 def test_missing_test_data_is_one_line(graph_profile, tmp_path):
-    """Whatever the user's data raises before an evaluation names the stage and the place."""
+    """Whatever the user's data raises names the hook, the split and the place."""
     plan = plan_by_hand(graph_profile, "gpipe", 2, 4)
     settings = RunSettings(task=f"{__file__}:NoTestData", steps=1)
-    with pytest.raises(RunError, match=r"stage 0, at 0 evaluation: .*OSError: no test data here"):
+    with pytest.raises(RunError, match=r"data\('test'\) failed: .*OSError: no test data here"):
         run(plan, settings, tmp_path / "run", inline=True)

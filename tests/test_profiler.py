@@ -259,7 +259,7 @@ def test_a_users_task_and_factory_are_profiled(user_file):
         ("{file}:half", "a task without loss\\(output, target\\) and optimizer"),
         ("{file}:net", "say what it takes with --input"),
         ("digits:x", "takes no argument"),
-        ("text:/no/such/text", "can't be read"),
+        ("text:/no/such/text", "no such file"),
     ],
 )
 def test_bad_targets_are_named(name, message, user_file):
