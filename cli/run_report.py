@@ -154,7 +154,7 @@ def print_run(console: Console, run: RunFacts) -> None:
             "-" if idle is None else f"{idle:.0%}",
             f"{predicted.idle_share:.0%}",
             "-" if peak is None else format_bytes(peak),
-            format_bytes(predicted.memory_bytes - predicted.memory.workspace_bytes),
+            format_bytes(predicted.accounted_memory.total),
             "-" if held is None else f"{held} ({predicted.versions_held})",
         )
     console.print(table)

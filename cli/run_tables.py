@@ -33,7 +33,7 @@ def summary_table(plan: Plan, summary: RunSummary) -> Table:
     for report in summary.stages:
         predicted = plan.predicted.stages[report.stage]
         # What the runtime can't see (scratch memory inside operations) isn't compared.
-        accounted = predicted.memory_bytes - predicted.memory.workspace_bytes
+        accounted = predicted.accounted_memory.total
         table.add_row(
             _which(plan, report),
             format_seconds(report.compute_s),

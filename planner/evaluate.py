@@ -368,6 +368,7 @@ def _predict_stage(
         version_difference=_steady_difference(pipeline, held, steady.cycle),
         idle_share=min(idle_share, 1.0),
         holds=needs,
+        accounted=needs.accounted_peak(held),
     )
 
 

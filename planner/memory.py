@@ -297,6 +297,10 @@ class StageBytes(
         """The most there is to hold at once."""
         return self.by_kind(max(found.moments, key=self.total))
 
+    def accounted_peak(self, found: Holdings) -> MemoryByKind:
+        """The same without working sets, which a run can't see."""
+        return msgspec.structs.replace(self, workspace=0).peak(found)
+
 
 def boundary_buffers(
     stage: int,

@@ -95,6 +95,14 @@ class StagePrediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     idle_share: Annotated[float, Meta(ge=0, le=1)]
     holds: StageBytes | None = None
     """What memory follows from as the order goes on; None in plans of before it was written."""
+    accounted: MemoryByKind | None = None
+    """The peak of what a run accounts for, without the scratch memory inside operations: it may be
+    at another moment than that of `memory`. None in plans of before it was written."""
+
+    @property
+    def accounted_memory(self) -> MemoryByKind:
+        """What to hold a run's account against."""
+        return self.accounted or msgspec.structs.replace(self.memory, workspace_bytes=0)
 
 
 class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

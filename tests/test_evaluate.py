@@ -23,6 +23,7 @@ from timeprest.planner.stage_costs import Costs, crossings, stage_cost
 from timeprest.planner.variants import VARIANTS
 from timeprest.planner.versions import entry_versions
 from timeprest.profiles.errors import PlanError
+from unit_pipelines import unit_pipeline
 
 FAST = {"bandwidth": "1000TB/s", "latency": "0s"}
 
@@ -281,6 +282,21 @@ def test_memory_over_time_by_hand():
         (2e-3, 122), (6e-3, 2),
         (6e-3, 2), (6e-3, 1),
     ]  # fmt: skip
+
+
+def test_what_a_run_accounts_for_may_peak_at_another_moment():
+    """The last of 4 stages holds most versions while it updates, and scratch memory before."""
+    system = VARIANTS["timeprest"]
+    order = make_order(unit_pipeline("timeprest", 4, 1), 12)
+    kinds = bytes("FBUW".index(op.kind) for op in order[3])
+    found = holdings(system, 1, 1, kinds, entry_versions(system, 1, order[0]))
+    nothing = dict.fromkeys(StageBytes.__annotations__, 0)
+    needs = StageBytes(**(nothing | {"parameters": 100, "kept": 10, "workspace": 1000}))
+    peak, accounted = needs.peak(found), needs.accounted_peak(found)
+    # Weights, older versions, gradients, activations: in a backward, and in an update.
+    assert (peak.versions_bytes, peak.activations_bytes, peak.total) == (200, 10, 1410)
+    assert (accounted.versions_bytes, accounted.activations_bytes) == (300, 0)
+    assert accounted.total == 500
 
 
 @given(drawn_profiles(), st.data())

@@ -257,6 +257,18 @@ def test_more_processes_than_cores_take_turns(tmp_path):
     assert (cluster.network, cluster.all_reduce) == (alone.network, alone.all_reduce)
 
 
+def test_results_of_another_machine_are_refused(tmp_path):
+    here = machine()
+    path = tmp_path / "races.json"
+    # A kernel keeps now more, now less of the memory for itself.
+    like = msgspec.structs.replace(here, memory_bytes=here.memory_bytes + 12_288)
+    write_results(path, Results(machine=like))
+    assert read_results(path, here).machine == like
+    write_results(path, Results(machine=msgspec.structs.replace(here, cores=here.cores + 1)))
+    with pytest.raises(FileError, match="another machine"):
+        read_results(path, here)
+
+
 def test_a_slow_machine_is_waited_for_or_told_of(tmp_path, monkeypatch):
     """Runs at a slow pace are left out, unless patience is said to end."""
     monkeypatch.setattr(rounds_module, "wait_for_quiet", lambda most: None)

@@ -103,10 +103,10 @@ def test_replicas_equal_one_worker(
         assert report.versions_held == predicted.versions_held
         # Where a backward is split, the last stage also keeps the loss's own number.
         more = 8 * VARIANTS[variant].split_backward
-        kept = predicted.memory.activations_bytes
+        kept = predicted.accounted_memory.activations_bytes
         assert kept <= report.peak.activations_bytes <= kept + more
         if how.optimizer is MOMENTUM:
-            most = predicted.memory_bytes - predicted.memory.workspace_bytes
+            most = predicted.accounted_memory.total
             assert report.peak.total <= most + more
 
 

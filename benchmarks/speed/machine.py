@@ -22,6 +22,11 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     system: str
     versions: dict[str, str]
 
+    def is_like(self, other: Machine) -> bool:
+        """Whether both are the same, but for what a kernel keeps of the memory for itself."""
+        close = abs(self.memory_bytes - other.memory_bytes) <= 0.001 * other.memory_bytes
+        return close and self == msgspec.structs.replace(other, memory_bytes=self.memory_bytes)
+
 
 def machine() -> Machine:
     """This one."""

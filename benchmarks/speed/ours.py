@@ -165,7 +165,7 @@ def _stage(
         sent_bytes=report.sent_bytes / mini_batches,
         predicted_compute_s=count * (predicted.forward_s + predicted.backward_s)
         + predicted.update_s / plan.update_every,
-        predicted_bytes=predicted.memory_bytes - predicted.memory.workspace_bytes,
+        predicted_bytes=predicted.accounted_memory.total,
         predicted_sent_bytes=sent_by(plan)[report.stage],
     )
 

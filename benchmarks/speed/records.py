@@ -138,7 +138,7 @@ def read_results(path: Path, here: Machine, stages: int | None = None) -> Result
     if not path.exists():
         return Results(machine=here, stages=stages or 2)
     found = msgspec.json.decode(path.read_bytes(), type=Results)
-    if found.machine != here:
+    if not found.machine.is_like(here):
         raise FileError(f"{path}: of another machine or other versions; --fresh begins anew")
     if stages not in (None, found.stages):
         raise FileError(
