@@ -161,7 +161,7 @@ def lay_out(question: Question, stages: Sequence[PlanStage], micro_batches: int)
                     question.profile.operation,
                     question.update_every,
                     first=s == 0,
-                    last=s == last,
+                    last=s == last and not variant.predicts_on(s, len(stages)),
                 ),
                 split=variant.split_backward,
                 returns=s in returning,
@@ -317,8 +317,9 @@ def _bytes(
         parameters=cost.parameter_bytes,
         buffers=cost.buffer_bytes,
         optimizer=round(cost.parameter_bytes * question.optimizer_state_factor),
-        # On the last stage no update comes between a forward and its backward to be predicted.
-        scratch=cost.parameter_bytes * pipeline.variant.scratch_copies * (s < pipeline.stages - 1),
+        scratch=cost.parameter_bytes
+        * pipeline.variant.scratch_copies
+        * pipeline.variant.predicts_on(s, pipeline.stages),
         kept=received if stage.recompute else cost.kept_bytes,
         rebuilt=unit * cost.kept_bytes if stage.recompute else 0,
         messages=messages,

@@ -54,6 +54,7 @@ class Moment(NamedTuple):
         gradients: whether there are any.
         kept: micro-batches whose activations are there: in flight, their weight parts included.
         postponed: how many of them wait for their weight part alone.
+        scratch: copies that a backward mixes weights in.
     """
 
     kind: str | None
@@ -61,6 +62,7 @@ class Moment(NamedTuple):
     gradients: bool
     kept: int
     postponed: int = 0
+    scratch: int = 0
 
 
 class HoldingsWalk:
@@ -95,6 +97,7 @@ class HoldingsWalk:
         self.gradients = False
         self._split = variant.split_backward
         self._synchronises = variant.synchronises
+        self._mixes = variant.backward_weights == "intermediate"
         self.kept = [0] * r
         self.postponed = [0] * r
         self.differences: list[int] = []
@@ -141,10 +144,11 @@ class HoldingsWalk:
     def _backward(self, op: Op, i: int | None) -> Moment:
         walk = self._walk
         self.differences.append(walk.backward(op) - walk.forward_version(op))
+        scratch = int(self._mixes and walk.mixes_aside(op))
         walk.finish(op)
         self.gradients = self.gradients or not self._split
         if i is None:
-            meanwhile = Moment(BACKWARD, self.versions, True, max(self.kept))
+            meanwhile = Moment(BACKWARD, self.versions, True, max(self.kept), scratch=scratch)
             self.kept = [kept - self._share for kept in self.kept]
         else:
             j = i % self._r
@@ -220,10 +224,10 @@ def holdings(
     walk = HoldingsWalk(
         variant, micro_batches, replicas, entries, recompute=recompute, update_every=update_every
     )
-    fullest: dict[tuple[str | None, int, bool, int], Moment] = {}
+    fullest: dict[tuple[object, ...], Moment] = {}
 
     def note(moment: Moment) -> None:
-        key = (*moment[:3], moment.postponed)
+        key = (*moment[:3], moment.postponed, moment.scratch)
         known = fullest.get(key)
         if known is None or moment.kept > known.kept:
             fullest[key] = moment
@@ -270,8 +274,8 @@ class StageBytes(
 
     def total(self, moment: Moment) -> int:
         """Bytes held at a moment."""
-        kind, versions, gradients, kept, postponed = moment
-        total = self.parameters * (versions + gradients) + self.buffers + self.optimizer
+        kind, versions, gradients, kept, postponed, scratch = moment
+        total = self.parameters * (versions + gradients + scratch) + self.buffers + self.optimizer
         total += self.scratch + kept * self.kept + postponed * self.postponed + self.messages
         if kind == BACKWARD:
             total += self.rebuilt + self.gradients
@@ -279,11 +283,11 @@ class StageBytes(
 
     def by_kind(self, moment: Moment) -> MemoryByKind:
         """The same, by kind."""
-        kind, versions, gradients, kept, postponed = moment
+        kind, versions, gradients, kept, postponed, scratch = moment
         backward = kind == BACKWARD
         return MemoryByKind(
             weights_bytes=self.parameters + self.buffers,
-            versions_bytes=(versions - 1) * self.parameters + self.scratch,
+            versions_bytes=(versions - 1 + scratch) * self.parameters + self.scratch,
             gradients_bytes=self.parameters if gradients else 0,
             optimizer_bytes=self.optimizer,
             activations_bytes=(

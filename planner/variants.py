@@ -90,6 +90,16 @@ class Variant:
         """Whether the forward's weights are kept for the backward."""
         return self.backward_weights in ("forward", "intermediate")
 
+    def predicts_on(self, stage: int, stages: int) -> bool:
+        """Whether this stage looks ahead by any update.
+
+        The last one's backward follows its forward at once. But to the end of the round trip it
+        makes ⌊s/2⌋ updates more, with S − s mini-batches in flight (SpecTrain, section 3.2).
+        """
+        if not self.prediction:
+            return False
+        return stage < stages - 1 or (self.horizon == "round-trip" and stage > 1)
+
     def least_micro_batches(self, stages: int) -> int:
         """The fewest micro-batches, N, that so many stages can have."""
         return stages if self.micro_batch_per_stage else 1

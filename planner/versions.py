@@ -126,6 +126,12 @@ class VersionWalk:
             if mini_batch != op.mini_batch
         )
 
+    def mixes_aside(self, op: Op) -> bool:
+        """Whether a backward that mixes its forward's weights with the latest needs memory for
+        that: where something else needs the forward's version, too."""
+        used = set(self._flying[op.mini_batch].version_of.values())
+        return any(v != self.latest and not self.last_use(op, v) for v in used)
+
     def finish(self, op: Op) -> None:
         """The backward is done; after a mini-batch's last one, it is no longer in flight."""
         if not self._flying[op.mini_batch].backwards_left:

@@ -208,6 +208,7 @@ def test_versions_and_scratch_copies_are_counted():
         "pipedream-vertical-sync",
         "pipedream-unstashed",
         "spectrain",
+        "pipeoptim",
         "timeprest",
         "timeprest-stashed",
         "v-timeprest",
@@ -218,8 +219,10 @@ def test_versions_and_scratch_copies_are_counted():
         held[name] = [s.memory.versions_bytes for s in found.prediction.stages]
     assert held["pipedream"] == [200, 100, 0]
     assert held["pipedream-vertical-sync"] == [200, 200, 200]
-    # The last stage predicts nothing.
-    assert held["spectrain"] == [100, 100, 0]
+    # Also on the last stage: to the end of the round trip it makes one update more.
+    assert held["spectrain"] == [100, 100, 100]
+    # To its own backward it makes none.
+    assert held["pipeoptim"] == [100, 100, 0]
     # Versions that stage 0 had wait on later stages for the forwards that use them, and are gone
     # when most else is there; with a stash all stages keep them.
     assert held["timeprest"] == held["pipedream-unstashed"] == [0, 0, 100]

@@ -14,6 +14,7 @@ from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
 from timeprest.runtime.channels import LocalChannels, Mailbox
 from timeprest.runtime.prepare import prepare
+from timeprest.runtime.run import run
 from timeprest.runtime.runner import StageRunner
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
 from timeprest.runtime.sums import LocalSums, Pool
@@ -216,3 +217,17 @@ def _train_counting(prepared, runners, watched, live):
         if s == watched and order[s][k].kind != BACKWARD and not gradients:
             seen.append(live.now)
     return seen
+
+
+@pytest.mark.parametrize(
+    ("variant", "n"),
+    [("i-timeprest", 4), ("i-timeprest", 1), ("spectrain", 1), ("pipeoptim", 1), ("timeprest", 4)],
+)
+def test_plans_count_copies_that_weights_are_made_in(variant, n, mlp_profile, mlp_target, tmp_path):
+    """Where stages hold most: older versions, and scratch copies to mix or predict in."""
+    plan = plan_by_hand(with_times(mlp_profile), variant, 4, n)
+    choice = OptimizerChoice(name="sgd", lr=0.01, momentum=0.9)
+    settings = RunSettings(task=mlp_target, steps=14, optimizer=choice, evaluate=False)
+    summary = run(plan, settings, tmp_path / "run", inline=True)
+    found = [report.peak.versions_bytes for report in summary.stages]
+    assert found == [p.accounted_memory.versions_bytes for p in plan.predicted.stages]
