@@ -16,8 +16,8 @@ from .planner.crowding import crowded
 from .planner.plan import Plan
 from .planner.search import solve
 from .profiles.errors import PlanError, UserError
-from .profiles.importers.foreign import import_profile, is_foreign
 from .profiles.profile import Profile
+from .profiles.published.reader import import_profile, is_foreign
 
 if TYPE_CHECKING:
     from .planner.tied import Tied

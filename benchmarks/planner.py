@@ -25,9 +25,9 @@ from timeprest.planner.cost_models import problem_of
 from timeprest.planner.partition.problem import StageProblem
 from timeprest.planner.partition.solve import CutAnswer, solve_cut
 from timeprest.planner.partition.stage_load import cut_load
-from timeprest.profiles.importers.foreign import read_workload
+from timeprest.profiles.published.reader import read_workload
+from timeprest.profiles.published.workload import Workload
 from timeprest.profiles.units import format_bytes
-from timeprest.profiles.workload import Workload
 
 HERE = Path(__file__).resolve().parent
 DOCS = HERE.parent / "docs"

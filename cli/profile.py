@@ -10,10 +10,10 @@ import click
 
 from ..profiles.errors import UserError
 from ..profiles.files import is_file, write_file
-from ..profiles.importers.foreign import import_profile, is_foreign
 from ..profiles.limits import MAX_FACTOR, MAX_THREADS
 from ..profiles.outputs import Kind, check_output
 from ..profiles.profile import FRONT_ENDS, Profile
+from ..profiles.published.reader import import_profile, is_foreign
 from .common import (
     Number,
     OneLineCommand,
@@ -206,7 +206,7 @@ def _measure(
     target: str, sizes: Sequence[int] | None, options: dict[str, Any], *, quiet: bool
 ) -> Profile:
     # Torch takes its time; bad options needn't wait for it.
-    from ..profiles.allocator import keep_freed_memory
+    from ..profiles.autograd.allocator import keep_freed_memory
     from ..profiles.measuring.measure import measure
     from ..profiles.measuring.platforms import platform_of
     from ..profiles.target import parse_input, resolve

@@ -11,8 +11,8 @@ from ..planner.partition.problem import StageProblem
 from ..planner.partition.solve import SOLVERS, CutAnswer, solve_cut
 from ..planner.partition.stage_load import members, stage_bytes, stage_load
 from ..profiles.errors import InfeasibleError
-from ..profiles.importers.foreign import read_workload
 from ..profiles.limits import MAX_FACTOR
+from ..profiles.published.reader import read_workload
 from ..profiles.units import format_bytes, format_seconds, parse_bandwidth, parse_bytes
 from .common import Number, Whole, common_options, errors_as_lines, output, print_json
 from .progress import Bar

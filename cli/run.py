@@ -11,7 +11,7 @@ import click
 import msgspec
 
 from ..planner.plan import read_plan
-from ..profiles.allocator import keep_freed_memory
+from ..profiles.autograd.allocator import keep_freed_memory
 from ..profiles.errors import UserError
 from ..profiles.limits import MAX_FACTOR, MAX_SECONDS, MAX_THREADS
 from ..runtime.launched import check_world_size

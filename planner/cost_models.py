@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..profiles.errors import UserError
-from ..profiles.workload import Workload
+from ..profiles.published.workload import Workload
 from .partition.problem import Option, Place, StageProblem
 from .partition.rising_places import RisingPlaces
 from .workload_parts import mode_of, needs_of, recompute_modes, tensors_of, vector

@@ -115,7 +115,7 @@ class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Over one device that runs whole mini-batches."""
     sequence_distance: Count | None = None
     """v: mini-batches from one to the next of the same sequence of updates, the largest in the
-    steady state (`steady.sequence_distance`); None in plans of before it was counted."""
+    steady state (`steady_state.sequence_distance`); None in plans of before it was counted."""
     stages: tuple[StagePrediction, ...]
 
 

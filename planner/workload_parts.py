@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence, Set
 
 import numpy as np
 
-from ..profiles.workload import Node, Workload
+from ..profiles.published.workload import Node, Workload
 from .partition.problem import Mode, Tensor, Vector
 
 MAX_MODES = 64

@@ -255,7 +255,7 @@ def _listed(words: Sequence[str]) -> str:
 
 def _onnx(name: str, inputs: Sequence[InputSpec]) -> Target:
     """An ONNX file. Inputs given by hand, in its order, replace what it says of its own."""
-    from .importers.onnx_model import import_onnx
+    from .onnx.model import import_onnx
 
     found = import_onnx(name)
     own = tuple(InputSpec(spec.shape, spec.dtype) for spec in found.inputs)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from .. import __version__
 from ..planner.plan import Plan
-from ..profiles.allocator import keep_freed_memory
+from ..profiles.autograd.allocator import keep_freed_memory
 from . import watchdog
 from .devices import check_kind, device_kind, gpu_count, own_device
 from .hooks import check_updates, warn_of_hooks

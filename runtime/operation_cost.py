@@ -22,8 +22,8 @@ from ..planner.operations import BACKWARD, FORWARD, UPDATE, Op
 from ..planner.orders import make_order
 from ..planner.pipeline import Pipeline
 from ..planner.search import solve
+from ..profiles.measuring.contention import measure_together, size_to_time
 from ..profiles.measuring.measure import measure
-from ..profiles.measuring.together import measure_together, size_to_time
 from ..profiles.profile import OperationCost, Profile
 from ..profiles.target import Target, resolve
 from .channels import LocalChannels, Mailbox

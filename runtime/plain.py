@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..profiles.fused import fuse
+from ..profiles.autograd.optimizer_step import fuse
 from ..profiles.target import resolve
 from ..profiles.task import Loss, read_loss
 from ..profiles.tracing.call import Call

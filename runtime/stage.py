@@ -15,12 +15,12 @@ from ..planner.distances import Distances as Ahead
 from ..planner.operations import BACKWARD, FORWARD, Op
 from ..planner.variants import Variant
 from ..planner.versions import VersionWalk
-from ..profiles.boundary import Inlet
+from ..profiles.autograd.boundary import Inlet
+from ..profiles.autograd.optimizer_step import fuse
+from ..profiles.autograd.saved import storage_key
+from ..profiles.autograd.split_backward import SplitBackward
 from ..profiles.errors import RunError
-from ..profiles.fused import fuse
 from ..profiles.hooks import RunLength, call_hook, check_depends
-from ..profiles.saved import storage_key
-from ..profiles.split_backward import SplitBackward
 from ..profiles.task import Loss, Task
 from ..profiles.tracing.pieces import Piece, decode, encode
 from ..profiles.tracing.shapes import ValueSpec

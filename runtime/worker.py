@@ -17,7 +17,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ..profiles.allocator import keep_freed_memory
+from ..profiles.autograd.allocator import keep_freed_memory
 from ..profiles.errors import FileError, TimeprestError
 from ..profiles.parent import end_with_parent
 from ..profiles.target import describe_error

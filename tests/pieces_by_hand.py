@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 from models import flat
-from timeprest.profiles.boundary import Inlet
-from timeprest.profiles.split_backward import SplitBackward
+from timeprest.profiles.autograd.boundary import Inlet
+from timeprest.profiles.autograd.split_backward import SplitBackward
 from timeprest.profiles.tracing.pieces import cut, decode, encode
 from timeprest.profiles.tracing.shapes import value_specs
 from torch.autograd.graph import get_gradient_edge

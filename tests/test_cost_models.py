@@ -15,7 +15,7 @@ from timeprest.planner.partition.problem import ChosenStage, Cut
 from timeprest.planner.partition.solve import solve_cut
 from timeprest.planner.partition.stage_load import cut_load, is_downset, stage_bytes, stage_load
 from timeprest.profiles.errors import FileError, UserError
-from timeprest.profiles.importers.foreign import read_workload
+from timeprest.profiles.published.reader import read_workload
 
 DATA = Path(__file__).parents[2] / "shared" / "data"
 GIB = 2**30

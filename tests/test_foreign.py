@@ -19,8 +19,8 @@ from timeprest.planner.search import solve
 from timeprest.planner.stage_costs import stage_cost
 from timeprest.profiles.errors import TargetError
 from timeprest.profiles.files import read_file, write_file
-from timeprest.profiles.importers.foreign import import_profile, is_foreign
 from timeprest.profiles.profile import Profile, check_profile
+from timeprest.profiles.published.reader import import_profile, is_foreign
 
 DATA = Path(__file__).parents[2] / "shared" / "data"
 SAMPLES = {

@@ -15,8 +15,8 @@ from timeprest.planner.cluster import uniform_cluster
 from timeprest.planner.search import solve
 from timeprest.profiles.errors import FileError, TargetError, UserError
 from timeprest.profiles.files import read_file, write_file
-from timeprest.profiles.importers.foreign import import_profile, is_foreign
 from timeprest.profiles.profile import Profile, check_profile
+from timeprest.profiles.published.reader import import_profile, is_foreign
 
 
 def complaint(path, kind=FileError, **arguments):

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from timeprest.profiles.fused import fuse
+from timeprest.profiles.autograd.optimizer_step import fuse
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, NAdam
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from timeprest.profiles.errors import FileError, TargetError
-from timeprest.profiles.importers.onnx_batch import BatchAxis, find_batch, follow_batch
-from timeprest.profiles.importers.onnx_model import import_onnx
-from timeprest.profiles.importers.onnx_operators import OPERATORS
+from timeprest.profiles.onnx.batch import BatchAxis, find_batch, follow_batch
+from timeprest.profiles.onnx.model import import_onnx
+from timeprest.profiles.onnx.operators import OPERATORS
 
 onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")

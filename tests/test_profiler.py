@@ -16,10 +16,10 @@ from models import EXAMPLES, Branches, Tied, flat
 from pieces_by_hand import run_pieces
 from places_to_cut import places_to_cut
 from timeprest.planner.stage_costs import stage_cost
-from timeprest.profiles.boundary import Inlet
+from timeprest.profiles.autograd.boundary import Inlet
+from timeprest.profiles.autograd.saved import SavedBytes
 from timeprest.profiles.errors import TargetError, TraceError
 from timeprest.profiles.measuring.measure import measure
-from timeprest.profiles.saved import SavedBytes
 from timeprest.profiles.target import InputSpec, Target, parse_input, resolve
 from timeprest.profiles.tracing.fingerprint import fingerprint
 from timeprest.profiles.tracing.front_ends import trace

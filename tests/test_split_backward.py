@@ -13,8 +13,8 @@ from pieces_by_hand import run_pieces
 from plans import plan_by_hand, with_times
 from small_models import ZOO
 from test_cuts import leaves_of, without_chance
-from timeprest.profiles.boundary import Inlet
-from timeprest.profiles.split_backward import SplitBackward
+from timeprest.profiles.autograd.boundary import Inlet
+from timeprest.profiles.autograd.split_backward import SplitBackward
 from timeprest.profiles.target import resolve
 from timeprest.profiles.tracing.call import Call
 from timeprest.profiles.tracing.front_ends import trace

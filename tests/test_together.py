@@ -9,7 +9,7 @@ import pytest
 from timeprest.planner.cluster import uniform_cluster
 from timeprest.planner.crowding import crowded, slowdown
 from timeprest.profiles.errors import TargetError
-from timeprest.profiles.measuring.together import measure_together, size_to_time
+from timeprest.profiles.measuring.contention import measure_together, size_to_time
 from timeprest.profiles.profile import Together
 from timeprest.profiles.target import resolve
 
@@ -92,6 +92,6 @@ def test_no_wait_for_another_process_is_endless(tmp_path, monkeypatch):
         "import os, time\nfrom timeprest.profiles.zoo.mlp import make_task\n"
         f"time.sleep(0 if os.getpid() == {os.getpid()} else 600)\nT = make_task('mlp', '')\n"
     )
-    monkeypatch.setattr("timeprest.profiles.measuring.together._PATIENCE_S", 0.5)
+    monkeypatch.setattr("timeprest.profiles.measuring.contention._PATIENCE_S", 0.5)
     with pytest.raises(TargetError, match="not ready in another process"):
         measured(f"{task}:T")

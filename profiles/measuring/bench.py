@@ -12,18 +12,18 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
-from ..boundary import Inlet
-from ..saved import storage_bytes
-from ..split_backward import SplitBackward
+from ..autograd.boundary import Inlet
+from ..autograd.saved import storage_bytes
+from ..autograd.split_backward import SplitBackward
 from ..target import Target
 from ..task import root_of
 from ..tracing.call import Call
 from ..tracing.graph import TracedModel, Value, values
 from ..tracing.pieces import Piece, cut
 from .clocks import Clock
-from .held_bytes import Held, count_held
 from .platforms import Meter, Platform
-from .step_in_pieces import Phase, Probe, Step
+from .saved_bytes import Held, count_held
+from .step import Phase, Probe, Step
 from .timing import worst_error
 
 Progress = Callable[[str, float, float], None]
@@ -80,7 +80,7 @@ class Case:
 
 
 class Bench:
-    """Measures a target; `assemble` makes a profile of what is found here."""
+    """Measures a target; `profile_builder` makes a profile of what is found here."""
 
     def __init__(
         self,

@@ -21,10 +21,10 @@ from ..tracing.fingerprint import fingerprint
 from ..tracing.front_ends import TRACE_SAMPLES, trace
 from ..tracing.graph import TracedModel, state_of_layer
 from ..tracing.state import unchanged
-from .assemble import assemble
 from .bench import Bench, Case, Progress, parts_of
 from .optimizer_cost import measure_optimizer
 from .platforms import Platform, platform_of
+from .profile_builder import assemble
 
 RELATIVE_ERROR = 0.05
 SECONDS = 15.0

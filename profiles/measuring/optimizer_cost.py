@@ -8,7 +8,7 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
-from ..fused import fuse
+from ..autograd.optimizer_step import fuse
 from ..hooks import call_hook
 from ..profile import OptimizerCost
 from .clocks import Clock

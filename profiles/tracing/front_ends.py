@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from ..errors import TraceError
 from ..profile import FRONT_ENDS
 from .call import Call
-from .export_front_end import trace_export
-from .fx_front_end import trace_fx
+from .export import trace_export
+from .fx import trace_fx
 from .graph import TracedModel
-from .grouping import LAYER, check_granularity
+from .layers import LAYER, check_granularity
 from .onnx_front_end import trace_onnx
 from .packing import take_apart
 from .sequential_front_end import trace_sequential

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ..saved import storage_key
+from ..autograd.saved import storage_key
 
 OUTPUT = "output"
 """Stands for the model's result where a consumer's name is asked for."""

@@ -6,7 +6,7 @@ from torch import fx, nn
 
 from .call import Call
 from .graph import TracedModel, fetch_attribute
-from .grouping import Home, group
+from .layers import Home, group
 
 
 def trace_onnx(model: nn.Module, call: Call, granularity: str) -> TracedModel:

@@ -11,9 +11,9 @@ from torch import Tensor, fx, nn
 
 from ..errors import TraceError
 from .call import Call
-from .fx_front_end import homes
+from .fx import homes
 from .graph import TracedModel
-from .grouping import group
+from .layers import group
 
 
 def trace_sequential(model: nn.Module, call: Call, granularity: str) -> TracedModel:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 from ..errors import FileError, TargetError
 from ..profile import ModelInput, Profile
-from .foreign_graph import Cost, Sizes, Tensor, choose_sizes, make_profile
+from .cost_graph import Cost, Sizes, Tensor, choose_sizes, make_profile
 from .foreign_nodes import readable
 from .pipedream_text import Graph, Node, read_graph
 

@@ -12,13 +12,13 @@ import msgspec
 from ..errors import FileError
 from ..files import read_limited
 from ..profile import Profile
-from ..workload import Workload
 from .pipedream import import_pipedream
 from .pipedream_workload import pipedream_workload
 from .piper import import_piper
 from .piper_workload import piper_workload
 from .placement import import_placement
 from .placement_workload import placement_workload
+from .workload import Workload
 
 _OURS = re.compile(rb'\s*\{\s*"format"\s*:\s*"timeprest-')
 _KINDS = (

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from ..profile import Profile
-from .foreign_graph import Cost, Tensor, choose_sizes, make_profile
+from .cost_graph import Cost, Tensor, choose_sizes, make_profile
 from .foreign_nodes import tensors_by_size
 from .placement_file import Placement, bandwidth_bytes_per_s, cost_unit_s, read_placement
 from .placement_groups import group

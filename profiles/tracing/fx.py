@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 from ..errors import TraceError
 from .graph import TracedModel
-from .grouping import Home, group, matches
+from .layers import Home, group, matches
 
 
 class _Tracer(fx.Tracer):

@@ -21,10 +21,10 @@ import torch
 from torch import fx
 
 from ..errors import TargetError
-from .onnx_file import FileInput, FileNode, OnnxFile, read_file
-from .onnx_graph import GraphBuilder
-from .onnx_operation import Operation
-from .onnx_operators import OPERATORS
+from .builder import GraphBuilder
+from .file import FileInput, FileNode, OnnxFile, read_file
+from .operation import Operation
+from .operators import OPERATORS
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def _add(builder: GraphBuilder, file: OnnxFile, node: FileNode) -> None:
     operation.finish(results)
 
 
-OPERATORS_PATH = "timeprest.profiles.importers.onnx_operators.OPERATORS"
+OPERATORS_PATH = "timeprest.profiles.onnx.operators.OPERATORS"
 
 
 def _batch_size(file: OnnxFile) -> int | None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from .onnx_batch import BatchAxis, carries_batch
+from .batch import BatchAxis, carries_batch
 
 _NO_WEIGHT = 1e30
 """Constants this large are masks, not something to train."""

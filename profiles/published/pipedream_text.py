@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import FileError
-from .foreign_graph import MAX_BYTES, MAX_SECONDS
+from .cost_graph import MAX_BYTES, MAX_SECONDS
 from .foreign_nodes import readable, topological_order, unique
 
 _NODE_LINE = (

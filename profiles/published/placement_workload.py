@@ -6,9 +6,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from ..workload import Node, Sent, Workload
 from .placement_contract import contract
 from .placement_file import Placement, bandwidth_bytes_per_s, cost_unit_s, read_placement
+from .workload import Node, Sent, Workload
 
 
 def placement_workload(where: str, text: bytes) -> Workload:

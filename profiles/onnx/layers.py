@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from . import onnx_functions as functions
-from .onnx_modules import ChannelNorm, FlatSoftmax, Gemm, MatMul
-from .onnx_operation import Handler, Operation
-from .onnx_values import Constant, Operand
-from .onnx_windows import Layers, Window, average_pool, crop, max_pool, padded
+from . import functions as functions
+from .modules import ChannelNorm, FlatSoftmax, Gemm, MatMul
+from .operation import Handler, Operation
+from .values import Constant, Operand
+from .windows import Layers, Window, average_pool, crop, max_pool, padded
 
 _CONVOLUTIONS: Layers = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED: Layers = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)

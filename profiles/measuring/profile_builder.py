@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..autograd.saved import storage_key
 from ..profile import (
     Edge,
     Layer,
@@ -20,7 +21,6 @@ from ..profile import (
     Storage,
     Totals,
 )
-from ..saved import storage_key
 from ..tracing.graph import OUTPUT, shared_parameters, state_of_layer, tied_layers
 from .bench import Bench
 from .timing import relative_error

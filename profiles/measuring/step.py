@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
-from ..boundary import Inlet
+from ..autograd.boundary import Inlet
 from ..tracing.pieces import Piece
 
 Phase = Literal["F", "B", "I"]

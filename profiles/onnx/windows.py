@@ -9,9 +9,9 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
-from .onnx_modules import AveragePool, Cropped, Padded
-from .onnx_operation import Operation
-from .onnx_values import Operand
+from .modules import AveragePool, Cropped, Padded
+from .operation import Operation
+from .values import Operand
 
 Layers: TypeAlias = "tuple[Callable[..., nn.Module], ...]"
 

@@ -7,9 +7,9 @@ from math import ceil, floor
 import torch
 from torch import Tensor, nn
 
-from .onnx_modules import Resize
-from .onnx_operation import Handler, Operation
-from .onnx_values import Operand, Setting
+from .modules import Resize
+from .operation import Handler, Operation
+from .values import Operand, Setting
 
 _COORDINATES = ("half_pixel", "asymmetric", "align_corners", "pytorch_half_pixel")
 _NEAREST = {

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from ..errors import FileError
-from .foreign_graph import MAX_BYTES, MAX_SECONDS
+from .cost_graph import MAX_BYTES, MAX_SECONDS
 from .foreign_nodes import edge_positions, node_names, node_positions, topological_order
 
 _Bytes = Annotated[float, Meta(ge=0, le=MAX_BYTES)]

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from ..profile import Profile
 from ..units import format_bytes
-from .foreign_graph import Cost, Tensor, choose_sizes, make_profile
+from .cost_graph import Cost, Tensor, choose_sizes, make_profile
 from .foreign_nodes import readable, tensors_by_size
 from .piper_file import FileConfiguration, FileNode, FileWorkload, plain_of, read_piper
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..workload import Node, Sent, Workload
 from .pipedream_text import Graph, read_graph
+from .workload import Node, Sent, Workload
 
 
 def pipedream_workload(where: str, text: str) -> Workload:

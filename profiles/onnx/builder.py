@@ -19,10 +19,10 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..errors import TargetError
-from .onnx_batch import BatchAxis, find_batch
-from .onnx_file import FileNode, OnnxFile
-from .onnx_functions import beside
-from .onnx_values import Constant, Dynamic, Operand, Setting, can_train, map_operands, operands_in
+from .batch import BatchAxis, find_batch
+from .file import FileNode, OnnxFile
+from .functions import beside
+from .values import Constant, Dynamic, Operand, Setting, can_train, map_operands, operands_in
 
 PROBE_BATCH, OTHER_PROBE_BATCH = 11, 13
 """The second batch size each node is tried with (the other where the file's is the first)."""

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import onnx_functions as functions
-from .onnx_layers import LAYERS
-from .onnx_operation import Handler, Operation
-from .onnx_resize import RESIZING
-from .onnx_shaping import SHAPING
-from .onnx_values import Constant, Dynamic, Operand
+from . import functions as functions
+from .layers import LAYERS
+from .operation import Handler, Operation
+from .resize import RESIZING
+from .shaping import SHAPING
+from .values import Constant, Dynamic, Operand
 
 
 def elementwise(function: Callable[..., Tensor]) -> Handler:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..errors import FileError
-from ..workload import Again, Node, Sent, Workload
 from .piper_file import FileNode, Piper, plain_of, read_piper
+from .workload import Again, Node, Sent, Workload
 
 
 def piper_workload(where: str, text: bytes) -> Workload:

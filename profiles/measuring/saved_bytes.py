@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from ..autograd.saved import SavedBytes, storage_bytes, storage_key
 from ..errors import TargetError
 from ..hooks import call_hook
-from ..saved import SavedBytes, storage_bytes, storage_key
 from ..target import Target
 from ..task import root_of
 from ..tracing.graph import Value

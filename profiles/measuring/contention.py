@@ -3,7 +3,8 @@
 Layers are measured alone; the stages of a run compute at the same time. So the whole model's step
 is timed here alone and beside other processes that do nothing but such steps, in turns, so that
 what slows the machine for a while hits both alike. The others are stopped and continued by
-signals: ``python -m timeprest.profiles.measuring.together TARGET BATCH THREADS DTYPE PIPE INPUT…``.
+signals:
+``python -m timeprest.profiles.measuring.contention TARGET BATCH THREADS DTYPE PIPE INPUT…``.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from statistics import median
 import torch
 from torch.utils._pytree import tree_leaves
 
-from ..allocator import keep_freed_memory
+from ..autograd.allocator import keep_freed_memory
 from ..errors import TargetError
 from ..parent import end_with_parent
 from ..profile import Together, Totals

@@ -8,10 +8,10 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 
 from ..errors import TargetError
-from .onnx_batch import BatchAxis
-from .onnx_file import FileNode
-from .onnx_graph import GraphBuilder
-from .onnx_values import Constant, Dynamic, Operand, Setting
+from .batch import BatchAxis
+from .builder import GraphBuilder
+from .file import FileNode
+from .values import Constant, Dynamic, Operand, Setting
 
 Handler: TypeAlias = "Callable[[Operation], Operand] | Callable[[Operation], Sequence[Operand]]"
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .onnx_functions import gemm, torch_pads
+from .functions import gemm, torch_pads
 
 _POOLS = (functional.avg_pool1d, functional.avg_pool2d, functional.avg_pool3d)
 

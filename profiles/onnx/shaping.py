@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import onnx_functions as functions
-from .onnx_batch import follow_batch
-from .onnx_file import dtype_of
-from .onnx_operation import Handler, Operation
-from .onnx_values import Constant, Dynamic, Operand, Setting
+from . import functions as functions
+from .batch import follow_batch
+from .file import dtype_of
+from .operation import Handler, Operation
+from .values import Constant, Dynamic, Operand, Setting
 
 _LAST = 2**63 - 1
 
