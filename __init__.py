@@ -15,7 +15,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from .face import plan, profile, run
-    from .planner.cluster import Cluster
+    from .planner.cluster.cluster import Cluster
     from .planner.plan import Plan
     from .profiles.profile import Profile
 
@@ -24,7 +24,7 @@ _HOME = {
     "plan": "face",
     "run": "face",
     "Profile": "profiles.profile",
-    "Cluster": "planner.cluster",
+    "Cluster": "planner.cluster.cluster",
     "Plan": "planner.plan",
 }
 

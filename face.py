@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from .planner.cluster import DEFAULT_BANDWIDTH, DEFAULT_LATENCY, Cluster, uniform_cluster
-from .planner.crowding import crowded
+from .planner.cluster.cluster import DEFAULT_BANDWIDTH, DEFAULT_LATENCY, Cluster, uniform_cluster
+from .planner.cluster.contention import crowded
 from .planner.plan import Plan
-from .planner.search import solve
+from .planner.search.solve import solve
 from .profiles.errors import PlanError, UserError
 from .profiles.profile import Profile
 from .profiles.published.reader import import_profile, is_foreign
 
 if TYPE_CHECKING:
-    from .planner.tied import Tied
+    from .planner.costs.tied_parameters import Tied
     from .runtime.scores import RunSummary
 
 

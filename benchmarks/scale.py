@@ -21,8 +21,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from timeprest.planner.cluster import uniform_cluster
-from timeprest.planner.search import solve
+from timeprest.planner.cluster.cluster import uniform_cluster
+from timeprest.planner.search.solve import solve
 from timeprest.profiles.errors import InfeasibleError
 from timeprest.profiles.files import read_file
 from timeprest.profiles.profile import Profile, check_profile

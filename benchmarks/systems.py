@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 from timeprest import plan as solve
 from timeprest import profile as measure
-from timeprest.planner.cluster import uniform_cluster
+from timeprest.planner.cluster.cluster import uniform_cluster
 from timeprest.planner.plan import Plan
-from timeprest.planner.variants import VARIANTS, Variant
+from timeprest.planner.systems.variants import VARIANTS, Variant
 from timeprest.profiles.profile import Profile
 from timeprest.profiles.units import format_bytes
 from timeprest.runtime.run import run

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import click
 
-from ..planner.cluster import (
+from ..planner.cluster.cluster import (
     DEFAULT_BANDWIDTH,
     DEFAULT_LATENCY,
     MAX_DEVICES,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from ..planner.plan import Plan, pipeline_of
-from ..planner.simulate import idle_cores
+from ..planner.simulator.timeline import idle_cores
 
 
 class CoreUse(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from rich.console import Group
 from rich.text import Text
 
-from ..planner.front import FrontPoint, beaten
 from ..planner.plan import Plan, StagePrediction
+from ..planner.search.pareto import FrontPoint, beaten
 from ..profiles.units import format_bytes, format_rate, format_seconds
 from .columns import fitted, fixed, words
 from .names import printable

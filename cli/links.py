@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 import msgspec
 from rich.table import Table
 
-from ..planner.cluster import (
+from ..planner.cluster.cluster import (
     AllReduce,
     Network,
     measured_cluster,
     write_bandwidth,
     write_latency,
 )
-from ..planner.link_fit import LinkFit, fit_link, typical_pair
+from ..planner.cluster.link_fit import LinkFit, fit_link, typical_pair
 from ..profiles.files import write_bytes
 from ..profiles.outputs import Kind, check_output
 from ..profiles.units import format_bytes, format_seconds

@@ -35,7 +35,7 @@ OPERATIONS: dict[str, Paint] = {
     "W": Paint("weight part", "#f3bd50", "#ffd071", "#3d2a00", "#332300", "yellow", "diagonal"),
     "U": Paint("update", "#5c5376", "#a397c4", "#ffffff", "#181128", "magenta", "cross"),
 }
-"""By `planner.operations` kind. From light to dark on a light page: W, F, B, U."""
+"""By `planner.systems.operations` kind. From light to dark on a light page: W, F, B, U."""
 
 MEMORY: dict[str, Paint] = {
     "weights": Paint("weights", "#3c58a5", "#6583d8", "#ffffff", "#0b1430", "blue"),

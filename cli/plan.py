@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ..planner.plan import read_plan
-from ..planner.recheck import recheck
+from ..planner.search.recheck import recheck
 from ..profiles.errors import UserError
 from ..profiles.files import read_file, write_file
 from ..profiles.outputs import Kind, check_output, check_outputs

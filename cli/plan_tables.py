@@ -9,13 +9,13 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ..planner.layer_graph import LayerGraph, held_together
-from ..planner.operations import op_text
-from ..planner.orders import make_order
+from ..planner.costs.layer_graph import LayerGraph, held_together
+from ..planner.costs.stage_costs import UNMEASURED_WEIGHT_SHARE, unmeasured_weight_parts
 from ..planner.plan import Plan, pipeline_of
-from ..planner.running_ahead import running_ahead
-from ..planner.stage_costs import UNMEASURED_WEIGHT_SHARE, unmeasured_weight_parts
-from ..planner.variants import variant_named
+from ..planner.schedules.schedules import make_order
+from ..planner.search.running_ahead import running_ahead
+from ..planner.systems.operations import op_text
+from ..planner.systems.variants import variant_named
 from ..profiles.profile import Profile
 from ..profiles.units import format_bytes, format_rate, format_seconds
 from .columns import labelled

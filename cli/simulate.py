@@ -5,12 +5,12 @@ from __future__ import annotations
 import click
 from rich.text import Text
 
-from ..planner.operations import Order, op_text
-from ..planner.orders import make_order
-from ..planner.pipeline import Pipeline
 from ..planner.plan import pipeline_of, read_plan
-from ..planner.simulate import Timeline, idle_shares, simulate, warm_mini_batches
-from ..planner.steady import steady_state
+from ..planner.schedules.schedules import make_order
+from ..planner.schedules.steady_state import steady_state
+from ..planner.simulator.pipeline import Pipeline
+from ..planner.simulator.timeline import Timeline, idle_shares, simulate, warm_mini_batches
+from ..planner.systems.operations import Order, op_text
 from ..profiles.errors import UserError
 from ..profiles.units import format_seconds
 from .common import Whole, common_options, errors_as_lines, output, print_json

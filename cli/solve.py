@@ -8,16 +8,16 @@ from typing import Any
 
 import click
 
-from ..planner.cluster import Cluster
-from ..planner.crowding import crowded
+from ..planner.cluster.cluster import Cluster
+from ..planner.cluster.contention import crowded
+from ..planner.costs.tied_parameters import TIED
 from ..planner.evaluate import Evaluation
-from ..planner.front import Front, front_point
 from ..planner.partition.solve import SOLVERS
 from ..planner.plan import Plan
-from ..planner.relaxation import RECOMPUTE
-from ..planner.search import solve as solve_plan
-from ..planner.tied import TIED
-from ..planner.variants import VARIANTS, variant_named
+from ..planner.search.pareto import Front, front_point
+from ..planner.search.relaxation import RECOMPUTE
+from ..planner.search.solve import solve as solve_plan
+from ..planner.systems.variants import VARIANTS, variant_named
 from ..profiles.errors import InfeasibleError, PlanError, UserError
 from ..profiles.files import read_file, write_file
 from ..profiles.limits import MAX_FACTOR

@@ -7,10 +7,10 @@ from typing import Any
 from rich.console import Console, Group
 from rich.text import Text
 
-from ..planner.operations import FORWARD
 from ..planner.plan import Plan
 from ..planner.recording import Recording, predicted
-from ..planner.variants import variant_named
+from ..planner.systems.operations import FORWARD
+from ..planner.systems.variants import variant_named
 from ..profiles.errors import UserError
 from ..profiles.units import format_seconds
 from .paints import operation_style

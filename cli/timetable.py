@@ -15,8 +15,8 @@ from rich.console import Console, Group
 from rich.style import Style
 from rich.text import Text
 
-from ..planner.operations import BACKWARD, FORWARD, UPDATE, WEIGHT
 from ..planner.recording import Lane, Recording, Span
+from ..planner.systems.operations import BACKWARD, FORWARD, UPDATE, WEIGHT
 from ..profiles.units import format_seconds
 from .paints import has_colours, operation_style
 

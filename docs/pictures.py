@@ -16,7 +16,7 @@ from typing import Any
 
 from timeprest.cli.report.plan_data import plan_report
 from timeprest.planner.plan import Plan, read_plan
-from timeprest.planner.variants import VARIANTS
+from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.units import format_bytes, format_seconds
 
 HERE = Path(__file__).parent

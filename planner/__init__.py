@@ -5,10 +5,10 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
-from .cluster import Cluster, read_cluster, uniform_cluster
+from .cluster.cluster import Cluster, read_cluster, uniform_cluster
 from .plan import Plan, read_plan
-from .search import solve
-from .variants import VARIANTS, Variant
+from .search.solve import solve
+from .systems.variants import VARIANTS, Variant
 
 __all__ = [
     "VARIANTS",

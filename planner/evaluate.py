@@ -9,14 +9,12 @@ from typing import NamedTuple
 
 from ..profiles.limits import ratio
 from ..profiles.profile import Profile
-from .cluster import Cluster
-from .events import Clock
-from .kinds import FORWARDS, numbered
-from .layout import StageTimes, make_pipeline
-from .memory import Holdings, StageBytes, boundary_buffers, holdings
-from .operations import FORWARD
-from .orders import PATTERNS
-from .pipeline import Pipeline
+from .cluster.cluster import Cluster
+from .costs.layout import StageTimes, make_pipeline
+from .costs.memory import Holdings, StageBytes, boundary_buffers, holdings
+from .costs.rule_costs import as_run_by, weights_s_per_byte
+from .costs.stage_costs import RECEIVES_AHEAD, Costs, Crossing, StageCost
+from .costs.tied_parameters import Tied, exchange_s
 from .plan import (
     Plan,
     PlanEdge,
@@ -28,13 +26,15 @@ from .plan import (
     check_plan,
     check_stages,
 )
-from .rule_costs import as_run_by, weights_s_per_byte
-from .simulate import idle_shares, most_waiting
-from .stage_costs import RECEIVES_AHEAD, Costs, Crossing, StageCost
-from .steady import Steady, sequence_distance, steady_state
-from .tied import Tied, exchange_s
-from .variants import variant_named
-from .versions import entry_versions
+from .schedules.schedules import PATTERNS
+from .schedules.steady_state import Steady, sequence_distance, steady_state
+from .simulator.clock import Clock
+from .simulator.pipeline import Pipeline
+from .simulator.timeline import idle_shares, most_waiting
+from .systems.kinds import FORWARDS, numbered
+from .systems.operations import FORWARD
+from .systems.variants import variant_named
+from .systems.versions import entry_versions
 
 
 @dataclass(frozen=True)

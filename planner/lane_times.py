@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .operations import FORWARD
 from .plan import Plan, pipeline_of
 from .recording import Recording
+from .systems.operations import FORWARD
 
 
 class LaneTimes(NamedTuple):

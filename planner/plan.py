@@ -14,14 +14,14 @@ from ..profiles.errors import PlanError
 from ..profiles.files import read_file
 from ..profiles.limits import Count, Factor, Predicted, Threads, TotalBytes
 from ..profiles.profile import Profile, check_front_end
-from .cluster import Cluster
-from .layout import StageTimes, make_pipeline
-from .memory import MemoryByKind, StageBytes
-from .orders import limit_ranges
-from .pipeline import Pipeline
-from .stage_costs import Crossing
-from .tied import Tied, bound_groups, check_tied, hint
-from .variants import Variant, variant_named
+from .cluster.cluster import Cluster
+from .costs.layout import StageTimes, make_pipeline
+from .costs.memory import MemoryByKind, StageBytes
+from .costs.stage_costs import Crossing
+from .costs.tied_parameters import Tied, bound_groups, check_tied, hint
+from .schedules.schedules import limit_ranges
+from .simulator.pipeline import Pipeline
+from .systems.variants import Variant, variant_named
 
 FORMAT = "timeprest-plan/1"
 

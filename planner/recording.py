@@ -14,15 +14,15 @@ from typing import NamedTuple
 
 import msgspec
 
-from .events import Sent
-from .kinds import FORWARDS
-from .memory import HoldingsWalk, MemoryByKind, Moment, StageBytes
-from .operations import BACKWARD, FORWARD, UPDATE, Op
-from .orders import make_order
-from .pipeline import Pipeline
+from .costs.memory import HoldingsWalk, MemoryByKind, Moment, StageBytes
 from .plan import Plan, pipeline_of
-from .simulate import Event, simulate, warm_mini_batches
-from .versions import entry_versions, version_use
+from .schedules.schedules import make_order
+from .simulator.clock import Sent
+from .simulator.pipeline import Pipeline
+from .simulator.timeline import Event, simulate, warm_mini_batches
+from .systems.kinds import FORWARDS
+from .systems.operations import BACKWARD, FORWARD, UPDATE, Op
+from .systems.versions import entry_versions, version_use
 
 MEMORY_KINDS = (
     "weights",

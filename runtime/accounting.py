@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ..planner.memory import MemoryByKind
+from ..planner.costs.memory import MemoryByKind
 
 
 class MemoryAccount:

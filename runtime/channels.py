@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..planner.operations import BACKWARD
+from ..planner.systems.operations import BACKWARD
 from .crossings import Crossing, Lane
 from .peers import PeerError, why_lost
 from .status import Status, Untold

@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from ..planner.plan import Plan
-from ..planner.variants import variant_named
+from ..planner.systems.variants import variant_named
 from ..profiles.errors import UserError
 from .comparison import TOLERANCES, Difference, Training, compare, weight_spread
 from .observer import Observer, Silent, read_losses

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..planner.operations import FORWARD
-from ..planner.stage_costs import RECEIVES_AHEAD
+from ..planner.costs.stage_costs import RECEIVES_AHEAD
+from ..planner.systems.operations import FORWARD
 from ..profiles.errors import RunError
 from ..profiles.tracing.shapes import ValueSpec
 from .absent import add_gradients, fill_absent

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..planner.operations import Op
-from ..planner.pipeline import Pipeline
+from ..planner.simulator.pipeline import Pipeline
+from ..planner.systems.operations import Op
 from ..profiles.errors import PlanError
 from ..profiles.tracing.shapes import ValueSpec
 from .crossings import Crossing, Rows

@@ -18,7 +18,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from ..planner.link_fit import LinkPoint, error_of_median
+from ..planner.cluster.link_fit import LinkPoint, error_of_median
 from ..profiles.files import write_bytes
 from ..profiles.parent import end_with_parent
 from ..profiles.units import format_bytes

@@ -10,7 +10,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from ..planner.link_fit import LinkPoint
+from ..planner.cluster.link_fit import LinkPoint
 from ..profiles.errors import RunError, UserError
 from ..profiles.files import write_bytes
 from .launch import Workers, run_workers

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from ..planner.cluster import uniform_cluster
-from ..planner.operations import BACKWARD, FORWARD, UPDATE, Op
-from ..planner.orders import make_order
-from ..planner.pipeline import Pipeline
-from ..planner.search import solve
+from ..planner.cluster.cluster import uniform_cluster
+from ..planner.schedules.schedules import make_order
+from ..planner.search.solve import solve
+from ..planner.simulator.pipeline import Pipeline
+from ..planner.systems.operations import BACKWARD, FORWARD, UPDATE, Op
 from ..profiles.measuring.contention import measure_together, size_to_time
 from ..profiles.measuring.measure import measure
 from ..profiles.profile import OperationCost, Profile

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 from torch import Tensor
 
-from ..planner.operations import Op
+from ..planner.systems.operations import Op
 from ..profiles.errors import FileError
 from ..profiles.files import read_lines
 from .data import Segment

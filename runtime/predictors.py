@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
-from ..planner.variants import Prediction
+from ..planner.systems.variants import Prediction
 from ..profiles.errors import TargetError
 
 _Direction = Callable[["Predictor", nn.Parameter, dict[str, Any]], "Tensor | None"]

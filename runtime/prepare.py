@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..planner.order_check import check_order
-from ..planner.orders import make_order
-from ..planner.pipeline import Pipeline
 from ..planner.plan import Plan, check_cut, check_plan, pipeline_of
+from ..planner.schedules.check import check_order
+from ..planner.schedules.schedules import make_order
+from ..planner.simulator.pipeline import Pipeline
 from ..profiles.errors import PlanError, TargetError, TimeprestError, TraceError
 from ..profiles.profile import IMPORTED
 from ..profiles.target import Target, describe_error, resolve

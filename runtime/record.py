@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ..planner.operations import Op
+from ..planner.systems.operations import Op
 from ..profiles.errors import UserError
 from .data import Segment
 

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from ..planner.operations import FORWARD, UPDATE, Op, parse_op
 from ..planner.plan import Plan
 from ..planner.recording import (
     Activity,
@@ -22,6 +21,7 @@ from ..planner.recording import (
     predicted,
     shifted,
 )
+from ..planner.systems.operations import FORWARD, UPDATE, Op, parse_op
 from ..profiles.errors import FileError, OrderError
 from ..profiles.files import read_limited
 from ..profiles.limits import MAX_LOG_BYTES

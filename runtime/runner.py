@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..planner.distances import prediction_distances
-from ..planner.operations import BACKWARD, FORWARD, UPDATE, WEIGHT, Op, Order, op_text
 from ..planner.recording import by_kind
-from ..planner.versions import entry_versions
+from ..planner.systems.operations import BACKWARD, FORWARD, UPDATE, WEIGHT, Op, Order, op_text
+from ..planner.systems.prediction import prediction_distances
+from ..planner.systems.versions import entry_versions
 from ..profiles.task import Loss
 from .channels import Channels
 from .clipping import clip, own_part, squared_norm, trained

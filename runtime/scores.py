@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 import torch
 
-from ..planner.memory import MemoryByKind
+from ..planner.costs.memory import MemoryByKind
 from ..profiles.errors import RunError
 from ..profiles.hooks import call_hook, task_figures, task_metrics
 from ..profiles.task import Task, read_figure

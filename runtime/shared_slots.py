@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..planner.operations import BACKWARD, FORWARD
-from ..planner.stage_costs import RECEIVES_AHEAD
+from ..planner.costs.stage_costs import RECEIVES_AHEAD
+from ..planner.systems.operations import BACKWARD, FORWARD
 from .crossings import Crossing
 
 Key = tuple[int, str]

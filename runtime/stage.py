@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from ..planner.distances import Distances as Ahead
-from ..planner.operations import BACKWARD, FORWARD, Op
-from ..planner.variants import Variant
-from ..planner.versions import VersionWalk
+from ..planner.systems.operations import BACKWARD, FORWARD, Op
+from ..planner.systems.prediction import Distances as Ahead
+from ..planner.systems.variants import Variant
+from ..planner.systems.versions import VersionWalk
 from ..profiles.autograd.boundary import Inlet
 from ..profiles.autograd.optimizer_step import fuse
 from ..profiles.autograd.saved import storage_key

@@ -11,9 +11,9 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
-from ..planner.operations import UPDATE, Op, Order
-from ..planner.orders import make_order
-from ..planner.simulate import simulate
+from ..planner.schedules.schedules import make_order
+from ..planner.simulator.timeline import simulate
+from ..planner.systems.operations import UPDATE, Op, Order
 from .checkpoint import CheckpointWriter
 from .data import Segment
 from .devices import peak_bytes, random_state, set_random_state

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch.optim import SGD, Adam, NAdam, Optimizer
 
-from ..planner.variants import UpdateRule
+from ..planner.systems.variants import UpdateRule
 from ..profiles.errors import TargetError
 
 

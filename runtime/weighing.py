@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..planner.operations import Op
+from ..planner.systems.operations import Op
 from ..profiles.errors import TargetError
 from ..profiles.target import describe_error, is_ctrl_c
 from ..profiles.task import Loss, Task, read_loss

@@ -1,6 +1,6 @@
 """The weights that each operation runs on: what the variants table says, made real.
 
-`planner.versions` numbers them; here they become tensors. None stands for the parameters as they
+`planner.systems.versions` numbers them; here they become tensors. None stands for the parameters as they
 are, the latest version.
 """
 
@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..planner.distances import Distances
-from ..planner.operations import Op
-from ..planner.variants import BackwardWeights as BackwardRule
-from ..planner.variants import ForwardWeights, Variant
-from ..planner.versions import VersionWalk
+from ..planner.systems.operations import Op
+from ..planner.systems.prediction import Distances
+from ..planner.systems.variants import BackwardWeights as BackwardRule
+from ..planner.systems.variants import ForwardWeights, Variant
+from ..planner.systems.versions import VersionWalk
 from .predictors import Predictor
 from .weights import WeightVersions
 

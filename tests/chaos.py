@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import psutil
-from timeprest.planner.operations import parse_op
+from timeprest.planner.systems.operations import parse_op
 from timeprest.profiles.errors import TimeprestError
 from timeprest.runtime.status import read_statuses
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 from math import lcm
 
 from hypothesis import strategies as st
-from timeprest.planner.cluster import Cluster, Device, Network
-from timeprest.planner.layout import StageTimes, make_pipeline
-from timeprest.planner.orders import limit_ranges
-from timeprest.planner.pipeline import Link, Pipeline
-from timeprest.planner.stage_costs import Crossing
-from timeprest.planner.variants import VARIANTS
+from timeprest.planner.cluster.cluster import Cluster, Device, Network
+from timeprest.planner.costs.layout import StageTimes, make_pipeline
+from timeprest.planner.costs.stage_costs import Crossing
+from timeprest.planner.schedules.schedules import limit_ranges
+from timeprest.planner.simulator.pipeline import Link, Pipeline
+from timeprest.planner.systems.variants import VARIANTS
 
 ALL = tuple(sorted(VARIANTS))
 

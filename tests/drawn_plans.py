@@ -6,9 +6,9 @@ from drawn_pipelines import clusters
 from hypothesis import strategies as st
 from profiles_by_hand import drawn_profiles
 from timeprest.planner.evaluate import Question, evaluate
-from timeprest.planner.orders import limit_ranges
 from timeprest.planner.plan import PlanStage
-from timeprest.planner.variants import VARIANTS
+from timeprest.planner.schedules.schedules import limit_ranges
+from timeprest.planner.systems.variants import VARIANTS
 
 
 @st.composite

@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from itertools import combinations, pairwise, product
 
 import msgspec
-from timeprest.planner.cluster import AllReduce, Cluster, Device, Network
+from timeprest.planner.cluster.cluster import AllReduce, Cluster, Device, Network
 from timeprest.planner.evaluate import Evaluation, Question, evaluate
-from timeprest.planner.orders import limit_ranges
 from timeprest.planner.plan import PlanStage
-from timeprest.planner.relaxation import RECOMPUTE, Freedom
-from timeprest.planner.variants import VARIANTS
+from timeprest.planner.schedules.schedules import limit_ranges
+from timeprest.planner.search.relaxation import RECOMPUTE, Freedom
+from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.profile import (
     Edge,
     Layer,

@@ -17,10 +17,10 @@ from foreign_files import GRAPH, PIPER, PLACEMENT
 from fuzz_commands import Call, command_named, inside
 from fuzz_mutations import broken_arguments, broken_bytes, broken_json, broken_lines
 from plans import with_times
-from timeprest.planner.cluster import Cluster, read_cluster
+from timeprest.planner.cluster.cluster import Cluster, read_cluster
 from timeprest.planner.plan import Plan
-from timeprest.planner.search import solve
-from timeprest.planner.variants import VARIANTS
+from timeprest.planner.search.solve import solve
+from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.profile import Profile
 
 TASK = f"{Path(__file__).parent / 'mlp_task.py'}:MLPTask"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from timeprest.planner.operations import Op
+from timeprest.planner.systems.operations import Op
 
 
 def list_schedule(pipeline, mini_batches):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-from timeprest.planner.cluster import uniform_cluster
+from timeprest.planner.cluster.cluster import uniform_cluster
 from timeprest.planner.evaluate import Question
-from timeprest.planner.partition.downsets import find_downsets
-from timeprest.planner.relaxation import Freedom, Relaxation
+from timeprest.planner.partition.dp.lattice import find_downsets
+from timeprest.planner.search.relaxation import Freedom, Relaxation
 
 
 def places_to_cut(profile, limit=300_000):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 
 import msgspec
-from timeprest.planner.cluster import uniform_cluster
+from timeprest.planner.cluster.cluster import uniform_cluster
 from timeprest.planner.evaluate import Question, evaluate, lone_stages, make_plan
-from timeprest.planner.orders import limit_ranges
 from timeprest.planner.plan import SolverReport
-from timeprest.planner.variants import VARIANTS
+from timeprest.planner.schedules.schedules import limit_ranges
+from timeprest.planner.systems.variants import VARIANTS
 
 REPORT = SolverReport(
     method="by hand", objective_s=0, bound_s=0, gap=1, optimal=False, plans_tried=0, seconds=0

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 from fuzz_cases import CLUSTER, SPEC, TASK, fill, sound_plan, sound_run
 from fuzz_commands import command_named, inside
-from timeprest.planner.cluster import read_cluster, uniform_cluster
+from timeprest.planner.cluster.cluster import read_cluster, uniform_cluster
 from timeprest.planner.plan import Plan
 from timeprest.profiles.errors import FileError, UserError
 from timeprest.profiles.files import check_writable, read_file, read_toml, write_bytes

@@ -13,7 +13,7 @@ import variety_tasks
 from click.testing import CliRunner
 from plans import plan_by_hand, with_times
 from timeprest.cli.run import main
-from timeprest.planner.variants import VARIANTS
+from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import UserError
 from timeprest.profiles.files import write_file
 from timeprest.profiles.measuring.measure import measure

@@ -20,7 +20,7 @@ from plans import plan_by_hand, with_times
 from safetensors.torch import load_file
 from timeprest.cli.run import main
 from timeprest.planner.plan import read_plan
-from timeprest.planner.variants import VARIANTS
+from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import FileError, RunError, TargetError, UserError
 from timeprest.profiles.files import write_file
 from timeprest.profiles.measuring.measure import measure

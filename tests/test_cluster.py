@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from timeprest.planner.cluster import (
+from timeprest.planner.cluster.cluster import (
     AllReduce,
     Cluster,
     Device,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from drawn_problems import drawn_problems
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from timeprest.planner.partition.coarse import blocks
-from timeprest.planner.partition.downsets import find_downsets
-from timeprest.planner.partition.minimax import minimax
+from timeprest.planner.partition.dp.blocks import blocks
+from timeprest.planner.partition.dp.lattice import find_downsets
+from timeprest.planner.partition.dp.minimax import minimax
 from timeprest.planner.partition.stage_load import cut_load, is_downset
 
 

@@ -10,10 +10,10 @@ import pytest
 from foreign_files import GRAPH, PIPER, PLACEMENT, piper_node, placement_edge, placement_node, write
 from hypothesis import given
 from hypothesis import strategies as st
-from timeprest.planner.cost_models import COST_MODELS, problem_of
 from timeprest.planner.partition.problem import ChosenStage, Cut
 from timeprest.planner.partition.solve import solve_cut
 from timeprest.planner.partition.stage_load import cut_load, is_downset, stage_bytes, stage_load
+from timeprest.planner.published import COST_MODELS, problem_of
 from timeprest.profiles.errors import FileError, UserError
 from timeprest.profiles.published.reader import read_workload
 
@@ -108,7 +108,7 @@ def test_pipers_own_results(devices, theirs_s):
 
 def test_their_contraction_is_kept():
     """600 nodes make 138, with as many downsets as their program counts."""
-    from timeprest.planner.partition.downsets import find_downsets
+    from timeprest.planner.partition.dp.lattice import find_downsets
 
     workload = published("placement/operator_bert_l-3_training.json")
     assert (workload.listed, len(workload.nodes)) == (600, 138)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from plans import plan_by_hand, with_times
 from pretend_device import DEVICE, Elsewhere, MixedDevicesError
-from timeprest.planner.variants import VARIANTS
+from timeprest.planner.systems.variants import VARIANTS
 from timeprest.runtime import run as running
 from timeprest.runtime.settings import RunSettings
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from timeprest.planner.distances import prediction_distances
-from timeprest.planner.operations import parse_order
-from timeprest.planner.orders import make_order
-from timeprest.planner.pipeline import Link, Pipeline
-from timeprest.planner.variants import VARIANTS
+from timeprest.planner.schedules.schedules import make_order
+from timeprest.planner.simulator.pipeline import Link, Pipeline
+from timeprest.planner.systems.operations import parse_order
+from timeprest.planner.systems.prediction import prediction_distances
+from timeprest.planner.systems.variants import VARIANTS
 
 
 def pipeline(variant, stages, update_every=1):

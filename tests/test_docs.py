@@ -28,9 +28,9 @@ from timeprest.cli.plan import main as plan_main
 from timeprest.cli.profile import main as profile_main
 from timeprest.cli.run import main as run_main
 from timeprest.cli.stage_tables import stage_table
-from timeprest.planner.cluster import read_cluster
+from timeprest.planner.cluster.cluster import read_cluster
 from timeprest.planner.plan import Plan, PlanStage, SolverReport, read_plan
-from timeprest.planner.variants import VARIANTS
+from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.files import write_file
 from timeprest.profiles.measuring.device_specs import load_spec, shipped_specs
 from timeprest.profiles.outputs import RUN_OWN

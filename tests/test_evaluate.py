@@ -11,17 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plans import REPORT
 from profiles_by_hand import chain, drawn_profiles, profile_by_hand
-from timeprest.planner.cluster import Device, uniform_cluster
+from timeprest.planner.cluster.cluster import Device, uniform_cluster
+from timeprest.planner.costs.memory import HoldingsWalk, StageBytes, holdings, memory_steps
+from timeprest.planner.costs.stage_costs import Costs, crossings, stage_cost
 from timeprest.planner.evaluate import Question, evaluate, lone_stages, make_plan
-from timeprest.planner.memory import HoldingsWalk, StageBytes, holdings, memory_steps
-from timeprest.planner.operations import Op
-from timeprest.planner.orders import limit_ranges, make_order
 from timeprest.planner.plan import PlanStage, check_plan, pipeline_of
-from timeprest.planner.recheck import recheck
-from timeprest.planner.simulate import simulate
-from timeprest.planner.stage_costs import Costs, crossings, stage_cost
-from timeprest.planner.variants import VARIANTS
-from timeprest.planner.versions import entry_versions
+from timeprest.planner.schedules.schedules import limit_ranges, make_order
+from timeprest.planner.search.recheck import recheck
+from timeprest.planner.simulator.timeline import simulate
+from timeprest.planner.systems.operations import Op
+from timeprest.planner.systems.variants import VARIANTS
+from timeprest.planner.systems.versions import entry_versions
 from timeprest.profiles.errors import PlanError
 from unit_pipelines import unit_pipeline
 

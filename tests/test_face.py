@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from timeprest.cli.plan import main as plan_main
 from timeprest.cli.profile import main as profile_main
 from timeprest.cli.run import main as run_main
-from timeprest.planner.cluster import uniform_cluster
+from timeprest.planner.cluster.cluster import uniform_cluster
 from timeprest.planner.plan import read_plan
 from timeprest.profiles.errors import PlanError, UserError
 from timeprest.profiles.files import write_file

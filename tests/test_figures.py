@@ -32,7 +32,7 @@ from timeprest.cli.plan import main
 from timeprest.planner.evaluate import make_plan
 from timeprest.planner.lane_times import steady_times
 from timeprest.planner.recording import Lane, MemoryPoint, Recording, Span, predicted
-from timeprest.planner.variants import VARIANTS
+from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import UserError
 from timeprest.profiles.files import write_file
 from timeprest.profiles.units import format_bytes

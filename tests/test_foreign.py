@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from foreign_files import GRAPH, PIPER, PLACEMENT, placement_edge, placement_node, write
 from places_to_cut import places_to_cut
-from timeprest.planner.cluster import uniform_cluster
-from timeprest.planner.recheck import recheck
-from timeprest.planner.search import solve
-from timeprest.planner.stage_costs import stage_cost
+from timeprest.planner.cluster.cluster import uniform_cluster
+from timeprest.planner.costs.stage_costs import stage_cost
+from timeprest.planner.search.recheck import recheck
+from timeprest.planner.search.solve import solve
 from timeprest.profiles.errors import TargetError
 from timeprest.profiles.files import read_file, write_file
 from timeprest.profiles.profile import Profile, check_profile

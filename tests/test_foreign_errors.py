@@ -11,8 +11,8 @@ import pytest
 from foreign_files import GRAPH, PIPER, PLACEMENT, placement_edge, placement_node, write
 from hypothesis import given
 from hypothesis import strategies as st
-from timeprest.planner.cluster import uniform_cluster
-from timeprest.planner.search import solve
+from timeprest.planner.cluster.cluster import uniform_cluster
+from timeprest.planner.search.solve import solve
 from timeprest.profiles.errors import FileError, TargetError, UserError
 from timeprest.profiles.files import read_file, write_file
 from timeprest.profiles.profile import Profile, check_profile

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from plans import plan_by_hand, with_times
-from timeprest.planner.variants import VARIANTS
+from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
 from timeprest.runtime.copying import CudaCopier

@@ -16,13 +16,15 @@ import numpy as np
 import pytest
 from drawn_problems import brute_force, drawn_problems
 from hypothesis import given, settings
-from timeprest.planner.partition import ilp, ilp_search, mip
-from timeprest.planner.partition.ilp import solve_ilp
-from timeprest.planner.partition.ilp_model import StageModel
-from timeprest.planner.partition.ilp_slots import least_load, make_slots
-from timeprest.planner.partition.ilp_units import make_units
-from timeprest.planner.partition.mip import Mip, MipAnswer, Settings, Terms
-from timeprest.planner.partition.noncontiguous import noncontiguous_load, solve_noncontiguous
+from timeprest.planner.partition.ilp import ilp
+from timeprest.planner.partition.ilp import search as ilp_search
+from timeprest.planner.partition.ilp import solver as mip
+from timeprest.planner.partition.ilp.ilp import solve_ilp
+from timeprest.planner.partition.ilp.noncontiguous import noncontiguous_load, solve_noncontiguous
+from timeprest.planner.partition.ilp.solver import Mip, MipAnswer, Settings, Terms
+from timeprest.planner.partition.ilp.stages import StageModel
+from timeprest.planner.partition.ilp.units import make_units
+from timeprest.planner.partition.ilp.variables import least_load, make_slots
 from timeprest.planner.partition.problem import (
     ChosenStage,
     Cut,
@@ -427,7 +429,8 @@ def test_a_program_without_whole_numbers_or_variables():
 
 def test_solvers_are_imported_on_use():
     code = (
-        "import sys, timeprest.planner.partition.ilp, timeprest.planner.partition.noncontiguous\n"
+        "import sys, timeprest.planner.partition.ilp.ilp\n"
+        "import timeprest.planner.partition.ilp.noncontiguous\n"
         "assert not {'pulp', 'highspy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

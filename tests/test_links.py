@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from timeprest.cli.common import errors_as_lines
 from timeprest.cli.links import cluster_text, links_command, report_of
-from timeprest.planner.cluster import Cluster, read_cluster, write_bandwidth, write_latency
-from timeprest.planner.link_fit import LinkPoint, error_of_median, fit_link, typical_pair
+from timeprest.planner.cluster.cluster import Cluster, read_cluster, write_bandwidth, write_latency
+from timeprest.planner.cluster.link_fit import LinkPoint, error_of_median, fit_link, typical_pair
 from timeprest.profiles.errors import RunError, UserError
 from timeprest.profiles.units import parse_bandwidth, parse_seconds
 from timeprest.runtime.links import MESSAGE_BYTES, LinkTimes, measure_links

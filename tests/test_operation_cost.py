@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 from plans import with_times
-from timeprest.planner.cluster import uniform_cluster
+from timeprest.planner.cluster.cluster import uniform_cluster
+from timeprest.planner.costs.stage_costs import stage_cost
 from timeprest.planner.evaluate import Question, evaluate, lone_stages
-from timeprest.planner.search import solve
-from timeprest.planner.stage_costs import stage_cost
-from timeprest.planner.variants import VARIANTS
+from timeprest.planner.search.solve import solve
+from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.profile import OperationCost
 from timeprest.runtime.operation_cost import measure_operations
 

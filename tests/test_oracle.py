@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from oracle import SGD, SYSTEMS, Adam, Oracle
 from plain import train_plainly
 from plans import plan_by_hand, with_times
-from timeprest.planner.operations import order_text
-from timeprest.planner.orders import limit_ranges, make_order
 from timeprest.planner.plan import pipeline_of
-from timeprest.planner.variants import VARIANTS
+from timeprest.planner.schedules.schedules import limit_ranges, make_order
+from timeprest.planner.systems.operations import order_text
+from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.target import resolve
 from timeprest.runtime.observer import read_losses
 from timeprest.runtime.run import run

@@ -11,12 +11,12 @@ from drawn_pipelines import pipelines
 from hypothesis import given
 from hypothesis import strategies as st
 from order_by_hand import list_schedule
-from timeprest.planner.operations import Op, op_text, order_text, parse_op, parse_order
-from timeprest.planner.order_check import check_order
-from timeprest.planner.orders import limit_ranges, make_order
-from timeprest.planner.simulate import simulate, steady_period_s, warm_mini_batches
-from timeprest.planner.variants import VARIANTS
-from timeprest.planner.versions import entry_versions, version_use
+from timeprest.planner.schedules.check import check_order
+from timeprest.planner.schedules.schedules import limit_ranges, make_order
+from timeprest.planner.simulator.timeline import simulate, steady_period_s, warm_mini_batches
+from timeprest.planner.systems.operations import Op, op_text, order_text, parse_op, parse_order
+from timeprest.planner.systems.variants import VARIANTS
+from timeprest.planner.systems.versions import entry_versions, version_use
 from timeprest.profiles.errors import OrderError
 from unit_pipelines import unit_pipeline
 

@@ -13,13 +13,13 @@ import pytest
 from drawn_problems import brute_force, drawn_problems
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from timeprest.planner.partition import containment, minimax, places
-from timeprest.planner.partition.chains import chains_below
-from timeprest.planner.partition.containment import Containment
-from timeprest.planner.partition.downsets import find_downsets, joined, lattice_of
-from timeprest.planner.partition.layer_orders import good_orders, groups_of
+from timeprest.planner.partition.dp import containment, minimax, places
+from timeprest.planner.partition.dp.containment import Containment
+from timeprest.planner.partition.dp.enumerate import chains_below
+from timeprest.planner.partition.dp.lattice import find_downsets, joined, lattice_of
+from timeprest.planner.partition.dp.minimax import minimax_with_bound
+from timeprest.planner.partition.dp.sweep import OutOfTime
 from timeprest.planner.partition.linear_orders import good_cut, prefix_lattice
-from timeprest.planner.partition.minimax import minimax_with_bound
 from timeprest.planner.partition.neighbours import around, cheapest
 from timeprest.planner.partition.problem import ChosenStage, Cut, Mode, Option, Place, StageProblem
 from timeprest.planner.partition.problem import Tensor as Edge
@@ -30,7 +30,7 @@ from timeprest.planner.partition.stage_load import (
     members,
     stage_load,
 )
-from timeprest.planner.partition.sweep import OutOfTime
+from timeprest.planner.partition.warm_start import good_orders, groups_of
 
 best_cut = minimax.minimax
 MANY = 10**6

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from profiles_by_hand import chain, profile_by_hand
 from timeprest.cli.plan import main
 from timeprest.planner.plan import read_plan
-from timeprest.planner.variants import VARIANTS
+from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.files import write_file
 
 DATA = Path(__file__).parent.parent.parent / "shared" / "data"

@@ -14,14 +14,14 @@ from drawn_pipelines import pipelines
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import SGD, SYSTEMS, Oracle, distances, parse
-from timeprest.planner.distances import prediction_distances
-from timeprest.planner.operations import order_text
-from timeprest.planner.order_check import check_order
-from timeprest.planner.orders import make_order
-from timeprest.planner.simulate import simulate, steady_period_s
-from timeprest.planner.steady import sequence_distance, steady_state
-from timeprest.planner.variants import VARIANTS
-from timeprest.planner.versions import entry_versions, version_use
+from timeprest.planner.schedules.check import check_order
+from timeprest.planner.schedules.schedules import make_order
+from timeprest.planner.schedules.steady_state import sequence_distance, steady_state
+from timeprest.planner.simulator.timeline import simulate, steady_period_s
+from timeprest.planner.systems.operations import order_text
+from timeprest.planner.systems.prediction import prediction_distances
+from timeprest.planner.systems.variants import VARIANTS
+from timeprest.planner.systems.versions import entry_versions, version_use
 from unit_pipelines import unit_pipeline
 
 PREDICTING = tuple(name for name, variant in VARIANTS.items() if variant.prediction)

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from profiles_by_hand import chain, drawn_profiles, profile_by_hand
-from timeprest.planner.cluster import read_cluster, uniform_cluster
+from timeprest.planner.cluster.cluster import read_cluster, uniform_cluster
+from timeprest.planner.costs.stage_costs import at, crossings, stage_cost
 from timeprest.planner.evaluate import Question, evaluate, lone_stages
 from timeprest.planner.plan import check_plan, read_plan
-from timeprest.planner.recheck import recheck
-from timeprest.planner.search import solve
-from timeprest.planner.stage_costs import at, crossings, stage_cost
-from timeprest.planner.variants import VARIANTS
+from timeprest.planner.search.recheck import recheck
+from timeprest.planner.search.solve import solve
+from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import FileError, InfeasibleError, PlanError, UserError
 from timeprest.profiles.files import read_file, write_file
 from timeprest.profiles.profile import Profile

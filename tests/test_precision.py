@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import torch
 from plans import plan_by_hand, with_times
-from timeprest.planner.variants import VARIANTS
+from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import PlanError
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.measuring.platforms import platform_of

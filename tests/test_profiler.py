@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from models import EXAMPLES, Branches, Tied, flat
 from pieces_by_hand import run_pieces
 from places_to_cut import places_to_cut
-from timeprest.planner.stage_costs import stage_cost
+from timeprest.planner.costs.stage_costs import stage_cost
 from timeprest.profiles.autograd.boundary import Inlet
 from timeprest.profiles.autograd.saved import SavedBytes
 from timeprest.profiles.errors import TargetError, TraceError

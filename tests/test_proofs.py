@@ -15,16 +15,16 @@ import pytest
 from drawn_questions import Drawn, all_plans, drawn
 from profiles_by_hand import chain, profile_by_hand
 from timeprest.cli.plan_tables import piling_up
-from timeprest.planner import exploration, first_plans
-from timeprest.planner.cluster import Cluster, Device, Network
+from timeprest.planner.cluster.cluster import Cluster, Device, Network
 from timeprest.planner.evaluate import Question, evaluate
-from timeprest.planner.partition import rising
 from timeprest.planner.partition import solve as solvers
+from timeprest.planner.partition.dp import identical_devices as rising
 from timeprest.planner.partition.stage_load import stage_bytes, stage_load
 from timeprest.planner.plan import PlanStage
-from timeprest.planner.relaxation import Freedom, Relaxation
-from timeprest.planner.running_ahead import running_ahead
-from timeprest.planner.search import solve
+from timeprest.planner.search import exploration, first_plans
+from timeprest.planner.search.relaxation import Freedom, Relaxation
+from timeprest.planner.search.running_ahead import running_ahead
+from timeprest.planner.search.solve import solve
 from timeprest.profiles.errors import InfeasibleError
 from timeprest.profiles.profile import Profile
 

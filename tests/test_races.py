@@ -40,7 +40,7 @@ from timeprest.benchmarks.speed.rounds import Racer, Settings
 from timeprest.benchmarks.speed.steps import batches, plain
 from timeprest.benchmarks.speed.tables import speed_bars
 from timeprest.benchmarks.speed.tasks import MINI_BATCHES, Race
-from timeprest.planner.cluster import AllReduce, Network, measured_cluster, read_cluster
+from timeprest.planner.cluster.cluster import AllReduce, Network, measured_cluster, read_cluster
 from timeprest.profiles.errors import FileError, UserError
 from torch import nn
 from torch.utils.data import TensorDataset

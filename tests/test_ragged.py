@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracle import SGD, Oracle
 from plans import plan_by_hand, with_times
-from timeprest.planner.operations import order_text
-from timeprest.planner.orders import make_order
 from timeprest.planner.plan import pipeline_of
-from timeprest.planner.variants import VARIANTS
+from timeprest.planner.schedules.schedules import make_order
+from timeprest.planner.systems.operations import order_text
+from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import RunError, TargetError
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve

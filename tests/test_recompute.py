@@ -10,7 +10,7 @@ import torch
 from graph_task import GraphTask
 from plans import REPORT, plan_by_hand, with_times
 from timeprest.planner.evaluate import Question, evaluate, make_plan
-from timeprest.planner.variants import VARIANTS
+from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import PlanError
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve

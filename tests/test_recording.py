@@ -10,13 +10,13 @@ from drawn_plans import evaluated
 from hypothesis import given
 from plans import REPORT
 from profiles_by_hand import chain
-from timeprest.planner.cluster import uniform_cluster
+from timeprest.planner.cluster.cluster import uniform_cluster
 from timeprest.planner.evaluate import Question, evaluate, lone_stages, make_plan
-from timeprest.planner.orders import limit_ranges, make_order
 from timeprest.planner.plan import pipeline_of
 from timeprest.planner.recording import predicted, window
-from timeprest.planner.simulate import simulate
-from timeprest.planner.variants import VARIANTS
+from timeprest.planner.schedules.schedules import limit_ranges, make_order
+from timeprest.planner.simulator.timeline import simulate
+from timeprest.planner.systems.variants import VARIANTS
 
 ALL = sorted(VARIANTS)
 

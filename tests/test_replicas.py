@@ -9,17 +9,22 @@ import pytest
 from drawn_pipelines import laid_out
 from hypothesis import given
 from hypothesis import strategies as st
-from timeprest.planner.events import Clock
-from timeprest.planner.kinds import FORWARDS, UPDATES
-from timeprest.planner.list_schedule import ListSchedule
-from timeprest.planner.listed import Contended, Listed, codes
-from timeprest.planner.order_check import check_order
-from timeprest.planner.orders import make_order
-from timeprest.planner.pipeline import Link, Pipeline, Route
-from timeprest.planner.simulate import least_period_s, round_trip_s, simulate, steady_period_s
-from timeprest.planner.steady import steady_state
-from timeprest.planner.variants import VARIANTS
-from timeprest.planner.versions import entry_versions, version_use
+from timeprest.planner.schedules.check import check_order
+from timeprest.planner.schedules.nf1b import ListSchedule
+from timeprest.planner.schedules.schedules import make_order
+from timeprest.planner.schedules.steady_state import steady_state
+from timeprest.planner.simulator.clock import Clock
+from timeprest.planner.simulator.executor import Contended, Listed, codes
+from timeprest.planner.simulator.pipeline import Link, Pipeline, Route
+from timeprest.planner.simulator.timeline import (
+    least_period_s,
+    round_trip_s,
+    simulate,
+    steady_period_s,
+)
+from timeprest.planner.systems.kinds import FORWARDS, UPDATES
+from timeprest.planner.systems.variants import VARIANTS
+from timeprest.planner.systems.versions import entry_versions, version_use
 
 
 @given(laid_out(), st.integers(1, 3))

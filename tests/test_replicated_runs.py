@@ -14,10 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from plain import train_plainly
 from plans import plan_by_hand, with_times
-from timeprest.planner.operations import parse_op
-from timeprest.planner.orders import make_order
 from timeprest.planner.plan import pipeline_of
-from timeprest.planner.variants import VARIANTS
+from timeprest.planner.schedules.schedules import make_order
+from timeprest.planner.systems.operations import parse_op
+from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import PlanError, RunError
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve

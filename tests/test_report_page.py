@@ -15,10 +15,10 @@ from timeprest.cli.plan import main
 from timeprest.cli.report.page import page as page_text
 from timeprest.cli.report.page import script_text
 from timeprest.cli.report.plan_data import plan_part, plan_report
-from timeprest.planner.cluster import uniform_cluster
+from timeprest.planner.cluster.cluster import uniform_cluster
 from timeprest.planner.recording import predicted
-from timeprest.planner.search import solve
-from timeprest.planner.variants import VARIANTS
+from timeprest.planner.search.solve import solve
+from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.files import write_file
 
 S, N = 4, 4

@@ -11,11 +11,11 @@ import pytest
 from drawn_problems import brute_force, drawn_problems
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from timeprest.planner.partition import rising
-from timeprest.planner.partition.downsets import find_downsets
+from timeprest.planner.partition.dp import identical_devices as rising
+from timeprest.planner.partition.dp.identical_devices_by_target import rising_by_targets
+from timeprest.planner.partition.dp.lattice import find_downsets
+from timeprest.planner.partition.dp.rising_places import RisingPlaces
 from timeprest.planner.partition.problem import Mode, Option, Place
-from timeprest.planner.partition.rising_places import RisingPlaces
-from timeprest.planner.partition.rising_targets import rising_by_targets
 from timeprest.planner.partition.stage_load import cut_load, is_downset
 
 
@@ -114,7 +114,7 @@ def many(devices, *, memory=None):
 
 
 def test_it_agrees_with_the_other_program():
-    from timeprest.planner.partition.minimax import minimax
+    from timeprest.planner.partition.dp.minimax import minimax
 
     for memory in (None, 2.0, 0.8, 0.4):
         problem = many(12, memory=memory)

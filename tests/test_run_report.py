@@ -16,8 +16,8 @@ from timeprest.cli.report.run_data import distinct_names, read_facts, run_figure
 from timeprest.cli.run_report import report
 from timeprest.cli.run_tables import summary_table
 from timeprest.planner.lane_times import lane_times
-from timeprest.planner.operations import Op
 from timeprest.planner.recording import window
+from timeprest.planner.systems.operations import Op
 from timeprest.profiles.errors import FileError, UserError
 from timeprest.runtime.data import Segment
 from timeprest.runtime.record import ALL, NONE, record_named

@@ -9,7 +9,7 @@ import pytest
 import torch
 from plans import plan_by_hand, with_times
 from test_checkpoints import assert_same, run_and_stop
-from timeprest.planner.variants import VARIANTS
+from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import TargetError
 from timeprest.profiles.hooks import RunLength
 from timeprest.profiles.target import resolve

@@ -12,17 +12,17 @@ import pytest
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 from profiles_by_hand import chain, drawn_profiles, profile_by_hand
-from timeprest.planner import exploration, first_plans
-from timeprest.planner.choices import Choice, all_limits, capped, caps, choice_of
-from timeprest.planner.cluster import Cluster, Device, Network, uniform_cluster
+from timeprest.planner.cluster.cluster import Cluster, Device, Network, uniform_cluster
 from timeprest.planner.evaluate import Question, evaluate, lone_stages
-from timeprest.planner.exploration import Budget, OutOfBudget
-from timeprest.planner.micro_batch_counts import micro_batch_counts
-from timeprest.planner.orders import limit_ranges
 from timeprest.planner.partition.stage_load import is_downset, members, stage_bytes, stage_load
-from timeprest.planner.relaxation import Freedom, Relaxation
-from timeprest.planner.search import Request, explore, solve
-from timeprest.planner.variants import VARIANTS
+from timeprest.planner.schedules.schedules import limit_ranges
+from timeprest.planner.search import exploration, first_plans
+from timeprest.planner.search.choices import Choice, all_limits, capped, caps, choice_of
+from timeprest.planner.search.exploration import Budget, OutOfBudget
+from timeprest.planner.search.micro_batch_counts import micro_batch_counts
+from timeprest.planner.search.relaxation import Freedom, Relaxation
+from timeprest.planner.search.solve import Request, explore, solve
+from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import InfeasibleError, PlanError
 
 MOST_PLANS = 1500

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from timeprest.planner.operations import BACKWARD, FORWARD
+from timeprest.planner.systems.operations import BACKWARD, FORWARD
 from timeprest.profiles.errors import UserError
 from timeprest.profiles.tracing.shapes import ValueSpec
 from timeprest.runtime import placement

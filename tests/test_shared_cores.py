@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from profiles_by_hand import chain
 from timeprest.cli.plan import main
 from timeprest.cli.run_checks import device_lines
-from timeprest.planner.cluster import uniform_cluster
-from timeprest.planner.crowding import crowded
-from timeprest.planner.orders import make_order
-from timeprest.planner.pipeline import Link, Pipeline
+from timeprest.planner.cluster.cluster import uniform_cluster
+from timeprest.planner.cluster.contention import crowded
 from timeprest.planner.plan import read_plan
-from timeprest.planner.search import solve
-from timeprest.planner.simulate import idle_cores, least_period_s, simulate
-from timeprest.planner.steady import steady_state
-from timeprest.planner.variants import VARIANTS
+from timeprest.planner.schedules.schedules import make_order
+from timeprest.planner.schedules.steady_state import steady_state
+from timeprest.planner.search.solve import solve
+from timeprest.planner.simulator.pipeline import Link, Pipeline
+from timeprest.planner.simulator.timeline import idle_cores, least_period_s, simulate
+from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.files import write_file
 from timeprest.profiles.profile import Together
 from timeprest.runtime.settings import RunSettings

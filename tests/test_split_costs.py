@@ -10,11 +10,11 @@ from click.testing import CliRunner
 from profiles_by_hand import chain
 from small_models import ZOO
 from timeprest.cli.plan import main
-from timeprest.planner.cluster import uniform_cluster
+from timeprest.planner.cluster.cluster import uniform_cluster
+from timeprest.planner.costs.stage_costs import at, unmeasured_weight_parts
 from timeprest.planner.evaluate import Question, evaluate, lone_stages
 from timeprest.planner.plan import PlanStage
-from timeprest.planner.search import solve
-from timeprest.planner.stage_costs import at, unmeasured_weight_parts
+from timeprest.planner.search.solve import solve
 from timeprest.profiles.errors import PlanError
 from timeprest.profiles.files import read_file, write_file
 from timeprest.profiles.measuring.measure import measure

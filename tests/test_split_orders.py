@@ -8,15 +8,15 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from timeprest.planner.memory import holdings
-from timeprest.planner.operations import Op, order_text
-from timeprest.planner.order_check import check_order
-from timeprest.planner.orders import make_order, order_patterns
-from timeprest.planner.pipeline import Link, Pipeline
-from timeprest.planner.postponing import postponed
-from timeprest.planner.simulate import least_period_s, simulate
-from timeprest.planner.steady import steady_state
-from timeprest.planner.variants import VARIANTS
+from timeprest.planner.costs.memory import holdings
+from timeprest.planner.schedules.check import check_order
+from timeprest.planner.schedules.schedules import make_order, order_patterns
+from timeprest.planner.schedules.steady_state import steady_state
+from timeprest.planner.schedules.zero_bubble import postponed
+from timeprest.planner.simulator.pipeline import Link, Pipeline
+from timeprest.planner.simulator.timeline import least_period_s, simulate
+from timeprest.planner.systems.operations import Op, order_text
+from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import OrderError
 
 ZB, FLUSH = VARIANTS["zb-h1"], VARIANTS["pipedream-flush"]

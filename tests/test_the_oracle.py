@@ -14,8 +14,8 @@ import pytest
 import torch
 from mlp_task import WIDTHS, MLPTask
 from oracle import SGD, SYSTEMS, Adam, Oracle, distances, parse, unit_clock
-from timeprest.planner.operations import order_text
-from timeprest.planner.orders import make_order
+from timeprest.planner.schedules.schedules import make_order
+from timeprest.planner.systems.operations import order_text
 from unit_pipelines import unit_pipeline
 
 STEPS = 9

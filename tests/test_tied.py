@@ -11,13 +11,13 @@ from click.testing import CliRunner
 from plans import REPORT
 from profiles_by_hand import profile_by_hand
 from timeprest.cli.plan import main
-from timeprest.planner.cluster import uniform_cluster
+from timeprest.planner.cluster.cluster import uniform_cluster
+from timeprest.planner.costs.tied_parameters import bound_groups, copied_bytes, exchange_s
 from timeprest.planner.evaluate import Question, evaluate, lone_stages, make_plan
 from timeprest.planner.plan import check_against_profile, check_plan, pipeline_of
-from timeprest.planner.recheck import recheck
-from timeprest.planner.search import solve
-from timeprest.planner.tied import bound_groups, copied_bytes, exchange_s
-from timeprest.planner.variants import VARIANTS
+from timeprest.planner.search.recheck import recheck
+from timeprest.planner.search.solve import solve
+from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import FileError, InfeasibleError, PlanError
 from timeprest.profiles.files import write_file
 from timeprest.profiles.profile import SharedParameters, check_profile

@@ -6,8 +6,8 @@ import os
 
 import msgspec
 import pytest
-from timeprest.planner.cluster import uniform_cluster
-from timeprest.planner.crowding import crowded, slowdown
+from timeprest.planner.cluster.cluster import uniform_cluster
+from timeprest.planner.cluster.contention import crowded, slowdown
 from timeprest.profiles.errors import TargetError
 from timeprest.profiles.measuring.contention import measure_together, size_to_time
 from timeprest.profiles.profile import Together

@@ -10,7 +10,7 @@ import pytest
 import torch
 from plans import plan_by_hand, with_times
 from staged_worker import LateCopier
-from timeprest.planner.variants import VARIANTS
+from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import UserError
 from timeprest.runtime import launch, nccl_channels, placement
 from timeprest.runtime import run as running

@@ -7,8 +7,8 @@ import weakref
 import pytest
 import torch
 from plans import plan_by_hand, with_times
-from timeprest.planner.operations import BACKWARD
-from timeprest.planner.orders import make_order
+from timeprest.planner.schedules.schedules import make_order
+from timeprest.planner.systems.operations import BACKWARD
 from timeprest.profiles.measuring.live_bytes import LiveBytes
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
@@ -204,7 +204,7 @@ def test_copies_of_the_weights_counted_in_bytes(
 
 def _train_counting(prepared, runners, watched, live):
     """Run inline; after every operation of the watched stage that leaves no gradient, count."""
-    from timeprest.planner.simulate import simulate
+    from timeprest.planner.simulator.timeline import simulate
 
     segment = prepared.segments[0]
     order = make_order(prepared.pipeline, segment.mini_batches)

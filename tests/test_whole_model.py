@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from plans import plan_by_hand, with_times
-from timeprest.planner.variants import VARIANTS
+from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import RunError, TargetError, UserError
 from timeprest.profiles.target import resolve
 from timeprest.runtime.clipping import clip, own_part, squared_norm

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from timeprest.planner.orders import limit_ranges
-from timeprest.planner.pipeline import Link, Pipeline
-from timeprest.planner.variants import VARIANTS
+from timeprest.planner.schedules.schedules import limit_ranges
+from timeprest.planner.simulator.pipeline import Link, Pipeline
+from timeprest.planner.systems.variants import VARIANTS
 
 
 def unit_pipeline(variant, stages, n, limits=None, *, backward=None):

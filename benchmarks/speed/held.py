@@ -14,13 +14,13 @@ import click
 import msgspec
 import torch
 from timeprest import profile as measure
-from timeprest.planner.cluster import uniform_cluster
-from timeprest.planner.memory import MemoryByKind
-from timeprest.planner.orders import limit_ranges
+from timeprest.planner.cluster.cluster import uniform_cluster
+from timeprest.planner.costs.memory import MemoryByKind
 from timeprest.planner.plan import Plan
-from timeprest.planner.recheck import recheck
-from timeprest.planner.search import solve
-from timeprest.planner.variants import VARIANTS
+from timeprest.planner.schedules.schedules import limit_ranges
+from timeprest.planner.search.recheck import recheck
+from timeprest.planner.search.solve import solve
+from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.profile import Profile
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import RunSettings

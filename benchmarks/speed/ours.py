@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from timeprest.planner.lane_times import of_wall
-from timeprest.planner.operations import UPDATE
 from timeprest.planner.plan import Plan, read_plan
+from timeprest.planner.systems.operations import UPDATE
 from timeprest.profiles.errors import UserError
 from timeprest.runtime.observer import read_losses
 from timeprest.runtime.run_dir import RunDir

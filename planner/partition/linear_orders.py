@@ -10,11 +10,11 @@ from __future__ import annotations
 from itertools import accumulate
 from operator import or_
 
-from .downsets import Lattice, lattice_of
-from .layer_orders import good_orders, groups_of
-from .minimax import minimax_with_bound
+from .dp.lattice import Lattice, lattice_of
+from .dp.minimax import minimax_with_bound
 from .neighbours import around, cheapest
 from .problem import Cut, StageProblem
+from .warm_start import good_orders, groups_of
 
 NEAR = 3000
 """Downsets to look at, besides those along orders, and each time around a cut's own."""

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from .layer_orders import Groups
 from .problem import Cut
+from .warm_start import Groups
 
 
 @dataclass(frozen=True)

@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from .chains import chains_below
-from .downsets import Lattice, find_downsets
-from .ilp import solve_ilp
+from .dp.enumerate import chains_below
+from .dp.identical_devices import FEW, rising_minimax
+from .dp.identical_devices_by_target import rising_by_targets
+from .dp.lattice import Lattice, find_downsets
+from .dp.minimax import Answer, minimax_with_bound
+from .dp.sweep import OutOfTime
+from .ilp.ilp import solve_ilp
 from .linear_orders import good_cut
-from .minimax import Answer, minimax_with_bound
 from .problem import Cut, StageProblem
-from .rising import FEW, rising_minimax
-from .rising_targets import rising_by_targets
-from .sweep import OutOfTime
 
 MOST_DOWNSETS = 300_000
 """With more, the ILP takes over."""

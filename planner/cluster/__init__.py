@@ -1,0 +1,1 @@
+"""Devices and links: cluster files, contention between devices, lines through measured links."""

@@ -1,0 +1,288 @@
+"""The cluster: devices with their memory and speed, and the links between them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from ...profiles.errors import FileError, UserError
+from ...profiles.limits import MAX_BYTES, MAX_FACTOR, Bandwidth, Seconds
+from ...profiles.units import parse_bandwidth, parse_bytes, parse_seconds
+from .cluster_file import DEFAULT_BANDWIDTH as DEFAULT_BANDWIDTH
+from .cluster_file import DEFAULT_LATENCY as DEFAULT_LATENCY
+from .cluster_file import MAX_DEVICES as MAX_DEVICES
+from .cluster_file import read_fields
+
+_Memory = Annotated[int, Meta(ge=1, le=MAX_BYTES)]
+_Speed = Annotated[float, Meta(ge=1 / MAX_FACTOR, le=MAX_FACTOR)]
+
+
+def _none() -> None:
+    return None
+
+
+def _one() -> float:
+    return 1.0
+
+
+# Below, omit_defaults leaves out of the JSON what plans of a flat cluster never had. A default that
+# a function makes isn't left out: these fields were always there.
+
+
+class Device(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True
+):
+    """One device; a stage runs on it."""
+
+    name: str
+    memory_bytes: _Memory | None = msgspec.field(default_factory=_none)
+    """None: no limit."""
+    speed: _Speed = msgspec.field(default_factory=_one)
+    """Relative to the device that was profiled: 2 halves every time."""
+    machine: Annotated[str, Meta(min_length=1)] | None = None
+    """Name of the machine it is in. Devices without one are together in a machine of their own."""
+
+
+class Network(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True
+):
+    """The link between two devices: a message of n bytes takes latency + n / bandwidth."""
+
+    bandwidth_bytes_per_s: Bandwidth
+    """In each direction; in both together when half duplex."""
+    latency_s: Seconds
+    half_duplex: bool = False
+    """Messages of both directions take turns on one wire."""
+    overlap: bool = True
+    """Transfers overlap computing; else a device that sends or receives computes nothing."""
+
+    def wire_s(self, count: float) -> float:
+        """Seconds that `count` bytes keep the wire busy, latency left out."""
+        return count / self.bandwidth_bytes_per_s
+
+
+class AllReduce(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A sum over processes as measured: latency + bytes of the tensor / bandwidth."""
+
+    processes: Annotated[int, Meta(ge=2, le=MAX_DEVICES)]
+    """How many took part; other numbers of processes take other times."""
+    latency_s: Seconds
+    bandwidth_bytes_per_s: Bandwidth
+
+    def seconds(self, nbytes: float) -> float:
+        """Seconds that summing a tensor of `nbytes` takes."""
+        return self.latency_s + nbytes / self.bandwidth_bytes_per_s
+
+
+class Cluster(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True
+):
+    """Devices in the order in which stages are laid over them; methods take their positions."""
+
+    devices: Annotated[tuple[Device, ...], Meta(min_length=1)]
+    network: Network
+    """Between devices of one machine."""
+    all_reduce: AllReduce | None = msgspec.field(default_factory=_none)
+    """None: not measured."""
+    between_machines: Network | None = None
+    """Between devices of different machines. None: `network` is between any two devices."""
+    cores: Annotated[int, Meta(ge=1, le=MAX_DEVICES)] | None = None
+    """So many devices of a machine compute at once: they take turns. None: all of them do."""
+
+    @property
+    def flat(self) -> bool:
+        """All devices are in one machine."""
+        first = self.devices[0].machine
+        return all(device.machine == first for device in self.devices)
+
+    @property
+    def uniform(self) -> bool:
+        """All devices have the same memory and speed."""
+        first = self.devices[0]
+        return all(
+            device.memory_bytes == first.memory_bytes and device.speed == first.speed
+            for device in self.devices
+        )
+
+    @property
+    def links(self) -> tuple[Network, ...]:
+        """The different links that there are between any two devices; `network` where none is."""
+        sizes = Counter(device.machine for device in self.devices)
+        inside = len(sizes) == 1 or any(size > 1 for size in sizes.values())
+        found = [self.network] if inside else []
+        if len(sizes) > 1 and self._link(True) not in found:
+            found.append(self._link(True))
+        return tuple(found)
+
+    def at_once(self, devices: int) -> int:
+        """How many of a machine's `devices` compute at once."""
+        return devices if self.cores is None else min(devices, self.cores)
+
+    def link(self, a: int, b: int) -> Network:
+        """The link between devices `a` and `b`, the same in both directions."""
+        return self._link(self.devices[a].machine != self.devices[b].machine)
+
+    def _link(self, crossing: bool) -> Network:
+        return self.between_machines if crossing and self.between_machines else self.network
+
+    def wire(self, a: int, b: int) -> Hashable:
+        """What a message from device `a` to device `b` keeps busy: equal wires take turns.
+
+        Inside a machine each ordered pair of devices has a wire of its own. Between machines all
+        devices share one for each ordered pair of machines. A half-duplex wire is that of both
+        directions.
+        """
+        here, there = self.devices[a].machine or "", self.devices[b].machine or ""
+        if here == there:
+            return (min(a, b), max(a, b)) if self.network.half_duplex else (a, b)
+        if self._link(True).half_duplex:
+            return min(here, there), max(here, there)
+        return here, there
+
+    def all_reduce_s(self, devices: Sequence[int], nbytes: float) -> float:
+        """Seconds until each of `devices` has the sum of their tensors of `nbytes` bytes.
+
+        As measured where that was for as many processes. Else of a ring of r devices, which takes
+        2 (r - 1) steps, in each of which every device passes 1 / r of the bytes on: no all-reduce
+        sends fewer bytes (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for
+        clusters of workstations", J. Parallel Distrib. Comput. 69(2)). The ring passes through
+        each machine once, as theirs does, so that no two of its messages share a wire in one
+        direction. Half duplex, the wire takes twice as long: once in each direction. A step takes
+        the longest latency and the longest time on the wire among the ring's links; so the time
+        is affine in `nbytes`.
+        """
+        count = len(devices)
+        if count < 2:
+            return 0.0
+        if self.all_reduce is not None and self.all_reduce.processes == count:
+            return self.all_reduce.seconds(nbytes)
+        machines = len({self.devices[k].machine for k in devices})
+        links = [self._link(True)] if machines > 1 else []
+        if machines < count:
+            links.append(self.network)
+        latency_s = max(link.latency_s for link in links)
+        wire_s = max(link.wire_s(nbytes) * (2 if link.half_duplex else 1) for link in links)
+        return 2 * (count - 1) * (latency_s + wire_s / count)
+
+
+def uniform_cluster(
+    devices: int,
+    memory: str | None = None,
+    bandwidth: str = DEFAULT_BANDWIDTH,
+    latency: str = DEFAULT_LATENCY,
+    *,
+    per_machine: int | None = None,
+    between_bandwidth: str | None = None,
+    between_latency: str | None = None,
+    half_duplex: bool = False,
+    overlap: bool = True,
+    cores: int | None = None,
+) -> Cluster:
+    """A cluster of equal devices, from amounts as people write them.
+
+    Args:
+        per_machine: devices in each machine; the last machine has the rest. None: one machine.
+        between_bandwidth: between machines. None: `bandwidth`.
+        between_latency: between machines. None: `latency`.
+        half_duplex, overlap: of all links.
+        cores: devices of a machine that compute at once. None: all.
+
+    Raises UserError naming the amount that can't be read.
+    """
+    memory_bytes = parse_bytes(memory, "memory") if memory else None
+    if memory_bytes is not None and memory_bytes < 1:
+        raise FileError(f"memory: must be more than 0, not {memory!r}")
+    if per_machine is not None and per_machine < 1:
+        raise UserError(f"per_machine: give a whole number from 1, not {per_machine}")
+    if cores is not None and not 1 <= cores <= MAX_DEVICES:
+        raise UserError(f"cores: give a whole number from 1 to {MAX_DEVICES}, not {cores}")
+    between = (between_bandwidth, between_latency) != (None, None)
+    if between and per_machine is None:
+        raise UserError("per_machine: say how many devices a machine has, to give links between")
+    network = Network(
+        bandwidth_bytes_per_s=parse_bandwidth(bandwidth),
+        latency_s=parse_seconds(latency, "latency"),
+        half_duplex=half_duplex,
+        overlap=overlap,
+    )
+    far = msgspec.structs.replace(
+        network,
+        bandwidth_bytes_per_s=parse_bandwidth(between_bandwidth or bandwidth, "between_bandwidth"),
+        latency_s=parse_seconds(between_latency or latency, "between_latency"),
+    )
+    homes = [f"machine{k // per_machine}" if per_machine else None for k in range(devices)]
+    return Cluster(
+        devices=tuple(
+            Device(name=f"device{k}", memory_bytes=memory_bytes, machine=home)
+            for k, home in enumerate(homes)
+        ),
+        network=network,
+        between_machines=far if between else None,
+        cores=cores,
+    )
+
+
+def read_cluster(path: str | Path) -> Cluster:
+    """Read a cluster from TOML (docs/files.md has examples).
+
+    Raises FileError or UserError naming the file and the field.
+    """
+    path = Path(path)
+    fields = read_fields(path)
+    try:
+        return msgspec.convert(fields, Cluster)
+    except msgspec.ValidationError as error:
+        raise FileError(f"{path}: {error}") from None
+
+
+def measured_cluster(
+    device: str, network: Network, all_reduce: AllReduce, notes: Sequence[str]
+) -> str:
+    """The TOML of a cluster whose links were measured, as `read_cluster` takes it.
+
+    Args:
+        device: what the devices are called, up to their numbers: "cpu". There is one for each
+            process of the all-reduce.
+        notes: lines for the comment at the top.
+    """
+    lines = [
+        *(f"# {note}".rstrip() for note in notes),
+        "",
+        "[[devices]]",
+        f'name = "{device}"',
+        f"count = {all_reduce.processes}",
+        '# Memory was not measured. Say what each device has: memory = "..."',
+        "",
+        "[network]",
+        f'bandwidth = "{write_bandwidth(network.bandwidth_bytes_per_s)}"',
+        f'latency = "{write_latency(network.latency_s)}"',
+        "",
+        "[all_reduce]",
+        f"processes = {all_reduce.processes}",
+        f'bandwidth = "{write_bandwidth(all_reduce.bandwidth_bytes_per_s)}"',
+        f'latency = "{write_latency(all_reduce.latency_s)}"',
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def write_bandwidth(bytes_per_s: float) -> str:
+    """Bytes per second to three digits, as `parse_bandwidth` reads them: ``"4.31GB/s"``."""
+    units = ((1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"), (1.0, "B/s"))
+    return _three_digits(bytes_per_s, units)
+
+
+def write_latency(seconds: float) -> str:
+    """Seconds to three digits, as `parse_seconds` reads them: ``"52.1us"``."""
+    return _three_digits(seconds, ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns")))
+
+
+def _three_digits(value: float, units: Sequence[tuple[float, str]]) -> str:
+    # Rounded before the unit is chosen: 999.6us is 1ms.
+    value = float(f"{value:.3g}")
+    factor, name = next((unit for unit in units if value >= unit[0]), units[-1])
+    return f"{value / factor:g}{name}"

@@ -1,0 +1,1 @@
+"""What stages cost: times, bytes, messages, memory over a schedule, tied parameters."""

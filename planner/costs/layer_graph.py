@@ -1,0 +1,355 @@
+"""A profile's graph in bit masks: what each layer needs, which tensors go where, what is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import msgspec
+import numpy as np
+
+from ...profiles.profile import Edge, Measurement, Profile
+from ..partition.problem import Vector
+from ..systems.variants import VARIANTS, Variant
+from .stage_costs import at, in_a_stage, input_part_s, sized
+from .tied_parameters import Tied, bound_groups
+
+
+@dataclass(frozen=True)
+class SentTensor:
+    """A tensor that layers exchange.
+
+    Attributes:
+        ends: bit mask of the layer that makes it and those that use it; bit n: the result.
+        edge: one of its edges, for its sizes.
+    """
+
+    ends: int
+    edge: Edge
+
+
+@dataclass(frozen=True)
+class Drained:
+    """Layers that a mini-batch can't be over without, 1.0 each, in systems that flush, [n].
+
+    A stage begins the next mini-batch when it has run this one's backwards. These wait for the
+    stages behind it that send gradients back, and for no others: what no gradient comes back from
+    may still be running then. So a period takes as long as a way that begins and ends at one stage.
+    With end e of the last row in which gradients come back along the spine (`returning_rows`):
+
+    Attributes:
+        waiting: not what e needs without sending a gradient back to it. The backward of a stage
+            of other layers alone waits for nothing, and nothing need wait for it.
+        before_forward, before_backward: of the spine, what runs before the first work of any stage
+            above it and after its last: it gets gradients from all of the waiting layers above it.
+            Forward, everything from the first such layer on.
+        after_forward, after_backward: likewise between the forward and the backward of a stage
+            below it, which sends gradients back to all of the waiting layers there.
+    """
+
+    waiting: Vector
+    before_forward: Vector
+    before_backward: Vector
+    after_forward: Vector
+    after_backward: Vector
+
+
+def _marked(positions: Sequence[int], count: int) -> Vector:
+    marks = np.zeros(count)
+    marks[list(positions)] = 1.0
+    return marks
+
+
+class LayerGraph:
+    """The graph of one profile, and its layers' costs at any micro-batch size measured.
+
+    Attributes:
+        names: of the n layers.
+        needs: per layer, bit mask of the layers it uses.
+        together: bit masks of layers that must share a stage.
+        parameter_bytes, buffer_bytes: per layer, [n]. Shared parameters count in one layer.
+        likely_bytes: the same with a copy where layers that share some are split.
+    """
+
+    def __init__(self, profile: Profile, tied: Tied = "together") -> None:
+        self.profile = profile
+        self.names = tuple(layer.name for layer in profile.layers)
+        self.position = {name: k for k, name in enumerate(self.names)}
+        needs = [0] * len(self.names)
+        for edge in profile.edges:
+            if edge.consumer in self.position:
+                needs[self.position[edge.consumer]] |= 1 << self.position[edge.producer]
+        self.needs = tuple(needs)
+        self.together = tuple(
+            sum(1 << self.position[name] for name in set(group))
+            for group in bound_groups(profile, tied)
+        )
+        layers = profile.layers
+        self.parameter_bytes: Vector = np.array([float(la.parameter_bytes) for la in layers])
+        # Where copies are likely to be, should groups be split: at their far ends.
+        self.likely_bytes: Vector = self.parameter_bytes.copy()
+        for shared in profile.shared if tied == "split" else ():
+            self.likely_bytes[self.position[shared.layers[-1]]] += shared.parameter_bytes
+        self.buffer_bytes: Vector = np.array([float(la.buffer_bytes) for la in layers])
+        self._measured: dict[int, list[Measurement]] = {}
+
+    @cached_property
+    def tensors(self) -> tuple[SentTensor, ...]:
+        """Every tensor once."""
+        ends: dict[str, int] = {}
+        edge_of: dict[str, Edge] = {}
+        for edge in self.profile.edges:
+            consumer = self.position.get(edge.consumer, len(self.names))
+            mask = 1 << self.position[edge.producer] | 1 << consumer
+            ends[edge.tensor] = ends.get(edge.tensor, 0) | mask
+            edge_of.setdefault(edge.tensor, edge)
+        return tuple(SentTensor(mask, edge_of[name]) for name, mask in ends.items())
+
+    @cached_property
+    def savers(self) -> dict[str, int]:
+        """Storage → bit mask of the layers that keep it."""
+        found: dict[str, int] = {}
+        for k, layer in enumerate(self.profile.layers):
+            for name in layer.saves:
+                found[name] = found.get(name, 0) | 1 << k
+        return found
+
+    @cached_property
+    def chain(self) -> bool:
+        """Whether every tensor goes to the next layer alone, so that a cut has one link."""
+        last = len(self.names)
+        return all(
+            bool(t.ends >> self.position[t.edge.producer] + 1 & 1) and t.ends.bit_count() == 2
+            for t in self.tensors
+        ) and all(self.needs[k] >> (k - 1) & 1 for k in range(1, last))
+
+    @cached_property
+    def lone_tensors(self) -> frozenset[int]:
+        """Positions of tensors no two of which cross any cut together, as heavy as can be.
+
+        What crosses a cut of these comes from one stage, over one link. They are the heaviest
+        chain (by bytes per sample) in this order: a tensor is before another when all that use
+        it come before what makes the other, or make it.
+        """
+        tensors, count = self.tensors, len(self.names)
+        maker = [(t.ends & -t.ends).bit_length() - 1 for t in tensors]
+        weight = [t.edge.bytes_per_sample + t.edge.fixed_bytes for t in tensors]
+        order = sorted(range(len(tensors)), key=lambda t: (maker[t], t))
+        # Per tensor: bytes of the best chain that ends with it, and the one before it there.
+        best: dict[int, tuple[float, int]] = {}
+        for t in order:
+            inside = self._before[maker[t]] | 1 << maker[t]
+            ended = [
+                (best[u][0], u)
+                for u in best
+                if not tensors[u].ends & ~inside and not tensors[u].ends >> count & 1
+            ]
+            longest, before = max(ended, default=(0.0, -1))
+            best[t] = longest + weight[t], before
+        chosen, t = set(), max(best, key=lambda u: best[u][0], default=-1)
+        while t >= 0:
+            chosen.add(t)
+            t = best[t][1]
+        return frozenset(chosen)
+
+    @cached_property
+    def direct_tensors(self) -> frozenset[int]:
+        """Positions of tensors that pass by no layer of the spine: made after those before them."""
+        count = len(self.names)
+        along = [k for k in range(count) if self.spine[k]]
+        found = []
+        for t, tensor in enumerate(self.tensors):
+            maker = (tensor.ends & -tensor.ends).bit_length() - 1
+            users = [k for k in range(maker + 1, count) if tensor.ends >> k & 1]
+            passed = (k for k in along if self._before[k] >> maker & 1)
+            if not any(self._before[user] >> k & 1 for k in passed for user in users):
+                found.append(t)
+        return frozenset(found)
+
+    @cached_property
+    def most_stages(self) -> int:
+        """Stages there can be: layers, with those that must share a stage counted as one."""
+        before = self._before
+        groups = list(self.together)
+        while True:
+            merged: list[int] = []
+            for group in groups:
+                # What lies between two layers of a stage is on that stage.
+                needed = behind = 0
+                for k in range(len(self.names)):
+                    if group >> k & 1:
+                        needed |= before[k]
+                    if before[k] & group:
+                        behind |= 1 << k
+                group |= needed & behind
+                for other in [other for other in merged if other & group]:
+                    merged.remove(other)
+                    group |= other
+                merged.append(group)
+            if merged == groups:
+                break
+            groups = merged
+        return len(self.names) - sum(group.bit_count() - 1 for group in groups)
+
+    @cached_property
+    def _before(self) -> list[int]:
+        """Per layer, bit mask of all the layers that it depends on."""
+        before: list[int] = []
+        for need in self.needs:
+            mask = need
+            while need:
+                low = need & -need
+                mask |= before[low.bit_length() - 1]
+                need ^= low
+            before.append(mask)
+        return before
+
+    @cached_property
+    def spine(self) -> Vector:
+        """1.0 for layers that are before or behind every other one: all paths go through them."""
+        count = len(self.names)
+        before = self._before
+        behind = [0] * count
+        for k in range(count):
+            mask = before[k]
+            while mask:
+                low = mask & -mask
+                behind[low.bit_length() - 1] += 1
+                mask ^= low
+        related = [before[k].bit_count() + behind[k] + 1 for k in range(count)]
+        return np.array([float(found == count) for found in related])
+
+    @cached_property
+    def returning_rows(self) -> list[list[int]]:
+        """Layers of the spine in order, in rows: within each, gradients come back all the way."""
+        rows: list[list[int]] = []
+        for k in np.flatnonzero(self.spine).tolist():
+            if not rows or not self._sending_back[k] >> rows[-1][-1] & 1:
+                rows.append([])
+            rows[-1].append(k)
+        return rows
+
+    @cached_property
+    def _sending_back(self) -> list[int]:
+        """Per layer, bit mask of all the layers that gradients come back to from it."""
+        back = [0] * len(self.names)
+        for edge in self.profile.edges:
+            if edge.needs_grad and edge.consumer in self.position:
+                back[self.position[edge.consumer]] |= 1 << self.position[edge.producer]
+        for k, direct in enumerate(back):
+            for j in range(k):
+                if direct >> j & 1:
+                    back[k] |= back[j]
+        return back
+
+    @cached_property
+    def drained(self) -> Drained:
+        """What a mini-batch can't be over without, where the pipeline drains after each."""
+        count, back = len(self.names), self._sending_back
+        row = self.returning_rows[-1] if self.returning_rows else []
+        waiting = [True] * count
+        if row:
+            end = row[-1]
+            waiting = [
+                not self._before[end] >> k & 1 or bool(back[end] >> k & 1) for k in range(count)
+            ]
+        held = [k for k in range(count) if waiting[k]]
+        ahead = [j for j in row if all(back[k] >> j & 1 for k in held if self._before[k] >> j & 1)]
+        behind = [j for j in row if all(back[j] >> k & 1 for k in held if self._before[j] >> k & 1)]
+        first = ahead[0] if ahead else count
+        return Drained(
+            waiting=np.array(waiting, dtype=np.float64),
+            before_forward=np.array([s * (k >= first) for k, s in enumerate(self.spine.tolist())]),
+            before_backward=_marked(ahead, count),
+            after_forward=_marked(row, count),
+            after_backward=_marked(behind, count),
+        )
+
+    @cached_property
+    def last_layer(self) -> int | None:
+        """The one layer that nothing comes after: always on the last stage. None: several."""
+        used = 0
+        for need in self.needs:
+            used |= need
+        sinks = [k for k in range(len(self.names)) if not used >> k & 1]
+        return sinks[0] if len(sinks) == 1 else None
+
+    def measured(self, size: int) -> list[Measurement]:
+        """Each layer at a micro-batch size; the loss is part of the last layer.
+
+        Where several layers could be the last, the loss is left out.
+        Raises PlanError for a size outside what was measured.
+        """
+        if size not in self._measured:
+            operation = self.profile.operation
+            found = [
+                in_a_stage(at(layer.measurements, size), operation) for layer in self.profile.layers
+            ]
+            if self.profile.loss and self.last_layer is not None:
+                loss = in_a_stage(at(self.profile.loss, size), operation)
+                last = found[self.last_layer]
+                found[self.last_layer] = Measurement(
+                    micro_batch=size,
+                    forward_s=last.forward_s + loss.forward_s,
+                    backward_s=last.backward_s + loss.backward_s,
+                    saved_bytes=last.saved_bytes + loss.saved_bytes,
+                    workspace_bytes=max(last.workspace_bytes, loss.workspace_bytes),
+                    backward_input_s=(
+                        input_part_s(self.profile.layers[self.last_layer], last) + loss.backward_s
+                    ),
+                    backward_weight_s=last.backward_weight_s,
+                )
+            self._measured[size] = found
+        return self._measured[size]
+
+    def private_bytes(self, size: int) -> Vector:
+        """What each layer keeps besides the storages that others may keep too, [n]."""
+        storages = self.storage_bytes(size)
+        pairs = zip(self.profile.layers, self.measured(size), strict=True)
+        return np.array(
+            [
+                float(max(m.saved_bytes - sum(storages[name] for name in layer.saves), 0))
+                for layer, m in pairs
+            ]
+        )
+
+    def storage_bytes(self, size: int) -> dict[str, int]:
+        """Bytes of every storage for a micro-batch of this size."""
+        return {
+            s.name: sized(s.fixed_bytes, s.bytes_per_sample, size) for s in self.profile.storages
+        }
+
+
+def held_together(profile: Profile, variant: Variant, tied: Tied) -> str | None:
+    """What keeps layers on one stage and what would free them, for a message that the model can't
+    be cut into more stages; None where no tie is in the way of any cut."""
+    if not profile.tied:
+        return None
+    now = LayerGraph(profile, tied).most_stages
+    without = LayerGraph(msgspec.structs.replace(profile, tied=(), shared=())).most_stages
+    if now == without:
+        return None
+    split = LayerGraph(profile, "split").most_stages
+    bound = bound_groups(profile, tied)
+    named = [repr(name) for name in bound[0]]
+    shown = ", ".join(named[:3]) + (" …" if len(named) > 3 else "")
+    more = f" (and {len(bound) - 1} more such groups)" if len(bound) > 1 else ""
+    if split <= now:
+        return (
+            f"layers {shown}{more} stay on one stage with all that lies between them: they share "
+            "memory or change it in place, and copies of that can't be kept apart; to cut there, "
+            "change the model"
+        )
+    if variant.flushes:
+        way = f"--tied split gives copies to several stages, {split} at most"
+    else:
+        flushing = ", ".join(name for name, v in VARIANTS.items() if v.flushes)
+        way = (
+            f"--tied split gives copies to several stages, {split} at most, in systems that flush "
+            f"(--variant {flushing})"
+        )
+    return (
+        f"layers {shown}{more} share parameters and stay on one stage with all that lies between "
+        f"them; {way}; or give them parameters of their own in the model"
+    )

@@ -1,0 +1,162 @@
+"""Laying stages over a cluster: from times and tensors to a pipeline with its links."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
+from math import gcd, lcm
+from typing import NamedTuple
+
+from ..cluster.cluster import Cluster
+from ..simulator.pipeline import Link, Pipeline, Route
+from ..systems.variants import Variant, variant_named
+from .stage_costs import Crossing
+
+
+class StageTimes(NamedTuple):
+    """Of one micro-batch on the stage's slowest device, and of an update; in s.
+
+    `weight_s`: how much of backward_s is its weight part, where the system splits backwards.
+    """
+
+    forward_s: float
+    backward_s: float
+    update_s: float
+    all_reduce_s: float = 0.0
+    weight_s: float = 0.0
+
+
+def make_pipeline(
+    variant: str,
+    micro_batches: int,
+    times: Sequence[StageTimes],
+    crossed: Sequence[Crossing],
+    cluster: Cluster,
+    devices: Sequence[Sequence[int]],
+    limits: Sequence[int],
+    update_every: int = 1,
+) -> Pipeline:
+    """A pipeline from stage times, what crosses the cuts, and each stage's devices."""
+    system = variant_named(variant)
+    sums = tuple(t.all_reduce_s for t in times)
+    replicated = any(len(mine) > 1 for mine in devices)
+    pools, cores = _pools_of(cluster, devices)
+    return Pipeline(
+        variant=system,
+        micro_batches=micro_batches,
+        forward_s=tuple(t.forward_s for t in times),
+        backward_s=tuple(t.backward_s for t in times),
+        update_s=tuple(t.update_s for t in times),
+        links=_links(system, crossed, cluster, devices),
+        limits=tuple(limits),
+        paces=tuple(_paces(cluster, mine) for mine in devices) if replicated else (),
+        all_reduce_s=sums if any(sums) else (),
+        update_every=update_every,
+        weight_s=tuple(t.weight_s for t in times) if system.split_backward else (),
+        pools=pools,
+        cores=cores,
+    )
+
+
+_Pools = tuple[tuple[int, ...], ...]
+
+
+def _pools_of(cluster: Cluster, devices: Sequence[Sequence[int]]) -> tuple[_Pools, tuple[int, ...]]:
+    """Per stage, the pool of cores of each of its devices; and how many each pool has.
+
+    Both are empty where no more of a machine's devices are used than compute at once.
+    """
+    homes = [[cluster.devices[d].machine or "" for d in mine] for mine in devices]
+    used = Counter(home for mine in homes for home in mine)
+    if all(cluster.at_once(count) == count for count in used.values()):
+        return (), ()
+    numbers = {home: k for k, home in enumerate(used)}
+    pools = tuple(tuple(numbers[home] for home in mine) for mine in homes)
+    return pools, tuple(cluster.at_once(count) for count in used.values())
+
+
+def _paces(cluster: Cluster, devices: Sequence[int]) -> tuple[float, ...]:
+    speeds = [cluster.devices[d].speed for d in devices]
+    return tuple(min(speeds) / speed for speed in speeds)
+
+
+def _links(
+    variant: Variant,
+    crossed: Sequence[Crossing],
+    cluster: Cluster,
+    devices: Sequence[Sequence[int]],
+) -> tuple[Link, ...]:
+    sent: dict[tuple[int, int], int] = {}
+    returned: dict[tuple[int, int], int] = {}
+    for c in crossed:
+        pair = c.source, c.target
+        sent[pair] = sent.get(pair, 0) + c.nbytes
+        if c.needs_grad:
+            returned[pair] = returned.get(pair, 0) + c.nbytes
+    links = [
+        _link(variant, pair, sent[pair], returned.get(pair), cluster, devices)
+        for pair in sorted(sent)
+    ]
+    uses = Counter(wire for link in links for wire in _wires(link))
+    lone = all(
+        len(link.routes) == 1
+        and link.routes[0].overlaps
+        and all(uses[wire] == 1 for wire in _wires(link))
+        for link in links
+    )
+    if lone:
+        return tuple(
+            Link(k.source, k.target, k.forward_s, k.backward_s, k.latency_s, k.has_gradient)
+            for k in links
+        )
+    return tuple(links)
+
+
+def _wires(link: Link) -> Iterator[Hashable]:
+    for route in link.routes:
+        yield route.wire
+        if link.has_gradient:
+            yield route.wire_back
+
+
+def _link(
+    variant: Variant,
+    pair: tuple[int, int],
+    sent: int,
+    returned: int | None,
+    cluster: Cluster,
+    devices: Sequence[Sequence[int]],
+) -> Link:
+    """The link of a pair of stages, with a route for each pair of replicas that need it.
+
+    Args:
+        sent, returned: bytes of activations and gradients for one micro-batch; None: no gradient.
+    """
+    here, there = (devices[s] for s in pair)
+    # Both deal what they share round by round: part k is replica k mod r's.
+    parts = lcm(len(here), len(there)) if variant.whole_mini_batches else 1
+    routes = []
+    for i, a in enumerate(here):
+        for j, b in enumerate(there):
+            if (i - j) % gcd(len(here), len(there)) == 0:
+                network = cluster.link(a, b)
+                routes.append(
+                    Route(
+                        source=i,
+                        target=j,
+                        forward_s=network.wire_s(sent / parts),
+                        backward_s=network.wire_s((returned or 0) / parts),
+                        latency_s=network.latency_s,
+                        wire=cluster.wire(a, b),
+                        wire_back=cluster.wire(b, a),
+                        overlaps=network.overlap,
+                    )
+                )
+    return Link(
+        *pair,
+        forward_s=max(route.forward_s for route in routes),
+        backward_s=max(route.backward_s for route in routes),
+        latency_s=max(route.latency_s for route in routes),
+        has_gradient=returned is not None,
+        routes=tuple(routes),
+    )

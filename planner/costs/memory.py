@@ -1,0 +1,360 @@
+"""Memory of a stage, by walking its order: its peak, and what it holds from step to step.
+
+A replica holds parameters, older versions that are still needed, gradients from a mini-batch's
+first backward to its update (from its first weight part, where backwards are split), optimizer
+state, what its micro-batches in flight keep, messages, and while it works the largest working set
+of a layer. What is in flight when depends on the order alone (`Holdings`); how many bytes that is,
+on the stage's layers (`StageBytes`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import msgspec
+
+from ...profiles.limits import TotalBytes
+from ..simulator.timeline import Event
+from ..systems.kinds import in_rows
+from ..systems.operations import BACKWARD, FORWARD, UPDATE, WEIGHT, Op
+from ..systems.variants import Variant
+from ..systems.versions import VersionWalk
+from .stage_costs import RECEIVES_AHEAD, Crossing
+
+
+class MemoryByKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where a stage's bytes are at its peak."""
+
+    weights_bytes: TotalBytes
+    """Parameters and buffers."""
+    versions_bytes: TotalBytes
+    """Older weight versions that are still needed, and copies that predictions are made in."""
+    gradients_bytes: TotalBytes
+    optimizer_bytes: TotalBytes
+    activations_bytes: TotalBytes
+    """Saved for backward, of all micro-batches in flight; and what weight parts wait with."""
+    boundary_bytes: TotalBytes
+    """Received and awaiting use, or awaiting their sending."""
+    workspace_bytes: TotalBytes
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return sum(msgspec.structs.astuple(self))
+
+
+class Moment(NamedTuple):
+    """What a replica holds while it runs an operation, or between two.
+
+    Attributes:
+        kind: of the operation; None between two.
+        versions: weight versions.
+        gradients: whether there are any.
+        kept: micro-batches whose activations are there: in flight, their weight parts included.
+        postponed: how many of them wait for their weight part alone.
+        scratch: copies that a backward mixes weights in.
+    """
+
+    kind: str | None
+    versions: int
+    gradients: bool
+    kept: int
+    postponed: int = 0
+    scratch: int = 0
+
+
+class HoldingsWalk:
+    """Steps through a stage's operations.
+
+    Attributes:
+        versions: weight versions held after the last one.
+        gradients: whether there are gradients then.
+        kept: per replica, micro-batches in flight then, those that wait for their weight parts
+            included.
+        postponed: per replica, how many do.
+        differences: per backward so far, its version less the one its forward used.
+    """
+
+    def __init__(
+        self,
+        variant: Variant,
+        micro_batches: int,
+        replicas: int,
+        entries: Sequence[int] = (),
+        *,
+        recompute: bool = False,
+        update_every: int = 1,
+    ) -> None:
+        # Replicas that share every mini-batch all hold the same.
+        self._r = r = 1 if variant.whole_mini_batches else replicas
+        self._last = micro_batches - 1
+        self._share = micro_batches // r
+        self._walk = VersionWalk(variant, micro_batches, entries, recompute=recompute)
+        self._update_every = update_every
+        self.versions = 1
+        self.gradients = False
+        self._split = variant.split_backward
+        self._synchronises = variant.synchronises
+        self._mixes = variant.backward_weights == "intermediate"
+        self.kept = [0] * r
+        self.postponed = [0] * r
+        self.differences: list[int] = []
+
+    def step(self, op: Op, count: int = 1) -> Moment:
+        """Take an operation. Returns what the replica that holds most has meanwhile.
+
+        `count`: that many forwards in a row, `alike`, the mini-batch's last not among them unless
+        it is the only one. Returns the fullest moment then.
+        """
+        kind, b, i = op
+        if kind == FORWARD:
+            return self._forward(op, i or 0, count)
+        if kind == BACKWARD:
+            return self._backward(op, i)
+        if kind == WEIGHT:
+            return self._weight(i or 0)
+        if (b + 1) % self._update_every:
+            # Gradients are kept for a later update.
+            return self.between()
+        self._walk.update()
+        self.versions = self._walk.held()
+        meanwhile = self.between()._replace(kind=UPDATE)
+        self.gradients = False
+        return meanwhile
+
+    def alike(self, count: int) -> int:
+        """How many of the next `count` forwards may be taken in one step."""
+        return self._walk.alike(count)
+
+    def _forward(self, op: Op, i: int, count: int) -> Moment:
+        versions = self.versions
+        self._walk.forward(op, count)
+        if self._synchronises or i == self._last:
+            # What no forward will use any more goes after the last one that did.
+            self.versions = self._walk.held()
+        fullest = (0, 0)
+        for k in range(i, i + min(count, self._r)):
+            j = k % self._r
+            self.kept[j] += -(-(i + count - k) // self._r)
+            fullest = max(fullest, (self.kept[j], self.postponed[j]))
+        return Moment(FORWARD, versions, self.gradients, *fullest)
+
+    def _backward(self, op: Op, i: int | None) -> Moment:
+        walk = self._walk
+        self.differences.append(walk.backward(op) - walk.forward_version(op))
+        scratch = int(self._mixes and walk.mixes_aside(op))
+        walk.finish(op)
+        self.gradients = self.gradients or not self._split
+        if i is None:
+            meanwhile = Moment(BACKWARD, self.versions, True, max(self.kept), scratch=scratch)
+            self.kept = [kept - self._share for kept in self.kept]
+        else:
+            j = i % self._r
+            self.postponed[j] += self._split
+            meanwhile = self._meanwhile(BACKWARD, j)
+            self.kept[j] -= not self._split
+        if i is None or i == self._last:
+            self.versions = walk.held()
+        return meanwhile
+
+    def _weight(self, i: int) -> Moment:
+        j = i % self._r
+        self.gradients = True
+        meanwhile = self._meanwhile(WEIGHT, j)
+        self.kept[j] -= 1
+        self.postponed[j] -= 1
+        return meanwhile
+
+    def _meanwhile(self, kind: str, j: int) -> Moment:
+        return Moment(kind, self.versions, self.gradients, self.kept[j], self.postponed[j])
+
+    def between(self) -> Moment:
+        """What the replica that holds most has after the last operation."""
+        kept, postponed = max(zip(self.kept, self.postponed, strict=True))
+        return Moment(None, self.versions, self.gradients, kept, postponed)
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """What a stage's order makes it hold, whatever its layers.
+
+    Attributes:
+        moments: all different ones during operations; of those that differ only in what is kept,
+            the fullest.
+        differences: per backward, its version less the one its forward used.
+    """
+
+    moments: tuple[Moment, ...]
+    differences: tuple[int, ...]
+
+    @property
+    def micro_batches_kept(self) -> int:
+        """Most micro-batches whose activations a replica keeps at once."""
+        return max(moment.kept for moment in self.moments)
+
+    @property
+    def versions_held(self) -> int:
+        """Most weight versions held at once."""
+        return max(moment.versions for moment in self.moments)
+
+    def filled(self, kept: int) -> Holdings:
+        """The same with so many micro-batches in flight at the least."""
+        moments = (m._replace(kept=max(m.kept, kept)) for m in self.moments)
+        return Holdings(tuple(moments), self.differences)
+
+
+def holdings(
+    variant: Variant,
+    micro_batches: int,
+    replicas: int,
+    kinds: bytes,
+    entries: Sequence[int] = (),
+    *,
+    recompute: bool = False,
+    update_every: int = 1,
+) -> Holdings:
+    """Walk one stage's operations; enough of them to reach the steady state.
+
+    Args:
+        kinds: of the operations (`kinds.numbered`).
+        entries, recompute: as for `versions.VersionWalk`.
+    """
+    walk = HoldingsWalk(
+        variant, micro_batches, replicas, entries, recompute=recompute, update_every=update_every
+    )
+    fullest: dict[tuple[object, ...], Moment] = {}
+
+    def note(moment: Moment) -> None:
+        key = (*moment[:3], moment.postponed, moment.scratch)
+        known = fullest.get(key)
+        if known is None or moment.kept > known.kept:
+            fullest[key] = moment
+
+    for op, count in in_rows(kinds, micro_batches, micro=variant.backward_unit == "micro"):
+        first = op.micro_batch or 0
+        while op.kind == FORWARD and (alike := walk.alike(count)) < count:
+            note(walk.step(op._replace(micro_batch=first), alike))
+            first, count = first + alike, count - alike
+        note(walk.step(op if op.kind != FORWARD else op._replace(micro_batch=first), count))
+    return Holdings(tuple(fullest.values()), tuple(walk.differences))
+
+
+_WORKING = (FORWARD, BACKWARD, WEIGHT)
+"""Operations that layers work in."""
+
+
+class StageBytes(
+    msgspec.Struct,
+    frozen=True,
+    forbid_unknown_fields=True,
+    kw_only=True,
+    rename=lambda name: f"{name}_bytes",
+):
+    """What there is to hold on each replica of a stage. In files, names end in ``_bytes``."""
+
+    parameters: TotalBytes
+    buffers: TotalBytes
+    optimizer: TotalBytes
+    scratch: TotalBytes
+    """Of copies of the weights that predictions are made in."""
+    kept: TotalBytes
+    """Of each micro-batch in flight."""
+    rebuilt: TotalBytes
+    """Activations that a backward computes again first."""
+    messages: TotalBytes
+    """Held all the time: posted receives, and what awaits its sending."""
+    gradients: TotalBytes
+    """Messages that a backward has at hand."""
+    workspace: TotalBytes
+    """Largest working set of any layer."""
+    postponed: TotalBytes = 0
+    """Gradients that wait with each micro-batch for its weight part."""
+
+    def total(self, moment: Moment) -> int:
+        """Bytes held at a moment."""
+        kind, versions, gradients, kept, postponed, scratch = moment
+        total = self.parameters * (versions + gradients + scratch) + self.buffers + self.optimizer
+        total += self.scratch + kept * self.kept + postponed * self.postponed + self.messages
+        if kind == BACKWARD:
+            total += self.rebuilt + self.gradients
+        return total + self.workspace if kind in _WORKING else total
+
+    def by_kind(self, moment: Moment) -> MemoryByKind:
+        """The same, by kind."""
+        kind, versions, gradients, kept, postponed, scratch = moment
+        backward = kind == BACKWARD
+        return MemoryByKind(
+            weights_bytes=self.parameters + self.buffers,
+            versions_bytes=(versions - 1 + scratch) * self.parameters + self.scratch,
+            gradients_bytes=self.parameters if gradients else 0,
+            optimizer_bytes=self.optimizer,
+            activations_bytes=(
+                kept * self.kept + postponed * self.postponed + (self.rebuilt if backward else 0)
+            ),
+            boundary_bytes=self.messages + (self.gradients if backward else 0),
+            workspace_bytes=self.workspace if kind in _WORKING else 0,
+        )
+
+    def peak(self, found: Holdings) -> MemoryByKind:
+        """The most there is to hold at once."""
+        return self.by_kind(max(found.moments, key=self.total))
+
+    def accounted_peak(self, found: Holdings) -> MemoryByKind:
+        """The same without working sets, which a run can't see."""
+        return msgspec.structs.replace(self, workspace=0).peak(found)
+
+
+def boundary_buffers(
+    stage: int,
+    crossed: Sequence[Crossing],
+    gradient_micro_batches: int,
+    kept_storages: frozenset[str],
+    waiting: Mapping[int, int],
+) -> tuple[int, int]:
+    """Bytes of messages around a replica of a stage.
+
+    Args:
+        crossed: tensors that cross cuts, as large as the replica's part of them.
+        gradient_micro_batches: how many of them one backward of the replica works through.
+        kept_storages: a message made of one of these costs nothing more while it waits.
+        waiting: for each receiving stage, forward messages that await their sending at once.
+
+    Returns:
+        Posted receives and messages awaiting their sending, held all the time; and the
+        gradients, received and made, that a backward has at hand.
+    """
+    always = working = 0
+    for c in crossed:
+        if c.target == stage:
+            always += RECEIVES_AHEAD[FORWARD] * c.nbytes
+            if c.needs_grad:
+                # One gradient may still be waiting for its sending while the next is made.
+                always += c.nbytes * gradient_micro_batches
+                working += c.nbytes * gradient_micro_batches
+        if c.source == stage:
+            if c.storage not in kept_storages:
+                always += c.nbytes * waiting.get(c.target, 1)
+            if c.needs_grad:
+                always += RECEIVES_AHEAD[BACKWARD] * c.nbytes * gradient_micro_batches
+                working += c.nbytes * gradient_micro_batches
+    return always, working
+
+
+def memory_steps(
+    walk: HoldingsWalk, events: Iterable[Event], held: StageBytes
+) -> Iterator[tuple[float, int]]:
+    """Bytes over time, as steps: from each time on so many, until the next.
+
+    Args:
+        walk: at the start of the stage's order.
+        events: the stage's, one after another (`timeline.Timeline.stages`). With replicas, of
+            each operation that of the one that holds most counts.
+
+    Yields:
+        (seconds, bytes), at the start and at the end of each event. The peak is `StageBytes.peak`.
+    """
+    for event in events:
+        yield event.start_s, held.total(walk.step(event.op))
+        yield event.end_s, held.total(walk.between())

@@ -1,0 +1,318 @@
+"""What a stage costs: sums over its layers, and tensors shared among them counted once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import msgspec
+
+from ...profiles.errors import PlanError
+from ...profiles.profile import Edge, Layer, Measurement, OperationCost, Profile
+from .tied_parameters import copied_bytes
+
+RECEIVES_AHEAD = {"F": 2, "B": 1}
+"""Messages of each kind and link that a stage has buffers posted for, ahead of their use."""
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """One stage at one micro-batch size, on a device of speed 1.
+
+    Attributes:
+        forward_s, backward_s: of one micro-batch; the last stage's hold the loss, and forwards what
+            running one costs besides its layers.
+        weight_s: its weight part, where the backward is split (`weight_part_s`).
+        split_s: how much longer both parts take than the backward in one.
+        postponed_bytes: gradients that wait for the weight part of one micro-batch.
+        kept_bytes: what one micro-batch in flight keeps for its backward.
+        kept_storages: names of the storages among them that other layers may keep too.
+        workspace_bytes: largest working set of any of its layers.
+    """
+
+    forward_s: float
+    backward_s: float
+    update_s: float
+    parameter_bytes: int
+    buffer_bytes: int
+    kept_bytes: int
+    kept_storages: frozenset[str]
+    workspace_bytes: int
+    weight_s: float = 0.0
+    split_s: float = 0.0
+    postponed_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A tensor that goes from one stage to another, once for each micro-batch.
+
+    Attributes:
+        nbytes: for one micro-batch; its gradient is as large where it needs one.
+        storage: the memory behind it, on the stage that makes it.
+    """
+
+    tensor: str
+    source: int
+    target: int
+    nbytes: int
+    needs_grad: bool
+    storage: str = ""
+
+
+def at(measurements: Sequence[Measurement], micro_batch: int) -> Measurement:
+    """Measurement at a micro-batch size, affine between the sizes measured.
+
+    Raises:
+        PlanError: the size lies outside what was measured; nothing is extrapolated.
+    """
+    for m in measurements:
+        if m.micro_batch == micro_batch:
+            return m
+    below = [m for m in measurements if m.micro_batch < micro_batch]
+    above = [m for m in measurements if m.micro_batch > micro_batch]
+    if not below or not above:
+        raise PlanError(
+            f"micro-batches of {micro_batch} samples: the profile measured "
+            f"{measurements[0].micro_batch} to {measurements[-1].micro_batch}; "
+            f"profile again with --micro-batch-sizes that reach {micro_batch}"
+        )
+    low, high = below[-1], above[0]
+    share = (micro_batch - low.micro_batch) / (high.micro_batch - low.micro_batch)
+
+    def between(a: float, b: float) -> float:
+        return a + (b - a) * share
+
+    def between_known(a: float | None, b: float | None) -> float | None:
+        return None if a is None or b is None else between(a, b)
+
+    return Measurement(
+        micro_batch=micro_batch,
+        forward_s=between(low.forward_s, high.forward_s),
+        backward_s=between(low.backward_s, high.backward_s),
+        saved_bytes=round(between(low.saved_bytes, high.saved_bytes)),
+        workspace_bytes=round(between(low.workspace_bytes, high.workspace_bytes)),
+        backward_input_s=between_known(low.backward_input_s, high.backward_input_s),
+        postponed_bytes=(
+            None
+            if (found := between_known(low.postponed_bytes, high.postponed_bytes)) is None
+            else round(found)
+        ),
+        backward_weight_s=between_known(low.backward_weight_s, high.backward_weight_s),
+        saved_tensors=(
+            None
+            if (count := between_known(low.saved_tensors, high.saved_tensors)) is None
+            else round(count)
+        ),
+    )
+
+
+def in_a_stage(measured: Measurement, operation: OperationCost | None) -> Measurement:
+    """What it takes where a stage runs it: autograd's tensors pass through hooks."""
+    if operation is None or not measured.saved_tensors:
+        return measured
+    return msgspec.structs.replace(
+        measured,
+        forward_s=measured.forward_s + measured.saved_tensors * operation.pack_s,
+        backward_s=measured.backward_s + measured.saved_tensors * operation.unpack_s,
+    )
+
+
+UNMEASURED_WEIGHT_SHARE = 0.5
+"""How much of a layer's backward is its weight part, where the profile doesn't say."""
+
+
+def weight_part_s(layer: Layer, measured: Measurement) -> float:
+    """The weight part of a layer's backward, run by itself.
+
+    Where that wasn't measured, what its inputs' gradients alone don't take; where those weren't
+    either, half of the backward of layers that have weights.
+    """
+    if measured.backward_weight_s is not None:
+        return measured.backward_weight_s
+    if measured.backward_input_s is not None:
+        return max(measured.backward_s - measured.backward_input_s, 0.0)
+    return measured.backward_s * UNMEASURED_WEIGHT_SHARE if layer.parameter_bytes else 0.0
+
+
+def input_part_s(layer: Layer, measured: Measurement) -> float:
+    """The part of a layer's backward that gives the gradients of its inputs."""
+    if measured.backward_input_s is not None:
+        return measured.backward_input_s
+    return measured.backward_s - weight_part_s(layer, measured)
+
+
+def sized(fixed_bytes: int, bytes_per_sample: float, micro_batch: int) -> int:
+    """Bytes of a tensor for a micro-batch of this size."""
+    return round(fixed_bytes + bytes_per_sample * micro_batch)
+
+
+def unmeasured_weight_parts(profile: Profile) -> tuple[str, ...]:
+    """Names of layers whose weight part is assumed."""
+    return tuple(
+        layer.name
+        for layer in profile.layers
+        if layer.parameter_bytes and any(m.backward_input_s is None for m in layer.measurements)
+    )
+
+
+def private_bytes(profile: Profile, layer: Layer, measured: Measurement) -> int:
+    """What a layer keeps besides the storages that other layers may keep too."""
+    storages = {s.name: s for s in profile.storages}
+    shared = sum(
+        sized(storages[n].fixed_bytes, storages[n].bytes_per_sample, measured.micro_batch)
+        for n in layer.saves
+    )
+    return max(measured.saved_bytes - shared, 0)
+
+
+class Costs:
+    """One profile's costs, for many stages: what was looked up once is kept.
+
+    Attributes:
+        stage: (names of layers, micro-batch size, whether it is the last) → `StageCost`. Raises
+            PlanError for a micro-batch size outside what was measured.
+        crossings: (names of each stage's layers, micro-batch size) → tensors that cross the cuts,
+            each once for each receiving stage, in the graph's order.
+    """
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+        self.stage = lru_cache(maxsize=20_000)(self._stage)
+        self.crossings = lru_cache(maxsize=1_000)(self._crossings)
+        self._measured = lru_cache(maxsize=None)(self._measure)
+        self._position = {layer.name: k for k, layer in enumerate(profile.layers)}
+        self._storages = {storage.name: storage for storage in profile.storages}
+        self._needs: dict[str, list[Edge]] = {layer.name: [] for layer in profile.layers}
+        self._made: dict[str, list[Edge]] = {layer.name: [] for layer in profile.layers}
+        self._makes: dict[str, set[str]] = {layer.name: set() for layer in profile.layers}
+        for edge in profile.edges:
+            self._makes[edge.producer].add(edge.storage)
+            self._made[edge.producer].append(edge)
+            if edge.consumer in self._needs:
+                self._needs[edge.consumer].append(edge)
+
+    def _measure(self, name: str, micro_batch: int) -> tuple[Measurement, int]:
+        """A layer's costs, and the bytes that it alone keeps."""
+        layer = self.profile.layers[self._position[name]]
+        measured = in_a_stage(at(layer.measurements, micro_batch), self.profile.operation)
+        shared = sum(self._stored(storage, micro_batch) for storage in layer.saves)
+        return measured, max(measured.saved_bytes - shared, 0)
+
+    def _stored(self, name: str, micro_batch: int) -> int:
+        storage = self._storages[name]
+        return sized(storage.fixed_bytes, storage.bytes_per_sample, micro_batch)
+
+    def _stage(self, names: tuple[str, ...], micro_batch: int, last: bool) -> StageCost:
+        profile = self.profile
+        layers = [profile.layers[k] for k in sorted(self._position[name] for name in names)]
+        looked_up = [self._measured(layer.name, micro_batch) for layer in layers]
+        measured = [m for m, _ in looked_up]
+        losses = (
+            [in_a_stage(at(profile.loss, micro_batch), profile.operation)]
+            if last and profile.loss
+            else []
+        )
+        shared = self._shared_storages(layers, micro_batch)
+        parameters = sum(layer.parameter_bytes for layer in layers) + copied_bytes(profile, names)
+        optimizer, operation = profile.optimizer, profile.operation
+        besides_s = operation.forward_s if operation else 0.0
+        around_s = (
+            operation.mini_batch_s + operation.update_s_per_byte * parameters if operation else 0.0
+        )
+        weight_s = [weight_part_s(la, m) for la, m in zip(layers, measured, strict=True)]
+        split_s = (
+            input_part_s(la, m) + weight - m.backward_s
+            for la, m, weight in zip(layers, measured, weight_s, strict=True)
+        )
+        return StageCost(
+            forward_s=sum(m.forward_s for m in (*measured, *losses)) + besides_s,
+            backward_s=sum(m.backward_s for m in (*measured, *losses)),
+            update_s=around_s
+            + (
+                optimizer.update_fixed_s + optimizer.update_s_per_byte * parameters
+                if parameters
+                else 0.0
+            ),
+            parameter_bytes=parameters,
+            buffer_bytes=sum(layer.buffer_bytes for layer in layers),
+            kept_bytes=(
+                sum(private for _, private in looked_up)
+                + sum(shared.values())
+                + sum(m.saved_bytes for m in losses)
+            ),
+            kept_storages=frozenset(shared),
+            workspace_bytes=max((m.workspace_bytes for m in (*measured, *losses)), default=0),
+            weight_s=sum(weight_s),
+            split_s=max(sum(split_s), 0.0),
+            postponed_bytes=sum(
+                self._waiting(layer, m) for layer, m in zip(layers, measured, strict=True)
+            ),
+        )
+
+    def _waiting(self, layer: Layer, measured: Measurement) -> int:
+        """Gradients that wait for a layer's weight part: those of its outputs, if not measured."""
+        if measured.postponed_bytes is not None:
+            return measured.postponed_bytes
+        if not layer.parameter_bytes:
+            return 0
+        outputs = {edge.tensor: edge for edge in self._made[layer.name] if edge.needs_grad}
+        return sum(
+            sized(edge.fixed_bytes, edge.bytes_per_sample, measured.micro_batch)
+            for edge in outputs.values()
+        )
+
+    def _shared_storages(self, layers: Sequence[Layer], micro_batch: int) -> dict[str, int]:
+        """Bytes of each storage that some layer of the stage keeps and others may keep too."""
+        names = {layer.name for layer in layers}
+        made: set[str] = set()
+        received: dict[str, dict[str, int]] = {}
+        for layer in layers:
+            made |= self._makes[layer.name]
+            for edge in self._needs[layer.name]:
+                if edge.producer not in names:
+                    size = sized(edge.fixed_bytes, edge.bytes_per_sample, micro_batch)
+                    received.setdefault(edge.storage, {})[edge.tensor] = size
+        kept: dict[str, int] = {}
+        for layer in layers:
+            for name in layer.saves:
+                # What comes over a cut is as large as its message, whatever it was a view of.
+                here = received.get(name, {})
+                if here and name not in made:
+                    kept[name] = sum(here.values())
+                else:
+                    kept[name] = self._stored(name, micro_batch)
+        return kept
+
+    def _crossings(
+        self, stages: tuple[tuple[str, ...], ...], micro_batch: int
+    ) -> tuple[Crossing, ...]:
+        stage_of = {name: s for s, names in enumerate(stages) for name in names}
+        stage_of["output"] = len(stages) - 1
+        found: dict[tuple[str, int], Crossing] = {}
+        for edge in self.profile.edges:
+            source, target = stage_of[edge.producer], stage_of[edge.consumer]
+            if source != target and (edge.tensor, target) not in found:
+                nbytes = sized(edge.fixed_bytes, edge.bytes_per_sample, micro_batch)
+                found[edge.tensor, target] = Crossing(
+                    edge.tensor, source, target, nbytes, edge.needs_grad, edge.storage
+                )
+        return tuple(found.values())
+
+
+def stage_cost(
+    profile: Profile, names: Sequence[str], micro_batch: int, *, last: bool
+) -> StageCost:
+    """Cost of a stage made of these layers. `last`: it computes the loss too.
+
+    Raises PlanError for a micro-batch size outside what was measured.
+    """
+    return Costs(profile).stage(tuple(names), micro_batch, last)
+
+
+def crossings(
+    profile: Profile, stages: Sequence[Sequence[str]], micro_batch: int
+) -> tuple[Crossing, ...]:
+    """Tensors that cross the cuts, each once for each receiving stage, in the graph's order."""
+    return Costs(profile).crossings(tuple(tuple(names) for names in stages), micro_batch)

@@ -1,0 +1,1 @@
+"""Exact cuts by dynamic programming over the graph's downsets."""

@@ -1,0 +1,117 @@
+"""The same question with fewer places to cut: layers between two of them become one.
+
+Places are chosen one inside the other, the cheapest to cut at of many equal shares of the work.
+A cut of the coarse problem is a cut of the fine one with the same loads and bytes; so its optimum
+is a cut worth trying, and never a bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+
+from ..problem import ChosenStage, Cut, Mode, Shared, StageProblem, Tensor, Vector
+from ..stage_load import members
+from .lattice import Lattice, lattice_of
+from .program import Program
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Rows of layers that aren't cut.
+
+    Attributes:
+        masks: bit masks of each block's layers, from the input side on; all layers together.
+    """
+
+    masks: tuple[int, ...]
+
+    def coarse(self, problem: StageProblem) -> tuple[StageProblem, Lattice]:
+        """The problem with blocks for layers, and all its downsets."""
+        block_of = {j: g for g, mask in enumerate(self.masks) for j in members(mask)}
+        block_of[problem.layers] = len(self.masks)
+        lists = [list(members(mask)) for mask in self.masks]
+
+        def summed(values: Vector | None) -> Vector | None:
+            return None if values is None else np.array([values[rows].sum() for rows in lists])
+
+        def added(values: Vector) -> Vector:
+            return np.array([values[rows].sum() for rows in lists])
+
+        def ends(mask: int) -> int:
+            return sum({1 << block_of[j] for j in members(mask)})
+
+        workspace = problem.workspace_bytes
+        found = replace(
+            problem,
+            names=tuple(problem.names[rows[0]] for rows in lists),
+            needs=tuple((1 << g) >> 1 for g in range(len(lists))),
+            together=(),
+            tensors=_merged_tensors([(ends(t.ends), t) for t in problem.tensors]),
+            shared=_merged_shared([(ends(s.ends), s) for s in problem.shared]),
+            modes=tuple(_summed_mode(mode, added) for mode in problem.modes),
+            parameter_bytes=added(problem.parameter_bytes),
+            serial_s=summed(problem.serial_s),
+            before_s=summed(problem.before_s),
+            after_s=summed(problem.after_s),
+            workspace_bytes=(
+                None if workspace is None else np.array([workspace[rows].max() for rows in lists])
+            ),
+            pins=tuple((block_of[layer], stage) for layer, stage in problem.pins),
+        )
+        chain = [(1 << g) - 1 for g in range(len(lists) + 1)]
+        return found, lattice_of(found, chain, complete=True)
+
+    def fine(self, cut: Cut) -> Cut:
+        """A cut of the coarse problem as one of the problem it was made from."""
+        stages = tuple(
+            ChosenStage(sum(self.masks[g] for g in members(s.layers)), s.option, s.k)
+            for s in cut.stages
+        )
+        return Cut(stages, cut.objective_s)
+
+
+def blocks(problem: StageProblem, lattice: Lattice, most: int) -> Blocks:
+    """At most so many blocks, of about the same work each where cuts are as cheap."""
+    thinned = Program(problem, lattice).thinned(most - 1, 1)
+    chain = [0]
+    for mask in thinned.masks[1:]:
+        if not chain[-1] & ~mask:
+            chain.append(mask)
+    return Blocks(tuple(above & ~below for below, above in pairwise(chain)))
+
+
+def _summed_mode(mode: Mode, summed: Callable[[Vector], Vector]) -> Mode:
+    return replace(
+        mode,
+        compute_s=summed(mode.compute_s),
+        fixed_bytes=summed(mode.fixed_bytes),
+        flight_bytes=summed(mode.flight_bytes),
+    )
+
+
+def _merged_tensors(tensors: list[tuple[int, Tensor]]) -> tuple[Tensor, ...]:
+    """Tensors with the same ends as one; without those that no cut crosses."""
+    found: dict[int, Tensor] = {}
+    for ends, tensor in tensors:
+        if ends & (ends - 1):
+            old = found.get(ends, Tensor(ends))
+            found[ends] = Tensor(
+                ends,
+                old.lower_s + tensor.lower_s,
+                old.upper_s + tensor.upper_s,
+                old.lower_bytes + tensor.lower_bytes,
+                old.upper_bytes + tensor.upper_bytes,
+                old.kept_bytes + tensor.kept_bytes,
+            )
+    return tuple(found.values())
+
+
+def _merged_shared(shared: list[tuple[int, Shared]]) -> tuple[Shared, ...]:
+    found: dict[int, float] = {}
+    for ends, item in shared:
+        found[ends] = found.get(ends, 0.0) + item.nbytes
+    return tuple(Shared(ends, nbytes) for ends, nbytes in found.items())

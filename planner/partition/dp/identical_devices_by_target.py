@@ -1,0 +1,278 @@
+"""Devices all alike, on a lattice too large for a table of its stages: one target at a time.
+
+As `identical_devices`, a downset needs one number under a target: the fewest devices that do the
+layers beyond it. Stages are made again for each target, the ones with the fewest devices first, and
+only those that can need fewer than the best so far.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from time import monotonic
+
+import numpy as np
+
+from ..problem import ChosenStage, Cut, StageProblem, Vector
+from ..stage_load import stage_load
+from .cost_tables import FITS, PairCosts
+from .crossing import Flags
+from .lattice import Lattice, Positions
+from .minimax import Answer
+from .program import SLACK, UNBOUNDED, Program, just_below
+from .rising_places import RisingPlaces
+from .sweep import CLOCK, OutOfTime
+
+MOST_PAIRS = 4_500_000
+"""Stages whose costs are kept, whatever their options: some 50 bytes each."""
+
+CLOSE = 1.001
+"""Targets are halved until the best cut is so close to the bound; then lowered to just below it."""
+
+CHUNK = 256
+"""Stages to look at first; then four times as many, and so on."""
+
+NEVER = 2**62
+"""A cost that no chain has."""
+
+
+@dataclass(frozen=True)
+class _Above:
+    """What stages from one downset cost, whatever the target, by falling work.
+
+    Attributes:
+        above: positions of their upper downsets, [B].
+        fall: those downsets' work times −1, rising, [B].
+        lower_s, upper_s: on the wire, [B].
+        once, flight: bytes held in any case, parameters left out, and per unit, [M, B]; empty
+            without a limit.
+    """
+
+    above: Positions
+    fall: Vector
+    lower_s: Vector
+    upper_s: Vector
+    once: Vector
+    flight: Vector
+
+
+class RisingTargets:
+    """A problem whose places are `RisingPlaces`, on a lattice."""
+
+    def __init__(self, problem: StageProblem, lattice: Lattice, places: RisingPlaces) -> None:
+        self._problem, self._lattice, self._places = problem, lattice, places
+        self._program = Program(problem, lattice)
+        self._costs = self._program.costs
+        order = sorted(self._program.options.tolist(), key=lambda o: problem.options[o].replicas)
+        self._options = [(o, problem.options[o], places.alike[o]) for o in order]
+        self._known: dict[int, _Above] = {}
+
+    def answer(self, below: float, within: float, deadline: float | None) -> Answer:
+        """See `rising_by_targets`."""
+        low, high, best = self._program.bound_s, just_below(below), None
+        try:
+            while high > low:
+                target = high
+                if best is not None:
+                    close = high <= low * CLOSE
+                    target = just_below(high) if close else float(np.sqrt(low * high))
+                if best is not None and (high <= low * within or target <= low):
+                    break
+                cut = self.under(target, deadline)
+                if cut is not None:
+                    best, high = cut, cut.objective_s
+                    continue
+                low = target
+                if best is None:
+                    return Answer(None, below, complete=True)
+        except OutOfTime:
+            return Answer(best, min(low, high), complete=False)
+        if best is None:
+            # The bound alone shows that there is none.
+            return Answer(None, below, complete=True)
+        return Answer(best, min(low, high), complete=low >= just_below(high))
+
+    def under(self, target: float, deadline: float | None) -> Cut | None:
+        """A cut with loads up to a target on the fewest devices; of those with the fewest stages.
+
+        Raises OutOfTime when the deadline, by `time.monotonic`, has passed.
+        """
+        step, devices = self._problem.layers + 1, self._problem.devices
+        # Devices · step + stages, which are fewer than that.
+        cost = np.full(self._lattice.size, NEVER, dtype=np.int64)
+        cost[self._program.top] = 0
+        how: dict[int, tuple[int, int]] = {}
+        work, slack = self._costs.work, self._program.slack
+        for number, below in enumerate(self._program.order.tolist()):
+            if number % CLOCK == 0 and deadline is not None and monotonic() > deadline:
+                raise OutOfTime
+            if below == self._program.top:
+                continue
+            found = self._above(below)
+            beyond, best = cost[found.above], devices * step + step
+            reached = beyond < NEVER
+            if not reached.any():
+                continue
+            least = int(beyond[reached].min())
+            for option, chosen, place in self._options:
+                taken = chosen.replicas * step + 1
+                if least + taken >= best:
+                    break
+                # What has more work than so many devices do in the time comes before this.
+                most_work = target * place.speed * chosen.replicas * (1 + SLACK)
+                start = int(np.searchsorted(found.fall, -(work[below] + most_work + slack)))
+                at = np.flatnonzero(beyond[start:] < best - taken) + start
+                # Where the work is most the fewest devices are needed beyond, as a rule.
+                size = CHUNK
+                while len(at):
+                    good = self._good(below, found, at[:size], option, target, beyond)
+                    at, size = at[size:], 4 * size
+                    if len(good):
+                        first = good[int(beyond[good].argmin())]
+                        best = int(beyond[first]) + taken
+                        how[below] = int(found.above[first]), option
+                        at = at[beyond[at] < best - taken]
+            if below in how:
+                cost[below] = best
+        return self._cut(how) if 0 in how else None
+
+    def _good(
+        self,
+        below: int,
+        found: _Above,
+        at: Positions,
+        option: int,
+        target: float,
+        beyond: Positions,
+    ) -> Positions:
+        """Which of some stages have loads up to the target, and fit their devices.
+
+        Args:
+            beyond: cost of the devices beyond each stage in `found`.
+        """
+        at = self._within(below, found, at, option, target)
+        if not len(at) or self._places.alike[option].memory_bytes >= UNBOUNDED:
+            return at
+        r = self._problem.options[option].replicas
+        k = beyond[at] // (self._problem.layers + 1) + r
+        units = np.minimum(-(-k // r), self._places.most[option])
+        return at[self._fits(below, found, at, option, units)]
+
+    def _within(
+        self, below: int, found: _Above, at: Positions, option: int, target: float
+    ) -> Positions:
+        """Which of some stages have loads up to the target."""
+        problem, costs, place = self._problem, self._costs, self._places.alike[option]
+        mode, r = problem.options[option].mode, problem.options[option].replicas
+        rest = target - costs.before[below]
+        compute = costs.compute[mode]
+        # Most are left out by this alone.
+        most = rest * place.speed * r * (1 + SLACK) + compute[below]
+        at = at[compute[found.above[at]] <= most]
+        above = found.above[at]
+        busy: Vector = (compute[above] - compute[below]) / r
+        if costs.serial is not None:
+            busy += costs.serial[above] - costs.serial[below]
+        holds = costs.holders[above] > costs.holders[below]
+        busy += problem.serial_fixed_s * holds
+        busy /= place.speed
+        busy += place.sync_s * holds
+        if place.sync_s_per_byte:
+            busy += place.sync_s_per_byte * (costs.parameters[above] - costs.parameters[below])
+        wire = place.lower_scale * found.lower_s[at] + place.upper_scale * found.upper_s[at]
+        load = np.maximum(busy, wire) if problem.overlap else busy + wire
+        load += costs.before[below] + costs.after[above]
+        within: Positions = at[load <= target]
+        return within
+
+    def _fits(self, below: int, found: _Above, at: Positions, option: int, units: Vector) -> Flags:
+        """Which of some stages fit their devices with so many units in flight."""
+        place, mode = self._places.alike[option], self._problem.options[option].mode
+        parameters = self._costs.parameters
+        held = parameters[found.above[at]] - parameters[below]
+        copies = place.copies + self._places.copies_per_unit * (units - 1)
+        total = found.once[mode, at] + copies * held
+        total += place.units * units * found.flight[mode, at]
+        fits: Flags = total <= place.memory_bytes * FITS
+        return fits
+
+    def _above(self, below: int) -> _Above:
+        if below not in self._known:
+            self._known[below] = _above(self._program, below)
+        return self._known[below]
+
+    def _cut(self, how: dict[int, tuple[int, int]]) -> Cut:
+        """A chain as an answer, on the last devices, its objective from the definition."""
+        problem, masks = self._problem, self._lattice.masks
+        steps: list[tuple[int, int, int]] = []
+        below = 0
+        while below != self._program.top:
+            above, option = how[below]
+            steps.append((below, above, option))
+            below = above
+        k = sum(problem.options[option].replicas for _, _, option in steps)
+        chosen, worst = [], 0.0
+        for below, above, option in steps:
+            layers = masks[above] & ~masks[below]
+            chosen.append(ChosenStage(layers, option, k))
+            worst = max(worst, stage_load(problem, masks[below], layers, option, k))
+            k -= problem.options[option].replicas
+        return Cut(tuple(chosen), worst)
+
+
+def _above(program: Program, below: int) -> _Above:
+    """All stages from one downset."""
+    costs, problem = program.costs, program.problem
+    inside = costs.inside
+    order = program.order
+    holds = inside.holding(below, inside.counts | inside.guards[:, None])
+    above = order[holds[order] & (order != below)]
+    lower_s = upper_s = np.zeros(len(above))
+    if costs.wires is not None:
+        (lower_s,), (upper_s,) = costs.wires.between(below, above)
+    once = flight = np.zeros((len(problem.modes), 0))
+    if costs.places.limited:
+        once, flight = _bytes(costs, below, above)
+    return _Above(above, -costs.work[above], lower_s, upper_s, once, flight)
+
+
+def _bytes(costs: PairCosts, below: int, above: Positions) -> tuple[Vector, Vector]:
+    """Held in any case, parameters left out, and per unit in flight, [M, B] each."""
+    once: Vector = costs.fixed[:, above] - costs.fixed[:, below, None]
+    flight: Vector = costs.flight[:, above] - costs.flight[:, below, None]
+    if costs.shared is not None:
+        shared = costs.shared.met_between(below, above)[0]
+        flight += np.outer(costs.shared_in_flight, shared)
+        once += np.outer(costs.shared_once, shared)
+    if costs.held is not None:
+        (lower, kept), (upper,) = costs.held.between(below, above)
+        flight += np.outer(costs.inputs_kept, kept)
+        once += lower + upper
+    if costs.workspace is not None:
+        once += costs.inside.largest(costs.workspace, below, above)
+    return once, flight
+
+
+def rising_by_targets(
+    problem: StageProblem,
+    lattice: Lattice,
+    *,
+    below: float = float("inf"),
+    within: float = 1.0,
+    deadline: float | None = None,
+) -> Answer | None:
+    """As `identical_devices.rising_minimax`, for lattices that are too large for it.
+
+    Args:
+        below: only objectives less than this, by more than rounding, count.
+        within: a cut whose objective is at most so many times the bound will do.
+        deadline: on the clock of `time.monotonic`.
+
+    Returns:
+        None where this isn't the way.
+    """
+    places = problem.place
+    if not isinstance(places, RisingPlaces) or problem.stages is not None:
+        return None
+    if lattice.size**2 // 2 > MOST_PAIRS:
+        return None
+    return RisingTargets(problem, lattice, places).answer(below, within, deadline)

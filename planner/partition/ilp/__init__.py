@@ -1,0 +1,1 @@
+"""Exact cuts by integer linear programs."""

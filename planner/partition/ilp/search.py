@@ -1,0 +1,175 @@
+"""Solving a program under a limit on loads, and again under another, until the best is proven."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+from .solver import Mip, MipAnswer, Settings
+
+BOUND_TOLERANCE = 1e-6
+"""Relative; solvers' bounds are lowered by it, as their rows hold within a tolerance only."""
+SHARE = 0.25
+"""Of the time left, for one limit that is tried before the real one."""
+
+
+class Loaded(Protocol):
+    """An answer with a largest load, in s."""
+
+    @property
+    def objective_s(self) -> float: ...
+
+
+Found = TypeVar("Found", bound=Loaded)
+
+
+class Program(Protocol[Found]):
+    """A program for answers with no load above a limit.
+
+    Attributes:
+        possible: False where it is plain that there is none; then there is nothing to solve.
+        unit_s: of the program's objective.
+    """
+
+    possible: bool
+    unit_s: float
+    mip: Mip
+
+    def values_of(self, found: Found) -> dict[int, float]:
+        """Values of the binary variables for an answer within the limit."""
+        ...
+
+    def answer_of(self, values: tuple[float, ...]) -> Found:
+        """The answer that these values stand for; its load infinite where it doesn't fit."""
+        ...
+
+
+@dataclass
+class Search(Generic[Found]):
+    """Solves programs for rising limits on the loads, until one holds the best answer.
+
+    A limit below the best load makes a small program that is soon proven to have no solution,
+    and that is a bound. The limit just above it makes one that is little larger.
+
+    Attributes:
+        program: (limit in s, answers that aren't wanted) → the program.
+        bound_s: no answer has a smaller load. Rises.
+        below: only smaller loads are of interest.
+        excluded: answers that aren't wanted.
+        limits: tried before the real one, rising, in s.
+        best: what is known so far.
+        status: how it ended, in the solver's words.
+    """
+
+    program: Callable[[float, list[Found]], Program[Found]]
+    bound_s: float
+    below: float = math.inf
+    excluded: list[Found] = field(default_factory=list)
+    limits: Iterable[float] = ()
+    gap: float = 0.0
+    time_limit_s: float | None = None
+    progress: Callable[[float, float], None] | None = None
+    stopped: Callable[[], bool] | None = None
+    solver: str | None = None
+    best: Found | None = None
+    status: str = "time limit reached"
+    interrupted: bool = False
+    optimal: bool = False
+
+    def run(self) -> None:
+        """Search; Ctrl-C ends it, and what was found until then stays."""
+        self._until = time.monotonic() + (
+            math.inf if self.time_limit_s is None else self.time_limit_s
+        )
+        self._limits = iter(self.limits)
+        try:
+            self._search()
+        except KeyboardInterrupt:
+            self.interrupted = True
+            self.status = "interrupted"
+        known = self._known()
+        self.optimal = self.bound_s >= known
+        if self.optimal:
+            self.status = "infeasible" if self.best is None else "optimal"
+        self.bound_s = min(self.bound_s, known)
+
+    def offer(self, found: Found) -> None:
+        """Take an answer, if it is the best so far."""
+        if found.objective_s < self._known():
+            self.best = found
+
+    def _known(self) -> float:
+        return self.best.objective_s if self.best is not None else self.below
+
+    def _search(self) -> None:
+        while not self._close_enough():
+            limit_s, last = self._known(), True
+            early = next((limit for limit in self._limits if limit > self.bound_s), math.inf)
+            if early < limit_s:
+                limit_s, last = early, False
+            left = self._until - time.monotonic()
+            if left <= 0:
+                return
+            if self._try(limit_s, left if last else left * SHARE) and last:
+                return
+
+    def _close_enough(self) -> bool:
+        known = self._known()
+        if known <= self.bound_s * (1 + 1e-12):
+            self.bound_s = known
+            return True
+        return self.best is not None and known - self.bound_s <= self.gap * known
+
+    def _try(self, limit_s: float, time_s: float) -> bool:
+        """Look for answers up to this limit; False where that has to be done again."""
+        program = self.program(limit_s, self.excluded)
+        if not program.possible:
+            self.bound_s = max(self.bound_s, limit_s)
+            return True
+        known = self._known()
+        answer = self._solve(program, limit_s, time_s)
+        self.status = answer.status
+        found = None if answer.values is None else program.answer_of(answer.values)
+        if found is not None and math.isinf(found.objective_s):
+            # It fits within the solver's tolerance, but not really.
+            self.excluded.append(found)
+            return False
+        if found is not None:
+            self.offer(found)
+        proven_s = self._proven(program, answer, found, limit_s)
+        if self.best is not None and known <= limit_s and proven_s > known:
+            # The solver rules out what is there to see. Presolving has had such faults.
+            again = self.solver != "cbc"
+            self.solver = "cbc"
+            return not again
+        self.bound_s = max(self.bound_s, min(proven_s, limit_s))
+        if answer.interrupted:
+            raise KeyboardInterrupt
+        return True
+
+    def _proven(
+        self, program: Program[Found], answer: MipAnswer, found: Found | None, limit_s: float
+    ) -> float:
+        if answer.infeasible:
+            return limit_s if limit_s < self._known() else limit_s * (1 + BOUND_TOLERANCE)
+        proven_s = answer.bound * program.unit_s
+        if answer.optimal and found and found.objective_s <= proven_s * (1 + BOUND_TOLERANCE):
+            # The difference is rounding; so it isn't said to be a gap.
+            return min(found.objective_s, self._known())
+        return proven_s * (1 - BOUND_TOLERANCE)
+
+    def _solve(self, program: Program[Found], limit_s: float, time_s: float) -> MipAnswer:
+        start: dict[int, float] = {}
+        if self.best is not None and self.best.objective_s <= limit_s:
+            start = program.values_of(self.best)
+
+        def tell(bound: float, load: float) -> None:
+            if self.progress is not None:
+                bound_s = max(self.bound_s, min(bound * program.unit_s, limit_s))
+                self.progress(bound_s, min(self._known(), load * program.unit_s))
+
+        settings = Settings(self.solver, start, self.gap, time_s, tell, self.stopped)
+        return program.mip.solve(settings)

@@ -1,0 +1,87 @@
+"""The rules that every order obeys; what passes here can't deadlock the runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...profiles.errors import OrderError
+from ..simulator.pipeline import Pipeline
+from ..simulator.timeline import simulate
+from ..systems.operations import BACKWARD, FORWARD, UPDATE, WEIGHT, Op, Order, op_text
+
+
+def check_order(pipeline: Pipeline, order: Order, mini_batches: int) -> None:
+    """Check an order for `mini_batches` mini-batches.
+
+    Raises:
+        OrderError: a stage runs some operation twice or not at all, a backward before its
+            forward, a weight part or an update before its backward, more mini-batches in flight
+            than its limit; two stages exchange messages in different sequences; or a deadlock.
+    """
+    if len(order) != pipeline.stages:
+        raise OrderError(f"the order has {len(order)} stages, the pipeline {pipeline.stages}")
+    for s, ops in enumerate(order):
+        _check_stage(pipeline, s, ops, mini_batches)
+    for link in pipeline.links:
+        for kind in (FORWARD, BACKWARD):
+            source, target = (
+                [op for op in order[s] if op.kind == kind] for s in (link.source, link.target)
+            )
+            if source != target:
+                raise OrderError(
+                    f"stages {link.source} and {link.target} don't exchange their {kind} "
+                    "messages in the same sequence"
+                )
+    simulate(pipeline, order)
+
+
+def _check_stage(pipeline: Pipeline, s: int, ops: Sequence[Op], mini_batches: int) -> None:
+    by_micro_batch = pipeline.variant.backward_unit == "micro"
+    micro_batches = range(pipeline.micro_batches)
+    parts = [BACKWARD, WEIGHT] if pipeline.variant.split_backward else [BACKWARD]
+    wanted = {
+        *(Op(FORWARD, b, i) for b in range(mini_batches) for i in micro_batches),
+        *(Op(UPDATE, b) for b in range(mini_batches) if _updates(pipeline, b, mini_batches)),
+        *(
+            Op(part, b, i)
+            for part in parts
+            for b in range(mini_batches)
+            for i in (micro_batches if by_micro_batch else [None])
+        ),
+    }
+    seen: set[Op] = set()
+    flying: set[int] = set()
+    left: dict[int, int] = {}
+    for op in ops:
+        name = op_text(s, op)
+        if op in seen or op not in wanted:
+            raise OrderError(f"{name}: {'runs twice' if op in seen else 'is not expected'}")
+        if op.kind == FORWARD:
+            flying.add(op.mini_batch)
+            if len(flying) > pipeline.limits[s]:
+                raise OrderError(
+                    f"{name}: stage {s} would have {len(flying)} mini-batches in flight; its "
+                    f"limit is {pipeline.limits[s]}"
+                )
+        else:
+            before = [Op(FORWARD, op.mini_batch, i) for i in micro_batches]
+            if op.kind == UPDATE:
+                units = micro_batches if by_micro_batch else [None]
+                before = [Op(parts[-1], op.mini_batch, i) for i in units]
+            elif op.micro_batch is not None:
+                earlier = FORWARD if op.kind == BACKWARD else BACKWARD
+                before = [Op(earlier, op.mini_batch, op.micro_batch)]
+            missing = [other for other in before if other not in seen]
+            if missing:
+                raise OrderError(f"{name}: runs before {op_text(s, missing[0])}")
+        seen.add(op)
+        if op.kind == BACKWARD:
+            left[op.mini_batch] = left.get(op.mini_batch, pipeline.backwards_per_mini_batch) - 1
+            if not left[op.mini_batch]:
+                flying.discard(op.mini_batch)
+    if wanted - seen:
+        raise OrderError(f"{op_text(s, min(wanted - seen, key=repr))}: is missing")
+
+
+def _updates(pipeline: Pipeline, mini_batch: int, mini_batches: int) -> bool:
+    return pipeline.updates_after(mini_batch) or mini_batch == mini_batches - 1

@@ -1,0 +1,170 @@
+"""The list schedule of nF1B (TiMePReSt; the rule that orders it is our reading).
+
+At every step the operation that can start earliest runs; ties go to backwards, then to the
+lower stage. A forward of a new mini-batch needs room under the stage's in-flight limit. The
+backward of a stage's replicas can start when its last share can.
+"""
+
+from __future__ import annotations
+
+import heapq
+from math import inf
+
+from ..simulator.clock import Clock
+from ..simulator.pipeline import Pipeline
+from ..systems.kinds import BACKWARDS, FORWARDS, UPDATES, numbered
+from ..systems.operations import Order
+
+_Entry = tuple[float, int, int]
+"""Start, 1 for forwards and 0 for what goes before them, stage."""
+
+
+class ListSchedule:
+    """Makes the order of all stages, operation by operation, and the times with it.
+
+    Attributes:
+        kinds: per stage, kinds of what it has run. Forwards and backwards follow their numbers.
+        forwards: per stage, micro-batches whose forward it has run.
+        updates: per stage, mini-batches that it has updated after.
+        now_s: all that starts before has been run.
+    """
+
+    def __init__(self, pipeline: Pipeline, mini_batches: int) -> None:
+        self.clock = Clock(pipeline)
+        # One more: what comes after the last forward isn't ready.
+        self.clock.grow(mini_batches + 1)
+        stages = range(pipeline.stages)
+        self.kinds: list[list[int]] = [[] for _ in stages]
+        self.forwards = [0 for _ in stages]
+        self.updates = [0 for _ in stages]
+        self.now_s = 0.0
+        self._micro_batches = pipeline.micro_batches
+        self._end = mini_batches * pipeline.micro_batches
+        # A forward of micro-batch f needs f < room; the next backward needs f ≥ needed.
+        self._limits = pipeline.limits
+        self._room = [min(limit * self._micro_batches, self._end) for limit in pipeline.limits]
+        self._needed = [self._micro_batches for _ in stages]
+        self._update_due = [False for _ in stages]
+        # A stage's entries in the heap are stale but for its current one.
+        self._heap: list[_Entry] = []
+        self._current: list[_Entry | None] = [None for _ in stages]
+        for s in stages:
+            self._offer(s)
+
+    @property
+    def ended(self) -> bool:
+        """Whether some stage has run forward all there is."""
+        return max(self.forwards) == self._end
+
+    def run(self, mini_batches: int) -> bool:
+        """Go on until every stage has updated after so many; False when nothing is left first."""
+        clock, heap, current = self.clock, self._heap, self._current
+        shared = bool(clock.pipeline.pools)
+        behind = sum(1 for count in self.updates if count < mini_batches)
+        while behind:
+            if not heap:
+                if not clock.sending:
+                    return False
+                self._deliver()
+                continue
+            entry = heapq.heappop(heap)
+            start, rank, s = entry
+            if current[s] is not entry:
+                continue
+            if clock.sending and clock.sending[0][0] <= start:
+                heapq.heappush(heap, entry)
+                self._deliver()
+                continue
+            if shared and (core_s := clock.core_s(s, 0)) > start:
+                self._offer(s, core_s)
+                continue
+            if rank:
+                f = self.forwards[s]
+                self.forwards[s] = f + 1
+                self.kinds[s].append(FORWARDS)
+                for t, slot in clock.run(FORWARDS, s, f):
+                    if slot == self.forwards[t]:
+                        self._offer(t)
+            elif self._update_due[s]:
+                self._update(s)
+                behind -= self.updates[s] == mini_batches
+            else:
+                self._backward(s)
+            self._offer(s)
+            self.now_s = start
+        return True
+
+    def _offer(self, s: int, earliest_s: float = 0.0) -> None:
+        """Put what the stage would run next into the heap. `earliest_s`: no core is free before."""
+        clock = self.clock
+        free = clock.free_s[s]
+        if self._update_due[s]:
+            self._current[s] = entry = (max(earliest_s, *free), 0, s)
+            heapq.heappush(self._heap, entry)
+            return
+        f = self.forwards[s]
+        start, rank = inf, 1
+        if f < self._room[s]:
+            start = clock.ready_s[FORWARDS][s][f]
+            busy = free[f % len(free)]
+            if busy > start:
+                start = busy
+            if earliest_s > start:
+                start = earliest_s
+        if f >= self._needed[s]:
+            last_start = clock.ready_s[BACKWARDS][s][self.updates[s]]
+            if len(free) > 1:
+                last_start = self._last_ready(s)
+            if last_start < inf:
+                busy = max(free)
+                if busy > last_start:
+                    last_start = busy
+                if earliest_s > last_start:
+                    last_start = earliest_s
+                if last_start <= start:
+                    start, rank = last_start, 0
+        if start < inf:
+            self._current[s] = entry = (start, rank, s)
+            heapq.heappush(self._heap, entry)
+        else:
+            self._current[s] = None
+
+    def _last_ready(self, s: int) -> float:
+        """When the last replica has what the stage's next backward needs."""
+        b, r = self.updates[s], self.clock.replicas[s]
+        return max(self.clock.ready_s[BACKWARDS][s][b * r : (b + 1) * r])
+
+    def _backward(self, s: int) -> None:
+        b, r = self.updates[s], self.clock.replicas[s]
+        self.kinds[s].append(BACKWARDS)
+        self._update_due[s] = True
+        for k in range(b * r, (b + 1) * r):
+            self._arrived(BACKWARDS, self.clock.run(BACKWARDS, s, k))
+
+    def _update(self, s: int) -> None:
+        b = self.updates[s]
+        self.kinds[s].append(UPDATES)
+        self.clock.update(s, b)
+        self._update_due[s] = False
+        self.updates[s] = b + 1
+        self._room[s] = min((b + 1 + self._limits[s]) * self._micro_batches, self._end)
+        self._needed[s] += self._micro_batches
+
+    def _arrived(self, kind: int, complete: list[tuple[int, int]]) -> None:
+        """Offer anew what waits for one of these messages."""
+        for t, slot in complete:
+            waits = self.forwards[t] if kind == FORWARDS else self.updates[t]
+            if waits == (slot if kind == FORWARDS else slot // self.clock.replicas[t]):
+                self._offer(t)
+
+    def _deliver(self) -> None:
+        kind, s, complete = self.clock.deliver()
+        self._arrived(kind, complete)
+        # Where transfers don't overlap computing, they have moved what both stages do next.
+        self._offer(s)
+        for port in self.clock.ports[kind][s]:
+            self._offer(port.stage)
+
+    def order(self) -> Order:
+        """Per stage, what it has run, with an update after every mini-batch."""
+        return tuple(numbered(kinds, self._micro_batches, micro=False) for kinds in self.kinds)

@@ -1,0 +1,297 @@
+"""The steady state of a pipeline: simulated until it repeats itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from typing import Protocol
+
+from ...profiles.errors import OrderError
+from ..simulator.clock import Clock
+from ..simulator.executor import Code, Contended, Listed, coded, codes
+from ..simulator.pipeline import Pipeline
+from ..simulator.timeline import least_period_s, round_trip_s
+from ..systems.kinds import BACKWARDS, FORWARDS, UPDATES, WEIGHTS, B, F, W
+from ..systems.operations import Order
+from .nf1b import ListSchedule
+from .schedules import PATTERNS, order_patterns
+
+MOST_OPERATIONS = 400_000
+"""A simulation has about so many at most, settled or not."""
+
+MOST_CYCLE = 32
+"""Patterns of more mini-batches aren't looked for."""
+
+
+@dataclass(frozen=True)
+class Steady:
+    """A pipeline that runs steadily.
+
+    Attributes:
+        period_s: seconds per mini-batch.
+        cycle: mini-batches after which everything repeats; 0 when the simulation ended before:
+            then the period is the mean over its second half.
+        mini_batches: that all stages have updated after.
+        clock: with the times.
+        kinds: per stage, kinds of what it runs, in a run without an end, until everything that
+            can happen has happened.
+    """
+
+    period_s: float
+    cycle: int
+    mini_batches: int
+    clock: Clock
+    kinds: tuple[bytes, ...]
+
+
+def steady_state(pipeline: Pipeline) -> Steady:
+    """Simulate without an end until all stages repeat what they did some mini-batches before.
+
+    Raises OrderError for in-flight limits with which the stages wait for each other.
+    """
+    run = _run_patterned if pipeline.variant.order in PATTERNS else _run_scheduled
+    clock, kinds, done, cycle = run(pipeline)
+    if not done:
+        raise OrderError("deadlock: the stages wait for each other under these in-flight limits")
+    period_s = max(_period_s(clock, done, cycle), least_period_s(pipeline))
+    if not cycle:
+        period_s = max(period_s, round_trip_s(pipeline))
+    return Steady(period_s, cycle, done, clock, kinds)
+
+
+_Run = tuple[Clock, tuple[bytes, ...], int, int]
+"""Clock, kinds run, mini-batches done, cycle."""
+
+
+def sequence_distance(steady: Steady) -> int:
+    """v: how far successive mini-batches of one sequence of updates are apart, at the most.
+
+    Mini-batch b's backward begins on the last stage while those of the v − 1 before it are still
+    on their way to stage 0, so that the update b sees there is mini-batch b − v's. With v = 1 all
+    mini-batches make one sequence; with more there are v (TiMePReSt's multiple sequence problem,
+    2410.14312). With unit times it is ceil(S / (N + 1)). Of the mini-batches of the last cycle;
+    without one, of the last third.
+    """
+    clock, done = steady.clock, steady.mini_batches
+    starts, slots = clock.starts_s[BACKWARDS], clock.slots[BACKWARDS]
+    first, last = clock.pipeline.stages - 1, 0
+    seconds, replicas = clock.seconds[BACKWARDS][last], clock.replicas[last]
+
+    def begins_s(b: int) -> float:
+        return min(starts[first][b * slots[first] : (b + 1) * slots[first]])
+
+    def ends_s(b: int) -> float:
+        begun = range(b * slots[last], (b + 1) * slots[last])
+        return max(starts[last][k] + seconds[k % replicas] for k in begun)
+
+    most = 1
+    for b in range(done - (steady.cycle or -(-done // 3)), done):
+        begin_s, v = begins_s(b), 1
+        # Rounding is no overlap.
+        while v <= b and ends_s(b - v) > begin_s + 1e-9 * steady.period_s:
+            v += 1
+        most = max(most, v)
+    return most
+
+
+def _run_patterned(pipeline: Pipeline) -> _Run:
+    most, _ = _lengths(pipeline)
+    source = _Patterned(pipeline, min(1 + 2 * max(pipeline.limits), most))
+    done, cycle = _settle(source, source.length if source.clock.contended else most)
+    while source.length < most and not cycle and source.clock.contended:
+        source = _Patterned(pipeline, min(4 * source.length, most))
+        done, cycle = _settle(source, source.length)
+    return source.clock, source.kinds(), done, cycle
+
+
+def _run_scheduled(pipeline: Pipeline) -> _Run:
+    most, horizon = _lengths(pipeline)
+    schedule = ListSchedule(pipeline, horizon)
+    done, cycle = _settle(schedule, most)
+    clock = schedule.clock
+    kinds = tuple(bytes(mine) for mine in schedule.kinds)
+    if clock.contended and max(clock.replicas) > 1:
+        # The schedule takes a stage's operations in turn, whichever replica is free first. Where
+        # they wait for wires too, times come from running its lists as time goes by.
+        schedule.run(min(done + max(pipeline.limits), horizon))
+        replay = _replay(pipeline, schedule.order())
+        done, cycle = _settle(replay, done)
+        clock = replay.clock
+    return clock, kinds, done, cycle
+
+
+def _lengths(pipeline: Pipeline) -> tuple[int, int]:
+    """Mini-batches to wait for at most, and how many are begun."""
+    split = pipeline.variant.split_backward
+    each = pipeline.micro_batches + pipeline.backwards_per_mini_batch * (1 + split) + 1
+    affordable = max(3, MOST_OPERATIONS // (pipeline.stages * each))
+    deep = max(pipeline.limits)
+    most = min(40 + 8 * deep, affordable)
+    return most, most + min(deep, max(most // 2, affordable - most))
+
+
+# What runs mini-batch after mini-batch -------------------------------------------------------
+
+
+class _Source(Protocol):
+    clock: Clock
+
+    @property
+    def now_s(self) -> float:
+        """All that starts before has been run; minus infinity where times go no such way."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether some stage has run all that there is for it, and is idle because of that."""
+
+    def run(self, mini_batches: int) -> bool:
+        """Go on until every stage has updated after so many; False when it can't."""
+
+
+class _Patterned:
+    """Orders that repeat with every mini-batch.
+
+    Where stages wait for one another's messages, they go by lists made beforehand: for `length`
+    mini-batches, and so many more that the lists' end doesn't show.
+    """
+
+    def __init__(self, pipeline: Pipeline, length: int) -> None:
+        self.length = length
+        self.clock = clock = Clock(pipeline)
+        self._patterns = order_patterns(pipeline)
+        self._ahead = max(pipeline.limits)
+        self._run: Listed | Contended = Listed(clock)
+        if clock.contended:
+            clock.grow(length + 2 * self._ahead)
+            lists = [
+                coded(clock, s, pattern.kinds(length + self._ahead))
+                for s, pattern in enumerate(self._patterns)
+            ]
+            self._run = Contended(clock, lists)
+
+    @property
+    def now_s(self) -> float:
+        return self._run.now_s if isinstance(self._run, Contended) else -inf
+
+    @property
+    def ended(self) -> bool:
+        return isinstance(self._run, Contended) and self._run.ended
+
+    def kinds(self) -> tuple[bytes, ...]:
+        """Until all that are in flight entered after the first one had left."""
+        pipeline = self.clock.pipeline
+        updates = 0 if pipeline.variant.flushes else 2 * self._ahead
+        updates += pipeline.update_every
+        return tuple(pattern.kinds(updates) for pattern in self._patterns)
+
+    def _block(self, s: int, b: int) -> list[Code]:
+        """What the stage runs from its b-th update to the next."""
+        first, further = self._patterns[s]
+        if not b:
+            return coded(self.clock, s, first)
+        forwards, backwards, weights = (
+            first.count(kind) + (b - 1) * further.count(kind) for kind in (F, B, W)
+        )
+        return coded(self.clock, s, further, (forwards, backwards, b, weights))
+
+    def run(self, mini_batches: int) -> bool:
+        if isinstance(self._run, Contended):
+            return self._run.run(mini_batches)
+        self.clock.grow(mini_batches + self._ahead)
+        for s, ops in enumerate(self._run.lists):
+            ops += self._block(s, mini_batches - 1)
+        return self._run.run()
+
+
+def _replay(pipeline: Pipeline, order: Order) -> Contended:
+    clock = Clock(pipeline)
+    clock.grow(1 + max(op.mini_batch for ops in order for op in ops))
+    return Contended(clock, [codes(clock, s, ops) for s, ops in enumerate(order)])
+
+
+# Whether it repeats --------------------------------------------------------------------------
+
+
+def _settle(source: _Source, most: int) -> tuple[int, int]:
+    """Run until all repeats. Returns the mini-batches run, and the cycle, 0 for none."""
+    watch = _Watch(source)
+    for done in range(1, most + 1):
+        if not source.run(done):
+            return done - 1, 0
+        cycle = 0 if source.ended else watch.cycle(done)
+        if cycle:
+            return done, cycle
+    return most, 0
+
+
+class _Watch:
+    """Looks for a mini-batch after which all stages repeat themselves.
+
+    What comes next follows from what the mini-batches that some stage hasn't updated after have
+    done so far, and what not. So all repeats where that is what those of c mini-batches before had
+    done, later by the same time at every stage; and what hasn't started now, hadn't then.
+    """
+
+    def __init__(self, source: _Source) -> None:
+        self.source = source
+        self.clock = source.clock
+        split = source.clock.pipeline.variant.split_backward
+        kinds = (FORWARDS, UPDATES, BACKWARDS, *((WEIGHTS,) if split else ()))
+        starts, slots = self.clock.starts_s, self.clock.slots
+        self._rows = [
+            (mine, each)
+            for kind in kinds
+            for mine, each in zip(starts[kind], slots[kind], strict=True)
+        ]
+        self._begun = [0 for _ in self._rows]
+
+    def cycle(self, done: int) -> int:
+        """c, or 0 where nothing repeats yet. All stages have updated after `done` mini-batches."""
+        last = self.clock.starts_s[UPDATES][-1]
+        for k, (starts, slots) in enumerate(self._rows):
+            while len(starts) > self._begun[k] * slots and starts[self._begun[k] * slots] >= 0:
+                self._begun[k] += 1
+        every = self.clock.pipeline.update_every
+        for cycle in range(every, min(max(MOST_CYCLE, every), done - 1) + 1, every):
+            shift = last[done - 1] - last[done - 1 - cycle]
+            if all(
+                self._repeats(starts, slots, begun, done, cycle, shift)
+                for (starts, slots), begun in zip(self._rows, self._begun, strict=True)
+            ):
+                return cycle
+        return 0
+
+    def _repeats(
+        self, starts: list[float], slots: int, begun: int, done: int, cycle: int, shift: float
+    ) -> bool:
+        """Whether operations of one kind at one stage do."""
+        off, back = 1e-9 * shift, cycle * slots
+        newest = (begun - 1) * slots
+        if abs(starts[newest] - starts[newest - back] - shift) > off:
+            return False
+        now = self.source.now_s - off
+        first, end = (done - 1) * slots, min((begun + 1) * slots, len(starts))
+        return all(
+            abs(this - before - shift) <= off if this >= 0 else before + shift >= now or before < 0
+            for this, before in zip(
+                starts[first:end], starts[first - back : end - back], strict=True
+            )
+        )
+
+
+def _period_s(clock: Clock, done: int, cycle: int) -> float:
+    """Mean over the last cycle; without one, over the second half, on the slowest stage."""
+    updates = clock.starts_s[UPDATES]
+    if cycle:
+        return (updates[-1][done - 1] - updates[-1][done - 1 - cycle]) / cycle
+    if done == 1:
+        # A whole mini-batch, where each one begins when the last has ended.
+        flushes = clock.pipeline.variant.flushes
+        ends = (first[0] + taken for first, taken in zip(updates, clock.update_s, strict=True))
+        return max(ends) if flushes else 0.0
+    span = done - max(1, done // 2)
+    deep = max(clock.pipeline.limits)
+    if span > deep:
+        # Mini-batches that limits hold back often come in rows of as many as may be in flight.
+        span -= span % deep
+    return max(starts[done - 1] - starts[done - 1 - span] for starts in updates) / span

@@ -1,0 +1,97 @@
+"""What a search may spend: simulated operations, and time."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from ..systems.variants import Variant
+
+EFFORT = 1_000_000
+"""Simulated operations that a search may spend; the same everywhere, so plans repeat."""
+
+_LEAST_TRIED = 24
+"""Plans that may be tried whatever they take."""
+
+
+_MINI_BATCHES = 8
+"""What it takes a simulation to become steady, about."""
+
+_FLUSHED = 3
+"""The same where the pipeline runs empty after each."""
+
+
+SOON_S = 1.0
+"""What takes no longer may be done after the time limit."""
+
+
+class OutOfBudget(Exception):  # noqa: N818 - it ends a search, nothing went wrong
+    """The search has used what it was given; `args[0]` says what."""
+
+
+@dataclass
+class Budget:
+    """What a search may still spend.
+
+    Attributes:
+        effort: simulated operations.
+        deadline: by `time.monotonic`; None: no limit.
+    """
+
+    effort: int = EFFORT
+    deadline: float | None = None
+    tried: int = 0
+    _slowest: float = 0.0
+
+    def spend(self, operations: int, *, needed: bool = True) -> None:
+        """Take so many operations. Raises OutOfBudget when the budget is used up.
+
+        Args:
+            needed: though they may take longer than there is time.
+        """
+        left = self.seconds_left
+        if not needed and left is not None and self.expected_s(operations) > left:
+            raise OutOfBudget("time limit")
+        self.tried += 1
+        self.effort -= operations
+        if self.effort < 0 and self.tried > _LEAST_TRIED:
+            raise OutOfBudget("effort")
+        self.check()
+
+    def glance(self, operations: int) -> None:
+        """Take so many for what needn't be simulated then. Raises as `spend`."""
+        self.effort -= operations
+        if self.effort < 0 and self.tried > _LEAST_TRIED:
+            raise OutOfBudget("effort")
+        self.check()
+
+    def check(self) -> None:
+        """Raises OutOfBudget when the time is over."""
+        if self.deadline is not None and time.monotonic() > self.deadline:
+            raise OutOfBudget("time limit")
+
+    def took(self, operations: int, seconds: float) -> None:
+        """So many operations were simulated in so much time."""
+        self._slowest = max(self._slowest, seconds / operations)
+
+    def expected_s(self, operations: int) -> float:
+        """What so many may take, by the slowest so far."""
+        return operations * self._slowest
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Until the deadline."""
+        return None if self.deadline is None else max(self.deadline - time.monotonic(), 0.0)
+
+
+def operations_of(variant: Variant, stages: int, micro_batches: int) -> int:
+    """What simulating a plan takes, about."""
+    # Split backwards have a third operation, and three orders are tried for them.
+    each = 3 * 3 if variant.split_backward else 2
+    operations = stages * (each * micro_batches + 1)
+    return operations * (_FLUSHED if variant.flushes else _MINI_BATCHES)
+
+
+def is_late(until: float | None) -> bool:
+    """Whether a time, by `time.monotonic`, has passed; None never does."""
+    return until is not None and time.monotonic() > until

@@ -1,0 +1,319 @@
+"""When nothing fits: which stage lacks how much, and what would do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+
+import msgspec
+
+from ...profiles.errors import InfeasibleError
+from ...profiles.units import format_bytes
+from ..cluster.cluster import Cluster
+from ..costs.layer_graph import held_together
+from ..evaluate import Evaluation, Question, evaluate
+from ..partition.dp.blocks import Blocks, blocks
+from ..partition.dp.identical_devices_by_target import rising_by_targets
+from ..partition.dp.minimax import Answer
+from ..partition.problem import Cut, StageProblem
+from ..partition.solve import DpSource, Found
+from ..schedules.schedules import limit_ranges
+from ..systems.variants import variant_named
+from .choices import Choice, capped, choice_of
+from .exploration import Exploration
+from .in_flight import held_under
+from .relaxation import Relaxation
+
+_CUTS = 8
+"""Cuts to look at for each micro-batch count: a guess that fits may not fit after all."""
+
+_SMALL = 2_000
+"""Layers × devices."""
+
+_BLOCKS = 400
+"""Where there is much to look at, what would do is cut between so many blocks of layers."""
+
+_CLOSE = 1.01
+"""Where there is much to look at, memory that would do is found up to this factor."""
+
+_ROOM = 0.99
+"""Of it, what a number of devices is looked for with: an order may take a little more."""
+
+_MOST_TIMES = 16
+"""Times a device's memory that is looked at however long it takes."""
+
+_TRIES = 2
+"""Numbers of devices that are evaluated, each a twentieth larger than the last."""
+
+_MOST_DEVICES = 4096
+_SECONDS = 20.0
+"""Looking for what would do ends then; what was found until then is said."""
+
+
+class Fitting:
+    """Looks for plans that need little memory: with as few mini-batches in flight as there can be.
+
+    Args:
+        exploration: the search that found nothing.
+    """
+
+    def __init__(self, exploration: Exploration) -> None:
+        self.exploration = exploration
+        self.deadline = time.monotonic() + _SECONDS
+        self.more_devices_are_no_help = False
+        self.cut_short = False
+        self._blocks: Blocks | None = None
+
+    @property
+    def seconds_left(self) -> float:
+        """For finding out what would do."""
+        return max(self.deadline - time.monotonic(), 0.0)
+
+    def plan_on(self, cluster: Cluster) -> Evaluation | None:
+        """A plan that fits this cluster; None where none was found."""
+        exploration = self.exploration
+        question = _on(exploration.question, cluster)
+        relaxation = self._relaxation(cluster)
+        for case in exploration.cases:
+            held = held_under(relaxation.variant, exploration.most_stages, 1)
+            problem = relaxation.problem(
+                case.micro_batches, held=held, stages=case.stages, pins=exploration.pins
+            )
+            for cut in self._cuts(problem):
+                choice = choice_of(problem, cut)
+                if not relaxation.allows(choice.stages, case.micro_batches):
+                    continue
+                limits = capped(limit_ranges(relaxation.variant, choice.stages), 1)
+                stages = choice.with_limits(limits)
+                found = evaluate(question, stages, case.micro_batches)
+                if not found.over_limit(cluster):
+                    return found
+        return None
+
+    def _relaxation(self, cluster: Cluster) -> Relaxation:
+        exploration = self.exploration
+        question = _on(exploration.question, cluster)
+        return Relaxation(question, exploration.freedom, exploration.relaxation.graph)
+
+    def _cuts(self, problem: StageProblem) -> Iterator[Cut]:
+        """The best cut; then a few others, where the graph is small enough to go on looking."""
+        source = self.exploration.source
+        found = source.best(problem, seconds=self.seconds_left)
+        if found.cut is None:
+            self.cut_short |= found.bound_s < float("inf")
+            return
+        yield found.cut
+        if problem.layers * problem.devices <= _SMALL:
+            yield from islice(source.each_below(problem, lambda: float("inf")), _CUTS)
+
+    def smallest_memory(self) -> tuple[int, Evaluation] | None:
+        """Bytes that would do if every device had them, and the plan; None: no cut at all, or
+        none was found in time (`cut_short`)."""
+        cluster = self.exploration.question.cluster
+        if self.exploration.alike:
+            return self._about_smallest_memory(cluster)
+        best = self.plan_on(_with_memory(cluster, None))
+        if best is None:
+            return None
+        low = 0
+        while (high := _most_bytes(best)) - low > 1 and self.seconds_left:
+            middle = (low + high) // 2
+            found = self.plan_on(_with_memory(cluster, middle))
+            if found is None:
+                low = middle
+            else:
+                best = found
+        return _most_bytes(best), best
+
+    def fewest_devices(self) -> int | None:
+        """Devices like the cluster's that would do; None where there is no such count."""
+        cluster = self.exploration.question.cluster
+        if self.exploration.alike:
+            return self._about_fewest_devices(cluster)
+        low = len(cluster.devices)
+        asked = self.exploration.cases[0].stages
+        most = min(self.exploration.relaxation.graph.most_stages, _MOST_DEVICES)
+        if not cluster.uniform or asked is not None:
+            return None
+        self.cut_short = False
+        if low >= most or self.plan_on(_grown(cluster, most)) is None:
+            # Where only time was too short, there may be such a count.
+            self.more_devices_are_no_help = not self.cut_short
+            return None
+        high = most
+        while high - low > 1 and self.seconds_left:
+            middle = (low + high) // 2
+            if self.plan_on(_grown(cluster, middle)) is None:
+                low = middle
+            else:
+                high = middle
+        return high
+
+    # Where there is so much to look at that a simulation for each guess takes too long: cuts that
+    # fit as far as the order alone tells, with the smallest micro-batches; the last is evaluated.
+
+    def _about_smallest_memory(self, cluster: Cluster) -> tuple[int, Evaluation] | None:
+        self.deadline = time.monotonic() + _SECONDS / 2
+        low = high = at_hand = cluster.devices[0].memory_bytes or 1
+        while (found := self._cut_on(_with_memory(cluster, high))) is None:
+            if not self.seconds_left and high > _MOST_TIMES * at_hand:
+                return None
+            low, high = high, 2 * high
+        while high > low * _CLOSE and self.seconds_left:
+            middle = (low + high) // 2
+            closer = self._cut_on(_with_memory(cluster, middle))
+            if closer is None:
+                low = middle
+            else:
+                found, high = closer, middle
+        best = self._evaluated(cluster, found)
+        return _most_bytes(best), best
+
+    def _about_fewest_devices(self, cluster: Cluster) -> int | None:
+        self.deadline = time.monotonic() + _SECONDS / 2
+        low = high = len(cluster.devices)
+        most = min(self.exploration.relaxation.graph.most_stages, _MOST_DEVICES)
+        found = None
+        while found is None and high < most and self.seconds_left:
+            low, high = high, min(2 * high, most)
+            found = self._cut_on(_grown(cluster, high), _ROOM)
+        if found is None:
+            return None
+        while high - low > max(high // 50, 1) and self.seconds_left:
+            middle = (low + high) // 2
+            closer = self._cut_on(_grown(cluster, middle), _ROOM)
+            if closer is None:
+                low = middle
+            else:
+                found, high = closer, middle
+        for _ in range(_TRIES):
+            grown = _grown(cluster, high)
+            if found is not None and not self._evaluated(grown, found).over_limit(grown):
+                return high
+            # Its order takes more than the cut alone tells.
+            high = min(-(-high * 21 // 20), most)
+            found = self._cut_on(_grown(cluster, high), _ROOM)
+        return None
+
+    def _cut_on(self, cluster: Cluster, share: float = 1.0) -> tuple[Choice, int] | None:
+        """Any cut that fits so much of the devices' memory, and N."""
+        exploration = self.exploration
+        relaxation = self._relaxation(cluster)
+        case = max(exploration.cases, key=lambda case: case.micro_batches)
+        held = held_under(relaxation.variant, exploration.most_stages, 1)
+        problem = relaxation.problem(
+            case.micro_batches, held=held, alike=True, lone=True, memory_share=share
+        )
+        cut = self._any_cut(problem)
+        if cut is None:
+            return None
+        choice = choice_of(problem, cut)
+        allowed = relaxation.allows(choice.stages, case.micro_batches)
+        return (choice, case.micro_batches) if allowed else None
+
+    def _any_cut(self, problem: StageProblem) -> Cut | None:
+        source, enough = self.exploration.source, float("inf")
+        left = max(self.seconds_left, _SECONDS / 4)
+        found: Answer | Found | None = None
+        if isinstance(source, DpSource):
+            self._blocks = self._blocks or blocks(problem, source.lattice, _BLOCKS)
+            coarse, lattice = self._blocks.coarse(problem)
+            deadline = time.monotonic() + left
+            found = rising_by_targets(coarse, lattice, within=enough, deadline=deadline)
+            if found is not None and found.cut is not None:
+                return self._blocks.fine(found.cut)
+        found = found or source.best(problem, seconds=left, within=enough)
+        self.cut_short |= found.cut is None and found.bound_s < float("inf")
+        return found.cut
+
+    def _evaluated(self, cluster: Cluster, found: tuple[Choice, int]) -> Evaluation:
+        choice, micro_batches = found
+        question = _on(self.exploration.question, cluster)
+        limits = capped(limit_ranges(variant_named(question.variant), choice.stages), 1)
+        return evaluate(question, choice.with_limits(limits), micro_batches)
+
+
+def diagnose(exploration: Exploration, stopped: str | None) -> Evaluation | InfeasibleError:
+    """Why nothing fits, with the smallest memory and device count that would do.
+
+    Both were planned: they do. Should the closest plan fit after all, it is returned.
+
+    Args:
+        stopped: what ended the search before it had looked at everything.
+    """
+    nothing = "no plan fits" if stopped is None else f"no plan that fits was found ({stopped})"
+    fitting = Fitting(exploration)
+    smallest = fitting.smallest_memory()
+    cluster = exploration.question.cluster
+    if smallest is None:
+        if fitting.cut_short:
+            return InfeasibleError(f"{nothing}, nor was what would do")
+        return InfeasibleError(f"{nothing}: the graph can't be cut as asked")
+    memory, plan = smallest
+    # Made for as many devices of the same kind, but for their memory: it costs the same on these.
+    closest, over = plan, plan.over_limit(cluster)
+    if not over:
+        return closest
+    stage, missing = max(over, key=lambda item: item[1])
+    names = closest.stages[stage].nodes
+    needed = closest.prediction.stages[stage].memory_bytes
+    would_do = f"What would do: {memory} bytes ({format_bytes(memory)}) on every device"
+    count = fitting.fewest_devices()
+    if count is not None:
+        would_do += f", or {count} such devices"
+    elif fitting.more_devices_are_no_help:
+        would_do += "; more such devices alone would not"
+    return InfeasibleError(
+        f"{nothing}: the closest ({len(closest.stages)} stages, {closest.micro_batches} "
+        f"micro-batches) lacks {missing} bytes ({format_bytes(missing)}) on stage {stage} "
+        f"({names[0]} … {names[-1]}): it needs {format_bytes(needed)} of "
+        f"{format_bytes(needed - missing)}. {would_do}{_advice(exploration)}",
+        stage=stage,
+        missing_bytes=missing,
+    )
+
+
+def _advice(exploration: Exploration) -> str:
+    question, graph = exploration.question, exploration.relaxation.graph
+    tie = None
+    if graph.most_stages < len(question.cluster.devices):
+        tie = held_together(question.profile, exploration.relaxation.variant, question.tied)
+    return _smaller(exploration) + (f". {tie[0].upper()}{tie[1:]}" if tie else "")
+
+
+def _smaller(exploration: Exploration) -> str:
+    if exploration.freedom.recompute == "off":
+        return "; --recompute auto or a smaller --mini-batch may help"
+    return "; a smaller --mini-batch may help"
+
+
+def _on(question: Question, cluster: Cluster) -> Question:
+    return replace(question, cluster=cluster)
+
+
+def _with_memory(cluster: Cluster, nbytes: int | None) -> Cluster:
+    devices = tuple(
+        msgspec.structs.replace(device, memory_bytes=nbytes) for device in cluster.devices
+    )
+    return msgspec.structs.replace(cluster, devices=devices)
+
+
+def _grown(cluster: Cluster, count: int) -> Cluster:
+    """More devices of the same kind, in machines as large as the first."""
+    first = cluster.devices[0]
+    size = sum(1 for device in cluster.devices if device.machine == first.machine)
+    devices = tuple(
+        msgspec.structs.replace(
+            first,
+            name=f"device{k}",
+            machine=None if first.machine is None else f"machine{k // size}",
+        )
+        for k in range(count)
+    )
+    return msgspec.structs.replace(cluster, devices=devices)
+
+
+def _most_bytes(found: Evaluation) -> int:
+    return max(stage.memory_bytes for stage in found.prediction.stages)

@@ -1,0 +1,93 @@
+"""Checking a plan that people may have edited: everything predicted is made anew."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from ...profiles.limits import ratio
+from ...profiles.profile import Profile
+from ...profiles.units import format_bytes, format_seconds
+from ..evaluate import Question, evaluate, make_plan
+from ..plan import Plan, check_against_profile
+
+
+@dataclass(frozen=True)
+class Recheck:
+    """Attributes:
+    plan: with edges and predictions made anew.
+    changes: what differs from the plan as it was given, for people.
+    over: what breaks a memory limit, or None.
+    """
+
+    plan: Plan
+    changes: tuple[str, ...]
+    over: str | None
+
+
+def recheck(plan: Plan, profile: Profile, where: str = "plan") -> Recheck:
+    """Evaluate the plan's own cut, micro-batches and limits from the profile alone.
+
+    The solver's bound stays as long as it was proven for the same question; a plan whose
+    period is now above it isn't called optimal any more, and one whose period is below it
+    answers another question: then nothing is known.
+
+    Raises PlanError when the plan contradicts the profile.
+    """
+    check_against_profile(plan, profile, where)
+    question = Question(
+        profile,
+        plan.cluster,
+        plan.variant,
+        plan.mini_batch,
+        plan.optimizer_state_factor,
+        plan.update_every,
+        plan.tied,
+    )
+    found = evaluate(question, plan.stages, plan.micro_batches)
+    period_s = found.prediction.period_s
+    bound_s = plan.solver.bound_s if plan.solver.bound_s <= period_s * (1 + 1e-9) else 0.0
+    optimal = plan.solver.optimal and period_s <= bound_s * (1 + 1e-9)
+    report = msgspec.structs.replace(
+        plan.solver,
+        objective_s=period_s,
+        bound_s=bound_s,
+        gap=0.0 if optimal else (max(ratio(period_s, bound_s) - 1, 0.0) if bound_s else 1.0),
+        optimal=optimal,
+    )
+    fresh = make_plan(question, found, report)
+    over = [
+        f"stage {s} is {format_bytes(count)} over the limit of its device "
+        f"{_smallest_device(plan, s)!r} ({count} bytes)"
+        for s, count in found.over_limit(plan.cluster)
+    ]
+    return Recheck(fresh, tuple(_changes(plan, fresh)), "; ".join(over) or None)
+
+
+def _smallest_device(plan: Plan, s: int) -> str:
+    """Name of the stage's device with the least memory."""
+    limited = [plan.cluster.devices[d] for d in plan.stages[s].devices]
+    return min(limited, key=lambda d: d.memory_bytes or float("inf")).name
+
+
+def _changes(old: Plan, new: Plan) -> list[str]:
+    lines = []
+    if abs(old.predicted.period_s - new.predicted.period_s) > 1e-9 * new.predicted.period_s:
+        before, after = (format_seconds(p.predicted.period_s) for p in (old, new))
+        lines.append(f"period {before} → {after}")
+    for s, (a, b) in enumerate(zip(old.predicted.stages, new.predicted.stages, strict=True)):
+        if a.memory_bytes != b.memory_bytes:
+            before, after = format_bytes(a.memory_bytes), format_bytes(b.memory_bytes)
+            lines.append(f"stage {s} memory {before} → {after}")
+        if a.version_difference != b.version_difference:
+            lines.append(
+                f"stage {s} version difference {a.version_difference} → {b.version_difference}"
+            )
+    if old.predicted.sequence_distance != new.predicted.sequence_distance:
+        was, now = (p.predicted.sequence_distance for p in (old, new))
+        lines.append(f"v {was or 'not counted'} → {now}")
+    if old.edges != new.edges:
+        before, after = (", ".join(sorted({e.tensor for e in p.edges})) for p in (old, new))
+        lines.append(f"edges {before or 'none'} → {after or 'none'}")
+    return lines

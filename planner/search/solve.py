@@ -1,0 +1,202 @@
+"""Finding a plan: a request becomes cases, the exploration decides them, proof included."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ...profiles.errors import InfeasibleError, PlanError
+from ...profiles.limits import ratio
+from ...profiles.profile import Profile
+from ..cluster.cluster import Cluster
+from ..costs.layer_graph import held_together
+from ..costs.tied_parameters import Tied, check_tied
+from ..evaluate import Evaluation, Question, make_plan
+from ..partition.solve import SOLVERS, source_for
+from ..plan import Plan, SolverReport
+from ..ranking import SAME
+from ..systems.variants import variant_named
+from .budget import EFFORT, Budget
+from .diagnosis import diagnose
+from .exploration import Case, Exploration, Progress
+from .micro_batch_counts import micro_batch_counts
+from .relaxation import RECOMPUTE, Freedom, Relaxation
+
+
+@dataclass(frozen=True)
+class Request:
+    """What may be chosen, and what may be spent on choosing.
+
+    Attributes:
+        micro_batches: N; None: every divisor of the mini-batch whose size the profile measured.
+        stages: S; None: every count up to the number of devices.
+        replicas: stages may take several devices.
+        recompute: "off", "on" or "auto": stages compute their activations again.
+        pins: (layer's name, stage), 0 the first.
+        solver: one of SOLVERS; "auto": dynamic programming where the downsets can be listed,
+            else the ILP.
+        time_limit_s: the search ends then, with the best plan so far; None: no limit.
+        effort: simulated operations that it may spend.
+    """
+
+    micro_batches: int | None = None
+    stages: int | None = None
+    replicas: bool = False
+    recompute: str = "off"
+    pins: tuple[tuple[str, int], ...] = ()
+    solver: str = "auto"
+    time_limit_s: float | None = 60.0
+    effort: int = EFFORT
+
+
+def solve(
+    profile: Profile,
+    cluster: Cluster,
+    variant: str = "timeprest",
+    *,
+    mini_batch: int | None = None,
+    optimizer_state_factor: float | None = None,
+    update_every: int = 1,
+    tied: Tied = "together",
+    progress: Progress | None = None,
+    seen: Callable[[Evaluation], None] | None = None,
+    **asked: object,
+) -> Plan:
+    """Find the plan with the shortest period that fits every device's memory.
+
+    Args:
+        mini_batch: samples per update; the profile's by default.
+        optimizer_state_factor: bytes of optimizer state per byte of parameters; the
+            profile's by default.
+        update_every: mini-batches per update.
+        tied: "split": layers that share parameters may be on several stages, each with a copy;
+            for systems that flush.
+        progress: told (what is done, how much of it, of how much).
+        seen: told every plan that fits.
+        asked: fields of `Request`.
+
+    Raises:
+        PlanError: settings that contradict each other or the profile.
+        InfeasibleError: nothing fits; names the stage that lacks memory and how much.
+    """
+    begin = time.perf_counter()
+    factor = (
+        profile.optimizer.state_bytes_per_parameter_byte
+        if optimizer_state_factor is None
+        else optimizer_state_factor
+    )
+    if update_every < 1:
+        raise PlanError(f"--update-every {update_every}: give at least 1")
+    check_tied(variant_named(variant), tied)
+    mini_batch = mini_batch or profile.batch_size
+    question = Question(profile, cluster, variant, mini_batch, factor, update_every, tied)
+    request = Request(**asked)  # type: ignore[arg-type]
+    exploration = explore(question, request, progress or (lambda *_: None), seen)
+    stopped = _run(exploration)
+    if exploration.best is None:
+        found = diagnose(exploration, stopped)
+        if isinstance(found, InfeasibleError):
+            raise found
+        exploration.best = found
+    exploration.tighten()
+    found = exploration.best
+    return make_plan(question, found, _report(exploration, stopped, begin))
+
+
+def _run(exploration: Exploration) -> str | None:
+    """Search; Ctrl-C ends it too, once there is a plan to keep."""
+    try:
+        return exploration.run()
+    except KeyboardInterrupt:
+        if exploration.best is None:
+            raise
+        return "interrupted"
+
+
+def _report(exploration: Exploration, stopped: str | None, begin: float) -> SolverReport:
+    objective = exploration.period_s
+    bound = min(exploration.bound_s, objective)
+    proven = objective <= bound * SAME
+    return SolverReport(
+        method=exploration.source.method,
+        objective_s=objective,
+        bound_s=bound,
+        gap=0.0 if proven else (max(ratio(objective, bound) - 1, 0.0) if bound > 0 else 1.0),
+        optimal=proven,
+        plans_tried=exploration.budget.tried,
+        seconds=round(time.perf_counter() - begin, 3),
+        stopped=None if proven else stopped,
+    )
+
+
+def explore(
+    question: Question,
+    request: Request,
+    progress: Progress,
+    seen: Callable[[Evaluation], None] | None = None,
+) -> Exploration:
+    """The exploration that answers a request; not begun yet. Raises PlanError."""
+    if request.recompute not in RECOMPUTE:
+        raise PlanError(f"--recompute {request.recompute}: give one of {', '.join(RECOMPUTE)}")
+    refusal = variant_named(question.variant).recompute_refusal
+    if request.recompute == "on" and refusal:
+        raise PlanError(f"--recompute on: {refusal}")
+    freedom = Freedom(request.replicas, request.recompute)
+    if request.solver not in SOLVERS:
+        raise PlanError(f"--solver {request.solver}: give one of {', '.join(SOLVERS)}")
+    deadline = None if request.time_limit_s is None else time.monotonic() + request.time_limit_s
+    counts = micro_batch_counts(question, request.micro_batches)
+    relaxation = Relaxation(question, freedom)
+    source = source_for(relaxation.problem(counts[0]), request.solver, deadline)
+    most = _most_stages(question, relaxation, request.stages)
+    pins = _pins(relaxation, request.pins, most)
+    stage_counts: Sequence[int | None] = [request.stages]
+    if pins and request.stages is None:
+        # Stages are counted from the input side; only with their number known does the
+        # program, which runs from the other, know which one it is at.
+        stage_counts = range(max(stage for _, stage in pins) + 1, most + 1)
+    return Exploration(
+        question=question,
+        freedom=freedom,
+        source=source,
+        cases=[Case(n, s) for n in counts for s in stage_counts],
+        most_stages=most,
+        budget=Budget(request.effort, deadline),
+        pins=pins,
+        progress=progress,
+        seen=seen or (lambda _: None),
+    )
+
+
+def _most_stages(question: Question, relaxation: Relaxation, asked: int | None) -> int:
+    devices, layers = len(question.cluster.devices), len(question.profile.layers)
+    tied = sum(group.bit_count() - 1 for group in relaxation.graph.together)
+    most = min(devices, max(layers - tied, 1))
+    if asked is None:
+        return most
+    if asked > devices:
+        raise PlanError(f"--stages {asked}: the cluster has only {devices} devices")
+    if asked > relaxation.graph.most_stages:
+        tie = held_together(question.profile, relaxation.variant, question.tied)
+        most = relaxation.graph.most_stages
+        noun = "stage" if most == 1 else "stages"
+        raise PlanError(
+            f"--stages {asked}: the model can be cut into {most} {noun} at most ({layers} layers)"
+            + (f": {tie}" if tie else "")
+        )
+    return asked
+
+
+def _pins(
+    relaxation: Relaxation, asked: Sequence[tuple[str, int]], most_stages: int
+) -> tuple[tuple[int, int], ...]:
+    position = relaxation.graph.position
+    for name, stage in asked:
+        if name not in position:
+            raise PlanError(f"--pin {name}: the profile has no layer of this name")
+        if stage >= most_stages:
+            raise PlanError(
+                f"--pin {name}={stage}: there are {most_stages} stages at most, and 0 is the first"
+            )
+    return tuple((position[name], stage) for name, stage in asked)

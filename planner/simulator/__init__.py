@@ -1,0 +1,1 @@
+"""A schedule on the clock: the pipeline, its messages, its times."""

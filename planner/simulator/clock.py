@@ -1,0 +1,331 @@
+"""One clock for all: when an operation can start, when it ends, when its messages arrive.
+
+An operation is run by one replica of its stage, or by all of them, each its share. Shares are
+numbered by *slots*: b·N + i for micro-batch i of mini-batch b where a share has a micro-batch of
+its own, b·r + j for replica j's part of mini-batch b where all replicas take part. Either way
+slot k is replica k mod r's.
+
+Messages that share a wire follow each other in the sequence in which they are made. Where
+transfers don't overlap computing, they are the next thing that both devices do.
+
+Where more devices share a machine than it has cores, an operation waits for one of them, and keeps
+it to its end and while its messages are on the wire, as somebody has to copy them. An operating
+system gives each a share instead; then each takes longer and none waits, and as much is done in the
+same time.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from math import gcd, inf, lcm
+from typing import NamedTuple
+
+from ..systems.kinds import BACKWARDS, FORWARDS, UPDATES, WEIGHTS
+from .pipeline import Link, Pipeline, Route
+
+NOT_YET = -1.0
+"""Start of what hasn't run."""
+
+
+class _Part(NamedTuple):
+    """One message of a share."""
+
+    offset: int
+    wire: int
+    wire_s: float
+    latency_s: float
+    blocks: tuple[list[float], int] | None
+    """Where transfers don't overlap computing: the receiving stage's `free_s`, and the replica."""
+
+
+class Sent(NamedTuple):
+    """One message, or the part of it that one replica gets.
+
+    Attributes:
+        kind, source, slot: of the share that made it.
+        target, offset: the stage and the replica that it is for.
+        made_s: when it was made.
+        begin_s: when it had its wire.
+        arrival_s: when it was there.
+    """
+
+    kind: int
+    source: int
+    slot: int
+    target: int
+    offset: int
+    made_s: float
+    begin_s: float
+    arrival_s: float
+
+
+class _Port(NamedTuple):
+    """Where messages of one kind go from one stage to another.
+
+    Message parts of slot k are ``parts[k % len(parts)]``. They are for slot k of the receiving
+    stage; where its shares are numbered by its r2 replicas, for k // r1 * r2 + offset.
+    """
+
+    stage: int
+    left: list[int]
+    last_s: list[float]
+    ready_s: list[float]
+    parts: list[list[_Part]]
+    r1: int
+    r2: int
+
+
+class Clock:
+    """Times of operations, which drivers run one by one in any order that respects messages.
+
+    Attributes:
+        width: per kind and stage, slots of one operation: 1, or r where all replicas take part.
+        slots: per kind and stage, slots of a mini-batch.
+        free_s: per stage and replica, when it has finished what it was given so far.
+        ready_s: per kind, stage and slot, when its messages are all there; infinite while some
+            aren't even sent.
+        starts_s: per kind, stage and slot (of updates: mini-batch), when it started.
+        blocking: whether some messages keep devices busy.
+        contended: whether messages wait for other stages' messages, or keep devices busy, or
+            devices share cores. Then `run` doesn't send: what is in `sending` is to be delivered in
+            its time's sequence, and operations are to be run in that of their starts.
+        sent: where all messages are noted; None: they aren't.
+    """
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.pipeline = pipeline
+        stages = range(pipeline.stages)
+        n, r = pipeline.micro_batches, [pipeline.replicas(s) for s in stages]
+        whole = pipeline.variant.whole_mini_batches
+        micro = pipeline.variant.backward_unit == "micro"
+        self.replicas = r
+        ones = [1] * len(r)
+        # By kind: forwards, backwards, updates, weight parts.
+        backward_width, backward_slots = (ones, [n] * len(r)) if micro else (r, r)
+        self.width = [r if whole else ones, backward_width, ones, backward_width]
+        self.slots = [r if whole else [n] * len(r), backward_slots, ones, backward_slots]
+        self._messageless = (WEIGHTS,) if pipeline.variant.split_backward else ()
+        self.free_s = [[0.0] * count for count in r]
+        self.ready_s: list[list[list[float]]] = [[[] for _ in stages] for _ in range(4)]
+        self.starts_s: list[list[list[float]]] = [[[] for _ in stages] for _ in range(4)]
+        self.mini_batches = 0
+        # Messages still to be sent for a slot, and when the last of those sent arrives.
+        self._left: list[list[list[int]]] = [[[] for _ in stages] for _ in range(2)]
+        self._last_s: list[list[list[float]]] = [[[] for _ in stages] for _ in range(2)]
+        self._due = [[0] * len(r), [0] * len(r)]
+        self._wire_free: list[float] = []
+        # When each core of a pool is free, the earliest first; and each replica's pool.
+        self._pools = [[0.0] * count for count in pipeline.cores]
+        self._pool_of = [[self._pools[k] for k in mine] for mine in pipeline.pools]
+        self.ports: list[list[list[_Port]]] = [[[] for _ in stages] for _ in range(4)]
+        self.contended = self.blocking = False
+        self.sending: list[tuple[float, int, int, int, int]] = []
+        self.sent: list[Sent] | None = None
+        self._sent = 0
+        self._connect()
+        seconds = (
+            pipeline.forward_s,
+            [pipeline.backward_op_s(s) for s in stages],
+            [0.0 for _ in stages],
+            [pipeline.weight_op_s(s) for s in stages],
+        )
+        self.seconds = [[self._by_replica(s, times[s]) for s in stages] for times in seconds]
+        self.update_s = [pipeline.update_op_s(s) * self._turns(s) for s in stages]
+        self._lanes = [
+            [
+                (
+                    self.free_s[s],
+                    self.ready_s[kind][s],
+                    self.starts_s[kind][s],
+                    self.seconds[kind][s],
+                )
+                for s in stages
+            ]
+            for kind in range(4)
+        ]
+
+    def _turns(self, stage: int) -> float:
+        """How much longer an update takes where replicas are more than their cores."""
+        if not self._pool_of:
+            return 1.0
+        used = Counter(self.pipeline.pools[stage])
+        return max(count / min(count, self.pipeline.cores[k]) for k, count in used.items())
+
+    def _by_replica(self, stage: int, slowest_s: float) -> list[float]:
+        paces = self.pipeline.paces[stage] if self.pipeline.paces else (1.0,)
+        return [slowest_s * pace for pace in paces]
+
+    # Wiring --------------------------------------------------------------------------------
+
+    def _connect(self) -> None:
+        wires: dict[object, int] = {}
+        uses = 0
+        for link in self.pipeline.links:
+            routes = link.all_routes()
+            uses += len(routes) * (2 if link.has_gradient else 1)
+            if any(not route.overlaps for route in routes):
+                self.blocking = True
+            self._connect_kind(FORWARDS, link, routes, wires)
+            if link.has_gradient:
+                self._connect_kind(BACKWARDS, link, routes, wires)
+        self._wire_free = [0.0] * len(wires)
+        self.contended = self.blocking or len(wires) < uses or bool(self._pools)
+
+    def _connect_kind(
+        self, kind: int, link: Link, routes: tuple[Route, ...], wires: dict[object, int]
+    ) -> None:
+        ends = (link.source, link.target) if kind == FORWARDS else (link.target, link.source)
+        s, t = ends
+        r1, r2 = self.replicas[s], self.replicas[t]
+        shared = self.width[kind][s] > 1 or self.width[kind][t] > 1
+        parts: list[list[_Part]] = [[] for _ in range(r1 if shared else lcm(r1, r2))]
+        held = 1
+        if kind == BACKWARDS and self.pipeline.variant.backward_unit == "mini":
+            held = self.pipeline.messages_per_route(link)
+        for route in routes:
+            back = kind == BACKWARDS
+            j1, j2 = (route.target, route.source) if back else (route.source, route.target)
+            part = _Part(
+                offset=j2,
+                wire=wires.setdefault(route.wire_back if back else route.wire, len(wires)),
+                wire_s=route.backward_s * held if back else route.forward_s,
+                latency_s=route.latency_s,
+                blocks=None if route.overlaps else (self.free_s[t], j2),
+            )
+            for k in range(len(parts)):
+                if k % r1 == j1 and (shared or k % r2 == j2):
+                    parts[k].append(part)
+        self.ports[kind][s].append(
+            _Port(
+                t,
+                self._left[kind][t],
+                self._last_s[kind][t],
+                self.ready_s[kind][t],
+                parts,
+                r1,
+                r2 if shared else 0,
+            )
+        )
+        self._due[kind][t] += r1 // gcd(r1, r2) if shared else 1
+
+    def grow(self, mini_batches: int) -> None:
+        """Make room for so many mini-batches in all."""
+        more = mini_batches - self.mini_batches
+        if more <= 0:
+            return
+        self.mini_batches = mini_batches
+        for s in range(len(self.replicas)):
+            for kind in (FORWARDS, BACKWARDS):
+                count, due = more * self.slots[kind][s], self._due[kind][s]
+                self.ready_s[kind][s] += [inf if due else 0.0] * count
+                self.starts_s[kind][s] += [NOT_YET] * count
+                if due > 1:
+                    self._left[kind][s] += [due] * count
+                    self._last_s[kind][s] += [0.0] * count
+            for kind in self._messageless:
+                count = more * self.slots[kind][s]
+                self.ready_s[kind][s] += [0.0] * count
+                self.starts_s[kind][s] += [NOT_YET] * count
+            self.starts_s[UPDATES][s] += [NOT_YET] * more
+
+    # Running -------------------------------------------------------------------------------
+
+    def core_s(self, s: int, j: int) -> float:
+        """When there is a core for a replica; 0 where it has one of its own."""
+        return self._pool_of[s][j][0] if self._pool_of else 0.0
+
+    def _copying_s(self, kind: int, s: int, slot: int) -> float:
+        """How long a core has to do with a share's messages, which the stage doesn't wait for."""
+        ports = self.ports[kind][s]
+        return sum(part.wire_s for port in ports for part in port.parts[slot % len(port.parts)])
+
+    def run(self, kind: int, s: int, slot: int) -> list[tuple[int, int]]:
+        """Run a share whose messages have all been sent.
+
+        Returns:
+            (stage, slot) of each share of the same kind that now has all its messages.
+        """
+        free, ready_s, starts_s, seconds = self._lanes[kind][s]
+        j = slot % len(free)
+        start = ready_s[slot]
+        if free[j] > start:
+            start = free[j]
+        if self._pool_of:
+            pool = self._pool_of[s][j]
+            start = max(start, pool[0])
+            heapq.heapreplace(pool, start + seconds[j] + self._copying_s(kind, s, slot))
+        starts_s[slot] = start
+        end = start + seconds[j]
+        free[j] = end
+        if self.contended:
+            self._sent += 1
+            heapq.heappush(self.sending, (end, self._sent, kind, s, slot))
+            return []
+        return self._send(kind, s, slot, end)
+
+    def deliver(self) -> tuple[int, int, list[tuple[int, int]]]:
+        """Send the messages of the share that has ended first. Returns kind, stage, as `run`."""
+        end, _, kind, s, slot = heapq.heappop(self.sending)
+        return kind, s, self._send(kind, s, slot, end)
+
+    def update(self, s: int, mini_batch: int) -> None:
+        """All replicas of a stage sum their gradients and update."""
+        free = self.free_s[s]
+        start = max(free)
+        seconds = self.update_s[s] if self.pipeline.updates_after(mini_batch) else 0.0
+        if self._pool_of and seconds:
+            start = self._gather(s, start, seconds)
+        self.starts_s[UPDATES][s][mini_batch] = start
+        end = start + seconds
+        for j in range(len(free)):
+            free[j] = end
+
+    def _gather(self, s: int, start: float, seconds: float) -> float:
+        """Let all replicas compute at once, as many as have cores. Returns when they begin."""
+        taken = []
+        for k, replicas in Counter(self.pipeline.pools[s]).items():
+            pool = self._pools[k]
+            taken.append((pool, min(replicas, len(pool))))
+            start = max(start, heapq.nsmallest(taken[-1][1], pool)[-1])
+        for pool, count in taken:
+            for _ in range(count):
+                heapq.heapreplace(pool, start + seconds)
+        return start
+
+    def _send(self, kind: int, s: int, slot: int, now: float) -> list[tuple[int, int]]:
+        complete = []
+        wire_free, sent = self._wire_free, self.sent
+        for t, left, last_s, ready_s, parts, r1, r2 in self.ports[kind][s]:
+            for offset, wire, wire_s, latency_s, blocks in parts[slot % len(parts)]:
+                begin = wire_free[wire]
+                if now > begin:
+                    begin = now
+                if blocks is not None:
+                    begin = self._block(s, slot, blocks, begin, wire_s)
+                gone = begin + wire_s
+                wire_free[wire] = gone
+                arrival = gone + latency_s
+                if sent is not None:
+                    sent.append(Sent(kind, s, slot, t, offset, now, begin, arrival))
+                k = slot // r1 * r2 + offset if r2 else slot
+                if left:
+                    left[k] -= 1
+                    if arrival > last_s[k]:
+                        last_s[k] = arrival
+                    if left[k]:
+                        continue
+                    arrival = last_s[k]
+                ready_s[k] = arrival
+                complete.append((t, k))
+        return complete
+
+    def _block(
+        self, s: int, slot: int, receiver: tuple[list[float], int], begin: float, wire_s: float
+    ) -> float:
+        """Both devices are busy with a transfer as soon as both are free. Returns its start."""
+        sending, receiving = self.free_s[s], receiver[0]
+        j1, j2 = slot % len(sending), receiver[1]
+        begin = max(begin, sending[j1], receiving[j2])
+        sending[j1] = receiving[j2] = begin + wire_s
+        return begin

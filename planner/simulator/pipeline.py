@@ -1,0 +1,160 @@
+"""A pipeline as the orders and the simulator see it: durations, links and limits. Units: s."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from math import lcm
+
+from ..systems.variants import Variant
+
+
+@dataclass(frozen=True)
+class Route:
+    """The way between one replica of a stage and one of a later stage, and back.
+
+    Attributes:
+        source, target: replicas.
+        forward_s, backward_s, latency_s: as in `Link`, for what this pair exchanges.
+        wire, wire_back: what messages keep busy; equal ones take turns.
+        overlaps: both replicas compute while a message is on the wire.
+    """
+
+    source: int
+    target: int
+    forward_s: float
+    backward_s: float
+    latency_s: float
+    wire: Hashable
+    wire_back: Hashable
+    overlaps: bool = True
+
+
+@dataclass(frozen=True)
+class Link:
+    """What goes from one stage to a later one for each micro-batch, and back.
+
+    Attributes:
+        source, target: stages.
+        forward_s: time on the wire of one micro-batch's activations, latency left out; where
+            replicas share a mini-batch's samples, of the part that a pair of them exchanges.
+        backward_s: the same for their gradients; 0 when none is sent.
+        latency_s: what each message takes besides; it doesn't keep the wire busy.
+        has_gradient: whether a gradient message comes back.
+        routes: one for each pair of replicas that exchange messages. Empty: one pair, with a
+            wire of its own in each direction, and transfers that overlap computing.
+    """
+
+    source: int
+    target: int
+    forward_s: float
+    backward_s: float
+    latency_s: float
+    has_gradient: bool = True
+    routes: tuple[Route, ...] = ()
+
+    def all_routes(self) -> tuple[Route, ...]:
+        """The routes, written out."""
+        if self.routes:
+            return self.routes
+        there, back = ("stages", self.source, self.target), ("stages", self.target, self.source)
+        times = self.forward_s, self.backward_s, self.latency_s
+        return (Route(0, 0, *times, there, back),)
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """All that decides an order.
+
+    A stage on r devices has r replicas. Micro-batch i is replica i mod r's; in systems of whole
+    mini-batches each replica has 1/r of the samples, dealt likewise. Every replica updates.
+
+    Attributes:
+        forward_s: per stage, forward of one micro-batch (of a replica's share of it in systems
+            of whole mini-batches), on the stage's slowest replica.
+        backward_s: likewise its backward; that of several micro-batches takes so many times that.
+        update_s: per stage, optimizer step.
+        links: one for each pair of stages that exchange tensors.
+        limits: per stage, mini-batches that may be in flight there.
+        paces: per stage, for each replica its times over those of the slowest. Empty: one each.
+        all_reduce_s: per stage, summing gradients over its replicas, and those of parameters that
+            other stages use too with them. Empty: 0 each.
+        update_every: mini-batches per update; their gradients are summed up until then.
+        weight_s: per stage, how much of the backward is its weight part, which runs by itself where
+            the system splits it. Empty: 0 each.
+        pools: per stage, for each replica the number of the pool of cores that it computes on.
+            Empty: each has a core of its own.
+        cores: of each pool.
+    """
+
+    variant: Variant
+    micro_batches: int
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    update_s: tuple[float, ...]
+    links: tuple[Link, ...]
+    limits: tuple[int, ...]
+    paces: tuple[tuple[float, ...], ...] = ()
+    all_reduce_s: tuple[float, ...] = ()
+    update_every: int = 1
+    weight_s: tuple[float, ...] = ()
+    pools: tuple[tuple[int, ...], ...] = ()
+    cores: tuple[int, ...] = ()
+
+    @property
+    def stages(self) -> int:
+        """S, the number of stages."""
+        return len(self.forward_s)
+
+    @property
+    def backwards_per_mini_batch(self) -> int:
+        """N where the backward's unit is the micro-batch, else 1."""
+        return self.micro_batches if self.variant.backward_unit == "micro" else 1
+
+    def replicas(self, stage: int) -> int:
+        """r, the devices of a stage."""
+        return len(self.paces[stage]) if self.paces else 1
+
+    def micro_batches_per_replica(self, stage: int) -> int:
+        """How many of a mini-batch's micro-batches, or shares of them, one replica runs."""
+        if self.variant.whole_mini_batches:
+            return self.micro_batches
+        return self.micro_batches // self.replicas(stage)
+
+    def micro_batches_per_share(self, stage: int) -> int:
+        """Micro-batches that one replica works through in one backward."""
+        if self.variant.backward_unit == "micro":
+            return 1
+        return self.micro_batches_per_replica(stage)
+
+    def messages_per_route(self, link: Link) -> int:
+        """Micro-batches, or shares of them, of a mini-batch that go over each of its routes."""
+        if self.variant.whole_mini_batches:
+            return self.micro_batches
+        return self.micro_batches // lcm(self.replicas(link.source), self.replicas(link.target))
+
+    def backward_op_s(self, stage: int) -> float:
+        """Duration of one backward operation on one replica; where split, of its first part."""
+        # A weight part known to take longer than the whole must not begin before this one.
+        seconds = max(self.backward_s[stage] - self.weight_op_s(stage), 0.0)
+        return seconds * self.micro_batches_per_share(stage)
+
+    def weight_op_s(self, stage: int) -> float:
+        """Duration of one weight part on one replica."""
+        return self.weight_s[stage] if self.weight_s else 0.0
+
+    def update_op_s(self, stage: int) -> float:
+        """Duration of one update: gradients are summed over the replicas first."""
+        summing_s = self.all_reduce_s[stage] if self.all_reduce_s else 0.0
+        return summing_s + self.update_s[stage]
+
+    def work_s(self, stage: int) -> float:
+        """What a replica's operations take per mini-batch: no pipeline is faster than that."""
+        return (
+            self.micro_batches_per_replica(stage) * (self.forward_s[stage] + self.backward_s[stage])
+            + self.update_op_s(stage) / self.update_every
+        )
+
+    def updates_after(self, mini_batch: int) -> bool:
+        """Whether an update follows this mini-batch, be it the last one or not."""
+        return not (mini_batch + 1) % self.update_every

@@ -1,0 +1,290 @@
+"""Simulating an order: when each operation runs, and how long a mini-batch takes."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from ...profiles.errors import OrderError
+from ..systems.kinds import FORWARDS, UPDATES
+from ..systems.operations import FORWARD, Op, Order, op_text
+from .clock import NOT_YET, Clock, Sent
+from .executor import Code, Contended, Listed, codes
+from .pipeline import Link, Pipeline
+
+
+class Event(NamedTuple):
+    """An operation on the clock, in seconds from the start of the run."""
+
+    op: Op
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When each stage runs each of its operations.
+
+    Attributes:
+        stages: per stage, its events in order. What several replicas run takes from the first
+            one's start to the last one's end.
+        replicas: per stage and replica, the events of its own part, in order.
+        sequence: (stage, position in that stage's list) in an order in which one process
+            could run them all.
+    """
+
+    stages: tuple[tuple[Event, ...], ...]
+    replicas: tuple[tuple[tuple[Event, ...], ...], ...]
+    sequence: tuple[tuple[int, int], ...]
+
+
+def simulate(pipeline: Pipeline, order: Order, sent: list[Sent] | None = None) -> Timeline:
+    """Run the order on the clock.
+
+    Args:
+        sent: where all messages are noted.
+
+    Raises:
+        OrderError: some operation waits for a message that is never sent (a deadlock); the
+            message names the operations that every stuck stage waits at.
+    """
+    clock = Clock(pipeline)
+    clock.sent = sent
+    clock.grow(1 + max((op.mini_batch for ops in order for op in ops), default=-1))
+    lists = [codes(clock, s, ops) for s, ops in enumerate(order)]
+    run: Listed | Contended
+    if clock.contended:
+        run = Contended(clock, lists)
+        run.run(clock.mini_batches)
+    else:
+        run = Listed(clock)
+        run.lists = lists
+        run.run()
+    stuck = [
+        op_text(s, ops[done])
+        for s, (ops, done) in enumerate(zip(order, run.done, strict=True))
+        if done < len(ops)
+    ]
+    if stuck:
+        raise OrderError(f"deadlock: these operations wait for each other: {', '.join(stuck)}")
+    return _timeline(clock, order, lists, run.sequence)
+
+
+def _timeline(
+    clock: Clock, order: Order, lists: Sequence[Sequence[Code]], sequence: list[tuple[int, int]]
+) -> Timeline:
+    stages, replicas = [], []
+    last_starts: list[list[float]] = []
+    for s, (ops, numbers) in enumerate(zip(order, lists, strict=True)):
+        mine: list[list[Event]] = [[] for _ in range(clock.replicas[s])]
+        events, starts = [], []
+        for op, code in zip(ops, numbers, strict=True):
+            shares = list(_shares(clock, s, op, code))
+            for j, event in shares:
+                mine[j].append(event)
+            first = shares[0][1]
+            if len(shares) > 1:
+                start = min(event.start_s for _, event in shares)
+                first = Event(op, start, max(event.end_s for _, event in shares))
+            events.append(first)
+            starts.append(max(event.start_s for _, event in shares))
+        stages.append(tuple(events))
+        replicas.append(tuple(tuple(own) for own in mine))
+        last_starts.append(starts)
+    # By start time people see the pipeline's own sequence; the stable sort keeps causes first.
+    sequence = sorted(sequence, key=lambda key: last_starts[key[0]][key[1]])
+    return Timeline(tuple(stages), tuple(replicas), tuple(sequence))
+
+
+def _shares(clock: Clock, s: int, op: Op, code: Code) -> Iterable[tuple[int, Event]]:
+    """Replica and event of each share of an operation that has run."""
+    kind, slot = code
+    r = clock.replicas[s]
+    if kind == UPDATES:
+        start = clock.starts_s[UPDATES][s][slot]
+        yield from ((j, Event(op, start, start + clock.update_s[s])) for j in range(r))
+        return
+    for k in range(slot, slot + clock.width[kind][s]):
+        start = clock.starts_s[kind][s][k]
+        yield k % r, Event(op, start, start + clock.seconds[kind][s][k % r])
+
+
+def warm_mini_batches(stages: int, micro_batches: int = 1) -> int:
+    """Mini-batches after which the middle third of a run has the steady rate.
+
+    What fills a pipeline are micro-batches: where a mini-batch has many, few of them are enough.
+    """
+    return 12 + -(-6 * stages // micro_batches)
+
+
+def steady_period_s(timeline: Timeline) -> float:
+    """Seconds per mini-batch in the middle of the run, filling and draining left out.
+
+    That of the slowest stage: one that gets no gradients back may run ahead of the others.
+    Where updates come in a pattern that repeats every c mini-batches, the mean over whole
+    patterns; else the mean over the middle third.
+    """
+    return max(_period_s(_ends(events)) for events in timeline.stages)
+
+
+def _ends(events: Iterable[Event]) -> list[float]:
+    """When each mini-batch had left a stage: after its last backward and, if it has one, update."""
+    found: dict[int, float] = {}
+    for event in events:
+        if event.op.kind != FORWARD:
+            found[event.op.mini_batch] = event.end_s
+    return list(found.values())
+
+
+def _period_s(ends: Sequence[float]) -> float:
+    if len(ends) < 3:
+        return ends[-1] / len(ends) if ends else 0.0
+    gaps = [b - a for a, b in pairwise(ends)]
+    middle = gaps[len(gaps) // 3 : max(2 * len(gaps) // 3, len(gaps) // 3 + 1)]
+    scale = max(max(middle), 1e-30)
+    for cycle in range(1, len(middle) // 2 + 1):
+        pairs = zip(middle, middle[cycle:], strict=False)
+        if all(abs(a - b) <= 1e-9 * scale for a, b in pairs):
+            return sum(middle[:cycle]) / cycle
+    return sum(middle) / len(middle)
+
+
+def busy_s(pipeline: Pipeline, stage: int) -> float:
+    """Per mini-batch, what keeps a stage busy: operations, and transfers that keep devices busy.
+
+    That of the replica with most of it; all of them wait for it before the update.
+    """
+    if all(not link.routes for link in pipeline.links):
+        return pipeline.work_s(stage)
+    paces = pipeline.paces[stage] if pipeline.paces else (1.0,)
+    each = pipeline.micro_batches_per_replica(stage)
+    busy = [
+        each * pace * (pipeline.forward_s[stage] + pipeline.backward_s[stage]) for pace in paces
+    ]
+    for link in pipeline.links:
+        for route in link.routes if stage in (link.source, link.target) else ():
+            if not route.overlaps:
+                replica = route.source if stage == link.source else route.target
+                wire_s = route.forward_s + (route.backward_s if link.has_gradient else 0.0)
+                busy[replica] += wire_s * pipeline.messages_per_route(link)
+    return max(busy) + pipeline.update_op_s(stage) / pipeline.update_every
+
+
+def least_period_s(pipeline: Pipeline) -> float:
+    """What the busiest device or wire needs per mini-batch: no order is faster."""
+    wires: dict[object, float] = {}
+    for link in pipeline.links:
+        count = pipeline.messages_per_route(link)
+        for route in link.all_routes():
+            for wire, wire_s in (
+                (route.wire, route.forward_s),
+                (route.wire_back, route.backward_s),
+            ):
+                wires[wire] = wires.get(wire, 0.0) + count * wire_s
+    devices = (busy_s(pipeline, s) for s in range(pipeline.stages))
+    return max(*devices, *wires.values(), *_pools_s(pipeline), 0.0)
+
+
+def _pools_s(pipeline: Pipeline) -> Iterator[float]:
+    """What each pool of cores needs per mini-batch, all of them busy: operations and messages."""
+    work = [0.0] * len(pipeline.cores)
+    for s, pools in enumerate(pipeline.pools):
+        update_s = pipeline.update_op_s(s) / pipeline.update_every
+        each_s = pipeline.work_s(s) - update_s
+        paces = pipeline.paces[s] if pipeline.paces else (1.0,)
+        for pool, pace in zip(pools, paces, strict=True):
+            work[pool] += each_s * pace + update_s
+    for link in pipeline.links if pipeline.pools else ():
+        count = pipeline.messages_per_route(link)
+        for route in link.all_routes():
+            work[pipeline.pools[link.source][route.source]] += count * route.forward_s
+            if link.has_gradient:
+                work[pipeline.pools[link.target][route.target]] += count * route.backward_s
+    for seconds, cores in zip(work, pipeline.cores, strict=True):
+        yield seconds / cores
+
+
+def idle_cores(pipeline: Pipeline, period_s: float) -> tuple[float, ...]:
+    """Share of the steady period in which the cores of each pool have nothing to do."""
+    if period_s <= 0:
+        return tuple(0.0 for _ in pipeline.cores)
+    return tuple(max(0.0, 1 - seconds / period_s) for seconds in _pools_s(pipeline))
+
+
+def round_trip_s(pipeline: Pipeline) -> float:
+    """What in-flight limits allow per mini-batch: no order under them is faster.
+
+    A stage begins mini-batch b + L after its update for b, so a period takes 1 / L of the time
+    from a mini-batch's first forward there to its update.
+    """
+    stages = range(pipeline.stages)
+    return max(_stay_s(pipeline, s) / pipeline.limits[s] for s in stages)
+
+
+def _stay_s(pipeline: Pipeline, stage: int) -> float:
+    """How long a mini-batch stays at a stage at the least: down for its last micro-batch, and
+    back up for its gradients."""
+    forward_s, backward_s = (
+        [seconds * min(pipeline.paces[s] if pipeline.paces else (1.0,)) for s, seconds in pairs]
+        for pairs in (
+            enumerate(pipeline.forward_s),
+            ((s, pipeline.backward_op_s(s)) for s in range(pipeline.stages)),
+        )
+    )
+    after_s = pipeline.weight_op_s(stage) * min(pipeline.paces[stage] if pipeline.paces else (1.0,))
+    down = {stage: pipeline.micro_batches_per_replica(stage) * forward_s[stage]}
+    for t in range(stage + 1, pipeline.stages):
+        came = [
+            down[link.source] + min(r.forward_s + r.latency_s for r in link.all_routes())
+            for link in pipeline.links
+            if link.target == t and link.source in down
+        ]
+        if came:
+            down[t] = max(came) + forward_s[t]
+    up: dict[int, float] = {}
+    for t in sorted(down, reverse=True):
+        back = [
+            up[link.target] + min(r.backward_s + r.latency_s for r in link.all_routes())
+            for link in pipeline.links
+            if link.source == t and link.has_gradient
+        ]
+        up[t] = max(down[t], *back, 0.0) + backward_s[t]
+    # Its last weight part may come after all messages.
+    update_s = pipeline.update_op_s(stage) if pipeline.update_every == 1 else 0.0
+    return up[stage] + after_s + update_s
+
+
+def idle_shares(pipeline: Pipeline, period_s: float) -> tuple[float, ...]:
+    """Share of the steady period in which each stage's busiest replica has nothing to do."""
+    if period_s <= 0:
+        return tuple(0.0 for _ in range(pipeline.stages))
+    return tuple(max(0.0, 1 - busy_s(pipeline, s) / period_s) for s in range(pipeline.stages))
+
+
+def most_waiting(clock: Clock, link: Link, posted: int) -> int:
+    """Most forward messages at once that are made on a replica but have no buffer posted yet.
+
+    Args:
+        posted: receives that the target has posted ahead of its use of them.
+    """
+    s, t = link.source, link.target
+    made, taken = clock.starts_s[FORWARDS][s], clock.starts_s[FORWARDS][t]
+    r, targets, shared = clock.replicas[s], clock.replicas[t], clock.width[FORWARDS][t] > 1
+    most = 0
+    for j in range(r):
+        seconds = clock.seconds[FORWARDS][s][j]
+        ends = [start + seconds for start in made[j::r] if start != NOT_YET]
+        if shared:
+            groups = (taken[k : k + targets] for k in range(0, len(taken), targets))
+            starts = [max(group) for group in groups if NOT_YET not in group]
+        else:
+            starts = [start for start in (taken[j::r] if r > 1 else taken) if start != NOT_YET]
+        if targets > 1:
+            starts.sort()
+        # What is taken at the very moment it is made never waits.
+        waiting = (k + 1 - bisect_right(starts, end) for k, end in enumerate(ends))
+        most = max(most, max(waiting, default=0))
+    return max(most - posted, 1)

@@ -1,0 +1,141 @@
+"""How many updates a prediction looks ahead, read off the order.
+
+Where weights are predicted, the distance is counted on a *unit clock*: every forward and backward
+takes one unit, updates and messages none, every stage feeds the next, and each runs its list as
+early as it can. So distances follow from the order alone. With S − s mini-batches in flight they
+are, once the pipeline is full, SpecTrain's ⌊s/2⌋ + S − s − 1 and ⌊s/2⌋ (1809.02839, section 3.2).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from ...profiles.errors import OrderError
+from .operations import BACKWARD, FORWARD, UPDATE, Op, Order
+from .variants import Horizon, Variant
+
+
+@dataclass(frozen=True)
+class Distances:
+    """Of one stage, per mini-batch: updates between the version at hand and the one aimed at.
+
+    Attributes:
+        forward: from the version at the mini-batch's first forward.
+        backward: from the version at its first backward.
+    """
+
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+
+
+def prediction_distances(variant: Variant, order: Order) -> tuple[Distances, ...]:
+    """Per stage; without any entries for systems that predict nothing.
+
+    Raises OrderError when the order can't be run.
+    """
+    if not variant.horizon:
+        return tuple(Distances((), ()) for _ in order)
+    return _HORIZONS[variant.horizon](order)
+
+
+@dataclass
+class _StageTimes:
+    """What a stage did when, in units from the start.
+
+    Attributes:
+        updates: when each update was made.
+        starts: of each operation but updates.
+        versions: before each operation.
+    """
+
+    updates: list[int] = field(default_factory=list)
+    starts: dict[Op, int] = field(default_factory=dict)
+    versions: dict[Op, int] = field(default_factory=dict)
+
+
+def _round_trip(order: Order) -> tuple[Distances, ...]:
+    """To the version that the stage has when the mini-batch's backward at stage 0 starts.
+
+    What is updated at that very moment doesn't count; stage 0's version is what its own backward
+    sees.
+    """
+    clocked = _clocked(order)
+    heads = _firsts(BACKWARD, clocked[0].starts)
+    found = []
+    for s, times in enumerate(clocked):
+        own = times.versions
+        if s:
+            aims = [bisect_left(times.updates, clocked[0].starts[op]) for op in heads]
+        else:
+            aims = [own[op] for op in heads]
+        found.append(_to(aims, own))
+    return tuple(found)
+
+
+def _own_backward(order: Order) -> tuple[Distances, ...]:
+    """To the version that the stage has at the mini-batch's own backward."""
+    found = []
+    for ops in order:
+        versions, updates = {}, 0
+        for op in ops:
+            if op.kind == UPDATE:
+                updates += 1
+            else:
+                versions[op] = updates
+        found.append(_to([versions[op] for op in _firsts(BACKWARD, versions)], versions))
+    return tuple(found)
+
+
+def _to(aims: list[int], versions: Mapping[Op, int]) -> Distances:
+    forward, backward = (
+        tuple(aim - versions[op] for aim, op in zip(aims, _firsts(kind, versions), strict=True))
+        for kind in (FORWARD, BACKWARD)
+    )
+    return Distances(forward, backward)
+
+
+def _firsts(kind: str, ops: Mapping[Op, int]) -> list[Op]:
+    """Each mini-batch's first operation of this kind, by mini-batch."""
+    found: dict[int, Op] = {}
+    for op in ops:
+        if op.kind == kind:
+            found.setdefault(op.mini_batch, op)
+    return [found[b] for b in sorted(found)]
+
+
+def _clocked(order: Order) -> list[_StageTimes]:
+    """Run the order on the unit clock."""
+    last = len(order) - 1
+    times = [_StageTimes() for _ in order]
+    ends: list[dict[Op, int]] = [{} for _ in order]
+    done, now = [0] * len(order), [0] * len(order)
+    pending = list(range(len(order)))
+    while pending:
+        s = pending.pop()
+        while done[s] < len(order[s]):
+            op = order[s][done[s]]
+            if op.kind == UPDATE:
+                times[s].updates.append(now[s])
+            else:
+                feeder = s - 1 if op.kind == FORWARD else s + 1
+                start = now[s]
+                if 0 <= feeder <= last:
+                    if op not in ends[feeder]:
+                        break
+                    start = max(start, ends[feeder][op])
+                times[s].starts[op] = start
+                times[s].versions[op] = len(times[s].updates)
+                ends[s][op] = now[s] = start + 1
+                pending += [t for t in (s - 1, s + 1) if 0 <= t <= last and t not in pending]
+            done[s] += 1
+    if any(count < len(ops) for count, ops in zip(done, order, strict=True)):
+        raise OrderError("deadlock: the order's stages wait for each other")
+    return times
+
+
+_HORIZONS: dict[Horizon, Callable[[Order], tuple[Distances, ...]]] = {
+    "round-trip": _round_trip,
+    "backward": _own_backward,
+}

@@ -1,0 +1,269 @@
+"""The training systems, in one table: how they order work and which weights each pass uses.
+
+Rules are names; `schedules` and `versions` hold what the names mean. Adding a system is a row
+here, and at most one small rule there. docs/systems.md explains each row and its source.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ...profiles.errors import PlanError
+
+OrderRule = Literal["gpipe", "1f1b", "1f1b-flush", "1f1b-micro", "1f1b-split", "nf1b"]
+BackwardUnit = Literal["micro", "mini"]
+ForwardWeights = Literal["latest", "micro-batch-entry", "mini-batch-entry", "predicted"]
+BackwardWeights = Literal["latest", "forward", "predicted", "intermediate"]
+Prediction = Literal["", "smoothed-gradient", "optimizer-step"]
+Horizon = Literal["", "round-trip", "backward"]
+UpdateRule = Literal["optimizer", "nesterov"]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One training system.
+
+    Attributes:
+        order: rule that makes the list of operations (`schedules`).
+        backward_unit: a backward works through one micro-batch, or a whole mini-batch.
+        flushes: the pipeline drains before each update.
+        forward_weights: "latest" at each forward; vertical synchronisation, at all stages the
+            version that stage 0 had when this micro-batch entered there ("micro-batch-entry"),
+            or when its mini-batch's first one did ("mini-batch-entry"); or "predicted" from the
+            latest.
+        backward_weights: the "latest"; the very ones the "forward" used (stashed), which may
+            differ from micro-batch to micro-batch; "predicted" from the latest; or "intermediate"
+            between those of the forward (stashed) and the latest, micro-batch by micro-batch.
+        whole_mini_batches: the system knows no micro-batches, N is 1.
+        summary: one line for people.
+        scratch_copies: copies of the weights besides the versions: where predictions are made.
+        micro_batch_per_stage: there must be a micro-batch for each stage, N ≥ S.
+        forwards_first: at every stage all forwards of a mini-batch run before its first backward.
+        prediction: what weights are predicted with: the optimizer's "smoothed-gradient", or the
+            "optimizer-step" that its rule makes of its present state.
+        horizon: the version that predictions aim at: the stage's when the mini-batch ends its
+            "round-trip", at its backward on stage 0; or when its own "backward" runs.
+        update_rule: the user's "optimizer"; or its "nesterov" form, the gradient discounted.
+        split_backward: each backward has two parts, B for the gradients of what the stage received
+            and W for those of its weights; W has no messages and may come later.
+    """
+
+    name: str
+    order: OrderRule
+    backward_unit: BackwardUnit
+    flushes: bool
+    forward_weights: ForwardWeights
+    backward_weights: BackwardWeights
+    whole_mini_batches: bool
+    summary: str
+    scratch_copies: int = 0
+    micro_batch_per_stage: bool = False
+    forwards_first: bool = False
+    prediction: Prediction = ""
+    horizon: Horizon = ""
+    update_rule: UpdateRule = "optimizer"
+    split_backward: bool = False
+
+    @property
+    def recompute_refusal(self) -> str:
+        """Why stages can't compute their activations again before a backward; empty: they can."""
+        if self.prediction:
+            return (
+                f"{self.name} predicts weights and doesn't keep them, so activations can't be "
+                "computed again"
+            )
+        if self.split_backward:
+            return (
+                f"{self.name} postpones weight gradients, which need what a backward would have "
+                "computed again; plan with --recompute off"
+            )
+        return ""
+
+    @property
+    def synchronises(self) -> bool:
+        """Whether one pass uses the same version at all stages: vertical synchronisation."""
+        return self.forward_weights in ("micro-batch-entry", "mini-batch-entry")
+
+    @property
+    def stashes(self) -> bool:
+        """Whether the forward's weights are kept for the backward."""
+        return self.backward_weights in ("forward", "intermediate")
+
+    def predicts_on(self, stage: int, stages: int) -> bool:
+        """Whether this stage looks ahead by any update.
+
+        The last one's backward follows its forward at once. But to the end of the round trip it
+        makes ⌊s/2⌋ updates more, with S − s mini-batches in flight (SpecTrain, section 3.2).
+        """
+        if not self.prediction:
+            return False
+        return stage < stages - 1 or (self.horizon == "round-trip" and stage > 1)
+
+    def least_micro_batches(self, stages: int) -> int:
+        """The fewest micro-batches, N, that so many stages can have."""
+        return stages if self.micro_batch_per_stage else 1
+
+
+_TABLE = (
+    Variant(
+        name="timeprest",
+        order="nf1b",
+        backward_unit="mini",
+        flushes=False,
+        forward_weights="micro-batch-entry",
+        backward_weights="latest",
+        whole_mini_batches=False,
+        summary="nF1B, backward on the latest weights, nothing stashed for it (2410.14312)",
+    ),
+    Variant(
+        name="timeprest-stashed",
+        order="nf1b",
+        backward_unit="mini",
+        flushes=False,
+        forward_weights="micro-batch-entry",
+        backward_weights="forward",
+        whole_mini_batches=False,
+        summary="timeprest with weights stashed for the backward (FGCS 178, 108260: Variant 1)",
+    ),
+    Variant(
+        name="pipedream-unstashed",
+        order="1f1b",
+        backward_unit="mini",
+        flushes=False,
+        forward_weights="micro-batch-entry",
+        backward_weights="latest",
+        whole_mini_batches=True,
+        summary="1F1B over mini-batches, nothing stashed (FGCS 178, 108260: Variant 2)",
+    ),
+    Variant(
+        name="v-timeprest",
+        order="nf1b",
+        backward_unit="mini",
+        flushes=False,
+        forward_weights="latest",
+        backward_weights="latest",
+        whole_mini_batches=False,
+        summary="nF1B, latest weights in every pass, one copy (2509.23241)",
+    ),
+    Variant(
+        name="i-timeprest",
+        order="nf1b",
+        backward_unit="mini",
+        flushes=False,
+        forward_weights="micro-batch-entry",
+        backward_weights="intermediate",
+        whole_mini_batches=False,
+        summary="nF1B, backward between the forward's weights and the latest (2509.23241)",
+    ),
+    Variant(
+        name="pipedream",
+        order="1f1b",
+        backward_unit="mini",
+        flushes=False,
+        forward_weights="latest",
+        backward_weights="forward",
+        whole_mini_batches=True,
+        summary="1F1B over mini-batches, weights stashed for the backward (1806.03377)",
+    ),
+    Variant(
+        name="pipedream-vertical-sync",
+        order="1f1b",
+        backward_unit="mini",
+        flushes=False,
+        forward_weights="mini-batch-entry",
+        backward_weights="forward",
+        whole_mini_batches=True,
+        summary="1F1B over mini-batches, each on one version at all stages (1806.03377)",
+    ),
+    Variant(
+        name="pipedream-2bw",
+        order="1f1b-micro",
+        backward_unit="micro",
+        flushes=False,
+        forward_weights="mini-batch-entry",
+        backward_weights="forward",
+        whole_mini_batches=False,
+        summary="1F1B over micro-batches, never flushed, two versions (2006.09503)",
+        micro_batch_per_stage=True,
+    ),
+    Variant(
+        name="pipedream-flush",
+        order="1f1b-flush",
+        backward_unit="micro",
+        flushes=True,
+        forward_weights="latest",
+        backward_weights="latest",
+        whole_mini_batches=False,
+        summary="1F1B over micro-batches, flush: plain mini-batch training (2006.09503)",
+    ),
+    Variant(
+        name="spectrain",
+        order="1f1b",
+        backward_unit="mini",
+        flushes=False,
+        forward_weights="predicted",
+        backward_weights="predicted",
+        whole_mini_batches=True,
+        summary="1F1B over mini-batches, weights predicted from momentum (1809.02839)",
+        scratch_copies=1,
+        prediction="smoothed-gradient",
+        horizon="round-trip",
+    ),
+    Variant(
+        name="pipeoptim",
+        order="1f1b",
+        backward_unit="mini",
+        flushes=False,
+        forward_weights="predicted",
+        backward_weights="latest",
+        whole_mini_batches=True,
+        summary="1F1B over mini-batches, forward predicted by the optimizer's rule (2312.00839)",
+        scratch_copies=1,
+        prediction="optimizer-step",
+        horizon="backward",
+    ),
+    Variant(
+        name="pipedream-nesterov",
+        order="1f1b",
+        backward_unit="mini",
+        flushes=False,
+        forward_weights="latest",
+        backward_weights="forward",
+        whole_mini_batches=True,
+        summary="pipedream with delay-corrected Nesterov momentum (2505.01099)",
+        update_rule="nesterov",
+    ),
+    Variant(
+        name="gpipe",
+        order="gpipe",
+        backward_unit="micro",
+        flushes=True,
+        forward_weights="latest",
+        backward_weights="latest",
+        whole_mini_batches=False,
+        summary="all forwards, all backwards, flush: plain mini-batch training (1811.06965)",
+        forwards_first=True,
+    ),
+    Variant(
+        name="zb-h1",
+        order="1f1b-split",
+        backward_unit="micro",
+        flushes=True,
+        forward_weights="latest",
+        backward_weights="latest",
+        whole_mini_batches=False,
+        summary="1F1B, flush, weight gradients postponed to fill the bubble (2401.10241)",
+        split_backward=True,
+    ),
+)
+
+VARIANTS: dict[str, Variant] = {variant.name: variant for variant in _TABLE}
+
+
+def variant_named(name: str) -> Variant:
+    """The system of this name. Raises PlanError listing the known ones."""
+    try:
+        return VARIANTS[name]
+    except KeyError:
+        raise PlanError(f"unknown system {name!r}; known are {', '.join(VARIANTS)}") from None
