@@ -21,7 +21,7 @@ from .profiles.published.reader import import_profile, is_foreign
 
 if TYPE_CHECKING:
     from .planner.costs.tied_parameters import Tied
-    from .runtime.scores import RunSummary
+    from .runtime.records.metrics import RunSummary
 
 
 def profile(
@@ -83,7 +83,7 @@ def profile(
     )
     if together is None:
         return measured
-    from .runtime.operation_cost import with_processes
+    from .runtime.calibration.overhead import with_processes
 
     return with_processes(measured, found, inputs, together, seconds=seconds / 2)
 

@@ -23,8 +23,8 @@ from timeprest.planner.plan import Plan
 from timeprest.planner.systems.variants import VARIANTS, Variant
 from timeprest.profiles.profile import Profile
 from timeprest.profiles.units import format_bytes
+from timeprest.runtime.records.metrics import RunSummary, StageReport
 from timeprest.runtime.run import run
-from timeprest.runtime.scores import RunSummary, StageReport
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "systems_measured.md"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from ..runtime.check import CheckReport
-from ..runtime.comparison import Difference
+from ..runtime.verify.check import CheckReport
+from ..runtime.verify.compare import Difference
 from .tables import compact_table, counted
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.table import Table
 
 from ..profiles.units import format_bytes
-from ..runtime.dry_run import DryRun
+from ..runtime.verify.dry_run import DryRun
 from .tables import compact_table, counted
 
 MOST_CUTS = 12

@@ -29,7 +29,7 @@ def export(run_dir: str, output: str, at: int | None, quiet: bool) -> None:
 
     Its newest checkpoint counts; without any, its final weights. RUN may be a checkpoint too.
     """
-    from ..runtime.export import export as export_run
+    from ..runtime.checkpoint.export import export as export_run
 
     source, tied = export_run(run_dir, output, at=at)
     if not quiet:

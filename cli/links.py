@@ -25,7 +25,7 @@ from .progress import Bar
 from .tables import compact_table, counted
 
 if TYPE_CHECKING:
-    from ..runtime.links import LinkTimes
+    from ..runtime.calibration.links import LinkTimes
 
 
 class LinkReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,7 +61,7 @@ def links_command(path: str, *, processes: int, device: str, quiet: bool, as_jso
     """
     check_output(path, Kind.CLUSTER)
     # Torch takes its time; bad paths needn't wait for it.
-    from ..runtime.links import measure_links
+    from ..runtime.calibration.links import measure_links
 
     with Bar("measuring links", quiet=quiet or as_json) as bar:
         times = measure_links(processes, device, progress=bar)

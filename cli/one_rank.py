@@ -13,11 +13,11 @@ import click
 
 from ..profiles.errors import RunError, TimeprestError
 from ..profiles.parent import end_with_parent
-from ..runtime.launched import launched_by
+from ..runtime.processes.environment import launched_by
 from .common import OneLineCommand, tell, why_unprinted
 
 if TYPE_CHECKING:
-    from ..runtime.meeting import Meeting
+    from ..runtime.processes.rendezvous import Meeting
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -57,7 +57,7 @@ def one_rank_tells(function: F) -> F:
             end_with_parent(os.getppid())
         # Torch takes its time; who starts workers on this machine alone needn't wait for it.
         from ..profiles.target import describe_error
-        from ..runtime.meeting import Meeting
+        from ..runtime.processes.rendezvous import Meeting
 
         meeting = Meeting(launched, tell)
         click.get_current_context().obj = meeting

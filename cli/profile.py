@@ -231,7 +231,7 @@ def _measure(
         )
         if options["together"] is None:
             return profile
-        from ..runtime.operation_cost import with_processes
+        from ..runtime.calibration.overhead import with_processes
 
         bar("processes at once", 0, 1)
         return with_processes(

@@ -62,7 +62,7 @@ def check_resumable(run_dir: str | None, start_from: str | None) -> None:
 
 def read_run(run_dir: str, plan_path: str | None) -> tuple[Plan, RunSettings]:
     """A run that is resumed. Raises UserError when PLAN is given and is another."""
-    from ..runtime.run_dir import RunDir
+    from ..runtime.records.run_dir import RunDir
 
     plan, settings = RunDir(run_dir).read()
     if plan_path is not None and read_plan(plan_path) != plan:
@@ -75,7 +75,7 @@ def read_run(run_dir: str, plan_path: str | None) -> tuple[Plan, RunSettings]:
 
 def place_of(where: Path, at: int | None) -> str:
     """Where a run is resumed."""
-    from ..runtime.starting import newest_checkpoint
+    from ..runtime.checkpoint.start import newest_checkpoint
 
     found = newest_checkpoint(where)
     if found is None:
@@ -85,7 +85,7 @@ def place_of(where: Path, at: int | None) -> str:
 
 def how_to_go_on(where: Path) -> str:
     """After a run was stopped."""
-    from ..runtime.starting import newest_checkpoint
+    from ..runtime.checkpoint.start import newest_checkpoint
 
     found = newest_checkpoint(where)
     if found is None:

@@ -14,8 +14,8 @@ from ..planner.plan import read_plan
 from ..profiles.autograd.allocator import keep_freed_memory
 from ..profiles.errors import UserError
 from ..profiles.limits import MAX_FACTOR, MAX_SECONDS, MAX_THREADS
-from ..runtime.launched import check_world_size
-from ..runtime.run_lock import check_system
+from ..runtime.processes.environment import check_world_size
+from ..runtime.processes.locks import check_system
 from .common import (
     Number,
     Stopped,
@@ -35,8 +35,8 @@ from .resuming import check_resumable, given, how_to_go_on, place_of, read_run
 from .run_checks import device_lines, show_check, show_dry_run, warn_of_memory
 
 if TYPE_CHECKING:
-    from ..runtime.meeting import Meeting
-    from ..runtime.scores import EpochRecord
+    from ..runtime.processes.rendezvous import Meeting
+    from ..runtime.records.metrics import EpochRecord
 
 
 _AUTOCAST: dict[str | None, Literal["profiled", "bfloat16", "off"]] = {
@@ -440,7 +440,7 @@ def main(
         progress = TrainingProgress(bar, plan, settings, None if inline else where)
         try:
             if meeting is not None:
-                from ..runtime.member import resume_member, run_member
+                from ..runtime.training.member import resume_member, run_member
 
                 told = (
                     resume_member(

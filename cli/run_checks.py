@@ -11,7 +11,7 @@ from .progress import Bar
 
 if TYPE_CHECKING:
     from ..planner.plan import Plan
-    from ..runtime.meeting import Meeting
+    from ..runtime.processes.rendezvous import Meeting
     from ..runtime.settings import RunSettings
 
 
@@ -25,9 +25,9 @@ def device_lines(
         inline: all of them in this process.
         one_host: all of them on this one.
     """
-    from ..runtime.cores import unplanned_turns, usable_cores
-    from ..runtime.devices import device_kind, gpu_count
-    from ..runtime.placement import transport_here
+    from ..runtime.communication.placement import transport_here
+    from ..runtime.prepare.devices import device_kind, gpu_count
+    from ..runtime.verify.cores import unplanned_turns, usable_cores
 
     kind, lines = device_kind(plan, settings), []
     if kind == "cpu" and one_host and not inline:
@@ -56,8 +56,8 @@ def device_lines(
 
 def warn_of_memory(plan: Plan, settings: RunSettings) -> None:
     """Say so where the plan needs more memory than is free. On GPUs the workers find out."""
-    from ..runtime.devices import CPU, device_kind
-    from ..runtime.placement import free_bytes, shortage_here
+    from ..runtime.communication.placement import free_bytes, shortage_here
+    from ..runtime.prepare.devices import CPU, device_kind
 
     if device_kind(plan, settings) != "cpu":
         return
@@ -78,7 +78,7 @@ def show_dry_run(
     quiet: bool,
 ) -> None:
     """Say what a run needs. Ends with code 2 when there is a problem."""
-    from ..runtime.dry_run import dry_run
+    from ..runtime.verify.dry_run import dry_run
     from .dry_run_tables import cut_table, dry_run_lines, worker_table
 
     found = dry_run(plan, settings, run_dir, meeting)
@@ -107,8 +107,8 @@ def show_check(
     quiet: bool,
 ) -> None:
     """Hold the run against plain training. Ends with code 1 when something differs."""
-    from ..runtime.check import check
-    from ..runtime.observer import Silent
+    from ..runtime.records.progress import Silent
+    from ..runtime.verify.check import check
     from .check_tables import check_lines, check_table
 
     class Phases(Silent):

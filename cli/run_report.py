@@ -129,7 +129,7 @@ def _recordings(runs: Sequence[RunFacts]) -> list[tuple[str, Recording]]:
 def print_run(console: Console, run: RunFacts) -> None:
     """A run's figures beside its plan's."""
     from ..planner.lane_times import steady_times
-    from ..runtime.recorded import mini_batches_of
+    from ..runtime.records.recording import mini_batches_of
 
     plan = run.plan
     done = sum(len(each) for each in run.losses)

@@ -7,7 +7,7 @@ from rich.text import Text
 
 from ..planner.plan import Plan
 from ..profiles.units import format_bytes, format_seconds
-from ..runtime.scores import EpochRecord, RunSummary, StageReport
+from ..runtime.records.metrics import EpochRecord, RunSummary, StageReport
 from .tables import compact_table, counted
 
 

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 from ..planner.plan import Plan
 from ..profiles.errors import StoppedError
 from ..profiles.units import format_rate
+from ..runtime.records.status import WorkerStatus, read_statuses
 from ..runtime.settings import RunSettings
-from ..runtime.status import WorkerStatus, read_statuses
 from .common import why_unprinted
 from .progress import Bar
 
@@ -88,7 +88,7 @@ class Rate:
 class BusyShares:
     """How often each stage's workers compute, of the moments at which one looks.
 
-    Workers note what they do and whom they wait for where others can read it (`runtime.status`):
+    Workers note what they do and whom they wait for where others can read it (`runtime.records.status`):
     looking costs them nothing.
     """
 

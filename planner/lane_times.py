@@ -3,7 +3,7 @@
 Idle is what is left of a worker's time in training when computing and communicating are taken out
 of it; its share of that time is what every table, page and figure calls idle
 (docs/reading_tables.md). What a plan predicts is `timeline.idle_shares`, of the steady state; what
-a run measured is `runtime.idle.measured_times`, of all training.
+a run measured is `runtime.records.idle.measured_times`, of all training.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A recording has a lane for each worker, what ran on it when and on which weight version, the
 messages between lanes, and the bytes that each lane held over time. Those of plans are made here by
-simulation; those of runs, from their logs, in `runtime.recorded`.
+simulation; those of runs, from their logs, in `runtime.records.recording`.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ RUN_FOLDERS = (
     *("errors", "status", "logs"),
 )
 RUN_OWN = RUN_FILES + RUN_FOLDERS
-"""What a run directory holds (`runtime.run_dir`)."""
+"""What a run directory holds (`runtime.records.run_dir`)."""
 
 _HEAD = 1 << 16
 _TAG = re.compile(rb'\s*\{\s*"format"\s*:\s*"timeprest-([a-z-]+)/')

@@ -13,27 +13,33 @@ import torch
 
 from ..planner.plan import Plan
 from ..profiles.errors import UserError
-from .channels import LocalChannels, Mailbox
-from .checkpoint import CheckpointWriter
-from .devices import check_kind, device_kind, gpu_count, own_device
-from .gradient_files import keep_gradients
-from .hooks import check_updates, warn_of_hooks
-from .idle import training_times
-from .launch import launch
-from .observer import Both, MetricsFile, Observer, Silent, read_epochs
-from .operation_log import StageMetrics, operation_log
-from .optimizers import check_choice
-from .prepare import Prepared, prepare, with_own_weights
-from .record import record_named
-from .run_dir import RunDir
-from .run_lock import alone
-from .runner import StageRunner
-from .scores import EpochRecord, RunSummary, StageReport
+from .checkpoint.checkpoint import CheckpointWriter
+from .checkpoint.gradients import keep_gradients
+from .checkpoint.start import (
+    check_logs,
+    check_start,
+    rewind_logs,
+    settings_to_resume,
+    telling_worker,
+)
+from .communication.all_reduce import LocalSums, Pool, sum_groups
+from .communication.channel import LocalChannels, Mailbox
+from .prepare.devices import check_kind, device_kind, gpu_count, own_device
+from .prepare.prepare import Prepared, prepare, with_own_weights
+from .prepare.workers import workers_of
+from .processes.launcher import launch
+from .processes.locks import alone
+from .records.idle import training_times
+from .records.metrics import EpochRecord, RunSummary, StageReport
+from .records.operation_log import StageMetrics, operation_log
+from .records.progress import Both, MetricsFile, Observer, Silent, read_epochs
+from .records.record import record_named
+from .records.run_dir import RunDir
 from .settings import RunSettings
-from .starting import check_logs, check_start, rewind_logs, settings_to_resume, telling_worker
-from .sums import LocalSums, Pool, sum_groups
-from .training import Course
-from .workers import workers_of
+from .stage.optimizer import check_choice
+from .stage.runner import StageRunner
+from .training.loop import Course
+from .verify.hooks import check_updates, warn_of_hooks
 
 
 def run(

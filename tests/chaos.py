@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 from timeprest.planner.systems.operations import parse_op
 from timeprest.profiles.errors import TimeprestError
-from timeprest.runtime.status import read_statuses
+from timeprest.runtime.records.status import read_statuses
 
 
 class Killer:

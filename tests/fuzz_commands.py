@@ -41,7 +41,7 @@ class StillTraining(BaseException):
 @errors_as_lines
 def read_run(path: str) -> None:
     """What workers read first: plan and settings of a run directory."""
-    from timeprest.runtime.run_dir import RunDir
+    from timeprest.runtime.records.run_dir import RunDir
 
     RunDir(path).read()
 

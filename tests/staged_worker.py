@@ -11,8 +11,8 @@ import sys
 from functools import partial
 
 import torch
-from timeprest.runtime import worker
-from timeprest.runtime.placement import STAGED
+from timeprest.runtime.communication.placement import STAGED
+from timeprest.runtime.training import worker
 
 
 class LateCopier:

@@ -8,11 +8,11 @@ import torch
 from plans import plan_by_hand, with_times
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
-from timeprest.runtime.batch_norm import DeferredBatchNorm
-from timeprest.runtime.data import Samples
+from timeprest.runtime.prepare.data import Samples
+from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import run
-from timeprest.runtime.run_dir import load_weights
 from timeprest.runtime.settings import RunSettings
+from timeprest.runtime.stage.batch_norm import DeferredBatchNorm
 from torch import nn
 
 EPOCHS = 2

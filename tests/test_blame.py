@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 
 import pytest
-from timeprest.runtime.failures import blame, circumstances, culprit, stopped_ranks
-from timeprest.runtime.status import StatusFile, WorkerStatus, read_statuses
+from timeprest.runtime.processes.failures import blame, circumstances, culprit, stopped_ranks
+from timeprest.runtime.records.status import StatusFile, WorkerStatus, read_statuses
 
 
 def at(rank, op, *waits, finished="", since=0.0):

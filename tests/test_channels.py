@@ -7,7 +7,7 @@ import time
 from datetime import timedelta
 
 import torch
-from timeprest.runtime.channels import _Sender
+from timeprest.runtime.communication.channel import _Sender
 
 
 class Work:

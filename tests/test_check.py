@@ -18,13 +18,13 @@ from timeprest.profiles.errors import UserError
 from timeprest.profiles.files import write_file
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
-from timeprest.runtime import check as checking
-from timeprest.runtime.check import INLINE, ONE_BY_ONE, WHOLE, check
-from timeprest.runtime.draws import WithoutDropout
-from timeprest.runtime.prepare import prepare
+from timeprest.runtime.prepare.prepare import prepare
+from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import run
-from timeprest.runtime.run_dir import load_weights
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
+from timeprest.runtime.training.dropout import WithoutDropout
+from timeprest.runtime.verify import check as checking
+from timeprest.runtime.verify.check import INLINE, ONE_BY_ONE, WHOLE, check
 
 FILE = Path(__file__).parent / "variety_tasks.py"
 ORDERS = [(v, s) for v in ("gpipe", "pipedream-flush") for s in (2, 3, 4)] + [("zb-h1", 3)]

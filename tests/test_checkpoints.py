@@ -25,13 +25,13 @@ from timeprest.profiles.errors import FileError, RunError, TargetError, UserErro
 from timeprest.profiles.files import write_file
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
-from timeprest.runtime.checkpoint import CheckpointWriter, checkpoints_in, find_whole
-from timeprest.runtime.data import Samples, segments
-from timeprest.runtime.observer import Silent, read_losses
+from timeprest.runtime.checkpoint.checkpoint import CheckpointWriter, checkpoints_in, find_whole
+from timeprest.runtime.checkpoint.state_tree import pack, unpack
+from timeprest.runtime.prepare.data import Samples, segments
+from timeprest.runtime.records.progress import Silent, read_losses
+from timeprest.runtime.records.run_dir import RunDir, load_weights
 from timeprest.runtime.run import resume, run
-from timeprest.runtime.run_dir import RunDir, load_weights
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
-from timeprest.runtime.state_tree import pack, unpack
 
 HERE = Path(__file__).parent
 RUNNING = list(VARIANTS)
@@ -299,7 +299,7 @@ class KillsAll(Silent):
         if len(list(self.run_dir.glob("checkpoints/0*"))) >= 2:
             for child in psutil.Process().children(recursive=True):
                 with contextlib.suppress(psutil.Error):
-                    if "timeprest.runtime.worker" in child.cmdline():
+                    if "timeprest.runtime.training.worker" in child.cmdline():
                         child.kill()
 
 

@@ -37,7 +37,7 @@ from timeprest.profiles.outputs import RUN_OWN
 from timeprest.profiles.profile import Layer, Measurement, Profile
 from timeprest.profiles.task import read_loss
 from timeprest.profiles.zoo import BUILT_IN
-from timeprest.runtime.recorded import Line
+from timeprest.runtime.records.recording import Line
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import RunSettings
 from torch.distributed.run import get_args_parser

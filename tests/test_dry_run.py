@@ -20,10 +20,10 @@ from timeprest.profiles.errors import FileError, PlanError, RunError
 from timeprest.profiles.files import write_file
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
-from timeprest.runtime import dry_run as module
-from timeprest.runtime.dry_run import check_shapes, dry_run
-from timeprest.runtime.prepare import prepare
+from timeprest.runtime.prepare.prepare import prepare
 from timeprest.runtime.settings import RunSettings
+from timeprest.runtime.verify import dry_run as module
+from timeprest.runtime.verify.dry_run import check_shapes, dry_run
 
 HERE = Path(__file__).parent
 

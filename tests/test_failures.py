@@ -16,14 +16,14 @@ from chaos import left_behind
 from plans import plan_by_hand, with_times
 from timeprest.profiles.errors import FileError, RunError, UserError
 from timeprest.profiles.files import write_file
-from timeprest.runtime.growing_file import GrowingFile
-from timeprest.runtime.launch import _signals
-from timeprest.runtime.observer import Silent
+from timeprest.runtime.communication.shared_memory import _memory
+from timeprest.runtime.processes.launcher import _signals
+from timeprest.runtime.processes.locks import alone
+from timeprest.runtime.records.growing_file import GrowingFile
+from timeprest.runtime.records.progress import Silent
+from timeprest.runtime.records.status import StatusFile
 from timeprest.runtime.run import run
-from timeprest.runtime.run_lock import alone
 from timeprest.runtime.settings import RunSettings
-from timeprest.runtime.shared_channels import _memory
-from timeprest.runtime.status import StatusFile
 
 HERE = Path(__file__).parent
 ONE = r"stage 1 \(rank 1\)"
@@ -36,7 +36,7 @@ def workers(run_dir):
     found = []
     for process in psutil.process_iter(["cmdline"]):
         line = process.info["cmdline"] or []
-        if "timeprest.runtime.worker" in line and str(run_dir) in line:
+        if "timeprest.runtime.training.worker" in line and str(run_dir) in line:
             found.append(process)
     return found
 

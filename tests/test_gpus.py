@@ -11,12 +11,12 @@ from plans import plan_by_hand, with_times
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
-from timeprest.runtime.copying import CudaCopier
-from timeprest.runtime.dry_run import dry_run
-from timeprest.runtime.placement import NCCL, STAGED
+from timeprest.runtime.communication.copying import CudaCopier
+from timeprest.runtime.communication.placement import NCCL, STAGED
+from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import resume, run
-from timeprest.runtime.run_dir import load_weights
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
+from timeprest.runtime.verify.dry_run import dry_run
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 HERE = Path(__file__).parent

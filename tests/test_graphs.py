@@ -12,9 +12,9 @@ from plans import plan_by_hand, with_times
 from timeprest.profiles.errors import RunError
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
-from timeprest.runtime.observer import read_losses
+from timeprest.runtime.records.progress import read_losses
+from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import run
-from timeprest.runtime.run_dir import load_weights
 from timeprest.runtime.settings import RunSettings
 
 FILE = Path(__file__).parent / "graph_task.py"

@@ -15,12 +15,12 @@ from timeprest.profiles.hooks import task_optimizer
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.measuring.platforms import platform_of
 from timeprest.profiles.target import misspelt_hooks, parse_input, resolve
-from timeprest.runtime import dry_run as dry_run_module
-from timeprest.runtime.dry_run import dry_run
-from timeprest.runtime.hooks import try_training
-from timeprest.runtime.prepare import prepare
+from timeprest.runtime.prepare.prepare import prepare
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import RunSettings
+from timeprest.runtime.verify import dry_run as dry_run_module
+from timeprest.runtime.verify.dry_run import dry_run
+from timeprest.runtime.verify.hooks import try_training
 
 HERE = Path(__file__).parent
 TASKS = f"{HERE / 'hook_tasks.py'}"

@@ -19,7 +19,7 @@ from timeprest.planner.cluster.cluster import Cluster, read_cluster, write_bandw
 from timeprest.planner.cluster.link_fit import LinkPoint, error_of_median, fit_link, typical_pair
 from timeprest.profiles.errors import RunError, UserError
 from timeprest.profiles.units import parse_bandwidth, parse_seconds
-from timeprest.runtime.links import MESSAGE_BYTES, LinkTimes, measure_links
+from timeprest.runtime.calibration.links import MESSAGE_BYTES, LinkTimes, measure_links
 
 FEW = (4096, 262144, 16777216)
 
@@ -204,7 +204,7 @@ def link_workers(parent):
     found = {}
     for process in psutil.Process(parent).children(recursive=True):
         try:
-            if "timeprest.runtime.link_worker" in process.cmdline():
+            if "timeprest.runtime.calibration.link_worker" in process.cmdline():
                 found[process.environ()["RANK"]] = process
         except (psutil.Error, KeyError):
             continue  # It has just ended, or just begun.
@@ -240,7 +240,7 @@ def test_the_command_measures_writes_and_prints(tmp_path, monkeypatch, capsys):
     def measure_few(processes, device, *, progress):
         return measure_links(processes, device, message_bytes=FEW, cap_s=0.1, progress=once(look))
 
-    monkeypatch.setattr("timeprest.runtime.links.measure_links", measure_few)
+    monkeypatch.setattr("timeprest.runtime.calibration.links.measure_links", measure_few)
     path = tmp_path / "cluster.toml"
     links_command(str(path), processes=2, device="cpu", quiet=False, as_json=False)
     assert seen == {"127.0.0.1"}
@@ -328,7 +328,9 @@ def test_json_is_one_object_and_a_failure_writes_nothing(monkeypatch, tmp_path, 
             str(path), processes=2, device="cpu", quiet=False, as_json=True
         )
 
-    monkeypatch.setattr("timeprest.runtime.links.measure_links", lambda *a, **k: times_by_hand())
+    monkeypatch.setattr(
+        "timeprest.runtime.calibration.links.measure_links", lambda *a, **k: times_by_hand()
+    )
     command()
     found = msgspec.json.decode(capsys.readouterr().out)
     assert found["processes"] == 2
@@ -340,7 +342,7 @@ def test_json_is_one_object_and_a_failure_writes_nothing(monkeypatch, tmp_path, 
     def fail(*arguments, **options):
         raise RunError("process 1 was killed by SIGKILL")
 
-    monkeypatch.setattr("timeprest.runtime.links.measure_links", fail)
+    monkeypatch.setattr("timeprest.runtime.calibration.links.measure_links", fail)
     with pytest.raises(SystemExit) as ended:
         command()
     assert ended.value.code == 1

@@ -11,12 +11,12 @@ import torch
 from mlp_task import MLPTask
 from plans import plan_by_hand, with_times
 from timeprest.profiles.errors import RunError
-from timeprest.runtime.finite import NotFinite, all_finite
-from timeprest.runtime.observer import Silent, Tail, read_losses
+from timeprest.runtime.prepare.workers import workers_of
+from timeprest.runtime.records.progress import Silent, Tail, read_losses
+from timeprest.runtime.records.run_dir import RunDir, load_weights
 from timeprest.runtime.run import run
-from timeprest.runtime.run_dir import RunDir, load_weights
 from timeprest.runtime.settings import RunSettings
-from timeprest.runtime.workers import workers_of
+from timeprest.runtime.stage.finite import NotFinite, all_finite
 
 
 class BadLoss(MLPTask):

@@ -11,7 +11,7 @@ from timeprest.planner.evaluate import Question, evaluate, lone_stages
 from timeprest.planner.search.solve import solve
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.profile import OperationCost
-from timeprest.runtime.operation_cost import measure_operations
+from timeprest.runtime.calibration.overhead import measure_operations
 
 COST = OperationCost(forward_s=0.01, mini_batch_s=0.03)
 

@@ -19,9 +19,9 @@ from timeprest.planner.schedules.schedules import limit_ranges, make_order
 from timeprest.planner.systems.operations import order_text
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.target import resolve
-from timeprest.runtime.observer import read_losses
+from timeprest.runtime.records.progress import read_losses
+from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import run
-from timeprest.runtime.run_dir import load_weights
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
 
 STEPS = 12

@@ -13,13 +13,13 @@ from timeprest.profiles.errors import PlanError
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.measuring.platforms import platform_of
 from timeprest.profiles.target import resolve
-from timeprest.runtime.data import Samples
-from timeprest.runtime.observer import read_losses
-from timeprest.runtime.prepare import prepare
+from timeprest.runtime.prepare.data import Samples
+from timeprest.runtime.prepare.prepare import prepare
+from timeprest.runtime.records.progress import read_losses
+from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import run
-from timeprest.runtime.run_dir import load_weights
 from timeprest.runtime.settings import RunSettings
-from timeprest.runtime.weights import WeightVersions
+from timeprest.runtime.weights.stash import WeightVersions
 from torch import nn
 
 TARGET = f"{Path(__file__).parent / 'precision_tasks.py'}:Single"

@@ -11,10 +11,10 @@ from timeprest.cli import progress
 from timeprest.cli.common import PlainConsole
 from timeprest.cli.progress import Bar, time_left
 from timeprest.cli.training_progress import BusyShares, Rate, busy_text, training_text
-from timeprest.runtime.observer import Silent
+from timeprest.runtime.records.progress import Silent
+from timeprest.runtime.records.status import WorkerStatus
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import RunSettings
-from timeprest.runtime.status import WorkerStatus
 
 
 class Clock:

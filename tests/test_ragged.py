@@ -20,13 +20,13 @@ from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import RunError, TargetError
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
-from timeprest.runtime import training
-from timeprest.runtime.data import Samples, Segment, part_of, real_samples, segments
-from timeprest.runtime.observer import read_losses
-from timeprest.runtime.padding import check_result, real_part
+from timeprest.runtime.prepare.data import Samples, Segment, part_of, real_samples, segments
+from timeprest.runtime.prepare.padding import check_result, real_part
+from timeprest.runtime.records.progress import read_losses
+from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import run
-from timeprest.runtime.run_dir import load_weights
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
+from timeprest.runtime.training import loop as training
 
 FILE = Path(__file__).parent / "ragged_tasks.py"
 EPOCHS = 2

@@ -14,9 +14,9 @@ from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import PlanError
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
-from timeprest.runtime.observer import read_losses
+from timeprest.runtime.records.progress import read_losses
+from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import run
-from timeprest.runtime.run_dir import load_weights
 from timeprest.runtime.settings import RunSettings
 from torch import nn
 

@@ -21,13 +21,13 @@ from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import PlanError, RunError
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
-from timeprest.runtime import training
-from timeprest.runtime.observer import read_losses
-from timeprest.runtime.prepare import prepare
+from timeprest.runtime.prepare.prepare import prepare
+from timeprest.runtime.prepare.workers import workers_of
+from timeprest.runtime.records.progress import read_losses
+from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import run
-from timeprest.runtime.run_dir import load_weights
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
-from timeprest.runtime.workers import workers_of
+from timeprest.runtime.training import loop as training
 
 HERE = Path(__file__).parent
 GRAPH = HERE / "graph_task.py"

@@ -13,17 +13,18 @@ import psutil
 import pytest
 from plans import plan_by_hand, with_times
 from timeprest.profiles.errors import FileError, UserError
-from timeprest.runtime import run_lock, watchdog
+from timeprest.runtime.processes import locks as run_lock
+from timeprest.runtime.processes import watchdog
+from timeprest.runtime.processes.locks import alone, as_worker
+from timeprest.runtime.records.run_dir import RunDir
 from timeprest.runtime.run import resume, run
-from timeprest.runtime.run_dir import RunDir
-from timeprest.runtime.run_lock import alone, as_worker
 from timeprest.runtime.settings import RunSettings
 
 HOLD = """
 import sys
 from pathlib import Path
-from timeprest.runtime.run_dir import RunDir
-from timeprest.runtime.run_lock import alone
+from timeprest.runtime.records.run_dir import RunDir
+from timeprest.runtime.processes.locks import alone
 with alone(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
@@ -110,7 +111,7 @@ def test_a_directory_without_room_for_a_lock(tmp_path):
 
 WATCHED = """
 import sys, time
-from timeprest.runtime import watchdog
+from timeprest.runtime.processes import watchdog
 watchdog.LOOK_S = 0.05
 watchdog.watch(float(sys.argv[1]))
 print("watched", flush=True)
@@ -172,7 +173,8 @@ sys.modules["fcntl"] = sys.modules["resource"] = None
 from click.testing import CliRunner
 from timeprest.cli.run import main as tp_run
 from timeprest.profiles.errors import UserError
-import timeprest.runtime.run, timeprest.runtime.worker, timeprest.cli.profile, timeprest.cli.plan
+import timeprest.runtime.run, timeprest.runtime.training.worker
+import timeprest.cli.profile, timeprest.cli.plan
 asked = CliRunner().invoke(tp_run, ["plan.json"], prog_name="tp-run")
 print(asked.exit_code, asked.stderr, end="")
 print(CliRunner().invoke(tp_run, ["report", "--help"]).exit_code)

@@ -19,12 +19,12 @@ from timeprest.planner.lane_times import lane_times
 from timeprest.planner.recording import window
 from timeprest.planner.systems.operations import Op
 from timeprest.profiles.errors import FileError, UserError
-from timeprest.runtime.data import Segment
-from timeprest.runtime.record import ALL, NONE, record_named
-from timeprest.runtime.recorded import counterpart, measured, mini_batches_of
+from timeprest.runtime.prepare.data import Segment
+from timeprest.runtime.records.metrics import RunSummary, decode
+from timeprest.runtime.records.record import ALL, NONE, record_named
+from timeprest.runtime.records.recording import counterpart, measured, mini_batches_of
+from timeprest.runtime.records.run_dir import RunDir
 from timeprest.runtime.run import run
-from timeprest.runtime.run_dir import RunDir
-from timeprest.runtime.scores import RunSummary, decode
 from timeprest.runtime.settings import RunSettings
 from trace_format import check_trace
 

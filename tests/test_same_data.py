@@ -89,7 +89,7 @@ def test_a_resumed_run_compares_from_where_it_goes_on(mlp_profile, tmp_path):
 
 def test_comparing_draws_nothing(mlp_profile, mlp_target, tmp_path, monkeypatch):
     """Random numbers of workers are where they were without it."""
-    from timeprest.runtime import training
+    from timeprest.runtime.training import loop as training
 
     plan = plan_by_hand(with_times(mlp_profile), "timeprest", 2, 2)
     seen = []

@@ -13,15 +13,15 @@ from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import TargetError
 from timeprest.profiles.hooks import RunLength
 from timeprest.profiles.target import resolve
-from timeprest.runtime.check import check
-from timeprest.runtime.dry_run import dry_run
-from timeprest.runtime.hooks import hook_warnings
-from timeprest.runtime.observer import read_epochs
-from timeprest.runtime.prepare import prepare
+from timeprest.runtime.checkpoint.state_tree import unpack
+from timeprest.runtime.prepare.prepare import prepare
+from timeprest.runtime.records.progress import read_epochs
 from timeprest.runtime.run import resume, run
-from timeprest.runtime.schedules import make_scheduler
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
-from timeprest.runtime.state_tree import unpack
+from timeprest.runtime.stage.schedules import make_scheduler
+from timeprest.runtime.verify.check import check
+from timeprest.runtime.verify.dry_run import dry_run
+from timeprest.runtime.verify.hooks import hook_warnings
 
 TASKS = f"{Path(__file__).parent / 'hook_tasks.py'}"
 EPOCH = 5

@@ -14,12 +14,18 @@ import torch.distributed as dist
 from timeprest.planner.systems.operations import BACKWARD, FORWARD
 from timeprest.profiles.errors import UserError
 from timeprest.profiles.tracing.shapes import ValueSpec
-from timeprest.runtime import placement
-from timeprest.runtime.crossings import Crossing, lane
-from timeprest.runtime.peers import PeerError
-from timeprest.runtime.placement import GLOO, NCCL, SHARED
-from timeprest.runtime.shared_channels import meet
-from timeprest.runtime.shared_slots import MOST_SLOTS, SMALL_BYTES, GoneError, _records, boxes
+from timeprest.runtime.communication import placement
+from timeprest.runtime.communication.peers import PeerError
+from timeprest.runtime.communication.placement import GLOO, NCCL, SHARED
+from timeprest.runtime.communication.shared_memory import meet
+from timeprest.runtime.communication.shared_slots import (
+    MOST_SLOTS,
+    SMALL_BYTES,
+    GoneError,
+    _records,
+    boxes,
+)
+from timeprest.runtime.prepare.messages import Crossing, lane
 
 LARGE = (SMALL_BYTES // 4, 2)
 """Shape whose messages have no slots but those posted ahead."""

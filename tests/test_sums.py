@@ -7,10 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from timeprest.profiles.errors import RunError
-from timeprest.runtime import sums as sums_module
-from timeprest.runtime.gradients import GradientSum
-from timeprest.runtime.peers import PeerError
-from timeprest.runtime.sums import (
+from timeprest.runtime.communication import all_reduce as sums_module
+from timeprest.runtime.communication.all_reduce import (
     BUCKET_BYTES,
     LocalSums,
     Pool,
@@ -18,7 +16,9 @@ from timeprest.runtime.sums import (
     stage_group,
     sum_groups,
 )
-from timeprest.runtime.workers import Worker
+from timeprest.runtime.communication.gradients import GradientSum
+from timeprest.runtime.communication.peers import PeerError
+from timeprest.runtime.prepare.workers import Worker
 from torch import nn
 
 PAIR = {"pair": (0, 1)}

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from plain import train_plainly
 from plans import plan_by_hand, with_times
-from timeprest.runtime.observer import read_losses
+from timeprest.runtime.records.progress import read_losses
+from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import run
-from timeprest.runtime.run_dir import load_weights
 from timeprest.runtime.settings import RunSettings
 
 STEPS = 6

@@ -15,12 +15,12 @@ from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
 from timeprest.profiles.tracing.front_ends import trace
 from timeprest.profiles.tracing.pieces import cut
-from timeprest.runtime.check import check
-from timeprest.runtime.export import export
-from timeprest.runtime.prepare import prepare
+from timeprest.runtime.checkpoint.export import export
+from timeprest.runtime.prepare.prepare import prepare
+from timeprest.runtime.prepare.tied_parameters import give_copies
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
-from timeprest.runtime.tied import give_copies
+from timeprest.runtime.verify.check import check
 
 FILE = Path(__file__).parent / "variety_tasks.py"
 ORDERS = [(v, s) for v in ("gpipe", "pipedream-flush") for s in (2, 3, 4)] + [("zb-h1", 3)]
@@ -97,7 +97,7 @@ def test_an_exported_tie_is_written_once(every, tmp_path):
 
 def test_a_copy_that_misses_gradients_is_found(monkeypatch):
     """The check would see it: without the sum, each copy steps by its own part."""
-    from timeprest.runtime.runner import StageRunner
+    from timeprest.runtime.stage.runner import StageRunner
 
     monkeypatch.setattr(StageRunner, "_start_sums", lambda self, losses: [])
     report = check(plan_for("TiedTask", "gpipe", 2), settings_for("TiedTask"), inline=True)

@@ -18,10 +18,10 @@ from chaos import left_behind
 from plans import plan_by_hand, with_times
 from timeprest.profiles.errors import UserError
 from timeprest.profiles.files import write_file
-from timeprest.runtime.interface import VARIABLE, interface_of, own_address, use_interface
-from timeprest.runtime.launched import Launched, check_world_size, launched_by
+from timeprest.runtime.processes.environment import Launched, check_world_size, launched_by
+from timeprest.runtime.processes.interface import VARIABLE, interface_of, own_address, use_interface
+from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import run
-from timeprest.runtime.run_dir import load_weights
 from timeprest.runtime.settings import RunSettings
 
 HERE = Path(__file__).parent
@@ -260,8 +260,8 @@ def test_no_worker_outlives_torchrun(plan, tmp_path):
 SILENT = """
 import os, signal, time
 import torch.distributed as dist
-from timeprest.runtime import meeting
-from timeprest.runtime.launched import Launched
+from timeprest.runtime.processes import rendezvous as meeting
+from timeprest.runtime.processes.environment import Launched
 ours, theirs = os.pipe()
 host = os.fork()
 if not host:

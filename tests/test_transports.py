@@ -12,17 +12,19 @@ from plans import plan_by_hand, with_times
 from staged_worker import LateCopier
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import UserError
-from timeprest.runtime import launch, nccl_channels, placement
 from timeprest.runtime import run as running
-from timeprest.runtime.channels import LocalChannels
-from timeprest.runtime.devices import check_kind, device_kind, device_of
-from timeprest.runtime.dry_run import WorkerCheck, gpu_checks
-from timeprest.runtime.launched import launched_by
-from timeprest.runtime.peers import PeerError
-from timeprest.runtime.placement import GLOO, NCCL, STAGED, Place
-from timeprest.runtime.run_dir import load_weights
+from timeprest.runtime.communication import nccl as nccl_channels
+from timeprest.runtime.communication import placement
+from timeprest.runtime.communication.channel import LocalChannels
+from timeprest.runtime.communication.peers import PeerError
+from timeprest.runtime.communication.pinned_memory import StagedChannels
+from timeprest.runtime.communication.placement import GLOO, NCCL, STAGED, Place
+from timeprest.runtime.prepare.devices import check_kind, device_kind, device_of
+from timeprest.runtime.processes import launcher as launch
+from timeprest.runtime.processes.environment import launched_by
+from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.settings import RunSettings
-from timeprest.runtime.staged_channels import StagedChannels
+from timeprest.runtime.verify.dry_run import WorkerCheck, gpu_checks
 
 # Rules -------------------------------------------------------------------------------------------
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 from plans import plan_by_hand, with_times
 from timeprest.profiles.files import write_file
+from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import run
-from timeprest.runtime.run_dir import load_weights
 from timeprest.runtime.settings import RunSettings
 from two_hosts import TwoHosts, why_not
 

@@ -13,10 +13,10 @@ from plans import plan_by_hand, with_times
 from timeprest.profiles.errors import RunError, TargetError
 from timeprest.profiles.target import resolve
 from timeprest.profiles.task import read_figure, read_loss
+from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import run
-from timeprest.runtime.run_dir import load_weights
 from timeprest.runtime.settings import RunSettings
-from timeprest.runtime.weighing import LossKind, kind_of_loss
+from timeprest.runtime.stage.weighing import LossKind, kind_of_loss
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 

@@ -12,13 +12,13 @@ from timeprest.planner.systems.operations import BACKWARD
 from timeprest.profiles.measuring.live_bytes import LiveBytes
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
-from timeprest.runtime.channels import LocalChannels, Mailbox
-from timeprest.runtime.prepare import prepare
+from timeprest.runtime.communication.all_reduce import LocalSums, Pool
+from timeprest.runtime.communication.channel import LocalChannels, Mailbox
+from timeprest.runtime.prepare.prepare import prepare
 from timeprest.runtime.run import run
-from timeprest.runtime.runner import StageRunner
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
-from timeprest.runtime.sums import LocalSums, Pool
-from timeprest.runtime.weights import WeightVersions
+from timeprest.runtime.stage.runner import StageRunner
+from timeprest.runtime.weights.stash import WeightVersions
 from torch import nn
 
 

@@ -10,14 +10,14 @@ from plans import plan_by_hand, with_times
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import RunError, TargetError, UserError
 from timeprest.profiles.target import resolve
-from timeprest.runtime.clipping import clip, own_part, squared_norm
-from timeprest.runtime.data import Samples
-from timeprest.runtime.observer import read_losses
-from timeprest.runtime.optimizers import check_choice, make_optimizer
+from timeprest.runtime.prepare.data import Samples
+from timeprest.runtime.records.progress import read_losses
+from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import run
-from timeprest.runtime.run_dir import load_weights
-from timeprest.runtime.schedules import factor
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
+from timeprest.runtime.stage.clipping import clip, own_part, squared_norm
+from timeprest.runtime.stage.optimizer import check_choice, make_optimizer
+from timeprest.runtime.stage.schedules import factor
 from torch.optim.lr_scheduler import LambdaLR
 from whole_model_tasks import NotingSGD
 

@@ -15,10 +15,10 @@ from timeprest.planner.lane_times import of_wall
 from timeprest.planner.plan import Plan, read_plan
 from timeprest.planner.systems.operations import UPDATE
 from timeprest.profiles.errors import UserError
-from timeprest.runtime.observer import read_losses
-from timeprest.runtime.run_dir import RunDir
-from timeprest.runtime.scores import RunSummary, StageReport, decode
-from timeprest.runtime.workers import workers_of
+from timeprest.runtime.prepare.workers import workers_of
+from timeprest.runtime.records.metrics import RunSummary, StageReport, decode
+from timeprest.runtime.records.progress import read_losses
+from timeprest.runtime.records.run_dir import RunDir
 
 from .contestants import Contestant
 from .records import Figures, StageFigures

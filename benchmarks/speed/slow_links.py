@@ -14,8 +14,8 @@ from pathlib import Path
 import click
 import msgspec
 from timeprest.planner.plan import read_plan
-from timeprest.runtime.run_dir import RunDir
-from timeprest.runtime.workers import workers_of
+from timeprest.runtime.prepare.workers import workers_of
+from timeprest.runtime.records.run_dir import RunDir
 from timeprest.tests.two_hosts import TwoHosts, why_not
 
 from .machine import machine

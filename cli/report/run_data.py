@@ -15,14 +15,14 @@ from ...planner.plan import Plan
 from ...planner.recording import MEMORY_KINDS, Recording, by_kind
 from ...profiles.errors import FileError, OrderError
 from ...profiles.files import read_limited
-from ...runtime.idle import measured_times, training_times
-from ...runtime.observer import read_progress
-from ...runtime.operation_log import read_stage_epochs
-from ...runtime.recorded import counterpart, measured, mini_batches_of
-from ...runtime.run_dir import RunDir
-from ...runtime.scores import EpochRecord, RunSummary, StageEpoch, decode
+from ...runtime.prepare.workers import Worker, workers_of
+from ...runtime.records.idle import measured_times, training_times
+from ...runtime.records.metrics import EpochRecord, RunSummary, StageEpoch, decode
+from ...runtime.records.operation_log import read_stage_epochs
+from ...runtime.records.progress import read_progress
+from ...runtime.records.recording import counterpart, measured, mini_batches_of
+from ...runtime.records.run_dir import RunDir
 from ...runtime.settings import RunSettings
-from ...runtime.workers import Worker, workers_of
 from .recording_data import columns
 
 
@@ -36,7 +36,7 @@ class RunFacts:
         of_epoch: mini-batches of an epoch; None: not known yet.
         stage_epochs: per worker, of each epoch that it has done.
         summary: None: the run hasn't ended.
-        times: per worker, of a mini-batch (`runtime.idle.measured_times`); None: not known yet.
+        times: per worker, of a mini-batch (`runtime.records.idle.measured_times`); None: not known yet.
         measured, predicted: recordings of the same mini-batches; None: there are none.
         missing: what the report doesn't have, and how to get it.
     """

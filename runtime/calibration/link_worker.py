@@ -1,0 +1,186 @@
+"""A process that measures links.
+
+``python -m timeprest.runtime.calibration.link_worker FOLDER STORE LAUNCHER``
+
+Started by torch.distributed's launcher, which sets RANK and WORLD_SIZE.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from contextlib import closing
+from dataclasses import dataclass, field
+from datetime import timedelta
+from statistics import fmean, median
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from ...planner.cluster.link_fit import LinkPoint, error_of_median
+from ...profiles.files import write_bytes
+from ...profiles.parent import end_with_parent
+from ...profiles.units import format_bytes
+from ..communication.peers import PeerError
+from ..processes.interface import loopback, use_loopback
+from ..records.growing_file import GrowingFile
+from ..training.worker import leave, note_failure
+from .link_bursts import ALL_REDUCE, Process
+from .links import LinkDir, LinkSettings, LinkTimes, backend_of
+
+# Longest wait for the others to start. All load torch at once, on the cores that there are.
+MEETING_S = 30.0
+MEETING_S_PER_PROCESS = 2.0
+
+BURST_S = 0.01
+MAX_REPETITIONS = 50
+# Of the few bursts that were possible when time is out; and before an error is trusted.
+MIN_BURSTS = 7
+TRUSTED_BURSTS = 15
+PROGRESS_S = 0.1
+
+
+@dataclass
+class Cell:
+    """An operation at one size: what a figure stands for.
+
+    Attributes:
+        pair: p for messages between processes p and p + 1, or ALL_REDUCE.
+        message_bytes: size of the message, or of the tensor that is summed.
+        cap_s: time that may be spent on it.
+        medians: of the bursts, in seconds.
+        count: repetitions so far.
+        spent_s: time so far.
+    """
+
+    pair: int
+    message_bytes: int
+    cap_s: float
+    medians: list[float] = field(default_factory=list)
+    count: int = 0
+    spent_s: float = 0.0
+
+    def warm_up(self, process: Process) -> None:
+        """Connect, allocate and fill caches; the times don't count."""
+        for _ in range(2):
+            process.lead(self.pair, self.message_bytes, 1)
+
+    def burst(self, process: Process) -> None:
+        """Have another burst made, and note it."""
+        # The first one is a single repetition: how long they take isn't known.
+        expected_s = median(self.medians) if self.medians else BURST_S
+        repetitions = max(1, min(MAX_REPETITIONS, int(BURST_S / max(expected_s, 1e-9))))
+        begin = time.perf_counter()
+        self.medians.append(median(process.lead(self.pair, self.message_bytes, repetitions)))
+        self.spent_s += time.perf_counter() - begin
+        self.count += repetitions
+
+    def share_done(self, precision: float) -> float:
+        """From 0 to 1, which is: precise enough, or out of time."""
+        bursts = len(self.medians)
+        precise = bursts >= TRUSTED_BURSTS and error_of_median(self.medians) <= precision
+        if precise or (bursts >= MIN_BURSTS and self.spent_s >= self.cap_s):
+            return 1.0
+        return min(0.99, max(bursts / TRUSTED_BURSTS, self.spent_s / self.cap_s))
+
+    def point(self) -> LinkPoint:
+        """The figure."""
+        return LinkPoint(
+            message_bytes=self.message_bytes,
+            seconds=median(self.medians),
+            error=error_of_median(self.medians),
+            repetitions=self.count,
+        )
+
+
+def lead(process: Process, processes: int, settings: LinkSettings, where: LinkDir) -> None:
+    """Measure everything and write it down. For process 0."""
+    pairs = range(processes - 1)
+    shares = {pair: settings.cap_s / len(pairs) for pair in pairs} | {ALL_REDUCE: settings.cap_s}
+    cells = [
+        Cell(pair, size, cap_s) for size in settings.message_bytes for pair, cap_s in shares.items()
+    ]
+    for cell in cells:
+        cell.warm_up(process)
+    _take_turns(process, cells, settings, where)
+    points = {pair: tuple(c.point() for c in cells if c.pair == pair) for pair in shares}
+    found = LinkTimes(
+        processes=processes,
+        device=settings.device,
+        backend=backend_of(settings.device),
+        pairs=tuple(points[pair] for pair in pairs),
+        all_reduce=points[ALL_REDUCE],
+    )
+    write_bytes(where.times, msgspec.json.encode(found))
+    process.end()
+
+
+def _take_turns(
+    process: Process, cells: list[Cell], settings: LinkSettings, where: LinkDir
+) -> None:
+    """Burst by burst, until no cell needs more. A cell that has enough is left out."""
+    shown = 0.0
+    with closing(GrowingFile(where.progress)) as progress:
+        left = cells
+        while left:
+            for cell in left:
+                if time.monotonic() - shown > PROGRESS_S:
+                    shown = time.monotonic()
+                    done = fmean(c.share_done(settings.precision) for c in cells)
+                    line = (format_bytes(cell.message_bytes), int(1000 * done), 1000)
+                    progress.write(msgspec.json.encode(line) + b"\n")
+                    progress.flush()
+                cell.burst(process)
+            left = [cell for cell in left if cell.share_done(settings.precision) < 1]
+
+
+def main(arguments: list[str]) -> int:
+    """Take part in a measurement. Returns the exit code; why it failed stands in the folder."""
+    where, store_path = LinkDir(arguments[0]), arguments[1]
+    end_with_parent(int(arguments[2]))
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    # Ctrl-C ends a worker at once, without a traceback; the launcher says that it was stopped.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        _work(where, store_path, rank, world_size)
+    except BaseException as error:
+        return leave(note_failure(error, where, rank, f"process {rank}"))
+    return leave(0)
+
+
+def _work(where: LinkDir, store_path: str, rank: int, world_size: int) -> None:
+    settings = msgspec.json.decode(where.settings.read_bytes(), type=LinkSettings)
+    torch.set_num_threads(1)
+    _meet(settings.device, store_path, rank, world_size)
+    process = Process(rank, settings.device, settings.timeout_s)
+    if rank == 0:
+        lead(process, world_size, settings, where)
+    else:
+        process.follow()
+
+
+def _meet(device: str, store_path: str, rank: int, world_size: int) -> None:
+    """Join the process group. Raises PeerError when the others don't come in time."""
+    # Local processes listen on the loopback device alone.
+    use_loopback()
+    os.environ["NCCL_SOCKET_IFNAME"] = loopback()
+    backend = "gloo"
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        # What the processes tell each other stays on the CPU.
+        backend = f"cpu:gloo,cuda:{backend_of(device)}"
+    store = dist.FileStore(store_path, world_size)  # type: ignore[attr-defined]
+    timeout = timedelta(seconds=MEETING_S + MEETING_S_PER_PROCESS * world_size)
+    try:
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world_size, timeout=timeout
+        )
+    except RuntimeError as error:
+        raise PeerError(f"process {rank}: the workers didn't find each other: {error}") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

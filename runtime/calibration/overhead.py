@@ -1,0 +1,148 @@
+"""What running a stage costs besides its layers: measured on a network that is next to nothing.
+
+Its profile says what its layers take; what its stages take more is the price of operations
+themselves: Python's, mostly.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean, median
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from ...planner.cluster.cluster import uniform_cluster
+from ...planner.schedules.schedules import make_order
+from ...planner.search.solve import solve
+from ...planner.simulator.pipeline import Pipeline
+from ...planner.systems.operations import BACKWARD, FORWARD, UPDATE, Op
+from ...profiles.measuring.contention import measure_together, size_to_time
+from ...profiles.measuring.measure import measure
+from ...profiles.profile import OperationCost, Profile
+from ...profiles.target import Target, resolve
+from ..communication.all_reduce import LocalSums, Pool
+from ..communication.channel import LocalChannels, Mailbox
+from ..prepare.prepare import prepare
+from ..settings import RunSettings
+from ..stage.runner import StageRunner
+from .weight_costs import with_weight_costs
+
+MINI_BATCH, MICRO_BATCHES, STEPS = 16, 4, 120
+_SETTLING = 20
+_PROFILE_S = 0.5
+
+
+class SmallTask:
+    """Four linear layers of eight."""
+
+    def model(self) -> nn.Module:
+        """Two layers for each of two stages."""
+        return nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
+
+    def data(self, split: str) -> TensorDataset:
+        """Zeros."""
+        x = torch.zeros(MINI_BATCH * STEPS, 8)
+        return TensorDataset(x, x)
+
+    def loss(self, output: Any, target: Any) -> Tensor:
+        """Mean squares."""
+        return nn.functional.mse_loss(output, target)
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """Plain steps."""
+        return torch.optim.SGD(parameters, lr=0.01)
+
+
+def with_processes(
+    profile: Profile, target: Target, inputs: Sequence[str], processes: int, *, seconds: float
+) -> Profile:
+    """The profile with what stages cost besides its layers (`tp-profile --together`).
+
+    Args:
+        target, inputs: what the profile is of, and what it was found with.
+        processes: that compute at once.
+        seconds: to spend on timing them.
+    """
+    together = measure_together(
+        target,
+        inputs,
+        processes,
+        batch_size=size_to_time(profile.whole_model),
+        threads=profile.threads,
+        autocast=None if profile.autocast is None else getattr(torch, profile.autocast),
+        seconds=seconds,
+    )
+    operation = measure_operations(profile.threads)
+    return msgspec.structs.replace(profile, together=together, operation=operation)
+
+
+def measure_operations(threads: int) -> OperationCost:
+    """Run a small network's stages in this process, and take off what its profile says of them."""
+    target = f"{__name__}:{SmallTask.__name__}"
+    profile = measure(
+        resolve(target),
+        batch_size=MINI_BATCH,
+        micro_batch_sizes=[MINI_BATCH // MICRO_BATCHES],
+        threads=threads,
+        seconds=_PROFILE_S,
+    )
+    cluster = uniform_cluster(2)
+    plan = solve(profile, cluster, "timeprest", stages=2, micro_batches=MICRO_BATCHES)
+    settings = RunSettings(task=target, steps=STEPS, threads=threads, evaluate=False)
+    prepared = prepare(plan, settings)
+    mailbox, pool = Mailbox(), Pool({})
+    runners = [
+        StageRunner(prepared, w.rank, LocalChannels(w.rank, mailbox), LocalSums(w.rank, pool))
+        for w in prepared.workers
+    ]
+    segment = prepared.segments[0]
+    order = make_order(prepared.pipeline, segment.mini_batches)
+    for runner in runners:
+        runner.begin(segment, order)
+    times: dict[tuple[int, str], list[float]] = defaultdict(list)
+    for b in range(segment.mini_batches):
+        forwards = [(s, Op(FORWARD, b, i)) for i in range(MICRO_BATCHES) for s in (0, 1)]
+        after = [(s, Op(kind, b)) for s in (1, 0) for kind in (BACKWARD, UPDATE)]
+        for s, op in (*forwards, *after):
+            begin = time.perf_counter()
+            runners[s].run(op)
+            times[s, op.kind].append(time.perf_counter() - begin)
+    found = with_weight_costs(besides(prepared.pipeline, times))
+    # What hooks took of these few layers is counted by their tensors from now on.
+    counts = [layer.measurements[0].saved_tensors or 0 for layer in profile.layers]
+    tensors = sum(counts) / len(runners)
+    return msgspec.structs.replace(
+        found,
+        forward_s=round(max(found.forward_s - tensors * found.pack_s, 0.0), 9),
+        mini_batch_s=round(
+            max(found.mini_batch_s - MICRO_BATCHES * tensors * found.unpack_s, 0.0), 9
+        ),
+    )
+
+
+def besides(pipeline: Pipeline, times: Mapping[tuple[int, str], Sequence[float]]) -> OperationCost:
+    """What operations took more than the pipeline says, the mean over stages.
+
+    Args:
+        times: by stage and kind, in seconds; the first ones don't count.
+    """
+
+    def took(stage: int, kind: str) -> float:
+        found = times[stage, kind]
+        return median(found[_SETTLING * len(found) // STEPS :])
+
+    stages = range(pipeline.stages)
+    forward_s = fmean(took(s, FORWARD) - pipeline.forward_s[s] for s in stages)
+    mini_batch_s = fmean(
+        took(s, BACKWARD) - pipeline.backward_op_s(s) + took(s, UPDATE) - pipeline.update_s[s]
+        for s in stages
+    )
+    return OperationCost(
+        forward_s=round(max(forward_s, 0.0), 9), mini_batch_s=round(max(mini_batch_s, 0.0), 9)
+    )

@@ -1,0 +1,1 @@
+"""Checkpoints: what a worker saves, where a run goes on, exports."""

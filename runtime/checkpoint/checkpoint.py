@@ -1,0 +1,385 @@
+"""Checkpoints: a run as it is when the pipeline has drained, from which it goes on bit for bit.
+
+    checkpoints/00000120/          mini-batches done
+        checkpoint.json            where in the run it is, and a checksum of every other file
+        weights/stage0.safetensors parameters and buffers, under the model's own names
+        state/stage0.safetensors   tensors of the optimizer, random numbers, replicas' buffers
+        state/stage0.json          numbers of the optimizer and the scheduler
+
+A checkpoint is written as a directory with another name, and renamed once all workers have written
+their parts: one that has its name is whole. Where workers have file systems of their own, each
+holds the parts of its own workers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+from torch import Tensor
+
+from ...planner.plan import Plan
+from ...profiles.errors import FileError, TimeprestError, UserError
+from ...profiles.files import check_regular, read_file, write_bytes, write_file
+from ..communication.peers import PeerError
+from ..prepare.data import Segment
+from ..prepare.workers import Worker
+from ..records.epoch_sums import EpochSums
+from ..records.run_dir import RunDir, tensor_bytes, tensor_metadata
+from ..settings import RunSettings
+from ..stage.runner import StageRunner
+from .worker_state import WorkerState, capture
+
+FORMAT = "timeprest-checkpoint/1"
+INFO = "checkpoint.json"
+_SUMS = ".sums"
+
+Agree = Callable[[bool], bool]
+"""Whether all workers say yes; all of them call it together."""
+
+FREE: dict[str, Any] = {
+    "epochs": 1,
+    "steps": None,
+    "device": "auto",
+    "transport": "auto",
+    "resume_at": None,
+    "keep_checkpoints": 3,
+    "log_operations": False,
+    "record": "steady:8",
+    "timeout_s": 60.0,
+    "on_nan": "stop",
+}
+"""Settings that don't change what is trained up to a checkpoint, and a value for each."""
+
+
+class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A file of a checkpoint."""
+
+    bytes: int
+    sha256: str
+
+
+class Checkpoint(
+    msgspec.Struct,
+    frozen=True,
+    forbid_unknown_fields=True,
+    kw_only=True,
+    tag_field="format",
+    tag=FORMAT,
+):
+    """What a checkpoint is of, and what is in it."""
+
+    mini_batches: int
+    """Done in the run."""
+    epoch: int
+    """That it lies in, counted from 0."""
+    epoch_mini_batches: int
+    """Done in that epoch."""
+    variant: str
+    plan: str
+    """Checksum of the plan."""
+    settings: str
+    """Checksum of the settings that change what is trained."""
+    files: dict[str, Part]
+    """By their paths below the checkpoint."""
+
+
+class Log(Protocol):
+    """A file that a worker writes line by line."""
+
+    path: Path
+
+    def flush(self) -> None:
+        """Write all that was noted."""
+
+
+def plan_checksum(plan: Plan) -> str:
+    """Changes whenever the plan does."""
+    return _checksum(plan)
+
+
+def settings_checksum(settings: RunSettings) -> str:
+    """Changes whenever a setting does that what is trained depends on."""
+    return _checksum(msgspec.structs.replace(settings, **FREE))
+
+
+def _checksum(value: msgspec.Struct) -> str:
+    # As a file has it: a whole number that was given for a float has been made one.
+    read = msgspec.json.decode(msgspec.json.encode(value), type=type(value))
+    return hashlib.sha256(msgspec.json.encode(read)).hexdigest()
+
+
+def checkpoints_in(where: RunDir) -> list[int]:
+    """The run's checkpoints by the mini-batches done, rising."""
+    names = [path.name for path in where.checkpoints.glob("*") if path.is_dir()]
+    return sorted(int(name) for name in names if re.fullmatch(r"\d{8,}", name))
+
+
+# Reading ------------------------------------------------------------------------------------
+
+
+class Saved:
+    """A checkpoint on disk. Everything read from it is held against its checksum.
+
+    Attributes:
+        info: what it is of.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises FileError when it isn't there, or isn't one."""
+        self.path = path
+        self.info = read_file(path / INFO, Checkpoint)
+
+    def read(self, name: str) -> bytes:
+        """A file's content. Raises FileError when it is missing or broken."""
+        path = self.path / name
+        part = self.info.files.get(name)
+        if part is None:
+            raise FileError(f"{path}: isn't in this checkpoint; was it written on another machine?")
+        check_regular(path, "a checkpoint is whole or of no use")
+        try:
+            size = path.stat().st_size
+            if size != part.bytes:
+                raise FileError(f"{path}: is broken: it has {size} bytes instead of {part.bytes}")
+            content = path.read_bytes()
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise FileError(f"{path}: can't be read: {reason}") from None
+        if hashlib.sha256(content).hexdigest() != part.sha256:
+            raise FileError(f"{path}: is broken: it doesn't match its checksum")
+        return content
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """A file's tensors. Raises FileError."""
+        from safetensors import SafetensorError
+        from safetensors.torch import load
+
+        try:
+            return load(self.read(name))
+        except SafetensorError as error:
+            raise FileError(f"{self.path / name}: can't be read: {error}") from None
+
+    def worker_state(self, worker: str) -> WorkerState:
+        """A worker's numbers, by what its files are called. Raises FileError."""
+        name = f"state/{worker}.json"
+        try:
+            return msgspec.json.decode(self.read(name), type=WorkerState)
+        except msgspec.DecodeError as error:
+            raise FileError(f"{self.path / name}: {error}") from None
+
+    def weights(self) -> dict[str, Tensor]:
+        """Those of all stages that it has, under the model's own names. Raises FileError."""
+        found: dict[str, Tensor] = {}
+        for name in self.info.files:
+            if name.startswith("weights/"):
+                found.update(self.tensors(name))
+        return found
+
+    def tied_names(self) -> dict[str, str]:
+        """Names of `weights` that stand for what another name does, and that one. Raises
+        FileError."""
+        found: dict[str, str] = {}
+        for name in self.info.files:
+            if name.startswith("weights/"):
+                found.update(tensor_metadata(self.path / name))
+        return found
+
+    def kept(self) -> dict[str, tuple[str, Any]]:
+        """Per parameter, by the model's name for it, the optimizer's class and what it keeps.
+
+        Raises FileError.
+        """
+        from .state_tree import unpack
+
+        found: dict[str, tuple[str, Any]] = {}
+        for name in self.info.files:
+            # Replicas have the same.
+            match = re.fullmatch(r"state/(stage\d+)\.json", name)
+            if match is None:
+                continue
+            state, tensors = self.worker_state(match[1]), self.tensors(f"{name[:-5]}.safetensors")
+            if state.optimizer is not None:
+                for parameter, kept in unpack(state.kept, tensors).items():
+                    found[parameter] = (state.optimizer, kept)
+        return found
+
+    def verify(self) -> None:
+        """Raises FileError that names the first file that is missing or broken."""
+        for name in self.info.files:
+            self.read(name)
+
+
+def find_whole(where: RunDir, at: int | None, instead: Callable[[int], str]) -> Saved | None:
+    """The run's newest checkpoint, or the one `at` so many mini-batches, whole; None: it has none.
+
+    Args:
+        instead: what the user types to name another checkpoint.
+
+    Raises:
+        FileError: it is broken; the message names the file, and the newest whole one before it.
+        UserError: there is none at this place.
+    """
+    known = checkpoints_in(where)
+    if not known:
+        return None
+    if at is not None and at not in known:
+        places = ", ".join(map(str, known))
+        raise UserError(f"{where.checkpoints}: has no checkpoint at {at}; they are at {places}")
+    place = known[-1] if at is None else at
+    try:
+        return _whole(where, place)
+    except FileError as error:
+        for older in reversed([k for k in known if k < place]):
+            if _is_whole(where, older):
+                raise FileError(f"{error}. The one before it is whole: {instead(older)}") from None
+        raise FileError(f"{error}. No other one before it is whole") from None
+
+
+def _whole(where: RunDir, place: int) -> Saved:
+    found = Saved(where.checkpoint(place))
+    found.verify()
+    return found
+
+
+def _is_whole(where: RunDir, place: int) -> bool:
+    try:
+        _whole(where, place)
+    except FileError:
+        return False
+    return True
+
+
+# Writing ------------------------------------------------------------------------------------
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of a run, in each of its processes."""
+
+    def __init__(
+        self,
+        where: RunDir,
+        plan: Plan,
+        settings: RunSettings,
+        agree: Agree = bool,
+        logs: Mapping[int, Sequence[Log]] | None = None,
+    ) -> None:
+        """
+        Args:
+            agree: by default, this process has all workers.
+            logs: by rank, what the workers of this process write.
+        """
+        self.where = where
+        self.variant = plan.variant
+        self.plan, self.settings = plan_checksum(plan), settings_checksum(settings)
+        self.keep = settings.keep_checkpoints
+        self.agree = agree
+        self.logs = logs or {}
+        # A run that was killed may have left some.
+        for path in where.checkpoints.glob(".*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def write(
+        self,
+        segment: Segment,
+        workers: Sequence[tuple[StageRunner, Tensor, EpochSums]],
+    ) -> None:
+        """Write the checkpoint at the end of a segment, together with all other processes.
+
+        Args:
+            workers: of this process, each with the state of its random numbers and its sums.
+
+        Raises:
+            FileError: it can't be written; those before it are as they were.
+            TargetError: the user's optimizer keeps what can't be written.
+            PeerError: another worker couldn't write its part.
+        """
+        target = self.where.checkpoint(segment.end)
+        partial = target.with_name(f".{target.name}.partial")
+        first = any(runner.worker.rank == 0 for runner, _, _ in workers)
+        try:
+            self._together(lambda: self._write_parts(partial, workers))
+            # On a file system that workers share, one of them ends it for all.
+            self._together(lambda: self._end(partial, target, segment) if first else None)
+            self._together(
+                lambda: self._end(partial, target, segment) if partial.exists() else None
+            )
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+    def _together(self, act: Callable[[], None]) -> None:
+        """Do something that all other processes do too, and find out whether all could."""
+        problem: TimeprestError | None = None
+        try:
+            act()
+        except TimeprestError as error:
+            problem = error
+        if self.agree(problem is None):
+            return
+        raise problem or PeerError("another worker couldn't write its part of a checkpoint")
+
+    def _write_parts(
+        self, partial: Path, workers: Sequence[tuple[StageRunner, Tensor, EpochSums]]
+    ) -> None:
+        for runner, random, sums in workers:
+            worker = runner.worker
+            state, tensors = capture(runner.stage, random, sums, self._sizes(worker))
+            contents = {
+                f"state/{worker.file}.json": msgspec.json.encode(state),
+                f"state/{worker.file}.safetensors": tensor_bytes(tensors),
+            }
+            if worker.leads:
+                weights = tensor_bytes(runner.state(), runner.tied_names())
+                contents[f"weights/{worker.file}.safetensors"] = weights
+            parts = {}
+            for name, content in contents.items():
+                write_bytes(partial / name, content)
+                digest = hashlib.sha256(content).hexdigest()
+                parts[name] = Part(bytes=len(content), sha256=digest)
+            write_bytes(partial / _SUMS / worker.file, msgspec.json.encode(parts))
+
+    def _sizes(self, worker: Worker) -> dict[str, int]:
+        found = {}
+        for log in self.logs.get(worker.rank, ()):
+            log.flush()
+            found[str(log.path.relative_to(self.where.path))] = log.path.stat().st_size
+        return found
+
+    def _end(self, partial: Path, target: Path, segment: Segment) -> None:
+        """All parts are there: give the checkpoint its name, and remove the oldest ones."""
+        try:
+            mine = partial / f"{_SUMS}-read"
+            try:
+                os.rename(partial / _SUMS, mine)
+            except FileNotFoundError:
+                return  # Another worker is at it.
+            files: dict[str, Part] = {}
+            for path in sorted(mine.iterdir()):
+                files.update(msgspec.json.decode(path.read_bytes(), type=dict[str, Part]))
+            shutil.rmtree(mine)
+            info = Checkpoint(
+                mini_batches=segment.end,
+                epoch=segment.epoch,
+                epoch_mini_batches=segment.offset + segment.mini_batches,
+                variant=self.variant,
+                plan=self.plan,
+                settings=self.settings,
+                files=dict(sorted(files.items())),
+            )
+            write_file(partial / INFO, info)
+            if target.exists():
+                # A broken one that the run was resumed before.
+                old = target.with_name(f".{target.name}.old")
+                os.rename(target, old)
+                shutil.rmtree(old, ignore_errors=True)
+            os.rename(partial, target)
+        except OSError as error:
+            raise FileError(f"{target}: can't be written: {error.strerror}") from None
+        for place in checkpoints_in(self.where)[: -self.keep]:
+            shutil.rmtree(self.where.checkpoint(place), ignore_errors=True)

@@ -1,0 +1,299 @@
+"""Where a run starts: at new weights, at a checkpoint of its own, or at what another run made."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+from torch import Tensor, nn
+
+from ...planner.plan import Plan
+from ...profiles.errors import FileError, UserError
+from ...profiles.files import check_regular
+from ..prepare.prepare import Prepared
+from ..prepare.workers import Worker, workers_of
+from ..records.epoch_sums import EpochSums
+from ..records.operation_log import read_stage_epochs
+from ..records.progress import read_progress
+from ..records.run_dir import RunDir, load_weights, read_tensors
+from ..settings import RunSettings
+from ..stage.runner import StageRunner
+from ..stage.stage import Stage
+from .checkpoint import (
+    Saved,
+    checkpoints_in,
+    find_whole,
+    plan_checksum,
+    settings_checksum,
+)
+from .worker_state import WorkerState, give_kept, restore
+
+
+def settings_to_resume(
+    where: RunDir,
+    plan: Plan,
+    settings: RunSettings,
+    *,
+    epochs: int | None,
+    steps: int | None,
+    at: int | None,
+) -> RunSettings:
+    """The settings of a run that goes on at its newest checkpoint, or at its beginning.
+
+    Args:
+        epochs, steps: in all, where there are to be more.
+        at: mini-batches done at another checkpoint.
+
+    Raises:
+        FileError: the checkpoint is broken.
+        UserError: it is of another plan or other settings than the run directory holds, or
+            `epochs` or `steps` say less than before.
+    """
+    where.check_kinds()
+    found = find_whole(where, at, lambda place: f"--resume-at {place}")
+    if found is None and at is not None:
+        raise UserError(f"--resume-at {at}: {where.path} has no checkpoints")
+    if found is None and where.summary.exists():
+        raise UserError(
+            f"{where.path}: this run has ended, and it has no checkpoints to go on from"
+        )
+    if epochs is not None:
+        if settings.steps is not None:
+            raise UserError(f"--epochs: this run is of --steps {settings.steps}, which may grow")
+        if epochs < settings.epochs:
+            raise UserError(
+                f"--epochs {epochs}: the run was to have {settings.epochs}; there may be more, "
+                "not fewer"
+            )
+        settings = msgspec.structs.replace(settings, epochs=epochs)
+    if steps is not None:
+        if settings.steps is None:
+            raise UserError(f"--steps: this run is of --epochs {settings.epochs}, which may grow")
+        if steps < settings.steps:
+            raise UserError(
+                f"--steps {steps}: the run was to have {settings.steps}; there may be more, not "
+                "fewer"
+            )
+        settings = msgspec.structs.replace(settings, steps=steps)
+    if found is None:
+        return msgspec.structs.replace(settings, resume_at=0)
+    for name, now, then in (
+        ("plan.json", plan_checksum(plan), found.info.plan),
+        ("settings.json", settings_checksum(settings), found.info.settings),
+    ):
+        if now != then:
+            raise UserError(
+                f"{where.path / name}: isn't what {found.path} was made with; to start another "
+                f"run from its weights: tp-run PLAN --from {where.path}"
+            )
+    return msgspec.structs.replace(settings, resume_at=found.info.mini_batches)
+
+
+def check_logs(where: RunDir, plan: Plan, settings: RunSettings, workers: Sequence[Worker]) -> None:
+    """Refuse to go on with a run whose figures so far are damaged, before anything is changed.
+
+    Args:
+        workers: whose logs are looked at.
+
+    Raises FileError that names the line.
+    """
+    for worker in workers:
+        noted = _noted_sizes(where, settings, worker)
+        _check_log(where, where.stage_metrics(worker), noted, read_stage_epochs)
+        if worker == telling_worker(plan):
+            _check_log(where, where.metrics, noted, read_progress)
+
+
+def _check_log(
+    where: RunDir, path: Path, noted: Mapping[str, int], read: Callable[[Path, int], object]
+) -> None:
+    """What a log had at the checkpoint must be there still; what came later is cut off."""
+    size = noted.get(str(path.relative_to(where.path)), 0)
+    if not size:
+        return
+    have = path.stat().st_size if path.exists() else 0
+    if have < size:
+        raise FileError(f"{path}: has {have} bytes, and had {size} at the checkpoint; {_GONE}")
+    try:
+        read(path, size)
+    except FileError as error:
+        raise FileError(f"{error}; {_GONE}") from None
+
+
+_GONE = "put the file back as it was, or start another run from the weights: tp-run PLAN --from RUN"
+
+
+def _noted_sizes(where: RunDir, settings: RunSettings, worker: Worker) -> Mapping[str, int]:
+    """Bytes of a worker's logs at the checkpoint that a run is resumed from, by their paths."""
+    if not settings.resume_at:
+        return {}
+    return Saved(where.checkpoint(settings.resume_at)).worker_state(worker.file).logs
+
+
+def rewind_logs(where: RunDir, plan: Plan, settings: RunSettings, worker: Worker) -> None:
+    """Cut a worker's own logs to what they were at the checkpoint that a run is resumed from.
+
+    Raises FileError.
+    """
+    if settings.resume_at is None:
+        return
+    noted = _noted_sizes(where, settings, worker)
+    logs = [where.operations(worker), where.recorded(worker), where.stage_metrics(worker)]
+    if worker == telling_worker(plan):
+        logs.append(where.metrics)
+    for path in logs:
+        size = noted.get(str(path.relative_to(where.path)), 0)
+        if os.path.lexists(path):
+            check_regular(path, _GONE)
+        try:
+            if path.exists() and path.stat().st_size > size:
+                os.truncate(path, size)
+        except OSError as error:
+            raise FileError(f"{path}: can't be written: {error.strerror}") from None
+
+
+def telling_worker(plan: Plan) -> Worker:
+    """The one that tells of progress."""
+    last = len(plan.stages) - 1
+    return next(w for w in workers_of(plan.stages) if w.stage == last and w.leads)
+
+
+def restore_worker(
+    where: RunDir, settings: RunSettings, runner: StageRunner
+) -> tuple[Tensor, EpochSums] | None:
+    """Put a worker where the run starts.
+
+    Returns the state of its random numbers and its sums; None where they are new.
+
+    Raises FileError for a file that is broken, or of another model.
+    """
+    stage, worker = runner.stage, runner.worker
+    if not settings.resume_at:
+        if settings.start_from is not None:
+            start_from(runner, Path(settings.start_from))
+        return None
+    saved = Saved(where.checkpoint(settings.resume_at))
+    name = f"weights/stage{worker.stage}.safetensors"
+    weights = saved.tensors(name)
+    give_weights(stage, weights, str(saved.path / name))
+    _give_unused(runner, weights)
+    state: WorkerState = saved.worker_state(worker.file)
+    try:
+        random = restore(stage, state, saved.tensors(f"state/{worker.file}.safetensors"))
+    except (KeyError, ValueError, RuntimeError) as error:
+        raise FileError(f"{saved.path}: isn't a state of this {worker.name}: {error}") from error
+    return random, state.sums
+
+
+def start_from(runner: StageRunner, path: Path) -> None:
+    """Give a worker the weights of another run and, parameter by parameter, what its optimizer
+    kept, where that was of the same class.
+
+    Args:
+        path: a run directory (its newest checkpoint counts, or its final weights), a
+            checkpoint's, or a safetensors file with weights alone.
+
+    Raises FileError when it isn't one of these, or the weights are another model's.
+    """
+    stage = runner.stage
+    weights, named, saved = _weights_of(path)
+    give_weights(stage, weights, named)
+    _give_unused(runner, weights)
+    if saved is not None and stage.optimizer is not None:
+        own = type(stage.optimizer).__name__
+        kept = saved.kept()
+        give_kept(stage, {name: state for name, (kind, state) in kept.items() if kind == own})
+
+
+def source(path: Path, at: int | None = None, option: str = "--from {path}") -> Saved | None:
+    """The checkpoint that a path means, whole; None: there are weights alone.
+
+    Args:
+        at: one of a run's checkpoints instead of the newest, by its mini-batches.
+        option: how the user names an older one, with {path} and {at} in it.
+
+    Raises FileError: there is nothing at all, or what there is is broken.
+    """
+    if path.is_file():
+        return None
+    if (path / "checkpoint.json").exists():
+        saved = Saved(path)
+        saved.verify()
+        return saved
+    where = RunDir(path)
+    if not path.is_dir():
+        raise FileError(f"{path}: no such run directory, checkpoint or safetensors file")
+
+    def instead(place: int) -> str:
+        return option.format(path=where.checkpoint(place), at=place)
+
+    found = find_whole(where, at, instead)
+    if found is None and not list(path.glob("weights/*.safetensors")):
+        raise FileError(f"{path}: holds no checkpoint and no weights")
+    return found
+
+
+def give_weights(stage: Stage, weights: Mapping[str, Tensor], where: str) -> None:
+    """Write weights under the model's own names into a stage's parameters and buffers.
+
+    Args:
+        where: names their file in messages.
+
+    Raises FileError when one is missing or has another shape.
+    """
+    for mine, found in _matched(stage.module, stage.work.names, weights, where):
+        mine.copy_(found)
+
+
+def check_start(prepared: Prepared, path: Path) -> None:
+    """Refuse weights that the run can't start from, before it has a directory. Raises FileError.
+
+    Args:
+        path: as for `start_from`.
+    """
+    weights, named, _ = _weights_of(path)
+    for piece in prepared.pieces:
+        _matched(piece.module, prepared.names, weights, named)
+
+
+def _weights_of(path: Path) -> tuple[dict[str, Tensor], str, Saved | None]:
+    """Weights of all stages, their place, and the checkpoint, if they are from one."""
+    saved = source(path)
+    if saved is not None:
+        return saved.weights(), str(saved.path), saved
+    return read_tensors(path) if path.is_file() else load_weights(path), str(path), None
+
+
+def _matched(
+    module: nn.Module, names: Mapping[str, str], weights: Mapping[str, Tensor], where: str
+) -> list[tuple[Tensor, Tensor]]:
+    """Each of a module's parameters and buffers with what is to be written into it."""
+    known = {names.get(name, name): tensor for name, tensor in weights.items()}
+    matched = []
+    for name, mine in module.state_dict().items():
+        found = weights.get(name, known.get(names.get(name, name)))
+        if found is None:
+            raise FileError(f"{where}: has no {name!r}: are these weights of another model?")
+        if found.shape != mine.shape:
+            raise FileError(
+                f"{where}: {name!r} has shape {list(found.shape)}, and {list(mine.shape)} in this "
+                "model"
+            )
+        matched.append((mine, found))
+    return matched
+
+
+def _give_unused(runner: StageRunner, weights: Mapping[str, Tensor]) -> None:
+    """The same for what no stage uses, so that it is written again as it was."""
+    for name, mine in runner.prepared.unused.items():
+        if name in weights and weights[name].shape == mine.shape:
+            mine.copy_(weights[name])
+
+
+def newest_checkpoint(run_dir: str | Path) -> Path | None:
+    """A run's newest checkpoint; None: it has none yet."""
+    where = RunDir(run_dir)
+    places = checkpoints_in(where)
+    return where.checkpoint(places[-1]) if places else None

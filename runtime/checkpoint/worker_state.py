@@ -1,0 +1,164 @@
+"""What a worker must remember besides its weights, to go on as if it had never stopped.
+
+The pipeline is drained: no messages, activations, stashed versions or gradients are left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from torch import Tensor, nn
+
+from ...profiles.errors import TargetError
+from ..prepare.devices import put
+from ..records.epoch_sums import EpochSums
+from ..stage.schedules import Scheduler
+from ..stage.stage import Stage
+from .state_tree import pack, unpack
+
+FORMAT = "timeprest-worker-state/1"
+_RANDOM, _BUFFERS = "random", "buffers/"
+_STEP = "step"
+
+
+class WorkerState(
+    msgspec.Struct,
+    frozen=True,
+    forbid_unknown_fields=True,
+    kw_only=True,
+    tag_field="format",
+    tag=FORMAT,
+):
+    """Numbers of a worker's state; its tensors are in a file beside it.
+
+    What the optimizer keeps goes by the names that the whole model has for its parameters.
+    """
+
+    updates: int
+    """Made so far: the number of the weight version."""
+    optimizer: str | None
+    """Its class; None: nothing is trained here."""
+    kept: Any = None
+    """What it keeps for each parameter."""
+    groups: Any = None
+    """Its groups' options, the parameters left out."""
+    scheduler: Any = None
+    last_gradients: Any = None
+    """Kept for predictions where the optimizer has no state."""
+    sums: EpochSums
+    """Of the epoch that the checkpoint cuts."""
+    logs: dict[str, int]
+    """Bytes of the worker's own logs so far, by their paths in the run directory."""
+
+
+def capture(
+    stage: Stage, random: Tensor, sums: EpochSums, logs: dict[str, int]
+) -> tuple[WorkerState, dict[str, Tensor]]:
+    """The state of a worker, and its tensors by name.
+
+    Args:
+        random: state of its random numbers.
+
+    Raises TargetError where the user's optimizer or scheduler keeps what can't be written.
+    """
+    tensors = {_RANDOM: random}
+    for name, buffer in stage.module.named_buffers():
+        # Replicas have their own, and some aren't among the weights.
+        tensors[_BUFFERS + name] = buffer
+    optimizer = stage.optimizer
+    names: dict[Any, str] = {p: name for name, p in known_parameters(stage).items()}
+    kept, groups = None, None
+    if optimizer is not None:
+        by_name = {names.get(p, ""): state for p, state in optimizer.state.items()}
+        if "" in by_name:
+            raise TargetError(
+                f"a checkpoint can't hold what {type(optimizer).__name__} keeps besides the state "
+                "of each parameter. Train without checkpoints (--checkpoint-every 0)"
+            )
+        kept = pack(dict(sorted(by_name.items())), tensors, "optimizer")
+        options = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in optimizer.param_groups
+        ]
+        groups = pack(options, tensors, "groups")
+    last = {} if stage.predictor is None else stage.predictor.last
+    return (
+        WorkerState(
+            updates=stage.weights.latest,
+            optimizer=None if optimizer is None else type(optimizer).__name__,
+            kept=kept,
+            groups=groups,
+            scheduler=pack(_of_scheduler(stage.scheduler), tensors, "scheduler"),
+            last_gradients=pack({names[p]: g for p, g in last.items()}, tensors, "last gradients"),
+            sums=sums,
+            logs=logs,
+        ),
+        tensors,
+    )
+
+
+def restore(stage: Stage, state: WorkerState, tensors: Mapping[str, Tensor]) -> Tensor:
+    """Give a stage this state, its weights left out. Returns that of its random numbers.
+
+    Raises KeyError or ValueError for a state that isn't this stage's.
+    """
+    buffers = dict(stage.module.named_buffers())
+    for name, tensor in tensors.items():
+        if name.startswith(_BUFFERS):
+            buffers[name.removeprefix(_BUFFERS)].copy_(tensor)
+    stage.weights.latest = state.updates
+    named = known_parameters(stage)
+    if stage.optimizer is not None:
+        options = unpack(state.groups, tensors)
+        for group, saved in zip(stage.optimizer.param_groups, options, strict=True):
+            group.update(saved)
+        # Where steps are counted depends on the options.
+        give_kept(stage, unpack(state.kept, tensors))
+    if stage.scheduler is not None:
+        stage.scheduler.rule.load_state_dict(unpack(state.scheduler, tensors))
+    if stage.predictor is not None:
+        for name, gradient in unpack(state.last_gradients, tensors).items():
+            stage.predictor.last[named[name]] = put(gradient, stage.device)
+    return tensors[_RANDOM]
+
+
+def give_kept(stage: Stage, kept: Mapping[str, Any]) -> None:
+    """Give the stage's optimizer what one kept for each parameter, by the model's names for them.
+
+    Parameters that it doesn't have are left out.
+    """
+    assert stage.optimizer is not None
+    on_device = {
+        p
+        for group in stage.optimizer.param_groups
+        if group.get("capturable") or group.get("fused")
+        for p in group["params"]
+    }
+    for name, p in known_parameters(stage).items():
+        if name in kept:
+            stage.optimizer.state[p] = {
+                # Torch counts steps on the CPU, but for optimizers that run on the device alone.
+                key: value if key == _STEP and p not in on_device else put(value, p.device)
+                for key, value in kept[name].items()
+            }
+
+
+def known_parameters(stage: Stage) -> dict[str, nn.Parameter]:
+    """A stage's parameters by the first names that the whole model has for them."""
+    names = stage.work.names
+    return {names.get(name, name): p for name, p in stage.module.named_parameters()}
+
+
+def _of_scheduler(scheduler: Scheduler | None) -> Any:
+    if scheduler is None:
+        return None
+    state_dict = getattr(scheduler.rule, "state_dict", None)
+    if state_dict is None:
+        raise TargetError(
+            f"a checkpoint can't hold the task's scheduler: {type(scheduler.rule).__name__} has no "
+            "state_dict(). Give one of torch.optim.lr_scheduler's classes, or train without "
+            "checkpoints (--checkpoint-every 0)"
+        )
+    return state_dict()

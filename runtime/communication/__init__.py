@@ -1,0 +1,1 @@
+"""Tensors between workers: channels, transports, all-reduces."""

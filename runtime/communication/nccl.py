@@ -1,0 +1,236 @@
+"""Messages between workers with a GPU each, by NCCL, from device memory to device memory.
+
+NCCL knows no tags: what one worker sends to another arrives in the sequence it was sent. So every
+direction between two workers has a communicator of its own (and with it a stream), on which
+messages have one sequence that both ends know. Communicators are made ahead of training, in one
+sequence on all workers, so that no two wait for each other.
+
+The host never waits inside NCCL, where a peer that is gone can't be told from a slow one: it looks
+again and again whether a message is there, within the bound.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
+from itertools import chain, islice, repeat
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..prepare.messages import Crossing, Lane
+from ..records.status import Status, Untold
+from .peers import PeerError, why_lost
+
+Direction = tuple[int, int]
+"""Ranks of a sender and a receiver."""
+
+_LOOK_S = 20e-6
+"""Between two looks at a message."""
+
+_SLACK_S = 30.0
+"""NCCL's own watchdog kills the process: it gets so much more time than the bound."""
+
+
+def directions(crossings: Iterable[Crossing]) -> list[Direction]:
+    """All that messages of these crossings take, gradients the other way; rising."""
+    found = set()
+    for crossing in crossings:
+        found.add((crossing.source, crossing.target))
+        if crossing.spec.needs_grad:
+            found.add((crossing.target, crossing.source))
+    return sorted(found)
+
+
+def sequence(lanes: Iterable[Lane], source: int) -> Iterator[tuple[Crossing, str]]:
+    """What one peer sends here, in the sequence in which it does.
+
+    Micro-batch by micro-batch, as both orders have them, and for each by the crossings' numbers.
+    """
+    once: list[tuple[int, int, Crossing, str]] = []
+    rounds = 0
+    for lane in lanes:
+        seen: dict[int, int] = {}
+        for crossing in lane.crossings:
+            if crossing.ends(lane.kind)[0] != source:
+                continue
+            k = seen[crossing.number] = seen.get(crossing.number, -1) + 1
+            once.append((crossing.micro_batches[k], crossing.number, crossing, lane.kind))
+            rounds = lane.count // len(lane.crossings)
+    once.sort(key=lambda each: each[:2])
+    of_round = [(crossing, kind) for _, _, crossing, kind in once]
+    return chain.from_iterable(repeat(of_round, rounds))
+
+
+class NcclChannels:
+    """Messages by NCCL; one object per worker. Made by all workers at the same time."""
+
+    def __init__(
+        self,
+        rank: int,
+        names: Sequence[str],
+        crossings: Iterable[Crossing],
+        device: torch.device,
+        timeout_s: float,
+        status: Status | None = None,
+    ) -> None:
+        """Make the communicators.
+
+        Args:
+            names: of all workers, by rank; for messages.
+            crossings: all that there will be, of all workers.
+            status: is told whom this worker waits for.
+
+        Raises PeerError.
+        """
+        self.rank = rank
+        self.names = names
+        self.device = device
+        self.status = status or Untold()
+        self.timeout = timedelta(seconds=timeout_s)
+        self._groups: dict[Direction, Any] = {}
+        self._coming: dict[int, Iterator[tuple[Crossing, str]]] = {}
+        self._posted: dict[int, deque[tuple[Crossing, str, dist.Work, Tensor]]] = {}
+        self._there: dict[tuple[int, str], deque[Tensor]] = {}
+        self._going: dict[int, deque[tuple[dist.Work, Tensor, int]]] = {}
+        everywhere = directions(crossings)
+        for pair in everywhere:
+            # Every process takes part in making every group.
+            self._groups[pair] = dist.new_group(
+                sorted(pair), backend="nccl", timeout=timedelta(seconds=timeout_s + _SLACK_S)
+            )
+        for source, target in everywhere:
+            if rank in (source, target):
+                self._greet(source, target)
+
+    def _greet(self, source: int, target: int) -> None:
+        """The first message of a direction makes its communicator; both ends wait for that."""
+        greeting = torch.zeros(1, device=self.device)
+        group = self._groups[source, target]
+        peer = target if self.rank == source else source
+        try:
+            work = (
+                dist.isend(greeting, target, group=group)
+                if self.rank == source
+                else dist.irecv(greeting, source, group=group)
+            )
+            assert work is not None
+            self._wait(work.is_completed, peer)
+        except RuntimeError as error:
+            raise self._lost(peer, error) from error
+
+    def open(self, lanes: Sequence[Lane]) -> None:
+        """Post the first receives."""
+        ahead: dict[int, int] = {}
+        for lane in lanes:
+            sources = [crossing.ends(lane.kind)[0] for crossing in lane.crossings]
+            for source in set(sources):
+                mine = -(-lane.ahead * sources.count(source) // len(sources))
+                ahead[source] = ahead.get(source, 0) + mine
+        self._there = {}
+        self._coming = {source: sequence(lanes, source) for source in ahead}
+        self._posted = {source: deque() for source in ahead}
+        for source, most in ahead.items():
+            self._post(source, most)
+
+    def _post(self, source: int, count: int) -> None:
+        for crossing, kind in islice(self._coming[source], count):
+            buffer = torch.empty(
+                crossing.shape(kind), dtype=crossing.spec.dtype, device=self.device
+            )
+            try:
+                work = dist.irecv(buffer, source, group=self._groups[source, self.rank])
+            except RuntimeError as error:
+                raise self._lost(source, error) from error
+            assert work is not None
+            self._posted[source].append((crossing, kind, work, buffer))
+
+    def send(self, crossing: Crossing, kind: str, tensor: Tensor, *, kept: bool = False) -> None:
+        """Hand the message to NCCL, behind what the current stream has to do."""
+        peer = crossing.ends(kind)[1]
+        self._let_go(peer)
+        kept = kept and tensor.is_contiguous()
+        tensor = tensor.contiguous()
+        try:
+            work = dist.isend(tensor, peer, group=self._groups[self.rank, peer])
+        except RuntimeError as error:
+            raise self._lost(peer, error) from error
+        assert work is not None
+        nbytes = 0 if kept else tensor.numel() * tensor.element_size()
+        self._going.setdefault(peer, deque()).append((work, tensor, nbytes))
+
+    def receive(self, crossing: Crossing, kind: str) -> Tensor:
+        """Wait for the message, and for those that its sender sent before it."""
+        source = crossing.ends(kind)[0]
+        wanted = (crossing.number, kind)
+        self.status.wait((source,))
+        while not self._there.get(wanted):
+            if not self._posted[source]:
+                self._post(source, 1)
+            if not self._posted[source]:
+                raise PeerError(f"{self.names[source]} sends no more {crossing.spec.name!r}")
+            found, of_kind, work, buffer = self._posted[source].popleft()
+            try:
+                self._wait(work.is_completed, source)
+                # Nothing is left to wait for; what is computed now comes behind it.
+                work.wait()
+            except RuntimeError as error:
+                raise self._lost(source, error) from error
+            self._there.setdefault((found.number, of_kind), deque()).append(buffer)
+            self._post(source, 1)
+        self.status.go_on()
+        return self._there[wanted].popleft()
+
+    def throttle(self, most: int) -> None:
+        """Wait until so many messages to each peer are left."""
+        for peer, going in self._going.items():
+            self.status.wait((peer,))
+
+            def few(peer: int = peer, going: deque[Any] = going) -> bool:
+                self._let_go(peer)
+                return len(going) <= most
+
+            self._wait(few, peer)
+            self.status.go_on()
+
+    def close(self) -> None:
+        """Wait until all has gone."""
+        self.throttle(0)
+
+    def end(self) -> None:
+        """There are no threads."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Posted buffers, and messages still being sent."""
+        posted = sum(_nbytes(b) for waiting in self._posted.values() for *_, b in waiting)
+        early = sum(_nbytes(b) for waiting in self._there.values() for b in waiting)
+        going = sum(n for waiting in self._going.values() for _, _, n in waiting)
+        return posted + early + going
+
+    def _let_go(self, peer: int) -> None:
+        """Drop the tensors of messages that have gone."""
+        going = self._going.get(peer)
+        try:
+            while going and going[0][0].is_completed():
+                going.popleft()
+        except RuntimeError as error:
+            raise self._lost(peer, error) from error
+
+    def _wait(self, done: Callable[[], bool], peer: int) -> None:
+        end = time.monotonic() + self.timeout.total_seconds()
+        while not done():
+            if time.monotonic() > end:
+                raise self._lost(peer, TimeoutError())
+            time.sleep(_LOOK_S)
+
+    def _lost(self, peer: int, error: BaseException) -> PeerError:
+        return PeerError(f"waiting for {self.names[peer]}: {why_lost(error, self.timeout)}")
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,273 @@
+"""Which samples make up each mini-batch: the same on every worker, without a message."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from ...planner.plan import Plan
+from ...profiles.errors import RunError, TargetError
+from ...profiles.hooks import RunLength, call_hook
+from ...profiles.task import Split, Task, dataset_size, fetch
+from ..settings import RunSettings
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of training that ends drained: an epoch, what `steps` leave of it, or its part
+    between two checkpoints.
+
+    Attributes:
+        epoch: counted from 0.
+        first: number of its first mini-batch in the whole run.
+        mini_batches: how many it has.
+        samples: in all of them. The last mini-batch may have fewer than the others.
+        mini_batch: samples in every other.
+        micro_batches: in each mini-batch.
+        update_every: mini-batches that an update is made after, the last ones left out.
+        offset: mini-batches of its epoch before it.
+        rest: mini-batches of its epoch after it.
+        checkpoint: one is written at its end.
+        whole_epoch: mini-batches of an epoch that no `steps` cut short.
+    """
+
+    epoch: int
+    first: int
+    mini_batches: int
+    samples: int
+    mini_batch: int
+    micro_batches: int
+    update_every: int = 1
+    offset: int = 0
+    rest: int = 0
+    checkpoint: bool = False
+    whole_epoch: int = 0
+
+    @property
+    def end(self) -> int:
+        """Mini-batches of the run that are done after it."""
+        return self.first + self.mini_batches
+
+    @property
+    def of_epoch(self) -> int:
+        """Mini-batches in its epoch."""
+        return self.offset + self.mini_batches + self.rest
+
+    def together(self, mini_batch: int) -> int:
+        """Mini-batches whose mean is the gradient that this one's update goes by."""
+        first = mini_batch - mini_batch % self.update_every
+        return min(self.update_every, self.mini_batches - first)
+
+    def updates_after(self, mini_batch: int) -> bool:
+        """Whether there is an update after this one."""
+        return (mini_batch + 1) % self.update_every == 0 or mini_batch + 1 == self.mini_batches
+
+    def ends_epoch(self, mini_batch: int) -> bool:
+        """Whether this is an epoch's last one, and not merely the run's."""
+        return self.offset + mini_batch + 1 == self.whole_epoch
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps."""
+        return -(-self.mini_batches // self.update_every)
+
+    def samples_of(self, mini_batch: int) -> int:
+        """Samples in the segment's mini-batch of this number."""
+        return min(self.mini_batch, self.samples - mini_batch * self.mini_batch)
+
+
+def segments(plan: Plan, settings: RunSettings, samples: int) -> tuple[Segment, ...]:
+    """The run's segments. Samples that don't fill a mini-batch are dealt with as settings say.
+
+    Raises TargetError when the data doesn't fill one mini-batch, or leaves some over and
+    mustn't.
+    """
+    each, over = divmod(samples, plan.mini_batch)
+    if over and settings.ragged == "error":
+        raise TargetError(
+            f"{settings.task}: the last {over} of {samples} training samples don't fill a "
+            f"mini-batch of {plan.mini_batch}; leave them out (--ragged drop) or fill it up "
+            "(--ragged pad)"
+        )
+    if settings.ragged == "pad":
+        each += bool(over)
+    if not each:
+        raise TargetError(
+            f"{settings.task}: {samples} training samples don't fill one mini-batch of "
+            f"{plan.mini_batch}; plan with a smaller --mini-batch, or fill it up (--ragged pad)"
+        )
+    total = settings.steps if settings.steps is not None else settings.epochs * each
+    found: list[Segment] = []
+    for epoch, first in enumerate(range(0, total, each)):
+        count = min(each, total - first)
+        cuts = checkpoints_within(first, count, settings.checkpoint_every, plan.update_every)
+        # A run of --steps that is to have more of them goes on where it ended.
+        stopped = max((settings.resume_at or 0) - first, 0)
+        for start, end in itertools.pairwise(sorted({0, *cuts, min(stopped, count), count})):
+            left = samples - start * plan.mini_batch
+            due = end in cuts or (settings.checkpoint_every != 0 and first + end == total)
+            found.append(
+                Segment(
+                    epoch=epoch,
+                    first=first + start,
+                    mini_batches=end - start,
+                    samples=min((end - start) * plan.mini_batch, left),
+                    mini_batch=plan.mini_batch,
+                    micro_batches=plan.micro_batches,
+                    update_every=plan.update_every,
+                    offset=start,
+                    rest=count - end,
+                    checkpoint=due,
+                    whole_epoch=each,
+                )
+            )
+    return tuple(found)
+
+
+def checkpoints_within(
+    first: int, count: int, every: int | None, update_every: int
+) -> tuple[int, ...]:
+    """Where the checkpoints of an epoch are, in mini-batches of the epoch.
+
+    Each comes at the update that a multiple of `every` falls on, or the next one: updates are made
+    of the same mini-batches with and without it.
+
+    Args:
+        first: mini-batches of the run before the epoch.
+        count: in the epoch.
+        every: mini-batches of the run; None: at the epoch's end; 0: nowhere.
+        update_every: mini-batches that an update is made after.
+    """
+    if every is None:
+        return (count,)
+    if not every:
+        return ()
+    multiples = range(every - first % every, count + 1, every)
+    return tuple(sorted({min(-(-k // update_every) * update_every, count) for k in multiples}))
+
+
+def length_of(segments: Sequence[Segment]) -> RunLength:
+    """Updates in a run, and in a whole epoch of it."""
+    first = segments[0]
+    return RunLength(
+        sum(segment.updates for segment in segments), -(-first.whole_epoch // first.update_every)
+    )
+
+
+def real_samples(
+    segment: Segment, mini_batch: int, micro_batch: int, dealt: slice = slice(None)
+) -> range:
+    """Positions of a micro-batch's samples in the epoch, padding left out.
+
+    Micro-batches that don't divide a mini-batch differ by one sample, the larger ones first;
+    where there are more of them than samples, the last ones are empty.
+
+    Args:
+        dealt: which of the micro-batch's samples, where replicas share them.
+    """
+    each, more = divmod(segment.samples_of(mini_batch), segment.micro_batches)
+    before = (segment.offset + mini_batch) * segment.mini_batch
+    start = before + micro_batch * each + min(micro_batch, more)
+    return range(start, start + each + (micro_batch < more))[dealt]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a worker's micro-batch, filled up to full size, has of its mini-batch.
+
+    Attributes:
+        real: samples of its own, in front.
+        size: samples with padding.
+        share: of the mini-batch's samples: its weight in the mini-batch's loss.
+        weight: in the gradient of an update, which may be the mean of several mini-batches.
+    """
+
+    real: int
+    size: int
+    share: float
+    weight: float
+
+    @property
+    def padded(self) -> bool:
+        """Whether some of it isn't real."""
+        return self.real < self.size
+
+
+def part_of(
+    segment: Segment, mini_batch: int, micro_batch: int, size: int, dealt: slice = slice(None)
+) -> Part:
+    """The part that a micro-batch is, or what a replica has of it.
+
+    Args:
+        size: samples with padding.
+        dealt: as for `real_samples`.
+    """
+    real = len(real_samples(segment, mini_batch, micro_batch, dealt))
+    share = real / segment.samples_of(mini_batch)
+    return Part(real, size, share, share / segment.together(mini_batch))
+
+
+class Samples:
+    """One split of the task's data, in micro-batches of one size."""
+
+    def __init__(self, task: Task, split: Split, micro_batch: int, seed: int) -> None:
+        self.dataset: Dataset[Any] = call_hook(f"data({split!r})", task.data, split, kind=RunError)
+        self.size = dataset_size(self.dataset, split)
+        self.micro_batch = micro_batch
+        self.seed = seed
+        self._epoch = -1
+        self._shuffled = torch.empty(0, dtype=torch.int64)
+
+    def take(
+        self, epoch: int, positions: range, size: int | None = None
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        """Inputs and target of the samples at these positions of an epoch's own shuffle.
+
+        The inputs are filled up with copies of their first sample; the target is that of the
+        real ones, and None where there are none.
+
+        Args:
+            size: samples with padding; by default a micro-batch.
+        """
+        shuffled, size = self._shuffle(epoch), size or self.micro_batch
+        chosen = shuffled[positions.start : positions.stop : positions.step]
+        if len(chosen) == size:
+            return fetch(self.dataset, chosen)
+        real = chosen.tolist()
+        # Where there is none to copy, any sample will do: nothing is made of the output.
+        return self._fetch(real, real[0] if real else int(shuffled[0]), size)
+
+    def _shuffle(self, epoch: int) -> Tensor:
+        if epoch != self._epoch:
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+            self._shuffled = torch.randperm(self.size, generator=generator)
+            self._epoch = epoch
+        return self._shuffled
+
+    def _fetch(self, real: list[int], padding: int, size: int) -> tuple[tuple[Tensor, ...], Any]:
+        missing = size - len(real)
+        inputs, target = fetch(self.dataset, real + [padding] * missing)
+        if missing:
+            target = fetch(self.dataset, real)[1] if real else None
+        return inputs, target
+
+    @property
+    def evaluations(self) -> int:
+        """Micro-batches in one pass over the split."""
+        return -(-self.size // self.micro_batch)
+
+    def evaluation(self, k: int) -> tuple[tuple[Tensor, ...], Any, int]:
+        """Inputs, target and number of samples of the k-th micro-batch, in order.
+
+        The last one is filled up to full size with its own first sample; the target holds
+        only what is real, and so must what is made of the output.
+        """
+        real = list(range(k * self.micro_batch, min((k + 1) * self.micro_batch, self.size)))
+        inputs, target = self._fetch(real, real[0], self.micro_batch)
+        return inputs, target, len(real)

@@ -1,0 +1,177 @@
+"""Which device each worker computes on, and getting its piece of the model and its data there.
+
+The rule: a plan is trained on the kind of device that it was profiled on, or on the one that
+``--device`` names. On GPUs the worker with local rank r of its host has ``cuda:(r mod GPUs)``; an
+inline run has all its stages on the first GPU.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from ...planner.plan import Plan
+from ...profiles.errors import UserError
+from ..settings import RunSettings
+
+CPU = torch.device("cpu")
+
+
+def device_kind(plan: Plan, settings: RunSettings) -> str:
+    """ "cpu" or "cuda". What was reckoned from a data sheet is trained on the CPU by default."""
+    if settings.device != "auto":
+        return settings.device
+    return "cuda" if plan.profile.device == "cuda" else "cpu"
+
+
+def check_kind(kind: str, settings: RunSettings, gpus: int) -> None:
+    """Raise UserError where this host can't train on such a device."""
+    if kind != "cuda" or gpus:
+        return
+    if settings.device == "cuda":
+        raise UserError("--device cuda: torch finds no GPU here; take --device cpu")
+    raise UserError(
+        "plan: was profiled on cuda, and torch finds no GPU here; --device cpu trains on the CPU"
+    )
+
+
+def device_of(kind: str, local_rank: int, gpus: int) -> torch.device:
+    """The device of a worker.
+
+    Args:
+        local_rank: among the workers of its host.
+        gpus: that its process sees.
+    """
+    return torch.device("cuda", local_rank % gpus) if kind == "cuda" else CPU
+
+
+def own_device(plan: Plan, settings: RunSettings, local_rank: int) -> torch.device:
+    """The device of a worker of this host, made the current one. Raises UserError."""
+    kind, gpus = device_kind(plan, settings), gpu_count()
+    check_kind(kind, settings, gpus)
+    device = device_of(kind, local_rank, gpus)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def gpu_count() -> int:
+    """GPUs that torch finds here."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+# Modules and data ---------------------------------------------------------------------------
+
+
+def move(modules: Sequence[nn.Module], device: torch.device) -> None:
+    """Move modules that share parameters and buffers, which they go on to share.
+
+    Devices that tracing wrote into their graphs are replaced too.
+    """
+    if device == CPU:
+        return
+    moved: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def there(tensor: Tensor) -> Tensor:
+        # The old one is kept too, so that nothing else gets its id.
+        return moved.setdefault(id(tensor), (tensor, tensor.to(device)))[1]
+
+    for module in modules:
+        module._apply(there)
+        for part in module.modules():
+            if isinstance(part, fx.GraphModule):
+                _name_device(part, device)
+
+
+def _name_device(module: fx.GraphModule, device: torch.device) -> None:
+    found = False
+
+    def other(argument: Any) -> Any:
+        nonlocal found
+        if isinstance(argument, torch.device) and argument.type == "cpu":
+            found = True
+            return device
+        return argument
+
+    for node in module.graph.nodes:
+        args = fx.node.map_aggregate(node.args, other)
+        kwargs = fx.node.map_aggregate(node.kwargs, other)
+        if found:
+            node.args, node.kwargs = args, kwargs
+    if found:
+        module.recompile()
+
+
+def put(value: Any, device: torch.device) -> Any:
+    """The same nest of containers with its tensors on a device; anything else is left as it is."""
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    if device == CPU:
+        return value
+    moves = getattr(value, "to", None)
+    if callable(moves):
+        return moves(device)
+    if isinstance(value, Mapping):
+        inside = {key: put(item, device) for key, item in value.items()}
+        return inside if type(value) is dict else type(value)(inside)  # type: ignore[call-arg]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(put(item, device) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(put(item, device) for item in value)
+    return value
+
+
+# Random numbers -----------------------------------------------------------------------------
+
+
+def random_state(device: torch.device) -> Tensor:
+    """State of the generators that a worker draws from: the CPU's, and behind it its GPU's."""
+    own = torch.get_rng_state()
+    if device.type != "cuda":
+        return own
+    return torch.cat([own, torch.cuda.get_rng_state(device)])
+
+
+def set_random_state(state: Tensor, device: torch.device) -> None:
+    """Go back to a state, which may be one of a worker on another kind of device.
+
+    A GPU's generator is then seeded by what is known of the CPU's.
+    """
+    size = torch.get_rng_state().numel()
+    torch.set_rng_state(state[:size])
+    if device.type != "cuda":
+        return
+    if state.numel() > size:
+        torch.cuda.set_rng_state(state[size:], device)
+        return
+    digest = hashlib.sha256(bytes(state.numpy())).digest()
+    with torch.cuda.device(device):
+        torch.cuda.manual_seed(int.from_bytes(digest[:8], "big"))
+
+
+# Time and memory ----------------------------------------------------------------------------
+
+
+def clock_of(device: torch.device) -> Callable[[], float]:
+    """A clock that reads the time, in seconds, when all work handed in so far is done.
+
+    On a GPU it waits for the stream that computes, and for no other.
+    """
+    if device.type != "cuda":
+        return time.perf_counter
+
+    def clock() -> float:
+        torch.cuda.current_stream(device).synchronize()
+        return time.perf_counter()
+
+    return clock
+
+
+def peak_bytes(device: torch.device) -> int | None:
+    """Most bytes that tensors have had on a GPU since the process began; None: on the CPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None

@@ -1,0 +1,204 @@
+"""How workers share each mini-batch, and what they have to send each other for that.
+
+Micro-batch i is replica i mod r's. In systems of whole mini-batches sample k is replica k mod r's
+instead. Both follow from the plan alone, the same on every worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import gcd, lcm
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...planner.simulator.pipeline import Pipeline
+from ...planner.systems.operations import Op
+from ...profiles.errors import PlanError
+from ...profiles.tracing.shapes import ValueSpec
+from .messages import Crossing, Rows
+from .workers import Worker, replicas_of
+
+Specs = Mapping[str, ValueSpec]
+
+
+class Share(NamedTuple):
+    """What a worker has of each mini-batch.
+
+    Attributes:
+        micro_batches: those it runs, rising.
+        samples: in each of them.
+        parts: how many such micro-batches make up the mini-batch, on all replicas together.
+        dealt: which samples of the plan's micro-batch they are.
+    """
+
+    micro_batches: tuple[int, ...]
+    samples: int
+    parts: int
+    dealt: slice
+
+    def of(self, op: Op) -> tuple[int, ...]:
+        """Those that an operation of the stage works through here; empty: it is another's."""
+        if op.micro_batch is None:
+            return self.micro_batches
+        return (op.micro_batch,) if op.micro_batch in self.micro_batches else ()
+
+
+def share_of(pipeline: Pipeline, micro_batch: int, worker: Worker) -> Share:
+    """A worker's share. `micro_batch`: samples in a micro-batch of the plan."""
+    n, r = pipeline.micro_batches, worker.replicas
+    if pipeline.variant.whole_mini_batches:
+        return Share(tuple(range(n)), micro_batch // r, n * r, slice(worker.replica, None, r))
+    return Share(tuple(range(worker.replica, n, r)), micro_batch, n, slice(None))
+
+
+class Sent(NamedTuple):
+    """A value that one stage makes and another takes."""
+
+    name: str
+    source: int
+    target: int
+
+
+@dataclass(frozen=True)
+class Deal:
+    """What goes between workers.
+
+    Attributes:
+        crossings: the list is the same on every worker.
+        known: per stage, values that aren't sent, since they follow from how many samples a
+            replica has there: numbers and sizes.
+    """
+
+    crossings: tuple[Crossing, ...]
+    known: tuple[Mapping[str, Tensor], ...]
+
+
+def deal(
+    pipeline: Pipeline,
+    workers: Sequence[Worker],
+    sent: Sequence[Sent],
+    samples: Sequence[int],
+    specs: Mapping[int, Specs],
+) -> Deal:
+    """What is sent in training.
+
+    Args:
+        samples: per stage, of a micro-batch on one replica.
+        specs: of all values, by number of samples.
+
+    Raises:
+        PlanError: a value whose samples can't be told apart would have to be dealt.
+    """
+    found: list[Crossing] = []
+    known: list[dict[str, Tensor]] = [{} for _ in samples]
+    whole = pipeline.variant.whole_mini_batches
+    for value in sent:
+        here, there = (specs[samples[s]][value.name] for s in (value.source, value.target))
+        sources, targets = (replicas_of(workers, s) for s in (value.source, value.target))
+        dimension = None
+        if whole and len(sources) != len(targets):
+            if here.numbers != there.numbers:
+                _check_numbers(value, here, there, samples)
+                known[value.target][value.name] = _as_sent(there)
+                continue
+            dimension = _sample_dimension(value, here, there, samples)
+        for a in sources:
+            for b in targets:
+                if (a.replica - b.replica) % gcd(a.replicas, b.replicas):
+                    continue
+                if not whole:
+                    found.append(_dealt(len(found), here, a, b, pipeline))
+                elif dimension is not None:
+                    found.append(_part(len(found), here, a, b, dimension))
+                elif a.replica == b.replica % gcd(a.replicas, b.replicas):
+                    # As many replicas: each its own. Else it is the same for all samples, and
+                    # the first that has it sends it.
+                    found.append(_whole(len(found), here, a, b))
+    return Deal(tuple(found), tuple(known))
+
+
+def deal_evaluation(
+    number: int, workers: Sequence[Worker], sent: Sequence[Sent], specs: Specs
+) -> tuple[Crossing, ...]:
+    """What is sent in evaluation, by each stage's replica 0 alone. `number`: of the first."""
+    leads = [worker for worker in workers if worker.leads]
+    return tuple(
+        _whole(number + k, specs[value.name], leads[value.source], leads[value.target])
+        for k, value in enumerate(sent)
+    )
+
+
+def _whole(number: int, spec: ValueSpec, a: Worker, b: Worker) -> Crossing:
+    return Crossing(number, spec, a.rank, b.rank, (0,), 1)
+
+
+def _dealt(number: int, spec: ValueSpec, a: Worker, b: Worker, pipeline: Pipeline) -> Crossing:
+    """For the micro-batches that both run."""
+    n, r = pipeline.micro_batches, lcm(a.replicas, b.replicas)
+    both = tuple(range(_common(a, b), n, r))
+    stacked = 1 if pipeline.variant.backward_unit == "micro" else len(both)
+    return Crossing(number, spec, a.rank, b.rank, both, stacked)
+
+
+def _part(number: int, spec: ValueSpec, a: Worker, b: Worker, dimension: int) -> Crossing:
+    """For the samples that both have."""
+    r, k = lcm(a.replicas, b.replicas), _common(a, b)
+    shape = list(spec.shape)
+    shape[dimension] = shape[dimension] * a.replicas // r
+    return replace(
+        _whole(number, replace(spec, shape=tuple(shape)), a, b),
+        taken=Rows(dimension, k // a.replicas, r // a.replicas),
+        placed=Rows(dimension, k // b.replicas, r // b.replicas),
+    )
+
+
+def _common(a: Worker, b: Worker) -> int:
+    """The first micro-batch, or sample, that is dealt to both."""
+    both = range(a.replica, lcm(a.replicas, b.replicas), a.replicas)
+    return next(k for k in both if k % b.replicas == b.replica)
+
+
+def _check_numbers(value: Sent, here: ValueSpec, there: ValueSpec, samples: Sequence[int]) -> None:
+    """Raise PlanError for a number that isn't a count of samples, nor a multiple of it."""
+    m, n = samples[value.source], samples[value.target]
+    if any(x != y and x * n != y * m for x, y in zip(here.numbers, there.numbers, strict=True)):
+        raise PlanError(
+            f"plan: {_between(value)}: {value.name!r} is a number that each replica would make "
+            "differently of its samples; give both stages as many devices, or cut elsewhere"
+        )
+
+
+def _sample_dimension(
+    value: Sent, here: ValueSpec, there: ValueSpec, samples: Sequence[int]
+) -> int | None:
+    """The dimension with an entry for each sample; None: the tensor is the same for all of them.
+
+    Raises PlanError where it can't be known which entries are a sample's.
+    """
+    m, n = samples[value.source], samples[value.target]
+    if here.shape == there.shape:
+        return None
+    same_rank = len(here.shape) == len(there.shape)
+    differ = [
+        d for d, pair in enumerate(zip(here.shape, there.shape, strict=False)) if len(set(pair)) > 1
+    ]
+    if same_rank and len(differ) == 1:
+        (d,) = differ
+        if (here.shape[d], there.shape[d]) == (m, n):
+            return d
+    raise PlanError(
+        f"plan: {_between(value)}: {value.name!r} has shape {list(here.shape)} for {m} samples and "
+        f"{list(there.shape)} for {n}, without one dimension that counts them, so it can't be "
+        "dealt to replicas; give both stages as many devices, or cut elsewhere"
+    )
+
+
+def _between(value: Sent) -> str:
+    return f"stages {value.source} and {value.target} have different numbers of replicas"
+
+
+def _as_sent(spec: ValueSpec) -> Tensor:
+    return torch.tensor(spec.numbers, dtype=spec.dtype).reshape(spec.shape)

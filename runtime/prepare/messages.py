@@ -1,0 +1,169 @@
+"""Tensors that go between workers: which part of what, from whom to whom.
+
+What one message holds of a tensor is a *part*: the whole of it where stages deal micro-batches,
+some of its samples where replicas share every mini-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...planner.costs.stage_costs import RECEIVES_AHEAD
+from ...planner.systems.operations import FORWARD
+from ...profiles.errors import RunError
+from ...profiles.tracing.shapes import ValueSpec
+from .absent import add_gradients, fill_absent
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Every so many-th sample of a tensor, along the dimension that counts samples."""
+
+    dimension: int
+    first: int
+    step: int
+
+    def of(self, tensor: Tensor, before: int = 0) -> Tensor:
+        """A view of these samples. `before`: dimensions that stand in front of the tensor's."""
+        index = [slice(None)] * (before + self.dimension)
+        index.append(slice(self.first, None, self.step))
+        return tensor[tuple(index)]
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A tensor's way from one worker to another, for some micro-batches of each mini-batch.
+
+    Attributes:
+        number: its position among all crossings; the same on every worker.
+        spec: of the part that a message holds, for one micro-batch.
+        source, target: ranks.
+        micro_batches: those it is for, rising.
+        gradient_micro_batches: how many of them one gradient message holds.
+        taken, placed: which samples of the sender's, and of the receiver's tensor the part is;
+            None: all.
+    """
+
+    number: int
+    spec: ValueSpec
+    source: int
+    target: int
+    micro_batches: tuple[int, ...]
+    gradient_micro_batches: int
+    taken: Rows | None = None
+    placed: Rows | None = None
+
+    def shape(self, kind: str) -> tuple[int, ...]:
+        """Shape of a message: gradients of several micro-batches come stacked."""
+        if kind == FORWARD:
+            return self.spec.shape
+        return (self.gradient_micro_batches, *self.spec.shape)
+
+    def nbytes(self, kind: str) -> int:
+        """Of a message."""
+        return torch.Size(self.shape(kind)).numel() * self.spec.dtype.itemsize
+
+    def ends(self, kind: str) -> tuple[int, int]:
+        """Ranks of the sender and the receiver of a message of this kind."""
+        if kind == FORWARD:
+            return self.source, self.target
+        return self.target, self.source
+
+    def part(self, tensor: Tensor) -> Tensor:
+        """What a forward message holds of the sender's tensor."""
+        return tensor if self.taken is None else self.taken.of(tensor)
+
+    def gradient_part(self, gradient: Tensor, micro_batches: Sequence[int]) -> Tensor:
+        """What a gradient message holds of ``[micro_batches, ...]``, the receiver's gradient."""
+        slots = self._slots(micro_batches)
+        mine = gradient if slots is None else gradient[slots]
+        return mine if self.placed is None else self.placed.of(mine, 1)
+
+    def add_gradient(
+        self,
+        total: Tensor | None,
+        message: Tensor,
+        micro_batches: Sequence[int],
+        shape: Sequence[int],
+    ) -> Tensor:
+        """The sender's gradient ``[micro_batches, *shape]`` with what a message holds added.
+
+        Args:
+            total: what has come before; None: nothing yet.
+        """
+        slots = self._slots(micro_batches)
+        if slots is None and self.taken is None:
+            if total is None:
+                return message
+            add_gradients(total, message)
+            return total
+        if total is None:
+            total = torch.empty(
+                (len(micro_batches), *shape), dtype=message.dtype, device=message.device
+            )
+            fill_absent(total)
+        mine = total if slots is None else total[slots]
+        add_gradients(mine if self.taken is None else self.taken.of(mine, 1), message)
+        return total
+
+    def _slots(self, micro_batches: Sequence[int]) -> slice | None:
+        """Where its micro-batches are among a worker's, if not everywhere."""
+        here = [k for k, i in enumerate(micro_batches) if i in self.micro_batches]
+        if len(here) == len(micro_batches):
+            return None
+        step = here[1] - here[0] if len(here) > 1 else 1
+        return slice(here[0], here[-1] + 1, step)
+
+
+def check_agreed(spec: ValueSpec, tensor: Tensor) -> None:
+    """Check what a stage made against what the others expect. Raises RunError."""
+    if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
+        raise RunError(
+            f"{spec.name!r} has shape {list(tensor.shape)} of {tensor.dtype}; agreed was "
+            f"{list(spec.shape)} of {spec.dtype}. Shapes must not change during a run"
+        )
+
+
+def join(shape: Sequence[int], parts: Sequence[tuple[Crossing, Tensor]]) -> Tensor:
+    """The receiver's tensor, of the parts that came for it."""
+    crossing, message = parts[0]
+    if crossing.placed is None:
+        return message
+    whole = torch.empty(tuple(shape), dtype=message.dtype, device=message.device)
+    for crossing, message in parts:
+        assert crossing.placed is not None
+        crossing.placed.of(whole).copy_(message)
+    return whole
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Messages of one tensor and kind to one worker, in the sequence in which it takes them.
+
+    Attributes:
+        crossings: of one mini-batch's messages; then they begin again.
+        ahead: how many receives are posted ahead.
+        count: messages in all.
+    """
+
+    kind: str
+    crossings: tuple[Crossing, ...]
+    ahead: int
+    count: int
+
+
+def lane(kind: str, steps: Iterable[Sequence[Crossing]], rounds: int) -> Lane:
+    """A lane of which the messages of a step are taken together.
+
+    Args:
+        steps: of one mini-batch; each has as many messages.
+        rounds: mini-batches.
+    """
+    found = [tuple(step) for step in steps]
+    crossings = tuple(crossing for step in found for crossing in step)
+    ahead = RECEIVES_AHEAD[kind] * len(found[0])
+    return Lane(kind, crossings, ahead, len(crossings) * rounds)

@@ -1,0 +1,230 @@
+"""Whether all workers have the same data: a task's `data` is called on each of them.
+
+The first stage takes a sample's inputs and the last one its target, from data of their own. Lengths
+are compared before training, and digests of the first samples of every epoch and evaluation.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+
+from ...profiles.errors import TargetError
+from ...profiles.task import Split
+from ..communication.all_reduce import ALL
+from .data import Segment
+
+if TYPE_CHECKING:
+    from ..stage.runner import StageRunner
+
+MINI_BATCHES = 2
+"""So many of an epoch's first ones are compared, and as many evaluation micro-batches;"""
+SAMPLES = 128
+"""so many samples at most, and those of one micro-batch at least."""
+
+_WORDS = struct.Struct("<2q")
+_ADVICE = (
+    "every worker calls data for itself, so the same call must give the same samples: seed each "
+    "random generator in it with a number (docs/tasks.md)"
+)
+
+Row = Sequence[int]
+"""What a worker tells the others; empty: it has nothing to compare."""
+
+
+def compare_lengths(runners: Sequence[StageRunner]) -> None:
+    """Check before training that splits are as long on all workers, whenever they are asked for.
+
+    Args:
+        runners: of this process.
+
+    Raises TargetError, on all workers.
+    """
+    prepared = runners[0].prepared
+    splits: tuple[Split, ...] = ("train", "test") if prepared.settings.evaluate else ("train",)
+
+    def lengths(runner: StageRunner) -> Row:
+        found = [prepared.samples, prepared.samples]
+        if runner.loads:
+            found[1] = runner.samples("train").size
+        return [*found, *(runner.samples(split).size for split in splits[1:])]
+
+    rows = _told(runners, "the lengths of the data", 2 + len(splits[1:]), lengths)
+    first, *others = rows
+    for rank, row in rows:
+        if row[0] != row[1]:
+            raise TargetError(
+                f"data('train') has {row[0]} samples and then {row[1]} on {_name(runners, rank)}: "
+                f"{_ADVICE}"
+            )
+    for rank, row in others:
+        for split, mine, wanted in zip(splits, row[1:], first[1][1:], strict=True):
+            if mine != wanted:
+                raise TargetError(
+                    f"data({split!r}) has {wanted} samples on {_name(runners, first[0])} and "
+                    f"{mine} on {_name(runners, rank)}: {_ADVICE}"
+                )
+
+
+def compare_training(runners: Sequence[StageRunner], segment: Segment) -> None:
+    """Check before a segment that its first mini-batches hold the same on all workers.
+
+    Raises as `compare_lengths`.
+    """
+    plan = runners[0].prepared.plan
+    begin = segment.offset * segment.mini_batch
+    count = min(MINI_BATCHES * segment.mini_batch, segment.samples)
+    parts = list(_parts(range(begin, begin + count), plan.micro_batch))
+    _compare(
+        runners,
+        "train",
+        f"the first mini-batches of epoch {segment.epoch + 1}",
+        lambda runner: (
+            runner.samples("train").take(segment.epoch, part, len(part)) for part in parts
+        ),
+    )
+
+
+def compare_evaluation(runners: Sequence[StageRunner]) -> None:
+    """The same for an evaluation's first micro-batches. Raises as `compare_lengths`."""
+    size = runners[0].prepared.evaluation_samples
+    count = min(max(SAMPLES // size, 1), MINI_BATCHES, runners[0].evaluations)
+    _compare(
+        runners,
+        "test",
+        "the first micro-batches",
+        lambda runner: (runner.samples("test").evaluation(k)[:2] for k in range(count)),
+    )
+
+
+def _parts(positions: range, size: int) -> Iterator[range]:
+    most = max(SAMPLES, size)
+    for start in range(0, min(len(positions), most), size):
+        yield positions[start : min(start + size, most)]
+
+
+_Take = Callable[["StageRunner"], Iterator[tuple[Any, Any]]]
+"""Inputs and targets of a few samples, as a worker has them."""
+
+
+def _compare(runners: Sequence[StageRunner], split: Split, what: str, take: _Take) -> None:
+    prepared = runners[0].prepared
+    if len(prepared.workers) == 1:
+        return
+    own = set(prepared.inputs)
+    taking = {s for s, piece in enumerate(prepared.pieces) if own & set(piece.inputs)}
+    alone = taking <= {len(prepared.pieces) - 1}
+
+    def digests(runner: StageRunner) -> Row:
+        if not runner.loads or (split == "test" and not runner.worker.leads):
+            return []
+        # What one stage alone takes may hang on what it draws at random (crops of an image): there
+        # all draw alike, so that other causes show. What several must have alike may not.
+        with _drawing(0 if alone else 1 + runner.worker.rank) as drawn:
+            inputs, targets = _digests(take(runner))
+            again = drawn() and not alone and len(taking) == 1
+        if again:
+            with _drawing(0):
+                inputs, _ = _digests(take(runner))
+        return [*_WORDS.unpack(inputs), *_WORDS.unpack(targets)]
+
+    rows = _told(runners, f"the data of {what}", 4, digests)
+    if not rows:
+        return
+    wanted, first = rows[0]
+    for rank, row in rows[1:]:
+        for part, here in (("targets", slice(2, 4)), ("inputs", slice(0, 2))):
+            if row[here] != first[here]:
+                raise TargetError(
+                    f"data({split!r}) gives other {part} for {what} on {_name(runners, rank)} than "
+                    f"on {_name(runners, wanted)}: {_ADVICE}"
+                )
+
+
+def _told(
+    runners: Sequence[StageRunner], what: str, width: int, tell: Callable[[StageRunner], Row]
+) -> list[tuple[int, list[int]]]:
+    """What each worker has to tell, by rank; of those that have. Waits within the bound."""
+    workers = len(runners[0].prepared.workers)
+    started = []
+    for runner in runners:
+        rows = torch.zeros((workers, 1 + width), dtype=torch.int64)
+        with runner.doing(f"comparing {what}"):
+            row = tell(runner)
+            if row:
+                rows[runner.worker.rank] = torch.tensor([1, *row], dtype=torch.int64)
+            started.append((runner, rows, runner.sums.start(ALL, [rows])))
+    for runner, _, summing in started:
+        with runner.doing(f"comparing {what}"):
+            summing.wait()
+        # Nobody is at anything that an error would have to tell of.
+        runner.status.begin("start")
+    found = started[0][1].tolist()
+    return [(rank, row[1:]) for rank, row in enumerate(found) if row[0]]
+
+
+def _name(runners: Sequence[StageRunner], rank: int) -> str:
+    return runners[0].prepared.workers[rank].name
+
+
+def _digests(taken: Iterator[tuple[Any, Any]]) -> tuple[bytes, bytes]:
+    """Of all inputs and of all targets."""
+    both = hashlib.blake2b(digest_size=_WORDS.size), hashlib.blake2b(digest_size=_WORDS.size)
+    for pair in taken:
+        for found, part in zip(both, pair, strict=True):
+            leaves, structure = tree_flatten(part)
+            found.update(repr(structure).encode())
+            for leaf in leaves:
+                _add(found, leaf)
+    return both[0].digest(), both[1].digest()
+
+
+def _add(found: Any, leaf: Any) -> None:
+    if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
+        leaf = leaf.detach().cpu().contiguous()
+        found.update(f"{leaf.dtype} {tuple(leaf.shape)} ".encode())
+        found.update(memoryview(leaf.reshape(-1).view(torch.uint8).numpy()))
+    else:
+        found.update(f"{type(leaf).__name__} {leaf!r} ".encode())
+
+
+@contextmanager
+def _drawing(seed: int) -> Iterator[Callable[[], bool]]:
+    """Python's, NumPy's and torch's own generators seeded, and put back afterwards.
+
+    Gives a function that says whether any has been drawn from.
+    """
+
+    def states() -> tuple[Any, ...]:
+        return torch.get_rng_state(), random.getstate(), np.random.get_state()
+
+    before = states()
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+    seeded = states()
+
+    def drawn() -> bool:
+        now = states()
+        return not (
+            torch.equal(now[0], seeded[0])
+            and now[1] == seeded[1]
+            and now[2][2:] == seeded[2][2:]
+            and np.array_equal(now[2][1], seeded[2][1])
+        )
+
+    try:
+        yield drawn
+    finally:
+        torch.set_rng_state(before[0])
+        random.setstate(before[1])
+        np.random.set_state(before[2])

@@ -1,0 +1,423 @@
+"""Where the workers of a launched run meet: a store, over which they agree and tell of failures.
+
+Every worker has a thread that posts twice a second what it is at, and that ends the process when
+another worker has failed, or when the launcher asks it to end. A store behind a broken network
+answers nothing and fails nothing, for a quarter of an hour: no end of a worker waits for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import psutil
+import torch.distributed as dist
+
+from ...profiles.errors import UserError
+from ..communication.peers import PeerError
+from ..records.status import WorkerStatus, read_statuses
+from .environment import ENDING_SIGNALS, Launched
+from .failures import blame, circumstances, stopped_ranks
+
+MEETING_S = 120.0
+"""Longest wait for a worker to come at all: hosts may start one after another."""
+
+SILENCE_S = 30.0
+"""Longest time that a worker that has come may be silent while the others wait for it."""
+
+BEAT_S = 0.5
+POLL_S = 0.05
+GRACE_S = 2.0
+"""What a worker that only waited in vain leaves to the one that knows the cause."""
+
+ENDING_S = 5.0
+"""Longest way from a wait in vain to the end of the process."""
+
+STORE_S = 3.0
+"""What the store gets to answer a worker that ends, beside `GRACE_S`."""
+
+NAME = "timeprest"
+
+T = TypeVar("T")
+
+
+class Meeting:
+    """One worker's place in a launched run.
+
+    Attributes:
+        launched: how this worker was started.
+        status: what this worker is at.
+        statuses: folder of the workers' statuses on this host, once there is one.
+        silence_s: longest silence of the store that a run over several hosts bears.
+    """
+
+    def __init__(self, launched: Launched, say: Callable[[str], None]) -> None:
+        """Join. `say` prints a line for the user.
+
+        Raises UserError when the address isn't one, PeerError when nobody is there.
+        """
+        self.launched = launched
+        self._say = say
+        self.rank = launched.rank
+        first = WorkerStatus(
+            rank=self.rank,
+            name=f"rank {self.rank}",
+            host=socket.gethostname(),
+            pid=os.getpid(),
+        )
+        self.status: Callable[[], WorkerStatus] = lambda: first
+        self.statuses: Path | None = None
+        self.silence_s = SILENCE_S
+        self._began = self._answered = time.monotonic()
+        self._leaving = threading.Event()
+        self._failing = threading.Event()
+        self._lost = threading.Event()
+        self.store = _connect(launched, serve=not launched.agent_store and self.rank == 0)
+        # A wait of one thread on a store keeps the others from it.
+        self._own = _connect(launched, serve=False)
+        self._asked, asked = os.pipe()
+        os.set_blocking(asked, False)
+        signal.set_wakeup_fd(asked)
+        take_signals()
+        self._count = 0
+        self._beat()
+        threading.Thread(target=self._watch, daemon=True).start()
+        threading.Thread(target=self._end_when_asked, daemon=True).start()
+        if not launched.one_host:
+            threading.Thread(target=self._end_when_alone, daemon=True).start()
+
+    def begin(self, status: Callable[[], WorkerStatus], statuses: Path, silence_s: float) -> None:
+        """Training begins; the others are told at once who this worker is.
+
+        Args:
+            status: what it is at; `statuses`: folder of all statuses of this host.
+            silence_s: longest silence of the store.
+        """
+        self.status, self.statuses = status, statuses
+        self.silence_s = max(SILENCE_S, silence_s)
+        with contextlib.suppress(RuntimeError):
+            self._beat()
+
+    def gather(self, what: str, mine: bytes = b"") -> list[bytes]:
+        """What each worker says to `what`, by rank; waits for all. Raises PeerError."""
+        keys = [f"{what}/{rank}" for rank in range(self.launched.world_size)]
+        beats: dict[int, tuple[bytes, float]] = {}
+        try:
+            self.store.set(keys[self.rank], mine)
+            # Asked again and again: torch prints a warning when a wait takes too long.
+            while not self.store.check(keys):
+                time.sleep(POLL_S)
+                for rank, key in enumerate(keys):
+                    if not self.store.check([key]):
+                        self._check_alive(rank, beats, what)
+            return [bytes(self.store.get(key)) for key in keys]
+        except RuntimeError as error:
+            raise PeerError(f"rank {self.rank}: the store of rank 0 is gone") from error
+
+    def _check_alive(self, rank: int, beats: dict[int, tuple[bytes, float]], what: str) -> None:
+        now = time.monotonic()
+        if not self.store.check([f"beat/{rank}"]):
+            if now - self._began > MEETING_S:
+                raise PeerError(f"rank {rank} didn't come within {MEETING_S:g} s")
+            return
+        beat = bytes(self.store.get(f"beat/{rank}"))
+        seen, since = beats.setdefault(rank, (beat, now))
+        if seen != beat:
+            beats[rank] = (beat, now)
+        elif now - since > SILENCE_S:
+            host = _decode(beat).host
+            raise PeerError(
+                f"rank {rank} on {host}: nothing came for {SILENCE_S:g} s while waiting for "
+                f"{what!r}"
+            )
+
+    def share(self, what: str, mine: str) -> str:
+        """What rank 0 says to `what`, for all. Raises PeerError."""
+        return self.gather(what, mine.encode())[0].decode()
+
+    def check_same(self, what: dict[str, str]) -> None:
+        """Raise UserError, on all workers, when they don't agree on all of this."""
+        found = [json.loads(text) for text in self.gather("same", json.dumps(what).encode())]
+        for rank, other in enumerate(found):
+            for name, wanted in found[0].items():
+                if other.get(name) != wanted:
+                    raise UserError(
+                        f"rank {rank} has another {name} than rank 0: {other.get(name)} and "
+                        f"{wanted}: start the same command with the same files on all hosts"
+                    )
+
+    # Failures --------------------------------------------------------------------------------
+
+    def fail(self, error: Exception) -> None:
+        """Let all workers know, and tell the user if this one is to: one line from one of all."""
+        self._failing.set()
+        try:
+            line = self._within(GRACE_S + STORE_S, lambda: self._line_of_all(error))
+        except RuntimeError:
+            # Better said on every host than not at all.
+            line = f"rank {self.rank}: {self._line_alone(error)}"
+        if line is not None:
+            _note_for_torchrun(line)
+            self.say(line)
+            self._end_the_stopped()
+
+    def say(self, line: str) -> None:
+        """Print a line for the user; where that can't be, it is left to the others again."""
+        try:
+            self._say(line)
+        except OSError:
+            with contextlib.suppress(RuntimeError):
+                self._within(STORE_S, lambda: self._own.add("told", -1))
+
+    def _line_of_all(self, error: Exception) -> str | None:
+        """What to say of a failure here; None: another worker says what there is to say."""
+        self._own.set(f"failing/{self.rank}", b"")
+        self._own.add("failed", 1)
+        message = str(error)
+        if isinstance(error, PeerError):
+            message = self._blame(message)
+        else:
+            message += circumstances(self._statuses(), self.rank)
+        return None if self._own.add("told", 1) > 1 else message
+
+    def _line_alone(self, error: Exception) -> str:
+        """The same where the store can't be reached."""
+        here = self._here(read_statuses(self.statuses)) if self.statuses is not None else {}
+        if isinstance(error, PeerError):
+            said = blame(here, self.rank, str(error), stopped_ranks(here))
+        else:
+            said = f"{error}{circumstances(here, self.rank)}"
+        return f"{said}; {self._no_store()}"
+
+    def _no_store(self) -> str:
+        at = f"{self.launched.address}:{self.launched.port}"
+        return f"rank 0's store at {at} doesn't answer: is its host there, and the network to it?"
+
+    def _within(self, seconds: float, ask: Callable[[], T]) -> T:
+        """What the store answers. Raises RuntimeError where it is gone, or silent for so long."""
+        found: list[T] = []
+        if not self._lost.is_set():
+            asking = threading.Thread(target=self._ask, args=(ask, found), daemon=True)
+            asking.start()
+            asking.join(seconds)
+        if not found:
+            # Not to be waited for again.
+            self._lost.set()
+            raise RuntimeError(self._no_store())
+        return found[0]
+
+    def _ask(self, ask: Callable[[], T], found: list[T]) -> None:
+        with contextlib.suppress(RuntimeError):
+            found.append(ask())
+
+    def _end_the_stopped(self) -> None:
+        """A worker of this host that stands still can't end when asked, and keeps the rest."""
+        try:
+            here = self._within(STORE_S, lambda: self._here(self._statuses()))
+        except RuntimeError:
+            return
+        for rank in stopped_ranks(here) - {self.rank}:
+            with contextlib.suppress(OSError):
+                os.kill(here[rank].pid, signal.SIGKILL)
+
+    def _blame(self, message: str) -> str:
+        """Leave it to others to tell for a while, and see who says nothing at all."""
+        before = self._beats()
+        end = time.monotonic() + GRACE_S
+        while time.monotonic() < end and not self._own.add("told", 0):
+            time.sleep(0.05)
+        statuses = self._statuses()
+        here = self._here(statuses)
+        after = self._beats()
+        silent = [
+            rank
+            for rank, beat in before.items()
+            # Of this host's workers, more is known than that.
+            if after[rank] == beat and rank not in here and not self._has(f"failing/{rank}")
+        ]
+        gone = [rank for rank, status in here.items() if _is_gone(status.pid)]
+        return blame(statuses, self.rank, message, stopped_ranks(here), silent or gone)
+
+    def _has(self, key: str) -> bool:
+        return bool(self._own.check([key]))
+
+    def _beats(self) -> dict[int, bytes]:
+        """What each has told last of itself."""
+        keys = {rank: f"beat/{rank}" for rank in range(self.launched.world_size)}
+        return {rank: bytes(self._own.get(key)) for rank, key in keys.items() if self._has(key)}
+
+    def _here(self, statuses: dict[int, WorkerStatus]) -> dict[int, WorkerStatus]:
+        host = self.status().host
+        return {rank: status for rank, status in statuses.items() if status.host == host}
+
+    def _statuses(self) -> dict[int, WorkerStatus]:
+        """What is known of all: exactly on this host, of the others as last told."""
+        found = {rank: _decode(beat) for rank, beat in self._beats().items()}
+        if self.statuses is not None:
+            found.update(self._here(read_statuses(self.statuses)))
+        return found
+
+    def leave(self, code: int) -> None:
+        """End this process. Where all went well, rank 0 stays until all have gone."""
+        self._leaving.set()
+        serves = self.rank == 0 and not self.launched.agent_store
+        patience_s = (GRACE_S if code else SILENCE_S) if serves else 0.0
+        with contextlib.suppress(RuntimeError):
+            self._within(patience_s + STORE_S, lambda: self._say_goodbye(patience_s))
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):
+                stream.flush()
+        os._exit(code)
+
+    def _say_goodbye(self, patience_s: float) -> None:
+        self._own.set(f"left/{self.rank}", b"")
+        keys = [f"left/{rank}" for rank in range(self.launched.world_size)]
+        end = time.monotonic() + patience_s
+        while time.monotonic() < end and not self._own.check(keys):
+            time.sleep(POLL_S)
+
+    # Threads ---------------------------------------------------------------------------------
+
+    def _beat(self) -> None:
+        self._count += 1
+        text = msgspec.json.encode(self.status())
+        self._own.set(f"beat/{self.rank}", f"{self._count} ".encode() + text)
+
+    def _watch(self) -> None:
+        while not self._leaving.wait(BEAT_S):
+            try:
+                self._beat()
+                failed = self._own.add("failed", 0) > 0
+                self._answered = time.monotonic()
+            except RuntimeError:
+                return
+            if failed and not self._failing.wait(2 * GRACE_S) and not self._leaving.is_set():
+                # Still computing, or waiting for somebody who has gone.
+                self.leave(1)
+
+    def _end_when_asked(self) -> None:
+        """SIGTERM comes from the launcher, mostly because another worker has died. Others that
+        were sent to the launcher are passed on by it."""
+        # Others are of handlers that the user's code has set.
+        while signal.getsignal(asked := os.read(self._asked, 1)[0]) is not _wake:
+            pass
+        how = f"stopped by {signal.Signals(asked).name}"
+        if self._leaving.is_set():
+            return
+        self._failing.set()
+        try:
+            line = self._within(STORE_S, lambda: self._line_when_asked(how))
+        except RuntimeError:
+            line = f"rank {self.rank}: {how}; {self._no_store()}"
+        if line is not None:
+            self.say(line)
+        self.leave(1)
+
+    def _line_when_asked(self, line: str) -> str | None:
+        self._own.set(f"failing/{self.rank}", b"")
+        self._own.add("failed", 1)
+        if self._own.add("told", 0):
+            return None
+        statuses = self._statuses()
+        gone = [rank for rank, s in self._here(statuses).items() if _is_gone(s.pid)]
+        if gone:
+            label, around = statuses[gone[0]].label, circumstances(statuses, gone[0])
+            line = f"{label} has died; {self.launched.by} says how{around}"
+        return None if self._own.add("told", 1) > 1 else line
+
+    def _end_when_alone(self) -> None:
+        """A worker that waits for nobody wouldn't find out that the network is gone."""
+        while not self._leaving.wait(BEAT_S):
+            silent_s = time.monotonic() - self._answered
+            if silent_s > self.silence_s and not self._failing.is_set():
+                self._failing.set()
+                self._lost.set()
+                self.say(f"rank {self.rank}: {self._no_store()} Silent for {silent_s:.0f} s")
+                self.leave(1)
+
+
+def take_signals() -> None:
+    """Have signals that would end this process do nothing but wake the one who reads of them.
+
+    What the process ignores or handles itself stays so.
+    """
+    for name in ENDING_SIGNALS:
+        number = getattr(signal, name, None)
+        if number and signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+            signal.signal(number, _wake)
+
+
+def _wake(*_: object) -> None:
+    """The number of the signal has been written into the pipe."""
+
+
+def _connect(launched: Launched, *, serve: bool) -> dist.Store:  # type: ignore[name-defined]
+    """The store, with a name space of this attempt."""
+    listening = _listen(launched) if serve else None
+    try:
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            launched.address,
+            launched.port,
+            None,
+            serve,
+            timedelta(seconds=MEETING_S),
+            wait_for_workers=False,
+            master_listen_fd=listening,
+        )
+    except RuntimeError as error:
+        raise PeerError(
+            f"rank {launched.rank}: nobody answers at {launched.address}:{launched.port} "
+            f"(MASTER_ADDR, MASTER_PORT) within {MEETING_S:g} s"
+        ) from error
+    prefix = f"{NAME}/{launched.attempt}"
+    return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+
+
+def _listen(launched: Launched) -> int:
+    """A socket that listens at the address of the meeting and at no other."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(
+            launched.address, launched.port, type=socket.SOCK_STREAM
+        )[0]
+        listening = socket.socket(family, socket.SOCK_STREAM)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen(2048)
+    except OSError as error:
+        raise UserError(
+            f"rank 0 can't listen at {launched.address}:{launched.port} (MASTER_ADDR, "
+            f"MASTER_PORT): {error.strerror}"
+        ) from None
+    return listening.detach()
+
+
+def _decode(beat: bytes) -> WorkerStatus:
+    return msgspec.json.decode(beat.split(b" ", 1)[1], type=WorkerStatus)
+
+
+def _is_gone(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
+def _note_for_torchrun(message: str) -> None:
+    """torchrun shows at its end what lies in this file."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is None:
+        return
+    extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
+    with contextlib.suppress(OSError):
+        Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))

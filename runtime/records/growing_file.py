@@ -1,0 +1,63 @@
+"""Files that grow while a run goes on."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ...profiles.errors import FileError
+
+
+class GrowingFile:
+    """A file that is written to its end: metrics, operations.
+
+    What is on disk of it is whole up to the last `flush`. A full disk, or a limit on a file's size
+    (``ulimit -f``), leaves part of a line there, which every reader leaves out.
+
+    Args:
+        more: go on with what is there.
+        buffer_bytes: that may wait in memory; 0: all waits for a `flush`.
+
+    Raises FileError, wherever something of it can't be written.
+    """
+
+    def __init__(self, path: Path, *, more: bool = False, buffer_bytes: int = 0) -> None:
+        self.path = path
+        self._most = buffer_bytes
+        self._waiting: list[bytes] = []
+        self._bytes = 0
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("ab" if more else "wb", buffering=0)
+        except OSError as error:
+            raise self._failed(error) from None
+
+    def write(self, data: bytes) -> None:
+        """Add to it."""
+        self._waiting.append(data)
+        self._bytes += len(data)
+        if self._most and self._bytes > self._most:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what waits."""
+        left = memoryview(b"".join(self._waiting))
+        # What fails isn't tried again when the file is closed.
+        self._waiting, self._bytes = [], 0
+        try:
+            while left:
+                left = left[os.write(self._file.fileno(), left) :]
+        except OSError as error:
+            raise self._failed(error) from None
+
+    def close(self) -> None:
+        """Write what waits, and close the file."""
+        if self._file.closed:
+            return
+        try:
+            self.flush()
+        finally:
+            self._file.close()
+
+    def _failed(self, error: OSError) -> FileError:
+        return FileError(f"{self.path}: can't be written: {error.strerror}")

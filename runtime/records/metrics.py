@@ -1,0 +1,197 @@
+"""What a run measures: times and losses of each stage, evaluation figures, the end summary."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+
+from ...planner.costs.memory import MemoryByKind
+from ...profiles.errors import RunError
+from ...profiles.hooks import call_hook, task_figures, task_metrics
+from ...profiles.task import Task, read_figure
+
+T = TypeVar("T")
+
+
+@dataclass
+class StageScore:
+    """One segment of one stage. Times in seconds on that process's own clock.
+
+    Attributes:
+        updates: when each update ended.
+        losses: mean loss of each mini-batch, on the last stage.
+        weights: of each of them in a mean over mini-batches: its samples, or what counts in it.
+        sent_bytes: outputs and gradients for other stages.
+        latest: begin, end, compute_s and communication_s of the last operation.
+    """
+
+    compute_s: float = 0.0
+    communication_s: float = 0.0
+    first_s: float | None = None
+    last_s: float = 0.0
+    updates: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
+    sent_bytes: int = 0
+    latest: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
+
+    def add(self, begin: float, end: float, *, compute_s: float, communication_s: float) -> None:
+        """Account for one operation, begun (with its waiting) and ended then."""
+        if self.first_s is None:
+            self.first_s = begin
+        self.last_s = end
+        self.latest = begin, end, compute_s, communication_s
+        self.compute_s += compute_s
+        self.communication_s += communication_s
+
+    @property
+    def wall_s(self) -> float:
+        """From the first operation's begin to the last one's end."""
+        return self.last_s - (self.first_s if self.first_s is not None else self.last_s)
+
+    @property
+    def period_s(self) -> float | None:
+        """Mean time from update to update; filling and draining are left out."""
+        if len(self.updates) < 2:
+            return None
+        return (self.updates[-1] - self.updates[0]) / (len(self.updates) - 1)
+
+
+_FLOATS = frozenset({"train_loss", "weight_distance", "largest_weight_distance"})
+
+
+def decode(text: bytes, kind: type[T]) -> T:
+    """Decode JSON. What isn't finite is null there, and NaN again in what this returns.
+
+    Raises msgspec.DecodeError.
+    """
+    return msgspec.convert(with_nan(msgspec.json.decode(text)), kind, str_keys=True)
+
+
+def with_nan(value: Any, key: str = "") -> Any:
+    """Decoded JSON with NaN for null where figures belong."""
+    if value is None and (key in _FLOATS or key == "test"):
+        return math.nan
+    if isinstance(value, list):
+        return [with_nan(each, key) for each in value]
+    if isinstance(value, dict):
+        return {k: with_nan(v, "test" if key == "test" else k) for k, v in value.items()}
+    return value
+
+
+class EvaluationScore:
+    """Means over the test samples: the loss, and the task's own metrics."""
+
+    def __init__(self) -> None:
+        self.samples = 0
+        self._sums: dict[str, float] = {}
+        self._weights: dict[str, float] = {}
+
+    def add(self, task: Task, output: Any, target: Any, samples: int) -> None:
+        """Add a micro-batch's figures, weighted by its samples or with weights of their own."""
+        with torch.no_grad():
+            loss = call_hook("loss", task.loss, output, target, kind=RunError)
+            figures: dict[str, Any] = {"loss": loss, **task_metrics(task, output, target)}
+        self.samples += samples
+        for name, value in figures.items():
+            total, weight = read_figure(name, value, samples)
+            self._sums[name] = self._sums.get(name, 0.0) + total
+            self._weights[name] = self._weights.get(name, 0.0) + weight
+
+    def means(self) -> dict[str, float]:
+        """By name; "loss" is always among them. NaN where nothing counts."""
+        return {
+            name: total / self._weights[name] if self._weights[name] else math.nan
+            for name, total in self._sums.items()
+        }
+
+    def figures(self, task: Task) -> dict[str, float]:
+        """The means, and what the task makes of them. Raises TargetError."""
+        means = self.means()
+        return {**means, **task_figures(task, means)}
+
+
+class EpochRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One segment of training, and the evaluation behind it."""
+
+    epoch: int
+    mini_batches: int
+    seconds: float
+    """Of training, the evaluation left out."""
+    samples_per_s: float
+    train_loss: float
+    test: dict[str, float]
+    lr: float | None = None
+    """Learning rate of the last stage's last update (its first parameter group's); None: that
+    stage has nothing to train."""
+
+
+class StageEpoch(msgspec.Struct, frozen=True, kw_only=True):
+    """What one stage saw in one segment of training."""
+
+    epoch: int
+    compute_s: float
+    communication_s: float
+    idle_s: float
+    versions_held: int
+    """Most weight versions held at once."""
+    version_differences: dict[int, int]
+    """How many backwards saw each difference."""
+    weight_distance: float
+    """‖W_B − W_F‖ / ‖W_F‖ of the weights that backwards and their forwards used: the mean."""
+    largest_weight_distance: float
+
+
+class StageReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What one worker measured over the run: in all its epochs, evaluation left out."""
+
+    stage: int
+    replica: int = 0
+    compute_s: float
+    communication_s: float
+    idle_s: float
+    wall_s: float
+    sent_bytes: int = 0
+    """Outputs and gradients for other stages."""
+    periods_s: list[float]
+    """Per segment."""
+    peak: MemoryByKind | None
+    rss_peak_bytes: int
+    """Of the whole process, libraries and data included."""
+    device: str = "cpu"
+    transport: str = ""
+    """How its messages went; empty: within one process."""
+    device_peak_bytes: int | None = None
+    """Of all tensors on its GPU: of the whole process too; None: on the CPU."""
+    versions_held: int
+    version_differences: dict[int, int]
+    """How many backwards saw each difference."""
+    weight_distance: float = 0.0
+    """Of the epoch with the largest mean (`StageEpoch`)."""
+    not_finite: list[int] = []
+    """Mini-batches whose loss or gradients weren't finite, where the run went on."""
+    epochs: list[StageEpoch] = []
+    idle_share: float | None = None
+    """Of `wall_s`; None of an inline run, where stages take turns (`runtime.records.idle`)."""
+
+
+class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """The end of a run, as it is printed and stored."""
+
+    variant: str
+    mode: str
+    """"processes" or "inline"."""
+    mini_batch: int
+    micro_batches: int
+    mini_batches: int
+    samples_per_s: float
+    seconds: float
+    predicted_period_s: float
+    measured_period_s: float | None
+    epochs: list[EpochRecord]
+    stages: list[StageReport]
+    """Of all workers: stage by stage, and within a stage replica by replica."""

@@ -1,0 +1,184 @@
+"""A stage's own logs: operations with their weight versions, times and bytes, and every epoch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+from torch import Tensor
+
+from ...planner.systems.operations import Op
+from ...profiles.errors import FileError
+from ...profiles.files import read_lines
+from ..prepare.data import Segment
+from ..prepare.workers import Worker
+from ..settings import RunSettings
+from .growing_file import GrowingFile
+from .metrics import StageEpoch, with_nan
+from .record import ALL, NONE, Record, record_named
+from .run_dir import RunDir
+
+
+class Use(NamedTuple):
+    """What an operation used. Times in seconds on the worker's own clock.
+
+    Attributes:
+        start_s, end_s: it computed; before that it waited for messages.
+        begin_s: it was at hand, and loaded its samples, if any.
+        sent_s: its messages were under way.
+        compute_s, communication_s: how much of the time from begin_s to sent_s was which.
+    """
+
+    version: int
+    forward_version: int | None
+    start_s: float
+    end_s: float
+    begin_s: float
+    sent_s: float
+    compute_s: float
+    communication_s: float
+
+
+class OperationLog:
+    """Lines of JSON, one for each operation that is to be recorded (docs/files.md).
+
+    Attributes:
+        on: whether the operation at hand is.
+    """
+
+    def __init__(self, path: Path, record: Record = ALL, *, more: bool = False) -> None:
+        """
+        Args:
+            record: which mini-batches.
+            more: a run that is resumed goes on with the file.
+
+        Raises FileError, here and later, where it can't be written.
+        """
+        self.path = path
+        self.record = record
+        self.on = False
+        self._first: Op | None = None
+        self._last: Op | None = None
+        self._file = GrowingFile(path, more=more, buffer_bytes=1 << 16)
+        self._encoder = msgspec.json.Encoder()
+        self._received: list[tuple[int, str, int, float]] = []
+        self._sent: list[tuple[int, str, int, float]] = []
+
+    def choose(self, segment: Segment, ops: Sequence[Op], end: int) -> None:
+        """A segment begins: see which of its operations are to be recorded.
+
+        Args:
+            ops: that this worker runs in it.
+            end: mini-batches of the whole run.
+        """
+        self.on = False
+        self._first, self._last = self.record.among(segment, ops, end)
+
+    def begin(self, op: Op) -> None:
+        """An operation is at hand."""
+        if op == self._first:
+            self.on = True
+
+    def received(self, rank: int, tensor: str, message: Tensor) -> None:
+        """The operation at hand got a message."""
+        nbytes = message.numel() * message.element_size()
+        self._received.append((rank, tensor, nbytes, time.perf_counter()))
+
+    def sent(self, rank: int, tensor: str, message: Tensor) -> None:
+        """It sent one."""
+        nbytes = message.numel() * message.element_size()
+        self._sent.append((rank, tensor, nbytes, time.perf_counter()))
+
+    def write(
+        self, op: Op, text: str, use: Use, held: Sequence[int] | None, left: Sequence[int]
+    ) -> None:
+        """Add an operation. Buffered; at the end of what is recorded, all of it is on disk.
+
+        Args:
+            text: its name, its mini-batch counted from the run's beginning.
+            held: bytes by kind meanwhile (`recording.MEMORY_KINDS`).
+            left: the same after it.
+        """
+        line = {
+            "op": text,
+            "version": use.version,
+            "begin_s": use.begin_s,
+            "start_s": use.start_s,
+            "end_s": use.end_s,
+            "sent_s": use.sent_s,
+            "compute_s": use.compute_s,
+            "communication_s": use.communication_s,
+            "held": held,
+            "left": left,
+        }
+        if use.forward_version is not None:
+            line["forward_version"] = use.forward_version
+        if self._received:
+            line["received"] = self._received
+            self._received = []
+        if self._sent:
+            line["sent"] = self._sent
+            self._sent = []
+        self._file.write(self._encoder.encode(line) + b"\n")
+        if op == self._last:
+            self.on = False
+            self._file.flush()
+
+    def flush(self) -> None:
+        """Write what is buffered."""
+        self._file.flush()
+
+    def close(self) -> None:
+        """Flush and close."""
+        self._file.close()
+
+
+def operation_log(where: RunDir, worker: Worker, settings: RunSettings) -> OperationLog | None:
+    """A worker's log, of what the settings say; None: nothing is recorded."""
+    more = settings.resumed
+    if settings.log_operations:
+        return OperationLog(where.operations(worker), ALL, more=more)
+    record = record_named(settings.record)
+    return None if record == NONE else OperationLog(where.recorded(worker), record, more=more)
+
+
+def read_stage_epochs(path: Path, size: int | None = None) -> tuple[StageEpoch, ...]:
+    """The lines of `StageMetrics` that are whole; none where there is no file.
+
+    Args:
+        size: of its beginning alone, so many bytes.
+
+    Raises FileError that names the line.
+    """
+    found = []
+    for number, line in read_lines(path, size):
+        try:
+            found.append(msgspec.convert(with_nan(line), StageEpoch, str_keys=True))
+        except (msgspec.ValidationError, RecursionError) as error:
+            raise FileError(f"{path}: line {number}: isn't of this version: {error}") from None
+    return tuple(found)
+
+
+class StageMetrics:
+    """Lines of JSON, one per epoch: what the stage saw in it."""
+
+    def __init__(self, path: Path, *, more: bool = False) -> None:
+        """`more`: a run that is resumed goes on with the file. Raises FileError, as all of it."""
+        self.path = path
+        self._file = GrowingFile(path, more=more)
+
+    def epoch(self, seen: StageEpoch) -> None:
+        """Add an epoch."""
+        self._file.write(msgspec.json.encode(seen) + b"\n")
+        self._file.flush()
+
+    def flush(self) -> None:
+        """Write what is buffered."""
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()

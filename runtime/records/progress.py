@@ -1,0 +1,211 @@
+"""Progress of a run: written down by the last stage, and read by whoever shows it."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from ...profiles.errors import FileError
+from ...profiles.files import read_lines
+from .growing_file import GrowingFile
+from .metrics import EpochRecord, with_nan
+
+
+class Observer(Protocol):
+    """Is told how a run goes on."""
+
+    def starting(self, what: str) -> None:
+        """This is being done, in a word or two, before the first mini-batch."""
+
+    def begin(self) -> None:
+        """All checks have passed; training begins."""
+
+    def mini_batch(self, epoch: int, done: int, of: int, loss: float) -> None:
+        """A mini-batch's forward is done on the last stage."""
+
+    def epoch(self, record: EpochRecord) -> None:
+        """An epoch and its evaluation are done."""
+
+
+class Silent:
+    """An observer that does nothing."""
+
+    def starting(self, what: str) -> None:
+        """Ignored."""
+
+    def begin(self) -> None:
+        """Ignored."""
+
+    def mini_batch(self, epoch: int, done: int, of: int, loss: float) -> None:
+        """Ignored."""
+
+    def epoch(self, record: EpochRecord) -> None:
+        """Ignored."""
+
+
+class Both:
+    """Two observers as one."""
+
+    def __init__(self, first: Observer, second: Observer) -> None:
+        self.pair = (first, second)
+
+    def starting(self, what: str) -> None:
+        """Tell both."""
+        for observer in self.pair:
+            observer.starting(what)
+
+    def begin(self) -> None:
+        """Tell both."""
+        for observer in self.pair:
+            observer.begin()
+
+    def mini_batch(self, epoch: int, done: int, of: int, loss: float) -> None:
+        """Tell both."""
+        for observer in self.pair:
+            observer.mini_batch(epoch, done, of, loss)
+
+    def epoch(self, record: EpochRecord) -> None:
+        """Tell both."""
+        for observer in self.pair:
+            observer.epoch(record)
+
+
+class MetricsFile:
+    """Writes progress as lines of JSON; of the mini-batches all losses, a few lines a second.
+
+    Every line of kind "mini_batches" holds the losses since the last one.
+    """
+
+    def __init__(self, path: Path, *, more: bool = False) -> None:
+        """`more`: a run that is resumed goes on with the file. Raises FileError, as all of it."""
+        self.path = path
+        self._file = GrowingFile(path, more=more)
+        self._losses: list[float] = []
+        self._at = (0, 0, 0)
+        self._written = 0.0
+
+    def starting(self, what: str) -> None:
+        """Nothing to note."""
+
+    def begin(self) -> None:
+        """Nothing to note."""
+
+    def mini_batch(self, epoch: int, done: int, of: int, loss: float) -> None:
+        """Note a loss."""
+        self._losses.append(loss)
+        self._at = epoch, done, of
+        if done == of or time.monotonic() - self._written > 0.2:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the losses that were noted."""
+        if not self._losses:
+            return
+        epoch, done, of = self._at
+        losses, self._losses = self._losses, []
+        self._written = time.monotonic()
+        self._write(
+            {"kind": "mini_batches", "epoch": epoch, "done": done, "of": of, "losses": losses}
+        )
+
+    def epoch(self, record: EpochRecord) -> None:
+        """Note an epoch's record."""
+        self._write({"kind": "epoch", **msgspec.to_builtins(record)})
+
+    def _write(self, line: dict[str, Any]) -> None:
+        self._file.write(msgspec.json.encode(line) + b"\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Write what is left, and close the file."""
+        self.flush()
+        self._file.close()
+
+
+class Tail:
+    """Reads a metrics file while it grows, and passes what is new on to an observer."""
+
+    def __init__(self, path: Path, observer: Observer) -> None:
+        self.path = path
+        self.observer = observer
+        # Of a run that is resumed, there is one already.
+        self._position = path.stat().st_size if path.exists() else 0
+
+    def poll(self) -> bool:
+        """Pass on the lines that are new and whole. Returns whether there were any."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._position)
+                new = file.read()
+        except OSError:
+            return False
+        whole = new[: new.rfind(b"\n") + 1]
+        self._position += len(whole)
+        for line in whole.splitlines():
+            try:
+                found = with_nan(msgspec.json.decode(line))
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                # Somebody else has written into the file: who reads it at the end says so.
+                continue
+            kind = found.pop("kind")
+            if kind == "epoch":
+                self.observer.epoch(msgspec.convert(found, EpochRecord))
+            else:
+                self.observer.mini_batch(
+                    found["epoch"], found["done"], found["of"], _number(found["losses"][-1])
+                )
+        return bool(whole)
+
+
+class Losses(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the mini-batches done since the line before."""
+
+    epoch: int
+    done: int
+    """Mini-batches of that epoch."""
+    of: int
+    losses: list[float | None]
+    """None: it wasn't finite."""
+
+
+def read_progress(path: Path, size: int | None = None) -> list[Losses | EpochRecord]:
+    """All lines of a metrics file; none where there is no file.
+
+    Args:
+        size: of its beginning alone, so many bytes.
+
+    Raises FileError: it can't be read, or a line is damaged; the message has its number.
+    """
+    found: list[Losses | EpochRecord] = []
+    for number, line in read_lines(path, size):
+        kind = line.pop("kind", None)
+        try:
+            if kind == "epoch":
+                found.append(msgspec.convert(with_nan(line), EpochRecord))
+            elif kind == "mini_batches":
+                found.append(msgspec.convert(line, Losses))
+            else:
+                raise FileError(f"{path}: line {number}: is of no kind that is known: {kind!r}")
+        except (msgspec.ValidationError, RecursionError) as error:
+            raise FileError(f"{path}: line {number}: {error}") from None
+    return found
+
+
+def read_losses(path: Path) -> list[float]:
+    """All training losses of a run, mini-batch by mini-batch. Raises FileError."""
+    lines = [line for line in read_progress(path) if isinstance(line, Losses)]
+    return [_number(loss) for line in lines for loss in line.losses]
+
+
+def _number(loss: float | None) -> float:
+    """JSON has null for what isn't finite."""
+    return math.nan if loss is None else loss
+
+
+def read_epochs(path: Path) -> list[EpochRecord]:
+    """The epochs of a run that are done. Raises FileError."""
+    return [line for line in read_progress(path) if isinstance(line, EpochRecord)]

@@ -1,0 +1,301 @@
+"""What a run did, operation by operation: a recording made of its workers' logs."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from ...planner.plan import Plan
+from ...planner.recording import (
+    Activity,
+    MemoryPoint,
+    Message,
+    Recording,
+    Span,
+    lanes_of,
+    predicted,
+    shifted,
+)
+from ...planner.systems.operations import FORWARD, UPDATE, Op, parse_op
+from ...profiles.errors import FileError, OrderError
+from ...profiles.files import read_limited
+from ...profiles.limits import MAX_LOG_BYTES
+from ..prepare.workers import Worker, workers_of
+from .clocks import Delay, offsets
+from .record import STEADY, WARM, record_named
+from .run_dir import RunDir
+from .status import read_statuses
+
+_Told = tuple[int, str, int, float]
+"""Of a message: the other worker's rank, the tensor, bytes, and when."""
+
+
+class Line(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of the log (`operation_log`)."""
+
+    op: str
+    version: int
+    forward_version: int | None = None
+    begin_s: float
+    start_s: float
+    end_s: float
+    sent_s: float
+    compute_s: float
+    communication_s: float
+    held: tuple[int, ...] | None = None
+    left: tuple[int, ...]
+    received: tuple[_Told, ...] = ()
+    sent: tuple[_Told, ...] = ()
+
+
+class _Key(NamedTuple):
+    """Which message."""
+
+    source: int
+    target: int
+    tensor: str
+    backward: bool
+    mini_batch: int
+    micro_batch: int | None
+
+
+_Logs = Mapping[int, Sequence[tuple[Op, Line]]]
+"""By rank, what the worker ran."""
+
+
+def measured(run_dir: str | Path, mini_batches: tuple[int, int] | None = None) -> Recording | None:
+    """The recording of a run, be it over or not.
+
+    Args:
+        mini_batches: the first, and the one after the last; by default what was recorded of the
+            pipeline as it ran steadily, or the first ones that were.
+
+    Returns:
+        None where no operations have been written down.
+
+    Raises FileError where the directory holds no run, or a log is broken.
+    """
+    where = RunDir(run_dir)
+    plan, settings = where.read()
+    workers = workers_of(plan.stages)
+    logs: _Logs = {worker.rank: _read(where, worker) for worker in workers}
+    count = record_named(settings.record).count or record_named(STEADY).count
+    chosen = mini_batches or _steady(logs, count)
+    logs = {rank: _cut(lines, *chosen) for rank, lines in logs.items()}
+    if not any(logs.values()):
+        return None
+    statuses = read_statuses(where.statuses)
+    hosts = {
+        worker.rank: statuses[worker.rank].host if worker.rank in statuses else ""
+        for worker in workers
+    }
+    return _recording(plan, logs, hosts)
+
+
+def counterpart(plan: Plan, found: Recording, of_epoch: int | None = None) -> Recording:
+    """What the plan predicts for the mini-batches of a measured recording.
+
+    Args:
+        of_epoch: mini-batches after which the pipeline drained; None: not known.
+
+    Raises OrderError for in-flight limits with which the stages wait for each other.
+    """
+    begin, end = mini_batches_of(found)
+    within = begin % of_epoch if of_epoch else begin
+    deep = max(stage.in_flight for stage in plan.stages)
+    # Once the pipeline is full, all mini-batches are alike.
+    first = min(within, WARM + deep)
+    first -= (first - within) % plan.update_every
+    first = max(first, 0)
+    left = of_epoch - within - (end - begin) if of_epoch else deep
+    other = predicted(plan, end - begin, first=first, more=max(min(left, deep), 0))
+    skipped = begin - first
+    return shifted(other, 0.0, skipped, skipped // plan.update_every)
+
+
+def mini_batches_of(recording: Recording) -> tuple[int, int]:
+    """The first mini-batch that a recording is of, and the one after the last. Others have
+    operations in it that ran between."""
+    return (
+        min((span.mini_batch for span in _ends(recording, first=True)), default=0),
+        1 + max((span.mini_batch for span in _ends(recording, first=False)), default=0),
+    )
+
+
+def _ends(recording: Recording, *, first: bool) -> Iterator[Span]:
+    """The first span of each lane, or the last."""
+    found: dict[int, Span] = {}
+    for span in recording.spans:
+        if not first or span.lane not in found:
+            found[span.lane] = span
+    return iter(found.values())
+
+
+# Reading -------------------------------------------------------------------------------------
+
+
+def _read(where: RunDir, worker: Worker) -> list[tuple[Op, Line]]:
+    """A worker's log; empty where there is none. Raises FileError."""
+    for path in (where.operations(worker), where.recorded(worker)):
+        if not os.path.lexists(path):
+            continue
+        text = read_limited(path, "", most=MAX_LOG_BYTES)
+        # Of a run under way, the last line may be written in part.
+        lines = text[: text.rfind(b"\n") + 1].splitlines()
+        decoder = msgspec.json.Decoder(Line)
+        found = []
+        for number, line in enumerate(lines, start=1):
+            try:
+                decoded = decoder.decode(line)
+                _, op = parse_op(decoded.op)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OrderError) as error:
+                if _is_old(line):
+                    return []
+                raise FileError(f"{path}: line {number}: {error}") from None
+            found.append((op, decoded))
+        return found
+    return []
+
+
+def _is_old(line: bytes) -> bool:
+    """Whether the line was written before the log had all that a recording needs."""
+    try:
+        found = msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
+    return isinstance(found, dict) and "op" in found and "begin_s" not in found
+
+
+def _steady(logs: _Logs, count: int) -> tuple[int, int]:
+    """So many mini-batches of those that all workers have run, warm ones if possible."""
+    done = [
+        {op.mini_batch for op, _ in lines if op.kind == UPDATE} for lines in logs.values() if lines
+    ]
+    every = sorted(set.intersection(*done)) if done else []
+    if not every:
+        return 0, 0
+    first = next((b for b in every if b >= WARM and b + count - 1 in every), every[0])
+    return first, min(first + count, every[-1] + 1)
+
+
+def _cut(lines: Sequence[tuple[Op, Line]], begin: int, end: int) -> Sequence[tuple[Op, Line]]:
+    """From the first operation of mini-batch `begin` to the last one before `end`."""
+    chosen = [k for k, (op, _) in enumerate(lines) if begin <= op.mini_batch < end]
+    return lines[chosen[0] : chosen[-1] + 1] if chosen else []
+
+
+# Putting together ----------------------------------------------------------------------------
+
+
+def _recording(plan: Plan, logs: _Logs, hosts: Mapping[int, str]) -> Recording:
+    sent, received = _told(logs, sent=True), _told(logs, sent=False)
+    delays = (
+        Delay(hosts[key.source], hosts[key.target], received[key][1] - at_s)
+        for key, (_, at_s, _) in sent.items()
+        if key in received
+    )
+    ahead = offsets(hosts.values(), delays)
+    plus = {rank: ahead[host] for rank, host in hosts.items()}
+    zero = min(lines[0][1].begin_s + plus[rank] for rank, lines in logs.items() if lines)
+    spans: list[Span] = []
+    activities: list[Activity] = []
+    memory: list[MemoryPoint] = []
+    for rank, lines in sorted(logs.items()):
+        shift = plus[rank] - zero
+        for op, line in lines:
+            span = Span(
+                rank,
+                *op,
+                line.start_s + shift,
+                line.end_s + shift,
+                line.version,
+                line.forward_version,
+            )
+            spans.append(span)
+            activities += _around(span, line, shift)
+        memory += _held(rank, lines, shift)
+    messages = []
+    for key, (nbytes, at_s, made_s) in sent.items():
+        if key in received:
+            there_s = received[key][1] + plus[key.target] - zero
+            shift = plus[key.source] - zero
+            # The call that sends may return when the message is there already.
+            start_s = min(max(made_s, min(at_s, there_s - shift)) + shift, there_s)
+            messages.append(
+                Message(
+                    key.source,
+                    key.target,
+                    key.tensor,
+                    key.mini_batch,
+                    key.micro_batch,
+                    key.backward,
+                    nbytes,
+                    min(made_s + shift, start_s),
+                    start_s,
+                    there_s,
+                )
+            )
+    return Recording(
+        source="measured",
+        variant=plan.variant,
+        lanes=lanes_of([len(stage.devices) for stage in plan.stages]),
+        spans=tuple(spans),
+        messages=tuple(messages),
+        memory=tuple(memory),
+        period_s=_period_s(spans),
+        activities=tuple(activities),
+    )
+
+
+def _told(logs: _Logs, *, sent: bool) -> dict[_Key, tuple[int, float, float]]:
+    """Bytes, when it was sent or received, and when its operation ended, of each message."""
+    found = {}
+    for rank, lines in logs.items():
+        for op, line in lines:
+            for other, tensor, nbytes, at_s in line.sent if sent else line.received:
+                ends = (rank, other) if sent else (other, rank)
+                key = _Key(*ends, tensor, op.kind != FORWARD, op.mini_batch, op.micro_batch)
+                found[key] = nbytes, at_s, line.end_s
+    return found
+
+
+def _around(span: Span, line: Line, shift: float) -> Iterator[Activity]:
+    """What the worker did before and after it computed."""
+    begin, start, end, sent = (
+        at + shift for at in (line.begin_s, line.start_s, line.end_s, line.sent_s)
+    )
+    if span.kind == UPDATE:
+        yield Activity(span.lane, "sum", span.name, begin, start)
+        return
+    # Samples are loaded first.
+    loaded = min(begin + max(line.compute_s - (line.end_s - line.start_s), 0.0), start)
+    if loaded - begin > 1e-7:
+        yield Activity(span.lane, "load", span.name, begin, loaded)
+    yield Activity(span.lane, "wait", span.name, loaded, start)
+    yield Activity(span.lane, "send", span.name, end, sent)
+
+
+def _held(rank: int, lines: Iterable[tuple[Op, Line]], shift: float) -> Iterator[MemoryPoint]:
+    last: tuple[int, ...] = ()
+    for _, line in lines:
+        for at_s, nbytes in ((line.start_s, line.held), (line.end_s, line.left)):
+            if nbytes is not None and nbytes != last:
+                last = tuple(nbytes)
+                yield MemoryPoint(rank, at_s + shift, last)
+
+
+def _period_s(spans: Iterable[Span]) -> float:
+    """From update to update, on the slowest lane; 0 where there is only one."""
+    ends: dict[int, list[float]] = defaultdict(list)
+    for span in spans:
+        if span.kind == UPDATE:
+            ends[span.lane].append(span.end_s)
+    return max(
+        ((own[-1] - own[0]) / (len(own) - 1) for own in ends.values() if len(own) > 1),
+        default=0.0,
+    )

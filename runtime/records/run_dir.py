@@ -1,0 +1,322 @@
+"""The run directory: what lies in it, and how it is read and written."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from torch import Tensor
+
+from ...planner.plan import Plan, read_plan
+from ...profiles.errors import FileError
+from ...profiles.files import check_regular, read_file, read_limited, write_bytes, write_file
+from ...profiles.outputs import RUN_FILES, RUN_FOLDERS, RUN_OWN, holds_settings
+from ..prepare.workers import Worker
+from ..settings import RunSettings
+from .metrics import RunSummary, StageReport, decode
+from .status import Failure, read_statuses
+
+_MEND = "put back what the run had there, or remove it"
+
+
+class RunDir:
+    """Paths in a run directory.
+
+    plan.json, settings.json   what was run
+    metrics.jsonl              progress: mini-batches and epochs
+    stages/stage0.jsonl        each worker's epochs: times, versions, distances
+    operations/stage0.jsonl    every operation, where asked for
+    recorded/stage0.jsonl      where not: those of a few mini-batches, for the report
+    gradients/stage0/0.safetensors
+                               what each update stepped with, where asked for
+    checkpoints/00000120/      the run after so many mini-batches (`checkpoint`)
+    weights/stage0.safetensors final weights, under the model's own names
+    reports/stage0.json        each worker's own figures
+    summary.json               the end of the run
+    errors/stage0.json         why a worker failed
+    status/stage0.json         what each worker is at
+    logs/                      what the workers printed
+    lock, lock.workers         held while the run goes on (`locks`)
+
+    What a stage's replica 0 writes is called stage0, what the others write stage0.1, stage0.2, …
+    Weights are written by replica 0 alone.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    def create(self, plan: Plan, settings: RunSettings) -> None:
+        """Make the directory. Raises FileError as `check_new`, or when it can't be made."""
+        self.check_new()
+        self.join(plan, settings)
+
+    def check_new(self) -> None:
+        """Raise FileError when it holds a run already, or files that a run would write over."""
+        try:
+            found = [name for name in RUN_OWN if os.path.lexists(self.path / name)]
+            foreign = [name for name in found if not self._may_stand(name)]
+        except OSError as error:
+            raise FileError(f"{self.path}: can't be read: {error.strerror}") from None
+        if "plan.json" in found and holds_settings(self.path):
+            raise FileError(f"{self.path}: holds a run already; give another --run-dir")
+        if foreign:
+            raise FileError(
+                f"{self.path}: isn't a run directory, and a run would write over its own "
+                f"{foreign[0]}; give another --run-dir"
+            )
+
+    def _may_stand(self, name: str) -> bool:
+        """Whether a run may find this before it begins: what one left that had hardly begun."""
+        path = self.path / name
+        if name == "settings.json":
+            return holds_settings(self.path)
+        if name in ("lock", "lock.workers"):
+            return is_lock(path)
+        # The launcher of many hosts may have been told to write its logs there.
+        return path.is_dir() and (name == "logs" or not any(path.iterdir()))
+
+    def check_kinds(self) -> None:
+        """Raise FileError for a pipe or device that a run which goes on would read or write
+        without end, and for a file in a folder's place or the other way round."""
+        for name in RUN_FILES:
+            if os.path.lexists(self.path / name):
+                check_regular(self.path / name, _MEND)
+        for name in RUN_FOLDERS:
+            folder = self.path / name
+            if os.path.lexists(folder) and not folder.is_dir():
+                raise FileError(f"{folder}: isn't a folder; {_MEND}")
+            for below, _, files in os.walk(folder):
+                for file in files:
+                    check_regular(Path(below, file), _MEND)
+
+    def join(self, plan: Plan, settings: RunSettings) -> None:
+        """Make what isn't there of it: another host's worker may have. Raises FileError."""
+        try:
+            if (self.path / "plan.json").exists():
+                return
+        except OSError as error:
+            raise FileError(f"{self.path}: can't be read: {error.strerror}") from None
+        self.make()
+        write_file(self.path / "settings.json", settings)
+        write_file(self.path / "plan.json", plan)
+
+    def make(self) -> None:
+        """Make an empty directory, if there is none. Raises FileError."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise FileError(f"{self.path}: can't be made: {error.strerror}") from None
+
+    def reopen(self, settings: RunSettings) -> None:
+        """Get the directory of a run that is resumed ready: it hasn't ended. Raises FileError."""
+        write_file(self.path / "settings.json", settings)
+        for path in (self.summary, *self.errors.glob("*.json"), *self.statuses.glob("*.json")):
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                raise FileError(f"{path}: can't be removed: {error.strerror}") from None
+
+    def read(self) -> tuple[Plan, RunSettings]:
+        """What is being run. Raises FileError."""
+        settings = read_file(self.path / "settings.json", RunSettings)
+        return read_plan(self.path / "plan.json"), settings
+
+    @property
+    def metrics(self) -> Path:
+        """Progress, line by line."""
+        return self.path / "metrics.jsonl"
+
+    def operations(self, worker: Worker) -> Path:
+        """A worker's log of operations."""
+        return self.path / "operations" / f"{worker.file}.jsonl"
+
+    def recorded(self, worker: Worker) -> Path:
+        """A worker's operations of a few mini-batches, where not all are logged."""
+        return self.path / "recorded" / f"{worker.file}.jsonl"
+
+    def stage_metrics(self, worker: Worker) -> Path:
+        """A worker's epochs."""
+        return self.path / "stages" / f"{worker.file}.jsonl"
+
+    def gradients(self, stage: int) -> Path:
+        """A stage's gradients, a file for each update."""
+        return self.path / "gradients" / f"stage{stage}"
+
+    def weights(self, stage: int) -> Path:
+        """A stage's final weights."""
+        return self.path / "weights" / f"stage{stage}.safetensors"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where the checkpoints are."""
+        return self.path / "checkpoints"
+
+    def checkpoint(self, mini_batches: int) -> Path:
+        """The checkpoint after so many mini-batches."""
+        return self.checkpoints / f"{mini_batches:08d}"
+
+    @property
+    def errors(self) -> Path:
+        """Where workers note why they failed."""
+        return self.path / "errors"
+
+    @property
+    def statuses(self) -> Path:
+        """What each worker is at (`status`)."""
+        return self.path / "status"
+
+    def status(self, worker: Worker) -> Path:
+        """What a worker is at."""
+        return self.statuses / f"{worker.file}.json"
+
+    @property
+    def summary(self) -> Path:
+        """The end of the run; it is there when the run has ended."""
+        return self.path / "summary.json"
+
+    def save_weights(self, stage: int, state: dict[str, Tensor], tied: dict[str, str]) -> None:
+        """Write a stage's parameters and buffers. Raises FileError.
+
+        Args:
+            tied: names that stand for what another name does, and that one; goes into the file's
+                metadata.
+        """
+        save_tensors(self.weights(stage), state, tied)
+
+    def write_report(self, worker: Worker, report: StageReport) -> None:
+        """Write a worker's figures."""
+        self._write_json(self._report(worker), report)
+
+    def read_reports(self, workers: Sequence[Worker]) -> list[StageReport]:
+        """These workers' figures. Raises FileError."""
+        found = []
+        for worker in workers:
+            path = self._report(worker)
+            try:
+                found.append(decode(read_limited(path, ""), StageReport))
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                raise FileError(f"{path}: can't be read: {error}") from None
+        return found
+
+    def write_summary(self, summary: RunSummary) -> None:
+        """Write the end of the run."""
+        self._write_json(self.summary, summary)
+
+    def write_error(self, failure: Failure, file: str | None = None) -> None:
+        """Note why a worker failed; the launcher reports the first cause.
+
+        Args:
+            file: what its files are called.
+
+        Raises FileError.
+        """
+        self._write_json(self.errors / f"{file or f'rank{failure.rank}'}.json", failure)
+
+    def read_errors(self) -> list[Failure]:
+        """What the workers noted, causes before their consequences, then by time."""
+        found = {}
+        for path in sorted(self.errors.glob("*.json")):
+            try:
+                failure = msgspec.json.decode(read_limited(path, ""), type=Failure)
+            except (FileError, msgspec.DecodeError, RecursionError):
+                continue
+            found[failure.rank] = failure
+        for rank, status in read_statuses(self.statuses).items():
+            if status.failure is not None:
+                found.setdefault(rank, status.failure)
+        return sorted(found.values(), key=lambda failure: (failure.from_peer, failure.time))
+
+    def _report(self, worker: Worker) -> Path:
+        return self.path / "reports" / f"{worker.file}.json"
+
+    def _write_json(self, path: Path, value: Any) -> None:
+        write_bytes(path, msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n")
+
+
+def is_lock(path: Path) -> bool:
+    """Whether a file is one that `locks` writes, and no other's of that name."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        text = file.read(401)
+    # Of many workers, each has written a line.
+    return not text or re.fullmatch(rb"\d+ on \S+ ?\S*", text.split(b"\n")[0]) is not None
+
+
+def save_tensors(
+    path: Path, named: Mapping[str, Tensor], metadata: dict[str, str] | None = None
+) -> None:
+    """Write tensors to a safetensors file. Raises FileError."""
+    write_bytes(path, tensor_bytes(named, metadata))
+
+
+def tensor_bytes(named: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> bytes:
+    """Tensors as a safetensors file has them, with its metadata."""
+    from safetensors.torch import save
+
+    # safetensors wants each memory once: tied tensors are written under every name.
+    seen: set[int] = set()
+    separate = {}
+    for name, tensor in named.items():
+        key = tensor.untyped_storage().data_ptr()
+        separate[name] = tensor.cpu().clone() if key in seen else tensor.cpu().contiguous()
+        seen.add(key)
+    # Without tensors an empty dict of metadata makes a header that is no JSON.
+    return save(separate, metadata or None)
+
+
+def load_weights(path: str | Path) -> dict[str, Tensor]:
+    """Final weights of a run, of all stages together, under the model's own names.
+
+    Raises FileError when the run has none, or a file is broken.
+    """
+    state: dict[str, Tensor] = {}
+    for file in _weight_files(path):
+        state.update(read_tensors(file))
+    return state
+
+
+def load_tied_names(path: str | Path) -> dict[str, str]:
+    """Names of `load_weights` that stand for what another name does, and that one.
+
+    Raises as `load_weights`.
+    """
+    found: dict[str, str] = {}
+    for file in _weight_files(path):
+        found.update(tensor_metadata(file))
+    return found
+
+
+def _weight_files(path: str | Path) -> list[Path]:
+    files = sorted((Path(path) / "weights").glob("stage*.safetensors"))
+    if not files:
+        raise FileError(f"{path}: no weights in it; has the run ended?")
+    return files
+
+
+def tensor_metadata(path: Path) -> dict[str, str]:
+    """The metadata of a safetensors file. Raises FileError."""
+    from safetensors import SafetensorError, safe_open
+
+    check_regular(path)
+    try:
+        with safe_open(path, framework="pt") as file:
+            return dict(file.metadata() or {})
+    except (OSError, SafetensorError, MemoryError) as error:
+        raise FileError(f"{path}: can't be read: {error}") from None
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file. Raises FileError."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    check_regular(path)
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError, MemoryError) as error:
+        raise FileError(f"{path}: can't be read: {error}") from None

@@ -1,0 +1,158 @@
+"""What each worker is at, where others can read it even when it has been killed or stopped."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from ...profiles.errors import FileError
+from ...profiles.files import check_regular, read_limited
+
+_BYTES = 4096
+_MOST_CHARACTERS = 500
+"""Of a failure; one takes up to 6 bytes."""
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a worker failed.
+
+    Attributes:
+        from_peer: it only waited for another one in vain.
+        time: by its host's clock.
+    """
+
+    rank: int
+    message: str
+    from_peer: bool
+    exit_code: int
+    time: float
+
+
+class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker at some moment."""
+
+    rank: int
+    name: str
+    """`Worker.name`."""
+    host: str
+    pid: int
+    finished: str = ""
+    """The last operation that is done; empty before the first one."""
+    at: str = "start"
+    """The operation at hand, or what it does before and after training."""
+    waits_for: tuple[int, ...] = ()
+    """Ranks whose message it waits for; empty: it computes."""
+    since: float = 0.0
+    """When it began to do so, by its host's clock."""
+    failure: Failure | None = None
+    """Why it failed, where that couldn't be written into a file of its own."""
+
+    @property
+    def label(self) -> str:
+        """As `Worker.label`."""
+        return f"{self.name} (rank {self.rank})"
+
+
+class Status(Protocol):
+    """Is told what a worker does."""
+
+    def begin(self, op: str) -> None:
+        """An operation is at hand."""
+
+    def done(self) -> None:
+        """It is done."""
+
+    def wait(self, ranks: Sequence[int]) -> None:
+        """A wait for these begins."""
+
+    def go_on(self) -> None:
+        """It has ended well. After a failure it stands."""
+
+
+class Untold:
+    """A status that nobody reads."""
+
+    def begin(self, op: str) -> None:
+        """Ignored."""
+
+    def done(self) -> None:
+        """Ignored."""
+
+    def wait(self, ranks: Sequence[int]) -> None:
+        """Ignored."""
+
+    def go_on(self) -> None:
+        """Ignored."""
+
+
+class StatusFile:
+    """Writes a worker's status into a file's memory: no system call for an operation.
+
+    Attributes:
+        now: the status as it is.
+    """
+
+    def __init__(self, path: Path, rank: int, name: str) -> None:
+        """Raises FileError when it can't be written. Later on it needs no more room on the disk."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if os.path.lexists(path):
+                check_regular(path)
+            path.write_bytes(b" " * _BYTES)
+            with path.open("r+b") as file:
+                self._memory = mmap.mmap(file.fileno(), _BYTES)
+        except OSError as error:
+            raise FileError(f"{path}: can't be written: {error.strerror}") from None
+        self.now = WorkerStatus(rank=rank, name=name, host=socket.gethostname(), pid=os.getpid())
+        self._put(self.now)
+
+    def begin(self, op: str) -> None:
+        """Note what is at hand."""
+        self._put(msgspec.structs.replace(self.now, at=op, waits_for=(), since=time.time()))
+
+    def done(self) -> None:
+        """Note it as finished."""
+        self._put(msgspec.structs.replace(self.now, finished=self.now.at, at="", waits_for=()))
+
+    def wait(self, ranks: Sequence[int]) -> None:
+        """Note whom it waits for."""
+        self._put(msgspec.structs.replace(self.now, waits_for=tuple(ranks), since=time.time()))
+
+    def go_on(self) -> None:
+        """Note that it computes again."""
+        self._put(msgspec.structs.replace(self.now, waits_for=(), since=time.time()))
+
+    def fail(self, failure: Failure) -> None:
+        """Note why it failed."""
+        short = msgspec.structs.replace(failure, message=failure.message[:_MOST_CHARACTERS])
+        self._put(msgspec.structs.replace(self.now, failure=short))
+
+    def _put(self, status: WorkerStatus) -> None:
+        self.now = status
+        self._memory[:] = msgspec.json.encode(status)[:_BYTES].ljust(_BYTES)
+
+
+def read_status(path: Path) -> WorkerStatus | None:
+    """A worker's status; None where there is none, or it can't be read."""
+    for _ in range(3):
+        try:
+            return msgspec.json.decode(read_limited(path, ""), type=WorkerStatus)
+        except FileError:
+            return None
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            # Read while it was being written.
+            time.sleep(0.01)
+    return None
+
+
+def read_statuses(folder: Path) -> dict[int, WorkerStatus]:
+    """All that lie there, by rank."""
+    found = (read_status(path) for path in sorted(folder.glob("*.json")))
+    return {status.rank: status for status in found if status is not None}

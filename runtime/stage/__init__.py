@@ -1,0 +1,1 @@
+"""One stage's compute: forward, backward, update, and what it accounts for."""

@@ -1,0 +1,97 @@
+"""Counting what a stage really holds, operation by operation; the peak is kept by kind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ...planner.costs.memory import MemoryByKind
+
+
+class MemoryAccount:
+    """Bytes of one stage, as the runtime holds them.
+
+    Scratch memory inside operations isn't seen, so `workspace_bytes` is 0 here; compare with
+    a prediction less its workspace.
+
+    Attributes:
+        now: what was held at the last moment that was accounted for.
+        peak: the most there was.
+        aside_bytes: of gradients that aren't their parameters' own.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], buffers: Sequence[Tensor]) -> None:
+        self.parameters = parameters
+        self._gradients = 0
+        self.aside_bytes = 0
+        self._state = 0
+        self._weights = sum(_nbytes(t) for t in (*parameters, *buffers))
+        self.peak: MemoryByKind | None = None
+        self.now: MemoryByKind | None = None
+        self.most_versions = 1
+
+    def note(
+        self,
+        *,
+        versions_held: int,
+        versions_bytes: int,
+        activations_bytes: int,
+        boundary_bytes: int,
+        optimizer: torch.optim.Optimizer | None,
+        gradients_changed: bool = True,
+    ) -> None:
+        """Account for this moment. `gradients_changed`: since the last time."""
+        if gradients_changed:
+            found = (p.grad for p in self.parameters)
+            self._gradients = sum(_nbytes(grad) for grad in found if grad is not None)
+        now = self.now = MemoryByKind(
+            weights_bytes=self._weights,
+            versions_bytes=versions_bytes,
+            gradients_bytes=self._gradients + self.aside_bytes,
+            optimizer_bytes=self._optimizer_bytes(optimizer),
+            activations_bytes=activations_bytes,
+            boundary_bytes=boundary_bytes,
+            workspace_bytes=0,
+        )
+        if self.peak is None or now.total > self.peak.total:
+            self.peak = now
+        self.most_versions = max(self.most_versions, versions_held)
+
+    def since(
+        self, versions_bytes: int, activations_bytes: int, boundary_bytes: int
+    ) -> tuple[int, ...]:
+        """Bytes by kind after the moment last accounted for; they don't count for the peak."""
+        return (
+            self._weights,
+            versions_bytes,
+            self._gradients + self.aside_bytes,
+            self._state,
+            activations_bytes,
+            boundary_bytes,
+            0,
+        )
+
+    def gradients_gone(self) -> None:
+        """The gradients were let go after an update."""
+        self._gradients = 0
+
+    def _optimizer_bytes(self, optimizer: torch.optim.Optimizer | None) -> int:
+        """Counted until the state is there; it doesn't grow after that."""
+        if not self._state and optimizer is not None and optimizer.state:
+            self._state = _state_bytes(optimizer)
+        return self._state
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    return sum(
+        _nbytes(value)
+        for values in optimizer.state.values()
+        for value in values.values()
+        if isinstance(value, Tensor) and value.dim()
+    )

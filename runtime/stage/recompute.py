@@ -1,0 +1,86 @@
+"""Doing a forward again before its backward, to the same result: recomputation.
+
+Kept until then are the piece's inputs and the state of the random generator. Buffers that the
+forward changes (running statistics) keep what the first time made of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..prepare.data import Part
+from ..prepare.devices import CPU, random_state, set_random_state
+
+
+@dataclass
+class Ingredients:
+    """What a forward is done again from.
+
+    Attributes:
+        values: the piece's inputs by name.
+        nbytes: of those that were received; the model's own inputs count nothing, as everywhere.
+        random: state of the random generators before the first time.
+    """
+
+    values: dict[str, Tensor]
+    target: Any
+    part: Part
+    nbytes: int
+    random: Tensor
+
+
+class Again:
+    """Keeps the ingredients of one stage's forwards.
+
+    A forward may overwrite what it gets. Which inputs are overwritten shows the first time; until
+    then all are copied, and only those after that.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device = CPU) -> None:
+        self._device = device
+        self._buffers = list(module.buffers())
+        self._overwritten: set[str] | None = None
+        self._given: dict[str, tuple[Tensor, int]] = {}
+
+    def keep(
+        self, values: Mapping[str, Tensor], received: Collection[str], target: Any, part: Part
+    ) -> Ingredients:
+        """Before a forward gets these values. Call `kept` after it."""
+        overwritten = self._overwritten
+        copies = {
+            name: v.clone() if overwritten is None or name in overwritten else v
+            for name, v in values.items()
+        }
+        self._given = {name: (v, v._version) for name, v in values.items()}
+        nbytes = sum(values[name].numel() * values[name].element_size() for name in received)
+        return Ingredients(copies, target, part, nbytes, random_state(self._device))
+
+    def kept(self, found: Ingredients) -> None:
+        """The forward is done: what it left as it was needs no copy."""
+        if self._overwritten is None:
+            changed = {name for name, (v, before) in self._given.items() if v._version != before}
+            self._overwritten = changed
+            for name, (v, _) in self._given.items():
+                if name not in changed:
+                    found.values[name] = v
+        self._given = {}
+
+    @contextmanager
+    def as_before(self, found: Ingredients) -> Iterator[None]:
+        """Random numbers and buffers are as they were the first time; nobody else notices."""
+        random = random_state(self._device)
+        buffers = [b.clone() for b in self._buffers]
+        set_random_state(found.random, self._device)
+        try:
+            yield
+        finally:
+            set_random_state(random, self._device)
+            with torch.no_grad():
+                for buffer, before in zip(self._buffers, buffers, strict=True):
+                    buffer.copy_(before)

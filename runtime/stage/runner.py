@@ -1,0 +1,523 @@
+"""A worker: it follows its stage's order, takes messages, computes, sends, and keeps the score."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...planner.recording import by_kind
+from ...planner.systems.operations import BACKWARD, FORWARD, UPDATE, WEIGHT, Op, Order, op_text
+from ...planner.systems.prediction import prediction_distances
+from ...planner.systems.versions import entry_versions
+from ...profiles.task import Loss
+from ..communication.all_reduce import ALL, Sums, stage_group
+from ..communication.channel import Channels
+from ..communication.gradients import GradientSum
+from ..communication.watched import WatchedChannels
+from ..prepare.data import Part, Samples, Segment, length_of, part_of, real_samples
+from ..prepare.devices import CPU, clock_of, put
+from ..prepare.messages import Crossing, Lane, join, lane
+from ..prepare.padding import NO_EVALUATION, real_part
+from ..prepare.precision import forward_context
+from ..prepare.prepare import Prepared
+from ..prepare.tied_parameters import TiedParameters
+from ..processes.failures import explained
+from ..records.metrics import EvaluationScore, StageEpoch, StageScore
+from ..records.operation_log import OperationLog, StageMetrics, Use
+from ..records.status import Status, Untold
+from .clipping import clip, own_part, squared_norm, trained
+from .finite import SKIP, NotFinite
+from .stage import Stage, StageWork
+from .weighing import Weighing
+
+EVALUATION_AHEAD = 8
+"""Messages that a stage may have under way to each peer while it evaluates."""
+
+OnMiniBatch = Callable[[Segment, int, float], None]
+"""Called on the last stage with the segment, the mini-batch in it, and its mean loss, when the
+mini-batch's update is due."""
+
+
+class StageRunner:
+    """One worker of a prepared plan: a stage, or one replica of it.
+
+    Attributes:
+        worker: which one.
+        device: what its stage computes on.
+        transport: how its messages go, for the report.
+        tells: the one that tells of progress.
+        score: times, losses and update times of the segment at hand.
+        last_op: text of the operation at hand, for reports.
+        status: is told of every operation.
+        not_finite: mini-batches with losses or gradients that weren't.
+    """
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        rank: int,
+        channels: Channels,
+        sums: Sums,
+        log: OperationLog | None = None,
+        metrics: StageMetrics | None = None,
+        on_mini_batch: OnMiniBatch | None = None,
+        device: torch.device = CPU,
+    ) -> None:
+        plan, settings = prepared.plan, prepared.settings
+        self.prepared = prepared
+        self.worker = worker = prepared.workers[rank]
+        self.number = s = worker.stage
+        self.share = prepared.shares[rank]
+        self.channels = channels if log is None else WatchedChannels(channels, log)
+        self.sums = sums
+        self.log = log
+        self.metrics = metrics
+        self.on_mini_batch = on_mini_batch
+        self.device = device
+        self.transport = ""
+        self._clock = clock_of(device)
+        self.is_last = s == len(plan.stages) - 1
+        self.tells = self.is_last and worker.leads
+        self.stage = Stage(
+            prepared.pieces[s],
+            prepared.evaluation_pieces[s].module,
+            prepared.specs[s],
+            StageWork(
+                prepared.pipeline.variant,
+                plan.micro_batches,
+                self.share,
+                plan.stages[s].recompute,
+                prepared.names,
+                f"stage {s}",
+                prepared.loss,
+            ),
+            prepared.task,
+            settings,
+            length_of(prepared.segments),
+            prepared.autocast,
+            device,
+        )
+        self.own_inputs = [n for n in self.stage.piece.inputs if n in prepared.inputs]
+        crossings = prepared.deal.crossings
+        self.incoming = _by_name(c for c in crossings if c.target == rank)
+        self.outgoing = [c for c in crossings if c.source == rank]
+        self._tied = [tied for tied in prepared.tied if s in tied.stages]
+        self._samples: dict[str, Samples] = {}
+        self.score = StageScore()
+        self.segment: Segment | None = None
+        self.last_op = "start"
+        self.status: Status = Untold()
+        self._losses: dict[int, float] = {}
+        self.not_finite = NotFinite(settings.on_nan)
+        self._weighing = (
+            Weighing(self.stage, sums, self.not_finite, is_last=self.is_last)
+            if prepared.loss.weighted
+            else None
+        )
+
+    # Training ------------------------------------------------------------------------------
+
+    def begin(self, segment: Segment, order: Order) -> None:
+        """Get ready for a segment: receives posted, score at zero. `order`: of all stages."""
+        variant = self.prepared.pipeline.variant
+        latest = self.stage.weights.latest
+        entries = entry_versions(variant, self.prepared.plan.micro_batches, order[0], latest)
+        self.stage.begin(entries, prediction_distances(variant, order)[self.number])
+        self.segment = segment
+        self.score = StageScore()
+        if self._weighing is not None:
+            self._weighing.begin(segment)
+        if self.log is not None:
+            own = [op for op in order[self.number] if op.kind == UPDATE or self.share.of(op)]
+            self.log.choose(segment, own, self.prepared.segments[-1].end)
+        self.channels.open(self._lanes(segment.mini_batches))
+
+    def _lanes(self, mini_batches: int) -> list[Lane]:
+        """All messages that come in a segment."""
+        mine = self.share.micro_batches
+        lanes = []
+        for crossings in self.incoming.values():
+            steps = [[c for c in crossings if i in c.micro_batches] for i in mine]
+            lanes.append(lane(FORWARD, steps, mini_batches))
+        stage_of = self.prepared.workers
+        back: dict[tuple[str, int], list[Crossing]] = {}
+        for c in self.outgoing:
+            if c.spec.needs_grad:
+                back.setdefault((c.spec.name, stage_of[c.target].stage), []).append(c)
+        for crossings in back.values():
+            steps = [[c for c in crossings if i in c.micro_batches] for i in mine]
+            if self.prepared.pipeline.variant.backward_unit == "mini":
+                steps = [crossings]
+            lanes.append(lane(BACKWARD, steps, mini_batches))
+        return lanes
+
+    def run(self, op: Op) -> None:
+        """Run one operation of the order. Raises RunError naming the operation."""
+        for _ in self.steps(op):
+            pass
+
+    def steps(self, op: Op) -> Iterator[None]:
+        """Run one operation, and pause wherever a sum over workers has been started.
+
+        In one process all workers that an update sums over are led to the same pause before one
+        goes on. Of what another replica does, nothing is done here. Raises as `run`.
+        """
+        assert self.segment is not None
+        if op.kind != UPDATE and not self.share.of(op):
+            self.stage.skip(op)
+            if self._weighing is not None and op.kind == FORWARD:
+                with self._explained():
+                    self._weighing.forward(op)
+            return
+        self.last_op = op_text(
+            self.number, Op(op.kind, self.segment.first + op.mini_batch, op.micro_batch)
+        )
+        self.status.begin(self.last_op)
+        if self.log is not None:
+            self.log.begin(op)
+        with self._explained():
+            if op.kind == FORWARD:
+                self._forward(op)
+                if self._weighing is not None:
+                    self._weighing.forward(op)
+            elif op.kind == BACKWARD:
+                self._backward(op)
+            elif op.kind == WEIGHT:
+                self._weight(op)
+            else:
+                yield from self._update(op)
+        self.status.done()
+
+    def state(self) -> dict[str, Tensor]:
+        """The stage's parameters and buffers under the model's own names; the first stage's with
+        those that no stage uses."""
+        return {**self.stage.state(), **({} if self.number else self.prepared.unused)}
+
+    def tied_names(self) -> dict[str, str]:
+        """Of the names in `state`, those that stand for what an earlier name of the model does, and
+        that name."""
+        first: dict[tuple[object, ...], str] = {}
+        found = {}
+        for name, tensor in self.state().items():
+            same = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+            # Of parameters the model says which is first, also of copies on several stages.
+            of = self.prepared.names.get(name, first.setdefault(same, name))
+            if of != name and tensor.numel():
+                found[name] = of
+        return found
+
+    def record(self, epoch: StageEpoch) -> None:
+        """Write down what the stage saw in a segment."""
+        if self.metrics is not None:
+            self.metrics.epoch(epoch)
+
+    def finish(self) -> None:
+        """The segment's operations are done: let the last messages go."""
+        with self._explained():
+            self.channels.close()
+
+    def _forward(self, op: Op) -> None:
+        segment = self.segment
+        assert segment is not None
+        assert op.micro_batch is not None
+        clock = self._clock
+        begin = clock()
+        values, target = self._own(segment, op.mini_batch, op.micro_batch)
+        part = self._part(segment, op)
+        loaded = clock()
+        for name, crossings in self.incoming.items():
+            parts = [
+                (c, self.channels.receive(c, FORWARD))
+                for c in crossings
+                if op.micro_batch in c.micro_batches
+            ]
+            values[name] = join(self.stage.specs[name].shape, parts)
+        values.update(self.prepared.deal.known[self.number])
+        start = clock()
+        version, outputs, loss = self.stage.forward(
+            op, values, target, part, self.channels.held_bytes
+        )
+        if self.is_last:
+            self._note_loss(op, loss, part.share)
+        end = clock()
+        for c in self.outgoing:
+            if op.micro_batch in c.micro_batches:
+                name = c.spec.name
+                kept = name in self.stage.kept_outputs
+                part_sent = c.part(outputs[name])
+                self.channels.send(c, FORWARD, part_sent, kept=kept)
+                self.score.sent_bytes += part_sent.nbytes
+        sent = clock()
+        self.score.add(
+            begin, sent, compute_s=end - start + loaded - begin, communication_s=sent - end
+        )
+        self._log(op, version, None, start, end)
+
+    def _backward(self, op: Op) -> None:
+        clock = self._clock
+        begin = clock()
+        mine = self.share.of(op)
+        grads: dict[str, Tensor] = {}
+        for c in self.outgoing:
+            if c.spec.needs_grad and not set(mine).isdisjoint(c.micro_batches):
+                name = c.spec.name
+                message = self.channels.receive(c, BACKWARD)
+                shape = self.stage.specs[name].shape
+                grads[name] = c.add_gradient(grads.get(name), message, mine, shape)
+        if self._weighing is not None and not self.prepared.pipeline.variant.split_backward:
+            self._weighing.settle(op.mini_batch)
+        start = clock()
+        version, forward_version, back = self.stage.backward(op, grads, self.channels.held_bytes)
+        end = clock()
+        for crossings in self.incoming.values():
+            for c in crossings:
+                if c.spec.needs_grad and not set(mine).isdisjoint(c.micro_batches):
+                    part = c.gradient_part(back[c.spec.name], mine)
+                    self.channels.send(c, BACKWARD, part)
+                    self.score.sent_bytes += part.nbytes
+        sent = clock()
+        self.score.add(begin, sent, compute_s=end - start, communication_s=sent - end)
+        self._log(op, version, forward_version, start, end)
+
+    def _weight(self, op: Op) -> None:
+        begin = self._clock()
+        if self._weighing is not None:
+            self._weighing.settle(op.mini_batch)
+        start = self._clock()
+        version = self.stage.backward_weight(op, self.channels.held_bytes)
+        end = self._clock()
+        self.score.add(begin, end, compute_s=end - start, communication_s=start - begin)
+        self._log(op, version, None, start, end)
+
+    def _update(self, op: Op) -> Iterator[None]:
+        begin = self._clock()
+        if self._weighing is not None:
+            self._weighing.settle(op.mini_batch + 1, last=True)
+        done = [b for b in self._losses if b <= op.mini_batch]
+        losses = [self._losses.pop(b) for b in done]
+        if self._weighing is not None:
+            losses = self._weighing.means(done, losses)
+        shared = torch.tensor(losses, dtype=torch.float64) if self.worker.replicas > 1 else None
+        started = self._start_sums(shared)
+        skips = self.not_finite.policy == SKIP
+        agrees = skips and self.prepared.pipeline.variant.flushes
+        if started or agrees or self.prepared.settings.clip_norm is not None:
+            # In one process, those that sum over all workers pause as often as the others.
+            yield
+        for summing in started:
+            summing.wait()
+        if shared is not None:
+            losses = shared.tolist()
+        assert self.segment is not None
+        number = self.segment.first + op.mini_batch
+        summed = self._clock()
+        finite = self.not_finite.check_gradients(number, self.stage.weights.parameters)
+        # Summed over replicas, so that all of them decide alike.
+        finite = finite and all(map(math.isfinite, losses))
+        checked = self._clock()
+        if agrees:
+            # The update is left out everywhere or nowhere.
+            bad = torch.tensor([0.0 if finite else 1.0])
+            agreeing = self.sums.start(ALL, [bad])
+            yield
+            agreeing.wait()
+            finite = not float(bad)
+        if self.prepared.settings.clip_norm is not None:
+            yield from self._clip()
+        start = self._clock()
+        version = self.stage.update(
+            op.mini_batch, self.channels.held_bytes, steps=finite or not skips
+        )
+        if self.stage.scheduler is not None:
+            self.stage.scheduler.after_update(ends_epoch=self.segment.ends_epoch(op.mini_batch))
+        end = self._clock()
+        self.score.add(
+            begin,
+            end,
+            compute_s=checked - summed + end - start,
+            communication_s=summed - begin + start - checked,
+        )
+        self.score.updates.append(end)
+        self._log(op, version, None, start, end)
+        for b, loss in zip(done, losses, strict=True):
+            self._tell_loss(b, loss)
+
+    def _start_sums(self, losses: Tensor | None) -> list[GradientSum]:
+        """Start to sum gradients over whoever has a part of them, and over replicas the losses too.
+
+        Args:
+            losses: None: the stage has one replica.
+        """
+        started = []
+        for tied in self._tied:
+            copies = tied.of(self.number, self.stage.module)
+            started.append(GradientSum(self.sums, tied.group, copies))
+        if losses is not None:
+            elsewhere = self._copies(self._tied)
+            own = [p for p in self.stage.weights.parameters if id(p) not in elsewhere]
+            started.append(GradientSum(self.sums, stage_group(self.number), own, [losses]))
+        return started
+
+    def _copies(self, tied: Iterable[TiedParameters]) -> set[int]:
+        return {id(p) for shared in tied for p in shared.of(self.number, self.stage.module)}
+
+    def _clip(self) -> Iterator[None]:
+        """Clip the gradients, which are summed over the stage's replicas."""
+        most = self.prepared.settings.clip_norm
+        assert most is not None
+        own = self.stage.weights.parameters
+        # A parameter with copies on several stages counts once.
+        elsewhere = self._copies(t for t in self._tied if not t.counts_in(self.number))
+        counted = [p for p in own if id(p) not in elsewhere]
+        squared = torch.tensor([squared_norm(counted)], dtype=torch.float64)
+        if self.prepared.pipeline.variant.flushes:
+            if not self.worker.leads:
+                squared.zero_()
+            summing = self.sums.start(ALL, [squared])
+            yield
+            summing.wait()
+        else:
+            every = [p for piece in self.prepared.pieces for p in piece.module.parameters()]
+            most = own_part(most, trained(own), trained(every))
+        clip(own, math.sqrt(float(squared)), most)
+
+    def _part(self, segment: Segment, op: Op) -> Part:
+        assert op.micro_batch is not None
+        return part_of(segment, op.mini_batch, op.micro_batch, self.share.samples, self.share.dealt)
+
+    def _note_loss(self, op: Op, loss: Loss | None, share: float) -> None:
+        """Add a micro-batch's share of its mini-batch's loss to what this worker has of it."""
+        assert self.segment is not None
+        value = 0.0 if loss is None else float(loss.value)
+        self.not_finite.check_loss(self.segment.first + op.mini_batch, value)
+        if self._weighing is not None:
+            self._weighing.note(op.mini_batch, loss)
+            share = 1.0
+        self._losses[op.mini_batch] = self._losses.get(op.mini_batch, 0.0) + value * share
+
+    def _tell_loss(self, mini_batch: int, loss: float) -> None:
+        assert self.segment is not None
+        self.score.losses.append(loss)
+        weight = float(self.segment.samples_of(mini_batch))
+        if self._weighing is not None:
+            weight = self._weighing.weights.pop(mini_batch)
+        self.score.weights.append(weight)
+        if self.on_mini_batch:
+            self.on_mini_batch(self.segment, mini_batch, loss)
+
+    def _log(
+        self, op: Op, version: int, forward_version: int | None, start: float, end: float
+    ) -> None:
+        if self.log is not None and self.log.on:
+            meanwhile = self.stage.account.now
+            held = None if meanwhile is None else by_kind(meanwhile)
+            left = self.stage.held(self.channels.held_bytes)
+            use = Use(version, forward_version, start, end, *self.score.latest)
+            self.log.write(op, self.last_op, use, held, left)
+
+    # Evaluation ----------------------------------------------------------------------------
+
+    @property
+    def evaluations(self) -> int:
+        """Micro-batches in one evaluation."""
+        return self.samples("test").evaluations
+
+    def begin_evaluation(self) -> None:
+        """Get ready for one pass over the test data."""
+        with self.doing(f"{self.number} evaluation"):
+            count = self.evaluations
+            self.channels.open([lane(FORWARD, [[c]], count) for c in self._evaluated()])
+
+    def _evaluated(self, *, outgoing: bool = False) -> list[Crossing]:
+        """What comes here in evaluation, or goes out."""
+        rank = self.worker.rank
+        return [
+            c
+            for c in self.prepared.evaluation_crossings
+            if (c.source if outgoing else c.target) == rank
+        ]
+
+    def evaluate(self, k: int, score: EvaluationScore) -> None:
+        """Forward of the k-th test micro-batch; the last stage adds to the score."""
+        with self.doing(f"{self.number} evaluation {k}"):
+            values: dict[str, Tensor] = {}
+            target: Any = None
+            real = 0
+            if self.loads:
+                inputs, target, real = self.samples("test").evaluation(k)
+                values, target = self._named(inputs), self._target(target)
+            for c in self._evaluated():
+                values[c.spec.name] = self.channels.receive(c, FORWARD)
+            self.channels.throttle(EVALUATION_AHEAD)
+            outputs, result = self.stage.evaluate(values)
+            for c in self._evaluated(outgoing=True):
+                self.channels.send(c, FORWARD, outputs[c.spec.name])
+            if self.is_last:
+                size = self.prepared.evaluation_samples
+                if real < size:
+                    result = real_part(result, real, size, NO_EVALUATION)
+                with forward_context(self.prepared.autocast, self.device.type):
+                    score.add(self.prepared.task, result, target, real)
+
+    # Data ----------------------------------------------------------------------------------
+
+    @property
+    def loads(self) -> bool:
+        """Whether this worker takes inputs or targets from data of its own."""
+        return self.is_last or bool(self.own_inputs)
+
+    def load_samples(self) -> None:
+        """Load now what data this worker is going to need."""
+        if self.loads:
+            self.samples("train")
+        if self.prepared.settings.evaluate:
+            self.samples("test")
+
+    def samples(self, split: Any) -> Samples:
+        """The samples of a split, loaded on first use."""
+        if split not in self._samples:
+            plan, settings = self.prepared.plan, self.prepared.settings
+            size = plan.micro_batch if split == "train" else self.prepared.evaluation_samples
+            self._samples[split] = Samples(self.prepared.task, split, size, settings.seed)
+        return self._samples[split]
+
+    def _own(
+        self, segment: Segment, mini_batch: int, micro_batch: int
+    ) -> tuple[dict[str, Tensor], Any]:
+        if not self.loads:
+            return {}, None
+        positions = real_samples(segment, mini_batch, micro_batch, self.share.dealt)
+        samples = self.samples("train")
+        inputs, target = samples.take(segment.epoch, positions, self.share.samples)
+        return self._named(inputs), self._target(target)
+
+    def _named(self, inputs: Sequence[Tensor]) -> dict[str, Tensor]:
+        named = dict(zip(self.prepared.inputs, inputs, strict=False))
+        return {name: put(named[name], self.device) for name in self.own_inputs}
+
+    def _target(self, target: Any) -> Any:
+        return put(target, self.device) if self.is_last else None
+
+    @contextmanager
+    def doing(self, what: str) -> Iterator[None]:
+        """Something besides the operations of the order, for reports and errors."""
+        self.last_op = what
+        self.status.begin(what)
+        with self._explained():
+            yield
+
+    def _explained(self) -> AbstractContextManager[None]:
+        return explained(self.worker.name, lambda: self.last_op)
+
+
+def _by_name(crossings: Iterable[Crossing]) -> dict[str, list[Crossing]]:
+    """The crossings of each tensor."""
+    found: dict[str, list[Crossing]] = {}
+    for crossing in crossings:
+        found.setdefault(crossing.spec.name, []).append(crossing)
+    return found

@@ -1,0 +1,517 @@
+"""One stage: forward, backward and update of its piece of the model. No messages here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from ...planner.systems.operations import BACKWARD, FORWARD, Op
+from ...planner.systems.prediction import Distances as Ahead
+from ...planner.systems.variants import Variant
+from ...planner.systems.versions import VersionWalk
+from ...profiles.autograd.boundary import Inlet
+from ...profiles.autograd.optimizer_step import fuse
+from ...profiles.autograd.saved import storage_key
+from ...profiles.autograd.split_backward import SplitBackward
+from ...profiles.errors import RunError
+from ...profiles.hooks import RunLength, call_hook, check_depends
+from ...profiles.task import Loss, Task
+from ...profiles.tracing.pieces import Piece, decode, encode
+from ...profiles.tracing.shapes import ValueSpec
+from ..prepare.absent import absent, fill_absent
+from ..prepare.data import Part
+from ..prepare.devices import CPU, move, put
+from ..prepare.distribution import Share
+from ..prepare.messages import check_agreed
+from ..prepare.padding import DIVIDE, DROP, real_part
+from ..prepare.precision import forward_context
+from ..settings import RunSettings
+from ..weights.policy import DECAYS, WeightRules
+from ..weights.prediction import Predictor
+from ..weights.staleness import Distances, Staleness
+from ..weights.stash import WeightVersions
+from .batch_norm import DeferredBatchNorm
+from .memory import MemoryAccount
+from .optimizer import make_optimizer, step_optimizer
+from .recompute import Again, Ingredients
+from .schedules import make_scheduler
+from .update_rules import follow
+from .weighing import LossKind
+
+_Shapes = tuple[tuple[str, torch.Size], ...]
+"""Of what goes into a piece, by name."""
+
+
+@dataclass
+class _MicroBatch:
+    """A micro-batch between its forward and its backward.
+
+    Attributes:
+        again: what its forward is done again from, before the backward; None: nothing is.
+    """
+
+    saved_bytes: int = 0
+    inlets: dict[str, Inlet] = field(default_factory=dict)
+    outlets: dict[str, GradientEdge] = field(default_factory=dict)
+    loss: Tensor | None = None
+    again: Ingredients | None = None
+
+
+@dataclass(frozen=True)
+class StageWork:
+    """What a stage does with its piece, besides the piece.
+
+    Attributes:
+        micro_batches: N, on all replicas together.
+        share: what this replica has of them.
+        recompute: activations are computed again before the backward.
+        names: for each name of a parameter, the first that the whole model has for it.
+        stage: its name in messages.
+        loss: what the task's loss gives; where that is weighted, gradients are those of sums.
+    """
+
+    variant: Variant
+    micro_batches: int
+    share: Share
+    recompute: bool = False
+    names: Mapping[str, str] = field(default_factory=dict)
+    stage: str = "the stage"
+    loss: LossKind = field(default_factory=LossKind)
+
+
+class Stage:
+    """A stage's piece, its weight versions, its optimizer, and what it has in flight.
+
+    Attributes:
+        walk: which version each operation uses; the runtime follows it with real weights.
+        account: what the stage holds, and its peak.
+        staleness: what its backwards saw since the segment began.
+        predictor: of systems that predict weights, where there is something to train.
+        kept_outputs: outputs of the last forward whose memory is kept for the backward anyway.
+        lr: learning rate of the last update's first parameter group; None: nothing to train.
+    """
+
+    def __init__(
+        self,
+        piece: Piece,
+        evaluation_module: nn.Module,
+        specs: Mapping[str, ValueSpec],
+        work: StageWork,
+        task: Task,
+        settings: RunSettings,
+        length: RunLength,
+        autocast: torch.dtype | None = None,
+        device: torch.device = CPU,
+    ) -> None:
+        """
+        Args:
+            length: of the whole run.
+            autocast: dtype of torch.autocast for the forwards; None: off.
+            device: what everything of the stage is moved to.
+        """
+        self.autocast = autocast
+        self.device = device
+        self.piece = piece
+        self.specs = specs
+        self.work = work
+        self.share = work.share
+        self.task = task
+        self.module = piece.module
+        # Shares its parameters and leaf modules with `module`, traced in evaluation mode.
+        self.evaluation_module = evaluation_module
+        # Before anything looks at the parameters, which moving may replace.
+        move([self.module, evaluation_module], device)
+        self.module.train()
+        parameters = list(self.module.parameters())
+        self.weights = WeightVersions(parameters)
+        # Copies of a parameter go by one name, so that groups treat them alike.
+        named = [(work.names.get(name, name), p) for name, p in self.module.named_parameters()]
+        made = make_optimizer(task, settings, named, work.stage)
+        self.optimizer = None if made is None else follow(work.variant.update_rule, made)
+        self.scheduler = make_scheduler(task, settings, self.optimizer, length)
+        self.lr: float | None = None
+        self._fused = False
+        self.predictor = (
+            Predictor(work.variant.prediction, self.optimizer)
+            if work.variant.prediction and self.optimizer is not None
+            else None
+        )
+        decay = DECAYS[settings.decay]
+        self.rules = WeightRules(
+            work.variant, self.weights, self.predictor, lambda d: decay(settings.decay_rate, d)
+        )
+        self.account = MemoryAccount(parameters, list(self.module.buffers()))
+        self.staleness = Staleness()
+        self.kept_outputs: set[str] = set()
+        self._distances = Distances(parameters) if settings.distances else None
+        self._again = Again(self.module, device) if work.recompute else None
+        self._batch_norm = DeferredBatchNorm(self.module) if settings.deferred_batch_norm else None
+        self._flying: dict[tuple[int, int], _MicroBatch] = {}
+        # Per micro-batch whose weight part is still to come: that, and bytes saved for it.
+        self._postponed: dict[tuple[int, int], tuple[SplitBackward, int]] = {}
+        self._kept_bytes = 0
+        # Where no update comes between a forward and its backward, autograd may keep the weights
+        # themselves. Then hooks only count, once for each shape of a micro-batch.
+        self._settled = work.variant.flushes and self._again is None and autocast is None
+        self._saved_by_shape: dict[_Shapes, tuple[int, set[str]]] = {}
+
+    def begin(self, entries: Sequence[int], ahead: Ahead) -> None:
+        """Get ready for a segment.
+
+        Args:
+            entries: per micro-batch, the version of stage 0 that it uses (`VersionWalk`).
+            ahead: what predictions look ahead.
+        """
+        self.rules.walk = VersionWalk(
+            self.work.variant,
+            self.work.micro_batches,
+            entries,
+            recompute=self.work.recompute,
+            latest=self.weights.latest,
+        )
+        self.rules.distances = ahead
+        self.staleness = Staleness()
+
+    @property
+    def walk(self) -> VersionWalk:
+        """Of the segment at hand."""
+        return self.rules.walk
+
+    # Operations --------------------------------------------------------------------------
+
+    def forward(
+        self,
+        op: Op,
+        values: Mapping[str, Tensor],
+        target: Any,
+        part: Part,
+        boundary_bytes: int = 0,
+    ) -> tuple[int, dict[str, Tensor], Loss | None]:
+        """Forward of one micro-batch.
+
+        Args:
+            values: the piece's inputs by name: received tensors and the model's own inputs.
+            target: for the loss, on the stage that makes the model's result.
+            part: what the micro-batch has of its mini-batch; its loss counts by it.
+            boundary_bytes: what the channels hold now.
+
+        Returns:
+            The version used; the outputs to send, by name; the loss (of the micro-batch's own
+            samples, detached) on the last stage, where there are any.
+        """
+        assert op.micro_batch is not None
+        version = self.walk.forward(op)
+        tensors = self.rules.forward(op, version)
+        if self._distances is not None:
+            self._distances.forward(op.mini_batch, version, self.walk.latest, tensors)
+        known = self._saved_by_shape.get(shapes := self._shapes(values)) if self._settled else None
+        if self._again is None:
+            with self._statistics(op, part):
+                hooks = known is None
+                micro, outputs, loss = self._compute(values, target, part, tensors, hooks=hooks)
+        else:
+            ingredients = self._again.keep(values, values.keys() & self.specs.keys(), target, part)
+            with torch.no_grad(), self._statistics(op, part):
+                _, outputs, loss = self._compute(values, target, part, tensors)
+            self._again.kept(ingredients)
+            micro = _MicroBatch(ingredients.nbytes, again=ingredients)
+        for name, tensor in outputs.items():
+            check_agreed(self.specs[name], tensor)
+        if known is None:
+            saved = self.weights.saved
+            kept = {n for n, tensor in outputs.items() if storage_key(tensor) in saved}
+            known = micro.saved_bytes, kept
+            if self._settled:
+                self._saved_by_shape[shapes] = known
+        micro.saved_bytes, self.kept_outputs = known
+        self._kept_bytes += micro.saved_bytes
+        self._flying[op.mini_batch, op.micro_batch] = micro
+        self._note(boundary_bytes, gradients_changed=False)
+        self.weights.drop(self.walk.needed())
+        detached = {name: tensor.detach() for name, tensor in outputs.items()}
+        return version, detached, None if loss is None else loss._replace(value=loss.value.detach())
+
+    def backward(
+        self, op: Op, grads: Mapping[str, Tensor], boundary_bytes: int = 0
+    ) -> tuple[int, int, dict[str, Tensor]]:
+        """Backward of one micro-batch, or of this replica's of a mini-batch in one pass.
+
+        In systems that split it, what gives the gradients of received inputs alone.
+
+        Args:
+            grads: for each output that needs one, the gradients summed over the stages that
+                use it, ``[micro-batches of this backward, ...]``; there may be none (`absent`).
+
+        Returns:
+            The version used, and the one the forward used, the oldest where micro-batches differ;
+            for each received input that needs one its gradient, ``[micro-batches of this backward,
+            ...]``.
+        """
+        version = self.walk.backward(op)
+        forward_version = self.walk.forward_version(op)
+        mine = self.share.of(op)
+        micros = {i: self._do_again(op, i) for i in mine}
+        gone = {name: absent(message) for name, message in grads.items()}
+        distance = None
+        for weights in self.rules.backwards(op, mine):
+            roots: list[Tensor | GradientEdge] = []
+            root_grads: list[Tensor | None] = []
+            for i in weights.micro_batches:
+                k, micro = mine.index(i), micros[i]
+                if micro.loss is not None:
+                    roots.append(micro.loss)
+                    root_grads.append(None)
+                for name, edge in micro.outlets.items():
+                    if name in grads and not gone[name][k]:
+                        roots.append(edge)
+                        root_grads.append(grads[name][k])
+            with self.weights.backward(weights.tensors):
+                if self.work.variant.split_backward:
+                    self._postpone(op, micros[mine[0]], roots, root_grads)
+                elif roots:
+                    torch.autograd.backward(roots, root_grads)  # type: ignore[arg-type]
+            if distance is None:
+                # Of the first micro-batch; others may have run forward on later weights.
+                distance = self._distance(op, weights.version, weights.tensors)
+        back = {
+            name: self._collect(name, [micro.inlets[name] for micro in micros.values()])
+            for name in micros[mine[0]].inlets
+        }
+        messages = (*grads.values(), *back.values())
+        self._note(boundary_bytes + sum(g.numel() * g.element_size() for g in messages))
+        if not self.work.variant.split_backward:
+            self._kept_bytes -= sum(micro.saved_bytes for micro in micros.values())
+        self.staleness.note(version - forward_version, distance or 0.0)
+        self.walk.finish(op)
+        self.weights.drop(self.walk.needed())
+        if not self.work.variant.scratch_copies:
+            self.weights.drop_scratch()
+        return version, forward_version, back
+
+    def backward_weight(self, op: Op, boundary_bytes: int = 0) -> int:
+        """The weight part of a micro-batch's backward. Returns the version used."""
+        assert op.micro_batch is not None
+        half, kept_bytes = self._postponed.pop((op.mini_batch, op.micro_batch))
+        version = self.walk.latest
+        with self.weights.backward(self.weights.at(version)):
+            half.weights()
+        self._note(boundary_bytes)
+        self._kept_bytes -= kept_bytes
+        return version
+
+    def skip(self, op: Op) -> None:
+        """Another replica runs this forward or backward: only versions go on here."""
+        if op.kind == FORWARD:
+            self.walk.forward(op)
+        elif op.kind == BACKWARD:
+            self.walk.backward(op)
+            self.walk.finish(op)
+        self.weights.drop(self.walk.needed())
+
+    def update(self, mini_batch: int, boundary_bytes: int = 0, *, steps: bool = True) -> int:
+        """Optimizer step after a mini-batch's backward. The scheduler's comes then.
+
+        Args:
+            steps: the weights change; else the next version is the same as this one.
+
+        Returns the new version; the old one is copied if it is needed.
+        """
+        if self._batch_norm is not None:
+            self._batch_norm.settle(mini_batch)
+        needed = self.walk.needed()
+        if self._distances is not None:
+            self._distances.before_update(self.walk.latest)
+        if self.walk.latest in needed:
+            self.weights.keep_latest()
+        if self.predictor is not None and steps:
+            self.predictor.before_step()
+        if self.optimizer is not None:
+            lr = self.optimizer.param_groups[0].get("lr")
+            self.lr = None if lr is None else float(lr)
+            if steps:
+                self._fused = self._fused or fuse(self.optimizer)
+                step_optimizer(self.optimizer)
+        self._note(boundary_bytes)
+        for p in self.weights.parameters:
+            # As `zero_grad` does, which takes its time to tell torch's profiler of it.
+            p.grad = None
+        self.account.gradients_gone()
+        version = self.walk.update()
+        self.weights.advance(needed)
+        return version
+
+    def evaluate(self, values: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Any]:
+        """Forward without gradients in evaluation mode: outputs by name, and the result."""
+        self.evaluation_module.eval()
+        try:
+            with torch.no_grad(), forward_context(self.autocast, self.device.type):
+                arguments = [
+                    decode(values[name], self.specs[name].kind)
+                    if name in self.specs
+                    else values[name]
+                    for name in self.piece.inputs
+                ]
+                out = self.evaluation_module(*arguments)
+        finally:
+            self.module.train()
+        return self._outputs(out), out[-1] if self.piece.has_result else None
+
+    def state(self) -> dict[str, Tensor]:
+        """Parameters and buffers under the model's own names, tied ones under each."""
+        state = dict(self.module.state_dict())
+        first = {self.work.names.get(name, name): tensor for name, tensor in state.items()}
+        for name, known_as in self.work.names.items():
+            if known_as in first:
+                state.setdefault(name, first[known_as])
+        return state
+
+    # Parts -------------------------------------------------------------------------------
+
+    def _compute(
+        self,
+        values: Mapping[str, Tensor],
+        target: Any,
+        part: Part,
+        tensors: list[Tensor] | None,
+        *,
+        hooks: bool = True,
+    ) -> tuple[_MicroBatch, dict[str, Tensor], Loss | None]:
+        """The piece's forward on these weights: its graph, its outputs by name, the loss."""
+        micro = _MicroBatch()
+        precision = forward_context(self.autocast, self.device.type)
+        with self.weights.forward(tensors, hooks=hooks), precision:
+            out = self.module(*[self._admit(name, values, micro) for name in self.piece.inputs])
+            loss = self._loss(out[-1], target, part) if self.piece.has_result else None
+            if loss is not None:
+                micro.loss = loss.value if self.work.loss.weighted else loss.value * part.weight
+        outputs = self._outputs(out)
+        for name, tensor in outputs.items():
+            if tensor.requires_grad:
+                micro.outlets[name] = get_gradient_edge(tensor)
+        micro.saved_bytes = sum(self.weights.saved.values())
+        return micro, outputs, loss
+
+    def _shapes(self, values: Mapping[str, Tensor]) -> _Shapes:
+        return tuple((name, values[name].shape) for name in self.piece.inputs)
+
+    def _outputs(self, out: Sequence[Any]) -> dict[str, Tensor]:
+        """What the piece gave, by name, as messages have it. Numbers become tensors."""
+        made = zip(self.piece.outputs, out, strict=False)
+        return {name: put(encode(value, name), self.device) for name, value in made}
+
+    def _do_again(self, op: Op, micro_batch: int) -> _MicroBatch:
+        """A micro-batch ready for its backward: its forward is done again where it has to be."""
+        micro = self._flying.pop((op.mini_batch, micro_batch))
+        if self._again is None or micro.again is None:
+            return micro
+        tensors = self.rules.again(op, micro_batch)
+        found = micro.again
+        with self._again.as_before(found):
+            rebuilt, _, _ = self._compute(found.values, found.target, found.part, tensors)
+        # What it was made from stays until the backward is done, and counts besides.
+        rebuilt.saved_bytes += micro.saved_bytes
+        self._kept_bytes += rebuilt.saved_bytes - micro.saved_bytes
+        return rebuilt
+
+    def _postpone(
+        self,
+        op: Op,
+        micro: _MicroBatch,
+        roots: Sequence[Tensor | GradientEdge],
+        root_grads: Sequence[Tensor | None],
+    ) -> None:
+        """Run the first part of a backward; the graph is kept for the second."""
+        assert op.micro_batch is not None
+        edges, grads = [], []
+        for root, grad in zip(roots, root_grads, strict=True):
+            if isinstance(root, Tensor):
+                edges.append(get_gradient_edge(root))
+                grads.append(torch.ones_like(root))
+            elif grad is not None:
+                edges.append(root)
+                grads.append(grad)
+        inlets = micro.inlets.values()
+        half = SplitBackward(edges, grads, inlets, self.weights.parameters)
+        half.inputs()
+        self._kept_bytes += half.held_bytes
+        kept_bytes = micro.saved_bytes + half.held_bytes
+        self._postponed[op.mini_batch, op.micro_batch] = half, kept_bytes
+
+    def _statistics(self, op: Op, part: Part) -> AbstractContextManager[None]:
+        """What a forward runs under, its first time."""
+        if self._batch_norm is None:
+            return nullcontext()
+        return self._batch_norm.forward(op.mini_batch, part.real, part.size)
+
+    def _distance(self, op: Op, version: int, tensors: list[Tensor] | None) -> float:
+        if self._distances is None:
+            return 0.0
+        last = op.micro_batch is None or op.micro_batch == self.share.micro_batches[-1]
+        made = self._made(version, tensors)
+        return self._distances.backward(op.mini_batch, version, made, last=last)
+
+    def _made(self, version: int, tensors: list[Tensor] | None) -> list[Tensor] | None:
+        """Weights that were made for an operation: not those of any version."""
+        return tensors if version == self.walk.latest else None
+
+    def _admit(self, name: str, values: Mapping[str, Tensor], micro: _MicroBatch) -> Any:
+        tensor = values[name]
+        spec = self.specs.get(name)
+        if spec is None:
+            return tensor
+        if spec.needs_grad and torch.is_grad_enabled():
+            micro.inlets[name] = inlet = Inlet()
+            return inlet.admit(tensor)
+        return decode(tensor, spec.kind)
+
+    def _loss(self, result: Any, target: Any, part: Part) -> Loss | None:
+        if not part.real:
+            return None
+        if part.padded:
+            result = real_part(result, part.real, part.size, f"{DROP}, or {DIVIDE}")
+        loss = self.work.loss.read(call_hook("loss", self.task.loss, result, target, kind=RunError))
+        check_depends(loss, result)
+        return loss
+
+    def _collect(self, name: str, inlets: Sequence[Inlet]) -> Tensor:
+        spec = self.specs[name]
+        if len(inlets) == 1 and inlets[0].grad is not None:
+            grad = inlets[0].grad
+            # The graph, and the inlet with it, may stay.
+            inlets[0].grad = None
+            return grad.unsqueeze(0)
+        gathered = torch.empty((len(inlets), *spec.shape), dtype=spec.dtype, device=self.device)
+        for slot, inlet in zip(gathered, inlets, strict=True):
+            if inlet.grad is not None:
+                slot.copy_(inlet.grad)
+            else:
+                # The loss doesn't depend on it.
+                fill_absent(slot)
+        return gathered
+
+    def held(self, boundary_bytes: int) -> tuple[int, ...]:
+        """Bytes held between two operations, by kind (`recording.MEMORY_KINDS`).
+
+        `boundary_bytes`: what the channels hold.
+        """
+        kept = self.predictor.kept_bytes if self.predictor is not None else 0
+        versions_bytes = self.weights.older_bytes + kept
+        return self.account.since(versions_bytes, self._kept_bytes, boundary_bytes)
+
+    def _note(self, boundary_bytes: int, *, gradients_changed: bool = True) -> None:
+        self.staleness.versions_held = max(self.staleness.versions_held, self.weights.held)
+        kept = self.predictor.kept_bytes if self.predictor is not None else 0
+        self.account.note(
+            versions_held=self.weights.held,
+            versions_bytes=self.weights.older_bytes + kept,
+            activations_bytes=self._kept_bytes,
+            boundary_bytes=boundary_bytes,
+            optimizer=self.optimizer,
+            gradients_changed=gradients_changed,
+        )

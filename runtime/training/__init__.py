@@ -1,0 +1,1 @@
+"""Training: the loop over epochs, in processes and inline."""

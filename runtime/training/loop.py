@@ -1,0 +1,267 @@
+"""The course of a run: segments of training, each drained and followed by an evaluation.
+
+The same course is followed by a worker in its own process and by all workers in one.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+
+import torch
+
+from ...planner.schedules.schedules import make_order
+from ...planner.simulator.timeline import simulate
+from ...planner.systems.operations import UPDATE, Op, Order
+from ..checkpoint.checkpoint import CheckpointWriter
+from ..checkpoint.start import restore_worker
+from ..prepare.data import Segment
+from ..prepare.devices import peak_bytes, random_state, set_random_state
+from ..prepare.same_data import compare_evaluation, compare_lengths, compare_training
+from ..records.epoch_sums import EpochSums
+from ..records.idle import training_times
+from ..records.metrics import EpochRecord, EvaluationScore, StageEpoch, StageReport, StageScore
+from ..records.operation_log import read_stage_epochs
+from ..records.progress import Observer
+from ..records.run_dir import RunDir
+from ..stage.runner import EVALUATION_AHEAD, StageRunner
+from .dropout import WithoutDropout
+
+Barrier = Callable[[], None]
+
+
+class Course:
+    """Runs the runners of this process (one, or all of them) through the whole training."""
+
+    def __init__(
+        self,
+        runners: Sequence[StageRunner],
+        observer: Observer,
+        barrier: Barrier,
+        replica_barrier: Barrier,
+        checkpoints: CheckpointWriter | None = None,
+    ) -> None:
+        """
+        Args:
+            barrier: waits for all workers.
+            replica_barrier: waits for the other replicas of this process's stage.
+            checkpoints: writes those that the segments ask for; None: there are none.
+
+        Raises FileError when the run starts from a checkpoint or weights that can't be used.
+        """
+        self.runners = runners
+        self.prepared = runners[0].prepared
+        self.observer = observer
+        self.barrier = barrier
+        self.replica_barrier = replica_barrier
+        self.scores: list[list[StageScore]] = [[] for _ in runners]
+        self.epochs: list[EpochRecord] = []
+        self.stage_epochs: list[list[StageEpoch]] = [[] for _ in runners]
+        self.sums = [EpochSums() for _ in runners]
+        self.done = 0
+        self._checkpoints = checkpoints
+        self._orders: dict[int, Order] = {}
+        # Every worker draws from a random stream of its own, inline as in processes.
+        self._random: list[torch.Tensor] = []
+        stages = len(self.prepared.plan.stages)
+        for runner in runners:
+            stream = runner.number + runner.worker.replica * stages
+            torch.manual_seed(self.prepared.settings.seed * 1_000_003 + stream)
+            self._random.append(random_state(runner.device))
+        if checkpoints is not None:
+            self._start(checkpoints.where)
+        for runner in runners:
+            if runner.tells:
+                runner.on_mini_batch = self._tell
+
+    def _start(self, where: RunDir) -> None:
+        """Go to where the run starts, which the settings say."""
+        settings = self.prepared.settings
+        self.done = settings.resume_at or 0
+        for position, runner in enumerate(self.runners):
+            if settings.resumed:
+                before = read_stage_epochs(where.stage_metrics(runner.worker))
+                self.stage_epochs[position] += before
+            found = restore_worker(where, settings, runner)
+            if found is not None:
+                self._random[position], self.sums[position] = found
+        if len(self.runners) == 1:
+            set_random_state(self._random[0], self.runners[0].device)
+
+    def run(self) -> None:
+        """Train all segments and evaluate after each."""
+        with nullcontext() if self.prepared.settings.dropout else WithoutDropout():
+            self._run()
+
+    def _run(self) -> None:
+        compare_lengths(self.runners)
+        compared: int | None = None
+        for segment in self.prepared.segments:
+            if segment.first < self.done:
+                continue
+            self.barrier()
+            if segment.epoch != compared:
+                compare_training(self.runners, segment)
+                compared = segment.epoch
+            self._train(segment)
+            for runner, scores, sums in zip(self.runners, self.scores, self.sums, strict=True):
+                scores.append(runner.score)
+                sums.add(segment, runner.score, runner.stage.staleness)
+            if not segment.rest:
+                self._end_epoch(segment)
+            self.done = segment.end
+            if segment.checkpoint:
+                self._write_checkpoint(segment)
+
+    def _end_epoch(self, segment: Segment) -> None:
+        """Evaluate, and tell of the epoch. `segment`: its last."""
+        test = self._evaluate() if self.prepared.settings.evaluate else {}
+        for position, runner in enumerate(self.runners):
+            sums, self.sums[position] = self.sums[position], EpochSums()
+            self.stage_epochs[position].append(sums.stage_epoch(segment.epoch))
+            runner.record(self.stage_epochs[position][-1])
+            if runner.tells:
+                record = sums.record(segment, test, runner.stage.lr)
+                self.epochs.append(record)
+                self.observer.epoch(record)
+
+    def _write_checkpoint(self, segment: Segment) -> None:
+        if self._checkpoints is None:
+            return
+        if len(self.runners) == 1:
+            self._random[0] = random_state(self.runners[0].device)
+        together = zip(self.runners, self._random, self.sums, strict=True)
+        self._checkpoints.write(segment, list(together))
+
+    def _train(self, segment: Segment) -> None:
+        if segment.mini_batches not in self._orders:
+            self._orders[segment.mini_batches] = make_order(
+                self.prepared.pipeline, segment.mini_batches
+            )
+        order = self._orders[segment.mini_batches]
+        for runner in self.runners:
+            runner.begin(segment, order)
+        if len(self.runners) == 1:
+            runner = self.runners[0]
+            with self._stream(0):
+                for op in order[runner.number]:
+                    runner.run(op)
+        else:
+            self._take_turns(order)
+        for runner in self.runners:
+            runner.finish()
+
+    def _take_turns(self, order: Order) -> None:
+        """All workers in one process, in simulated sequence."""
+        sequence = simulate(self.prepared.pipeline, order).sequence
+        if self.prepared.pipeline.variant.flushes:
+            # Any stage may wait for sums with any other before it updates.
+            sequence = tuple(sorted(sequence, key=lambda at: _after_flush(order[at[0]][at[1]])))
+        updates: list[tuple[int, Iterator[None]]] = []
+        for s, k in sequence:
+            op = order[s][k]
+            if op.kind != UPDATE:
+                self._advance(updates)
+                updates = []
+            for position, runner in enumerate(self.runners):
+                if runner.number == s:
+                    updates.append((position, runner.steps(op)))
+            if op.kind != UPDATE:
+                self._advance(updates)
+                updates = []
+        self._advance(updates)
+
+    def _advance(self, running: Sequence[tuple[int, Iterator[None]]]) -> None:
+        """Lead operations to their ends, from pause to pause in turn."""
+        while running:
+            paused = []
+            for position, steps in running:
+                with self._stream(position):
+                    for _ in steps:
+                        paused.append((position, steps))
+                        break
+            running = paused
+
+    def _evaluate(self) -> dict[str, float]:
+        """A stage's replica 0 evaluates; the others wait for it."""
+        score = EvaluationScore()
+        evaluating = [runner for runner in self.runners if runner.worker.leads]
+        for runner in self.runners:
+            runner.begin_evaluation()
+        compare_evaluation(self.runners)
+        for k in range(self.runners[0].evaluations):
+            for runner in evaluating:
+                runner.evaluate(k, score)
+            if not k % EVALUATION_AHEAD:
+                # So that nobody's wait is as long as the whole evaluation.
+                self.replica_barrier()
+        for runner in self.runners:
+            runner.finish()
+        return score.figures(self.prepared.task) if score.samples else {}
+
+    @contextmanager
+    def _stream(self, position: int) -> Iterator[None]:
+        if len(self.runners) == 1:
+            yield
+            return
+        device = self.runners[position].device
+        set_random_state(self._random[position], device)
+        yield
+        self._random[position] = random_state(device)
+
+    def _tell(self, segment: Segment, mini_batch: int, loss: float) -> None:
+        done = segment.offset + mini_batch + 1
+        self.observer.mini_batch(segment.epoch, done, segment.of_epoch, loss)
+
+    def reports(self) -> list[StageReport]:
+        """What each worker of this process measured."""
+        found = []
+        for runner, scores, epochs in zip(
+            self.runners, self.scores, self.stage_epochs, strict=True
+        ):
+            times = training_times(epochs)
+            found.append(
+                StageReport(
+                    stage=runner.number,
+                    replica=runner.worker.replica,
+                    compute_s=times.compute_s,
+                    communication_s=times.communication_s,
+                    idle_s=times.idle_s,
+                    wall_s=times.wall_s,
+                    sent_bytes=sum(score.sent_bytes for score in scores),
+                    periods_s=[s.period_s for s in scores if s.period_s is not None],
+                    peak=runner.stage.account.peak,
+                    rss_peak_bytes=_rss_peak_bytes(),
+                    device=str(runner.device),
+                    transport=runner.transport,
+                    device_peak_bytes=peak_bytes(runner.device),
+                    versions_held=runner.stage.account.most_versions,
+                    version_differences=_together(e.version_differences for e in epochs),
+                    weight_distance=max((e.weight_distance for e in epochs), default=0.0),
+                    not_finite=runner.not_finite.mini_batches,
+                    epochs=epochs,
+                )
+            )
+        return found
+
+
+def _together(counts: Iterable[dict[int, int]]) -> dict[int, int]:
+    total: dict[int, int] = {}
+    for counted in counts:
+        for difference, count in counted.items():
+            total[difference] = total.get(difference, 0) + count
+    return dict(sorted(total.items()))
+
+
+def _after_flush(op: Op) -> tuple[int, bool]:
+    """Where a pipeline flushes, all updates may follow all other operations of a mini-batch."""
+    return op.mini_batch, op.kind == UPDATE
+
+
+def _rss_peak_bytes() -> int:
+    # Only where one can train is it there; reports of runs are read elsewhere, too.
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

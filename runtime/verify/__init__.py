@@ -1,0 +1,1 @@
+"""Checks of a run: against plain training, and before it starts."""

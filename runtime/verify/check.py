@@ -1,0 +1,228 @@
+"""Holding a pipelined run against the same training without a pipeline, on the user's own model.
+
+Systems that flush must be plain training; the others are held against their own inline run.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+import torch
+
+from ...planner.plan import Plan
+from ...planner.systems.variants import variant_named
+from ...profiles.errors import UserError
+from ..prepare.prepare import Prepared, prepare
+from ..records.progress import Observer, Silent, read_losses
+from ..records.run_dir import RunDir, load_weights
+from ..run import run
+from ..settings import RunSettings
+from .compare import TOLERANCES, Difference, Training, compare, weight_spread
+from .reference import PlainTraining
+
+STEPS = 3
+"""Mini-batches that a check trains where nothing else is said."""
+
+WHOLE = "whole mini-batches"
+ONE_BY_ONE = "micro-batches one by one"
+INLINE = "the inline run"
+
+SPREAD = 4.0
+"""Final weights may differ by so many times what two plain runs that round otherwise do."""
+
+_DROPOUT = "dropout is switched off on both sides: each stage would draw its own random numbers"
+_MIXES = (
+    "a batch norm takes its statistics over {m} samples, a micro-batch, not over the mini-batch's "
+    "{b}: the verdict is on the same micro-batches one by one"
+)
+_STATISTICS = (
+    "running statistics of batch norms come from replica 0's samples alone where a stage has "
+    "several, and aren't compared there"
+)
+_DRAWS = (
+    "the model draws random numbers that aren't dropout's, each stage its own: differences can "
+    "come from that"
+)
+_NO_MEAN = (
+    "the pipeline does what one process does with the same micro-batches, and that isn't what it "
+    "does with whole mini-batches: either the loss isn't a mean over the samples (it may return "
+    "(sum, weight) instead: docs/tasks.md), or a layer mixes the samples of a batch"
+)
+
+
+class Against(msgspec.Struct, frozen=True, kw_only=True):
+    """A run held against one other training."""
+
+    what: str
+    """WHOLE, ONE_BY_ONE or INLINE."""
+    differences: tuple[Difference, ...]
+    counts: bool = True
+    """For the verdict."""
+
+    @property
+    def same(self) -> bool:
+        """Whether all that counts passes for rounding."""
+        return all(difference.same for difference in self.differences if difference.counts)
+
+
+class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a check found."""
+
+    variant: str
+    mode: str
+    """"processes" or "inline"."""
+    mini_batches: int
+    plain: bool
+    """Held against training without a pipeline; else against the inline run."""
+    dtype: str
+    tolerance: float
+    against: tuple[Against, ...]
+    notes: tuple[str, ...]
+    verdict: str
+    """"same" or "differs"."""
+
+
+def check(
+    plan: Plan,
+    settings: RunSettings,
+    *,
+    run_dir: str | Path | None = None,
+    inline: bool = False,
+    observer: Observer | None = None,
+) -> CheckReport:
+    """Train a few mini-batches by the plan and once more without a pipeline, and compare.
+
+    Args:
+        settings: `steps` mini-batches are trained, STEPS where that isn't given; nothing is
+            evaluated.
+        run_dir: keeps the pipelined run; None: everything goes to a temporary directory.
+        inline: all stages in this process; for systems that flush.
+
+    Raises:
+        UserError: an inline check of a system that doesn't flush.
+        As `run.run`.
+    """
+    flushes = variant_named(plan.variant).flushes
+    if inline and not flushes:
+        raise UserError(
+            f"--check --inline: {plan.variant} isn't plain training, so its processes are held "
+            "against the inline run; leave --inline out"
+        )
+    settings = msgspec.structs.replace(
+        settings,
+        steps=settings.steps or STEPS,
+        evaluate=False,
+        keep_gradients=True,
+        checkpoint_every=0,
+        dropout=settings.dropout and not flushes,
+    )
+    observer = observer or Silent()
+    prepared = prepare(plan, settings, observer.starting)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="timeprest-check-")))
+        where = RunDir(run_dir or folder / "run")
+        run(plan, settings, where.path, inline=inline, observer=observer)
+        found = _training_of(where, prepared)
+        tolerance, dtype = _tolerance(prepared)
+        observer.starting(f"training the same {'without a pipeline' if flushes else 'inline'}")
+        if flushes:
+            against, notes = _against_plain(prepared, found, folder, tolerance)
+        else:
+            other = RunDir(folder / "inline")
+            run(plan, settings, other.path, inline=True)
+            differences = compare(found, _training_of(other, prepared), tolerance)
+            against, notes = [Against(what=INLINE, differences=differences)], []
+        same = all(one.same for one in against if one.counts)
+        return CheckReport(
+            variant=plan.variant,
+            mode="inline" if inline else "processes",
+            mini_batches=sum(segment.mini_batches for segment in prepared.segments),
+            plain=flushes,
+            dtype=dtype,
+            tolerance=tolerance,
+            against=tuple(against),
+            notes=tuple(notes),
+            verdict="same" if same else "differs",
+        )
+
+
+def _against_plain(
+    prepared: Prepared, found: Training, folder: Path, tolerance: float
+) -> tuple[list[Against], list[str]]:
+    plan = prepared.plan
+    whole = PlainTraining(prepared, folder / "whole", by_micro_batch=False)
+    whole.run()
+    traits = whole.traits
+    notes = [_DROPOUT] if traits.drops else []
+    notes += [_DRAWS] if traits.draws else []
+    if traits.mixes and any(len(stage.devices) > 1 for stage in plan.stages):
+        notes.append(_STATISTICS)
+        found = _without_statistics(found, prepared)
+    by_whole = _plain_training(whole, folder / "whole", prepared)
+    if plan.micro_batches == 1:
+        return [Against(what=WHOLE, differences=compare(found, by_whole, tolerance))], notes
+    single = PlainTraining(prepared, folder / "single", by_micro_batch=True)
+    single.run()
+    one_by_one = _plain_training(single, folder / "single", prepared)
+    # What rounding alone does to weights shows where the two plain runs mean the same.
+    spread = {} if traits.mixes else weight_spread(by_whole.state, one_by_one.state)
+    spread = {name: SPREAD * off for name, off in spread.items()}
+    against = [
+        Against(
+            what=WHOLE,
+            differences=compare(found, by_whole, tolerance, drifts=True),
+            counts=not traits.mixes,
+        ),
+        Against(what=ONE_BY_ONE, differences=compare(found, one_by_one, tolerance, spread=spread)),
+    ]
+    if traits.mixes:
+        notes.append(_MIXES.format(m=plan.micro_batch, b=plan.mini_batch))
+    elif against[1].same and not against[0].same:
+        notes.append(_NO_MEAN)
+    return against, notes
+
+
+def _training_of(where: RunDir, prepared: Prepared) -> Training:
+    folders = [where.gradients(s) for s in range(len(prepared.pieces))]
+    losses = read_losses(where.metrics)
+    return Training(losses, folders, load_weights(where.path), _updates(prepared))
+
+
+def _plain_training(plain: PlainTraining, folder: Path, prepared: Prepared) -> Training:
+    state = {name: tensor.cpu() for name, tensor in plain.model.state_dict().items()}
+    return Training(plain.losses, [folder], state, _updates(prepared))
+
+
+def _without_statistics(found: Training, prepared: Prepared) -> Training:
+    """The same without buffers that replicas don't share."""
+    dropped = {
+        name
+        for stage, piece in zip(prepared.plan.stages, prepared.pieces, strict=True)
+        if len(stage.devices) > 1
+        for name, _ in piece.module.named_buffers()
+    }
+    state = {name: tensor for name, tensor in found.state.items() if name not in dropped}
+    return Training(found.losses, found.gradients, state, found.updates)
+
+
+def _updates(prepared: Prepared) -> list[int]:
+    """The mini-batch before each update."""
+    return [
+        segment.first + b
+        for segment in prepared.segments
+        for b in range(segment.mini_batches)
+        if segment.updates_after(b)
+    ]
+
+
+def _tolerance(prepared: Prepared) -> tuple[float, str]:
+    """The tolerance of the least precise dtype of parameters and autocast, and its name."""
+    dtypes = {p.dtype for piece in prepared.pieces for p in piece.module.parameters()}
+    if prepared.autocast is not None:
+        dtypes.add(prepared.autocast)
+    known = [dtype for dtype in dtypes if dtype in TOLERANCES] or [torch.float32]
+    dtype = max(known, key=lambda dtype: TOLERANCES[dtype])
+    return TOLERANCES[dtype], str(dtype).removeprefix("torch.")

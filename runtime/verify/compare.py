@@ -1,0 +1,195 @@
+"""Two trainings side by side: where losses, gradients and weights differ most."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor
+
+from ..checkpoint.gradients import gradients_in
+
+TOLERANCES = {
+    torch.float64: 1e-10,
+    torch.float32: 1e-4,
+    torch.float16: 1e-2,
+    torch.bfloat16: 5e-2,
+}
+"""Largest difference that passes for rounding, over the largest number of the same tensor."""
+
+FLOOR = 1e-2
+"""Of the tolerance: what passes over the largest gradient of any parameter. Some gradients are 0
+but for rounding (a bias ahead of a batch norm): of them nothing is left to compare with."""
+
+
+class Difference(msgspec.Struct, frozen=True, kw_only=True):
+    """The largest difference of one kind of figure."""
+
+    what: str
+    """"loss", "gradient" or "weight"."""
+    absolute: float
+    relative: float
+    """Over the largest number of the same tensor (for a loss, over the loss)."""
+    allowed: float
+    """As absolute, of the same tensor."""
+    name: str | None = None
+    """Of the parameter or buffer."""
+    mini_batch: int | None = None
+    """Counted from 0; for a gradient, the last one before the update. None: at the end."""
+    missing: tuple[str, ...] = ()
+    """Parameters that only one of the two has a gradient for."""
+    counts: bool = True
+    """For the verdict."""
+
+    @property
+    def same(self) -> bool:
+        """Whether all differences of this kind pass for rounding."""
+        return self.absolute <= self.allowed and not self.missing
+
+
+class Training:
+    """What is known of a training once it has ended.
+
+    Attributes:
+        losses: of each mini-batch.
+        gradients: folders of gradient files.
+        state: parameters and buffers.
+        updates: the mini-batch before each update.
+    """
+
+    def __init__(
+        self,
+        losses: Sequence[float],
+        gradients: Sequence[Path],
+        state: Mapping[str, Tensor],
+        updates: Sequence[int],
+    ) -> None:
+        self.losses = losses
+        self.gradients = gradients
+        self.state = state
+        self.updates = updates
+
+
+def compare(
+    found: Training,
+    wanted: Training,
+    tolerance: float,
+    *,
+    drifts: bool = False,
+    spread: Mapping[str, float] | None = None,
+) -> tuple[Difference, Difference, Difference]:
+    """The largest differences of losses, gradients and weights.
+
+    Largest is what is furthest beyond what passes for rounding, or nearest to it.
+
+    Args:
+        tolerance: of `TOLERANCES`.
+        drifts: the two round otherwise, and updates may make that larger: only the first gradient
+            counts, and weights don't.
+        spread: by parameter, what else its final weights may differ by.
+    """
+    weights = _weights(found.state, wanted.state, tolerance, spread or {})
+    return (
+        _losses(found.losses, wanted.losses, tolerance),
+        _gradients(found, wanted, wanted.updates[:1] if drifts else wanted.updates, tolerance),
+        msgspec.structs.replace(weights, counts=not drifts),
+    )
+
+
+def weight_spread(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> dict[str, float]:
+    """By name, the largest difference of two states."""
+    return {name: _largest(a[name].double() - b[name].double()) for name in a if name in b}
+
+
+def _losses(found: Sequence[float], wanted: Sequence[float], tolerance: float) -> Difference:
+    return _worst(
+        "loss",
+        (
+            _difference("loss", abs(f - w), abs(w), tolerance * abs(w), mini_batch=b)
+            for b, (f, w) in enumerate(zip(found, wanted, strict=True))
+        ),
+    )
+
+
+def _gradients(
+    found: Training, wanted: Training, updates: Sequence[int], tolerance: float
+) -> Difference:
+    missing: set[str] = set()
+    worst = []
+    for k, b in enumerate(updates):
+        scales = {name: _largest(g) for name, g in gradients_in(wanted.gradients, k)}
+        floor = FLOOR * tolerance * max(scales.values(), default=0.0)
+        mine = dict(gradients_in(found.gradients, k))
+
+        def differences(
+            mine: Mapping[str, Tensor] = mine,
+            scales: Mapping[str, float] = scales,
+            floor: float = floor,
+            k: int = k,
+            b: int = b,
+        ) -> Iterator[Difference]:
+            for name, gradient in gradients_in(wanted.gradients, k):
+                if name in mine:
+                    off = _largest(mine[name].double() - gradient.double())
+                    allowed = tolerance * scales[name] + floor
+                    yield _difference("gradient", off, scales[name], allowed, name, b)
+
+        worst.append(_worst("gradient", differences()))
+        missing |= {name for name in mine if name not in scales and _largest(mine[name]) > 0}
+        missing |= {name for name in scales if name not in mine and scales[name] > 0}
+    result = _worst("gradient", worst)
+    return msgspec.structs.replace(result, missing=tuple(sorted(missing)))
+
+
+def _weights(
+    found: Mapping[str, Tensor],
+    wanted: Mapping[str, Tensor],
+    tolerance: float,
+    spread: Mapping[str, float],
+) -> Difference:
+    def differences() -> Iterator[Difference]:
+        for name, tensor in wanted.items():
+            if name in found:
+                off = _largest(found[name].double() - tensor.double())
+                scale = _largest(tensor)
+                allowed = tolerance * scale + spread.get(name, 0.0)
+                yield _difference("weight", off, scale, allowed, name)
+
+    return _worst("weight", differences())
+
+
+def _difference(
+    what: str,
+    off: float,
+    scale: float,
+    allowed: float,
+    name: str | None = None,
+    mini_batch: int | None = None,
+) -> Difference:
+    # Not a number in one of two is a difference beyond any other.
+    off = float("inf") if off != off else off
+    relative = off / scale if scale else (0.0 if not off else float("inf"))
+    return Difference(
+        what=what,
+        absolute=off,
+        relative=relative,
+        allowed=allowed,
+        name=name,
+        mini_batch=mini_batch,
+    )
+
+
+def _worst(what: str, differences: Iterable[Difference]) -> Difference:
+    def beyond(d: Difference) -> tuple[bool, float, float]:
+        over = d.absolute / d.allowed if d.allowed else (float("inf") if d.absolute else 0.0)
+        return not d.same, over, d.absolute
+
+    none = Difference(what=what, absolute=0.0, relative=0.0, allowed=0.0)
+    return max(differences, key=beyond, default=none)
+
+
+def _largest(tensor: Tensor) -> float:
+    """Largest absolute value; NaN where there is one. Of booleans, 1 or 0."""
+    return float(tensor.double().abs().max()) if tensor.numel() else 0.0

@@ -1,0 +1,404 @@
+"""--dry-run: everything that can be known before training, on every host; nothing is written."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...planner.plan import Plan
+from ...profiles.errors import RunError, TimeprestError
+from ...profiles.files import check_writable
+from ...profiles.target import describe_error, resolve
+from ...profiles.tracing.pieces import encode
+from ...profiles.tracing.shapes import ValueSpec
+from ...profiles.tracing.state import unchanged
+from ...profiles.units import format_bytes
+from ..checkpoint.start import telling_worker
+from ..communication.placement import between_processes, free_bytes, gpu_name, transport_of
+from ..prepare.devices import CPU, check_kind, device_kind, device_of, gpu_count
+from ..prepare.precision import forward_context
+from ..prepare.prepare import SMALL_BYTES, Prepared, prepare
+from ..processes.interface import use_interface
+from ..processes.rendezvous import Meeting
+from ..records.run_dir import RunDir
+from ..run import check_settings
+from ..settings import RunSettings
+from .cores import unplanned_turns, usable_cores
+from .hooks import check_updates, hook_warnings, try_in_parts, try_training
+
+
+class WorkerCheck(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker, and the memory that it should take."""
+
+    rank: int
+    name: str
+    device: str
+    """The plan's."""
+    computes_on: str
+    """Torch's name for it: "cpu", "cuda:0"."""
+    host: str
+    planned_bytes: int
+    limit_bytes: int | None
+    """The plan's, of its device."""
+
+
+class HostCheck(msgspec.Struct, frozen=True, kw_only=True):
+    """A host with some of the workers."""
+
+    host: str
+    address: str
+    planned_bytes: int
+    """Of all its workers on the CPU: weights, activations and messages; not the libraries."""
+    free_bytes: int
+    run_dir: str
+
+
+class GpuCheck(msgspec.Struct, frozen=True, kw_only=True):
+    """A GPU with some of the workers."""
+
+    host: str
+    gpu: str
+    planned_bytes: int
+    """Of all its workers; each process takes some hundred MB besides."""
+    free_bytes: int
+
+
+class CutCheck(msgspec.Struct, frozen=True, kw_only=True):
+    """A tensor that crosses a cut."""
+
+    tensor: str
+    source: str
+    target: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+
+
+class DryRun(msgspec.Struct, frozen=True, kw_only=True):
+    """What a dry run found."""
+
+    variant: str
+    task: str
+    fingerprint: str
+    mini_batches: int
+    world_size: int
+    meets_at: str
+    """Where the workers meet; empty: they are started on this host alone."""
+    workers: tuple[WorkerCheck, ...]
+    transport: str
+    """How messages will go: gloo, nccl, or gloo through pinned memory."""
+    hosts: tuple[HostCheck, ...]
+    gpus: tuple[GpuCheck, ...]
+    cuts: tuple[CutCheck, ...]
+    problems: tuple[str, ...]
+    """For which a run would fail."""
+    warnings: tuple[str, ...] = ()
+    """For which it would be slower than predicted, or train otherwise than was meant."""
+
+
+class _Mine(msgspec.Struct, frozen=True):
+    """What one process of a launched run says of its host."""
+
+    rank: int
+    host: str
+    address: str
+    cores: int
+    free_bytes: int
+    run_dir: str
+    device: str
+    gpu: str
+    gpu_free_bytes: int
+
+
+def dry_run(
+    plan: Plan, settings: RunSettings, run_dir: str, meeting: Meeting | None = None
+) -> DryRun | None:
+    """Check all that a run needs, and send a micro-batch's shapes through every cut.
+
+    Under torchrun or srun every host looks at itself, and a message goes over every cut.
+
+    Returns:
+        The findings; None on workers that aren't the one that tells.
+
+    Raises: as `run`, for what makes a run impossible.
+    """
+    settings = check_settings(settings)
+    kind, gpus = device_kind(plan, settings), gpu_count()
+    check_kind(kind, settings, gpus)
+    where = RunDir(run_dir)
+    where.check_new()
+    check_writable(where.path / "plan.json")
+    address = "127.0.0.1" if meeting is None else use_interface(meeting.launched)
+    prepared = prepare(plan, settings)
+    check_updates(prepared)
+    result, target = check_shapes(prepared)
+    if _is_small(prepared):
+        sums = try_training(prepared)
+    else:
+        only = None if meeting is None else prepared.workers[meeting.rank].stage
+        sums = try_in_parts(prepared, result, target, only)
+    free = free_bytes(CPU)
+
+    def one(rank: int, local_rank: int) -> _Mine:
+        device = device_of(kind, local_rank, gpus)
+        return _Mine(
+            rank=rank,
+            host=socket.gethostname(),
+            address=address,
+            cores=usable_cores(),
+            free_bytes=free,
+            run_dir=str(where.path.absolute()),
+            device=str(device),
+            gpu=gpu_name(device),
+            gpu_free_bytes=free_bytes(device) if kind == "cuda" else 0,
+        )
+
+    if meeting is None:
+        every = [one(rank, rank) for rank in range(len(prepared.workers))]
+        return _findings(prepared, every, "", more=sums)
+    mine = one(meeting.rank, meeting.launched.local_rank)
+    texts = meeting.gather("dry run", msgspec.json.encode(mine))
+    _send_over_cuts(prepared, meeting)
+    if meeting.rank != telling_worker(plan).rank:
+        return None
+    found = [msgspec.json.decode(text, type=_Mine) for text in texts]
+    launched = meeting.launched
+    meets_at = f"{launched.address}:{launched.port}"
+    return _findings(prepared, found, meets_at, one_host=launched.one_host, more=sums)
+
+
+def _is_small(prepared: Prepared) -> bool:
+    """Whether the model may be run for real, for a look."""
+    whole_bytes = sum(stage.memory_bytes for stage in prepared.plan.predicted.stages)
+    return whole_bytes <= SMALL_BYTES
+
+
+def check_shapes(prepared: Prepared) -> tuple[Any, Any]:
+    """Run every stage's forward for one micro-batch, on what the cuts before it promise.
+
+    Large models run on fake tensors.
+
+    Returns the model's result, and the target of its micro-batch.
+
+    Raises RunError where a stage makes something else.
+    """
+    target = resolve(prepared.settings.task)
+    fake, result, wanted = not _is_small(prepared), None, None
+    for worker in prepared.workers:
+        if not worker.leads:
+            continue
+        s = worker.stage
+        inputs, wanted = target.sample(prepared.shares[worker.rank].samples)
+        named = dict(zip(prepared.inputs, inputs, strict=False))
+        specs = prepared.specs[s]
+        arguments = [
+            named[name] if name in named else _value_of(specs[name])
+            for name in prepared.pieces[s].inputs
+        ]
+        try:
+            made = _forward(prepared, s, arguments, fake=fake)
+        except TimeprestError:
+            raise
+        except Exception as error:  # the user's model
+            raise RunError(f"{worker.name}: its forward failed: {describe_error(error)}") from error
+        for name, value in zip(prepared.pieces[s].outputs, made, strict=False):
+            tensor, spec = encode(value, name), specs[name]
+            if (tuple(tensor.shape), tensor.dtype) != (spec.shape, spec.dtype):
+                raise RunError(
+                    f"{worker.name} makes {name!r} as {tuple(tensor.shape)} {tensor.dtype}, and "
+                    f"what follows takes {spec.shape} {spec.dtype}"
+                )
+        result = made[-1] if prepared.pieces[s].has_result else None
+    return result, wanted
+
+
+def _forward(prepared: Prepared, s: int, arguments: Sequence[Any], *, fake: bool) -> Sequence[Any]:
+    module = prepared.pieces[s].module
+    with torch.no_grad(), unchanged(module), forward_context(prepared.autocast):
+        if fake:
+            from torch._subclasses.fake_tensor import FakeTensorMode
+
+            with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+                arguments = [mode.from_tensor(a) if isinstance(a, Tensor) else a for a in arguments]
+                faked: Sequence[Any] = module(*arguments)
+                return faked
+        made: Sequence[Any] = module(*arguments)
+        return made
+
+
+def _value_of(spec: ValueSpec) -> Any:
+    if spec.kind == "number":
+        return spec.numbers[0]
+    if spec.kind == "size":
+        return torch.Size([int(n) for n in spec.numbers])
+    return torch.zeros(spec.shape, dtype=spec.dtype)
+
+
+def _send_over_cuts(prepared: Prepared, meeting: Meeting) -> None:
+    """One message over each crossing, so that a wall between two hosts shows now."""
+    bound = timedelta(seconds=prepared.settings.timeout_s)
+    rank = meeting.rank
+    store = dist.PrefixStore("gloo", meeting.store)  # type: ignore[attr-defined]
+    try:
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=len(prepared.workers), timeout=bound
+        )
+        works = []
+        for crossing in prepared.deal.crossings:
+            message = torch.zeros(crossing.spec.shape, dtype=crossing.spec.dtype)
+            if crossing.source == rank:
+                works.append(dist.isend(message, crossing.target, tag=crossing.number))
+            elif crossing.target == rank:
+                works.append(dist.irecv(message, crossing.source, tag=crossing.number))
+        for work in works:
+            assert work is not None
+            work.wait(bound)
+        dist.barrier()
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())[:200]
+        raise RunError(f"rank {rank}: no message came over the network: {reason}") from error
+    dist.destroy_process_group()
+
+
+def _findings(
+    prepared: Prepared,
+    found: Sequence[_Mine],
+    meets_at: str,
+    *,
+    one_host: bool = True,
+    more: Sequence[str] = (),
+) -> DryRun:
+    """
+    Args:
+        found: what each worker says of its host, by rank.
+        more: warnings of the trial.
+    """
+    plan = prepared.plan
+    devices = plan.cluster.devices
+    workers = []
+    for worker, mine in zip(prepared.workers, found, strict=True):
+        stage = worker.stage
+        device = devices[plan.stages[stage].devices[worker.replica]]
+        workers.append(
+            WorkerCheck(
+                rank=worker.rank,
+                name=worker.name,
+                device=device.name,
+                computes_on=mine.device,
+                host=mine.host,
+                planned_bytes=plan.predicted.stages[stage].memory_bytes,
+                limit_bytes=device.memory_bytes,
+            )
+        )
+    hosts = tuple(
+        HostCheck(
+            host=name,
+            address=first.address,
+            planned_bytes=sum(
+                w.planned_bytes for w in workers if w.host == name and w.computes_on == "cpu"
+            ),
+            free_bytes=first.free_bytes,
+            run_dir=first.run_dir,
+        )
+        for name, first in _first_of_each(found).items()
+    )
+    gpus = gpu_checks(workers, [(mine.host, mine.gpu, mine.gpu_free_bytes) for mine in found])
+    return DryRun(
+        variant=plan.variant,
+        task=prepared.settings.task,
+        fingerprint=plan.profile.fingerprint,
+        mini_batches=sum(segment.mini_batches for segment in prepared.segments),
+        world_size=len(workers),
+        meets_at=meets_at,
+        transport=between_processes(
+            transport_of((mine.host, mine.gpu) for mine in found),
+            prepared.settings.transport,
+            one_host=one_host,
+        ),
+        gpus=gpus,
+        workers=tuple(workers),
+        hosts=hosts,
+        cuts=tuple(
+            CutCheck(
+                tensor=c.spec.name,
+                source=prepared.workers[c.source].name,
+                target=prepared.workers[c.target].name,
+                shape=c.spec.shape,
+                dtype=str(c.spec.dtype).removeprefix("torch."),
+                bytes=c.spec.numel * c.spec.dtype.itemsize,
+            )
+            for c in prepared.deal.crossings
+        ),
+        problems=tuple(_problems(workers, hosts, gpus)),
+        warnings=(*more, *_warnings(prepared, found)),
+    )
+
+
+def _warnings(prepared: Prepared, found: Sequence[_Mine]) -> Iterator[str]:
+    yield from hook_warnings(prepared)
+    planned, threads = prepared.plan.cluster.cores, prepared.settings.threads
+    for host, first in _first_of_each(found).items():
+        workers = sum(mine.host == host and mine.device == "cpu" for mine in found)
+        turns = unplanned_turns(workers, threads, first.cores, planned)
+        if turns is not None:
+            yield f"{host}: {turns}"
+
+
+def _first_of_each(found: Sequence[_Mine]) -> dict[str, _Mine]:
+    firsts: dict[str, _Mine] = {}
+    for mine in found:
+        firsts.setdefault(mine.host, mine)
+    return firsts
+
+
+def gpu_checks(
+    workers: Sequence[WorkerCheck], seen: Sequence[tuple[str, str, int]]
+) -> tuple[GpuCheck, ...]:
+    """Each GPU once, with what all its workers need.
+
+    Args:
+        seen: by rank: host, name of the GPU (empty: none), bytes free there.
+    """
+    found: dict[tuple[str, str], GpuCheck] = {}
+    for worker, (host, gpu, free) in zip(workers, seen, strict=True):
+        if not gpu:
+            continue
+        before = found.get((host, gpu))
+        found[host, gpu] = GpuCheck(
+            host=host,
+            gpu=worker.computes_on if before is None else before.gpu,
+            planned_bytes=worker.planned_bytes + (0 if before is None else before.planned_bytes),
+            free_bytes=free if before is None else min(free, before.free_bytes),
+        )
+    return tuple(found.values())
+
+
+def _problems(
+    workers: Sequence[WorkerCheck], hosts: Sequence[HostCheck], gpus: Sequence[GpuCheck]
+) -> list[str]:
+    problems = [
+        f"{gpu.gpu} of {gpu.host}: its workers need {format_bytes(gpu.planned_bytes)}, and "
+        f"{format_bytes(gpu.free_bytes)} are free"
+        for gpu in gpus
+        if gpu.planned_bytes > gpu.free_bytes
+    ]
+    problems += [
+        f"{host.host}: its workers need {format_bytes(host.planned_bytes)}, and "
+        f"{format_bytes(host.free_bytes)} are free"
+        for host in hosts
+        if host.planned_bytes > host.free_bytes
+    ]
+    problems += [
+        f"{worker.name}: needs {format_bytes(worker.planned_bytes)}, and the plan's device "
+        f"{worker.device} has {format_bytes(worker.limit_bytes)}"
+        for worker in workers
+        if worker.limit_bytes is not None and worker.planned_bytes > worker.limit_bytes
+    ]
+    return problems

@@ -1,0 +1,185 @@
+"""Trying a task's hooks before a run: what they would end it with is said before it begins."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch.utils.data import Dataset, Subset
+
+from ...profiles.errors import TaskWarning, UserError
+from ...profiles.hooks import call_hook, stand_in, try_figures, try_loss
+from ...profiles.target import misspelt_hooks
+from ...profiles.task import Split, Task, dataset_size, fetch
+from ..checkpoint.worker_state import capture
+from ..communication.all_reduce import LocalSums, Pool, sum_groups
+from ..communication.channel import LocalChannels, Mailbox
+from ..communication.placement import free_bytes
+from ..prepare.data import length_of
+from ..prepare.devices import CPU, device_kind, own_device, random_state
+from ..prepare.prepare import Prepared, with_own_weights
+from ..records.epoch_sums import EpochSums
+from ..records.progress import Silent
+from ..stage.optimizer import make_optimizer, step_optimizer
+from ..stage.runner import StageRunner
+from ..stage.schedules import make_scheduler, open_reading
+from ..stage.update_rules import follow
+from ..training.loop import Course
+
+_HELD = 4
+"""Times its parameters that a stage holds in an update: weights, gradients and two moments."""
+
+
+def check_updates(prepared: Prepared) -> None:
+    """Make every stage's optimizer and scheduler once, so that a wrong one is refused before the
+    run has a directory.
+
+    Not for runs on GPUs, whose optimizers may want their parameters there: the workers find out.
+
+    Raises TargetError naming the stage and the hook.
+    """
+    if device_kind(prepared.plan, prepared.settings) != "cpu":
+        return
+    length = length_of(prepared.segments)
+    for s in range(len(prepared.pieces)):
+        make_scheduler(prepared.task, prepared.settings, _optimizer_of(prepared, s), length)
+
+
+def _optimizer_of(prepared: Prepared, s: int) -> torch.optim.Optimizer | None:
+    names, module = prepared.names, prepared.pieces[s].module
+    named = [(names.get(name, name), p) for name, p in module.named_parameters()]
+    return make_optimizer(prepared.task, prepared.settings, named, f"stage {s}")
+
+
+def hook_warnings(prepared: Prepared) -> list[str]:
+    """What in the task's hooks may be meant otherwise than it is taken."""
+    lines = misspelt_hooks(prepared.task)
+    settings, length = prepared.settings, length_of(prepared.segments)
+    if settings.lr_schedule is None:
+        # Optimizers for GPUs alone can't be made here: then nothing is said.
+        with suppress(UserError):
+            made = (_optimizer_of(prepared, s) for s in range(len(prepared.pieces)))
+            optimizer = next((found for found in made if found is not None), None)
+            scheduler = make_scheduler(prepared.task, settings, optimizer, length)
+            line = None if scheduler is None else open_reading(prepared.task, scheduler, length)
+            lines += [] if line is None else [line]
+    return lines
+
+
+def warn_of_hooks(prepared: Prepared) -> None:
+    """Say so, before a run."""
+    for line in hook_warnings(prepared):
+        warnings.warn(line, TaskWarning, stacklevel=2)
+
+
+# A trial of every hook -----------------------------------------------------------------------
+
+
+def try_training(prepared: Prepared) -> list[str]:
+    """Train one mini-batch, evaluate on one micro-batch and put a checkpoint together, all in this
+    process and in memory: every hook is called as a run calls it.
+
+    The weights of `prepared` change; nothing else is left of it.
+
+    Returns what its figures seem to be instead of means.
+
+    Raises as a run: the message names the stage, the operation and the hook.
+    """
+    first, settings = prepared.segments[0], prepared.settings
+    segment = replace(
+        first,
+        mini_batches=1,
+        samples=min(first.samples, first.mini_batch),
+        offset=0,
+        rest=0,
+        checkpoint=False,
+    )
+    noted = _Noted(prepared.task, prepared.evaluation_samples)
+    few = replace(prepared, task=cast(Task, noted), segments=(segment,))
+    device = own_device(prepared.plan, settings, 0)
+    mailbox, pool = Mailbox(), Pool(sum_groups(few.workers, few.tied))
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        runners = [
+            StageRunner(
+                with_own_weights(few, worker),
+                worker.rank,
+                LocalChannels(worker.rank, mailbox),
+                LocalSums(worker.rank, pool),
+                device=device,
+            )
+            for worker in few.workers
+        ]
+        Course(runners, Silent(), lambda: None, lambda: None).run()
+        if settings.checkpoint_every != 0:
+            for runner in runners:
+                capture(runner.stage, random_state(device), EpochSums(), {})
+        return try_figures(prepared.task, *noted.latest, metrics=settings.evaluate)
+
+
+def try_in_parts(prepared: Prepared, result: Any, target: Any, only: int | None) -> list[str]:
+    """The same for a model that is too large to train for a look: loss and metrics on numbers that
+    stand in for its result, and optimizers and schedulers on gradients of zero.
+
+    Args:
+        result: of the last stage for one micro-batch, which may be without numbers.
+        target: of that micro-batch.
+        only: the stage to step the optimizer of; None: all, one after another. Where there isn't
+            memory for it, or the run is to be on GPUs, it isn't stepped.
+
+    Returns and raises as `try_training`.
+    """
+    task, settings = prepared.task, prepared.settings
+    with torch.random.fork_rng(devices=[]):
+        made = stand_in(result)
+        try_loss(task, made, target)
+        lines = try_figures(task, made, target, metrics=settings.evaluate)
+        if settings.evaluate:
+            dataset = call_hook("data('test')", task.data, "test")
+            size = dataset_size(dataset, "test")
+            fetch(dataset, range(min(size, prepared.evaluation_samples)))
+        for s, piece in enumerate(prepared.pieces):
+            parameters = [p for p in piece.module.parameters() if p.requires_grad]
+            needed = _HELD * sum(p.nbytes for p in parameters)
+            on_gpu = device_kind(prepared.plan, settings) != "cpu"
+            if only not in (None, s) or on_gpu or needed > free_bytes(CPU):
+                continue
+            optimizer = _optimizer_of(prepared, s)
+            if optimizer is None:
+                continue
+            optimizer = follow(prepared.pipeline.variant.update_rule, optimizer)
+            scheduler = make_scheduler(task, settings, optimizer, length_of(prepared.segments))
+            for p in parameters:
+                p.grad = torch.zeros_like(p)
+            step_optimizer(optimizer)
+            if scheduler is not None:
+                scheduler.after_update(ends_epoch=True)
+            for p in parameters:
+                p.grad = None
+    return lines
+
+
+class _Noted:
+    """A task with a few test samples, that notes what its loss was last called with."""
+
+    def __init__(self, task: Task, test_samples: int) -> None:
+        self._task = task
+        self._test_samples = test_samples
+        self.latest: tuple[Any, Any] = (None, None)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._task, name)
+
+    def data(self, split: Split) -> Dataset[Any]:
+        """The task's own, cut short for the test."""
+        found = self._task.data(split)
+        if split == "train":
+            return found
+        return Subset(found, range(min(self._test_samples, dataset_size(found, split))))
+
+    def loss(self, output: Any, target: Any) -> Any:
+        """The task's own."""
+        self.latest = output, target
+        return self._task.loss(output, target)

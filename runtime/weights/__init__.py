@@ -1,0 +1,1 @@
+"""The weight versions a stage keeps: stash, rules, predictions, staleness."""

@@ -1,0 +1,142 @@
+"""The weights that each operation runs on: what the variants table says, made real.
+
+`planner.systems.versions` numbers them; here they become tensors. None stands for the parameters
+as they are, the latest version.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ...planner.systems.operations import Op
+from ...planner.systems.prediction import Distances
+from ...planner.systems.variants import BackwardWeights as BackwardRule
+from ...planner.systems.variants import ForwardWeights, Variant
+from ...planner.systems.versions import VersionWalk
+from .prediction import Predictor
+from .stash import WeightVersions
+
+DECAYS: dict[str, Callable[[float, int], float]] = {
+    "exponential": lambda rate, d: math.exp(-rate * d),
+    "inverse": lambda rate, d: 1 / (1 + rate * d),
+    "linear": lambda rate, d: max(0.0, 1 - rate * d),
+}
+"""I-TiMePReSt's σ(d): how much of the forward's weights is left in a backward d updates later."""
+
+
+class BackwardWeights(NamedTuple):
+    """What a backward of some micro-batches runs on.
+
+    Attributes:
+        micro_batches: that use the same weights.
+        version: that they count as using.
+        tensors: the weights; None: the parameters as they are.
+    """
+
+    micro_batches: tuple[int, ...]
+    version: int
+    tensors: list[Tensor] | None
+
+
+class WeightRules:
+    """Gives a stage's operations their weights.
+
+    Attributes:
+        walk: which version each operation uses; set anew for each segment of the run.
+        distances: what predictions look ahead in that segment.
+    """
+
+    def __init__(
+        self,
+        variant: Variant,
+        weights: WeightVersions,
+        predictor: Predictor | None,
+        decay: Callable[[int], float],
+    ) -> None:
+        """
+        Args:
+            predictor: for systems that predict; None where the stage has nothing to train.
+            decay: σ of the version difference.
+        """
+        self.weights = weights
+        self.walk = VersionWalk(variant, 1)
+        self.distances = Distances((), ())
+        self._predictor = predictor
+        self._decay = decay
+        self._forward = _FORWARD[variant.forward_weights]
+        self._backward = _BACKWARD[variant.backward_weights]
+        self._by_forward = variant.stashes
+
+    def forward(self, op: Op, version: int) -> list[Tensor] | None:
+        """For a forward, which the walk has just taken."""
+        return self._forward(self, op, version)
+
+    def backwards(self, op: Op, micro_batches: Sequence[int]) -> Iterator[BackwardWeights]:
+        """For a backward of these micro-batches, which the walk has just taken.
+
+        Each is to be run before the next one is asked for: they may be made in the same memory.
+        """
+        groups: dict[int, list[int]] = {}
+        for i in micro_batches:
+            # Where the forward's weights don't matter, all run in one pass.
+            used = self.walk.version_of(op.mini_batch, i) if self._by_forward else 0
+            groups.setdefault(used, []).append(i)
+        for used, mine in groups.items():
+            yield self._backward(self, op, used, tuple(mine))
+
+    def again(self, op: Op, micro_batch: int) -> list[Tensor] | None:
+        """Those that a micro-batch's forward used, to do it again."""
+        return self.weights.at(self.walk.version_of(op.mini_batch, micro_batch))
+
+    # Rules -----------------------------------------------------------------------------------
+
+    def _at_version(self, op: Op, version: int) -> list[Tensor] | None:
+        return self.weights.at(version)
+
+    def _predicted_forward(self, op: Op, version: int) -> list[Tensor] | None:
+        return self._predict(self.distances.forward[op.mini_batch])
+
+    def _latest_backward(self, op: Op, used: int, mine: tuple[int, ...]) -> BackwardWeights:
+        return BackwardWeights(mine, self.walk.latest, None)
+
+    def _forwards_backward(self, op: Op, used: int, mine: tuple[int, ...]) -> BackwardWeights:
+        return BackwardWeights(mine, used, self.weights.at(used))
+
+    def _predicted_backward(self, op: Op, used: int, mine: tuple[int, ...]) -> BackwardWeights:
+        tensors = self._predict(self.distances.backward[op.mini_batch])
+        return BackwardWeights(mine, self.walk.latest, tensors)
+
+    def _predict(self, steps: int) -> list[Tensor] | None:
+        if not steps or self._predictor is None:
+            return None
+        scratch = self.weights.scratch()
+        self._predictor.predict(steps, dict(zip(self.weights.parameters, scratch, strict=True)))
+        return scratch
+
+    def _between(self, op: Op, used: int, mine: tuple[int, ...]) -> BackwardWeights:
+        latest = self.walk.latest
+        if used == latest:
+            return BackwardWeights(mine, latest, None)
+        share = self._decay(latest - used)
+        tensors = self.weights.between(used, share, reuse=self.walk.last_use(op, used))
+        return BackwardWeights(mine, latest, tensors)
+
+
+_FORWARD: dict[ForwardWeights, Callable[[WeightRules, Op, int], list[Tensor] | None]] = {
+    "latest": WeightRules._at_version,
+    "micro-batch-entry": WeightRules._at_version,
+    "mini-batch-entry": WeightRules._at_version,
+    "predicted": WeightRules._predicted_forward,
+}
+
+_BACKWARD: dict[BackwardRule, Callable[[WeightRules, Op, int, tuple[int, ...]], BackwardWeights]]
+_BACKWARD = {
+    "latest": WeightRules._latest_backward,
+    "forward": WeightRules._forwards_backward,
+    "predicted": WeightRules._predicted_backward,
+    "intermediate": WeightRules._between,
+}

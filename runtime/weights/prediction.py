@@ -1,0 +1,108 @@
+"""Predicting weights: where the optimizer will have taken them some updates later.
+
+A prediction is W − k·η·Δ: k updates ahead, η the learning rate of the parameter's group, Δ a
+direction read from the optimizer's state. Which direction is the system's choice
+(`Variant.prediction`):
+
+- "smoothed-gradient": SpecTrain's v (1809.02839): the momentum buffer of SGD, the first moment of
+  Adam and AdamW.
+- "optimizer-step": what the optimizer's own rule would step along (PipeOptim, 2312.00839): the
+  momentum buffer of SGD; m̂ / (√v̂ + ε) of Adam, and the decoupled weight decay of AdamW on top.
+
+SGD without momentum has no state: there the last gradient is kept, as it was stepped along.
+Before the first update nothing is known, and the weights themselves are the prediction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, Optimizer
+
+from ...planner.systems.variants import Prediction
+from ...profiles.errors import TargetError
+
+_Direction = Callable[["Predictor", nn.Parameter, dict[str, Any]], "Tensor | None"]
+
+
+class Predictor:
+    """Predicts one stage's weights from its optimizer.
+
+    Attributes:
+        last: gradients kept because the optimizer has no state, by parameter.
+        kept_bytes: of them.
+    """
+
+    def __init__(self, prediction: Prediction, optimizer: Optimizer) -> None:
+        """Raises TargetError for an optimizer whose rule isn't known."""
+        self.optimizer = optimizer
+        rules = [rule for kind, rule in _DIRECTIONS[prediction] if isinstance(optimizer, kind)]
+        if not rules:
+            raise TargetError(
+                f"the task's optimizer is {type(optimizer).__name__}: weights can be predicted for "
+                "SGD, Adam and AdamW; take one of them, or a system that predicts nothing"
+            )
+        self._direction = rules[0]
+        self.last: dict[nn.Parameter, Tensor] = {}
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of gradients kept after their update."""
+        return sum(g.numel() * g.element_size() for g in self.last.values())
+
+    def before_step(self) -> None:
+        """The optimizer is about to step: keep what its state won't tell afterwards."""
+        for group in self.optimizer.param_groups:
+            if not isinstance(self.optimizer, SGD) or group["momentum"]:
+                continue
+            decay = group["weight_decay"]
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.last[p] = p.grad.add(p.detach(), alpha=decay) if decay else p.grad
+
+    def predict(self, steps: int, into: dict[nn.Parameter, Tensor]) -> None:
+        """Write the weights so many updates ahead. `into`: a tensor for each parameter."""
+        left = dict(into)
+        with torch.no_grad():
+            for group in self.optimizer.param_groups:
+                sign = -1 if group.get("maximize") else 1
+                rate = float(group["lr"]) * steps * sign
+                for p in group["params"]:
+                    direction = self._direction(self, p, group)
+                    if direction is not None:
+                        torch.sub(p, direction, alpha=rate, out=left.pop(p))
+            for p, target in left.items():
+                target.copy_(p)
+
+    # Directions ------------------------------------------------------------------------------
+
+    def _momentum(self, p: nn.Parameter, group: dict[str, Any]) -> Tensor | None:
+        found = self.optimizer.state.get(p, {}).get("momentum_buffer")
+        return found if found is not None else self.last.get(p)
+
+    def _first_moment(self, p: nn.Parameter, group: dict[str, Any]) -> Tensor | None:
+        found: Tensor | None = self.optimizer.state.get(p, {}).get("exp_avg")
+        return found
+
+    def _adam(self, p: nn.Parameter, group: dict[str, Any]) -> Tensor | None:
+        state = self.optimizer.state.get(p)
+        if not state:
+            return None
+        beta1, beta2 = group["betas"]
+        step = float(state["step"])
+        second = state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"]
+        denominator = (second / (1 - beta2**step)).sqrt_().add_(group["eps"])
+        direction: Tensor = state["exp_avg"] / (1 - beta1**step) / denominator
+        if group.get("decoupled_weight_decay"):
+            direction = direction.add_(p.detach(), alpha=group["weight_decay"])
+        return direction
+
+
+_DIRECTIONS: dict[Prediction, tuple[tuple[type[Optimizer], _Direction], ...]] = {
+    "smoothed-gradient": ((SGD, Predictor._momentum), (Adam, Predictor._first_moment)),
+    "optimizer-step": ((SGD, Predictor._momentum), (Adam, Predictor._adam)),
+}
+"""AdamW is one of Adam's kinds."""

@@ -1,0 +1,217 @@
+"""Weight versions of a stage: the latest in the parameters themselves, older ones while needed.
+
+Autograd saves the weights that a backward needs inside its graph, and refuses to run when an
+update has changed them in place. Saved-tensor hooks pack every saved tensor that shares memory
+with a parameter as a reference (which parameter, size, stride, offset) and unpack it to the
+version that the training system prescribes for the backward. So no graph holds weights.
+
+So are copies of a whole parameter in another precision, as autocast makes them: only where they
+came from is kept, and the backward makes its own.
+
+Other tensors computed from weights (weight norm) are saved as values: the part of a backward
+that goes through them is at the forward's weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ...profiles.autograd.saved import storage_bytes, storage_key
+
+
+class _Reference(NamedTuple):
+    """A saved view of a parameter, or of its copy in another precision."""
+
+    parameter: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    copied_to: torch.dtype | None = None
+
+
+class WeightVersions:
+    """The versions of one stage's parameters.
+
+    Attributes:
+        latest: number of the version that the parameters hold.
+        saved: bytes by storage that autograd saved in the last forward, parameters left out.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = list(parameters)
+        self.latest = 0
+        self.saved: dict[int, int] = {}
+        self._older: dict[int, list[Tensor]] = {}
+        self._index = {storage_key(p): k for k, p in enumerate(self.parameters) if p.numel()}
+        self._position = {id(p): k for k, p in enumerate(self.parameters)}
+        self._unpack_from: list[Tensor] = []
+        self._copies: dict[tuple[int, torch.dtype], Tensor] = {}
+        # Micro-batches of a backward ask for the same ones.
+        self._views: dict[_Reference, Tensor] = {}
+        dtypes = {p.dtype for p in self.parameters}
+        # What has it isn't a copy in another precision.
+        self._only_dtype = dtypes.pop() if len(dtypes) == 1 else None
+        self._scratch: list[Tensor] = []
+        self._bytes: dict[int, int] = {}
+        self._scratch_bytes = 0
+
+    # Keeping versions --------------------------------------------------------------------
+
+    def keep_latest(self) -> None:
+        """Copy the latest weights: an update is about to overwrite them, and they are needed."""
+        copies = [p.detach().clone() for p in self.parameters]
+        self._older[self.latest] = copies
+        self._bytes[self.latest] = sum(map(storage_bytes, copies))
+        self._index.update({storage_key(t): k for k, t in enumerate(copies) if t.numel()})
+
+    def advance(self, needed: set[int]) -> None:
+        """The update is done: the parameters hold the next version; drop what isn't needed."""
+        self.latest += 1
+        self.drop(needed)
+
+    def drop(self, needed: set[int]) -> None:
+        """Let go of older versions that nobody needs any more."""
+        for version in [v for v in self._older if v not in needed]:
+            del self._bytes[version]
+            for tensor in self._older.pop(version):
+                self._index.pop(storage_key(tensor), None)
+
+    @property
+    def held(self) -> int:
+        """Versions held, the latest included."""
+        return 1 + len(self._older)
+
+    @property
+    def older_bytes(self) -> int:
+        """Bytes of the copies, the scratch copy among them."""
+        return sum(self._bytes[version] for version in self._older) + self._scratch_bytes
+
+    # Making others -----------------------------------------------------------------------
+
+    def at(self, version: int) -> list[Tensor] | None:
+        """The tensors of a version that is held; None: the parameters as they are."""
+        return None if version == self.latest else self._older[version]
+
+    def scratch(self) -> list[Tensor]:
+        """Tensors to make other weights in: for one operation, then they may be overwritten."""
+        if not self._scratch:
+            self._scratch = [torch.empty_like(p, requires_grad=False) for p in self.parameters]
+            keys = ((storage_key(t), k) for k, t in enumerate(self._scratch) if t.numel())
+            self._index.update(keys)
+            self._scratch_bytes = sum(map(storage_bytes, self._scratch))
+        return self._scratch
+
+    def drop_scratch(self) -> None:
+        """Let go of that memory."""
+        for tensor in self._scratch:
+            self._index.pop(storage_key(tensor), None)
+        self._scratch = []
+        self._scratch_bytes = 0
+
+    def between(self, version: int, share: float, *, reuse: bool) -> list[Tensor]:
+        """Weights between the latest and an older version: latest + share · (older − latest).
+
+        Args:
+            reuse: nothing needs the older version after this: its memory is overwritten.
+        """
+        older = self._older[version]
+        target = older if reuse else self.scratch()
+        with torch.no_grad():
+            for p, old, made in zip(self.parameters, older, target, strict=True):
+                torch.lerp(p, old, share, out=made)
+        return target
+
+    # Using them --------------------------------------------------------------------------
+
+    @contextmanager
+    def forward(self, tensors: list[Tensor] | None, *, hooks: bool = True) -> Iterator[None]:
+        """Run a forward on these; None: the parameters as they are.
+
+        What it saves of the weights are references.
+
+        Args:
+            hooks: False: its backward will run on the same weights, and nobody asks what it saved:
+                autograd keeps what it keeps. Only for the parameters as they are.
+        """
+        if not hooks:
+            assert tensors is None
+            self.saved = {}
+            yield
+            return
+        live = None
+        if tensors is not None:
+            live = [p.data for p in self.parameters]
+            for p, other in zip(self.parameters, tensors, strict=True):
+                p.data = other
+        counted: dict[int, int] = {}
+        index, only = self._index, self._only_dtype
+
+        def pack(tensor: Tensor) -> Tensor | _Reference:
+            storage = tensor.untyped_storage()
+            key: int = storage._cdata
+            copied_to = None
+            k = index.get(key)
+            if k is None and tensor.dtype != only:
+                k, copied_to = self._copied_from(tensor), tensor.dtype
+            if k is None:
+                counted[key] = storage.nbytes()
+                # An operation that saves its own output would hold itself alive through it.
+                return tensor.detach()
+            offset = int(tensor.storage_offset())
+            return _Reference(k, tensor.size(), tensor.stride(), offset, copied_to)
+
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
+                yield
+        finally:
+            if live is not None:
+                for p, data in zip(self.parameters, live, strict=True):
+                    p.data = data
+            self.saved = counted
+
+    def _copied_from(self, tensor: Tensor) -> int | None:
+        """The parameter that this is a copy of in another precision, or a view of such a copy."""
+        # Autograd passes what it saves with its history, outputs of the operation left out.
+        copy = tensor._base if tensor._is_view() else tensor
+        made_by = copy.grad_fn if copy is not None else None
+        if copy is None or made_by is None or made_by.name() != "ToCopyBackward0":
+            return None
+        source = getattr(made_by.next_functions[0][0], "variable", None)
+        k = None if source is None else self._position.get(id(source))
+        # Only where a copy made later is laid out the same, from its storage's start.
+        if source is None or copy.device != source.device or copy.storage_offset():
+            return None
+        return k if copy.stride() == source.stride() else None
+
+    @contextmanager
+    def backward(self, tensors: list[Tensor] | None) -> Iterator[None]:
+        """Run a backward on these, whatever its forward ran on; None: the parameters."""
+        self._unpack_from = tensors or [p.detach() for p in self.parameters]
+        try:
+            yield
+        finally:
+            self._unpack_from = []
+            self._copies = {}
+            self._views = {}
+
+    def _unpack(self, kept: Tensor | _Reference) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        view = self._views.get(kept)
+        if view is None:
+            view = self._views[kept] = self._view(kept)
+        return view
+
+    def _view(self, kept: _Reference) -> Tensor:
+        source = self._unpack_from[kept.parameter]
+        if kept.copied_to is not None:
+            key = (kept.parameter, kept.copied_to)
+            if key not in self._copies:
+                self._copies[key] = source.to(kept.copied_to)
+            source = self._copies[key]
+        return source.as_strided(kept.size, kept.stride, kept.offset)
