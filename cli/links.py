@@ -20,9 +20,9 @@ from ..planner.cluster.link_fit import LinkFit, fit_link, typical_pair
 from ..profiles.files import write_bytes
 from ..profiles.outputs import Kind, check_output
 from ..profiles.units import format_bytes, format_seconds
-from .common import output, print_json
+from .errors import output, print_json
 from .progress import Bar
-from .tables import compact_table, counted
+from .tables.layout import compact_table, counted
 
 if TYPE_CHECKING:
     from ..runtime.calibration.links import LinkTimes

@@ -12,7 +12,7 @@ from ..profiles.errors import UserError
 from ..profiles.files import read_file, write_file
 from ..profiles.outputs import Kind, check_output, check_outputs
 from ..profiles.profile import Profile, check_profile
-from .common import (
+from .errors import (
     OneLineGroup,
     Whole,
     common_options,
@@ -21,15 +21,15 @@ from .common import (
     print_json,
     version_option,
 )
-from .compare import compare
-from .figures.options import Figures, figure_options, write_plan_figures
-from .plan_html import html_option, write_html
-from .plan_tables import assumed, few_stages, print_plan
-from .published import published
-from .simulate import simulate_plan
-from .solve import solve
-from .timeline import timeline, timeline_json
-from .trace_option import trace_option, write_plan_trace
+from .pictures.html.plan_html import html_option, write_html
+from .pictures.svg.options import Figures, figure_options, write_plan_figures
+from .pictures.timeline import timeline, timeline_json
+from .pictures.trace_option import trace_option, write_plan_trace
+from .plan_commands.compare import compare
+from .plan_commands.published import published
+from .plan_commands.simulate import simulate_plan
+from .plan_commands.solve import solve
+from .tables.plan import assumed, few_stages, print_plan
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -14,7 +14,7 @@ from ..profiles.limits import MAX_FACTOR, MAX_THREADS
 from ..profiles.outputs import Kind, check_output
 from ..profiles.profile import FRONT_ENDS, Profile
 from ..profiles.published.reader import import_profile, is_foreign
-from .common import (
+from .errors import (
     Number,
     OneLineCommand,
     Whole,
@@ -24,8 +24,8 @@ from .common import (
     print_json,
     whole_numbers,
 )
-from .profile_tables import print_profile
 from .progress import Bar
+from .tables.profile import print_profile
 
 
 def _options(function: Any) -> Any:

@@ -11,8 +11,8 @@ from typing import Any
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
-from .common import PlainConsole, output, tell
-from .names import printable
+from .errors import PlainConsole, output, tell
+from .tables.names import printable
 
 _REFRESH_S = 0.1
 _FIRST_LINE_S = 30.0

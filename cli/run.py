@@ -16,7 +16,7 @@ from ..profiles.errors import UserError
 from ..profiles.limits import MAX_FACTOR, MAX_SECONDS, MAX_THREADS
 from ..runtime.processes.environment import check_world_size
 from ..runtime.processes.locks import check_system
-from .common import (
+from .errors import (
     Number,
     Stopped,
     Whole,
@@ -27,12 +27,12 @@ from .common import (
     print_json,
     tell,
 )
-from .export import WithOthers
-from .one_rank import meeting_at_hand, one_rank_tells
 from .optimizer_options import betas_in, optimizer_choice
 from .progress import Bar
-from .resuming import check_resumable, given, how_to_go_on, place_of, read_run
-from .run_checks import device_lines, show_check, show_dry_run, warn_of_memory
+from .run_commands.checks import device_lines, show_check, show_dry_run, warn_of_memory
+from .run_commands.export import WithOthers
+from .run_commands.rank import meeting_at_hand, one_rank_tells
+from .run_commands.resume import check_resumable, given, how_to_go_on, place_of, read_run
 
 if TYPE_CHECKING:
     from ..runtime.processes.rendezvous import Meeting
@@ -363,10 +363,10 @@ def main(
         from ..runtime.restarts import with_restarts
         from ..runtime.run import resume as resume_run
         from ..runtime.run import run
-        from .plan_tables import operations
-        from .run_tables import epoch_line, summary_lines, summary_table
-        from .stage_tables import stage_table
-        from .training_progress import TrainingProgress, stopping
+        from .run_commands.progress import TrainingProgress, stopping
+        from .tables.plan import operations
+        from .tables.run import epoch_line, summary_lines, summary_table
+        from .tables.stages import stage_table
 
     if checks:
         with naming(plan_path or str(run_dir)):

@@ -16,7 +16,7 @@ from typing import Any
 
 import click
 from click.testing import CliRunner, Result
-from timeprest.cli.common import errors_as_lines
+from timeprest.cli.errors import errors_as_lines
 from timeprest.planner.plan import Plan, read_plan
 from timeprest.profiles.files import read_file
 from timeprest.profiles.profile import Profile, check_profile

@@ -9,7 +9,7 @@ from drawn_plans import evaluated
 from hypothesis import given, settings
 from plans import REPORT
 from test_recording import ALL, chain_plan
-from timeprest.cli.chrome_trace import COMPUTE, trace, write_trace
+from timeprest.cli.pictures.chrome_trace import COMPUTE, trace, write_trace
 from timeprest.planner.evaluate import make_plan
 from timeprest.planner.lane_times import lane_times
 from timeprest.planner.recording import MEMORY_KINDS, predicted

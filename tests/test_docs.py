@@ -27,7 +27,7 @@ from test_recording import chain_plan
 from timeprest.cli.plan import main as plan_main
 from timeprest.cli.profile import main as profile_main
 from timeprest.cli.run import main as run_main
-from timeprest.cli.stage_tables import stage_table
+from timeprest.cli.tables.stages import stage_table
 from timeprest.planner.cluster.cluster import read_cluster
 from timeprest.planner.plan import Plan, PlanStage, SolverReport, read_plan
 from timeprest.planner.systems.variants import VARIANTS

@@ -16,18 +16,18 @@ from drawn_plans import evaluated
 from hypothesis import given, settings
 from plans import REPORT
 from test_recording import chain_plan
-from timeprest.cli.figures import Settings, memory_svg, timeline_svg, timelines_svg
-from timeprest.cli.figures.fills import SHADES, has_pattern, memory_shade, shade
-from timeprest.cli.figures.frame import window_of
-from timeprest.cli.figures.options import (
+from timeprest.cli.palette import MEMORY
+from timeprest.cli.pictures.svg import Settings, memory_svg, timeline_svg, timelines_svg
+from timeprest.cli.pictures.svg.fills import SHADES, has_pattern, memory_shade, shade
+from timeprest.cli.pictures.svg.frame import window_of
+from timeprest.cli.pictures.svg.options import (
     figure_options,
     limits,
     width_in_points,
     write_plan_figures,
     write_run_figure,
 )
-from timeprest.cli.figures.svg import text_width
-from timeprest.cli.palette import MEMORY
+from timeprest.cli.pictures.svg.svg import text_width
 from timeprest.cli.plan import main
 from timeprest.planner.evaluate import make_plan
 from timeprest.planner.lane_times import steady_times

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from timeprest.cli.common import errors_as_lines
+from timeprest.cli.errors import errors_as_lines
 from timeprest.cli.links import cluster_text, links_command, report_of
 from timeprest.planner.cluster.cluster import Cluster, read_cluster, write_bandwidth, write_latency
 from timeprest.planner.cluster.link_fit import LinkPoint, error_of_median, fit_link, typical_pair
@@ -283,7 +283,7 @@ def test_a_lost_worker_ends_the_measurement(how, message):
 
 
 COMMAND = """
-from timeprest.cli.common import errors_as_lines
+from timeprest.cli.errors import errors_as_lines
 from timeprest.cli.links import links_command
 errors_as_lines(links_command)("c.toml", processes=2, device="cpu", quiet=False, as_json=True)
 """

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from small_models import TARGETS, ZOO, light_models
-from timeprest.cli.profile_tables import layer_sum_ratios
+from timeprest.cli.tables.profile import layer_sum_ratios
 from timeprest.planner.costs.stage_costs import stage_cost
 from timeprest.profiles.autograd.saved import SavedBytes
 from timeprest.profiles.errors import UserError

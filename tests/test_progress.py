@@ -8,9 +8,9 @@ import sys
 import pytest
 from plans import plan_by_hand, with_times
 from timeprest.cli import progress
-from timeprest.cli.common import PlainConsole
+from timeprest.cli.errors import PlainConsole
 from timeprest.cli.progress import Bar, time_left
-from timeprest.cli.training_progress import BusyShares, Rate, busy_text, training_text
+from timeprest.cli.run_commands.progress import BusyShares, Rate, busy_text, training_text
 from timeprest.runtime.records.progress import Silent
 from timeprest.runtime.records.status import WorkerStatus
 from timeprest.runtime.run import run

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from drawn_questions import Drawn, all_plans, drawn
 from profiles_by_hand import chain, profile_by_hand
-from timeprest.cli.plan_tables import piling_up
+from timeprest.cli.tables.plan import piling_up
 from timeprest.planner.cluster.cluster import Cluster, Device, Network
 from timeprest.planner.evaluate import Question, evaluate
 from timeprest.planner.partition import solve as solvers

@@ -8,7 +8,7 @@ import pytest
 from browser import Watched, chromium
 from click.testing import CliRunner
 from plans import plan_by_hand, with_times
-from timeprest.cli.run_report import report
+from timeprest.cli.run_commands.report import report
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import RunSettings
 

@@ -12,9 +12,9 @@ import pytest
 from click.testing import CliRunner
 from plans import plan_by_hand, with_times
 from rich.console import Console
-from timeprest.cli.report.run_data import distinct_names, read_facts, run_figures
-from timeprest.cli.run_report import report
-from timeprest.cli.run_tables import summary_table
+from timeprest.cli.pictures.html.run_data import distinct_names, read_facts, run_figures
+from timeprest.cli.run_commands.report import report
+from timeprest.cli.tables.run import summary_table
 from timeprest.planner.lane_times import lane_times
 from timeprest.planner.recording import window
 from timeprest.planner.systems.operations import Op

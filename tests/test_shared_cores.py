@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from profiles_by_hand import chain
 from timeprest.cli.plan import main
-from timeprest.cli.run_checks import device_lines
+from timeprest.cli.run_commands.checks import device_lines
 from timeprest.planner.cluster.cluster import uniform_cluster
 from timeprest.planner.cluster.contention import crowded
 from timeprest.planner.plan import read_plan

@@ -30,6 +30,8 @@ GRACE_S = 3.0
 """After the first failure, what the other workers have to end by themselves."""
 WORKER = f"{__package__.rpartition('.')[0]}.training.worker"
 """The module that a worker's process runs."""
+WORKER = f"{__package__.rpartition('.')[0]}.training.worker"
+"""The module that a worker's process runs."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,307 @@
+"""What the three commands share: consoles, options, and errors as one line."""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import math
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO, TypeVar
+
+import click
+import msgspec
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+from rich.text import Text
+
+from .. import __version__
+from ..profiles.errors import PlanError, TaskWarning, TimeprestError
+from ..profiles.limits import MAX_COUNT
+from .tables.names import printable
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_PLAIN_WIDTH = 100
+_MODULES = {f"{name}.py": f"tp-{name}" for name in ("profile", "plan", "run")}
+_LONGEST_LINE = 1000
+"""Characters of an error; names in a broken file can be any length."""
+
+
+class PlainConsole(Console):
+    """Prints text as it is: no markup, and nothing in it moves the cursor (`names.printable`).
+
+    A string is one line, whatever name is in it; of texts that we put together, lines stay lines.
+    """
+
+    def __init__(self, **more: Any) -> None:
+        # Names such as "net.py:Llama:" aren't emoji, and those with brackets aren't styles.
+        super().__init__(highlight=False, soft_wrap=False, emoji=False, markup=False, **more)
+
+    def on_broken_pipe(self) -> None:
+        """An error as any other; rich ends the program."""
+        raise
+
+    def render_str(self, text: str, **more: Any) -> Text:
+        """As rich's."""
+        return super().render_str(printable(text), **more)
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterator[Segment]:
+        """As rich's."""
+        for segment in super().render(renderable, options):
+            text = segment.text
+            if segment.control or text.isprintable() or text == "\n":
+                yield segment
+            else:
+                yield Segment("\n".join(map(printable, text.split("\n"))), segment.style)
+
+
+def output() -> Console:
+    """The console for results: stdout, as wide as the terminal or COLUMNS says, or 100 columns."""
+    known = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal()
+    return PlainConsole(width=None if known else _PLAIN_WIDTH)
+
+
+class Stopped(KeyboardInterrupt):
+    """Ctrl-C, with what the user can do next."""
+
+
+def errors_as_lines(function: F) -> F:
+    """Turn our errors into one line on stderr and their exit code, our warnings into one line
+    each; Ctrl-C into code 130."""
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        try:
+            with _warnings_as_lines():
+                return function(*args, **kwargs)
+        except TimeprestError as error:
+            with suppress(OSError):
+                complain(str(error))
+            sys.exit(error.exit_code)
+        except KeyboardInterrupt as stop:
+            more = f"; {stop}" if isinstance(stop, Stopped) and str(stop) else ""
+            with suppress(OSError):
+                tell(f"stopped{more}")
+            sys.exit(130)
+        except BrokenPipeError as error:
+            if why_unprinted(error) is None:
+                raise
+            # The reader of our output (head, less) has had enough.
+            _give_up(sys.stdout)
+            sys.exit(0)
+        except Exception:
+            raise
+        except BaseException as error:
+            # sys.exit() in the user's model would end the command without a word.
+            from ..profiles.target import describe_error, from_users_code
+
+            if not from_users_code(error):
+                raise
+            complain(describe_error(error))
+            sys.exit(1)
+
+    return wrapped  # type: ignore[return-value]
+
+
+def why_unprinted(error: BaseException) -> str | None:
+    """Why something can't be printed: a full disk, a reader that has gone; None: another error."""
+    if not isinstance(error, OSError) or error.filename is not None:
+        return None
+    last = traceback.extract_tb(error.__traceback__)[-1].filename
+    # Whatever else we write is named in its errors.
+    printing = os.path.basename(os.path.dirname(last)) in ("click", "rich", "cli")
+    return f"what it prints can't be written: {error.strerror}" if printing else None
+
+
+@contextmanager
+def _printed() -> Iterator[None]:
+    """All that is printed meanwhile is written at the end, or said not to be."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        why = why_unprinted(error)
+        if why is None:
+            raise
+        _give_up(sys.stdout)
+        # The reader of our output (head, less) may have had enough.
+        if not isinstance(error, BrokenPipeError):
+            with suppress(OSError):
+                complain(why)
+        sys.exit(0 if isinstance(error, BrokenPipeError) else 1)
+    finally:
+        try:
+            sys.stderr.flush()
+        except OSError:
+            _give_up(sys.stderr)
+
+
+def _give_up(stream: TextIO) -> None:
+    """Let what a stream still holds go nowhere, so that the interpreter's end is a quiet one."""
+    with suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+@contextmanager
+def _warnings_as_lines() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", TaskWarning)
+        others = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *args: Any, **more: Any) -> None:
+            if issubclass(category, TaskWarning):
+                complain(f"warning: {message}")
+            else:
+                others(message, category, *args, **more)
+
+        warnings.showwarning = show
+        yield
+
+
+def complain(message: str) -> None:
+    """Print one line on stderr, whatever the message has in it from files and command lines."""
+    line = printable(" ".join(message.split()))
+    if len(line) > _LONGEST_LINE:
+        line = f"{line[: _LONGEST_LINE // 2]} … {line[-_LONGEST_LINE // 3 :]}"
+    tell(line)
+
+
+def tell(message: str) -> None:
+    """Print a line on stderr that is no error: a warning, or what is being done."""
+    click.echo(f"{program()}: {printable(message)}", err=True)
+
+
+def print_json(value: Any) -> None:
+    """Print a result as JSON; names in it are escaped where they could move the cursor."""
+    text = msgspec.json.encode(value).decode()
+    if not text.isprintable():
+        # The others are escaped in any case.
+        text = "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text)
+    click.echo(text)
+
+
+@contextmanager
+def naming(plan_path: str) -> Iterator[None]:
+    """Errors about a plan name its file."""
+    try:
+        yield
+    except PlanError as error:
+        said = str(error)
+        if not said.startswith("plan: "):
+            raise
+        raise PlanError(f"{plan_path}{said.removeprefix('plan')}") from error
+
+
+class _OneLine(click.Command):
+    """A command whose usage errors are one line too."""
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        **extra: Any,
+    ) -> Any:
+        """As click's, which prints the usage and a hint besides."""
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            # A file's name, or a layer's, may not be text in the terminal's encoding.
+            sys.stdout.reconfigure(errors="backslashreplace")
+        try:
+            with _printed():
+                code = super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
+            if not standalone_mode:
+                return code
+        except (click.ClickException, click.Abort) as error:
+            if not standalone_mode:
+                raise
+            with _printed():
+                sys.exit(_ended_by(error))
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+def _ended_by(error: click.ClickException | click.Abort) -> int:
+    """Say what ended the command; its exit code."""
+    if isinstance(error, click.Abort):
+        complain("stopped")
+        return 130
+    if isinstance(error, click.exceptions.NoArgsIsHelpError):
+        error.show()
+        return error.exit_code
+    context = getattr(error, "ctx", None)
+    see = f" (see {context.command_path} --help)" if context is not None else ""
+    complain(error.format_message() + see)
+    return error.exit_code
+
+
+class OneLineCommand(_OneLine):
+    """For tools that are one command."""
+
+
+class OneLineGroup(_OneLine, click.Group):
+    """For tools of several commands."""
+
+
+def program() -> str:
+    """The command's name, for messages; also where it was started as a module of ours."""
+    name = os.path.basename(sys.argv[0])
+    return _MODULES.get(name, name) or "timeprest"
+
+
+class Whole(click.IntRange):
+    """A whole number that files can hold too."""
+
+    def __init__(self, least: int = 1, most: int = MAX_COUNT) -> None:
+        super().__init__(least, most)
+
+
+class Number(click.FloatRange):
+    """A finite number; click lets nan and inf pass."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """As click's. Raises click.BadParameter."""
+        found = super().convert(value, param, ctx)
+        if not math.isfinite(found):
+            self.fail(f"{value!r} isn't a finite number.", param, ctx)
+        return found
+
+
+version_option = click.version_option(__version__, package_name="timeprest", message="%(version)s")
+"""--version, of each command and of those that have others below them."""
+
+
+def common_options(function: F) -> F:
+    """--json, -q, -v and --version."""
+    for option in (
+        version_option,
+        click.option("--json", "as_json", is_flag=True, help="Print the result as JSON."),
+        click.option("-q", "--quiet", is_flag=True, help="Print errors only."),
+        click.option("-v", "--verbose", is_flag=True, help="Print more."),
+    ):
+        function = option(function)
+    return function
+
+
+def whole_numbers(text: str | None, option: str) -> list[int] | None:
+    """``"4,8,16"`` → [4, 8, 16]. Raises click.BadParameter."""
+    if text is None:
+        return None
+    try:
+        found = [int(part) for part in text.split(",")]
+        if min(found) < 1:
+            raise ValueError
+    except ValueError:
+        raise click.BadParameter(
+            f"{text!r}: give whole numbers from 1, like 4,8,16", param_hint=option
+        ) from None
+    return found

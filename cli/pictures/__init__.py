@@ -1,0 +1,1 @@
+"""Plans and runs as pictures: text timelines, traces, SVG figures, pages."""

@@ -1,0 +1,151 @@
+"""The page: plans and runs as one HTML text that needs nothing else, no network least of all.
+
+`page` takes plain data, as JSON holds it::
+
+    {"title": str, "plans": [plan, …], "runs": [run, …]}
+
+A plan is made by `plan_data.plan_part`, the recordings in plans and runs by
+`recording_data.columns`. The rest is done by the scripts in `assets/`, joined in the sequence of
+`SCRIPTS`; what is named ``run_*.js`` is joined after the sections of plans.
+
+To add to the page
+------------------
+* A section is registered by name::
+
+      TP.section({
+        name: "loss",                    // also the id of its element: report.html#loss
+        title: "Loss",
+        order: 15,                       // sections stand in this sequence; see plan_sections.js
+        when: (view) => view.runs.length > 0,
+        build: (host, view) => { … },    // host: the section's element, below its heading
+      });
+
+  `view` has `data` (all of it), `plans`, `runs`, and `plan`: the one chosen where there are
+  several; the sections are built anew when another is chosen.
+* `new TP.Recording(columns)` decodes a recording; `new TP.TimeGroup(host, end_s)` makes charts
+  that share a time axis, a toolbar, the mini-batch followed and the tool tip; in it go any number
+  of ``new TP.Gantt(group, recording, {title})`` and
+  ``new TP.Memory(group, recording, {title, limits})``, stacked in the sequence in which they are
+  made. That is how measured stands below predicted.
+* `TP.el(tag, attributes, …children)` makes elements; text goes in as text, never as markup.
+  `TP.figure(path, number, text)` makes a number that scripts and tests can read
+  (``<data value data-path>``). `TP.table(caption, heads, rows)` makes the table that stands beside
+  every picture. `TP.bytes`, `TP.seconds` and `TP.number` print units as the commands do.
+* Colours are CSS variables made from `cli.palette`: ``--op-F``, ``--op-F-ink``, ``--mem-weights``,
+  ``--series-0`` …; in canvases `TP.colour(name)`. `TP.onTheme(f)` calls f after a change.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from html import escape
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from ....profiles.files import write_bytes
+from ...palette import LIGHTENED, LIMIT, MEMORY, OPERATIONS, SERIES
+from ...tables.names import printable
+
+ASSETS = Path(__file__).parent / "assets"
+
+SCRIPTS = (
+    "base.js",
+    "recording.js",
+    "time_group.js",
+    "lane_chart.js",
+    "paint.js",
+    "gantt.js",
+    "gantt_input.js",
+    "memory.js",
+    "graph.js",
+    "plan_sections.js",
+    "plan_figures.js",
+)
+LAST_SCRIPT = "main.js"
+
+
+def page(data: Mapping[str, Any]) -> str:
+    """The page's HTML text."""
+    sheets = ("page.css", "run.css")
+    style = _palette_style() + "".join((ASSETS / s).read_text(encoding="utf-8") for s in sheets)
+    script = "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in _scripts())
+    shell = Template((ASSETS / "page.html").read_text(encoding="utf-8"))
+    return shell.substitute(
+        title=escape(printable(str(data.get("title", "TiMePReSt")))),
+        policy=_policy(style, script),
+        style=style,
+        data=script_text({"palette": _palette(), **data}),
+        script=script,
+    )
+
+
+def write_page(path: str | Path, data: Mapping[str, Any]) -> None:
+    """Write the page. Raises FileError."""
+    write_bytes(path, page(data).encode("utf-8"))
+
+
+def script_text(data: Any) -> str:
+    """Data as JSON that can stand inside a script element, whatever strings are in it."""
+    text = json.dumps(_shown(data), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    for character in "<>&":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+def _shown(data: Any) -> Any:
+    """The same with strings as people can read them, whatever is in names (`printable`)."""
+    if isinstance(data, str):
+        return printable(data)
+    if isinstance(data, Mapping):
+        return {_shown(key): _shown(value) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        # Recordings are long lists of numbers.
+        return [each if type(each) in (float, int) else _shown(each) for each in data]
+    return data
+
+
+def _scripts() -> Iterator[str]:
+    yield from SCRIPTS
+    yield from sorted(path.name for path in ASSETS.glob("run_*.js"))
+    yield LAST_SCRIPT
+
+
+def _policy(style: str, script: str) -> str:
+    """What the page may do: run its own script and use its own style; nothing from elsewhere."""
+    return (
+        f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; "
+        "img-src data: blob:; base-uri 'none'; form-action 'none'"
+    )
+
+
+def _digest(text: str) -> str:
+    digest = hashlib.sha256(text.encode("utf-8")).digest()
+    return "sha256-" + base64.b64encode(digest).decode("ascii")
+
+
+def _palette() -> dict[str, Any]:
+    """What scripts can't read from CSS variables."""
+    return {
+        "operations": {kind: [p.label, p.pattern] for kind, p in OPERATIONS.items()},
+        "memory": {kind: [p.label, p.pattern] for kind, p in MEMORY.items()},
+        "lightened": list(LIGHTENED),
+        "series": len(SERIES),
+    }
+
+
+def _palette_style() -> str:
+    paints = {f"op-{kind}": paint for kind, paint in OPERATIONS.items()}
+    paints |= {f"mem-{kind}": paint for kind, paint in MEMORY.items()}
+    paints |= {f"series-{k}": paint for k, paint in enumerate(SERIES)}
+    paints["limit"] = LIMIT
+    light = ((name, paint.light, paint.light_ink) for name, paint in paints.items())
+    dark = ((name, paint.dark, paint.dark_ink) for name, paint in paints.items())
+    return f":root{{{_variables(light)}}}\n:root[data-theme=dark]{{{_variables(dark)}}}\n"
+
+
+def _variables(colours: Iterable[tuple[str, str, str]]) -> str:
+    return "".join(f"--{name}:{fill};--{name}-ink:{ink};" for name, fill, ink in colours)

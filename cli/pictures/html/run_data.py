@@ -1,0 +1,347 @@
+"""A run's part of the page's data: what was measured beside what the plan predicted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ....planner.lane_times import LaneTimes, steady_times
+from ....planner.plan import Plan
+from ....planner.recording import MEMORY_KINDS, Recording, by_kind
+from ....profiles.errors import FileError, OrderError
+from ....profiles.files import read_limited
+from ....runtime.prepare.workers import Worker, workers_of
+from ....runtime.records.idle import measured_times, training_times
+from ....runtime.records.metrics import EpochRecord, RunSummary, StageEpoch, decode
+from ....runtime.records.operation_log import read_stage_epochs
+from ....runtime.records.progress import read_progress
+from ....runtime.records.recording import counterpart, measured, mini_batches_of
+from ....runtime.records.run_dir import RunDir
+from ....runtime.settings import RunSettings
+from .recording_data import columns
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """All that a run directory says so far.
+
+    Attributes:
+        name: what the report calls the run.
+        losses: per epoch that was begun, of each mini-batch in it; NaN where it wasn't a number.
+        of_epoch: mini-batches of an epoch; None: not known yet.
+        stage_epochs: per worker, of each epoch that it has done.
+        summary: None: the run hasn't ended.
+        times: per worker, of a mini-batch (`runtime.records.idle.measured_times`); None: not known
+            yet.
+        measured, predicted: recordings of the same mini-batches; None: there are none.
+        missing: what the report doesn't have, and how to get it.
+    """
+
+    name: str
+    plan: Plan
+    settings: RunSettings
+    workers: tuple[Worker, ...]
+    losses: tuple[tuple[float, ...], ...]
+    of_epoch: int | None
+    epochs: tuple[EpochRecord, ...]
+    stage_epochs: tuple[tuple[StageEpoch, ...], ...]
+    summary: RunSummary | None
+    times: tuple[LaneTimes | None, ...]
+    measured: Recording | None
+    predicted: Recording | None
+    missing: tuple[str, ...]
+
+    @property
+    def inline(self) -> bool:
+        """All stages took turns in one process."""
+        return self.summary is not None and self.summary.mode == "inline"
+
+    @property
+    def idle_shares(self) -> tuple[float | None, ...]:
+        """Per worker. None: not known yet, or of an inline run, where it says nothing."""
+        return tuple(
+            None if times is None or self.inline else times.idle_share for times in self.times
+        )
+
+    @property
+    def period_s(self) -> float | None:
+        """Measured, of the whole run where it has ended; else of what was recorded."""
+        if self.summary is not None:
+            return self.summary.measured_period_s
+        return self.measured.period_s or None if self.measured is not None else None
+
+
+def read_facts(run_dir: str | Path, name: str | None = None) -> RunFacts:
+    """Read a run, be it over or not.
+
+    Raises FileError where the directory holds no run, or one that can't be read.
+    """
+    where = RunDir(run_dir)
+    if not (where.path / "plan.json").exists():
+        raise FileError(f"{run_dir}: holds no run (it has no plan.json)")
+    if not (where.path / "settings.json").exists():
+        raise FileError(f"{run_dir}: is no run of this version: it has no settings.json")
+    plan, settings = where.read()
+    workers = workers_of(plan.stages)
+    losses, of_epoch, epochs = _progress(where.metrics)
+    missing = []
+    summary_path = where.path / "summary.json"
+    summary = _decoded(summary_path, RunSummary) if summary_path.exists() else None
+    if summary is None:
+        done = sum(len(each) for each in losses)
+        missing.append(f"The run hasn't ended: {done} mini-batches are done so far.")
+    stage_epochs = tuple(
+        read_stage_epochs(where.stage_metrics(worker))
+        or tuple(summary.stages[worker.rank].epochs if summary is not None else ())
+        for worker in workers
+    )
+    found = measured(run_dir)
+    beside = None
+    if found is None:
+        missing.append(_no_operations(settings, summary))
+    else:
+        try:
+            beside = counterpart(plan, found, of_epoch)
+        except OrderError as error:
+            missing.append(f"No predicted timeline: {error}.")
+        absent = [w.name for w in workers if not any(s.lane == w.rank for s in found.spans)]
+        if absent:
+            missing.append(
+                f"No operations of {', '.join(absent)}: where hosts keep files of their own, "
+                "gather their recorded/ or operations/ folders in one run directory."
+            )
+    times = tuple(
+        measured_times(worker.rank, stage_epochs[worker.rank], epochs, found) for worker in workers
+    )
+    facts = RunFacts(
+        name or where.path.name or str(run_dir),
+        plan,
+        settings,
+        workers,
+        losses,
+        of_epoch,
+        epochs,
+        stage_epochs,
+        summary,
+        times,
+        found,
+        beside,
+        tuple(missing),
+    )
+    if found is None:
+        return facts
+    return replace(facts, measured=replace(found, idle_shares=facts.idle_shares))
+
+
+def _no_operations(settings: RunSettings, summary: RunSummary | None) -> str:
+    if settings.record != "none" or settings.log_operations:
+        if summary is None:
+            return "No operations have been recorded yet: they come with the first mini-batches."
+        return (
+            "No timeline: this run's operations weren't recorded (it may be of an older version); "
+            "runs of this version record some by themselves."
+        )
+    return "No timeline: operations weren't recorded; leave --record none out, or give steady:8."
+
+
+def _progress(
+    path: Path,
+) -> tuple[tuple[tuple[float, ...], ...], int | None, tuple[EpochRecord, ...]]:
+    """Losses by epoch, mini-batches of an epoch, and the epochs that are done."""
+    losses: dict[int, list[float]] = {}
+    of_epoch = None
+    epochs = []
+    for line in read_progress(path):
+        if isinstance(line, EpochRecord):
+            epochs.append(line)
+        else:
+            own = losses.setdefault(line.epoch, [])
+            own += [math.nan if loss is None else loss for loss in line.losses]
+            of_epoch = of_epoch or line.of
+    return tuple(tuple(losses[e]) for e in sorted(losses)), of_epoch, tuple(epochs)
+
+
+def _decoded(path: Path, kind: type[RunSummary]) -> RunSummary:
+    text = read_limited(path, "")
+    try:
+        return decode(text, kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise FileError(f"{path}: isn't valid, or isn't of this version: {error}") from None
+
+
+# As data -------------------------------------------------------------------------------------
+
+
+def run_figures(facts: RunFacts) -> dict[str, Any]:
+    """Everything but the recordings, as JSON holds it (`tp-run report --json`)."""
+    predicted, summary = facts.plan.predicted, facts.summary
+    curve = _curve(facts)
+    return {
+        "name": facts.name,
+        "variant": facts.plan.variant,
+        "target": facts.settings.task,
+        "mode": None if summary is None else summary.mode,
+        "ended": summary is not None,
+        "missing": list(facts.missing),
+        "mini_batches": sum(len(each) for each in facts.losses),
+        "period": {"measured_s": facts.period_s, "predicted_s": predicted.period_s},
+        "samples_per_s": {
+            "measured": _last_rate(facts),
+            "predicted": predicted.samples_per_s,
+        },
+        "sequence_distance_predicted": predicted.sequence_distance,
+        "losses": curve["losses"],
+        "loss_seconds": curve["seconds"],
+        "epochs": _epochs(facts),
+        "workers": [_worker(facts, worker) for worker in facts.workers],
+        "recorded": _recorded(facts),
+    }
+
+
+def run_part(facts: RunFacts) -> dict[str, Any]:
+    """A run's part of the page's data."""
+    return {
+        **run_figures(facts),
+        "limits": [
+            min(
+                (m for d in s.devices if (m := facts.plan.cluster.devices[d].memory_bytes)),
+                default=None,
+            )
+            for s in facts.plan.stages
+        ],
+        "memory_kinds": list(MEMORY_KINDS),
+        "recordings": {
+            source: None if recording is None else columns(recording)
+            for source, recording in (
+                ("measured", facts.measured),
+                ("predicted", facts.predicted),
+            )
+        },
+    }
+
+
+def _curve(facts: RunFacts) -> dict[str, list[float | None]]:
+    """Loss of each mini-batch, and the seconds of training after it: an epoch's are shared out
+    among its mini-batches. Of an epoch under way, each takes as long as the last epoch's."""
+    losses: list[float | None] = []
+    seconds: list[float | None] = []
+    before, each = 0.0, facts.period_s or facts.plan.predicted.period_s
+    for e, own in enumerate(facts.losses):
+        if e < len(facts.epochs) and own:
+            each = facts.epochs[e].seconds / len(own)
+        losses += [_number(loss) for loss in own]
+        seconds += [before + each * (k + 1) for k in range(len(own))]
+        before += each * len(own)
+    return {"losses": losses, "seconds": seconds}
+
+
+def _epochs(facts: RunFacts) -> list[dict[str, Any]]:
+    """As recorded, with mini-batches and seconds counted from the run's beginning."""
+    found, mini_batches, seconds = [], 0, 0.0
+    for record in facts.epochs:
+        mini_batches += record.mini_batches
+        seconds += record.seconds
+        found.append(
+            {
+                "epoch": record.epoch,
+                "mini_batches": mini_batches,
+                "seconds": seconds,
+                "samples_per_s": record.samples_per_s,
+                "train_loss": _number(record.train_loss),
+                "test": {name: _number(value) for name, value in record.test.items()},
+            }
+        )
+    return found
+
+
+def _worker(facts: RunFacts, worker: Worker) -> dict[str, Any]:
+    predicted = facts.plan.predicted.stages[worker.stage]
+    epochs = facts.stage_epochs[worker.rank]
+    report = None if facts.summary is None else facts.summary.stages[worker.rank]
+    peak = _peak(facts, worker)
+    total, each = training_times(epochs), facts.times[worker.rank]
+    return {
+        "name": worker.name,
+        "stage": worker.stage,
+        "replica": worker.replica,
+        **total._asdict(),
+        "idle_share": facts.idle_shares[worker.rank],
+        "idle_share_predicted": predicted.idle_share,
+        "per_mini_batch": {
+            "measured": None if each is None else each._asdict(),
+            "predicted": steady_times(facts.plan)[worker.stage]._asdict(),
+        },
+        "memory": {
+            "measured": peak,
+            "predicted": list(by_kind(predicted.memory)),
+            "process_bytes": None if report is None else report.rss_peak_bytes,
+        },
+        "versions_held": {
+            "measured": max((epoch.versions_held for epoch in epochs), default=None),
+            "predicted": predicted.versions_held,
+        },
+        "version_difference_predicted": predicted.version_difference,
+        "epochs": [
+            {
+                "epoch": epoch.epoch,
+                "version_differences": {
+                    str(d): count for d, count in sorted(epoch.version_differences.items())
+                },
+                "weight_distance": _number(epoch.weight_distance),
+                "largest_weight_distance": _number(epoch.largest_weight_distance),
+                "compute_s": epoch.compute_s,
+                "communication_s": epoch.communication_s,
+                "idle_s": epoch.idle_s,
+            }
+            for epoch in epochs
+        ],
+    }
+
+
+def _peak(facts: RunFacts, worker: Worker) -> list[int] | None:
+    """Bytes by kind at the fullest moment: of the run, or of what was recorded of it so far."""
+    if facts.summary is not None:
+        peak = facts.summary.stages[worker.rank].peak
+        return None if peak is None else list(by_kind(peak))
+    if facts.measured is None:
+        return None
+    points = [p.nbytes for p in facts.measured.memory if p.lane == worker.rank]
+    return list(max(points, key=sum)) if points else None
+
+
+def _recorded(facts: RunFacts) -> dict[str, Any] | None:
+    """Which mini-batches the recordings are of."""
+    if facts.measured is None:
+        return None
+    begin, end = mini_batches_of(facts.measured)
+    return {
+        "first_mini_batch": begin,
+        "mini_batches": end - begin,
+        "period_s": facts.measured.period_s,
+    }
+
+
+def _last_rate(facts: RunFacts) -> float | None:
+    if facts.summary is not None:
+        return facts.summary.samples_per_s
+    return facts.epochs[-1].samples_per_s if facts.epochs else None
+
+
+def _number(value: float) -> float | None:
+    """JSON has null for what isn't finite."""
+    return value if math.isfinite(value) else None
+
+
+def distinct_names(paths: Sequence[str]) -> list[str]:
+    """Short names of run directories, told apart by as much of their paths as it takes."""
+    parts = [Path(path).resolve().parts for path in paths]
+    for depth in range(1, max(map(len, parts), default=0) + 1):
+        names = ["/".join(own[-depth:]) for own in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{'/'.join(own[-1:])} ({k + 1})" for k, own in enumerate(parts)]

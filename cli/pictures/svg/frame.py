@@ -1,0 +1,234 @@
+"""What timelines and memory figures share: sizes, the window in time, axes and legends."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import count as counting
+
+from ....planner.recording import Lane, Recording
+from .svg import INK, Drawing, text_width
+
+SMALL, SIZE = 6.0, 7.0
+"""Of text, in points: beside axes; of names."""
+
+RIGHT = 37.0
+"""Beside the plots, for figures in words. In points."""
+
+GRID = "#c9ced6"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a figure is drawn.
+
+    Attributes:
+        width: in points.
+        first: the first mini-batch.
+        mini_batches: how many are drawn whole; None: the filling and two more.
+        messages: draw them.
+        versions: say on each operation which weight version it had.
+        most_marks: operations are drawn together from here on.
+    """
+
+    width: float = 178 * 72 / 25.4
+    first: int = 0
+    mini_batches: int | None = None
+    messages: bool = False
+    versions: bool = False
+    most_marks: int = 4000
+
+
+@dataclass(frozen=True)
+class Window:
+    """The part of a recording that is drawn.
+
+    Attributes:
+        first, last: mini-batches that lie in it whole; the last one's end is its own.
+        begin_s, end_s: in the recording's time.
+    """
+
+    first: int
+    last: int
+    begin_s: float
+    end_s: float
+
+    @property
+    def seconds(self) -> float:
+        """How long it is; never 0."""
+        return (self.end_s - self.begin_s) or 1e-9
+
+
+def filling(recording: Recording) -> int:
+    """Mini-batches that begin on the first lane before the first of them comes back."""
+    begun: set[int] = set()
+    for span in recording.spans:
+        if span.lane:
+            break
+        if span.kind == "F":
+            begun.add(span.mini_batch)
+        elif span.kind == "B":
+            break
+    return max(1, len(begun))
+
+
+def window_of(recording: Recording, settings: Settings) -> Window:
+    """The mini-batches that are asked for, as far as they are recorded."""
+    found = {span.mini_batch for span in recording.spans}
+    first = max(settings.first, min(found, default=0))
+    wanted = settings.mini_batches or filling(recording) + 2
+    last = min(first + wanted - 1, max(found, default=0))
+    first = min(first, last)
+    inside = [span for span in recording.spans if first <= span.mini_batch <= last]
+    begin = min((span.start_s for span in inside), default=0.0)
+    end = max((span.end_s for span in inside), default=0.0)
+    return Window(first, last, begin, end)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Seconds to points: `left` is where the window begins."""
+
+    left: float
+    right: float
+    begin_s: float
+    seconds: float
+
+    def __call__(self, at_s: float) -> float:
+        """Where a moment stands; those outside stand at the nearer edge."""
+        share = (at_s - self.begin_s) / self.seconds
+        return self.left + (self.right - self.left) * min(1.0, max(0.0, share))
+
+    @property
+    def per_s(self) -> float:
+        """Points per second."""
+        return (self.right - self.left) / self.seconds
+
+
+def left_margin(lanes: Iterable[Lane]) -> float:
+    """Room for the lanes' names, and for the numbers of a vertical axis."""
+    widest = max((text_width(part, SIZE) for lane in lanes for part in name_lines(lane)), default=0)
+    return widest + 20
+
+
+def name_lines(lane: Lane) -> list[str]:
+    """A lane's name in one or two lines."""
+    at = lane.name.find(" replica")
+    return [lane.name] if at < 0 else [lane.name[:at], lane.name[at + 1 :]]
+
+
+# Axes ----------------------------------------------------------------------------------------
+
+
+def steps(most: float, wanted: int) -> float:
+    """A round distance between ticks, so that about so many lie below `most`."""
+    least = most / max(1, wanted)
+    power = 10.0 ** math.floor(math.log10(least)) if least > 0 else 1.0
+    return next(power * m for m in (1, 2, 5, 10, 20) if power * m >= least * 0.999)
+
+
+def tick_text(value: float, step: float) -> str:
+    """With as many decimals as the ticks need."""
+    decimals = max(0, -math.floor(math.log10(step) + 1e-9))
+    return f"{value:.{decimals}f}"
+
+
+def time_unit(seconds: float) -> tuple[float, str]:
+    """How many of a unit a second has, and its name; for times up to `seconds`."""
+    for least, factor, name in ((1.0, 1.0, "s"), (1e-3, 1e3, "ms")):
+        if seconds >= 2 * least:
+            return factor, name
+    return 1e6, "µs"
+
+
+def time_axis(drawing: Drawing, scale: Scale, y: float, note: str = "") -> float:
+    """Draw it, a note below its left end. Returns where it ends below."""
+    factor, unit = time_unit(scale.begin_s + scale.seconds)
+    begin, most = scale.begin_s * factor, (scale.begin_s + scale.seconds) * factor
+    step = steps(most - begin, int((scale.right - scale.left) / 27))
+    name = f"time ({unit})"
+    drawing.open(stroke=INK, stroke_width=0.5)
+    drawing.line(scale.left, y, scale.right, y)
+    values = [k * step for k in counting_from(begin, step, most)]
+    for value in values:
+        x = scale(value / factor)
+        drawing.line(x, y, x, y + 2.5)
+    drawing.close()
+    drawing.open(font_size=SMALL, fill=INK, text_anchor="middle")
+    for value in values:
+        drawing.text(scale(value / factor), y + 9, tick_text(value, step))
+    drawing.text(scale.right, y + 17.5, name, font_size=SIZE, text_anchor="end")
+    drawing.close()
+    if note:
+        taken = text_width(note, SMALL) + text_width(name, SIZE) + 6
+        if taken > scale.right - scale.left:
+            y += 8
+        drawing.text(scale.left, y + 17.5, note, font_size=SMALL, fill=INK)
+    return y + 20
+
+
+def counting_from(begin: float, step: float, most: float) -> list[int]:
+    """Multiples of the step from `begin` to `most`, as whole numbers."""
+    found: list[int] = []
+    for k in counting(math.ceil(begin / step - 1e-9)):
+        if k * step > most + step * 1e-9:
+            return found
+        found.append(k)
+    return found
+
+
+def lane_names(drawing: Drawing, lanes: Sequence[tuple[Lane, float]], pitch: float) -> None:
+    """Names beside the lanes' middles; where lanes are narrow, of some alone.
+
+    Args:
+        lanes: each with the height of its middle.
+        pitch: from one lane to the next.
+    """
+    tallest = max((len(name_lines(lane)) for lane, _ in lanes), default=1)
+    every = max(1, math.ceil(tallest * SIZE / pitch)) if pitch > 0 else 1
+    drawing.open(font_size=SIZE, fill=INK)
+    for lane, middle in lanes[::every]:
+        lines = name_lines(lane)
+        y = middle + 2.5 - (len(lines) - 1) * SIZE / 2
+        for k, line in enumerate(lines):
+            drawing.text(0.5, y + k * SIZE, line)
+    drawing.close()
+
+
+# Legends -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of a legend.
+
+    Attributes:
+        fills: one or two, side by side.
+        stroke: of a line instead of a box.
+        dashes: of the line.
+    """
+
+    label: str
+    fills: tuple[str, ...] = ()
+    stroke: str = ""
+    dashes: str = ""
+
+
+def legend(drawing: Drawing, entries: Sequence[Entry], left: float, y: float) -> float:
+    """Draw it from left to right, in as many rows as it takes. Returns where it ends below."""
+    x, row, high = left, y, 6.5
+    for entry in entries:
+        boxes = 9.0 * max(1, len(entry.fills))
+        width = boxes + 3 + text_width(entry.label, SMALL)
+        if x > left and x + width > drawing.width - 1:
+            x, row = left, row + 10
+        for k, fill in enumerate(entry.fills):
+            drawing.rect(x + 9 * k, row, 9, high, fill=fill, stroke=INK, stroke_width=0.25)
+        if entry.stroke:
+            middle = row + high / 2
+            more = {"stroke_dasharray": entry.dashes} if entry.dashes else {}
+            drawing.line(x, middle, x + 9, middle, stroke=entry.stroke, stroke_width=0.8, **more)
+        drawing.text(x + boxes + 3, row + 5.4, entry.label, font_size=SMALL, fill=INK)
+        x += width + 9
+    return row + high

@@ -1,0 +1,119 @@
+"""SVG text, written element by element. One user unit is one point (1/72 inch)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from xml.sax.saxutils import escape, quoteattr
+
+from ...tables.names import printable
+
+POINTS_PER_MM = 72 / 25.4
+
+FONTS = "Helvetica, Arial, 'Liberation Sans', 'DejaVu Sans', sans-serif"
+
+INK = "#1a1f27"
+"""Of text and axes."""
+
+_WIDTHS = {
+    **dict.fromkeys("ijlI|'!", 0.32),
+    **dict.fromkeys(".,:; ", 0.34),
+    **dict.fromkeys("frt()[]-/", 0.42),
+    **dict.fromkeys("mMwW%", 1.0),
+    **dict.fromkeys("–…→↑", 1.0),
+}
+"""Of characters, in parts of the font size: the most that any of `FONTS` takes."""
+
+
+def text_width(text: str, size: float) -> float:
+    """No less than what a viewer takes for it, whichever of the fonts it has. In points."""
+    return size * sum(
+        _WIDTHS.get(c, 0.8 if c.isupper() else 0.66 if c.isascii() else 0.75) for c in text
+    )
+
+
+def number(value: float) -> str:
+    """``12.30`` → ``"12.3"``: to a hundredth of a point."""
+    text = f"{value:.2f}".rstrip("0").rstrip(".")
+    return "0" if text in ("-0", "") else text
+
+
+class Drawing:
+    """Elements one after another, from back to front.
+
+    Args:
+        width: in points.
+        name: begins the ids, so that several figures can stand in one document.
+    """
+
+    def __init__(self, width: float, name: str) -> None:
+        self.width = width
+        self.name = name
+        self._lines: list[str] = []
+        self._defs: list[str] = []
+
+    def define(self, element: str) -> None:
+        """Add a pattern or the like that others name by its id. Each is written once."""
+        if element not in self._defs:
+            self._defs.append(element)
+
+    def open(self, **attributes: str | float) -> None:
+        """Begin a group."""
+        self._lines.append(f"<g{_attributes(attributes)}>")
+
+    def close(self) -> None:
+        """End a group; one without elements goes."""
+        if self._lines[-1].startswith("<g"):
+            self._lines.pop()
+        else:
+            self._lines.append("</g>")
+
+    def rect(self, x: float, y: float, width: float, height: float, **more: str | float) -> None:
+        """Its upper left corner and its size."""
+        box = {"x": x, "y": y, "width": width, "height": height}
+        self._lines.append(f"<rect{_attributes({**box, **more})}/>")
+
+    def line(self, x1: float, y1: float, x2: float, y2: float, **more: str | float) -> None:
+        """From one point to another."""
+        ends = {"x1": x1, "y1": y1, "x2": x2, "y2": y2}
+        self._lines.append(f"<line{_attributes({**ends, **more})}/>")
+
+    def path(self, d: str, **more: str | float) -> None:
+        """A path by its commands."""
+        self._lines.append(f"<path{_attributes({'d': d, **more})}/>")
+
+    def text(self, x: float, y: float, text: str, **more: str | float) -> None:
+        """Text on a baseline; starts at x unless a text_anchor says otherwise."""
+        self._lines.append(f"<text{_attributes({'x': x, 'y': y, **more})}>{_escaped(text)}</text>")
+
+    def finished(self, height: float, title: str, facts: Iterable[str]) -> str:
+        """The whole document.
+
+        Args:
+            title, facts: for readers of the file and for screen readers; not drawn.
+        """
+        size = f"{number(self.width)} {number(height)}"
+        millimetres = [f"{number(edge / POINTS_PER_MM)}mm" for edge in (self.width, height)]
+        head = [
+            '<?xml version="1.0" encoding="UTF-8"?>',
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{millimetres[0]}" '
+            f'height="{millimetres[1]}" viewBox="0 0 {size}" role="img" '
+            f"font-family={quoteattr(FONTS)}>",
+            f"<title>{_escaped(title)}</title>",
+            f"<desc>{_escaped(' '.join(facts))}</desc>",
+        ]
+        defs = ["<defs>", *self._defs, "</defs>"] if self._defs else []
+        paper = [f'<rect width="{number(self.width)}" height="{number(height)}" fill="#ffffff"/>']
+        return "\n".join([*head, *defs, *paper, *self._lines, "</svg>", ""])
+
+
+def _escaped(text: str) -> str:
+    """Text for the document, which can't hold control characters."""
+    return escape(printable(text))
+
+
+def _attributes(found: dict[str, str | float]) -> str:
+    return "".join(
+        f" {name.replace('_', '-')}="
+        + quoteattr(value if isinstance(value, str) else number(value))
+        for name, value in found.items()
+    )

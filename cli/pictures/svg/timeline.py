@@ -1,0 +1,273 @@
+"""The timeline of a plan or a run: what each worker does when (a Gantt chart)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from ....planner.recording import Recording
+from ....profiles.units import format_seconds
+from ...palette import OPERATIONS
+from .fills import IDLE, has_pattern, operation_fill, shade
+from .frame import (
+    RIGHT,
+    SIZE,
+    SMALL,
+    Entry,
+    Scale,
+    Settings,
+    Window,
+    lane_names,
+    left_margin,
+    legend,
+    time_axis,
+    window_of,
+)
+from .marks import VERSION_SIZE, Lettering, Mark, lettering, marks_of
+from .svg import INK, Drawing, text_width
+
+_TALLEST, _GAP, _WIDE_GAP, _MOST_HEIGHT = 14.0, 3.0, 9.0, 560.0
+"""Of lanes, in points: the gap is wide where messages cross it; the last is for all of them."""
+
+_OUTLINED = 1.2
+"""Wider marks of one operation have an outline, in points."""
+
+
+def timeline_svg(recording: Recording, settings: Settings | None = None) -> str:
+    """One recording's timeline as SVG text. The same recording gives the same text."""
+    return timelines_svg([("", recording)], settings)
+
+
+def timelines_svg(
+    recordings: Sequence[tuple[str, Recording]], settings: Settings | None = None
+) -> str:
+    """Timelines one above the other, on one scale.
+
+    Args:
+        recordings: each with the words to stand above it.
+
+    All show the mini-batches that the first one shows, and begin where the first of these begins.
+    Of a run, give what was measured first and what was predicted below it.
+    """
+    settings = settings or Settings()
+    shown = window_of(recordings[0][1], settings)
+    settings = replace(settings, first=shown.first, mini_batches=shown.last - shown.first + 1)
+    windows = [window_of(recording, settings) for _, recording in recordings]
+    drawing = Drawing(settings.width, "timeline")
+    left = left_margin(lane for _, recording in recordings for lane in recording.lanes)
+    right = settings.width - RIGHT
+    seconds = max(window.seconds for window in windows)
+    rows = sum(len(recording.lanes) for _, recording in recordings)
+    tallest = _TALLEST + (VERSION_SIZE if settings.versions else 0)
+    gap = _WIDE_GAP if settings.messages else _GAP
+    pitch = min(tallest + gap, _MOST_HEIGHT / max(1, rows))
+    height = pitch - min(gap, pitch * gap / (_TALLEST + gap))
+
+    kinds = {span.kind for _, recording in recordings for span in recording.spans}
+    gaps = "idle or communicating" if any(r.activities for _, r in recordings) else "idle"
+    y = legend(drawing, list(_entries(drawing, kinds, gaps, settings)), left, 1) + 5
+    facts: list[str] = []
+    told: list[Lettering] = []
+    for (words, recording), window in zip(recordings, windows, strict=True):
+        scale = Scale(left, right, window.begin_s, seconds)
+        if words:
+            drawing.text(left, y + 6, words, font_size=SIZE, fill=INK, font_weight="bold")
+            y += 10
+        y, letters, said = _lanes(drawing, recording, window, scale, y, (pitch, height), settings)
+        facts += [*([f"{words}:"] if words else []), *said]
+        told.append(letters)
+    zero = windows[0].begin_s if len({w.begin_s for w in windows}) == 1 else 0.0
+    y = time_axis(drawing, Scale(left, right, zero, seconds), y, _how_labelled(told))
+    variants = ", ".join(dict.fromkeys(recording.variant for _, recording in recordings))
+    return drawing.finished(y + 2, f"Timeline of {variants}", facts)
+
+
+def _entries(
+    drawing: Drawing, kinds: Iterable[str], gaps: str, settings: Settings
+) -> Iterable[Entry]:
+    for kind, paint in OPERATIONS.items():
+        if kind in kinds:
+            fills = tuple(operation_fill(drawing, kind, b) for b in range(2))
+            yield Entry(paint.label, fills)
+    yield Entry(gaps, (IDLE,))
+    if settings.messages:
+        yield Entry("message", stroke=INK)
+        yield Entry("message of gradients", stroke=INK, dashes="2 1")
+
+
+def _lanes(
+    drawing: Drawing,
+    recording: Recording,
+    window: Window,
+    scale: Scale,
+    y: float,
+    lane: tuple[float, float],
+    settings: Settings,
+) -> tuple[float, Lettering, list[str]]:
+    """Draw a recording's lanes below y. Returns where they end, how they are labelled, facts.
+
+    Args:
+        lane: from one lane to the next, and a lane's height.
+    """
+    pitch, height = lane
+    marks = marks_of(recording, window, scale, settings.most_marks)
+    y = _period(drawing, recording, window, scale, y)
+    tops = [y + pitch * k for k in range(len(recording.lanes))]
+    end = scale(window.end_s)
+    for top in tops:
+        drawing.rect(scale.left, top, end - scale.left, height, fill=IDLE)
+    _boxes(drawing, marks, tops, height)
+    if settings.messages:
+        _messages(drawing, recording, window, scale, tops, height)
+    letters = lettering(marks, height, settings.versions)
+    _write(drawing, letters, tops, height - letters.lifted)
+    _write_versions(drawing, letters, [top + height for top in tops])
+    middles = [top + height / 2 for top in tops]
+    lane_names(drawing, list(zip(recording.lanes, middles, strict=True)), pitch)
+    _idle(drawing, recording, middles, pitch)
+    operations = sum(mark.spans for mark in marks)
+    facts = [
+        f"{recording.source}, {recording.variant}, mini-batches {window.first} to {window.last},",
+        f"{format_seconds(window.seconds)} from {format_seconds(window.begin_s)} on,",
+        f"period {format_seconds(recording.period_s)};",
+        f"{operations} operations"
+        + (f" merged into {len(marks)} marks." if len(marks) < operations else "."),
+    ]
+    return tops[-1] + height + _GAP + 1 if tops else y, letters, facts
+
+
+def _period(
+    drawing: Drawing, recording: Recording, window: Window, scale: Scale, y: float
+) -> float:
+    """The last period that is shown, as a measure above the lanes."""
+    begin = window.end_s - recording.period_s
+    if recording.period_s <= 0 or begin < window.begin_s - 1e-9 * window.seconds:
+        return y
+    x1, x2 = scale(begin), scale(window.end_s)
+    words = f"period {format_seconds(recording.period_s)}"
+    middle, width = y + 3.5, text_width(words, SMALL)
+    drawing.open(stroke=INK, stroke_width=0.5)
+    for x in (x1, x2):
+        drawing.line(x, y, x, y + 7)
+    inside = width + 8 <= x2 - x1
+    if inside:
+        drawing.line(x1, middle, (x1 + x2 - width) / 2 - 1, middle)
+        drawing.line((x1 + x2 + width) / 2 + 1, middle, x2, middle)
+    else:
+        drawing.line(x1, middle, x2, middle)
+    drawing.close()
+    at, anchor = ((x1 + x2) / 2, "middle") if inside else (x1 - 2, "end")
+    drawing.text(at, y + 5.6, words, font_size=SMALL, fill=INK, text_anchor=anchor)
+    return y + 9.5
+
+
+def _boxes(drawing: Drawing, marks: Sequence[Mark], tops: Sequence[float], height: float) -> None:
+    for kind in OPERATIONS:
+        for parity in range(2):
+            same = [m for m in marks if m.kind == kind and m.mini_batch % 2 == parity]
+            for outlined in (False, True):
+                those = [m for m in same if (m.spans == 1 and m.width > _OUTLINED) == outlined]
+                if not those:
+                    continue
+                look: dict[str, str | float] = {"class": kind}
+                look["fill"] = operation_fill(drawing, kind, parity)
+                if outlined:
+                    look |= {"stroke": INK, "stroke_width": 0.25}
+                drawing.open(**look)
+                for mark in those:
+                    drawing.rect(mark.x, tops[mark.lane], mark.width, height)
+                drawing.close()
+
+
+def _write(drawing: Drawing, letters: Lettering, tops: Sequence[float], height: float) -> None:
+    size = letters.size
+    for kind, paint in OPERATIONS.items():
+        same = [label for label in letters.labels if label.mark.kind == kind]
+        grounds = [label for label in same if label.row > 1 or has_pattern(kind)]
+        for label in grounds:
+            width = max(text_width(line, size) for line in label.lines)
+            high = size * len(label.lines)
+            drawing.rect(
+                label.x - width / 2,
+                tops[label.mark.lane] + (height - high) / 2,
+                width,
+                high,
+                fill=shade(kind, label.mark.mini_batch),
+            )
+        if not same:
+            continue
+        drawing.open(fill=paint.light_ink, font_size=size, text_anchor="middle")
+        for label in same:
+            middle = tops[label.mark.lane] + height / 2 + 0.36 * size
+            for k, line in enumerate(label.lines):
+                shift = (k - (len(label.lines) - 1) / 2) * size
+                drawing.text(label.x, middle + shift, line)
+        drawing.close()
+
+
+def _write_versions(drawing: Drawing, letters: Lettering, bottoms: Sequence[float]) -> None:
+    for kind, paint in OPERATIONS.items():
+        same = [label for label in letters.labels if label.below and label.mark.kind == kind]
+        for label in same:
+            if label.row > 1 or has_pattern(kind):
+                width = text_width(label.below, VERSION_SIZE)
+                y = bottoms[label.mark.lane] - VERSION_SIZE - 1
+                ground = shade(kind, label.mark.mini_batch)
+                drawing.rect(label.x - width / 2, y, width, VERSION_SIZE, fill=ground)
+        if same:
+            drawing.open(fill=paint.light_ink, font_size=VERSION_SIZE, text_anchor="middle")
+            for label in same:
+                drawing.text(label.x, bottoms[label.mark.lane] - 1.9, label.below)
+            drawing.close()
+
+
+def _messages(
+    drawing: Drawing,
+    recording: Recording,
+    window: Window,
+    scale: Scale,
+    tops: Sequence[float],
+    height: float,
+) -> None:
+    for backward in (False, True):
+        dashes = {"stroke_dasharray": "1.4 .9"} if backward else {}
+        drawing.open(stroke=INK, stroke_width=0.4, **dashes)
+        for m in recording.messages:
+            if m.backward != backward or m.start_s < window.begin_s or m.end_s > window.end_s:
+                continue
+            down = m.target > m.source
+            y1 = tops[m.source] + (height if down else 0)
+            y2 = tops[m.target] + (0 if down else height)
+            drawing.line(scale(m.start_s), y1, scale(m.end_s), y2)
+        drawing.close()
+
+
+def _idle(drawing: Drawing, recording: Recording, middles: Sequence[float], pitch: float) -> None:
+    if pitch < SMALL:
+        return
+    x = drawing.width - 1
+    drawing.open(font_size=SMALL, fill=INK, text_anchor="end")
+    for share, middle in zip(recording.idle_shares, middles, strict=False):
+        if share is not None:
+            drawing.text(x, middle + 2.2, f"{share:.0%} idle")
+    drawing.close()
+
+
+def _how_labelled(told: Sequence[Lettering]) -> str:
+    """What the numbers on the marks are."""
+    forms = {letters.micro for letters in told if letters.labels}
+    notes = [
+        words
+        for form, words in (
+            ("", "number: mini-batch"),
+            ("line", "3.1: mini-batch 3, micro-batch 1"),
+            ("stack", "number: mini-batch, below it micro-batch"),
+        )
+        if form in forms
+    ]
+    below = [label.below for letters in told for label in letters.labels if label.below]
+    if below:
+        notes.append("v: weight version")
+    if any("→" in text for text in below):
+        notes.append("v0→v1: that of the forward, that of the backward")
+    return "; ".join(notes)

@@ -1,0 +1,192 @@
+"""A recording as text: a line for each lane, time to the right, letters and colours for operations.
+
+stage |0 s        |5 ms       |10 ms
+0     F0.0F0.1F0.2F0.3F1.0F1.1············B0=========F2.0
+1     ····F0.0F0.1F0.2F0.3B0=========F1.0F1.1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from rich.console import Console, Group
+from rich.style import Style
+from rich.text import Text
+
+from ...planner.recording import Lane, Recording, Span
+from ...planner.systems.operations import BACKWARD, FORWARD, UPDATE, WEIGHT
+from ...profiles.units import format_seconds
+from ..paints import has_colours, operation_style
+
+_FILL = {FORWARD: "-", BACKWARD: "=", WEIGHT: "~", UPDATE: "+"}
+"""What follows an operation's name as far as it goes, where colours don't say it."""
+
+_IDLE = "·"
+_TICK_COLUMNS = 12
+_LEAST_COLUMNS = 20
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A part of a recording, in seconds from its beginning."""
+
+    title: str
+    begin_s: float
+    end_s: float
+
+    @property
+    def length_s(self) -> float:
+        """How long it is."""
+        return self.end_s - self.begin_s
+
+
+def timetable(
+    console: Console, recording: Recording, lanes: Sequence[int], panels: Sequence[Panel]
+) -> Group:
+    """The panels below each other, in the console's width and all at one scale.
+
+    Args:
+        lanes: positions of the lanes to draw.
+    """
+    names = [lane_name(recording.lanes, k) for k in lanes]
+    head = "stage"
+    label = 1 + max(len(head), *map(len, names))
+    columns = max(console.width - label, _LEAST_COLUMNS)
+    longest = max(panel.length_s for panel in panels)
+    # All times being 0, everything happens at once.
+    column_s = longest / columns or 1.0
+    spans = by_lane(recording.spans, lanes)
+    lines: list[Text] = []
+    for panel in panels:
+        width = min(columns, max(1, round(panel.length_s / column_s)))
+        lines.append(Text(panel.title, style="bold"))
+        lines.append(Text(head.ljust(label)).append(_scale(width, column_s), "dim"))
+        for name, k in zip(names, lanes, strict=True):
+            line = Text(name.ljust(label))
+            for text, style in _lane(console, spans[k], panel.begin_s, column_s, width):
+                line.append(text, style)
+            line.no_wrap = True
+            lines.append(line)
+    return Group(*lines)
+
+
+def lane_name(lanes: Sequence[Lane], k: int) -> str:
+    """``3``; ``3.1`` for replica 1 of stage 3."""
+    lane = lanes[k]
+    beside = any(0 <= j < len(lanes) and lanes[j].stage == lane.stage for j in (k - 1, k + 1))
+    return f"{lane.stage}.{lane.replica}" if beside else str(lane.stage)
+
+
+def by_lane(spans: Iterable[Span], lanes: Iterable[int]) -> dict[int, list[Span]]:
+    """The spans of these lanes, by time."""
+    found: dict[int, list[Span]] = {k: [] for k in lanes}
+    for span in spans:
+        if span.lane in found:
+            found[span.lane].append(span)
+    for mine in found.values():
+        mine.sort(key=lambda span: span.start_s)
+    return found
+
+
+def _scale(columns: int, column_s: float) -> str:
+    """Ticks with their times, from 0."""
+    step_s = _round_up(_TICK_COLUMNS * column_s)
+    line = [" "] * columns
+    k = 0
+    while (at := round(k * step_s / column_s)) < columns:
+        text = "|" + format_seconds(k * step_s)
+        if at + len(text) <= columns:
+            line[at : at + len(text)] = text
+        k += 1
+    return "".join(line)
+
+
+def _round_up(seconds: float) -> float:
+    """The next 1, 2 or 5 with zeros."""
+    power = 10.0 ** int(f"{seconds:e}".partition("e")[2])
+    return next(digit * power for digit in (1, 2, 5, 10) if digit * power >= seconds * (1 - 1e-9))
+
+
+def _lane(
+    console: Console, spans: Sequence[Span], begin_s: float, column_s: float, columns: int
+) -> Iterator[tuple[str, Style | str]]:
+    """Pieces of a lane's line with their styles."""
+    shown = _shown(spans, begin_s, column_s, columns)
+    colours = has_colours(console)
+    several = any(span.micro_batch for span in spans)
+    for piece in _pieces(shown):
+        if piece.span is None:
+            yield _IDLE * piece.width, "dim"
+        else:
+            span = piece.span
+            text = _label(span, piece.width, micro=several and not piece.many)
+            text = text.ljust(piece.width, " " if colours else _FILL[span.kind])
+            yield text, operation_style(console, span.kind, span.mini_batch)
+
+
+def _shown(
+    spans: Sequence[Span], begin_s: float, column_s: float, columns: int
+) -> list[Span | None]:
+    """For each column what most of it is; None: idle."""
+    best: list[Span | None] = [None] * columns
+    most = [0.0] * columns
+    busy = [0.0] * columns
+    updates = []
+    for span in spans:
+        a, b = ((t - begin_s) / column_s for t in (span.start_s, span.end_s))
+        if b < 0 or a >= columns:
+            continue
+        if span.kind == UPDATE:
+            updates.append((b, span))
+        for x in range(max(int(a), 0), min(int(b) + 1, columns)):
+            share = min(b, x + 1) - max(a, x)
+            busy[x] += max(share, 0.0)
+            if share > most[x]:
+                best[x], most[x] = span, share
+    found = [span if busy[x] >= 0.5 else None for x, span in enumerate(best)]
+    # What is short amid idle time has a column all the same, one for each kind and mini-batch.
+    drawn = {(span.kind, span.mini_batch) for span in found if span is not None}
+    for x, short in enumerate(best):
+        if short is not None and found[x] is None and (short.kind, short.mini_batch) not in drawn:
+            found[x] = short
+            drawn.add((short.kind, short.mini_batch))
+    for b, span in updates:
+        # Too short for a column: it has the last one of what went before, if that has others.
+        at = int(b - 1e-6 * max(b, 1.0))
+        for x in (at, at - 1):
+            before = found[x] if 2 <= x < columns else None
+            if span in found or before is None:
+                break
+            if found[x - 2] is found[x - 1] is before and before.kind != FORWARD:
+                found[x] = span
+    return found
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Columns of one operation, or of several of a kind and mini-batch (`many`); or idle ones."""
+
+    span: Span | None
+    width: int
+    many: bool = False
+
+
+def _pieces(shown: Sequence[Span | None]) -> Iterator[_Piece]:
+    runs = [(span, len(list(group))) for span, group in groupby(shown)]
+    for _, group in groupby(runs, key=lambda run: run[0] and (run[0].kind, run[0].mini_batch)):
+        several = list(group)
+        # Where no micro-batch has room for its name, all of a mini-batch in a row share one.
+        if any(span is None or len(span.name) <= width for span, width in several):
+            yield from (_Piece(span, width) for span, width in several)
+        else:
+            yield _Piece(several[0][0], sum(width for _, width in several), many=True)
+
+
+def _label(span: Span, width: int, *, micro: bool) -> str:
+    """``F3.1``, or as much of it as there is room for."""
+    whole = f"{span.kind}{span.mini_batch}"
+    if micro and len(span.name) <= width:
+        return span.name
+    return whole if len(whole) <= width else span.kind

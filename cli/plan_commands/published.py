@@ -1,0 +1,202 @@
+"""tp-plan published: a published planner's workload, cut under its authors' own cost model."""
+
+from __future__ import annotations
+
+import click
+from rich.table import Table
+from rich.text import Text
+
+from ...planner.partition.problem import StageProblem
+from ...planner.partition.solve import SOLVERS, CutAnswer, solve_cut
+from ...planner.partition.stage_load import members, stage_bytes, stage_load
+from ...planner.published import COST_MODELS, problem_of
+from ...profiles.errors import InfeasibleError
+from ...profiles.limits import MAX_FACTOR
+from ...profiles.published.reader import read_workload
+from ...profiles.units import format_bytes, format_seconds, parse_bandwidth, parse_bytes
+from ..errors import Number, Whole, common_options, errors_as_lines, output, print_json
+from ..progress import Bar
+from ..tables.layout import compact_table, counted
+
+
+@click.command()
+@click.argument("path", metavar="FILE")
+@click.option(
+    "--cost-model",
+    type=click.Choice(list(COST_MODELS)),
+    help="By default the one the file is for.",
+)
+@click.option("--devices", type=Whole(), help="By default the file's own.")
+@click.option("--memory", help="Of each device.  [default: the file's own]")
+@click.option("--bandwidth", help="Between devices.  [default: the file's own]")
+@click.option("--micro-batches", type=Whole(), help="In a mini-batch.  [default: the file's own]")
+@click.option("--replicas", type=click.Choice(["auto", "off"]), default="auto", show_default=True)
+@click.option("--recompute", type=click.Choice(["auto", "off"]), default="auto", show_default=True)
+@click.option(
+    "--transfer-scale",
+    type=Number(0, MAX_FACTOR),
+    default=1.0,
+    show_default=True,
+    help="Multiply the times of transfers.",
+)
+@click.option("--solver", type=click.Choice(SOLVERS), default="auto", show_default=True)
+@click.option(
+    "--non-contiguous",
+    is_flag=True,
+    help="Let a device hold several stretches of the model too (by the ILP).",
+)
+@click.option(
+    "--time-limit", type=Number(0, MAX_FACTOR), default=60.0, show_default=True, metavar="SECONDS"
+)
+@common_options
+@errors_as_lines
+def published(
+    path: str,
+    cost_model: str | None,
+    devices: int | None,
+    memory: str | None,
+    bandwidth: str | None,
+    micro_batches: int | None,
+    replicas: str,
+    recompute: str,
+    transfer_scale: float,
+    solver: str,
+    non_contiguous: bool,
+    time_limit: float,
+    as_json: bool,
+    quiet: bool,
+    verbose: bool,
+) -> None:
+    """Cut FILE, a workload that a planner's authors published, under their own cost model.
+
+    FILE is PipeDream's graph.txt, or a JSON workload of the NeurIPS'20 or NeurIPS'21 planner. To
+    plan it for our own systems, import it with tp-profile and use tp-plan solve.
+    """
+    problem = problem_of(
+        read_workload(path),
+        cost_model,
+        devices=devices,
+        bandwidth_bytes_per_s=parse_bandwidth(bandwidth) if bandwidth else None,
+        memory_bytes=parse_bytes(memory, "--memory") if memory else None,
+        micro_batches=micro_batches,
+        replicas=replicas == "auto",
+        recompute=recompute == "auto",
+        transfer_scale=transfer_scale,
+    )
+    with Bar("planning", quiet=quiet) as bar:
+
+        def tell(bound_s: float, best_s: float) -> None:
+            bar(f"bound {format_seconds(bound_s)}, best {format_seconds(best_s)}", 0, 0)
+
+        answer = solve_cut(problem, solver=solver, time_limit_s=time_limit, progress=tell)
+        if answer.cut is None:
+            raise InfeasibleError(
+                f"{path}: no cut fits the devices' memory; raise --memory or --devices"
+                if answer.optimal
+                else f"{path}: no cut found in time; raise --time-limit"
+            )
+        scattered = None
+        if non_contiguous:
+            from ...planner.partition.ilp.noncontiguous import solve_noncontiguous
+
+            scattered = solve_noncontiguous(problem, warm=answer.cut, time_limit_s=time_limit)
+    if as_json:
+        found = _json(problem, answer)
+        if scattered:
+            found["non_contiguous"] = {
+                "objective_s": scattered.objective_s,
+                "bound_s": scattered.bound_s,
+                "optimal": scattered.optimal,
+                "devices": [
+                    [problem.names[j] for j in members(mask)] for mask in scattered.devices or ()
+                ],
+            }
+        print_json(found)
+        return
+    if quiet:
+        return
+    console = output()
+    console.print(_table(problem, answer))
+    console.print(_verdict(answer))
+    if scattered:
+        gain = answer.objective_s / scattered.objective_s - 1
+        proof = "proven optimal" if scattered.optimal else f"bound {_time(scattered.bound_s)}"
+        console.print(
+            f"with several stretches on a device: {_time(scattered.objective_s)} ({proof}), "
+            f"{gain:.1%} shorter"
+        )
+
+
+def _rows(problem: StageProblem, answer: CutAnswer) -> list[dict[str, object]]:
+    rows: list[dict[str, object]] = []
+    below = 0
+    assert answer.cut is not None
+    for stage in answer.cut.stages:
+        option = problem.options[stage.option]
+        rows.append(
+            {
+                "nodes": [problem.names[j] for j in members(stage.layers)],
+                "replicas": option.replicas,
+                "mode": problem.modes[option.mode].name,
+                "load_s": stage_load(problem, below, stage.layers, stage.option, stage.k),
+                "memory_bytes": round(
+                    stage_bytes(problem, below, stage.layers, stage.option, stage.k)
+                ),
+            }
+        )
+        below |= stage.layers
+    return rows
+
+
+def _json(problem: StageProblem, answer: CutAnswer) -> dict[str, object]:
+    return {
+        "objective_s": answer.objective_s,
+        "bound_s": answer.bound_s,
+        "gap": answer.gap,
+        "optimal": answer.optimal,
+        "method": answer.method,
+        "downsets": answer.downsets,
+        "seconds": answer.seconds,
+        "stages": _rows(problem, answer),
+    }
+
+
+def _table(problem: StageProblem, answer: CutAnswer) -> Table:
+    rows = _rows(problem, answer)
+    table = compact_table(
+        f"{counted(len(rows), 'stage', 'stages')} of {counted(problem.layers, 'layer', 'layers')}",
+        ["stage", "layers", "mode"],
+        ["devices", "load", "memory"],
+    )
+    for s, row in enumerate(rows):
+        nodes = row["nodes"]
+        assert isinstance(nodes, list)
+        assert isinstance(row["memory_bytes"], int)
+        names = nodes[0] if len(nodes) == 1 else f"{nodes[0]} … {nodes[-1]} ({len(nodes)})"
+        table.add_row(
+            str(s),
+            names,
+            str(row["mode"]),
+            str(row["replicas"]),
+            _time(row["load_s"]),
+            format_bytes(row["memory_bytes"]),
+        )
+    return table
+
+
+def _verdict(answer: CutAnswer) -> Text:
+    if answer.optimal:
+        proof = "proven optimal"
+    else:
+        proof = f"lower bound {_time(answer.bound_s)}, gap {answer.gap:.1%}"
+    places = "" if answer.downsets is None else f", {answer.downsets} downsets"
+    return Text(
+        f"objective {_time(answer.objective_s)}; {answer.method}: {proof}{places}, in "
+        f"{format_seconds(answer.seconds)}"
+    )
+
+
+def _time(seconds: object) -> str:
+    """Six digits: published objectives are compared by them."""
+    assert isinstance(seconds, float)
+    return f"{seconds * 1e3:.6g} ms"

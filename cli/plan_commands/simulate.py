@@ -1,0 +1,87 @@
+"""tp-plan simulate: run a plan's order on the clock, and say when each operation runs."""
+
+from __future__ import annotations
+
+import click
+from rich.text import Text
+
+from ...planner.plan import pipeline_of, read_plan
+from ...planner.schedules.schedules import make_order
+from ...planner.schedules.steady_state import steady_state
+from ...planner.simulator.pipeline import Pipeline
+from ...planner.simulator.timeline import Timeline, idle_shares, simulate, warm_mini_batches
+from ...planner.systems.operations import Order, op_text
+from ...profiles.errors import UserError
+from ...profiles.units import format_seconds
+from ..errors import Whole, common_options, errors_as_lines, output, print_json
+from ..tables.layout import compact_table
+
+_MOST_OPERATIONS = 200_000
+
+
+@click.command(name="simulate")
+@click.argument("plan_path", metavar="PLAN")
+@click.option(
+    "--mini-batches",
+    type=Whole(),
+    help="How many to run.  [default: enough for a steady state]",
+)
+@common_options
+@errors_as_lines
+def simulate_plan(
+    plan_path: str, mini_batches: int | None, as_json: bool, quiet: bool, verbose: bool
+) -> None:
+    """Simulate PLAN from its own stage times; with --json, every operation with its times."""
+    plan = read_plan(plan_path)
+    pipeline = pipeline_of(plan)
+    count = mini_batches or warm_mini_batches(len(plan.stages), plan.micro_batches)
+    if count * len(plan.stages) * (2 * plan.micro_batches + 1) > _MOST_OPERATIONS:
+        raise UserError(
+            f"--mini-batches {count}: would be more than {_MOST_OPERATIONS:,} operations; "
+            "give a smaller number"
+        )
+    order = make_order(pipeline, count)
+    timeline = simulate(pipeline, order)
+    period_s = steady_state(pipeline).period_s
+    if as_json:
+        print_json(_json(timeline, period_s))
+    elif not quiet:
+        _print(pipeline, order, timeline, period_s, count)
+
+
+def _json(timeline: Timeline, period_s: float) -> dict[str, object]:
+    return {
+        "period_s": period_s,
+        "stages": [
+            [
+                {"operation": op_text(s, event.op), "start_s": event.start_s, "end_s": event.end_s}
+                for event in events
+            ]
+            for s, events in enumerate(timeline.stages)
+        ],
+    }
+
+
+def _print(
+    pipeline: Pipeline, order: Order, timeline: Timeline, period_s: float, count: int
+) -> None:
+    table = compact_table(
+        f"{count} mini-batches from the first forward to the last update",
+        ["stage"],
+        ["operations", "first start", "last end", "busy", "idle, steady"],
+    )
+    idle = idle_shares(pipeline, period_s)
+    for s, events in enumerate(timeline.stages):
+        busy_s = sum(event.end_s - event.start_s for event in events)
+        last_s = max(event.end_s for event in events)
+        table.add_row(
+            str(s),
+            str(len(order[s])),
+            format_seconds(events[0].start_s),
+            format_seconds(last_s),
+            format_seconds(busy_s),
+            f"{idle[s]:.0%}",
+        )
+    console = output()
+    console.print(table)
+    console.print(Text(f"period {format_seconds(period_s)} per mini-batch in the steady state"))

@@ -1,0 +1,240 @@
+"""tp-plan solve: the best plan of one system, or of every system side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ...planner.cluster.cluster import Cluster
+from ...planner.cluster.contention import crowded
+from ...planner.costs.tied_parameters import TIED
+from ...planner.evaluate import Evaluation
+from ...planner.partition.solve import SOLVERS
+from ...planner.plan import Plan
+from ...planner.search.pareto import Front, front_point
+from ...planner.search.relaxation import RECOMPUTE
+from ...planner.search.solve import solve as solve_plan
+from ...planner.systems.variants import VARIANTS, variant_named
+from ...profiles.errors import InfeasibleError, PlanError, UserError
+from ...profiles.files import read_file, write_file
+from ...profiles.limits import MAX_FACTOR
+from ...profiles.outputs import Kind, check_output
+from ...profiles.profile import IMPORTED, Profile, check_profile
+from ..errors import Number, Whole, common_options, errors_as_lines, output, print_json
+from ..options import cluster_of, cluster_options
+from ..progress import Bar
+from ..tables.pareto import comparison, front_table
+from ..tables.plan import assumed, few_stages, print_plan
+
+
+def count_or_auto(text: str, option: str) -> int | None:
+    """``auto`` → None. Raises UserError for what is no count."""
+    if text == "auto":
+        return None
+    if not text.isdecimal() or not text.isascii() or not int(text[:9]) >= 1 or len(text) > 9:
+        raise UserError(f"{option} {text!r}: give auto or a whole number from 1")
+    return int(text)
+
+
+def _pin(text: str) -> tuple[str, int]:
+    name, separator, stage = text.rpartition("=")
+    if not separator or not name or not stage.isdecimal() or len(stage) > 9:
+        raise UserError(f"--pin {text!r}: give NAME=STAGE, as in --pin layer3=1; 0 is the first")
+    return name, int(stage)
+
+
+@click.command()
+@click.argument("profile_path", metavar="PROFILE")
+@click.option("-o", "--output", "path", default="plan.json", show_default=True)
+@cluster_options
+@click.option(
+    "--variant",
+    default="timeprest",
+    show_default=True,
+    help=f"Training system: {', '.join(VARIANTS)}; or all.",
+)
+@click.option(
+    "--mini-batch",
+    type=Whole(),
+    help="Samples per update.  [default: the profile's batch size]",
+)
+@click.option("--micro-batches", default="auto", show_default=True)
+@click.option("--stages", default="auto", show_default=True)
+@click.option(
+    "--replicas",
+    type=click.Choice(["auto", "off"]),
+    default="auto",
+    show_default=True,
+    help="Stages may take several devices, or not.",
+)
+@click.option(
+    "--recompute",
+    type=click.Choice(list(RECOMPUTE)),
+    default="off",
+    show_default=True,
+    help="Stages compute activations again instead of keeping them.",
+)
+@click.option(
+    "--tied",
+    type=click.Choice(TIED),
+    default="together",
+    show_default=True,
+    help="Layers that share parameters: on one stage, or on several with copies.",
+)
+@click.option(
+    "--pin", "pins", multiple=True, metavar="NAME=STAGE", help="Layer NAME is on stage STAGE."
+)
+@click.option("--solver", type=click.Choice(SOLVERS), default="auto", show_default=True)
+@click.option(
+    "--time-limit",
+    type=Number(0, MAX_FACTOR),
+    default=60.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Take the best plan found by then.",
+)
+@click.option(
+    "--update-every",
+    type=Whole(),
+    default=1,
+    show_default=True,
+    metavar="K",
+    help="Update the weights after every K mini-batches: smaller version differences.",
+)
+@click.option(
+    "--optimizer-state",
+    type=Number(0, MAX_FACTOR),
+    metavar="FACTOR",
+    help="Bytes of optimizer state per byte of parameters: 0 plain SGD, 1 momentum, "
+    "2 Adam.  [default: as profiled]",
+)
+@common_options
+@errors_as_lines
+def solve(
+    profile_path: str,
+    path: str,
+    variant: str,
+    as_json: bool,
+    quiet: bool,
+    verbose: bool,
+    **options: Any,
+) -> None:
+    """Find the best plan for PROFILE and write a plan file.
+
+    Ctrl-C or the time limit ends the search with the best plan found so far; the plan says how
+    far from the best it can be at most. With --variant all, every system gets a plan file.
+    """
+    if variant != "all":
+        variant_named(variant)
+    for file in [path] if variant != "all" else [_beside(path, name) for name in VARIANTS]:
+        check_output(file, Kind.PLAN)
+    profile = check_profile(read_file(profile_path, Profile), profile_path)
+    own = options["cluster_path"] is None
+    cluster = cluster_of(options)
+    if own:
+        # A cluster file says itself how fast its devices are.
+        cluster = crowded(cluster, profile.together)
+    asked = _asked(options)
+    if variant == "all":
+        _solve_all(profile, cluster, asked, path, as_json=as_json, quiet=quiet)
+        return
+    with Bar("planning", quiet=quiet) as bar:
+        plan = solve_plan(profile, cluster, variant, progress=bar, **asked)
+    write_file(path, plan)
+    if as_json:
+        print_json(plan)
+    elif not quiet:
+        print_plan(plan, 16 if verbose else 0, every=verbose)
+        _print_notes(profile, [plan], asked)
+        output().print(f"wrote {path}; {_next(plan, path)}")
+
+
+def _asked(options: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "mini_batch": options["mini_batch"],
+        "micro_batches": count_or_auto(options["micro_batches"], "--micro-batches"),
+        "stages": count_or_auto(options["stages"], "--stages"),
+        "replicas": options["replicas"] == "auto",
+        "recompute": options["recompute"],
+        "tied": options["tied"],
+        "pins": tuple(_pin(text) for text in options["pins"]),
+        "solver": options["solver"],
+        "time_limit_s": options["time_limit"],
+        "optimizer_state_factor": options["optimizer_state"],
+        "update_every": options["update_every"],
+    }
+
+
+def _print_notes(profile: Profile, plans: Sequence[Plan], asked: dict[str, Any]) -> None:
+    """What the plans take for granted; what ties do to them, the systems alike once."""
+    notes = [assumed(profile, plan.variant) for plan in plans]
+    if asked["stages"] is None:
+        notes += [few_stages(profile, plan) for plan in plans]
+    for note in dict.fromkeys(filter(None, notes)):
+        output().print(note)
+
+
+def _next(plan: Plan, path: str) -> str:
+    if plan.profile.front_end in IMPORTED:
+        return "it can't be run: its profile was imported"
+    return f"next: tp-run {path}"
+
+
+def _solve_all(
+    profile: Profile,
+    cluster: Cluster,
+    asked: dict[str, Any],
+    path: str,
+    *,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """A plan for every system that fits, side by side, and the front of all plans seen."""
+    front = Front()
+    plans: dict[str, Plan] = {}
+    failed: dict[str, str] = {}
+    with Bar("planning", quiet=quiet) as bar:
+        for name in VARIANTS:
+            try:
+                plans[name] = _solve_one(profile, cluster, name, asked, bar, front)
+            except (InfeasibleError, PlanError) as error:
+                failed[name] = str(error)
+    if not plans:
+        raise InfeasibleError("; ".join(f"{name}: {why}" for name, why in failed.items()))
+    paths = {name: _beside(path, name) for name in plans}
+    for name, plan in plans.items():
+        write_file(paths[name], plan)
+    if as_json:
+        print_json({"plans": plans, "failed": failed})
+    elif not quiet:
+        console = output()
+        console.print(comparison(plans, failed, front.points, console.width))
+        console.print(front_table(front.points, console.width))
+        _print_notes(profile, list(plans.values()), asked)
+        console.print(f"wrote {', '.join(map(str, paths.values()))}")
+
+
+def _solve_one(
+    profile: Profile,
+    cluster: Cluster,
+    name: str,
+    asked: dict[str, Any],
+    bar: Bar,
+    front: Front,
+) -> Plan:
+    def tell(what: str, done: float, total: float) -> None:
+        bar(f"{name}: {what}", done, total)
+
+    def keep(found: Evaluation) -> None:
+        front.add(front_point(name, found))
+
+    return solve_plan(profile, cluster, name, progress=tell, seen=keep, **asked)
+
+
+def _beside(path: str, name: str) -> Path:
+    """``plan.json`` → ``plan.gpipe.json``."""
+    given = Path(path)
+    return given.with_name(f"{given.stem}.{name}{given.suffix}")

@@ -1,0 +1,61 @@
+"""tp-run export: a run's whole model as one file; and how tp-run hands over to other commands."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import click
+
+from ..errors import OneLineCommand, errors_as_lines, version_option
+from ..tables.names import printable
+from .rank import OneRankCommand
+from .report import report
+
+
+@click.command(cls=OneLineCommand, context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("run_dir", metavar="RUN")
+@click.option("-o", "--output", required=True, help="The safetensors file to write.")
+@click.option(
+    "--at",
+    type=click.IntRange(1),
+    help="Mini-batches done at the checkpoint to take.  [default: the newest]",
+)
+@click.option("-q", "--quiet", is_flag=True, help="Print errors only.")
+@version_option
+@errors_as_lines
+def export(run_dir: str, output: str, at: int | None, quiet: bool) -> None:
+    """Write the whole model of RUN, under its own names, to one safetensors file.
+
+    Its newest checkpoint counts; without any, its final weights. RUN may be a checkpoint too.
+    """
+    from ...runtime.checkpoint.export import export as export_run
+
+    source, tied = export_run(run_dir, output, at=at)
+    if not quiet:
+        click.echo(printable(f"wrote {output}, from {source}"))
+        for name, first in tied.items():
+            click.echo(printable(f"{name} is {first}, and written once: load_model puts it back"))
+
+
+class WithOthers(OneRankCommand):
+    """A command that hands over to another one where its first argument is that one's name."""
+
+    others: Mapping[str, click.Command] = {"export": export, "report": report}
+
+    def make_context(
+        self,
+        info_name: str | None,
+        args: list[str],
+        parent: click.Context | None = None,
+        **extra: Any,
+    ) -> click.Context:
+        """The context of whichever command it is."""
+        other = self.others.get(args[0]) if args else None
+        if other is not None:
+            return other.make_context(f"{info_name} {args[0]}", args[1:], parent, **extra)
+        return super().make_context(info_name, args, parent, **extra)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command that the context is of."""
+        return super().invoke(ctx) if ctx.command is self else ctx.command.invoke(ctx)

@@ -1,0 +1,158 @@
+"""What a run says while it trains: mini-batches, samples/s, loss, and how busy its stages are."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ...planner.plan import Plan
+from ...profiles.errors import StoppedError
+from ...profiles.units import format_rate
+from ...runtime.records.status import WorkerStatus, read_statuses
+from ...runtime.settings import RunSettings
+from ..errors import why_unprinted
+from ..progress import Bar
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_WINDOW_S = 5.0
+_LOOKS_APART_S = 0.05
+
+
+def stopping(show: F) -> F:
+    """What can't be shown of a run ends it: nobody would learn what became of it.
+
+    Raises StoppedError.
+    """
+
+    @functools.wraps(show)
+    def shown(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return show(*args, **kwargs)
+        except OSError as error:
+            why = why_unprinted(error)
+            if why is None:
+                raise
+            raise StoppedError(f"stopped: {why}") from None
+
+    return shown  # type: ignore[return-value]
+
+
+class TrainingProgress:
+    """Tells a bar how training goes on."""
+
+    def __init__(self, bar: Bar, plan: Plan, settings: RunSettings, run_dir: Path | None) -> None:
+        """`run_dir`: where the workers' processes note what they are at; None: there are none."""
+        self._bar = bar
+        self._settings = settings
+        self._rate = Rate(plan.mini_batch)
+        self._first: int | None = None
+        self._busy: BusyShares | None = None
+        if run_dir is not None:
+            stages = [s for s, stage in enumerate(plan.stages) for _ in stage.devices]
+            self._busy = BusyShares(run_dir / "status", stages)
+
+    def __call__(self, epoch: int, done: int, of: int, loss: float) -> None:
+        """A mini-batch of an epoch is done."""
+        if self._busy is not None and self._bar.shown:
+            self._busy.start()
+        self._first = of if self._first is None else self._first
+        so_far = epoch * self._first + done
+        rate = self._rate(so_far, time.monotonic())
+        shares = self._busy.shares() if self._busy is not None else []
+        total = self._settings.steps or self._settings.epochs * self._first
+        self._bar(training_text(epoch, done, of, loss, rate, shares), so_far, total)
+
+
+class Rate:
+    """Samples per second over the last few seconds."""
+
+    def __init__(self, mini_batch: int) -> None:
+        self._mini_batch = mini_batch
+        self._seen: deque[tuple[float, int]] = deque()
+
+    def __call__(self, done: int, now: float) -> float | None:
+        """After so many mini-batches; None: too early to say."""
+        self._seen.append((now, done))
+        while len(self._seen) > 2 and now - self._seen[1][0] > _WINDOW_S:
+            self._seen.popleft()
+        (then, before), (last, after) = self._seen[0], self._seen[-1]
+        return (after - before) * self._mini_batch / (last - then) if last > then else None
+
+
+class BusyShares:
+    """How often each stage's workers compute, of the moments at which one looks.
+
+    Workers note what they do and whom they wait for where others can read it
+    (`runtime.records.status`): looking costs them nothing.
+    """
+
+    def __init__(self, statuses: Path, stages: Sequence[int]) -> None:
+        """`stages`: of each rank."""
+        self._folder = statuses
+        self._stages = stages
+        self._looks: deque[tuple[float, dict[int, bool]]] = deque()
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._work, daemon=True)
+
+    def _work(self) -> None:
+        while True:
+            time.sleep(_LOOKS_APART_S)
+            self.look(read_statuses(self._folder), time.monotonic())
+
+    def look(self, found: dict[int, WorkerStatus], now: float) -> None:
+        """Note who computes."""
+        with self._lock:
+            self._looks.append((now, {rank: is_busy(status) for rank, status in found.items()}))
+            while now - self._looks[0][0] > _WINDOW_S:
+                self._looks.popleft()
+
+    def shares(self) -> list[float]:
+        """Per stage; empty before all of them have been seen."""
+        counts = [[0, 0] for _ in range(1 + max(self._stages))]
+        with self._lock:
+            for _, look in self._looks:
+                for rank, busy in look.items():
+                    if rank < len(self._stages):
+                        counts[self._stages[rank]][0] += busy
+                        counts[self._stages[rank]][1] += 1
+        if not all(seen for _, seen in counts):
+            return []
+        return [busy / seen for busy, seen in counts]
+
+    def start(self) -> None:
+        """Look from now on, from a thread that ends with the process."""
+        if not self._thread.is_alive():
+            self._thread.start()
+
+
+def is_busy(status: WorkerStatus) -> bool:
+    """Whether it is at an operation and waits for nobody."""
+    return bool(status.at) and not status.waits_for
+
+
+def busy_text(shares: Sequence[float]) -> str:
+    """``busy 78 92%``; of many stages the least, the mean and the most."""
+    if not shares:
+        return ""
+    if len(shares) <= 8:
+        return "busy " + " ".join(f"{100 * share:.0f}" for share in shares) + "%"
+    mean = sum(shares) / len(shares)
+    return f"busy {min(shares):.0%} to {max(shares):.0%}, mean {mean:.0%}"
+
+
+def training_text(
+    epoch: int, done: int, of: int, loss: float, rate: float | None, shares: Sequence[float]
+) -> str:
+    """One line; what matters most comes first, since a narrow terminal cuts its end."""
+    parts = [f"epoch {epoch + 1}: {done}/{of}"]
+    if rate:
+        parts.append(format_rate(rate, "samples"))
+    parts.append(f"loss {loss:.4f}")
+    parts.append(busy_text(shares))
+    return ", ".join(filter(None, parts))

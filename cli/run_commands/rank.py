@@ -1,0 +1,93 @@
+"""tp-run as one worker of many: what is told is told by one of them."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from ...profiles.errors import RunError, TimeprestError
+from ...profiles.parent import end_with_parent
+from ...runtime.processes.environment import launched_by
+from ..errors import OneLineCommand, tell, why_unprinted
+
+if TYPE_CHECKING:
+    from ...runtime.processes.rendezvous import Meeting
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_SILENT_S = 1.0
+"""Before a rank that says nothing ends: the launcher ends the others when one has."""
+
+
+class OneRankCommand(OneLineCommand):
+    """A command whose usage errors are shown by rank 0 alone."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        """As click's."""
+        try:
+            return super().make_context(*args, **kwargs)
+        except click.UsageError:
+            _let_rank_0_tell(2)
+            raise
+
+
+def one_rank_tells(function: F) -> F:
+    """Where torchrun or srun started this process: join the others before anything else.
+
+    Of the errors of all, one is shown, by one of them.
+    """
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        try:
+            launched = launched_by(os.environ)
+        except TimeprestError as error:
+            _let_rank_0_tell(error.exit_code)
+            raise
+        if launched is None:
+            return function(*args, **kwargs)
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            # srun looks after its tasks itself; of who else sets RANK nothing is known.
+            end_with_parent(os.getppid())
+        # Torch takes its time; who starts workers on this machine alone needn't wait for it.
+        from ...profiles.target import describe_error
+        from ...runtime.processes.rendezvous import Meeting
+
+        meeting = Meeting(launched, tell)
+        click.get_current_context().obj = meeting
+        try:
+            function(*args, **kwargs)
+        except TimeprestError as error:
+            meeting.fail(error)
+            meeting.leave(error.exit_code)
+        except BaseException as error:  # the user's code runs here, too
+            why = why_unprinted(error)
+            if why is None and isinstance(error, Exception):
+                import traceback
+
+                traceback.print_exc()
+            meeting.fail(RunError(f"rank {launched.rank}: {why or describe_error(error)}"))
+            meeting.leave(1)
+        return meeting.leave(0)
+
+    return wrapped  # type: ignore[return-value]
+
+
+def meeting_at_hand() -> Meeting | None:
+    """Of the command at hand; None where it starts its workers itself."""
+    found: Meeting | None = click.get_current_context().obj
+    return found
+
+
+def _let_rank_0_tell(code: int) -> None:
+    """End here, unless this is rank 0."""
+    rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
+    if rank != "0":
+        time.sleep(_SILENT_S)
+        sys.exit(code)

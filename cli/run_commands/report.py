@@ -1,0 +1,217 @@
+"""tp-run report: what runs did, beside what their plans predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+import msgspec
+from rich.console import Console
+from rich.text import Text
+
+from ...profiles.errors import UserError
+from ...profiles.outputs import Kind, check_outputs
+from ...profiles.units import format_bytes, format_seconds
+from ..errors import OneLineCommand, common_options, errors_as_lines, output, print_json
+from ..pictures.svg.options import width_option, write_run_figure
+from ..tables.layout import compact_table, counted
+
+if TYPE_CHECKING:
+    from ...planner.recording import Recording
+    from ..pictures.html.run_data import RunFacts
+
+
+@click.command(cls=OneLineCommand, context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("run_dirs", metavar="RUN...", nargs=-1, required=True)
+@click.option("-o", "--output", "path", metavar="FILE", help="Write a page (HTML) to look at.")
+@click.option(
+    "--trace",
+    "trace_path",
+    metavar="FILE",
+    help="Write the recorded operations, measured and predicted, as a Chrome trace.",
+)
+@click.option("--svg", metavar="FILE", help="Write both timelines as a figure (SVG), of one run.")
+@width_option
+@common_options
+@errors_as_lines
+def report(
+    run_dirs: Sequence[str],
+    path: str | None,
+    trace_path: str | None,
+    svg: str | None,
+    svg_width: float,
+    as_json: bool,
+    quiet: bool,
+    verbose: bool,
+) -> None:
+    """Show what each RUN did beside what its plan predicted; several runs are overlaid.
+
+    A run that hasn't ended is shown as far as it has come.
+    """
+    from ..pictures.html.run_data import distinct_names, read_facts, run_figures
+
+    check_outputs(
+        ("-o", path, Kind.PAGE), ("--trace", trace_path, Kind.TRACE), ("--svg", svg, Kind.FIGURE)
+    )
+    names = distinct_names(run_dirs)
+    runs = [read_facts(run, name) for run, name in zip(run_dirs, names, strict=True)]
+    if path:
+        from ..pictures.html.page import write_page
+
+        write_page(path, page_data(runs))
+    if trace_path:
+        from ..pictures.chrome_trace import write_trace
+
+        write_trace(trace_path, _recordings(runs))
+    if svg:
+        _write_figure(runs, svg, svg_width)
+    if as_json:
+        print_json({"runs": [run_figures(run) for run in runs]})
+    elif not quiet:
+        console = output()
+        for run in runs:
+            print_run(console, run)
+        if len(runs) > 1:
+            console.print(_overview(runs))
+        for file in (path, trace_path, svg):
+            if file:
+                console.print(f"wrote {file}", soft_wrap=True)
+
+
+def page_data(runs: Sequence[RunFacts]) -> dict[str, Any]:
+    """What the page is made of. Sections of plans show that of one run."""
+    from ... import __version__
+    from ..pictures.html.run_data import run_part
+
+    title = " and ".join(run.name for run in runs) if len(runs) < 3 else f"{len(runs)} runs"
+    plans: list[dict[str, Any]] = []
+    for run in runs:
+        part = {
+            "name": f"plan of {run.name}",
+            "plan": msgspec.to_builtins(run.plan),
+            "recording": None,
+            "mini_batches_shown": 0,
+        }
+        if all(part["plan"] != other["plan"] for other in plans):
+            plans.append(part)
+    return {
+        "title": f"{title}: measured and predicted",
+        "made_by": {"timeprest": __version__},
+        "plans": plans,
+        "runs": [run_part(run) for run in runs],
+    }
+
+
+def _write_figure(runs: Sequence[RunFacts], svg: str, width: float) -> None:
+    """Measured above predicted. Raises UserError where there is nothing to draw."""
+    if len(runs) > 1:
+        raise UserError("--svg: draws one run; give one")
+    found = [(r.source, r) for r in (runs[0].measured, runs[0].predicted) if r is not None]
+    if not found:
+        raise UserError(f"--svg: {runs[0].missing[-1]}")
+    write_run_figure(found, svg, width)
+
+
+def _recordings(runs: Sequence[RunFacts]) -> list[tuple[str, Recording]]:
+    found = []
+    for run in runs:
+        for recording in (run.measured, run.predicted):
+            if recording is not None:
+                of = f"{run.name}, " if len(runs) > 1 else ""
+                found.append((f"{of}{recording.source}", recording))
+    return found
+
+
+# In the terminal -----------------------------------------------------------------------------
+
+
+def print_run(console: Console, run: RunFacts) -> None:
+    """A run's figures beside its plan's."""
+    from ...planner.lane_times import steady_times
+    from ...runtime.records.recording import mini_batches_of
+
+    plan = run.plan
+    done = sum(len(each) for each in run.losses)
+    table = compact_table(
+        f"{run.name}: {run.settings.task} with {plan.variant}, "
+        f"{counted(done, 'mini-batch', 'mini-batches')}" + ", inline" * run.inline,
+        ["worker"],
+        ["compute", "(pred.)", "comm.", "idle", "(pred.)", "memory", "(pred.)", "versions"],
+    )
+    steady = steady_times(plan)
+    for worker in run.workers:
+        predicted = plan.predicted.stages[worker.stage]
+        epochs = run.stage_epochs[worker.rank]
+        times, idle = run.times[worker.rank], run.idle_shares[worker.rank]
+        peak = _peak_bytes(run, worker.rank)
+        held = max((epoch.versions_held for epoch in epochs), default=None)
+        table.add_row(
+            worker.name,
+            "-" if times is None else format_seconds(times.compute_s),
+            format_seconds(steady[worker.stage].compute_s),
+            "-" if times is None else format_seconds(times.communication_s),
+            "-" if idle is None else f"{idle:.0%}",
+            f"{predicted.idle_share:.0%}",
+            "-" if peak is None else format_bytes(peak),
+            format_bytes(predicted.accounted_memory.total),
+            "-" if held is None else f"{held} ({predicted.versions_held})",
+        )
+    console.print(table)
+    of = "all training"
+    if run.measured is not None and not run.epochs:
+        begin, end = mini_batches_of(run.measured)
+        of = f"mini-batches {begin} to {end - 1}, which were recorded"
+    console.print(
+        Text(
+            f"times: per mini-batch, of {of}; predicted in the steady state. idle: neither "
+            "computing nor communicating. memory: without scratch. versions: held (predicted)",
+            "dim",
+        )
+    )
+    console.print(_period_line(run))
+    if run.epochs:
+        last = run.epochs[-1]
+        test = ", ".join(f"test {name} {value:.4g}" for name, value in last.test.items())
+        console.print(
+            f"after {counted(len(run.epochs), 'epoch', 'epochs')}: train loss {last.train_loss:.4g}"
+            + (f", {test}" if test else "")
+        )
+    for line in run.missing:
+        console.print(Text(line, "yellow"))
+
+
+def _period_line(run: RunFacts) -> Text:
+    predicted = run.plan.predicted.period_s
+    text = f"period predicted {format_seconds(predicted)}"
+    if run.period_s:
+        ratio = f" ({run.period_s / predicted:.2f} ×)" if predicted else ""
+        text = f"period measured {format_seconds(run.period_s)}, {text[7:]}{ratio}"
+    return Text(text)
+
+
+def _peak_bytes(run: RunFacts, rank: int) -> int | None:
+    if run.summary is not None:
+        peak = run.summary.stages[rank].peak
+        return None if peak is None else peak.total
+    if run.measured is None:
+        return None
+    return max((sum(p.nbytes) for p in run.measured.memory if p.lane == rank), default=None)
+
+
+def _overview(runs: Sequence[RunFacts]) -> Any:
+    table = compact_table(
+        "side by side", ["run", "system"], ["mini-batches", "period", "train loss", "test loss"]
+    )
+    for run in runs:
+        last = run.epochs[-1] if run.epochs else None
+        loss = last.test.get("loss") if last is not None else None
+        table.add_row(
+            run.name,
+            run.plan.variant,
+            str(sum(len(each) for each in run.losses)),
+            "-" if not run.period_s else format_seconds(run.period_s),
+            "-" if last is None else f"{last.train_loss:.4f}",
+            "-" if loss is None else f"{loss:.4f}",
+        )
+    return table

@@ -1,0 +1,1 @@
+"""Plans, profiles and runs as tables in the terminal."""

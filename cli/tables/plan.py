@@ -1,0 +1,238 @@
+"""Plans as people read them: tables of stages, the verdict, the first operations."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+from rich.console import Group
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from ...planner.costs.layer_graph import LayerGraph, held_together
+from ...planner.costs.stage_costs import UNMEASURED_WEIGHT_SHARE, unmeasured_weight_parts
+from ...planner.plan import Plan, pipeline_of
+from ...planner.schedules.schedules import make_order
+from ...planner.search.running_ahead import running_ahead
+from ...planner.systems.operations import op_text
+from ...planner.systems.variants import variant_named
+from ...profiles.profile import Profile
+from ...profiles.units import format_bytes, format_rate, format_seconds
+from ..errors import output, tell
+from .columns import labelled
+from .core_use import core_use
+from .folding import MOST_ROWS
+from .layout import counted
+from .stages import memory_limit, memory_table, notes, stage_table
+
+
+def print_plan(plan: Plan, count: int, *, every: bool = False) -> None:
+    """Print all there is to say, in the console's width.
+
+    Args:
+        count: operations of each stage's order to print.
+        every: each stage has a row of its own, however many there are.
+    """
+    console = output()
+    console.print(stage_table(plan, console.width, every=every))
+    console.print(memory_table(plan, console, console.width, every=every))
+    console.print(notes(plan, every=every))
+    console.print(verdict(plan))
+    if count:
+        console.print(operations(plan, count, every=every), soft_wrap=False)
+    for warning in filter(None, (slower_than_one(plan), piling_up(plan))):
+        tell(f"warning: {warning}")
+
+
+def verdict(plan: Plan) -> Table:
+    """Period, rate, what holds it back, and what the solver can prove."""
+    predicted = plan.predicted
+    stages = predicted.stages
+    idle = [stage.idle_share for stage in stages]
+    busiest = min(range(len(stages)), key=idle.__getitem__)
+    stalest = max(range(len(stages)), key=lambda s: stages[s].version_difference)
+    busy = f"stage {busiest}, {idle[busiest]:.0%} idle"
+    if len(stages) > 1 and max(idle) < min(idle) + 0.005:
+        busy = f"all stages alike, {idle[busiest]:.0%} idle"
+    elif len(stages) > 1:
+        busy += f"; {sum(idle) / len(idle):.0%} on average"
+    most = max(stage.versions_held for stage in stages)
+    held = f"{counted(most, 'weight version', 'weight versions')} held"
+    staleness = "no version difference"
+    if stages[stalest].version_difference:
+        staleness = (
+            f"version difference up to {stages[stalest].version_difference} (stage {stalest})"
+        )
+    return labelled(
+        [
+            ("period", f"{format_seconds(predicted.period_s)} per mini-batch of {plan.mini_batch}"),
+            ("rate", rate(plan)),
+            ("busiest", busy),
+            *_cores(plan),
+            ("memory", fullest(plan)),
+            (
+                "staleness",
+                f"{staleness}{sequences(plan)}; {held}",
+            ),
+            *_advice(plan),
+            ("solver", f"{plan.solver.method}: {proof(plan)}"),
+        ]
+    )
+
+
+def sequences(plan: Plan) -> str:
+    """``, v = 1``; nothing in plans of before it was counted."""
+    v = plan.predicted.sequence_distance
+    return "" if v is None else f", v = {v}"
+
+
+def _advice(plan: Plan) -> list[tuple[str, str]]:
+    """What would make one sequence of updates of several."""
+    v, variant = plan.predicted.sequence_distance or 1, variant_named(plan.variant)
+    if v < 2 or variant.whole_mini_batches:
+        return []
+    least = len(plan.stages) - 1
+    advice = f"N ≥ S − 1 = {least} micro-batches would avoid it, with unit times (TiMePReSt)"
+    if plan.micro_batches >= least:
+        advice = "N ≥ S − 1 avoids it with unit times; here backwards take longer"
+    return [("sequences", f"{v} of updates side by side (v = {v}); {advice}")]
+
+
+def _cores(plan: Plan) -> list[tuple[str, str]]:
+    use = core_use(plan)
+    if use is None:
+        return []
+    return [("cores", f"{use.cores} for {use.devices} devices, {use.idle_share:.0%} idle")]
+
+
+def rate(plan: Plan) -> str:
+    """``7641 samples/s, 1.16 × one device``."""
+    predicted = plan.predicted
+    if not predicted.samples_per_s:
+        return "unknown: the profile's times are 0"
+    speedup = f"{predicted.speedup:.2f} × one device" if predicted.speedup else "speed-up unknown"
+    return f"{format_rate(predicted.samples_per_s, 'samples')}, {speedup}"
+
+
+def slower_than_one(plan: Plan) -> str | None:
+    """A warning where the pipeline doesn't pay; None where it does, or nobody knows."""
+    predicted = plan.predicted
+    devices = sum(len(stage.devices) for stage in plan.stages)
+    # 0.995 is printed as 1.00.
+    if not 0 < predicted.speedup < 0.995 or devices == 1:
+        return None
+    one_s = predicted.speedup * predicted.period_s
+    return (
+        f"slower than one device: alone, with memory enough and the speed of the one that was "
+        f"profiled, it would take {format_seconds(one_s)} per mini-batch instead of "
+        f"{format_seconds(predicted.period_s)} ({1 / predicted.speedup:.2f} × as fast)"
+    )
+
+
+def piling_up(plan: Plan) -> str | None:
+    """A warning where messages wait for ever slower stages; None where none do."""
+    found = []
+    for link, lead in running_ahead(pipeline_of(plan), plan.predicted.period_s):
+        nbytes = sum(
+            edge.bytes_per_micro_batch * plan.micro_batches
+            for edge in plan.edges
+            if (edge.source, edge.target) == (link.source, link.target)
+        )
+        if nbytes:
+            found.append((nbytes * lead, link))
+    if not found:
+        return None
+    most, link = max(found, key=lambda item: item[0])
+    return (
+        f"stage {link.source} gets no gradients back from stage {link.target} and may run ahead "
+        f"of it: after each mini-batch up to {format_bytes(round(most))} more wait to be sent; "
+        "its memory has those of a few dozen mini-batches"
+    )
+
+
+def fullest(plan: Plan) -> str:
+    """The stage that needs most of its limit, or, without limits, most."""
+    stages = plan.predicted.stages
+    limits = [memory_limit(plan, s) for s in range(len(stages))]
+    shares = [
+        (stage.memory_bytes / limit if limit else 0.0, stage.memory_bytes)
+        for stage, limit in zip(stages, limits, strict=True)
+    ]
+    s = max(range(len(stages)), key=shares.__getitem__)
+    text = f"most on stage {s}: {format_bytes(stages[s].memory_bytes)}"
+    limit = limits[s]
+    if limit is None:
+        return f"{text}; its device has no limit"
+    over = stages[s].memory_bytes - limit
+    if over > 0:
+        return f"{text}, {format_bytes(over)} over its limit of {format_bytes(limit)}"
+    return f"{text}, {shares[s][0]:.0%} of its limit of {format_bytes(limit)}"
+
+
+def proof(plan: Plan) -> str:
+    """What the solver can prove, and what it took."""
+    solver = plan.solver
+    if solver.optimal:
+        found = "proven optimal"
+    elif not solver.bound_s:
+        found = "no lower bound"
+    else:
+        found = f"lower bound {format_seconds(solver.bound_s)}, gap {gap(plan)}"
+        found += f" (ended by {solver.stopped})" if solver.stopped else ""
+    tried = counted(solver.plans_tried, "plan", "plans")
+    return f"{found}; {tried} in {format_seconds(solver.seconds)}"
+
+
+def gap(plan: Plan) -> str:
+    """How far the plan may be from the best: ``0``, ``4.2%``, or ``-`` where nothing is known."""
+    solver = plan.solver
+    if solver.optimal:
+        return "0"
+    if not solver.bound_s:
+        return "-"
+    return f"{solver.gap:.1%}" if solver.gap < 10 else f"{solver.gap * 100:.3g}%"
+
+
+def assumed(profile: Profile, variant: str) -> str | None:
+    """What a plan of this system takes for granted, since the profile doesn't say; or None."""
+    layers = unmeasured_weight_parts(profile)
+    if not layers or not variant_named(variant).split_backward:
+        return None
+    return (
+        f"{variant}: the profile doesn't say how much of a backward is for the weights; "
+        f"{UNMEASURED_WEIGHT_SHARE:.0%} is assumed in "
+        f"{counted(len(layers), 'layer', 'layers')} (profile again to measure it)"
+    )
+
+
+def few_stages(profile: Profile, plan: Plan) -> str | None:
+    """A line for a plan that ties keep in few stages; None where they don't."""
+    devices = len(plan.cluster.devices)
+    if not profile.tied or len(plan.stages) >= devices:
+        return None
+    if LayerGraph(profile, plan.tied).most_stages > len(plan.stages):
+        return None
+    tie = held_together(profile, variant_named(plan.variant), plan.tied)
+    count = counted(len(plan.stages), "stage", "stages")
+    return None if tie is None else f"{count} at most: {tie}"
+
+
+def operations(plan: Plan, count: int, *, every: bool = False) -> Group:
+    """Each stage's first operations as text: 1F0.2 is stage 1, mini-batch 0, micro-batch 2.
+
+    Args:
+        every: of all stages, however many there are.
+    """
+    pipeline = pipeline_of(plan)
+    order = make_order(pipeline, 2 * len(plan.stages) + count // max(plan.micro_batches, 1) + 2)
+    letters = "F forward, B backward, U update"
+    if pipeline.variant.split_backward:
+        letters = "F forward, B backward to the stage's inputs, W to its weights, U update"
+    head = Text(f"first {count} operations of each stage ({letters}):")
+    lines = Table.grid()
+    shown = order if every else order[:MOST_ROWS]
+    for s, ops in enumerate(shown):
+        lines.add_row(" ".join(op_text(s, op) for op in islice(ops, count)))
+    if len(shown) < len(order):
+        lines.add_row(Text(f"… {len(order) - len(shown)} more stages (-v)", style="dim"))
+    return Group(head, Padding(lines, (0, 0, 0, 2)))

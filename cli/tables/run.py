@@ -1,0 +1,134 @@
+"""The end of a run as people read it."""
+
+from __future__ import annotations
+
+from rich.table import Table
+from rich.text import Text
+
+from ...planner.plan import Plan
+from ...profiles.units import format_bytes, format_seconds
+from ...runtime.records.metrics import EpochRecord, RunSummary, StageReport
+from .layout import compact_table, counted
+
+
+def epoch_line(record: EpochRecord) -> str:
+    """One epoch in one line."""
+    figures = "  ".join(
+        f"test {name} {value:.2%}" if name == "accuracy" else f"test {name} {value:.4f}"
+        for name, value in record.test.items()
+    )
+    return (
+        f"epoch {record.epoch + 1:3d}  {record.seconds:6.2f} s  "
+        f"{record.samples_per_s:7.0f} samples/s  train loss {record.train_loss:.4f}  {figures}"
+    )
+
+
+def summary_table(plan: Plan, summary: RunSummary) -> Table:
+    """One row per worker: measured beside predicted."""
+    table = compact_table(
+        f"{summary.variant}, {_workers(plan)}, {summary.mode}",
+        ["stage"],
+        ["compute", "comm.", "idle", "(pred.)", "peak", "(pred.)", "RSS", "versions", "(pred.)"],
+    )
+    for report in summary.stages:
+        predicted = plan.predicted.stages[report.stage]
+        # What the runtime can't see (scratch memory inside operations) isn't compared.
+        accounted = predicted.accounted_memory.total
+        table.add_row(
+            _which(plan, report),
+            format_seconds(report.compute_s),
+            format_seconds(report.communication_s),
+            "-" if report.idle_share is None else f"{report.idle_share:.0%}",
+            f"{predicted.idle_share:.0%}",
+            format_bytes(report.peak.total) if report.peak else "-",
+            format_bytes(accounted),
+            format_bytes(report.rss_peak_bytes),
+            str(report.versions_held),
+            str(predicted.versions_held),
+        )
+    return table
+
+
+def _device_lines(plan: Plan, summary: RunSummary) -> list[Text]:
+    """Where the stages were, when that wasn't the CPU."""
+    gpus = [report for report in summary.stages if report.device_peak_bytes is not None]
+    if not gpus:
+        return []
+    where = ", ".join(
+        f"stage {_which(plan, report)} on {report.device} "
+        f"(peak {format_bytes(report.device_peak_bytes or 0)})"
+        for report in gpus
+    )
+    how = f"; messages by {gpus[0].transport}" * bool(gpus[0].transport)
+    return [Text(f"{where}{how}. This peak is torch's, of all tensors of the process")]
+
+
+def _workers(plan: Plan) -> str:
+    stages, workers = len(plan.stages), sum(len(stage.devices) for stage in plan.stages)
+    text = counted(stages, "stage", "stages")
+    return text if workers == stages else f"{text} on {workers} workers"
+
+
+def _which(plan: Plan, report: StageReport) -> str:
+    """``1``, or ``1, replica 0`` where the stage has several."""
+    several = len(plan.stages[report.stage].devices) > 1
+    return f"{report.stage}, replica {report.replica}" if several else str(report.stage)
+
+
+def summary_lines(plan: Plan, summary: RunSummary) -> list[Text]:
+    """The run as a whole."""
+    lines = [
+        Text(
+            f"{summary.mini_batches} mini-batches of {summary.mini_batch} in "
+            f"{counted(summary.micro_batches, 'micro-batch', 'micro-batches')}: "
+            f"{summary.samples_per_s:.0f} samples/s, "
+            f"{format_seconds(summary.seconds)} in all, start-up and evaluation included"
+        )
+    ]
+    predicted = format_seconds(summary.predicted_period_s)
+    if summary.measured_period_s is None:
+        lines.append(
+            Text(f"period predicted {predicted}; an inline run takes turns and measures none")
+            if summary.mode == "inline"
+            else Text(f"period predicted {predicted}; too few mini-batches to measure it")
+        )
+    else:
+        ratio = summary.measured_period_s / summary.predicted_period_s
+        lines.append(
+            Text(
+                f"period measured {format_seconds(summary.measured_period_s)}, predicted "
+                f"{predicted} ({ratio:.2f} ×)"
+            )
+        )
+    lines += _device_lines(plan, summary)
+    if plan.predicted.sequence_distance is not None:
+        lines.append(Text(f"v predicted {plan.predicted.sequence_distance}"))
+    for report in summary.stages:
+        seen = ", ".join(
+            f"{difference} in {times}" for difference, times in report.version_differences.items()
+        )
+        apart = f"; weights up to {report.weight_distance:.2%} apart" * bool(report.weight_distance)
+        which = _which(plan, report)
+        lines.append(Text(f"version differences seen on stage {which}: {seen} backwards{apart}"))
+    for report in summary.stages:
+        if report.not_finite:
+            lines.append(
+                Text(
+                    f"stage {_which(plan, report)}: loss or gradients of "
+                    f"{counted(len(report.not_finite), 'mini-batch', 'mini-batches')} weren't "
+                    f"finite, first of mini-batch {report.not_finite[0]}",
+                    style="bold",
+                )
+            )
+    lines.append(
+        Text(
+            "idle: neither computing nor communicating, in all training, evaluation left out; "
+            "predicted in the steady state. peak: weights, older versions, gradients, optimizer, "
+            "activations, messages; without scratch memory. RSS: the whole process, libraries "
+            "included. versions: of the weights, held at once. difference: version of a backward "
+            "less that of its forward. v: mini-batches from one to the next of the same sequence "
+            "of updates. apart: ‖W_B − W_F‖ / ‖W_F‖, the mean of the epoch with the largest.",
+            style="dim",
+        )
+    )
+    return lines

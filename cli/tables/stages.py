@@ -1,0 +1,215 @@
+"""A plan's stages as tables: what they run and how long it takes, and where their bytes are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from rich.console import Console, Group
+from rich.text import Text
+
+from ...planner.plan import Plan, StagePrediction
+from ...profiles.units import format_bytes, format_seconds, short_bytes
+from ..paints import LETTERS, memory_style
+from ..palette import LIMIT, MEMORY
+from .columns import Cell, Column, fitted, fixed, words
+from .folding import folded, ranged, row_name
+from .layout import counted
+from .names import device_range, first_to_last
+
+_LEAST_BAR, _MOST_BAR = 12, 32
+
+
+def stage_table(plan: Plan, width: int, *, every: bool = False) -> Group:
+    """What each stage runs, where, and how long it takes; fits `width` columns.
+
+    Args:
+        every: no rows are folded.
+    """
+    rows = folded(plan, every=every).rows
+    stages = plan.predicted.stages
+
+    def figures(
+        name: str, value: Callable[[StagePrediction], float], text: Callable[[float], str]
+    ) -> Column:
+        return fixed(name, [ranged((value(stages[s]) for s in row), text) for row in rows])
+
+    def limits() -> Column:
+        each = [ranged((plan.stages[s].in_flight for s in row), _whole) for row in rows]
+        return fixed("L", each)
+
+    columns = [
+        _layers(plan, rows),
+        words("device", [_devices(plan, row) for row in rows], 14),
+        figures("parameters", lambda p: p.parameter_bytes, short_bytes),
+        figures("forward", lambda p: p.forward_s, format_seconds),
+        figures("backward", lambda p: p.backward_s, format_seconds),
+        figures("transfer", lambda p: p.transfer_s, format_seconds),
+        figures("idle", lambda p: p.idle_share, _share),
+        limits(),
+        figures("ver", lambda p: p.versions_held, _whole),
+        figures("d", lambda p: p.version_difference, _whole),
+    ]
+    return fitted(_title(plan), _keys(rows), columns, width)
+
+
+def memory_table(plan: Plan, console: Console, width: int, *, every: bool = False) -> Group:
+    """Each stage's bytes at its peak: a bar against its limit, and by kind; fits `width`.
+
+    Args:
+        every: no rows are folded.
+    """
+    rows = folded(plan, every=every).rows
+    stages = plan.predicted.stages
+    limits = [memory_limit(plan, s) for s in range(len(stages))]
+    most = max(stage.memory_bytes for stage in stages)
+    # The fullest stage stands for its row.
+    fullest = [max(row, key=lambda s: _full(stages[s], limits[s])) for row in rows]
+
+    def sizes(name: str, values: Callable[[int], float]) -> Column:
+        return fixed(name, [ranged(map(values, row), short_bytes) for row in rows])
+
+    def bars(columns: int) -> list[Cell]:
+        return [
+            memory_bar(console, by_kind(stages[s]), limits[s] or most, columns) for s in fullest
+        ]
+
+    of_limit = any(limit is not None for limit in limits)
+    columns = [
+        sizes("memory", lambda s: stages[s].memory_bytes),
+        Column("of its limit" if of_limit else "of the most", _MOST_BAR, _LEAST_BAR, bars, True),
+    ]
+    if of_limit:
+        columns.append(fixed("", [_percent(stages[s], limits[s]) for s in fullest]))
+    if len({limit for limit in limits if limit}) > 1 or (of_limit and None in limits):
+        columns.append(fixed("limit", [_limits(limits[s] for s in row) for row in rows]))
+    for kind in MEMORY:
+        if any(by_kind(stage)[kind] for stage in stages):
+            columns.append(sizes(f"{kind}", lambda s, kind=kind: by_kind(stages[s])[kind]))  # type: ignore[misc]
+    return fitted(_memory_title(limits), _keys(rows), columns, width)
+
+
+def notes(plan: Plan, *, every: bool = False) -> Text:
+    """What the columns of both tables mean."""
+    used = [kind for kind in MEMORY if any(by_kind(stage)[kind] for stage in plan.predicted.stages)]
+    said = (
+        "forward, backward, transfer: per micro-batch. L: mini-batches in flight at most. ver: "
+        "weight versions held. d: version difference, backward less forward. v: mini-batches from "
+        "one to the next of the same sequence of updates. In the bars: "
+    )
+    said += ", ".join(f"{LETTERS[kind]} {kind}" for kind in used) + "."
+    if any(stage.recompute for stage in plan.stages):
+        said += " ↻: activations are computed again."
+    if any(len(stage.devices) > 1 for stage in plan.stages):
+        said += " (n) after devices: so many replicas; memory is each one's."
+    more = folded(plan, every=every).note
+    return Text(f"{said} {more}".rstrip(), style="dim")
+
+
+def by_kind(stage: StagePrediction) -> dict[str, int]:
+    """A stage's bytes by the palette's kinds."""
+    return {kind: getattr(stage.memory, f"{kind}_bytes") for kind in MEMORY}
+
+
+def memory_limit(plan: Plan, s: int) -> int | None:
+    """Of the stage's smallest device; None: there is none."""
+    sizes = (plan.cluster.devices[d].memory_bytes for d in plan.stages[s].devices)
+    return min((size for size in sizes if size is not None), default=None)
+
+
+def memory_bar(console: Console, kinds: dict[str, int], whole: int, width: int) -> Text:
+    """Kinds stacked in a bar of `width` columns that stands for `whole` bytes.
+
+    Each column has the letter of what most of it is; on a terminal, in that kind's colour.
+    """
+    bar = Text()
+    held = sum(kinds.values())
+    scale = width / max(whole, held, 1)
+    total = 0
+    drawn = 0
+    for kind, size in kinds.items():
+        total += size
+        # What would have a quarter of a column has one, taken from those after it.
+        end = min(max(round(total * scale), drawn + (size * scale >= 0.25)), width)
+        bar.append(LETTERS[kind] * (end - drawn), memory_style(console, kind))
+        drawn = max(end, drawn)
+    if held > whole:
+        # Beyond the limit: the mark stands where it is.
+        bar = bar[: width - 1]
+        bar.append("!", f"bold {LIMIT.rich}")
+        return bar
+    bar.append("·" * (width - drawn), "dim")
+    return bar
+
+
+def _title(plan: Plan) -> str:
+    several = sum(len(stage.devices) for stage in plan.stages)
+    on = f" on {several} devices" if several > len(plan.stages) else ""
+    text = (
+        f"{plan.variant}: {counted(len(plan.stages), 'stage', 'stages')}{on}, mini-batch "
+        f"{plan.mini_batch} in {counted(plan.micro_batches, 'micro-batch', 'micro-batches')} of "
+        f"{plan.micro_batch}"
+    )
+    if plan.update_every > 1:
+        text += f", an update after every {plan.update_every}"
+    return text
+
+
+def _memory_title(limits: Sequence[int | None]) -> str:
+    known = {limit for limit in limits if limit}
+    if not known:
+        return "memory at its peak, without a limit"
+    if len(known) == 1 and None not in limits:
+        return f"memory at its peak, against the limit of {format_bytes(known.pop())} per device"
+    return "memory at its peak, against the limit of each stage's smallest device"
+
+
+def _keys(rows: Sequence[range]) -> Column:
+    return fixed("stage", [row_name(row) for row in rows], left=True)
+
+
+def _layers(plan: Plan, rows: Sequence[range]) -> Column:
+    groups = [[name for s in row for name in plan.stages[s].nodes] for row in rows]
+    again = [" ↻" if plan.stages[row.start].recompute else "" for row in rows]
+
+    def cells(width: int | None) -> list[str]:
+        return [
+            first_to_last(names, None if width is None else width - len(mark)) + mark
+            for names, mark in zip(groups, again, strict=True)
+        ]
+
+    natural = max(len(text) for text in cells(None))
+    return Column("layers", max(natural, 6), min(natural, 24), cells, left=True)
+
+
+def _devices(plan: Plan, row: range) -> str:
+    return device_range([plan.cluster.devices[d].name for s in row for d in plan.stages[s].devices])
+
+
+def _full(stage: StagePrediction, limit: int | None) -> float:
+    return stage.memory_bytes / limit if limit else float(stage.memory_bytes)
+
+
+def _percent(stage: StagePrediction, limit: int | None) -> Text:
+    if not limit:
+        return Text("-")
+    share = stage.memory_bytes / limit
+    if share > 1:
+        return Text(f"{_share(share)}!", style=f"bold {LIMIT.rich}")
+    return Text(_share(share))
+
+
+def _limits(limits: Iterable[int | None]) -> str:
+    found = list(limits)
+    known = [limit for limit in found if limit]
+    if len(known) < len(found):
+        return "-" if not known else "some"
+    return ranged(known, short_bytes)
+
+
+def _share(value: float) -> str:
+    text = f"{value:.0%}"
+    return text if len(text) <= 6 else f"{value * 100:.3g}%"
+
+
+def _whole(value: float) -> str:
+    return f"{value:.0f}" if value < 1e7 else f"{value:.3g}"
