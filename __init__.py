@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from .face import plan, profile, run
+    from .api import plan, profile, run
     from .planner.cluster.cluster import Cluster
     from .planner.plan import Plan
     from .profiles.profile import Profile
 
 _HOME = {
-    "profile": "face",
-    "plan": "face",
-    "run": "face",
+    "profile": "api",
+    "plan": "api",
+    "run": "api",
     "Profile": "profiles.profile",
     "Cluster": "planner.cluster.cluster",
     "Plan": "planner.plan",
