@@ -360,9 +360,8 @@ def main(
     silent = quiet or as_json
     with Bar(plan.variant, quiet=silent or meeting is not None) as bar:
         bar.doing("loading torch")
-        from ..runtime.restarts import with_restarts
         from ..runtime.run import resume as resume_run
-        from ..runtime.run import run
+        from ..runtime.run import run, with_restarts
         from .run_commands.progress import TrainingProgress, stopping
         from .tables.plan import operations
         from .tables.run import epoch_line, summary_lines, summary_table
@@ -440,7 +439,7 @@ def main(
         progress = TrainingProgress(bar, plan, settings, None if inline else where)
         try:
             if meeting is not None:
-                from ..runtime.training.member import resume_member, run_member
+                from ..runtime.training.worker import resume_member, run_member
 
                 told = (
                     resume_member(

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
 
 from ..planner.plan import Plan
-from ..profiles.errors import UserError
+from ..profiles.errors import RunError, StoppedError, UserError
 from .checkpoint.checkpoint import CheckpointWriter
 from .checkpoint.gradients import keep_gradients
 from .checkpoint.start import (
@@ -31,9 +31,8 @@ from .processes.launcher import launch
 from .processes.locks import alone
 from .records.idle import training_times
 from .records.metrics import EpochRecord, RunSummary, StageReport
-from .records.operation_log import StageMetrics, operation_log
+from .records.operation_log import StageMetrics, operation_log, record_named
 from .records.progress import Both, MetricsFile, Observer, Silent, read_epochs
-from .records.record import record_named
 from .records.run_dir import RunDir
 from .settings import RunSettings
 from .stage.optimizer import check_choice
@@ -277,3 +276,31 @@ def summarize(
             for report in reports
         ],
     )
+
+
+# Starting a run again after a failure, from its newest checkpoint -------------------------------
+
+T = TypeVar("T")
+
+
+def with_restarts(
+    first: Callable[[], T], again: Callable[[], T], most: int, tell: Callable[[str], None]
+) -> T:
+    """Call `first`, and after a failure of the run `again`, `most` times at most.
+
+    Args:
+        tell: is told of each failure that is followed by a restart.
+
+    Raises RunError: the last failure. What the user's input is the cause of isn't tried again,
+    nor what a signal has stopped.
+    """
+    attempt = first
+    for restart in range(1, most + 1):
+        try:
+            return attempt()
+        except StoppedError:
+            raise
+        except RunError as error:
+            tell(f"{error}; restart {restart} of {most}")
+        attempt = again
+    return attempt()

@@ -11,7 +11,7 @@ import sys
 from functools import partial
 
 import torch
-from timeprest.runtime.communication.placement import STAGED
+from timeprest.runtime.communication.transport import STAGED
 from timeprest.runtime.training import worker
 
 

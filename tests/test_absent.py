@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from timeprest.runtime.prepare.absent import absent, add_gradients, fill_absent
+from timeprest.runtime.prepare.messages import absent, add_gradients, fill_absent
 
 TYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 

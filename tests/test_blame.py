@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from timeprest.runtime.processes.failures import blame, circumstances, culprit, stopped_ranks
+from timeprest.runtime.processes.rendezvous import blame, circumstances, culprit, stopped_ranks
 from timeprest.runtime.records.status import StatusFile, WorkerStatus, read_statuses
 
 

@@ -26,7 +26,7 @@ from timeprest.profiles.files import write_file
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
 from timeprest.runtime.checkpoint.checkpoint import CheckpointWriter, checkpoints_in, find_whole
-from timeprest.runtime.checkpoint.state_tree import pack, unpack
+from timeprest.runtime.checkpoint.worker_state import pack, unpack
 from timeprest.runtime.prepare.data import Samples, segments
 from timeprest.runtime.records.progress import Silent, read_losses
 from timeprest.runtime.records.run_dir import RunDir, load_weights

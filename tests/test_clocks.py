@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from timeprest.runtime.records.clocks import Delay, offsets
+from timeprest.runtime.records.recording import Delay, offsets
 
 
 @given(

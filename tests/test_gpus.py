@@ -11,8 +11,8 @@ from plans import plan_by_hand, with_times
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
-from timeprest.runtime.communication.copying import CudaCopier
-from timeprest.runtime.communication.placement import NCCL, STAGED
+from timeprest.runtime.communication.pinned_memory import CudaCopier
+from timeprest.runtime.communication.transport import NCCL, STAGED
 from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import resume, run
 from timeprest.runtime.settings import OptimizerChoice, RunSettings

@@ -20,8 +20,15 @@ from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import RunError, TargetError
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
-from timeprest.runtime.prepare.data import Samples, Segment, part_of, real_samples, segments
-from timeprest.runtime.prepare.padding import check_result, real_part
+from timeprest.runtime.prepare.data import (
+    Samples,
+    Segment,
+    check_result,
+    part_of,
+    real_part,
+    real_samples,
+    segments,
+)
 from timeprest.runtime.records.progress import read_losses
 from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import run

@@ -14,8 +14,7 @@ from chaos import drawn
 from plans import plan_by_hand, with_times
 from timeprest.profiles.errors import RunError, StoppedError, UserError
 from timeprest.runtime.records.run_dir import RunDir, load_weights
-from timeprest.runtime.restarts import with_restarts
-from timeprest.runtime.run import resume, run
+from timeprest.runtime.run import resume, run, with_restarts
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
 
 RUNS = int(os.environ.get("CHAOS_RUNS", "2"))

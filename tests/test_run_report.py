@@ -21,7 +21,7 @@ from timeprest.planner.systems.operations import Op
 from timeprest.profiles.errors import FileError, UserError
 from timeprest.runtime.prepare.data import Segment
 from timeprest.runtime.records.metrics import RunSummary, decode
-from timeprest.runtime.records.record import ALL, NONE, record_named
+from timeprest.runtime.records.operation_log import ALL, NONE, record_named
 from timeprest.runtime.records.recording import counterpart, measured, mini_batches_of
 from timeprest.runtime.records.run_dir import RunDir
 from timeprest.runtime.run import run

@@ -13,12 +13,12 @@ from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import TargetError
 from timeprest.profiles.hooks import RunLength
 from timeprest.profiles.target import resolve
-from timeprest.runtime.checkpoint.state_tree import unpack
+from timeprest.runtime.checkpoint.worker_state import unpack
 from timeprest.runtime.prepare.prepare import prepare
 from timeprest.runtime.records.progress import read_epochs
 from timeprest.runtime.run import resume, run
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
-from timeprest.runtime.stage.schedules import make_scheduler
+from timeprest.runtime.stage.optimizer import make_scheduler
 from timeprest.runtime.verify.check import check
 from timeprest.runtime.verify.dry_run import dry_run
 from timeprest.runtime.verify.hooks import hook_warnings

@@ -14,17 +14,17 @@ import torch.distributed as dist
 from timeprest.planner.systems.operations import BACKWARD, FORWARD
 from timeprest.profiles.errors import UserError
 from timeprest.profiles.tracing.shapes import ValueSpec
-from timeprest.runtime.communication import placement
-from timeprest.runtime.communication.peers import PeerError
-from timeprest.runtime.communication.placement import GLOO, NCCL, SHARED
-from timeprest.runtime.communication.shared_memory import meet
-from timeprest.runtime.communication.shared_slots import (
+from timeprest.runtime.communication import transport
+from timeprest.runtime.communication.channel import PeerError
+from timeprest.runtime.communication.shared_memory import (
     MOST_SLOTS,
     SMALL_BYTES,
     GoneError,
     _records,
     boxes,
+    meet,
 )
+from timeprest.runtime.communication.transport import GLOO, NCCL, SHARED
 from timeprest.runtime.prepare.messages import Crossing, lane
 
 LARGE = (SMALL_BYTES // 4, 2)
@@ -191,10 +191,10 @@ def test_nothing_stays_behind_in_the_file_system():
 
 
 def test_shared_memory_is_for_one_host_and_the_cpu():
-    assert placement.between_processes(GLOO, "auto", one_host=True) == SHARED
-    assert placement.between_processes(GLOO, "auto", one_host=False) == GLOO
-    assert placement.between_processes(GLOO, "gloo", one_host=True) == GLOO
-    assert placement.between_processes(NCCL, "auto", one_host=True) == NCCL
-    for transport, one_host, reason in ((GLOO, False, "several hosts"), (NCCL, True, "GPUs")):
+    assert transport.between_processes(GLOO, "auto", one_host=True) == SHARED
+    assert transport.between_processes(GLOO, "auto", one_host=False) == GLOO
+    assert transport.between_processes(GLOO, "gloo", one_host=True) == GLOO
+    assert transport.between_processes(NCCL, "auto", one_host=True) == NCCL
+    for way, one_host, reason in ((GLOO, False, "several hosts"), (NCCL, True, "GPUs")):
         with pytest.raises(UserError, match=f"--transport shm: .*{reason}"):
-            placement.between_processes(transport, "shm", one_host=one_host)
+            transport.between_processes(way, "shm", one_host=one_host)

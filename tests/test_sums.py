@@ -10,14 +10,14 @@ from timeprest.profiles.errors import RunError
 from timeprest.runtime.communication import all_reduce as sums_module
 from timeprest.runtime.communication.all_reduce import (
     BUCKET_BYTES,
+    GradientSum,
     LocalSums,
     Pool,
     ProcessSums,
     stage_group,
     sum_groups,
 )
-from timeprest.runtime.communication.gradients import GradientSum
-from timeprest.runtime.communication.peers import PeerError
+from timeprest.runtime.communication.channel import PeerError
 from timeprest.runtime.prepare.workers import Worker
 from torch import nn
 

@@ -18,8 +18,15 @@ from chaos import left_behind
 from plans import plan_by_hand, with_times
 from timeprest.profiles.errors import UserError
 from timeprest.profiles.files import write_file
-from timeprest.runtime.processes.environment import Launched, check_world_size, launched_by
-from timeprest.runtime.processes.interface import VARIABLE, interface_of, own_address, use_interface
+from timeprest.runtime.processes.environment import (
+    VARIABLE,
+    Launched,
+    check_world_size,
+    interface_of,
+    launched_by,
+    own_address,
+    use_interface,
+)
 from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import RunSettings

@@ -15,9 +15,14 @@ from timeprest.runtime.records.progress import read_losses
 from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
-from timeprest.runtime.stage.clipping import clip, own_part, squared_norm
-from timeprest.runtime.stage.optimizer import check_choice, make_optimizer
-from timeprest.runtime.stage.schedules import factor
+from timeprest.runtime.stage.optimizer import (
+    check_choice,
+    clip,
+    factor,
+    make_optimizer,
+    own_part,
+    squared_norm,
+)
 from torch.optim.lr_scheduler import LambdaLR
 from whole_model_tasks import NotingSGD
 

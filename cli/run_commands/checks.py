@@ -25,9 +25,9 @@ def device_lines(
         inline: all of them in this process.
         one_host: all of them on this one.
     """
-    from ...runtime.communication.placement import transport_here
+    from ...runtime.communication.transport import transport_here
     from ...runtime.prepare.devices import device_kind, gpu_count
-    from ...runtime.verify.cores import unplanned_turns, usable_cores
+    from ...runtime.verify.dry_run import unplanned_turns, usable_cores
 
     kind, lines = device_kind(plan, settings), []
     if kind == "cpu" and one_host and not inline:
@@ -56,7 +56,7 @@ def device_lines(
 
 def warn_of_memory(plan: Plan, settings: RunSettings) -> None:
     """Say so where the plan needs more memory than is free. On GPUs the workers find out."""
-    from ...runtime.communication.placement import free_bytes, shortage_here
+    from ...runtime.communication.transport import free_bytes, shortage_here
     from ...runtime.prepare.devices import CPU, device_kind
 
     if device_kind(plan, settings) != "cpu":

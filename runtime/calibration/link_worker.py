@@ -24,12 +24,11 @@ from ...planner.cluster.link_fit import LinkPoint, error_of_median
 from ...profiles.files import write_bytes
 from ...profiles.parent import end_with_parent
 from ...profiles.units import format_bytes
-from ..communication.peers import PeerError
-from ..processes.interface import loopback, use_loopback
+from ..communication.channel import PeerError
+from ..processes.environment import loopback, use_loopback
 from ..records.growing_file import GrowingFile
 from ..training.worker import leave, note_failure
-from .link_bursts import ALL_REDUCE, Process
-from .links import LinkDir, LinkSettings, LinkTimes, backend_of
+from .links import ALL_REDUCE, LinkDir, LinkSettings, LinkTimes, Process, backend_of
 
 # Longest wait for the others to start. All load torch at once, on the cores that there are.
 MEETING_S = 30.0

@@ -27,10 +27,10 @@ from torch import Tensor
 from ...planner.plan import Plan
 from ...profiles.errors import FileError, TimeprestError, UserError
 from ...profiles.files import check_regular, read_file, write_bytes, write_file
-from ..communication.peers import PeerError
+from ..communication.channel import PeerError
 from ..prepare.data import Segment
 from ..prepare.workers import Worker
-from ..records.epoch_sums import EpochSums
+from ..records.metrics import EpochSums
 from ..records.run_dir import RunDir, tensor_bytes, tensor_metadata
 from ..settings import RunSettings
 from ..stage.runner import StageRunner
@@ -195,7 +195,7 @@ class Saved:
 
         Raises FileError.
         """
-        from .state_tree import unpack
+        from .worker_state import unpack
 
         found: dict[str, tuple[str, Any]] = {}
         for name in self.info.files:

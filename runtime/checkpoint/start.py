@@ -14,7 +14,7 @@ from ...profiles.errors import FileError, UserError
 from ...profiles.files import check_regular
 from ..prepare.prepare import Prepared
 from ..prepare.workers import Worker, workers_of
-from ..records.epoch_sums import EpochSums
+from ..records.metrics import EpochSums
 from ..records.operation_log import read_stage_epochs
 from ..records.progress import read_progress
 from ..records.run_dir import RunDir, load_weights, read_tensors

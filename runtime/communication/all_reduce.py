@@ -15,13 +15,14 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from ...profiles.errors import RunError
 from ..prepare.tied_parameters import TiedParameters
 from ..prepare.workers import Worker
 from ..records.status import Status, Untold
-from .copying import Copier
-from .peers import PeerError, why_lost
+from .channel import PeerError, why_lost
+from .pinned_memory import Copier
 
 ALL = "all stages"
 """The group of all workers."""
@@ -292,3 +293,49 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         filling.setdefault(kind, []).append(tensor)
         filled[kind] = filled.get(kind, 0) + nbytes
     yield from filling.values()
+
+
+# Gradients of a stage's replicas: summed over them before each update ---------------------------
+
+
+class GradientSum:
+    """A sum of parameters' gradients over a group of workers, under way.
+
+    A parameter without a gradient counts as zero; without one on any worker it gets none, since
+    optimizers leave such a parameter alone.
+    """
+
+    def __init__(
+        self,
+        sums: Sums,
+        group: str,
+        parameters: Sequence[nn.Parameter],
+        others: Sequence[Tensor] = (),
+    ) -> None:
+        """
+        Args:
+            others: tensors to be summed with them, in place.
+
+        Raises:
+            RunError: a gradient is sparse.
+        """
+        self._parameters = [p for p in parameters if p.requires_grad]
+        self._present = torch.tensor([p.grad is not None for p in self._parameters]).int()
+        gradients = []
+        for p in self._parameters:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            if p.grad.layout != torch.strided:
+                raise RunError(
+                    "a sparse gradient can't be summed over replicas; make the embedding's "
+                    "gradients dense (sparse=False), or plan with --replicas off"
+                )
+            gradients.append(p.grad)
+        self._pending: Pending = sums.start(group, [self._present, *others, *gradients])
+
+    def wait(self) -> None:
+        """When this returns, gradients are the sums. Raises PeerError within the bound."""
+        self._pending.wait()
+        for p, present in zip(self._parameters, self._present.tolist(), strict=True):
+            if not present:
+                p.grad = None

@@ -19,9 +19,30 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...planner.systems.operations import BACKWARD
+from ...profiles.errors import RunError
 from ..prepare.messages import Crossing, Lane
+from ..records.operation_log import OperationLog
 from ..records.status import Status, Untold
-from .peers import PeerError, why_lost
+
+# When another worker is gone, or doesn't answer in time -----------------------------------------
+
+
+class PeerError(RunError):
+    """A wait on another worker failed: it is gone, or the bound was reached."""
+
+
+def why_lost(error: BaseException, timeout: timedelta) -> str:
+    """What a failed wait means, in a few words."""
+    text = str(error)
+    late = "timed out" in text.lower() or "timeout" in text
+    if late or isinstance(error, TimeoutError):
+        return f"nothing came for {timeout.total_seconds():g} s (--timeout)"
+    if "closed" in text or "reset" in text or "Broken pipe" in text:
+        return "it is gone"
+    return " ".join(text.split())[:200]
+
+
+# Moving tensors between workers: within one process, or between processes over gloo -------------
 
 
 class Channels(Protocol):
@@ -284,3 +305,44 @@ def _tag(crossing: Crossing, kind: str) -> int:
 
 def _nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
+
+
+# Channels whose messages are noted for the log of operations ------------------------------------
+
+
+class WatchedChannels:
+    """Passes everything on, and tells the log what was sent and received, and when."""
+
+    def __init__(self, channels: Channels, log: OperationLog) -> None:
+        self._channels = channels
+        self._log = log
+
+    def open(self, lanes: Sequence[Lane]) -> None:
+        """Passed on."""
+        self._channels.open(lanes)
+
+    def send(self, crossing: Crossing, kind: str, tensor: Tensor, *, kept: bool = False) -> None:
+        """Note it when it is under way."""
+        self._channels.send(crossing, kind, tensor, kept=kept)
+        if self._log.on:
+            self._log.sent(crossing.ends(kind)[1], crossing.spec.name, tensor)
+
+    def receive(self, crossing: Crossing, kind: str) -> Tensor:
+        """Note it when it is here."""
+        tensor = self._channels.receive(crossing, kind)
+        if self._log.on:
+            self._log.received(crossing.ends(kind)[0], crossing.spec.name, tensor)
+        return tensor
+
+    def throttle(self, most: int) -> None:
+        """Passed on."""
+        self._channels.throttle(most)
+
+    def close(self) -> None:
+        """Passed on."""
+        self._channels.close()
+
+    @property
+    def held_bytes(self) -> int:
+        """What the channels hold."""
+        return self._channels.held_bytes

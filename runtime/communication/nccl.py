@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..prepare.messages import Crossing, Lane
 from ..records.status import Status, Untold
-from .peers import PeerError, why_lost
+from .channel import PeerError, why_lost
 
 Direction = tuple[int, int]
 """Ranks of a sender and a receiver."""

@@ -6,26 +6,350 @@ The memory has no name: it goes with the last process that has it.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
+import select
 import socket
 import struct
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import cycle, islice
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...planner.costs.stage_costs import RECEIVES_AHEAD
+from ...planner.systems.operations import BACKWARD, FORWARD
 from ...profiles.errors import RunError
 from ...profiles.units import format_bytes
 from ..prepare.messages import Crossing, Lane
 from ..records.status import Status, Untold
-from .peers import PeerError, why_lost
-from .shared_slots import Box, GoneError, Inbox, Key, Outbox, boxes
+from .channel import PeerError, why_lost
+
+# One direction between two processes of a host: messages in shared memory, and a socket ---------
+# The sender copies a message into a free slot and names the slot over the socket; the receiver
+# copies it out and names it back. What finds no free slot waits on the sender's side, and a
+# thread puts it into the next slot that comes back, so that computing never waits for a receiver.
+
+Key = tuple[int, str]
+"""Number of a crossing, and the kind of message."""
+
+SMALL_BYTES = 2**20
+"""What a crossing may have in slots besides those that are posted for it anyway."""
+
+MOST_SLOTS = 64
+
+_MOMENT_S = 10.0
+"""Longest wait for the system to take a record."""
+
+_ALIGNED = 64
+_RECORD = struct.Struct("<HH")
+_READ = 1024 * _RECORD.size
+
+
+@dataclass(frozen=True)
+class Box:
+    """The slots of one crossing's messages of a kind.
+
+    Attributes:
+        ahead: slots that stand for receives posted ahead, as between hosts.
+        slots: in all.
+        offset: of the first, in bytes.
+    """
+
+    key: Key
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    ahead: int
+    slots: int
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        """Of a message."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    @property
+    def end(self) -> int:
+        """Where the next box may begin."""
+        return self.offset + self.slots * aligned(self.nbytes)
+
+    def views(self, memory: mmap.mmap) -> list[Tensor]:
+        """The slots as tensors."""
+        count = torch.Size(self.shape).numel()
+        if not count:
+            return [torch.empty(self.shape, dtype=self.dtype) for _ in range(self.slots)]
+        step = aligned(self.nbytes)
+        return [
+            torch.frombuffer(
+                memory, dtype=self.dtype, count=count, offset=self.offset + k * step
+            ).view(self.shape)
+            for k in range(self.slots)
+        ]
+
+
+def aligned(nbytes: int) -> int:
+    """Room for so many bytes."""
+    return -(-nbytes // _ALIGNED) * _ALIGNED
+
+
+def boxes(crossings: Iterable[Crossing], source: int, target: int) -> tuple[Box, ...]:
+    """What goes from one worker to another; the same on both. Ranks."""
+    found: list[Box] = []
+    for crossing in crossings:
+        for kind in (FORWARD, BACKWARD):
+            if kind == BACKWARD and not crossing.spec.needs_grad:
+                continue
+            if crossing.ends(kind) != (source, target):
+                continue
+            shape, dtype = crossing.shape(kind), crossing.spec.dtype
+            size = max(1, torch.Size(shape).numel() * dtype.itemsize)
+            ahead = RECEIVES_AHEAD[kind]
+            slots = max(ahead, min(MOST_SLOTS, SMALL_BYTES // size))
+            offset = found[-1].end if found else 0
+            found.append(Box((crossing.number, kind), shape, dtype, ahead, slots, offset))
+    return tuple(found)
+
+
+class GoneError(ConnectionError):
+    """The process at the other end is gone."""
+
+    def __init__(self) -> None:
+        super().__init__("closed by the other process")
+
+
+def _records(connection: socket.socket) -> list[tuple[int, int]] | None:
+    """What has come over a socket that doesn't block; None: nothing. Raises GoneError."""
+    try:
+        text = connection.recv(_READ)
+    except BlockingIOError:
+        return None
+    except OSError as error:
+        raise GoneError from error
+    if not text:
+        raise GoneError
+    while len(text) % _RECORD.size:
+        # Records are written whole, so the rest of this one is there.
+        with contextlib.suppress(BlockingIOError):
+            rest = connection.recv(_RECORD.size - len(text) % _RECORD.size)
+            if not rest:
+                raise GoneError
+            text += rest
+    return list(_RECORD.iter_unpack(text))
+
+
+def _tell(connection: socket.socket, box: int, slot: int) -> None:
+    record = _RECORD.pack(box, slot)
+    try:
+        connection.send(record)
+    except BlockingIOError:
+        # There are fewer slots than records that the socket holds: only a moment's want of memory.
+        connection.settimeout(_MOMENT_S)
+        try:
+            connection.sendall(record)
+        except OSError as error:
+            raise GoneError from error
+        finally:
+            connection.setblocking(False)
+    except OSError as error:
+        raise GoneError from error
+
+
+def _wait(connection: socket.socket, deadline: float) -> None:
+    """Until something has come. Raises TimeoutError."""
+    left = deadline - time.monotonic()
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    if left <= 0 or not poll.poll(1000 * left):
+        raise TimeoutError("nothing came")
+
+
+class Inbox:
+    """The receiver's end of one direction."""
+
+    def __init__(self, connection: socket.socket, memory: mmap.mmap, layout: Sequence[Box]) -> None:
+        connection.setblocking(False)
+        self._connection = connection
+        self._index = {box.key: k for k, box in enumerate(layout)}
+        self._views = [box.views(memory) for box in layout]
+        self._come: list[deque[int]] = [deque() for _ in layout]
+
+    def here(self, key: Key) -> bool:
+        """Whether a message is there. Raises GoneError."""
+        if self._come[self._index[key]]:
+            return True
+        self._look()
+        return bool(self._come[self._index[key]])
+
+    def wait(self, key: Key, timeout_s: float) -> None:
+        """Until a message is there. Raises GoneError, TimeoutError."""
+        deadline = time.monotonic() + timeout_s
+        while not self.here(key):
+            _wait(self._connection, deadline)
+
+    def take(self, key: Key) -> Tensor:
+        """The message that came first, copied out."""
+        k = self._index[key]
+        slot = self._come[k].popleft()
+        message = self._views[k][slot].clone()
+        # The message is here; that its sender has gone will show when the next one doesn't come.
+        with contextlib.suppress(GoneError):
+            _tell(self._connection, k, slot)
+        return message
+
+    def _look(self) -> None:
+        for k, slot in _records(self._connection) or ():
+            self._come[k].append(slot)
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._connection.close()
+
+
+class Outbox:
+    """The sender's end of one direction.
+
+    Attributes:
+        error: why a message that waited couldn't be sent.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        memory: mmap.mmap,
+        layout: Sequence[Box],
+        timeout_s: float,
+    ) -> None:
+        """`timeout_s`: longest wait of a message for a slot."""
+        connection.setblocking(False)
+        self.error: Exception | None = None
+        self._connection = connection
+        self._timeout_s = timeout_s
+        self._layout = layout
+        self._index: Mapping[Key, int] = {box.key: k for k, box in enumerate(layout)}
+        self._views = [box.views(memory) for box in layout]
+        # The slot given back last is taken first: those never needed take no memory.
+        self._free = [list(range(box.slots))[::-1] for box in layout]
+        self._counted: list[list[int]] = [[0] * box.slots for box in layout]
+        self._waiting: deque[tuple[int, Tensor, int]] = deque()
+        self._under_way = 0
+        self._lock = threading.Lock()
+        self._some_wait = threading.Condition(self._lock)
+        self._ended = False
+        self._thread: threading.Thread | None = None
+
+    def send(self, key: Key, tensor: Tensor, counted_bytes: int) -> None:
+        """Put the message on its way. Raises GoneError, and what the thread has met."""
+        k = self._index[key]
+        with self._lock:
+            self._check()
+            self._under_way += 1
+            if not self._free[k] or self._waiting:
+                self._take_back()
+            if self._free[k] and not self._waiting:
+                self._put(k, tensor, counted_bytes)
+                return
+            self._waiting.append((k, tensor, counted_bytes))
+            self._some_wait.notify_all()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, daemon=True)
+            self._thread.start()
+
+    def wait_for(self, most: int, timeout_s: float) -> None:
+        """Until at most so many messages haven't been taken. Raises GoneError, TimeoutError."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            with self._lock:
+                self._check()
+                self._take_back()
+                if self._under_way <= most:
+                    return
+            _wait(self._connection, deadline)
+
+    @property
+    def held_bytes(self) -> int:
+        """Of messages beyond those that receives are posted for."""
+        if not self._under_way:
+            return 0
+        with self._lock:
+            # Whoever sends or receives next will tell.
+            with contextlib.suppress(GoneError):
+                self._take_back()
+            held = sum(counted for _, _, counted in self._waiting)
+            for box, free, counted in zip(self._layout, self._free, self._counted, strict=True):
+                if box.slots - len(free) > box.ahead:
+                    held += sum(counted) - box.ahead * max(counted)
+            return held
+
+    def close(self) -> None:
+        """End the thread, and close the socket."""
+        with self._lock:
+            self._ended = True
+            self._some_wait.notify_all()
+        if self._thread is not None:
+            self._thread.join(self._timeout_s)
+        self._connection.close()
+
+    # With the lock held ------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def _put(self, k: int, tensor: Tensor, counted_bytes: int) -> None:
+        slot = self._free[k].pop()
+        self._views[k][slot].copy_(tensor)
+        self._counted[k][slot] = counted_bytes
+        _tell(self._connection, k, slot)
+
+    def _take_back(self) -> None:
+        """See which slots have come back, and fill them with what waits."""
+        while (records := _records(self._connection)) is not None:
+            for k, slot in records:
+                self._free[k].append(slot)
+                self._counted[k][slot] = 0
+            self._under_way -= len(records)
+        left: deque[tuple[int, Tensor, int]] = deque()
+        full: set[int] = set()
+        while self._waiting:
+            k, tensor, counted = self._waiting.popleft()
+            if k not in full and self._free[k]:
+                self._put(k, tensor, counted)
+            else:
+                # Later messages of this box mustn't overtake it.
+                full.add(k)
+                left.append((k, tensor, counted))
+        self._waiting = left
+
+    # The thread --------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                while not self._waiting and not self._ended:
+                    self._some_wait.wait()
+                if self._ended:
+                    return
+            try:
+                _wait(self._connection, time.monotonic() + self._timeout_s)
+                with self._lock:
+                    self._take_back()
+            except (OSError, RuntimeError) as error:
+                with self._lock:
+                    self.error = error
+                return
+
+
+# Channels between processes of one host, through shared memory ----------------------------------
 
 MEETING_S = 60.0
 """Longest wait for the others to call."""

@@ -2,19 +2,204 @@
 
 from __future__ import annotations
 
+import os
+import socket
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+
+import msgspec
+import psutil
 import torch
 import torch.distributed as dist
 
+from ...planner.plan import Plan
+from ...profiles.errors import UserError
+from ...profiles.units import format_bytes
 from ..prepare.prepare import Prepared
 from ..prepare.workers import Worker
 from ..records.status import Status
 from .all_reduce import ProcessSums, sum_groups
-from .channel import ProcessChannels
-from .copying import Copier, CudaCopier
+from .channel import PeerError, ProcessChannels
 from .nccl import NcclChannels
-from .pinned_memory import EndingChannels, StagedChannels
-from .placement import NCCL, SHARED, STAGED
-from .shared_memory import meet
+from .pinned_memory import Copier, CudaCopier, EndingChannels, StagedChannels
+from .shared_memory import can_share_memory, meet
+
+# Where the workers of a run are, how their messages go, and whether there is room for them ------
+# The rule: on the CPU messages go through shared memory where all workers were started on one
+# host, and by gloo else. On GPUs they go by NCCL where every worker has a GPU of its own, and
+# else, for all of them, by gloo through pinned host memory: NCCL can't have one GPU twice.
+
+GLOO = "gloo"
+SHARED = "shared memory"
+STAGED = "gloo through pinned memory"
+NCCL = "nccl"
+
+Exchange = Callable[[bytes], Sequence[bytes]]
+"""Gives all workers' answers, by rank, for one's own."""
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker's place, as it tells the others."""
+
+    rank: int
+    name: str
+    host: str
+    device: str
+    gpu: str = ""
+    """Names the GPU itself, whatever processes number it as; empty: it is on the CPU."""
+    free_bytes: int
+    """Of the device's memory, before the worker takes any."""
+    sure_bytes: int
+    """That the plan gives the worker for certain: weights, their versions, gradients and optimizer
+    state."""
+    planned_bytes: int
+    """With activations and messages."""
+
+
+def place_of(plan: Plan, worker: Worker, device: torch.device) -> Place:
+    """This worker's own."""
+    planned = plan.predicted.stages[worker.stage]
+    memory = planned.memory
+    return Place(
+        rank=worker.rank,
+        name=worker.name,
+        host=socket.gethostname(),
+        device=str(device),
+        gpu=gpu_name(device),
+        free_bytes=free_bytes(device),
+        sure_bytes=memory.weights_bytes
+        + memory.versions_bytes
+        + memory.gradients_bytes
+        + memory.optimizer_bytes,
+        planned_bytes=planned.memory_bytes,
+    )
+
+
+def gpu_name(device: torch.device) -> str:
+    """What tells a GPU from the others of its host in every process; empty: no GPU."""
+    if device.type != "cuda":
+        return ""
+    own = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return str(own) if own is not None else f"{visible}:{device.index}"
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that is free on a device. Of a GPU, asking takes some hundred MB."""
+    if device.type != "cuda":
+        return int(psutil.virtual_memory().available)
+    return int(torch.cuda.mem_get_info(device)[0])
+
+
+def exchange_over(store: dist.Store, rank: int, workers: int, timeout: timedelta) -> Exchange:  # type: ignore[name-defined]
+    """An exchange among workers that share a store. It raises PeerError within the bound."""
+
+    def exchange(mine: bytes) -> list[bytes]:
+        keys = [f"place/{other}" for other in range(workers)]
+        try:
+            store.set(keys[rank], mine)
+            store.wait(keys, timeout)
+            return [bytes(store.get(key)) for key in keys]
+        except RuntimeError as error:
+            raise PeerError(f"rank {rank}: the workers didn't find each other: {error}") from error
+
+    return exchange
+
+
+def settle(place: Place, exchange: Exchange) -> str:
+    """Agree with all workers how messages go.
+
+    Raises:
+        UserError: some device has less memory free than its workers need for certain.
+        PeerError: another worker didn't say where it is.
+    """
+    everyone = [
+        msgspec.json.decode(text, type=Place) for text in exchange(msgspec.json.encode(place))
+    ]
+    shortages = short_of_memory(everyone)
+    if shortages:
+        raise UserError(f"{'; '.join(shortages)}; end what else runs there, or plan for less")
+    return transport_of((p.host, p.gpu) for p in everyone)
+
+
+def transport_of(gpus: Iterable[tuple[str, str]]) -> str:
+    """How messages go. `gpus`: of each worker, its host and the name of its GPU; empty: none."""
+    found = list(gpus)
+    if not all(gpu for _, gpu in found):
+        return GLOO
+    return NCCL if len(set(found)) == len(found) else STAGED
+
+
+def transport_here(kind: str, workers: int, gpus: int) -> str:
+    """The same for workers that are all on this host."""
+    if kind != "cuda":
+        return GLOO
+    return NCCL if workers <= gpus else STAGED
+
+
+def between_processes(transport: str, wanted: str, *, one_host: bool) -> str:
+    """How messages on the CPU go between processes.
+
+    Args:
+        transport: of those that torch.distributed has.
+        wanted: the setting.
+        one_host: all workers were started on this host.
+
+    Raises UserError when shared memory is wanted and can't be had.
+    """
+    if wanted == "shm":
+        lacks = [
+            reason
+            for reason, there in (
+                ("stages on GPUs don't use it", transport != GLOO),
+                ("the workers are on several hosts", not one_host),
+                ("it takes Linux", not can_share_memory()),
+            )
+            if there
+        ]
+        if lacks:
+            raise UserError(f"--transport shm: {lacks[0]}")
+    may = transport == GLOO and one_host and can_share_memory()
+    return SHARED if may and wanted != "gloo" else transport
+
+
+def short_of_memory(places: Sequence[Place]) -> list[str]:
+    """GPUs that lack room for what their workers need for certain.
+
+    On the CPU nothing is certain: memory can be reclaimed, or swapped.
+    """
+    by_gpu: dict[tuple[str, str], list[Place]] = {}
+    for place in places:
+        if place.gpu:
+            by_gpu.setdefault((place.host, place.gpu), []).append(place)
+    found = []
+    for there in by_gpu.values():
+        needed, free = sum(p.sure_bytes for p in there), min(p.free_bytes for p in there)
+        if needed > free:
+            names = " and ".join(p.name for p in there)
+            found.append(
+                f"{names}: weights, gradients and optimizer state need {format_bytes(needed)} on "
+                f"{there[0].device} of {there[0].host}, and {format_bytes(free)} are free"
+            )
+    return found
+
+
+def shortage_here(planned: Sequence[int], free: int) -> str | None:
+    """A warning for workers on the CPU of this host; None: all have room.
+
+    Args:
+        planned: bytes of each.
+        free: bytes that are free.
+    """
+    if sum(planned) <= free:
+        return None
+    return (
+        f"the plan's {format_bytes(sum(planned))} are more than the {format_bytes(free)} of memory "
+        "that are free here: training may be slow, or end for lack of memory"
+    )
+
+
+# The channels and sums of a worker, by how messages go (`placement`) ----------------------------
 
 
 def open_transport(

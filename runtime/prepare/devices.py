@@ -10,13 +10,14 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from ...planner.plan import Plan
-from ...profiles.errors import UserError
+from ...profiles.errors import PlanError, UserError
 from ..settings import RunSettings
 
 CPU = torch.device("cpu")
@@ -175,3 +176,34 @@ def clock_of(device: torch.device) -> Callable[[], float]:
 def peak_bytes(device: torch.device) -> int | None:
     """Most bytes that tensors have had on a GPU since the process began; None: on the CPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
+# Mixed precision: what forwards run under -------------------------------------------------------
+
+
+def autocast_of(plan: Plan, settings: RunSettings) -> torch.dtype | None:
+    """The dtype of torch.autocast in a run; None: off.
+
+    Raises PlanError for a plan profiled under float16, if that is what the run would take.
+    """
+    if settings.autocast == "off":
+        return None
+    if settings.autocast == "bfloat16":
+        return torch.bfloat16
+    profiled = plan.profile.autocast
+    if profiled is None:
+        return None
+    if profiled != "bfloat16":
+        raise PlanError(
+            f"plan: was made from a profile under autocast ({profiled}), which trains with scaled "
+            "losses alone, and tp-run scales none: run with --autocast bf16 or off"
+        )
+    return torch.bfloat16
+
+
+def forward_context(dtype: torch.dtype | None, device: str = "cpu") -> AbstractContextManager[Any]:
+    """What a forward and its loss run under. `device`: the type of the one they run on."""
+    if dtype is None:
+        return nullcontext()
+    # Its cache of cast weights may outlive an update where a caller has a context of its own.
+    return torch.autocast(device, dtype, cache_enabled=False)

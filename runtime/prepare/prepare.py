@@ -25,11 +25,10 @@ from ...profiles.tracing.pieces import Piece, cut
 from ...profiles.tracing.shapes import ValueSpec, result_shapes, specs_and_result
 from ..settings import RunSettings
 from ..stage.weighing import LossKind, kind_of_loss
-from .data import Segment, segments
+from .data import DIVIDE, DROP, NO_EVALUATION, Segment, check_result, segments
+from .devices import autocast_of, forward_context
 from .distribution import Deal, Sent, Share, Specs, deal, deal_evaluation, share_of
 from .messages import Crossing
-from .padding import DIVIDE, DROP, NO_EVALUATION, check_result
-from .precision import autocast_of, forward_context
 from .tied_parameters import TiedParameters, first_names, give_copies
 from .workers import Worker, workers_of
 

@@ -24,7 +24,7 @@ from ..records.progress import Observer, Tail
 from ..records.run_dir import RunDir
 from ..records.status import WorkerStatus, read_statuses
 from .environment import ENDING_SIGNALS
-from .failures import blame, circumstances, stopped_ranks
+from .rendezvous import blame, circumstances, stopped_ranks
 
 GRACE_S = 3.0
 """After the first failure, what the other workers have to end by themselves."""

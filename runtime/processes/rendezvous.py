@@ -15,7 +15,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
@@ -24,11 +25,144 @@ import msgspec
 import psutil
 import torch.distributed as dist
 
-from ...profiles.errors import UserError
-from ..communication.peers import PeerError
+from ...profiles.errors import RunError, TimeprestError, UserError
+from ...profiles.target import describe_error, from_users_code, is_ctrl_c
+from ..communication.channel import PeerError
 from ..records.status import WorkerStatus, read_statuses
 from .environment import ENDING_SIGNALS, Launched
-from .failures import blame, circumstances, stopped_ranks
+
+# What is said of a run that failed: which worker, where it was, and who waited for it -----------
+
+Statuses = Mapping[int, WorkerStatus]
+"""By rank; those that are out of reach are missing."""
+
+
+def blame(
+    statuses: Statuses,
+    complaining: int,
+    message: str,
+    stopped: frozenset[int],
+    silent: Sequence[int] = (),
+) -> str:
+    """What to say when workers only waited in vain.
+
+    Args:
+        complaining: who did so first; `message`: what it said.
+        stopped: ranks whose processes stand still.
+        silent: ranks that no longer tell what they are at, so that their statuses are old.
+    """
+    # One that stands still is the cause even where its last words are that it waits itself.
+    certain = [*silent, *sorted(stopped)]
+    rank = certain[0] if certain else culprit(statuses, complaining)
+    if rank is None or rank == complaining:
+        return message + who_waited(statuses, complaining)
+    status = statuses.get(rank)
+    how = "is stopped (SIGSTOP)" if rank in stopped else "doesn't answer"
+    if message.endswith("it is gone"):
+        how = "is gone"
+    name = status.label if status is not None else f"rank {rank}"
+    others = {r: s for r, s in statuses.items() if r != complaining}
+    where = where_it_was(status, "last heard of: " if silent else "")
+    return f"{name} {how}{where}; {message}{who_waited(others, rank)}"
+
+
+def circumstances(statuses: Statuses, rank: int) -> str:
+    """Where a worker was that failed, and who waited; nothing where it hadn't begun."""
+    status = statuses.get(rank)
+    if status is None or status.at == "start":
+        return ""
+    return where_it_was(status) + who_waited(statuses, rank)
+
+
+def stopped_ranks(statuses: Statuses) -> frozenset[int]:
+    """Those whose processes, on this host, stand still."""
+    found = set()
+    for rank, status in statuses.items():
+        try:
+            if psutil.Process(status.pid).status() == psutil.STATUS_STOPPED:
+                found.add(rank)
+        except psutil.Error:
+            continue
+    return frozenset(found)
+
+
+def culprit(statuses: Statuses, complaining: int) -> int | None:
+    """Whom everybody waits for in the end: followed from one who waited in vain.
+
+    None: they wait for each other, so that a message was lost.
+    """
+    seen, next_ranks = {complaining}, [complaining]
+    found = []
+    while next_ranks:
+        status = statuses.get(next_ranks.pop())
+        if status is None:
+            continue
+        if not status.waits_for:
+            found.append(status)
+        fresh = [rank for rank in status.waits_for if rank not in seen]
+        # Nothing is known of it: it never came, or its host is out of reach.
+        unknown = [rank for rank in fresh if rank not in statuses]
+        if unknown:
+            return unknown[0]
+        seen.update(fresh)
+        next_ranks += fresh
+    return min(found, key=lambda s: s.since).rank if found else None
+
+
+MOST_NAMED = 3
+"""Workers that wait and are named in a report."""
+
+
+def where_it_was(status: WorkerStatus | None, how: str = "") -> str:
+    """ "; last finished 1U4, next 1F6.0", or nothing where that isn't known."""
+    if status is None:
+        return ""
+    finished = f"last finished {status.finished}" if status.finished else "nothing finished yet"
+    return f"; {how}{finished}, next {status.at or 'not begun'}"
+
+
+def who_waited(statuses: Statuses, but: int | None) -> str:
+    """ "; waiting: stage 0 at 0B5 for stage 1", or nothing."""
+    waiting = [s for s in statuses.values() if s.waits_for and s.rank != but]
+    if not waiting:
+        return ""
+    shown = [
+        f"{s.name} at {s.at or s.finished} for {_names(statuses, s.waits_for)}"
+        for s in waiting[:MOST_NAMED]
+    ]
+    more = len(waiting) - len(shown)
+    return f"; waiting: {', '.join(shown)}" + (f" and {more} more" if more else "")
+
+
+def _names(statuses: Statuses, ranks: Sequence[int]) -> str:
+    if len(ranks) > MOST_NAMED:
+        return f"{len(ranks)} others"
+    known = [statuses[rank].name if rank in statuses else f"rank {rank}" for rank in ranks]
+    return " and ".join(known)
+
+
+@contextmanager
+def explained(who: str, at: Callable[[], str]) -> Iterator[None]:
+    """Turns whatever the user's code raises into a RunError that says who failed, and at what."""
+    try:
+        yield
+    except TimeprestError as error:
+        if str(error).startswith("stage "):
+            raise
+        raise type(error)(f"{who}, at {at()}: {error}") from error
+    except GeneratorExit as error:
+        # Mostly the operation was given up at a pause, since another worker's has failed.
+        if not from_users_code(error):
+            raise
+        raise RunError(f"{who}, at {at()}: {describe_error(error)}") from error
+    except BaseException as error:
+        if is_ctrl_c(error):
+            raise
+        raise RunError(f"{who}, at {at()}: {describe_error(error)}") from error
+
+
+# Where the workers of a launched run meet: a store, over which they agree and tell of
+# failures ---------------------------------------------------------------------------------------
 
 MEETING_S = 120.0
 """Longest wait for a worker to come at all: hosts may start one after another."""

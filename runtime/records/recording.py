@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,10 +26,61 @@ from ...profiles.errors import FileError, OrderError
 from ...profiles.files import read_limited
 from ...profiles.limits import MAX_LOG_BYTES
 from ..prepare.workers import Worker, workers_of
-from .clocks import Delay, offsets
-from .record import STEADY, WARM, record_named
+from .operation_log import STEADY, WARM, record_named
 from .run_dir import RunDir
 from .status import read_statuses
+
+# Clocks of several hosts, brought together by the messages between them -------------------------
+# Processes on one host share a clock that only goes forward. Between hosts, what is known is that
+# no message arrived before it was sent: the least delay seen in one direction and the least in
+# the other differ by twice the clocks' difference, where the way takes as long there as back.
+
+
+class Delay(NamedTuple):
+    """A message between two hosts: by how much its arrival there is later than its sending here,
+    each by its own host's clock."""
+
+    source: Hashable
+    target: Hashable
+    seconds: float
+
+
+def offsets(hosts: Iterable[Hashable], delays: Iterable[Delay]) -> Mapping[Hashable, float]:
+    """Seconds to add to each host's clock, so that it goes with the first one's.
+
+    Hosts that no messages lead to keep their own.
+    """
+    least: dict[tuple[Hashable, Hashable], float] = {}
+    for source, target, seconds in delays:
+        if source != target:
+            known = least.get((source, target), seconds)
+            least[source, target] = min(known, seconds)
+    every = list(dict.fromkeys(hosts))
+    found: dict[Hashable, float] = {}
+    for start in every:
+        if start in found:
+            continue
+        found[start] = 0.0
+        reached = [start]
+        for here in reached:
+            for there in every:
+                ahead = _ahead(least.get((here, there)), least.get((there, here)))
+                if there not in found and ahead is not None:
+                    found[there] = found[here] - ahead
+                    reached.append(there)
+    return found
+
+
+def _ahead(there: float | None, back: float | None) -> float | None:
+    """By how much the other clock is ahead, from the least delays in both directions."""
+    if there is not None and back is not None:
+        return (there - back) / 2
+    if there is not None:
+        return there
+    return None if back is None else -back
+
+
+# What a run did, operation by operation: a recording made of its workers' logs ------------------
 
 _Told = tuple[int, str, int, float]
 """Of a message: the other worker's rank, the tensor, bytes, and when."""

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import SGD, Adam, NAdam, Optimizer
+from torch.optim.lr_scheduler import CyclicLR, LambdaLR, LRScheduler, OneCycleLR
 
+from ...planner.systems.variants import UpdateRule
 from ...profiles.errors import RunError, TargetError, UserError
-from ...profiles.hooks import Named, call_hook, task_optimizer
+from ...profiles.hooks import (
+    Named,
+    RunLength,
+    call_hook,
+    scheduler_step,
+    task_optimizer,
+    task_scheduler,
+    totals_asked,
+)
 from ...profiles.task import Task
 from ..settings import OptimizerChoice, RunSettings
 
@@ -130,3 +144,172 @@ def _check_groups(groups: Groups, trained: Named) -> None:
             f"the task's parameter_groups: {left[0]!r} is in no group; what isn't to be trained "
             "needs requires_grad=False in model()"
         )
+
+
+# Clipping gradients by their norm, over a model whose parameters lie on several stages ----------
+
+_EPSILON = 1e-6
+"""As in torch.nn.utils.clip_grad_norm_."""
+
+
+def squared_norm(parameters: Iterable[nn.Parameter]) -> float:
+    """Of all gradients there are."""
+    grads = [p.grad for p in parameters if p.grad is not None]
+    return float(torch.nn.utils.get_total_norm(grads)) ** 2 if grads else 0.0
+
+
+def clip(parameters: Iterable[nn.Parameter], norm: float, most: float) -> None:
+    """Scale gradients in place, so that what has this norm has `most` at most.
+
+    As torch.nn.utils.clip_grad_norm_ does it, which also scales by NaN where the norm is NaN.
+    """
+    scale = most / (norm + _EPSILON)
+    if scale >= 1:
+        return
+    for p in parameters:
+        if p.grad is not None:
+            p.grad.mul_(scale)
+
+
+def trained(parameters: Iterable[nn.Parameter]) -> int:
+    """How many numbers are trained; tied ones count once."""
+    return sum({id(p): p.numel() for p in parameters if p.requires_grad}.values())
+
+
+def own_part(most: float, own: int, every: int) -> float:
+    """The norm that a stage's gradients may have where stages don't wait for each other.
+
+    Args:
+        most: for the whole model; it has that at most when all stages keep to their parts.
+        own, every: numbers that are trained on the stage, and on all stages.
+    """
+    return most * math.sqrt(own / every) if every else most
+
+
+# Learning rates over a run: the task's own scheduler, or a schedule named on the command line ---
+
+_AFTER_WARMUP: dict[str, Callable[[float], float]] = {
+    "constant": lambda done: 1.0,
+    "linear": lambda done: 1.0 - done,
+    "cosine": lambda done: (1.0 + math.cos(math.pi * done)) / 2,
+}
+
+SCHEDULES = tuple(_AFTER_WARMUP)
+
+
+@dataclass(frozen=True)
+class Scheduler:
+    """A stage's learning rates, and when they go on.
+
+    Attributes:
+        rule: one of torch.optim.lr_scheduler's, or what steps like one.
+        per_epoch: it is stepped after a stage's last update of each epoch; else after every one.
+    """
+
+    rule: Any
+    per_epoch: bool = False
+
+    def after_update(self, *, ends_epoch: bool) -> None:
+        """Step, where it is time. Raises RunError naming the hook."""
+        if ends_epoch or not self.per_epoch:
+            call_hook("scheduler", self.rule.step, doing="step()", kind=RunError)
+
+
+def factor(schedule: str, warmup: int, updates: int, update: int) -> float:
+    """Share of the optimizer's learning rate that an update uses.
+
+    Rises evenly over the first `warmup` updates, the last of which uses all of it; then, by the
+    schedule's name, stays or falls, so that it would be 0 at the update after the last.
+
+    Args:
+        updates: in the whole run.
+        update: counted from 0.
+    """
+    if update < warmup:
+        return (update + 1) / warmup
+    done = (update - warmup) / max(updates - warmup, 1)
+    return _AFTER_WARMUP[schedule](min(done, 1.0))
+
+
+def make_scheduler(
+    task: Task, settings: RunSettings, optimizer: torch.optim.Optimizer | None, length: RunLength
+) -> Scheduler | None:
+    """The scheduler of one stage; None where the learning rate stays, or there is nothing to train.
+
+    Args:
+        length: of the whole run.
+
+    Raises TargetError when the task's own can't be made.
+    """
+    if optimizer is None:
+        return None
+    if settings.lr_schedule is not None:
+        rule = partial(factor, settings.lr_schedule, settings.warmup, length.steps)
+        return Scheduler(LambdaLR(optimizer, rule))
+    found = task_scheduler(task, optimizer, length)
+    return None if found is None else Scheduler(found, scheduler_step(task) == "epoch")
+
+
+def open_reading(task: Task, scheduler: Scheduler, length: RunLength) -> str | None:
+    """A line where a task's scheduler may be meant to be stepped once an epoch, and isn't.
+
+    So torch's documentation steps all of its own but two. A task that says `scheduler_step`, or
+    asks for the run's totals, which are of updates, has said how it is meant.
+    """
+    kind = type(scheduler.rule)
+    if (
+        scheduler_step(task) is not None
+        or totals_asked(task.scheduler)  # type: ignore[attr-defined]
+        or kind.__module__ != LRScheduler.__module__
+        or issubclass(kind, (OneCycleLR, CyclicLR))
+    ):
+        return None
+    return (
+        f"the task's scheduler, a {kind.__name__}, is stepped after each update, "
+        f"{length.steps_per_epoch} in an epoch; torch's documentation steps it once an epoch: say "
+        'which is meant by scheduler_step = "update" or "epoch" in the task (docs/tasks.md)'
+    )
+
+
+# What a system makes of the user's optimizer: `Variant.update_rule` -----------------------------
+
+
+def follow(rule: UpdateRule, optimizer: Optimizer) -> Optimizer:
+    """The optimizer that a stage updates with.
+
+    Raises TargetError for one that the rule can't be had with.
+    """
+    return _RULES[rule](optimizer)
+
+
+def _nesterov(optimizer: Optimizer) -> Optimizer:
+    """Nesterov momentum with the gradient discounted by 1 − γ (2505.01099; our reading).
+
+    The look-ahead then outweighs the late gradient. For SGD with momentum γ that is
+    v ← γ·v + g, W ← W − η·(1 − γ)·(g + γ·v). Adam's first moment discounts its gradient
+    already: there it is NAdam.
+    """
+    if isinstance(optimizer, SGD):
+        for group in optimizer.param_groups:
+            momentum = group["momentum"]
+            if group["dampening"]:
+                raise TargetError(
+                    "the task's optimizer has dampening, and Nesterov momentum has none"
+                )
+            group["nesterov"] = momentum > 0
+            group["lr"] = group["lr"] * (1 - momentum)
+        return optimizer
+    if isinstance(optimizer, Adam):
+        names = ("params", "lr", "betas", "eps", "weight_decay", "decoupled_weight_decay")
+        groups = [{name: group[name] for name in names} for group in optimizer.param_groups]
+        return NAdam(groups)
+    raise TargetError(
+        f"the task's optimizer is {type(optimizer).__name__}: delay-corrected Nesterov momentum "
+        "is there for SGD, Adam and AdamW"
+    )
+
+
+_RULES: dict[UpdateRule, Callable[[Optimizer], Optimizer]] = {
+    "optimizer": lambda optimizer: optimizer,
+    "nesterov": _nesterov,
+}

@@ -15,23 +15,28 @@ from ...planner.systems.operations import BACKWARD, FORWARD, UPDATE, WEIGHT, Op,
 from ...planner.systems.prediction import prediction_distances
 from ...planner.systems.versions import entry_versions
 from ...profiles.task import Loss
-from ..communication.all_reduce import ALL, Sums, stage_group
-from ..communication.channel import Channels
-from ..communication.gradients import GradientSum
-from ..communication.watched import WatchedChannels
-from ..prepare.data import Part, Samples, Segment, length_of, part_of, real_samples
-from ..prepare.devices import CPU, clock_of, put
+from ..communication.all_reduce import ALL, GradientSum, Sums, stage_group
+from ..communication.channel import Channels, WatchedChannels
+from ..prepare.data import (
+    NO_EVALUATION,
+    Part,
+    Samples,
+    Segment,
+    length_of,
+    part_of,
+    real_part,
+    real_samples,
+)
+from ..prepare.devices import CPU, clock_of, forward_context, put
 from ..prepare.messages import Crossing, Lane, join, lane
-from ..prepare.padding import NO_EVALUATION, real_part
-from ..prepare.precision import forward_context
 from ..prepare.prepare import Prepared
 from ..prepare.tied_parameters import TiedParameters
-from ..processes.failures import explained
+from ..processes.rendezvous import explained
 from ..records.metrics import EvaluationScore, StageEpoch, StageScore
 from ..records.operation_log import OperationLog, StageMetrics, Use
 from ..records.status import Status, Untold
-from .clipping import clip, own_part, squared_norm, trained
 from .finite import SKIP, NotFinite
+from .optimizer import clip, own_part, squared_norm, trained
 from .stage import Stage, StageWork
 from .weighing import Weighing
 

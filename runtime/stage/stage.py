@@ -24,13 +24,10 @@ from ...profiles.hooks import RunLength, call_hook, check_depends
 from ...profiles.task import Loss, Task
 from ...profiles.tracing.pieces import Piece, decode, encode
 from ...profiles.tracing.shapes import ValueSpec
-from ..prepare.absent import absent, fill_absent
-from ..prepare.data import Part
-from ..prepare.devices import CPU, move, put
+from ..prepare.data import DIVIDE, DROP, Part, real_part
+from ..prepare.devices import CPU, forward_context, move, put
 from ..prepare.distribution import Share
-from ..prepare.messages import check_agreed
-from ..prepare.padding import DIVIDE, DROP, real_part
-from ..prepare.precision import forward_context
+from ..prepare.messages import absent, check_agreed, fill_absent
 from ..settings import RunSettings
 from ..weights.policy import DECAYS, WeightRules
 from ..weights.prediction import Predictor
@@ -38,10 +35,8 @@ from ..weights.staleness import Distances, Staleness
 from ..weights.stash import WeightVersions
 from .batch_norm import DeferredBatchNorm
 from .memory import MemoryAccount
-from .optimizer import make_optimizer, step_optimizer
+from .optimizer import follow, make_optimizer, make_scheduler, step_optimizer
 from .recompute import Again, Ingredients
-from .schedules import make_scheduler
-from .update_rules import follow
 from .weighing import LossKind
 
 _Shapes = tuple[tuple[str, torch.Size], ...]

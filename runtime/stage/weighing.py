@@ -24,7 +24,7 @@ from ...profiles.task import Loss, Task, read_loss
 from ...profiles.tracing.packing import map_tensors
 from ..communication.all_reduce import ALL, Pending, Sums
 from ..prepare.data import Segment
-from ..prepare.precision import forward_context
+from ..prepare.devices import forward_context
 from .finite import NotFinite
 
 if TYPE_CHECKING:

@@ -19,9 +19,15 @@ from ..checkpoint.start import restore_worker
 from ..prepare.data import Segment
 from ..prepare.devices import peak_bytes, random_state, set_random_state
 from ..prepare.same_data import compare_evaluation, compare_lengths, compare_training
-from ..records.epoch_sums import EpochSums
 from ..records.idle import training_times
-from ..records.metrics import EpochRecord, EvaluationScore, StageEpoch, StageReport, StageScore
+from ..records.metrics import (
+    EpochRecord,
+    EpochSums,
+    EvaluationScore,
+    StageEpoch,
+    StageReport,
+    StageScore,
+)
 from ..records.operation_log import read_stage_epochs
 from ..records.progress import Observer
 from ..records.run_dir import RunDir

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -21,17 +22,45 @@ from ...profiles.tracing.shapes import ValueSpec
 from ...profiles.tracing.state import unchanged
 from ...profiles.units import format_bytes
 from ..checkpoint.start import telling_worker
-from ..communication.placement import between_processes, free_bytes, gpu_name, transport_of
-from ..prepare.devices import CPU, check_kind, device_kind, device_of, gpu_count
-from ..prepare.precision import forward_context
+from ..communication.transport import between_processes, free_bytes, gpu_name, transport_of
+from ..prepare.devices import CPU, check_kind, device_kind, device_of, forward_context, gpu_count
 from ..prepare.prepare import SMALL_BYTES, Prepared, prepare
-from ..processes.interface import use_interface
+from ..processes.environment import use_interface
 from ..processes.rendezvous import Meeting
 from ..records.run_dir import RunDir
 from ..run import check_settings
 from ..settings import RunSettings
-from .cores import unplanned_turns, usable_cores
 from .hooks import check_updates, hook_warnings, try_in_parts, try_training
+
+# Whether the workers of a host compute at once, or take turns on its cores ----------------------
+
+
+def usable_cores() -> int:
+    """Cores that this process may compute on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def unplanned_turns(workers: int, threads: int, cores: int, planned: int | None) -> str | None:
+    """That a host's workers take turns, where their plan doesn't know. None: no, or it does.
+
+    Args:
+        workers: that compute on the host's cores.
+        threads: of each worker.
+        cores: usable ones of the host.
+        planned: devices of a machine that compute at once, as the plan's cluster has it.
+    """
+    at_once = max(cores // threads, 1)
+    if workers <= at_once or (workers if planned is None else planned) <= at_once:
+        return None
+    return (
+        f"{workers} processes take turns on {cores} {'core' if cores == 1 else 'cores'}: slower "
+        f"than planned; tp-plan solve --cores {at_once} plans for it"
+    )
+
+
+# --dry-run: everything that can be known before training, on every host; nothing is written -----
 
 
 class WorkerCheck(msgspec.Struct, frozen=True, kw_only=True):

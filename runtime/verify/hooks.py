@@ -17,16 +17,14 @@ from ...profiles.task import Split, Task, dataset_size, fetch
 from ..checkpoint.worker_state import capture
 from ..communication.all_reduce import LocalSums, Pool, sum_groups
 from ..communication.channel import LocalChannels, Mailbox
-from ..communication.placement import free_bytes
+from ..communication.transport import free_bytes
 from ..prepare.data import length_of
 from ..prepare.devices import CPU, device_kind, own_device, random_state
 from ..prepare.prepare import Prepared, with_own_weights
-from ..records.epoch_sums import EpochSums
+from ..records.metrics import EpochSums
 from ..records.progress import Silent
-from ..stage.optimizer import make_optimizer, step_optimizer
+from ..stage.optimizer import follow, make_optimizer, make_scheduler, open_reading, step_optimizer
 from ..stage.runner import StageRunner
-from ..stage.schedules import make_scheduler, open_reading
-from ..stage.update_rules import follow
 from ..training.loop import Course
 
 _HELD = 4

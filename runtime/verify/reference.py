@@ -19,14 +19,11 @@ from ...profiles.target import resolve
 from ...profiles.task import Loss, read_loss
 from ...profiles.tracing.call import Call
 from ..checkpoint.gradients import GradientFiles
-from ..prepare.data import Samples, Segment, length_of, part_of, real_samples
-from ..prepare.devices import move, own_device, put, random_state
-from ..prepare.padding import real_part
-from ..prepare.precision import forward_context
+from ..prepare.data import Samples, Segment, length_of, part_of, real_part, real_samples
+from ..prepare.devices import forward_context, move, own_device, put, random_state
 from ..prepare.prepare import Prepared
 from ..stage.batch_norm import DeferredBatchNorm
-from ..stage.optimizer import make_optimizer, step_optimizer
-from ..stage.schedules import make_scheduler
+from ..stage.optimizer import make_optimizer, make_scheduler, step_optimizer
 from ..stage.weighing import MiniBatchMeans
 from ..training.dropout import Traits, WithoutDropout
 
