@@ -21,9 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from timeprest.planner.partition.problem import StageProblem
+from timeprest.planner.partition.problem import StageProblem, cut_load
 from timeprest.planner.partition.solve import CutAnswer, solve_cut
-from timeprest.planner.partition.stage_load import cut_load
 from timeprest.planner.published import problem_of
 from timeprest.profiles.published.reader import read_workload
 from timeprest.profiles.published.workload import Workload

@@ -12,9 +12,8 @@ from ..profiles.profile import Profile
 from .cluster.cluster import Cluster
 from .costs.layout import StageTimes, make_pipeline
 from .costs.memory import Holdings, StageBytes, boundary_buffers, holdings
-from .costs.rule_costs import as_run_by, weights_s_per_byte
 from .costs.stage_costs import RECEIVES_AHEAD, Costs, Crossing, StageCost
-from .costs.tied_parameters import Tied, exchange_s
+from .costs.tied_parameters import Tied, as_run_by, exchange_s, weights_s_per_byte
 from .plan import (
     Plan,
     PlanEdge,
@@ -31,8 +30,7 @@ from .schedules.steady_state import Steady, sequence_distance, steady_state
 from .simulator.clock import Clock
 from .simulator.pipeline import Pipeline
 from .simulator.timeline import idle_shares, most_waiting
-from .systems.kinds import FORWARDS, numbered
-from .systems.operations import FORWARD
+from .systems.operations import FORWARD, FORWARDS, numbered
 from .systems.variants import variant_named
 from .systems.versions import entry_versions
 
@@ -416,3 +414,27 @@ def make_plan(question: Question, found: Evaluation, report: SolverReport) -> Pl
             solver=report,
         )
     )
+
+
+# Which of two plans is the better one -----------------------------------------------------------
+
+SAME = 1 + 1e-9
+"""Periods within this factor are the same; rounding is no gain."""
+
+
+def better(found: Evaluation, best: Evaluation) -> bool:
+    """A shorter period; at the same period fewer devices, stages, staleness, then less memory."""
+
+    def rank(e: Evaluation) -> tuple[int, int, int, int]:
+        predicted = e.prediction.stages
+        return (
+            sum(len(stage.devices) for stage in e.stages),
+            len(e.stages),
+            max(stage.version_difference for stage in predicted),
+            max(stage.memory_bytes for stage in predicted),
+        )
+
+    mine, its = found.prediction.period_s, best.prediction.period_s
+    if mine * SAME < its or its * SAME < mine:
+        return mine < its
+    return rank(found) < rank(best)

@@ -13,8 +13,11 @@ from timeprest.planner.partition.problem import (
     Shared,
     StageProblem,
     Tensor,
+    fits,
+    is_downset,
+    members,
+    stage_load,
 )
-from timeprest.planner.partition.stage_load import fits, is_downset, members, stage_load
 
 
 def brute_force(problem: StageProblem) -> Cut | None:

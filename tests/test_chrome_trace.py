@@ -11,8 +11,7 @@ from plans import REPORT
 from test_recording import ALL, chain_plan
 from timeprest.cli.pictures.chrome_trace import COMPUTE, trace, write_trace
 from timeprest.planner.evaluate import make_plan
-from timeprest.planner.lane_times import lane_times
-from timeprest.planner.recording import MEMORY_KINDS, predicted
+from timeprest.planner.recording import MEMORY_KINDS, lane_times, predicted
 from trace_format import check_trace
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from timeprest.planner.partition.dp.blocks import blocks
 from timeprest.planner.partition.dp.lattice import find_downsets
 from timeprest.planner.partition.dp.minimax import minimax
-from timeprest.planner.partition.stage_load import cut_load, is_downset
+from timeprest.planner.partition.problem import cut_load, is_downset
 
 
 @settings(max_examples=80)

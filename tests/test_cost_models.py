@@ -10,9 +10,15 @@ import pytest
 from foreign_files import GRAPH, PIPER, PLACEMENT, piper_node, placement_edge, placement_node, write
 from hypothesis import given
 from hypothesis import strategies as st
-from timeprest.planner.partition.problem import ChosenStage, Cut
+from timeprest.planner.partition.problem import (
+    ChosenStage,
+    Cut,
+    cut_load,
+    is_downset,
+    stage_bytes,
+    stage_load,
+)
 from timeprest.planner.partition.solve import solve_cut
-from timeprest.planner.partition.stage_load import cut_load, is_downset, stage_bytes, stage_load
 from timeprest.planner.published import COST_MODELS, problem_of
 from timeprest.profiles.errors import FileError, UserError
 from timeprest.profiles.published.reader import read_workload

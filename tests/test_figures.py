@@ -30,8 +30,7 @@ from timeprest.cli.pictures.svg.options import (
 from timeprest.cli.pictures.svg.svg import text_width
 from timeprest.cli.plan import main
 from timeprest.planner.evaluate import make_plan
-from timeprest.planner.lane_times import steady_times
-from timeprest.planner.recording import Lane, MemoryPoint, Recording, Span, predicted
+from timeprest.planner.recording import Lane, MemoryPoint, Recording, Span, predicted, steady_times
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import UserError
 from timeprest.profiles.files import write_file

@@ -16,15 +16,13 @@ import numpy as np
 import pytest
 from drawn_problems import brute_force, drawn_problems
 from hypothesis import given, settings
-from timeprest.planner.partition.ilp import ilp
 from timeprest.planner.partition.ilp import search as ilp_search
 from timeprest.planner.partition.ilp import solver as mip
-from timeprest.planner.partition.ilp.ilp import solve_ilp
-from timeprest.planner.partition.ilp.noncontiguous import noncontiguous_load, solve_noncontiguous
+from timeprest.planner.partition.ilp.assignment import noncontiguous_load, solve_noncontiguous
+from timeprest.planner.partition.ilp.search import solve_ilp
 from timeprest.planner.partition.ilp.solver import Mip, MipAnswer, Settings, Terms
 from timeprest.planner.partition.ilp.stages import StageModel
-from timeprest.planner.partition.ilp.units import make_units
-from timeprest.planner.partition.ilp.variables import least_load, make_slots
+from timeprest.planner.partition.ilp.variables import least_load, make_slots, make_units
 from timeprest.planner.partition.problem import (
     ChosenStage,
     Cut,
@@ -33,8 +31,6 @@ from timeprest.planner.partition.problem import (
     Place,
     StageProblem,
     Tensor,
-)
-from timeprest.planner.partition.stage_load import (
     cut_load,
     fits,
     is_downset,
@@ -164,7 +160,7 @@ def test_the_program_finds_what_trying_everything_finds(of):
 @given(drawn_problems(most=6))
 def test_so_it_does_by_rising_limits(of):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ilp, "SMALL", 0)
+        patch.setattr(ilp_search, "SMALL", 0)
         check(of, solve_ilp(of))
 
 
@@ -429,8 +425,8 @@ def test_a_program_without_whole_numbers_or_variables():
 
 def test_solvers_are_imported_on_use():
     code = (
-        "import sys, timeprest.planner.partition.ilp.ilp\n"
-        "import timeprest.planner.partition.ilp.noncontiguous\n"
+        "import sys, timeprest.planner.partition.ilp.search\n"
+        "import timeprest.planner.partition.ilp.assignment\n"
         "assert not {'pulp', 'highspy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -13,37 +13,47 @@ import pytest
 from drawn_problems import brute_force, drawn_problems
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from timeprest.planner.partition.dp import containment, minimax, places
-from timeprest.planner.partition.dp.containment import Containment
+from timeprest.planner.partition.dp import cost_tables, minimax
+from timeprest.planner.partition.dp import lattice as dp_lattice
 from timeprest.planner.partition.dp.enumerate import chains_below
-from timeprest.planner.partition.dp.lattice import find_downsets, joined, lattice_of
+from timeprest.planner.partition.dp.lattice import Containment, find_downsets, joined, lattice_of
 from timeprest.planner.partition.dp.minimax import minimax_with_bound
 from timeprest.planner.partition.dp.sweep import OutOfTime
-from timeprest.planner.partition.linear_orders import good_cut, prefix_lattice
-from timeprest.planner.partition.neighbours import around, cheapest
-from timeprest.planner.partition.problem import ChosenStage, Cut, Mode, Option, Place, StageProblem
-from timeprest.planner.partition.problem import Tensor as Edge
-from timeprest.planner.partition.stage_load import (
+from timeprest.planner.partition.problem import (
+    ChosenStage,
+    Cut,
+    Mode,
+    Option,
+    Place,
+    StageProblem,
     cut_load,
     fits,
     is_downset,
     members,
     stage_load,
 )
-from timeprest.planner.partition.warm_start import good_orders, groups_of
+from timeprest.planner.partition.problem import Tensor as Edge
+from timeprest.planner.partition.warm_start import (
+    around,
+    cheapest,
+    good_cut,
+    good_orders,
+    groups_of,
+    prefix_lattice,
+)
 
 best_cut = minimax.minimax
 MANY = 10**6
 
 VARIANTS = {
     "as it is": (),
-    "places asked for one by one": ((places, "WHOLE", 0),),
+    "places asked for one by one": ((cost_tables, "WHOLE", 0),),
     "fewer downsets first": (
         (minimax, "THINNED_STEP", 0),
         (minimax, "SHARES", 2),
         (minimax, "EACH", 1),
     ),
-    "many words": ((containment, "WORD_BITS", 4),),
+    "many words": ((dp_lattice, "WORD_BITS", 4),),
 }
 
 
@@ -162,7 +172,7 @@ def test_listing_stops_at_the_deadline():
 def test_counts_along_chains_say_what_holds_what(problem, bits):
     lattice = find_downsets(problem, MANY)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(containment, "WORD_BITS", bits)
+        patch.setattr(dp_lattice, "WORD_BITS", bits)
         inside = Containment(lattice)
     everything = np.arange(lattice.size)
     values = np.arange(1.0, len(inside.groups) + 1)

@@ -19,7 +19,7 @@ from timeprest.planner.cluster.cluster import Cluster, Device, Network
 from timeprest.planner.evaluate import Question, evaluate
 from timeprest.planner.partition import solve as solvers
 from timeprest.planner.partition.dp import identical_devices as rising
-from timeprest.planner.partition.stage_load import stage_bytes, stage_load
+from timeprest.planner.partition.problem import stage_bytes, stage_load
 from timeprest.planner.plan import PlanStage
 from timeprest.planner.search import exploration, first_plans
 from timeprest.planner.search.relaxation import Freedom, Relaxation

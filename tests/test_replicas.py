@@ -22,7 +22,7 @@ from timeprest.planner.simulator.timeline import (
     simulate,
     steady_period_s,
 )
-from timeprest.planner.systems.kinds import FORWARDS, UPDATES
+from timeprest.planner.systems.operations import FORWARDS, UPDATES
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.planner.systems.versions import entry_versions, version_use
 

@@ -12,11 +12,10 @@ from drawn_problems import brute_force, drawn_problems
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from timeprest.planner.partition.dp import identical_devices as rising
+from timeprest.planner.partition.dp.identical_devices import RisingPlaces
 from timeprest.planner.partition.dp.identical_devices_by_target import rising_by_targets
 from timeprest.planner.partition.dp.lattice import find_downsets
-from timeprest.planner.partition.dp.rising_places import RisingPlaces
-from timeprest.planner.partition.problem import Mode, Option, Place
-from timeprest.planner.partition.stage_load import cut_load, is_downset
+from timeprest.planner.partition.problem import Mode, Option, Place, cut_load, is_downset
 
 
 def alike(

@@ -14,12 +14,18 @@ from hypothesis import strategies as st
 from profiles_by_hand import chain, drawn_profiles, profile_by_hand
 from timeprest.planner.cluster.cluster import Cluster, Device, Network, uniform_cluster
 from timeprest.planner.evaluate import Question, evaluate, lone_stages
-from timeprest.planner.partition.stage_load import is_downset, members, stage_bytes, stage_load
+from timeprest.planner.partition.problem import is_downset, members, stage_bytes, stage_load
 from timeprest.planner.schedules.schedules import limit_ranges
 from timeprest.planner.search import exploration, first_plans
-from timeprest.planner.search.choices import Choice, all_limits, capped, caps, choice_of
+from timeprest.planner.search.choices import (
+    Choice,
+    all_limits,
+    capped,
+    caps,
+    choice_of,
+    micro_batch_counts,
+)
 from timeprest.planner.search.exploration import Budget, OutOfBudget
-from timeprest.planner.search.micro_batch_counts import micro_batch_counts
 from timeprest.planner.search.relaxation import Freedom, Relaxation
 from timeprest.planner.search.solve import Request, explore, solve
 from timeprest.planner.systems.variants import VARIANTS

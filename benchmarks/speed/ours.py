@@ -11,8 +11,8 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
-from timeprest.planner.lane_times import of_wall
 from timeprest.planner.plan import Plan, read_plan
+from timeprest.planner.recording import of_wall
 from timeprest.planner.systems.operations import UPDATE
 from timeprest.profiles.errors import UserError
 from timeprest.runtime.prepare.workers import workers_of

@@ -6,9 +6,8 @@ import click
 from rich.table import Table
 from rich.text import Text
 
-from ...planner.partition.problem import StageProblem
+from ...planner.partition.problem import StageProblem, members, stage_bytes, stage_load
 from ...planner.partition.solve import SOLVERS, CutAnswer, solve_cut
-from ...planner.partition.stage_load import members, stage_bytes, stage_load
 from ...planner.published import COST_MODELS, problem_of
 from ...profiles.errors import InfeasibleError
 from ...profiles.limits import MAX_FACTOR
@@ -97,7 +96,7 @@ def published(
             )
         scattered = None
         if non_contiguous:
-            from ...planner.partition.ilp.noncontiguous import solve_noncontiguous
+            from ...planner.partition.ilp.assignment import solve_noncontiguous
 
             scattered = solve_noncontiguous(problem, warm=answer.cut, time_limit_s=time_limit)
     if as_json:

@@ -128,7 +128,7 @@ def _recordings(runs: Sequence[RunFacts]) -> list[tuple[str, Recording]]:
 
 def print_run(console: Console, run: RunFacts) -> None:
     """A run's figures beside its plan's."""
-    from ...planner.lane_times import steady_times
+    from ...planner.recording import steady_times
     from ...runtime.records.recording import mini_batches_of
 
     plan = run.plan

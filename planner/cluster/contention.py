@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import accumulate, pairwise
 
 import msgspec
+import numpy as np
 
 from ...profiles.profile import Together
 from .cluster import Cluster
@@ -32,3 +34,44 @@ def crowded(cluster: Cluster, together: Together | None) -> Cluster:
         for device in cluster.devices
     )
     return msgspec.structs.replace(cluster, devices=devices)
+
+
+# What summing gradients over neighbouring devices takes, as an affine time ----------------------
+
+_LARGE = 1e9
+"""Bytes, to read an affine time off."""
+
+
+class Sync:
+    """What summing gradients over neighbouring devices takes."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        homes = [device.machine for device in cluster.devices]
+        self._moves = [0, *accumulate(int(a != b) for a, b in pairwise(homes))]
+        # Machines' devices may be listed in turn.
+        self._in_rows = self._moves[-1] + 1 == len(set(homes))
+        self._known: dict[tuple[int, int], tuple[float, float]] = {}
+
+    def least(self, count: int) -> tuple[float, float]:
+        """Of an all-reduce over so many devices, wherever they lie, at the least: as `of`."""
+        moves = np.array(self._moves)
+        moved = moves[count - 1 :] - moves[: len(moves) - count + 1]
+        first = np.unique(moved, return_index=True)[1] if self._in_rows else np.arange(len(moved))
+        times = [self.of(range(at, at + count)) for at in first.tolist()]
+        return min(fixed for fixed, _ in times), min(per_byte for _, per_byte in times)
+
+    def of(self, devices: range) -> tuple[float, float]:
+        """Of an all-reduce: seconds in any case, and for each byte."""
+        if len(devices) == 1:
+            return 0.0, 0.0
+        # As many devices in as many machines take the same time.
+        machines = self._moves[devices[-1]] - self._moves[devices[0]] + 1
+        if not self._in_rows:
+            machines = len({self.cluster.devices[d].machine for d in devices})
+        key = len(devices), machines
+        if key not in self._known:
+            fixed_s = self.cluster.all_reduce_s(devices, 0.0)
+            whole_s = self.cluster.all_reduce_s(devices, _LARGE)
+            self._known[key] = fixed_s, (whole_s - fixed_s) / _LARGE
+        return self._known[key]

@@ -17,8 +17,7 @@ import msgspec
 
 from ...profiles.limits import TotalBytes
 from ..simulator.timeline import Event
-from ..systems.kinds import in_rows
-from ..systems.operations import BACKWARD, FORWARD, UPDATE, WEIGHT, Op
+from ..systems.operations import BACKWARD, FORWARD, UPDATE, WEIGHT, Op, in_rows
 from ..systems.variants import Variant
 from ..systems.versions import VersionWalk
 from .stage_costs import RECEIVES_AHEAD, Crossing

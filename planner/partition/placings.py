@@ -7,8 +7,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import accumulate
 
-from .problem import Cut, StageProblem
-from .stage_load import fits, stage_load
+from .problem import Cut, StageProblem, fits, stage_load
 
 
 def pattern(

@@ -13,9 +13,9 @@ from .dp.identical_devices_by_target import rising_by_targets
 from .dp.lattice import Lattice, find_downsets
 from .dp.minimax import Answer, minimax_with_bound
 from .dp.sweep import OutOfTime
-from .ilp.ilp import solve_ilp
-from .linear_orders import good_cut
+from .ilp.search import solve_ilp
 from .problem import Cut, StageProblem
+from .warm_start import good_cut
 
 MOST_DOWNSETS = 300_000
 """With more, the ILP takes over."""

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import accumulate
+from operator import or_
 
-from .dp.lattice import joined
-from .problem import StageProblem
-from .stage_load import members
+from .dp.lattice import Lattice, joined, lattice_of
+from .dp.minimax import minimax_with_bound
+from .problem import Cut, StageProblem, members
 
 
 @dataclass(frozen=True)
@@ -132,3 +135,143 @@ class _Walk:
             if not self._waits[other]:
                 self._ready.append(other)
         return group
+
+
+# Good cuts where there are too many downsets to list: along a few orders of the layers ----------
+# The first layers of any topological order are a downset. A few orders, each good for a reason of
+# its own, give a lattice of a few thousand; the best cut on it is then made better on lattices of
+# what is cheap to cut at, and of what lies around its own downsets, as long as that helps.
+
+NEAR = 3000
+"""Downsets to look at, besides those along orders, and each time around a cut's own."""
+
+
+def good_cut(problem: StageProblem, *, deadline: float | None = None) -> Cut | None:
+    """A cut that is good, if not the best; None where none was found.
+
+    Args:
+        deadline: on the clock of `time.monotonic`; the best so far is the answer then.
+    """
+    groups, along = groups_of(problem), prefix_lattice(problem)
+    best = minimax_with_bound(problem, along, deadline=deadline).cut
+    wider = lattice_of(problem, {*along.masks, *cheapest(groups, NEAR)})
+    best = _better(problem, wider, best, deadline) or best
+    better = best
+    while better is not None:
+        best = better
+        nearby = lattice_of(problem, around(groups, best, NEAR))
+        better = _better(problem, nearby, best, deadline)
+    return best
+
+
+def _better(
+    problem: StageProblem, lattice: Lattice, best: Cut | None, deadline: float | None
+) -> Cut | None:
+    below = float("inf") if best is None else best.objective_s
+    return minimax_with_bound(problem, lattice, below=below, deadline=deadline).cut
+
+
+def prefix_lattice(problem: StageProblem) -> Lattice:
+    """The downsets along good orders."""
+    masks: set[int] = set()
+    for order in good_orders(problem):
+        masks.update(accumulate(order, or_))
+    return lattice_of(problem, masks)
+
+
+# Downsets reached one group of layers at a time: near a cut, or cheap to cut at -----------------
+
+
+@dataclass(frozen=True)
+class Edge:
+    """A downset with the groups that may be added to it or taken from it.
+
+    Attributes:
+        mask: of layers.
+        cost: of the tensors open at it, less that at the downset the search began from.
+        ready, last: positions of groups that may be added, and taken away.
+    """
+
+    mask: int
+    cost: float
+    ready: frozenset[int]
+    last: frozenset[int]
+
+    def more(self, groups: Groups) -> Iterator[Edge]:
+        """With one group more."""
+        for g in sorted(self.ready):
+            mask = self.mask | groups.masks[g]
+            fresh = {user for user in groups.users[g] if not groups.needed[user] & ~mask}
+            last = self.last - groups.needs[g] | {g}
+            yield Edge(mask, self._cost(groups, g, mask), self.ready - {g} | fresh, last)
+
+    def less(self, groups: Groups) -> Iterator[Edge]:
+        """With one group less."""
+        for g in sorted(self.last):
+            mask = self.mask & ~groups.masks[g]
+            fresh = {need for need in groups.needs[g] if not groups.used[need] & mask}
+            ready = self.ready - groups.users[g] | {g}
+            yield Edge(mask, self._cost(groups, g, mask), ready, self.last - {g} | fresh)
+
+    def _cost(self, groups: Groups, moved: int, mask: int) -> float:
+        cost = self.cost
+        for t in groups.tensors_of[moved]:
+            ends = groups.ends[t]
+            is_open, was_open = ends & mask not in (0, ends), ends & self.mask not in (0, ends)
+            cost += groups.weights[t] * (is_open - was_open)
+        return cost
+
+
+def edge_of(groups: Groups, mask: int) -> Edge:
+    """A downset, to search from."""
+    inside = {g for g, group in enumerate(groups.masks) if group & mask}
+    ready = {g for g, needs in enumerate(groups.needs) if g not in inside and needs <= inside}
+    last = {g for g in inside if not groups.users[g] & inside}
+    return Edge(mask, 0.0, frozenset(ready), frozenset(last))
+
+
+def cheapest(groups: Groups, most: int) -> set[int]:
+    """The cheapest downsets to cut at of each size, out of those that grow from such.
+
+    Args:
+        most: how many, give or take one of each size.
+    """
+    each = max(most // len(groups.masks), 2)
+    found: set[int] = set()
+    level = [edge_of(groups, 0)]
+    while level:
+        grown = {edge.mask: edge for old in level for edge in old.more(groups)}
+        level = sorted(grown.values(), key=lambda edge: edge.cost)[:each]
+        found |= {edge.mask for edge in level}
+    return found
+
+
+def around(groups: Groups, cut: Cut, most: int) -> set[int]:
+    """A cut's downsets, and those that few groups more or less lead to.
+
+    Half of them are the nearest, half the cheapest to cut at.
+
+    Args:
+        most: how many, give or take a step's.
+    """
+    found: set[int] = set()
+    below = 0
+    for stage in cut.stages[:-1]:
+        below |= stage.layers
+        centre, near = edge_of(groups, below), most // len(cut.stages)
+        ball = _ball(groups, centre, near // 2, by_cost=False)
+        found |= ball | _ball(groups, centre, near // 2, by_cost=True)
+    return found
+
+
+def _ball(groups: Groups, centre: Edge, most: int, *, by_cost: bool) -> set[int]:
+    seen, queue = {centre.mask}, [(0.0, 0, centre)]
+    while queue and len(seen) < most:
+        _, number, edge = heappop(queue)
+        for near in (*edge.more(groups), *edge.less(groups)):
+            if near.mask not in seen:
+                # Of equal ones those met first are looked at first.
+                key = near.cost if by_cost else float(number)
+                heappush(queue, (key, len(seen), near))
+                seen.add(near.mask)
+    return seen

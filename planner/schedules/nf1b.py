@@ -12,8 +12,7 @@ from math import inf
 
 from ..simulator.clock import Clock
 from ..simulator.pipeline import Pipeline
-from ..systems.kinds import BACKWARDS, FORWARDS, UPDATES, numbered
-from ..systems.operations import Order
+from ..systems.operations import BACKWARDS, FORWARDS, UPDATES, Order, numbered
 
 _Entry = tuple[float, int, int]
 """Start, 1 for forwards and 0 for what goes before them, stage."""

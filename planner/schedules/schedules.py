@@ -24,8 +24,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from ..simulator.pipeline import Pipeline
-from ..systems.kinds import B, F, U, W, numbered
-from ..systems.operations import Order
+from ..systems.operations import B, F, Order, U, W, numbered
 from ..systems.variants import OrderRule, Variant
 from .nf1b import ListSchedule
 from .zero_bubble import postponed

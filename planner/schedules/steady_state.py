@@ -11,8 +11,7 @@ from ..simulator.clock import Clock
 from ..simulator.executor import Code, Contended, Listed, coded, codes
 from ..simulator.pipeline import Pipeline
 from ..simulator.timeline import least_period_s, round_trip_s
-from ..systems.kinds import BACKWARDS, FORWARDS, UPDATES, WEIGHTS, B, F, W
-from ..systems.operations import Order
+from ..systems.operations import BACKWARDS, FORWARDS, UPDATES, WEIGHTS, B, F, Order, W
 from .nf1b import ListSchedule
 from .schedules import PATTERNS, order_patterns
 

@@ -15,7 +15,7 @@ from math import inf
 from ..simulator.clock import Clock
 from ..simulator.executor import Contended, Listed, coded
 from ..simulator.pipeline import Pipeline
-from ..systems.kinds import BACKWARDS, FORWARDS, UPDATES, WEIGHTS, B, F, U, W
+from ..systems.operations import BACKWARDS, FORWARDS, UPDATES, WEIGHTS, B, F, U, W
 
 _GAP = 0.5
 """A weight part isn't begun when what comes next is there before so much of its time is over."""

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ..partition.problem import Cut, StageProblem
-from ..partition.stage_load import members
-from ..plan import PlanStage
+import numpy as np
+
+from ...profiles.errors import PlanError
+from ..evaluate import Question
+from ..partition.problem import Cut, StageProblem, members
+from ..plan import MAX_MICRO_BATCHES, PlanStage
+from ..schedules.schedules import limit_ranges
+from ..systems.variants import Variant, variant_named
 
 MOST_VECTORS = 64
 """With more in-flight limits to choose from, not all are tried."""
@@ -99,3 +104,101 @@ def caps(ranges: Ranges) -> list[int]:
         found.add(cap)
         cap //= 2
     return sorted(found, reverse=True)
+
+
+# What a stage has in flight when its memory is at its peak: for sure, or by a guess -------------
+# D: stages behind a stage.
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a stage has in flight when its memory is at its peak, by D.
+
+    Attributes:
+        mini_batches: each with all its micro-batches, in systems whose backward takes them all.
+        micro_batches: in systems whose backward takes one.
+        versions: weight versions held.
+    """
+
+    mini_batches: Callable[[int], float]
+    micro_batches: Callable[[int], float]
+    versions: Callable[[int], float]
+
+
+def least_held(variant: Variant) -> Held:
+    """What every order has when a stage's backward begins, however it is made."""
+    return Held(
+        mini_batches=lambda _: 1.0,
+        micro_batches=lambda _: np.inf if variant.forwards_first else 1.0,
+        versions=lambda _: 1.0,
+    )
+
+
+def held_under(variant: Variant, stages: int, cap: int) -> Held:
+    """A guess at what stages with equal times have at their peak, no limit being above `cap`.
+
+    A mini-batch stays at a stage with D behind it while D others begin behind (docs/systems.md).
+    """
+    limits = capped(limit_ranges(variant, stages), cap)
+
+    def mini_batches(behind: int) -> float:
+        limit = limits[max(stages - 1 - behind, 0)]
+        return float(min(limit, 1 + behind))
+
+    def micro_batches(behind: int) -> float:
+        if variant.forwards_first:
+            return np.inf
+        return float(stages) if variant.split_backward else 1.0 + behind
+
+    def versions(behind: int) -> float:
+        if variant.stashes:
+            return mini_batches(behind)
+        if variant.synchronises:
+            # Versions that have entered at stage 0 and not here, at most one for each stage before.
+            return float(max(min(stages - behind, limits[0]), 1))
+        return 1.0
+
+    return Held(
+        mini_batches=mini_batches,
+        micro_batches=micro_batches,
+        versions=versions,
+    )
+
+
+# Which micro-batch counts a system can run with, on costs that the profile has ------------------
+
+
+def micro_batch_counts(question: Question, asked: int | None) -> list[int]:
+    """Every count to look at, rising: the one asked for, or all that divide the mini-batch.
+
+    A count asked for need not divide it: micro-batches then differ by one sample.
+    Raises PlanError where there is none.
+    """
+    variant = variant_named(question.variant)
+    batch, sizes = question.mini_batch, question.profile.micro_batch_sizes
+    if variant.whole_mini_batches:
+        if asked not in (None, 1):
+            raise PlanError(
+                f"--micro-batches {asked}: {variant.name} runs whole mini-batches; leave it out"
+            )
+        asked = 1
+    if asked is not None and asked > batch:
+        raise PlanError(f"--micro-batches {asked}: the mini-batch has only {batch} samples")
+    if asked is None:
+        within = [m for m in range(sizes[0], sizes[-1] + 1) if batch % m == 0]
+        counts = sorted(batch // m for m in within)
+    else:
+        counts = [asked] if sizes[0] <= -(-batch // asked) <= sizes[-1] else []
+    if not counts:
+        size = f"of {-(-batch // asked)} samples " if asked else ""
+        raise PlanError(
+            f"mini-batch {batch}: micro-batches {size}are asked for that the profile didn't "
+            f"measure: it has {sizes[0]} to {sizes[-1]} samples; profile again with --batch-size "
+            "and --micro-batch-sizes that reach them"
+        )
+    if counts[0] > MAX_MICRO_BATCHES:
+        raise PlanError(
+            f"mini-batch {batch}: would have {counts[0]} micro-batches; {MAX_MICRO_BATCHES} are "
+            "the most"
+        )
+    return [n for n in counts if n <= MAX_MICRO_BATCHES]

@@ -21,9 +21,8 @@ from ..partition.problem import Cut, StageProblem
 from ..partition.solve import DpSource, Found
 from ..schedules.schedules import limit_ranges
 from ..systems.variants import variant_named
-from .choices import Choice, capped, choice_of
+from .choices import Choice, capped, choice_of, held_under
 from .exploration import Exploration
-from .in_flight import held_under
 from .relaxation import Relaxation
 
 _CUTS = 8

@@ -16,21 +16,18 @@ from functools import cached_property
 from itertools import product
 
 from ...profiles.units import format_seconds
-from ..evaluate import Evaluation, Question, evaluate, lay_out
+from ..evaluate import SAME, Evaluation, Question, better, evaluate, lay_out
 from ..partition.dp.blocks import Blocks
 from ..partition.dp.sweep import OutOfTime
 from ..partition.placings import Placings, pattern
 from ..partition.problem import Cut, StageProblem
 from ..partition.solve import DpSource, Found, Source
-from ..ranking import SAME, better
 from ..schedules.schedules import limit_ranges
 from ..simulator.timeline import least_period_s
 from .budget import SOON_S, Budget, OutOfBudget, operations_of
-from .choices import Choice, all_limits, capped, caps, choice_of
+from .choices import Choice, Held, all_limits, capped, caps, choice_of, held_under
 from .first_plans import CLOSE, try_blocks
-from .in_flight import Held, held_under
-from .relaxation import Freedom, Relaxation
-from .shared_cores import least_shared_s
+from .relaxation import Freedom, Relaxation, least_shared_s
 from .tightening import tightened
 
 Progress = Callable[[str, int, int], None]

@@ -17,8 +17,7 @@ from ..partition.dp.minimax import minimax_with_bound
 from ..partition.problem import Cut, StageProblem
 from ..partition.solve import DpSource
 from .budget import SOON_S, is_late
-from .choices import choice_of
-from .in_flight import Held
+from .choices import Held, choice_of
 
 if TYPE_CHECKING:
     from .exploration import Case, Exploration

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from ..partition.dp.rising_places import RisingPlaces
+from ..partition.dp.identical_devices import RisingPlaces
 from ..partition.problem import Option, Place
 
 Change = Callable[[Place, int], Place]

@@ -11,23 +11,24 @@ stages behind a stage.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 
 import numpy as np
 
-from ..cluster.sync import Sync
+from ..cluster.contention import Sync
 from ..costs.layer_graph import LayerGraph
-from ..costs.rule_costs import as_run_by, weights_s_per_byte
 from ..costs.stage_costs import RECEIVES_AHEAD, input_part_s, sized
+from ..costs.tied_parameters import as_run_by, weights_s_per_byte
 from ..evaluate import Question
-from ..partition.dp.rising_places import RisingPlaces
+from ..partition.dp.identical_devices import RisingPlaces
 from ..partition.problem import Mode, Option, Place, Shared, StageProblem, Tensor, Vector
 from ..systems.variants import Variant, variant_named
+from .choices import Held, least_held
 from .coming import links_from_before
 from .draining import largest_forward_share, returning, sharing
-from .in_flight import Held, least_held
 from .places import changed, smaller
 
 RECOMPUTE = {"off": (False,), "on": (True,), "auto": (False, True)}
@@ -543,3 +544,30 @@ class Relaxation:
             )
 
         return place
+
+
+# A bound on the period where a machine's devices take turns on fewer cores ----------------------
+# A device is a process then, say. No core waits for a stage that is late as long as others have
+# work: with more stages than cores their cuts needn't balance, and what counts is the work in
+# all.
+
+
+def least_shared_s(relaxation: Relaxation, micro_batches: int, most_stages: int) -> float:
+    """No period is shorter where devices share cores; else 0.
+
+    All cores of the cluster are busy with what the layers and their updates take on its fastest
+    device, in the cheapest mode and size. Without replicas S stages keep S cores busy at the most.
+
+    Raises PlanError for a micro-batch size outside what was measured.
+    """
+    cluster = relaxation.question.cluster
+    homes = Counter(device.machine for device in cluster.devices)
+    cores = sum(cluster.at_once(count) for count in homes.values())
+    if cores == len(cluster.devices):
+        return 0.0
+    problem = relaxation.problem(micro_batches, view="cycle")
+    work_s = float(np.sum(np.min([mode.compute_s for mode in problem.modes], axis=0)))
+    if problem.serial_s is not None:
+        work_s += float(np.sum(problem.serial_s))
+    used = cores if relaxation.freedom.replicas else min(cores, most_stages)
+    return work_s / used / max(device.speed for device in cluster.devices)

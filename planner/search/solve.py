@@ -12,15 +12,14 @@ from ...profiles.profile import Profile
 from ..cluster.cluster import Cluster
 from ..costs.layer_graph import held_together
 from ..costs.tied_parameters import Tied, check_tied
-from ..evaluate import Evaluation, Question, make_plan
+from ..evaluate import SAME, Evaluation, Question, make_plan
 from ..partition.solve import SOLVERS, source_for
 from ..plan import Plan, SolverReport
-from ..ranking import SAME
 from ..systems.variants import variant_named
 from .budget import EFFORT, Budget
+from .choices import micro_batch_counts
 from .diagnosis import diagnose
 from .exploration import Case, Exploration, Progress
-from .micro_batch_counts import micro_batch_counts
 from .relaxation import RECOMPUTE, Freedom, Relaxation
 
 

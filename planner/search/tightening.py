@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from ..evaluate import Evaluation, Question, evaluate
-from ..ranking import SAME
+from ..evaluate import SAME, Evaluation, Question, evaluate
 from ..schedules.schedules import limit_ranges
 from ..systems.variants import variant_named
 

@@ -21,7 +21,7 @@ from collections import Counter
 from math import gcd, inf, lcm
 from typing import NamedTuple
 
-from ..systems.kinds import BACKWARDS, FORWARDS, UPDATES, WEIGHTS
+from ..systems.operations import BACKWARDS, FORWARDS, UPDATES, WEIGHTS
 from .pipeline import Link, Pipeline, Route
 
 NOT_YET = -1.0

@@ -6,8 +6,16 @@ import heapq
 from collections.abc import Iterable, Sequence
 from math import inf
 
-from ..systems.kinds import BACKWARDS, FORWARDS, UPDATES, WEIGHTS
-from ..systems.operations import BACKWARD, FORWARD, WEIGHT, Op
+from ..systems.operations import (
+    BACKWARD,
+    BACKWARDS,
+    FORWARD,
+    FORWARDS,
+    UPDATES,
+    WEIGHT,
+    WEIGHTS,
+    Op,
+)
 from .clock import Clock
 
 Code = tuple[int, int]

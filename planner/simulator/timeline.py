@@ -9,8 +9,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from ...profiles.errors import OrderError
-from ..systems.kinds import FORWARDS, UPDATES
-from ..systems.operations import FORWARD, Op, Order, op_text
+from ..systems.operations import FORWARD, FORWARDS, UPDATES, Op, Order, op_text
 from .clock import NOT_YET, Clock, Sent
 from .executor import Code, Contended, Listed, codes
 from .pipeline import Link, Pipeline

@@ -13,7 +13,7 @@ Index letters: s stage, b mini-batch, i micro-batch.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from ...profiles.errors import OrderError
@@ -67,3 +67,82 @@ def parse_order(text: str) -> Order:
             ops.append(op)
         stages.append(tuple(ops))
     return tuple(stages)
+
+
+# Orders in short: a byte for each of a stage's operations, which says its kind ------------------
+# In every order that a rule makes, a stage runs its forwards in the sequence of their micro-
+# batches, its backwards and their weight parts likewise, and its updates in that of their mini-
+# batches: kinds alone say all.
+
+FORWARDS, BACKWARDS, UPDATES, WEIGHTS = 0, 1, 2, 3
+
+F, B, U, W = (bytes([kind]) for kind in (FORWARDS, BACKWARDS, UPDATES, WEIGHTS))
+
+
+def numbered(
+    kinds: Iterable[int],
+    micro_batches: int,
+    *,
+    micro: bool,
+    mini_batches: int | None = None,
+    update_every: int = 1,
+) -> tuple[Op, ...]:
+    """The operations.
+
+    Args:
+        micro: each backward takes a micro-batch.
+        mini_batches: forwards of further ones are left out.
+        update_every: only each so many-th update stands, and that of the last mini-batch.
+    """
+    n = micro_batches
+    forwards = backwards = updates = weights = 0
+    ops = []
+    for kind in kinds:
+        if kind == FORWARDS:
+            if mini_batches is None or forwards < mini_batches * n:
+                ops.append(Op(FORWARD, forwards // n, forwards % n))
+            forwards += 1
+        elif kind == UPDATES:
+            if not (updates + 1) % update_every or updates + 1 == mini_batches:
+                ops.append(Op(UPDATE, updates))
+            updates += 1
+        elif kind == WEIGHTS:
+            ops.append(Op(WEIGHT, weights // n, weights % n))
+            weights += 1
+        else:
+            b, i = divmod(backwards, n) if micro else (backwards, None)
+            ops.append(Op(BACKWARD, b, i))
+            backwards += 1
+    return tuple(ops)
+
+
+def in_rows(kinds: bytes, micro_batches: int, *, micro: bool) -> Iterator[tuple[Op, int]]:
+    """The operations, with forwards of a mini-batch in a row as one, and how many they are.
+
+    A mini-batch's last forward stands for itself.
+    """
+    n = micro_batches
+    forwards = backwards = updates = weights = position = 0
+    others = (B, W) if W in kinds else (B,)
+    while position < len(kinds):
+        kind = kinds[position]
+        if kind == FORWARDS:
+            ends = [end for end in (kinds.find(o, position) for o in others) if end >= 0]
+            row = min(ends, default=len(kinds)) - position
+            b, i = divmod(forwards, n)
+            row = min(row, max(n - 1 - i, 1))
+            yield Op(FORWARD, b, i), row
+            forwards += row
+            position += row
+            continue
+        position += 1
+        if kind == UPDATES:
+            yield Op(UPDATE, updates), 1
+            updates += 1
+        elif kind == WEIGHTS:
+            yield Op(WEIGHT, weights // n, weights % n), 1
+            weights += 1
+        else:
+            b, at = divmod(backwards, n) if micro else (backwards, None)
+            yield Op(BACKWARD, b, at), 1
+            backwards += 1

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ...planner.lane_times import LaneTimes, lane_times, mini_batches_in
-from ...planner.recording import Recording
+from ...planner.recording import LaneTimes, Recording, lane_times, mini_batches_in
 from .metrics import EpochRecord, StageEpoch
 
 

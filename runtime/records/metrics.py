@@ -10,7 +10,7 @@ import msgspec
 import torch
 
 from ...planner.costs.memory import MemoryByKind
-from ...planner.lane_times import of_wall
+from ...planner.recording import of_wall
 from ...profiles.errors import RunError
 from ...profiles.hooks import call_hook, task_figures, task_metrics
 from ...profiles.task import Task, read_figure

@@ -10,9 +10,8 @@ from typing import Any
 
 import msgspec
 
-from ....planner.lane_times import LaneTimes, steady_times
 from ....planner.plan import Plan
-from ....planner.recording import MEMORY_KINDS, Recording, by_kind
+from ....planner.recording import MEMORY_KINDS, LaneTimes, Recording, by_kind, steady_times
 from ....profiles.errors import FileError, OrderError
 from ....profiles.files import read_limited
 from ....runtime.prepare.workers import Worker, workers_of

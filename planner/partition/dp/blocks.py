@@ -13,8 +13,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from ..problem import ChosenStage, Cut, Mode, Shared, StageProblem, Tensor, Vector
-from ..stage_load import members
+from ..problem import ChosenStage, Cut, Mode, Shared, StageProblem, Tensor, Vector, members
 from .lattice import Lattice, lattice_of
 from .program import Program
 

@@ -9,19 +9,80 @@ list of them all.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from time import monotonic
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..problem import ChosenStage, Cut, StageProblem
-from ..stage_load import stage_load
+from ..problem import ChosenStage, Cut, Option, Place, StageProblem, Vector, members, stage_load
 from .lattice import Lattice
 from .minimax import Answer
-from .rising_places import RisingPlaces
-from .rising_stages import StagesAbove, StageTable
+
+# Places of devices that are all alike, where only what is in flight depends on the place --------
+
+
+class RisingPlaces:
+    """`StageProblem.place` where a stage of r replicas has ⌈k / r⌉ units in flight, or a most.
+
+    So its load is the same wherever it stands, and what it holds rises with the devices from its
+    first one to the end.
+
+    Attributes:
+        alike: per option, its place with 1 unit in flight.
+        copies_per_unit: of the parameters, that each further unit in flight needs.
+        most: per option, units in flight at the most.
+    """
+
+    def __init__(
+        self,
+        options: Sequence[Option],
+        place: Callable[[int], Place],
+        *,
+        copies_per_unit: float = 0.0,
+        most: Callable[[int], float] = lambda r: float("inf"),
+    ) -> None:
+        """Options with r replicas mean `place(r)`, with its units and copies for 1 in flight."""
+        made = {r: place(r) for r in {option.replicas for option in options}}
+        self.alike = tuple(made[option.replicas] for option in options)
+        self.copies_per_unit = copies_per_unit
+        self.most = tuple(most(option.replicas) for option in options)
+        self._replicas = tuple(option.replicas for option in options)
+        self._made: dict[tuple[int, float], Place] = {}
+
+    def __call__(self, option: int, k: int) -> Place:
+        """See `StageProblem.place`."""
+        r = self._replicas[option]
+        key = (r, min(-(-k // r), self.most[option]))
+        found = self._made.get(key)
+        if found is None:
+            place, units = self.alike[option], key[1]
+            copies = place.copies + self.copies_per_unit * (units - 1)
+            found = replace(place, units=place.units * units, copies=copies)
+            self._made[key] = found
+        return found
+
+    def changed(
+        self, options: Sequence[Option], change: Callable[[Place, int], Place]
+    ) -> RisingPlaces:
+        """Places that are each changed by a function of theirs and of r.
+
+        Args:
+            options: those that these places were made for.
+            change: leaves units and copies as they are.
+        """
+        pairs = zip(options, self.alike, self.most, strict=True)
+        found = {o.replicas: (change(place, o.replicas), most) for o, place, most in pairs}
+        return RisingPlaces(
+            options,
+            lambda r: found[r][0],
+            copies_per_unit=self.copies_per_unit,
+            most=lambda r: found[r][1],
+        )
+
+
+# Devices all alike: the cut by how few of them do the rest of the model under a target load -----
 
 Positions = NDArray[np.intp]
 
@@ -133,3 +194,206 @@ class _Halving:
             worst = max(worst, stage_load(self.problem, masks[below], layers, option, k))
             k -= int(stages.replicas[at])
         return Cut(tuple(chosen), worst)
+
+
+# All stages of a small lattice with the options worth having, where devices are alike -----------
+# The sums of `StageProblem`, for one lower downset, all upper ones and all options at a time.
+
+Flags = NDArray[np.bool_]
+
+FITS = 1 + 1e-12
+"""Rounding is forgiven where bytes are compared with a device's memory."""
+
+ROUNDING = 1e-13
+"""Relative to a sum over all layers: what differences of such sums may be off by."""
+
+PLACE = ("speed", "memory_bytes", "sync_s", "sync_s_per_byte", "lower_scale", "upper_scale")
+COUNTS = ("units", "copies")
+
+
+@dataclass(frozen=True)
+class StagesAbove:
+    """The stages from one downset, each with an option, [p].
+
+    Attributes:
+        above: position of the downset they end at.
+        option, replicas: which, and its r.
+        load: in s.
+        units: in flight at most, in their devices' memory; at least 1, and no more than devices.
+    """
+
+    above: Positions
+    option: Positions
+    replicas: Positions
+    load: Vector
+    units: Positions
+
+
+class StageTable:
+    """A problem whose places are `RisingPlaces`, on a lattice."""
+
+    def __init__(self, problem: StageProblem, lattice: Lattice, places: RisingPlaces) -> None:
+        self._problem, self._copies_per_unit = problem, places.copies_per_unit
+        columns = [lattice.column(layer) for layer in range(lattice.layers)]
+        self._member: Flags = np.array(columns).reshape(lattice.layers, lattice.size)
+        self._sum_up()
+        replicas = np.array([option.replicas for option in problem.options], dtype=np.intp)
+        self._usable: Positions = np.flatnonzero(replicas <= problem.devices)
+        self._replicas = replicas[self._usable]
+        self._mode = np.array([option.mode for option in problem.options])[self._usable]
+        self._alike = [np.flatnonzero(self._replicas == r) for r in np.unique(self._replicas)]
+        self._most = np.array(places.most)[self._usable]
+        self._place = {
+            field: np.array([getattr(places.alike[o], field) for o in self._usable])
+            for field in (*PLACE, *COUNTS)
+        }
+
+    def _sum_up(self) -> None:
+        problem = self._problem
+        tensors = problem.tensors
+        self._ends = self._counted([tensor.ends & problem.full for tensor in tensors])
+        last = np.array([tensor.ends.bit_count() for tensor in tensors], dtype=np.intp)
+        self._beyond = self._ends < last[:, None]
+        self._beyond[:, -1] = False
+        self._shared = self._counted([shared.ends for shared in problem.shared])
+        self._compute = self._sums(mode.compute_s for mode in problem.modes)
+        self._fixed = self._sums(mode.fixed_bytes for mode in problem.modes)
+        self._flight = self._sums(mode.flight_bytes for mode in problem.modes)
+        others = (problem.parameter_bytes, problem.serial_s, problem.before_s, problem.after_s)
+        zeros = np.zeros(problem.layers)
+        self._others = self._sums(zeros if values is None else values for values in others)
+
+    def _counted(self, masks: Sequence[int]) -> Positions:
+        """How many of the layers of each mask each downset has, [masks, D]."""
+        counts = np.zeros((len(masks), self._member.shape[1]), dtype=np.intp)
+        for row, mask in zip(counts, masks, strict=True):
+            row += self._member[list(members(mask))].sum(axis=0)
+        return counts
+
+    def _sums(self, values: Iterable[Vector]) -> Vector:
+        """Over the layers of each downset, [values, D]."""
+        sums: Vector = np.array(list(values)) @ self._member
+        return sums
+
+    # Stages ----------------------------------------------------------------------------------
+
+    def stages(self, below: int) -> StagesAbove:
+        """Those from the downset at this position.
+
+        Left out: options that take more devices than there are, or more memory than a device has
+        with 1 unit in flight, and modes that another one is as good as in all.
+        """
+        member = self._member
+        above = np.flatnonzero((member >= member[:, below, None]).all(axis=0))
+        above = above[above != below]
+        compute = _rise(self._compute, below, above)
+        once, flight = self._bytes(below, above)
+        # Options in rows, upper downsets in columns. Only one with as many replicas may stand in.
+        worth = np.zeros((len(self._mode), len(above)), dtype=np.bool_)
+        for alike in self._alike:
+            modes = self._mode[alike]
+            worth[alike] = _worth_having(
+                (compute[modes], self._compute[:, -1].max()),
+                (once[modes], self._fixed[:, -1].max()),
+                (flight[modes], self._flight[:, -1].max()),
+            )
+        at, which = np.nonzero(worth)
+        mode = self._mode[at]
+        parameters = _rise(self._others, below, above)[0][which]
+        load = self._loads(below, above, at, which, compute[mode, which])
+        units = self._units(at, once[mode, which], flight[mode, which], parameters)
+        good = units > 0
+        at, which = at[good], which[good]
+        return StagesAbove(
+            above[which], self._usable[at], self._replicas[at], load[good], units[good]
+        )
+
+    def _loads(
+        self, below: int, above: Positions, at: Positions, which: Positions, compute: Vector
+    ) -> Vector:
+        """Of options by number in `at`, and upper downsets by number in `which`, [p]."""
+        problem, place = self._problem, {field: self._place[field][at] for field in PLACE}
+        parameters, serial, before, after = _rise(self._others, below, above)
+        busy = compute / self._replicas[at] + serial[which]
+        holds = parameters[which] > 0
+        busy += np.where(holds, problem.serial_fixed_s, 0.0)
+        busy = busy / place["speed"] + np.where(holds, place["sync_s"], 0.0)
+        busy += place["sync_s_per_byte"] * parameters[which]
+        lower, upper = self._crossing(below, above, "lower_s", "upper_s")
+        wire = place["lower_scale"] * lower[which] + place["upper_scale"] * upper[which]
+        load: Vector = np.maximum(busy, wire) if problem.overlap else busy + wire
+        before, after = self._others[2:]
+        load += before[below] + (after[-1] - after[above])[which]
+        return load
+
+    def _crossing(
+        self, below: int, above: Positions, lower: str, upper: str
+    ) -> tuple[Vector, Vector]:
+        """What tensors add up to over the stages' lower and upper cuts, [B] each."""
+        ends = self._ends[:, below, None]
+        in_stage = self._ends[:, above] > ends
+        tensors = self._problem.tensors
+        lower_values = np.array([getattr(tensor, lower) for tensor in tensors])
+        upper_values = np.array([getattr(tensor, upper) for tensor in tensors])
+        return (
+            lower_values @ (in_stage & (ends > 0)),
+            upper_values @ (in_stage & (ends == 0) & self._beyond[:, above]),
+        )
+
+    def _bytes(self, below: int, above: Positions) -> tuple[Vector, Vector]:
+        """Held whatever is in flight, parameters left out, and for each unit, [M, B] each."""
+        problem, modes = self._problem, self._problem.modes
+        sizes = np.array([shared.nbytes for shared in problem.shared])
+        shared = sizes @ (self._shared[:, above] > self._shared[:, below, None])
+        lower, upper = self._crossing(below, above, "lower_bytes", "upper_bytes")
+        kept, _ = self._crossing(below, above, "kept_bytes", "upper_bytes")
+        once = _rise(self._fixed, below, above) + lower + upper
+        once += np.outer([mode.shared_once for mode in modes], shared)
+        flight = _rise(self._flight, below, above)
+        flight += np.outer([mode.shared_in_flight for mode in modes], shared)
+        flight += np.outer([mode.inputs_kept for mode in modes], kept)
+        if problem.workspace_bytes is not None:
+            inside = self._member[:, above] & ~self._member[:, below, None]
+            once += (inside * problem.workspace_bytes[:, None]).max(axis=0, initial=0.0)
+        return once, flight
+
+    def _units(self, at: Positions, once: Vector, flight: Vector, parameters: Vector) -> Positions:
+        """How many may be in flight, 0 where not even one may; as many as devices at most, [p]."""
+        limit = self._place["memory_bytes"][at] * FITS
+        each = self._place["units"][at] * flight + self._copies_per_unit * parameters
+        once = once + (self._place["copies"][at] - self._copies_per_unit) * parameters
+        # What holds nothing for a unit fits with any number of them, or with none.
+        most = np.where(once <= limit, float(self._problem.devices), 0.0)
+        np.divide(limit - once, each, out=most, where=(each > 0) & np.isfinite(limit))
+        most = np.clip(np.floor(most), 0, self._problem.devices)
+        most = np.where(once + (most + 1) * each <= limit, most + 1, most)
+        most = np.where(once + most * each <= limit, most, most - 1)
+        # What never has more in flight fits wherever it does with that many.
+        most = np.where(most >= self._most[at], self._problem.devices, most)
+        units: Positions = np.clip(most, 0, self._problem.devices).astype(np.intp)
+        return units
+
+
+def _rise(sums: Vector, below: int, above: Positions) -> Vector:
+    """From one downset to others, [values, D] to [values, B]."""
+    rise: Vector = sums[:, above] - sums[:, below, None]
+    return rise
+
+
+def _worth_having(*numbers: tuple[Vector, float]) -> Flags:
+    """Which modes are, of each stage: no other is as good in all of these numbers, [M, B].
+
+    Args:
+        numbers: per mode and stage, [M, B], each with a sum over all layers.
+    """
+    count, width = numbers[0][0].shape
+    as_good = np.ones((count, count, width), dtype=np.bool_)
+    for values, total in numbers:
+        steps = np.rint(values / (ROUNDING * float(total) or 1.0))
+        as_good &= steps[:, None] <= steps
+    # Of modes that are as good as each other the first stays.
+    later = np.arange(count)[:, None] > np.arange(count)
+    beaten = as_good & ~(as_good.swapaxes(0, 1) & later[..., None])
+    beaten[np.arange(count), np.arange(count)] = False
+    worth: Flags = ~beaten.any(axis=0)
+    return worth

@@ -12,14 +12,12 @@ from time import monotonic
 
 import numpy as np
 
-from ..problem import ChosenStage, Cut, StageProblem, Vector
-from ..stage_load import stage_load
-from .cost_tables import FITS, PairCosts
-from .crossing import Flags
+from ..problem import ChosenStage, Cut, StageProblem, Vector, stage_load
+from .cost_tables import FITS, Flags, PairCosts
+from .identical_devices import RisingPlaces
 from .lattice import Lattice, Positions
 from .minimax import Answer
 from .program import SLACK, UNBOUNDED, Program, just_below
-from .rising_places import RisingPlaces
 from .sweep import CLOCK, OutOfTime
 
 MOST_PAIRS = 4_500_000

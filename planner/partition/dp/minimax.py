@@ -6,14 +6,161 @@ the program under it goes over all chains within it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from heapq import heappop, heappush
+from time import monotonic
 
-from ..problem import Cut, StageProblem
-from .fewest import any_chain, fewest_chain
-from .lattice import Lattice
+import numpy as np
+
+from ..problem import ChosenStage, Cut, StageProblem, Vector, stage_load
+from .lattice import Lattice, Positions
 from .program import Program, just_below
-from .sweep import OutOfTime, Sweep
+from .sweep import CLOCK, OutOfTime, Sweep
+
+# From what a sweep knows to a chain: the one with the fewest devices, then the fewest stages ----
+
+Step = tuple[int, int, int, int]
+"""Positions of a stage's lower and upper downset, its option, and k."""
+
+
+class Reached:
+    """States reached at one number of stages to go, and how cheaply.
+
+    Attributes:
+        cost: devices · (n + 1) + stages so far, for n layers, [D, K + 1].
+    """
+
+    def __init__(self, program: Program) -> None:
+        self._rank = np.empty(program.lattice.size, dtype=np.intp)
+        self._rank[program.order[::-1]] = np.arange(program.lattice.size)
+        shape = (program.lattice.size, program.problem.devices + 1)
+        self.cost = np.full(shape, np.inf)
+        self._came = np.zeros((*shape, 3), dtype=np.int32)
+        self._queue: list[tuple[int, int]] = []
+        self._queued: set[int] = set()
+
+    def add(
+        self, below: int, above: Positions, left: Positions, cost: Vector, how: Positions
+    ) -> None:
+        """Reach states from one downset.
+
+        Args:
+            below: its position.
+            above, left, cost: of the states, [p].
+            how: option and k of the stages that lead there, [p, 2].
+        """
+        state = above * self.cost.shape[1] + left
+        order = np.lexsort((cost, state))
+        first = np.concatenate([[True], np.diff(state[order]) > 0])
+        best = order[first]
+        best = best[cost[best] < self.cost[above[best], left[best]]]
+        self.cost[above[best], left[best]] = cost[best]
+        self._came[above[best], left[best], 0] = below
+        self._came[above[best], left[best], 1:] = how[best]
+        for position in set(above[best].tolist()) - self._queued:
+            self._queued.add(position)
+            heappush(self._queue, (int(self._rank[position]), position))
+
+    def take(self) -> int | None:
+        """The next downset; None when there are no more."""
+        return heappop(self._queue)[1] if self._queue else None
+
+    def step(self, above: int, left: int) -> Step:
+        """The stage that a state was reached by."""
+        below, option, k = self._came[above, left].tolist()
+        return below, above, option, k
+
+
+def fewest_chain(sweep: Sweep, limit: float, deadline: float | None = None) -> Cut:
+    """Of the chains with loads up to a limit, one with the fewest devices, then fewest stages.
+
+    Args:
+        sweep: under a target not below the limit; its best cut is within the limit.
+
+    Raises:
+        OutOfTime: the deadline passed.
+    """
+    program, narrow = sweep.program, sweep.narrowed(limit)
+    devices = program.problem.devices
+    first = devices
+    if program.places.same:
+        # As many as are needed at the first downset.
+        first = int((sweep.values[sweep.start, 0, :-1] <= limit).argmax())
+    levels = [Reached(program) for _ in range(sweep.start + 1)]
+    how = np.zeros((1, 2), dtype=np.intp)
+    levels[-1].add(0, np.array([0]), np.array([first]), np.zeros(1), how)
+    for level in range(sweep.start, -1, -1):
+        number = 0
+        while (below := levels[level].take()) is not None:
+            if number % CLOCK == 0 and deadline is not None and monotonic() > deadline:
+                raise OutOfTime
+            number += 1
+            if below != program.top:
+                _advance(narrow, levels, level, below)
+    steps = _traced(program, levels)
+    return cut_of(program, [(a, b, option, k + devices - first) for a, b, option, k in steps])
+
+
+def _advance(sweep: Sweep, levels: list[Reached], level: int, below: int) -> None:
+    program, beyond = sweep.program, max(level - 1, 0)
+    cost = levels[level].cost[below]
+    if not program.places.same:
+        # It may help to leave devices out.
+        cost = np.minimum.accumulate(cost[::-1])[::-1]
+    wanted = np.flatnonzero(np.isfinite(cost) & (sweep.values[level, below, :-1] <= sweep.target))
+    grid = sweep.stages(below, beyond, int(wanted[0]), int(wanted[-1])) if len(wanted) else None
+    if grid is None:
+        return
+    fine = (sweep.reached(grid, beyond) <= sweep.target) & np.isfinite(cost[grid.k])
+    row, column = np.nonzero(fine)
+    if len(row):
+        k, r = grid.k[column], grid.replicas[row]
+        total = cost[k] + r * (program.problem.layers + 1) + 1
+        how = np.stack([grid.option[row], k], axis=1)
+        levels[beyond].add(below, grid.above[row], k - r, total, how)
+
+
+def _traced(program: Program, levels: list[Reached]) -> list[Step]:
+    above, level, left = program.top, 0, int(levels[0].cost[program.top].argmin())
+    steps: list[Step] = []
+    while above:
+        steps.append(levels[level].step(above, left))
+        above, _, _, k = steps[-1]
+        level = min(level + 1, len(levels) - 1)
+        # Devices left out come before the stage.
+        left = k + int(levels[level].cost[above, k:].argmin())
+    return steps[::-1]
+
+
+def any_chain(sweep: Sweep) -> Cut:
+    """A chain as good as the sweep's best."""
+    program = sweep.program
+    below, k, level = 0, program.problem.devices, sweep.start
+    steps: list[Step] = []
+    while below != program.top:
+        beyond = max(level - 1, 0)
+        grid = sweep.stages(below, beyond, 1, k)
+        assert grid is not None, "the sweep found a chain here"
+        reached = sweep.reached(grid, beyond)
+        row, column = np.unravel_index(int(reached.argmin()), reached.shape)
+        steps.append((below, int(grid.above[row]), int(grid.option[row]), int(grid.k[column])))
+        below, k, level = steps[-1][1], steps[-1][3] - int(grid.replicas[row]), beyond
+    return cut_of(program, steps)
+
+
+def cut_of(program: Program, steps: Iterable[Step]) -> Cut:
+    """A chain as an answer, its objective straight from the definition."""
+    masks = program.lattice.masks
+    chosen, worst = [], 0.0
+    for below, above, option, k in steps:
+        layers = masks[above] & ~masks[below]
+        chosen.append(ChosenStage(layers, option, k))
+        worst = max(worst, stage_load(program.problem, masks[below], layers, option, k))
+    return Cut(tuple(chosen), worst)
+
+
+# The cut with the smallest largest stage load, exactly ------------------------------------------
 
 STEPS: tuple[float, ...] = (
     0.002,

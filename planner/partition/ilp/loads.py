@@ -13,11 +13,9 @@ from functools import cached_property
 
 import numpy as np
 
-from ..problem import StageProblem, Tensor, Vector
-from ..stage_load import members
+from ..problem import StageProblem, Tensor, Vector, members
 from .solver import Mip, Terms, difference, total
-from .units import Units
-from .variables import Choice, Slots
+from .variables import Choice, Slots, Units
 
 SCALE = 1000.0
 """Of loads and bytes in the program, where 1 would be the least load, and the limit."""

@@ -21,13 +21,17 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..placings import Placings
-from ..problem import ChosenStage, Cut, StageProblem, Tensor
-from ..stage_load import cut_load, members
+from ..problem import ChosenStage, Cut, StageProblem, Tensor, cut_load, members
 from .loads import SCALE, Seats, StageRows
 from .solver import Mip, Terms, difference, total
-from .units import make_units
-from .variables import least_load, make_slots
-from .windows import find_windows, inseparable, slots_are_stages
+from .variables import (
+    find_windows,
+    inseparable,
+    least_load,
+    make_slots,
+    make_units,
+    slots_are_stages,
+)
 
 ROUNDING = 1e-6
 """Relative; what is this much above the limit is written down as well. HiGHS may take a program
