@@ -22,7 +22,7 @@ from rich.text import Text
 
 from .. import __version__
 from ..profiles.errors import PlanError, TaskWarning, TimeprestError
-from ..profiles.limits import MAX_COUNT
+from ..profiles.files import MAX_COUNT
 from .tables.names import printable
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -9,8 +9,7 @@ from typing import Any
 import click
 
 from ..profiles.errors import UserError
-from ..profiles.files import is_file, write_file
-from ..profiles.limits import MAX_FACTOR, MAX_THREADS
+from ..profiles.files import MAX_FACTOR, MAX_THREADS, is_file, write_file
 from ..profiles.outputs import Kind, check_output
 from ..profiles.profile import FRONT_ENDS, Profile
 from ..profiles.published.reader import import_profile, is_foreign
@@ -206,7 +205,7 @@ def _measure(
     target: str, sizes: Sequence[int] | None, options: dict[str, Any], *, quiet: bool
 ) -> Profile:
     # Torch takes its time; bad options needn't wait for it.
-    from ..profiles.autograd.allocator import keep_freed_memory
+    from ..profiles.autograd.optimizer_step import keep_freed_memory
     from ..profiles.measuring.measure import measure
     from ..profiles.measuring.platforms import platform_of
     from ..profiles.target import parse_input, resolve

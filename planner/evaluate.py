@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from ..profiles.limits import ratio
+from ..profiles.files import ratio
 from ..profiles.profile import Profile
 from .cluster.cluster import Cluster
 from .costs.layout import StageTimes, make_pipeline

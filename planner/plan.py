@@ -11,8 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from ..profiles.errors import PlanError
-from ..profiles.files import read_file
-from ..profiles.limits import Count, Factor, Predicted, Threads, TotalBytes
+from ..profiles.files import Count, Factor, Predicted, Threads, TotalBytes, read_file
 from ..profiles.profile import Profile, check_front_end
 from .cluster.cluster import Cluster
 from .costs.layout import StageTimes, make_pipeline

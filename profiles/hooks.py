@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from .errors import RunError, TargetError, TimeprestError
 from .target import describe_error, is_ctrl_c
 from .task import Loss, Task, read_figure, read_loss
-from .tracing.packing import map_tensors
+from .tracing.pieces import map_tensors
 
 Named = Sequence[tuple[str, nn.Parameter]]
 """Parameters under the model's own names."""

@@ -12,8 +12,7 @@ from typing import Any
 import msgspec
 
 from .errors import FileError, UserError
-from .files import check_writable, is_stream, read_toml
-from .limits import MAX_FILE_BYTES
+from .files import MAX_FILE_BYTES, check_writable, is_stream, read_toml
 
 GENERATOR = "TiMePReSt"
 """Pages name it in a meta element."""

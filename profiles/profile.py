@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from .errors import FileError
-from .limits import (
+from .files import (
     MAX_COUNT,
     MAX_FACTOR,
     MIN_SECONDS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from .errors import UserError
-from .limits import MAX_BYTES, MAX_SECONDS, MIN_SECONDS
+from .files import MAX_BYTES, MAX_SECONDS, MIN_SECONDS
 
 _DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}

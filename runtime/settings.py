@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from ..profiles.limits import MAX_COUNT, MAX_FACTOR, MAX_SECONDS, Count, Factor, Threads
+from ..profiles.files import MAX_COUNT, MAX_FACTOR, MAX_SECONDS, Count, Factor, Threads
 
 FORMAT = "timeprest-run/1"
 

@@ -17,8 +17,15 @@ from fuzz_commands import command_named, inside
 from timeprest.planner.cluster.cluster import read_cluster, uniform_cluster
 from timeprest.planner.plan import Plan
 from timeprest.profiles.errors import FileError, UserError
-from timeprest.profiles.files import check_writable, read_file, read_toml, write_bytes
-from timeprest.profiles.limits import MAX_FILE_BYTES, MAX_TOML_BYTES, ratio
+from timeprest.profiles.files import (
+    MAX_FILE_BYTES,
+    MAX_TOML_BYTES,
+    check_writable,
+    ratio,
+    read_file,
+    read_toml,
+    write_bytes,
+)
 from timeprest.profiles.measuring.device_specs import load_spec
 from timeprest.profiles.outputs import Kind, check_output
 from timeprest.profiles.profile import Profile

@@ -14,7 +14,7 @@ from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
 from timeprest.profiles.tracing.call import Call
 from timeprest.profiles.tracing.front_ends import trace
-from timeprest.profiles.tracing.packing import take_apart
+from timeprest.profiles.tracing.pieces import take_apart
 from torch import nn
 
 CUTS = 3

@@ -20,9 +20,9 @@ from pieces_by_hand import run_pieces
 from timeprest.profiles.errors import TraceError
 from timeprest.profiles.target import resolve
 from timeprest.profiles.tracing.call import Call
-from timeprest.profiles.tracing.fingerprint import fingerprint
 from timeprest.profiles.tracing.front_ends import trace
-from timeprest.profiles.tracing.packing import take_apart
+from timeprest.profiles.tracing.graph import fingerprint
+from timeprest.profiles.tracing.pieces import take_apart
 
 HERE = Path(__file__).parent
 
@@ -204,7 +204,7 @@ def test_fingerprints_survive_a_restart():
     if importlib.util.find_spec("transformers"):
         names += ["hf:t5", "hf:gpt2"]
     code = (
-        "import sys; from timeprest.profiles.tracing.fingerprint import fingerprint\n"
+        "import sys; from timeprest.profiles.tracing.graph import fingerprint\n"
         "from timeprest.profiles.tracing.front_ends import trace\n"
         "from timeprest.profiles.target import resolve\n"
         "for target in map(resolve, sys.argv[2:]):\n"

@@ -16,12 +16,11 @@ from hypothesis import strategies as st
 from small_models import TARGETS, ZOO, light_models
 from timeprest.cli.tables.profile import layer_sum_ratios
 from timeprest.planner.costs.stage_costs import stage_cost
-from timeprest.profiles.autograd.saved import SavedBytes
+from timeprest.profiles.autograd.boundary import SavedBytes
 from timeprest.profiles.errors import UserError
-from timeprest.profiles.measuring.clocks import ComputedClock
+from timeprest.profiles.measuring.bench import relative_error, worst_error
 from timeprest.profiles.measuring.measure import default_sizes, measure
-from timeprest.profiles.measuring.platforms import platform_of
-from timeprest.profiles.measuring.timing import relative_error, worst_error
+from timeprest.profiles.measuring.platforms import ComputedClock, platform_of
 from timeprest.profiles.target import resolve
 from timeprest.profiles.task import root_of
 from timeprest.profiles.tracing.front_ends import trace

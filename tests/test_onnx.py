@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from timeprest.profiles.errors import FileError, TargetError
-from timeprest.profiles.onnx.batch import BatchAxis, find_batch, follow_batch
 from timeprest.profiles.onnx.model import import_onnx
 from timeprest.profiles.onnx.operators import OPERATORS
+from timeprest.profiles.onnx.values import BatchAxis, find_batch, follow_batch
 
 onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")

@@ -16,14 +16,12 @@ from models import EXAMPLES, Branches, Tied, flat
 from pieces_by_hand import run_pieces
 from places_to_cut import places_to_cut
 from timeprest.planner.costs.stage_costs import stage_cost
-from timeprest.profiles.autograd.boundary import Inlet
-from timeprest.profiles.autograd.saved import SavedBytes
+from timeprest.profiles.autograd.boundary import Inlet, SavedBytes
 from timeprest.profiles.errors import TargetError, TraceError
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import InputSpec, Target, parse_input, resolve
-from timeprest.profiles.tracing.fingerprint import fingerprint
 from timeprest.profiles.tracing.front_ends import trace
-from timeprest.profiles.tracing.graph import tied_layers
+from timeprest.profiles.tracing.graph import fingerprint, tied_layers
 from timeprest.profiles.tracing.pieces import cut
 
 HERE = Path(__file__).parent
@@ -170,7 +168,7 @@ def test_fingerprint_survives_a_restart_and_changes_with_the_model():
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]);"
         "from models import Residual; from timeprest.profiles.tracing.front_ends import trace;"
-        "from timeprest.profiles.tracing.fingerprint import fingerprint;"
+        "from timeprest.profiles.tracing.graph import fingerprint;"
         "print(fingerprint(trace(Residual())))"
     )
     command = [sys.executable, "-c", code, str(HERE)]

@@ -9,8 +9,8 @@ import torch
 from plans import plan_by_hand, with_times
 from timeprest.planner.schedules.schedules import make_order
 from timeprest.planner.systems.operations import BACKWARD
-from timeprest.profiles.measuring.live_bytes import LiveBytes
 from timeprest.profiles.measuring.measure import measure
+from timeprest.profiles.measuring.platforms import LiveBytes
 from timeprest.profiles.target import resolve
 from timeprest.runtime.communication.all_reduce import LocalSums, Pool
 from timeprest.runtime.communication.channel import LocalChannels, Mailbox

@@ -10,7 +10,7 @@ from ...planner.partition.problem import StageProblem, members, stage_bytes, sta
 from ...planner.partition.solve import SOLVERS, CutAnswer, solve_cut
 from ...planner.published import COST_MODELS, problem_of
 from ...profiles.errors import InfeasibleError
-from ...profiles.limits import MAX_FACTOR
+from ...profiles.files import MAX_FACTOR
 from ...profiles.published.reader import read_workload
 from ...profiles.units import format_bytes, format_seconds, parse_bandwidth, parse_bytes
 from ..errors import Number, Whole, common_options, errors_as_lines, output, print_json

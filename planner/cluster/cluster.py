@@ -11,8 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from ...profiles.errors import FileError, UserError
-from ...profiles.files import read_toml
-from ...profiles.limits import MAX_BYTES, MAX_FACTOR, Bandwidth, Seconds
+from ...profiles.files import MAX_BYTES, MAX_FACTOR, Bandwidth, Seconds, read_toml
 from ...profiles.units import parse_bandwidth, parse_bytes, parse_seconds
 
 # The cluster file: TOML as people write it (docs/files.md) → the fields of a cluster ------------

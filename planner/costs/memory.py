@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from ...profiles.limits import TotalBytes
+from ...profiles.files import TotalBytes
 from ..simulator.timeline import Event
 from ..systems.operations import BACKWARD, FORWARD, UPDATE, WEIGHT, Op, in_rows
 from ..systems.variants import Variant

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from ...profiles.limits import ratio
+from ...profiles.files import ratio
 from ...profiles.profile import Profile
 from ...profiles.units import format_bytes, format_seconds
 from ..evaluate import Question, evaluate, make_plan

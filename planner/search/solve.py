@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ...profiles.errors import InfeasibleError, PlanError
-from ...profiles.limits import ratio
+from ...profiles.files import ratio
 from ...profiles.profile import Profile
 from ..cluster.cluster import Cluster
 from ..costs.layer_graph import held_together

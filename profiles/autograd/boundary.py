@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -41,3 +42,54 @@ class _Admit(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         ctx.inlet.grad = grads[0]
         return None, None, None
+
+
+# Counting the bytes that autograd keeps for the backward, through saved-tensor hooks ------------
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Identifies the memory behind a tensor as long as that memory is alive."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def storage_bytes(tensor: Tensor) -> int:
+    """Bytes of the whole storage behind a tensor, which a view keeps alive."""
+    return tensor.untyped_storage().nbytes()
+
+
+class SavedBytes:
+    """Context manager that notes every storage saved for backward under it, each once.
+
+    Storages in `ignore` (parameters, buffers) don't count: they are held anyway. The saved
+    tensors themselves are left as they are.
+
+    Attributes:
+        storages: bytes by storage key. Keys stay valid while the graph is alive.
+        tensors: how many were saved, ignored ones too.
+    """
+
+    def __init__(self, ignore: Iterable[Tensor] = ()) -> None:
+        self.ignored = {storage_key(tensor) for tensor in ignore}
+        self.storages: dict[int, int] = {}
+        self.tensors = 0
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda kept: kept)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        self.tensors += 1
+        key = storage_key(tensor)
+        size = storage_bytes(tensor)
+        if size and key not in self.ignored:
+            self.storages[key] = size
+        return tensor
+
+    def __enter__(self) -> SavedBytes:
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._hooks.__exit__(*exception)
+
+    @property
+    def total(self) -> int:
+        """Bytes saved so far."""
+        return sum(self.storages.values())

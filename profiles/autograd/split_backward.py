@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
-from .boundary import Inlet
-from .saved import storage_bytes, storage_key
+from .boundary import Inlet, storage_bytes, storage_key
 
 _Entry = tuple[GradientEdge, Tensor]
 """A place in the graph, and the gradient that arrives there."""

@@ -23,7 +23,7 @@ from statistics import median
 import torch
 from torch.utils._pytree import tree_leaves
 
-from ..autograd.allocator import keep_freed_memory
+from ..autograd.optimizer_step import keep_freed_memory
 from ..errors import TargetError
 from ..parent import end_with_parent
 from ..profile import Together, Totals

@@ -25,8 +25,7 @@ import msgspec
 from msgspec import Meta
 
 from ..errors import FileError
-from ..files import is_file, read_toml
-from ..limits import MAX_BYTES
+from ..files import MAX_BYTES, is_file, read_toml
 from ..units import parse_bandwidth, parse_bytes, parse_seconds
 
 Rate = Annotated[float, Meta(ge=1e6, le=1e24)]

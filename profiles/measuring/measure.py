@@ -16,11 +16,9 @@ from ..hooks import RunLength, call_hook, stand_in, task_optimizer, task_schedul
 from ..profile import OptimizerCost, Profile, check_profile
 from ..target import Target, describe_error, misspelt_hooks
 from ..task import Task, dataset_size, fetch_call
-from ..tracing.call import Call
-from ..tracing.fingerprint import fingerprint
+from ..tracing.call import Call, unchanged
 from ..tracing.front_ends import TRACE_SAMPLES, trace
-from ..tracing.graph import TracedModel, state_of_layer
-from ..tracing.state import unchanged
+from ..tracing.graph import TracedModel, fingerprint, state_of_layer
 from .bench import Bench, Case, Progress, parts_of
 from .optimizer_cost import measure_optimizer
 from .platforms import Platform, platform_of

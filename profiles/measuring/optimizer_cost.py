@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..autograd.optimizer_step import fuse
 from ..hooks import call_hook
 from ..profile import OptimizerCost
-from .clocks import Clock
+from .platforms import Clock
 
 _STEPS = 7
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -10,11 +12,133 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import TargetError, UserError
-from .clocks import Clock, ComputedClock, CpuClock, CudaClock
 from .device_specs import DeviceSpec, load_spec
-from .live_bytes import LiveBytes
+
+# Counting the bytes of all tensors alive at once, on any device, as operations run --------------
+
+
+class LiveBytes(TorchDispatchMode):
+    """Dispatch mode that follows every new storage from its making to its end.
+
+    What an operation allocates inside itself and frees again (a convolution's scratch
+    memory) isn't seen.
+
+    Attributes:
+        live: bytes of the storages made under this mode that are alive now.
+        peak: largest `live` since the start or the last `reset_peak`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = 0
+        self.peak = 0
+        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def reset_peak(self) -> None:
+        """Start a new peak at what is alive now."""
+        self.peak = self.live
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        self._note((args, kwargs), count=False)
+        result = func(*args, **kwargs)
+        self._note(result, count=True)
+        return result
+
+    def _note(self, value: Any, count: bool) -> None:
+        for tensor in torch.utils._pytree.tree_leaves(value):
+            if isinstance(tensor, Tensor):
+                self._note_storage(tensor.untyped_storage(), count)
+
+    def _note_storage(self, storage: torch.UntypedStorage, count: bool) -> None:
+        key = storage._cdata
+        if key in self._known:
+            return
+        size = storage.nbytes() if count else 0
+
+        def gone(_: object) -> None:
+            self._known.pop(key, None)
+            self.live -= size
+
+        self._known[key] = weakref.ref(storage, gone)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+
+# Where a model is profiled: on the CPU, on a GPU, or on a device that isn't there ---------------
+
+# Clocks to time layers with: the processor's, CUDA events, and one that computes time -----------
+
+
+class Clock(Protocol):
+    """Takes marks while work goes on; what lies between two is known once it has settled."""
+
+    def mark(self) -> Any:
+        """A point in time on the device."""
+
+    def settle(self) -> None:
+        """Wait until all marks are there."""
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """Seconds between two settled marks."""
+
+
+class CpuClock:
+    """The processor's own clock; work is done when its call returns."""
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def settle(self) -> None:
+        pass
+
+    def seconds(self, start: float, end: float) -> float:
+        return end - start
+
+
+class CudaClock:
+    """CUDA events: what the device took, not the host that feeds it."""
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def settle(self) -> None:
+        torch.cuda.synchronize()
+
+    def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        return float(start.elapsed_time(end)) * 1e-3
+
+
+class Counter(Protocol):
+    """What a computed clock reads: `roofline.Roofline` is one."""
+
+    seconds: float
+
+
+class ComputedClock:
+    """Time that is added up by a model of the device as operations run, not measured."""
+
+    def __init__(self, counter: Counter) -> None:
+        self.counter = counter
+
+    def mark(self) -> float:
+        return self.counter.seconds
+
+    def settle(self) -> None:
+        pass
+
+    def seconds(self, start: float, end: float) -> float:
+        return end - start
+
+
+# Where a model is profiled: on the CPU, on a GPU, or on a device that isn't there ---------------
 
 META = "meta"
 AUTOCAST = ("bfloat16", "float16")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..autograd.saved import storage_key
+from ..autograd.boundary import storage_key
 from ..profile import (
     Edge,
     Layer,
@@ -22,8 +22,7 @@ from ..profile import (
     Totals,
 )
 from ..tracing.graph import OUTPUT, shared_parameters, state_of_layer, tied_layers
-from .bench import Bench
-from .timing import relative_error
+from .bench import Bench, relative_error
 
 
 def assemble(

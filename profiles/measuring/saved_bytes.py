@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from ..autograd.saved import SavedBytes, storage_bytes, storage_key
+from ..autograd.boundary import SavedBytes, storage_bytes, storage_key
 from ..errors import TargetError
 from ..hooks import call_hook
 from ..target import Target

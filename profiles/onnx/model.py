@@ -21,9 +21,8 @@ import torch
 from torch import fx
 
 from ..errors import TargetError
-from .builder import GraphBuilder
+from .builder import GraphBuilder, Operation
 from .file import FileInput, FileNode, OnnxFile, read_file
-from .operation import Operation
 from .operators import OPERATORS
 
 

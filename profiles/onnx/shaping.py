@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from . import functions as functions
-from .batch import follow_batch
+from .builder import Handler, Operation
 from .file import dtype_of
-from .operation import Handler, Operation
-from .values import Constant, Dynamic, Operand, Setting
+from .values import Constant, Dynamic, Operand, Setting, follow_batch
 
 _LAST = 2**63 - 1
 

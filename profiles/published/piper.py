@@ -9,12 +9,119 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated
 
+import msgspec
+from msgspec import Meta
+
+from ..errors import FileError
 from ..profile import Profile
 from ..units import format_bytes
-from .cost_graph import Cost, Tensor, choose_sizes, make_profile
-from .foreign_nodes import readable, tensors_by_size
-from .piper_file import FileConfiguration, FileNode, FileWorkload, plain_of, read_piper
+from .cost_graph import (
+    MAX_BYTES,
+    MAX_SECONDS,
+    Cost,
+    Tensor,
+    choose_sizes,
+    edge_positions,
+    make_profile,
+    node_names,
+    node_positions,
+    readable,
+    tensors_by_size,
+    topological_order,
+)
+from .workload import Again, Node, Sent, Workload
+
+# The file of a Piper workload (NeurIPS'21), as it is written: nodes with `TMPCs`, and edges -----
+
+_Bytes = Annotated[float, Meta(ge=0, le=MAX_BYTES)]
+
+
+class FileConfiguration(msgspec.Struct, frozen=True, rename="camel"):
+    """What a node costs, run in one of its ways."""
+
+    id: str
+    time_per_sample: Annotated[float, Meta(ge=0, le=MAX_SECONDS)]
+    """Forward and backward of one micro-batch, in s."""
+    parameter_size: _Bytes
+    memory_usage_a: _Bytes
+    """For each micro-batch in flight."""
+    memory_usage_b: _Bytes
+    """Whatever is in flight."""
+
+
+class FileNode(msgspec.Struct, frozen=True, rename="camel"):
+    """A node of the file."""
+
+    id: int
+    configurations: dict[str, list[FileConfiguration]] = msgspec.field(name="TMPCs")
+    """By tensor-parallel degree."""
+    name: str = ""
+
+
+class FileEdge(msgspec.Struct, frozen=True, rename="camel"):
+    """An edge of the file."""
+
+    source_id: int
+    dest_id: int
+    communication_cost: _Bytes
+
+
+class FileWorkload(msgspec.Struct, frozen=True, rename="camel"):
+    """The file's top level."""
+
+    nodes: Annotated[list[FileNode], Meta(min_length=1)]
+    edges: list[FileEdge]
+    max_devices: Annotated[int, Meta(ge=1)] | None = None
+    max_memory_per_device: Annotated[float, Meta(gt=0)] | None = None
+    bandwidth: Annotated[float, Meta(gt=0)] | None = None
+    mbs_in_batch: Annotated[int, Meta(ge=1)] | None = None
+
+
+@dataclass(frozen=True)
+class Piper:
+    """A file that was read and found to be in order.
+
+    Attributes:
+        found: what it says.
+        names: of its nodes, each once.
+        edges: as positions of nodes.
+        order: positions of the nodes in topological order.
+    """
+
+    found: FileWorkload
+    names: list[str]
+    edges: list[tuple[int, int]]
+    order: list[int]
+
+
+def read_piper(where: str, text: bytes) -> Piper:
+    """Read the file's JSON. Raises FileError naming the place that is wrong."""
+    try:
+        found = msgspec.json.decode(text, type=FileWorkload)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise FileError(f"{where}: {error}") from None
+    position = node_positions(where, [node.id for node in found.nodes])
+    edges = edge_positions(where, [(e.source_id, e.dest_id) for e in found.edges], position)
+    names = node_names((node.name, node.id) for node in found.nodes)
+    order = topological_order(where, names, edges, range(len(names)))
+    return Piper(found, names, edges, order)
+
+
+def plain_of(where: str, k: int, node: FileNode) -> FileConfiguration:
+    """The node on one device, nothing computed again. Raises FileError where there is no such."""
+    found = [c for c in node.configurations.get("1", ()) if c.id == "vanilla"]
+    if len(found) != 1:
+        raise FileError(
+            f'{where}: $.nodes[{k}].TMPCs["1"]: expected one entry with the id "vanilla", not '
+            f"{len(found)}"
+        )
+    return found[0]
+
+
+# Workloads of the NeurIPS'21 planner (Piper: Tarnawski, Narayanan, Phanishayee) -----------------
 
 
 def import_piper(
@@ -111,3 +218,67 @@ def _cluster(found: FileWorkload) -> Iterator[str]:
             f"The file's mini-batch has {found.mbs_in_batch} micro-batches: --mini-batch "
             f"{found.mbs_in_batch}."
         )
+
+
+# A Piper workload (NeurIPS'21) as its own planner sees it. See `piper_file` for the file --------
+# Of the tensor-parallel degrees only 1 is read.
+
+
+def piper_workload(where: str, text: bytes) -> Workload:
+    """Read the file's JSON. Raises FileError naming the place that is wrong."""
+    file = read_piper(where, text)
+    found = file.found
+    place = {k: position for position, k in enumerate(file.order)}
+    edges = [(place[a], place[b]) for a, b in file.edges]
+    needs: list[set[int]] = [set() for _ in found.nodes]
+    for a, b in edges:
+        needs[b].add(a)
+    return Workload(
+        where=where,
+        cost_model="piper",
+        unit="micro-batch",
+        listed=len(found.nodes),
+        nodes=tuple(_node(where, file, k) for k in file.order),
+        needs=tuple(tuple(sorted(before)) for before in needs),
+        # Their planner counts every edge that crosses, also where several carry one tensor.
+        tensors=tuple(
+            Sent(a, (b,), edge.communication_cost)
+            for (a, b), edge in zip(edges, found.edges, strict=True)
+        ),
+        devices=found.max_devices,
+        memory_bytes=found.max_memory_per_device,
+        bandwidth_bytes_per_s=found.bandwidth,
+        micro_batches=found.mbs_in_batch,
+        notes=tuple(_notes(found.nodes)),
+    )
+
+
+def _node(where: str, file: Piper, k: int) -> Node:
+    node = file.found.nodes[k]
+    plain = plain_of(where, k, node)
+    others = [c for c in node.configurations["1"] if c is not plain]
+    if len(others) > 1:
+        raise FileError(
+            f'{where}: $.nodes[{k}].TMPCs["1"]: expected one entry besides "vanilla", not '
+            f"{len(others)}"
+        )
+    again = [Again(c.time_per_sample, c.memory_usage_b, c.memory_usage_a) for c in others]
+    return Node(
+        name=file.names[k],
+        compute_s=plain.time_per_sample,
+        parameter_bytes=plain.parameter_size,
+        held_bytes=plain.memory_usage_b,
+        flight_bytes=plain.memory_usage_a,
+        again=again[0] if again else None,
+    )
+
+
+def _notes(nodes: list[FileNode]) -> Iterator[str]:
+    left_out = sum(
+        len(listed)
+        for node in nodes
+        for degree, listed in node.configurations.items()
+        if degree != "1"
+    )
+    if left_out:
+        yield f"Left out: {left_out} node configurations with tensor parallelism."

@@ -9,13 +9,133 @@ the forward nodes of a class, with its backward nodes. Their "mini-batch" is one
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated
 
+import msgspec
+from msgspec import Meta
+
+from ..errors import FileError
 from ..profile import Profile
-from .cost_graph import Cost, Tensor, choose_sizes, make_profile
-from .foreign_nodes import tensors_by_size
-from .placement_file import Placement, bandwidth_bytes_per_s, cost_unit_s, read_placement
-from .placement_groups import group
+from .cost_graph import (
+    MAX_BYTES,
+    MAX_SECONDS,
+    Cost,
+    Tensor,
+    choose_sizes,
+    edge_positions,
+    make_profile,
+    node_names,
+    node_positions,
+    tensors_by_size,
+    topological_order,
+)
+from .placement_groups import contract, group
+from .workload import Node, Sent, Workload
+
+# The file of a placement workload (NeurIPS'20), as it is written: nodes, edges, accelerators ----
+
+_Bytes = Annotated[float, Meta(ge=0, le=MAX_BYTES)]
+_Amount = Annotated[float, Meta(ge=0)]
+
+_THEIR_BYTES_PER_S = 2**31
+"""Where an edge's cost is size / 2**31, it is in seconds; in ms it would be 2 TB/s."""
+
+
+class FileNode(msgspec.Struct, frozen=True, rename="camel"):
+    """A node of the file; "FPGA" stands for any accelerator."""
+
+    id: int
+    fpga_latency: Annotated[float, Meta(ge=0, le=MAX_SECONDS * 1e3)]
+    """In ms, on an accelerator."""
+    size: _Bytes = 0.0
+    name: str = ""
+    supported_on_fpga: bool | int = True
+    is_backward_node: bool | int = False
+    color_class: int | str | None = None
+
+
+class FileEdge(msgspec.Struct, frozen=True, rename="camel"):
+    """An edge of the file."""
+
+    source_id: int
+    dest_id: int
+    size: _Bytes
+    cost: _Amount = 0.0
+
+
+class FileWorkload(msgspec.Struct, frozen=True):
+    """The file's top level."""
+
+    nodes: Annotated[list[FileNode], Meta(min_length=1)]
+    edges: list[FileEdge]
+    accelerators: Annotated[int, Meta(ge=0)] | None = msgspec.field(name="maxFPGAs", default=None)
+    memory_bytes: _Amount | None = msgspec.field(name="maxSizePerFPGA", default=None)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A file that was read and found to be in order.
+
+    Attributes:
+        found: what it says.
+        names: of its nodes, each once.
+        edges: as positions of nodes; they have no circle.
+        forward: for each node, whether it belongs to the forward. Some do.
+    """
+
+    found: FileWorkload
+    names: list[str]
+    edges: list[tuple[int, int]]
+    forward: list[bool]
+
+    @property
+    def classes(self) -> list[int | str | None]:
+        """For each node, its class of nodes that must share a device."""
+        return [node.color_class for node in self.found.nodes]
+
+    @property
+    def hosts(self) -> int:
+        """How many nodes aren't supported on accelerators."""
+        return sum(1 for node in self.found.nodes if not node.supported_on_fpga)
+
+
+def read_placement(where: str, text: bytes) -> Placement:
+    """Read the file's JSON. Raises FileError naming the place that is wrong."""
+    try:
+        found = msgspec.json.decode(text, type=FileWorkload)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise FileError(f"{where}: {error}") from None
+    position = node_positions(where, [node.id for node in found.nodes])
+    edges = edge_positions(where, [(e.source_id, e.dest_id) for e in found.edges], position)
+    names = node_names((node.name, node.id) for node in found.nodes)
+    topological_order(where, names, edges, range(len(names)))
+    forward = [not node.is_backward_node for node in found.nodes]
+    if not any(forward):
+        raise FileError(f"{where}: $.nodes: every node is a backward node; nothing can be planned")
+    return Placement(found, names, edges, forward)
+
+
+def cost_unit_s(edges: Sequence[FileEdge]) -> float:
+    """Seconds in a unit of the edges' costs: 1e-3, but 1 where they are size / 2**31.
+
+    The published layer graphs have the latter, beside latencies in ms.
+    """
+    costs = [e.cost / e.size for e in edges if e.size > 0 and e.cost > 0]
+    cost = statistics.median(costs) if costs else 0.0
+    return 1.0 if math.isclose(cost * _THEIR_BYTES_PER_S, 1, rel_tol=0.01) else 1e-3
+
+
+def bandwidth_bytes_per_s(edges: Sequence[FileEdge]) -> float | None:
+    """At which most tensors move in the file; None where none costs anything."""
+    costs = [e.cost / e.size for e in edges if e.size > 0 and e.cost > 0]
+    cost = statistics.median(costs) * cost_unit_s(edges) if costs else 0.0
+    return 1 / cost if 0 < cost < math.inf else None
+
+
+# Workloads of the NeurIPS'20 placement paper (Tarnawski, Phanishayee, Devanur, Mahajan, Nina ----
 
 
 def import_placement(
@@ -155,3 +275,82 @@ def _network(file: Placement) -> Iterator[str]:
         f"Tensors move at {bandwidth / 1e9:.4g} GB/s in this file: plan with --bandwidth "
         f"{bandwidth / 1e9:.4g}GB/s --latency 0s."
     )
+
+
+# A placement workload (NeurIPS'20) as its own planner sees it: a node is what must share a
+# device. See `placement_file` for the file, `placement_contract` for what goes together ---------
+
+
+def placement_workload(where: str, text: bytes) -> Workload:
+    """Read the file's JSON. Raises FileError naming the place that is wrong."""
+    file = read_placement(where, text)
+    found = file.found
+    owner, needs = contract(
+        where,
+        file.names,
+        file.forward,
+        file.classes,
+        [node.fpga_latency / 1e3 for node in found.nodes],
+        file.edges,
+    )
+    return Workload(
+        where=where,
+        cost_model="placement",
+        unit="mini-batch",
+        listed=len(found.nodes),
+        nodes=tuple(_nodes(file, owner)),
+        needs=tuple(tuple(sorted(before)) for before in needs),
+        tensors=tuple(_tensors(file, owner)),
+        devices=found.accelerators or None,
+        memory_bytes=found.memory_bytes or None,
+        bandwidth_bytes_per_s=bandwidth_bytes_per_s(found.edges),
+        notes=tuple(_notes(file, len(needs))),
+    )
+
+
+def _nodes(file: Placement, owner: Sequence[int]) -> Iterator[Node]:
+    members: list[list[int]] = [[] for _ in range(max(owner) + 1)]
+    for k, at in enumerate(owner):
+        members[at].append(k)
+    for inside in members:
+        nodes = [file.found.nodes[k] for k in inside]
+        # The node that does the most work says best what the group is; a forward one, if any.
+        main = max(inside, key=lambda k: (file.forward[k], file.found.nodes[k].fpga_latency, k))
+        yield Node(
+            name=file.names[main],
+            compute_s=math.fsum(node.fpga_latency for node in nodes) / 1e3,
+            held_bytes=math.fsum(node.size for node in nodes),
+        )
+
+
+def _tensors(file: Placement, owner: Sequence[int]) -> Iterator[Sent]:
+    """One for each node and cost, with all groups that use it; forward and backward alike."""
+    unit_s = cost_unit_s(file.found.edges)
+    users: dict[tuple[int, float], set[int]] = {}
+    nbytes: dict[tuple[int, float], float] = {}
+    for (a, b), edge in zip(file.edges, file.found.edges, strict=True):
+        key = (a, edge.cost)
+        users.setdefault(key, set()).add(owner[b])
+        nbytes[key] = max(nbytes.get(key, 0.0), edge.size)
+    for (a, cost), groups in users.items():
+        others = groups - {owner[a]}
+        if others:
+            yield Sent(owner[a], tuple(sorted(others)), nbytes[a, cost], cost * unit_s)
+
+
+def _notes(file: Placement, groups: int) -> Iterator[str]:
+    yield (
+        f"{len(file.names)} nodes became {groups}: classes, circles of them, and what takes no "
+        "time and touches one other alone."
+    )
+    if cost_unit_s(file.found.edges) == 1.0:
+        yield (
+            "Edge costs are size / 2^31: they were taken to be seconds, beside latencies in ms. "
+            "The published planner takes them for ms, a thousandth."
+        )
+    if file.hosts:
+        yield (
+            f"{file.hosts} nodes aren't supported on accelerators; they are planned there all the "
+            "same, with fpgaLatency."
+        )
+    yield "CPUs were left out."

@@ -12,12 +12,9 @@ import msgspec
 from ..errors import FileError
 from ..files import read_limited
 from ..profile import Profile
-from .pipedream import import_pipedream
-from .pipedream_workload import pipedream_workload
-from .piper import import_piper
-from .piper_workload import piper_workload
-from .placement import import_placement
-from .placement_workload import placement_workload
+from .pipedream import import_pipedream, pipedream_workload
+from .piper import import_piper, piper_workload
+from .placement import import_placement, placement_workload
 from .workload import Workload
 
 _OURS = re.compile(rb'\s*\{\s*"format"\s*:\s*"timeprest-')

@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from .call import Call
 from .graph import TracedModel, fetch_attribute, output_node
 from .layers import Home, group
-from .packing import put_together, take_apart
+from .pieces import put_together, take_apart
 
 _PREFIX = "model."
 

@@ -4,25 +4,103 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from ..errors import TraceError
 from ..profile import FRONT_ENDS
-from .call import Call
+from .call import Call, unchanged
 from .export import trace_export
-from .fx import trace_fx
-from .graph import TracedModel
-from .layers import LAYER, check_granularity
-from .onnx_front_end import trace_onnx
-from .packing import take_apart
-from .sequential_front_end import trace_sequential
-from .state import unchanged
+from .fx import homes, trace_fx
+from .graph import TracedModel, fetch_attribute
+from .layers import LAYER, Home, check_granularity, group
+from .pieces import take_apart
+
+# Front end: the children of an nn.Sequential, each called as a whole; nothing is traced ---------
+
+
+def trace_sequential(model: nn.Module, call: Call, granularity: str) -> TracedModel:
+    """A chain of the children; nested nn.Sequentials are opened.
+
+    Raises:
+        TraceError: not an nn.Sequential with one input, or a child gives something that
+            can't go to the next one.
+    """
+    if not isinstance(model, nn.Sequential) or type(model).forward is not nn.Sequential.forward:
+        raise TraceError("is not an nn.Sequential")
+    if len(call.tensors) != 1:
+        raise TraceError(f"an nn.Sequential takes one input, not {len(call.tensors)}")
+    graph = fx.Graph()
+    value: Any = graph.placeholder("input")
+    at_hand: Any = call.tensors[0]
+    with torch.no_grad():
+        for path, child in _children(model, ""):
+            node = graph.call_module(path, (value,))
+            node.meta["nn_module_stack"] = {path: (path, type(child))}
+            at_hand = child(at_hand)
+            value = _unpacked(graph, node, at_hand, path)
+    graph.output(value)
+    layers = group(graph, granularity, homes, model)
+    inputs = tuple(node for node in graph.nodes if node.op == "placeholder")
+    return TracedModel(fx.GraphModule(model, graph), layers, inputs, "sequential", granularity)
+
+
+def _children(model: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in model.named_children():
+        path = f"{prefix}{name}"
+        if type(child) is nn.Sequential:
+            yield from _children(child, f"{path}.")
+        else:
+            yield path, child
+
+
+def _unpacked(graph: fx.Graph, node: fx.Node, value: Any, path: str) -> Any:
+    """What the next child takes, tuples and dicts taken apart: only tensors cross a cut."""
+    if isinstance(value, Tensor):
+        return node
+    if type(value) in (tuple, list) and all(isinstance(v, Tensor) for v in value):
+        return type(value)(graph.call_function(getitem, (node, k)) for k in range(len(value)))
+    if type(value) is dict and all(isinstance(v, Tensor) for v in value.values()):
+        return {key: graph.call_function(getitem, (node, key)) for key in value}
+    raise TraceError(
+        f"child {path!r} of the nn.Sequential gives a {type(value).__name__}: between children "
+        "only tensors, and tuples, lists or dicts of tensors, can go"
+    )
+
+
+# From a model to a graph of layers: the front ends, tried in order ------------------------------
+
+# Front end: the graph of an ONNX file, as the importer made it ----------------------------------
+
+
+def trace_onnx(model: nn.Module, call: Call, granularity: str) -> TracedModel:
+    """The imported graph in layers: operators with weights or a module of their own begin one."""
+    assert isinstance(model, fx.GraphModule)
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(model.graph, {}))
+
+    def homes(node: fx.Node) -> list[Home]:
+        name, kind = node.meta.get("onnx", ("", ""))
+        path = str(node.target) if node.op == "call_module" else node.name
+        begins = node.op == "call_module" or any(
+            isinstance(fetch_attribute(model, str(source.target)), nn.Parameter)
+            for source in node.all_input_nodes
+            if source.op == "get_attr"
+        )
+        return [Home(path, kind, name)] if begins else []
+
+    layers = group(graph, granularity, homes, model)
+    inputs = tuple(node for node in graph.nodes if node.op == "placeholder")
+    return TracedModel(fx.GraphModule(model, graph), layers, inputs, "onnx", granularity)
+
+
+# From a model to a graph of layers: the front ends, tried in order ------------------------------
 
 TRACE_SAMPLES = 2
 """Samples in the batch that a model is traced with; torch.export would take a 1 for fixed."""

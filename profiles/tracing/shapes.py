@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from .call import unchanged
 from .graph import TracedModel, values
-from .packing import take_apart
-from .pieces import encode, kind_of
-from .state import unchanged
+from .pieces import encode, kind_of, take_apart
 
 
 @dataclass(frozen=True)

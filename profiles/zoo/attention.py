@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .initial import linear
+from .arguments import linear
 
 
 class SelfAttention(nn.Module):

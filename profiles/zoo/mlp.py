@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from .arguments import parse
-from .initial import linear
+from .arguments import linear, parse
 from .synthetic import SyntheticTask, class_accuracy, class_loss, sgd, vectors
 
 

@@ -15,7 +15,7 @@ from ...planner.plan import Plan
 from ...profiles.errors import RunError, TargetError, TraceError
 from ...profiles.hooks import RunLength, call_hook
 from ...profiles.task import Split, Task, dataset_size, fetch
-from ...profiles.tracing.packing import map_tensors
+from ...profiles.tracing.pieces import map_tensors
 from ..settings import RunSettings
 
 

@@ -18,9 +18,14 @@ from ...profiles.errors import PlanError, TargetError, TimeprestError, TraceErro
 from ...profiles.profile import IMPORTED
 from ...profiles.target import Target, describe_error, resolve
 from ...profiles.task import Task, dataset_size
-from ...profiles.tracing.fingerprint import fingerprint
 from ...profiles.tracing.front_ends import TRACE_SAMPLES, trace
-from ...profiles.tracing.graph import TracedModel, shared_parameters, tied_layers, values
+from ...profiles.tracing.graph import (
+    TracedModel,
+    fingerprint,
+    shared_parameters,
+    tied_layers,
+    values,
+)
 from ...profiles.tracing.pieces import Piece, cut
 from ...profiles.tracing.shapes import ValueSpec, result_shapes, specs_and_result
 from ..settings import RunSettings

@@ -23,8 +23,7 @@ from ...planner.recording import (
 )
 from ...planner.systems.operations import FORWARD, UPDATE, Op, parse_op
 from ...profiles.errors import FileError, OrderError
-from ...profiles.files import read_limited
-from ...profiles.limits import MAX_LOG_BYTES
+from ...profiles.files import MAX_LOG_BYTES, read_limited
 from ..prepare.workers import Worker, workers_of
 from .operation_log import STEADY, WARM, record_named
 from .run_dir import RunDir

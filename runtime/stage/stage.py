@@ -15,9 +15,8 @@ from ...planner.systems.operations import BACKWARD, FORWARD, Op
 from ...planner.systems.prediction import Distances as Ahead
 from ...planner.systems.variants import Variant
 from ...planner.systems.versions import VersionWalk
-from ...profiles.autograd.boundary import Inlet
+from ...profiles.autograd.boundary import Inlet, storage_key
 from ...profiles.autograd.optimizer_step import fuse
-from ...profiles.autograd.saved import storage_key
 from ...profiles.autograd.split_backward import SplitBackward
 from ...profiles.errors import RunError
 from ...profiles.hooks import RunLength, call_hook, check_depends

@@ -21,7 +21,7 @@ from ...planner.systems.operations import Op
 from ...profiles.errors import TargetError
 from ...profiles.target import describe_error, is_ctrl_c
 from ...profiles.task import Loss, Task, read_loss
-from ...profiles.tracing.packing import map_tensors
+from ...profiles.tracing.pieces import map_tensors
 from ..communication.all_reduce import ALL, Pending, Sums
 from ..prepare.data import Segment
 from ..prepare.devices import forward_context

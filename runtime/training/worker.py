@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from ... import __version__
 from ...planner.plan import Plan
-from ...profiles.autograd.allocator import keep_freed_memory
+from ...profiles.autograd.optimizer_step import keep_freed_memory
 from ...profiles.errors import FileError, TimeprestError
 from ...profiles.parent import end_with_parent
 from ...profiles.target import describe_error

@@ -17,9 +17,9 @@ from ...planner.plan import Plan
 from ...profiles.errors import RunError, TimeprestError
 from ...profiles.files import check_writable
 from ...profiles.target import describe_error, resolve
+from ...profiles.tracing.call import unchanged
 from ...profiles.tracing.pieces import encode
 from ...profiles.tracing.shapes import ValueSpec
-from ...profiles.tracing.state import unchanged
 from ...profiles.units import format_bytes
 from ..checkpoint.start import telling_worker
 from ..communication.transport import between_processes, free_bytes, gpu_name, transport_of

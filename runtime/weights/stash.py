@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...profiles.autograd.saved import storage_bytes, storage_key
+from ...profiles.autograd.boundary import storage_bytes, storage_key
 
 
 class _Reference(NamedTuple):

@@ -12,8 +12,7 @@ import click
 from ....planner.plan import Plan
 from ....planner.recording import Recording, default_mini_batches, predicted
 from ....profiles.errors import UserError
-from ....profiles.files import write_bytes
-from ....profiles.limits import MAX_COUNT
+from ....profiles.files import MAX_COUNT, write_bytes
 from .frame import Settings
 from .memory import memory_svg
 from .svg import POINTS_PER_MM
