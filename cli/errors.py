@@ -23,7 +23,7 @@ from rich.text import Text
 from .. import __version__
 from ..profiles.errors import PlanError, TaskWarning, TimeprestError
 from ..profiles.files import MAX_COUNT
-from .tables.names import printable
+from .tables.layout import printable
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -21,10 +21,10 @@ from .errors import (
     print_json,
     version_option,
 )
-from .pictures.html.plan_html import html_option, write_html
+from .pictures.chrome_trace import trace_option, write_plan_trace
+from .pictures.html.page import html_option, write_html
 from .pictures.svg.options import Figures, figure_options, write_plan_figures
-from .pictures.timeline import timeline, timeline_json
-from .pictures.trace_option import trace_option, write_plan_trace
+from .pictures.timetable import timeline, timeline_json
 from .plan_commands.compare import compare
 from .plan_commands.published import published
 from .plan_commands.simulate import simulate_plan

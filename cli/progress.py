@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Column
 
 from .errors import PlainConsole, output, tell
-from .tables.names import printable
+from .tables.layout import printable
 
 _REFRESH_S = 0.1
 _FIRST_LINE_S = 30.0

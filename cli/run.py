@@ -27,7 +27,7 @@ from .errors import (
     print_json,
     tell,
 )
-from .optimizer_options import betas_in, optimizer_choice
+from .options import betas_in, optimizer_choice
 from .progress import Bar
 from .run_commands.checks import device_lines, show_check, show_dry_run, warn_of_memory
 from .run_commands.export import WithOthers

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from timeprest.cli.pictures.html.plan_data import plan_report
+from timeprest.cli.pictures.html.page import plan_report
 from timeprest.planner.plan import Plan, read_plan
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.units import format_bytes, format_seconds

@@ -18,7 +18,6 @@ from plans import REPORT
 from test_recording import chain_plan
 from timeprest.cli.palette import MEMORY
 from timeprest.cli.pictures.svg import Settings, memory_svg, timeline_svg, timelines_svg
-from timeprest.cli.pictures.svg.fills import SHADES, has_pattern, memory_shade, shade
 from timeprest.cli.pictures.svg.frame import window_of
 from timeprest.cli.pictures.svg.options import (
     figure_options,
@@ -27,7 +26,7 @@ from timeprest.cli.pictures.svg.options import (
     write_plan_figures,
     write_run_figure,
 )
-from timeprest.cli.pictures.svg.svg import text_width
+from timeprest.cli.pictures.svg.svg import SHADES, has_pattern, memory_shade, shade, text_width
 from timeprest.cli.plan import main
 from timeprest.planner.evaluate import make_plan
 from timeprest.planner.recording import Lane, MemoryPoint, Recording, Span, predicted, steady_times

@@ -12,8 +12,7 @@ from click.testing import CliRunner
 from plans import plan_by_hand
 from profiles_by_hand import chain, profile_by_hand
 from timeprest.cli.pictures.html.page import page as page_text
-from timeprest.cli.pictures.html.page import script_text
-from timeprest.cli.pictures.html.plan_data import plan_part, plan_report
+from timeprest.cli.pictures.html.page import plan_part, plan_report, script_text
 from timeprest.cli.plan import main
 from timeprest.planner.cluster.cluster import uniform_cluster
 from timeprest.planner.recording import predicted

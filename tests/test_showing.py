@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from plans import plan_by_hand
 from profiles_by_hand import chain, profile_by_hand
 from timeprest.cli.plan import main
-from timeprest.cli.tables.names import device_range, first_to_last, shortened
+from timeprest.cli.tables.layout import device_range, first_to_last, shortened
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.files import write_file
 from timeprest.profiles.units import format_bytes, format_rate, format_seconds, short_bytes

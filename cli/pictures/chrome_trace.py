@@ -13,12 +13,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import click
 import msgspec
 
 from ... import __version__
-from ...planner.recording import MEMORY_KINDS, Message, Recording, Span
+from ...planner.plan import Plan
+from ...planner.recording import MEMORY_KINDS, Message, Recording, Span, predicted
 from ...profiles.files import write_bytes
-from ..tables.names import printable
+from ..tables.layout import printable
 
 Event = dict[str, Any]
 
@@ -229,3 +231,18 @@ def _memory(recording: Recording, first: int) -> Iterator[Event]:
             "ts": max(_us(point.at_s), 0.0),
             "args": args,
         }
+
+
+# `--trace` of a plan: what it predicts, as a Chrome trace ---------------------------------------
+
+trace_option = click.option(
+    "--trace",
+    "trace_path",
+    metavar="FILE",
+    help="Write the predicted order as a Chrome trace, for Perfetto and chrome://tracing.",
+)
+
+
+def write_plan_trace(plan: Plan, path: str) -> None:
+    """Write it. Raises FileError, OrderError."""
+    write_trace(path, [("", predicted(plan))])

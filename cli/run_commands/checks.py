@@ -5,9 +5,16 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
+from rich.table import Table
+
 from ...profiles.errors import UserError
+from ...profiles.units import format_bytes
+from ...runtime.verify.check import CheckReport
+from ...runtime.verify.compare import Difference
+from ...runtime.verify.dry_run import DryRun
 from ..errors import output, print_json, tell
 from ..progress import Bar
+from ..tables.layout import compact_table, counted
 
 if TYPE_CHECKING:
     from ...planner.plan import Plan
@@ -79,7 +86,6 @@ def show_dry_run(
 ) -> None:
     """Say what a run needs. Ends with code 2 when there is a problem."""
     from ...runtime.verify.dry_run import dry_run
-    from .dry_run_tables import cut_table, dry_run_lines, worker_table
 
     found = dry_run(plan, settings, run_dir, meeting)
     if found is None:
@@ -109,7 +115,6 @@ def show_check(
     """Hold the run against plain training. Ends with code 1 when something differs."""
     from ...runtime.records.progress import Silent
     from ...runtime.verify.check import check
-    from .check_tables import check_lines, check_table
 
     class Phases(Silent):
         """Says what is done before the training that is held against another."""
@@ -131,3 +136,124 @@ def show_check(
             console.print(line, markup=False)
     if report.verdict != "same":
         sys.exit(1)
+
+
+# What a check found, as people read it ----------------------------------------------------------
+
+
+def check_table(report: CheckReport) -> Table:
+    """One row per kind of figure and other training."""
+    table = compact_table(
+        f"{report.variant}, {report.mode}, "
+        f"{counted(report.mini_batches, 'mini-batch', 'mini-batches')} of {report.dtype}: "
+        "largest differences",
+        ["from", "figure", "where"],
+        ["absolute", "relative", "allowed", ""],
+    )
+    for against in report.against:
+        label = against.what
+        for difference in against.differences:
+            counts = against.counts and difference.counts
+            table.add_row(
+                label,
+                difference.what,
+                _where(difference),
+                f"{difference.absolute:.1e}",
+                f"{difference.relative:.1e}",
+                f"{difference.allowed:.1e}" if counts else "-",
+                ("same" if difference.same else "differs") if counts else "-",
+            )
+            label = ""
+    return table
+
+
+def check_lines(report: CheckReport) -> list[str]:
+    """Notes and verdict."""
+    lines = [f"note: {note}" for note in report.notes]
+    missing = sorted({n for a in report.against for d in a.differences for n in d.missing})
+    if missing:
+        shown = ", ".join(missing[:8]) + (", …" if len(missing) > 8 else "")
+        lines.append(f"gradients on one side only: {shown}")
+    names = " and ".join(against.what for against in report.against if against.counts)
+    how = "in one process, without a pipeline" if report.plain else "in one process"
+    lines.append(
+        f"{report.verdict}: {names} {how}; allowed for rounding in {report.dtype}: "
+        f"{report.tolerance:g} of a tensor's largest number"
+    )
+    return lines
+
+
+def _where(difference: Difference) -> str:
+    parts = [difference.name] if difference.name else []
+    if difference.mini_batch is not None:
+        parts.append(f"mini-batch {difference.mini_batch}")
+    return ", ".join(parts)
+
+
+# What a dry run found, as people read it --------------------------------------------------------
+
+MOST_CUTS = 12
+"""Rows shown of the tensors that cross cuts."""
+
+
+def worker_table(found: DryRun) -> Table:
+    """One row per worker."""
+    table = compact_table(
+        f"{found.variant}: {counted(found.world_size, 'worker', 'workers')}",
+        ["rank", "worker", "device", "on", "host"],
+        ["memory planned", "limit"],
+    )
+    for worker in found.workers:
+        limit = "-" if worker.limit_bytes is None else format_bytes(worker.limit_bytes)
+        table.add_row(
+            str(worker.rank),
+            worker.name,
+            worker.device,
+            worker.computes_on,
+            worker.host,
+            format_bytes(worker.planned_bytes),
+            limit,
+        )
+    return table
+
+
+def cut_table(found: DryRun) -> Table:
+    """One row per tensor that crosses a cut."""
+    table = compact_table(
+        "one micro-batch over every cut", ["tensor", "from", "to", "shape"], ["bytes"]
+    )
+    for cut in found.cuts[:MOST_CUTS]:
+        shape = f"{list(cut.shape)} {cut.dtype}"
+        table.add_row(cut.tensor, cut.source, cut.target, shape, format_bytes(cut.bytes))
+    return table
+
+
+def dry_run_lines(found: DryRun) -> list[str]:
+    """The rest, and the verdict."""
+    lines = []
+    more = len(found.cuts) - MOST_CUTS
+    if more > 0:
+        lines.append(f"and {more} more messages")
+    lines.append(f"task {found.task}, model {found.fingerprint}: the plan's own")
+    for host in found.hosts:
+        lines.append(
+            f"{host.host} ({host.address}): {format_bytes(host.free_bytes)} free for "
+            f"{format_bytes(host.planned_bytes)} planned; {host.run_dir} can be written"
+        )
+    for gpu in found.gpus:
+        lines.append(
+            f"{gpu.gpu} of {gpu.host}: {format_bytes(gpu.free_bytes)} free for "
+            f"{format_bytes(gpu.planned_bytes)} planned"
+        )
+    lines.append(f"messages go by {found.transport}")
+    lines.append(
+        f"the workers meet at {found.meets_at}, and a message went over every cut"
+        if found.meets_at
+        else "workers are started on this host, at free ports of 127.0.0.1"
+    )
+    lines += [f"warning: {warning}" for warning in found.warnings]
+    lines += [f"problem: {problem}" for problem in found.problems]
+    trained = counted(found.mini_batches, "mini-batch", "mini-batches")
+    ready = "not ready" if found.problems else "ready"
+    lines.append(f"{ready} to train {trained}; nothing was written")
+    return lines

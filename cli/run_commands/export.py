@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from ..errors import OneLineCommand, errors_as_lines, version_option
-from ..tables.names import printable
+from ..tables.layout import printable
 from .rank import OneRankCommand
 from .report import report
 

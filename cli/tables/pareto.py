@@ -10,9 +10,7 @@ from rich.text import Text
 from ...planner.plan import Plan, StagePrediction
 from ...planner.search.pareto import FrontPoint, beaten
 from ...profiles.units import format_bytes, format_rate, format_seconds
-from .columns import fitted, fixed, words
-from .layout import counted
-from .names import printable
+from .layout import counted, fitted, fixed, printable, words
 from .plan import gap
 
 

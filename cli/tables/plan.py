@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import islice
 
+import msgspec
 from rich.console import Group
 from rich.padding import Padding
 from rich.table import Table
@@ -14,16 +15,43 @@ from ...planner.costs.stage_costs import UNMEASURED_WEIGHT_SHARE, unmeasured_wei
 from ...planner.plan import Plan, pipeline_of
 from ...planner.schedules.schedules import make_order
 from ...planner.search.running_ahead import running_ahead
+from ...planner.simulator.timeline import idle_cores
 from ...planner.systems.operations import op_text
 from ...planner.systems.variants import variant_named
 from ...profiles.profile import Profile
 from ...profiles.units import format_bytes, format_rate, format_seconds
 from ..errors import output, tell
-from .columns import labelled
-from .core_use import core_use
-from .folding import MOST_ROWS
-from .layout import counted
-from .stages import memory_limit, memory_table, notes, stage_table
+from .layout import counted, labelled
+from .stages import MOST_ROWS, memory_limit, memory_table, notes, stage_table
+
+# How busy a plan keeps the cores that its devices take turns on ---------------------------------
+
+
+class CoreUse(msgspec.Struct, frozen=True, kw_only=True):
+    """Of all machines together."""
+
+    cores: int
+    devices: int
+    """That take turns on them."""
+    idle_share: float
+    """Of the cores' time in a steady period."""
+
+
+def core_use(plan: Plan) -> CoreUse | None:
+    """None where every device has a core of its own."""
+    pipeline = pipeline_of(plan)
+    idle = idle_cores(pipeline, plan.predicted.period_s)
+    if not idle:
+        return None
+    cores = sum(pipeline.cores)
+    return CoreUse(
+        cores=cores,
+        devices=sum(map(len, pipeline.pools)),
+        idle_share=sum(i * count for i, count in zip(idle, pipeline.cores, strict=True)) / cores,
+    )
+
+
+# Plans as people read them: tables of stages, the verdict, the first operations -----------------
 
 
 def print_plan(plan: Plan, count: int, *, every: bool = False) -> None:

@@ -6,7 +6,7 @@ from rich.console import Console
 
 from ...profiles.profile import FRONT_ENDS, IMPORTED, Measurement, Profile
 from ...profiles.units import format_bytes, format_seconds
-from .columns import fitted, fixed, words
+from .layout import fitted, fixed, words
 
 MAX_ROWS = 40
 

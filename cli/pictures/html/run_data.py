@@ -22,7 +22,7 @@ from ....runtime.records.progress import read_progress
 from ....runtime.records.recording import counterpart, measured, mini_batches_of
 from ....runtime.records.run_dir import RunDir
 from ....runtime.settings import RunSettings
-from .recording_data import columns
+from .page import columns
 
 
 @dataclass(frozen=True)

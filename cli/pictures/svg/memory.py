@@ -8,7 +8,6 @@ from typing import NamedTuple
 from ....planner.recording import MEMORY_KINDS, Recording
 from ....profiles.units import format_bytes
 from ...palette import LIMIT, MEMORY
-from .fills import memory_fill
 from .frame import (
     GRID,
     RIGHT,
@@ -25,7 +24,7 @@ from .frame import (
     time_axis,
     window_of,
 )
-from .svg import INK, Drawing, number
+from .svg import INK, Drawing, memory_fill, number
 
 _TALLEST, _LEAST, _GAP, _MOST_HEIGHT = 46.0, 9.0, 7.0, 560.0
 """Of panels, in points; the last of all of them together."""

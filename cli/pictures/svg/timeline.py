@@ -8,7 +8,6 @@ from dataclasses import replace
 from ....planner.recording import Recording
 from ....profiles.units import format_seconds
 from ...palette import OPERATIONS
-from .fills import IDLE, has_pattern, operation_fill, shade
 from .frame import (
     RIGHT,
     SIZE,
@@ -24,7 +23,7 @@ from .frame import (
     window_of,
 )
 from .marks import VERSION_SIZE, Lettering, Mark, lettering, marks_of
-from .svg import INK, Drawing, text_width
+from .svg import IDLE, INK, Drawing, has_pattern, operation_fill, shade, text_width
 
 _TALLEST, _GAP, _WIDE_GAP, _MOST_HEIGHT = 14.0, 3.0, 9.0, 560.0
 """Of lanes, in points: the gap is wide where messages cross it; the last is for all of them."""
