@@ -53,15 +53,15 @@ model-table: $(READY)
 	$(BIN)/python docs/model_table.py
 
 bench-planner: $(READY)
-	$(BIN)/python benchmarks/planner.py
+	$(BIN)/python tests/benchmarks/planner.py
 
 bench-systems: $(READY)
-	$(BIN)/python benchmarks/systems.py
+	$(BIN)/python tests/benchmarks/systems.py
 
 bench-scale: $(READY)
-	$(BIN)/python benchmarks/scale.py
+	$(BIN)/python tests/benchmarks/scale.py
 
-SPEED := OMP_NUM_THREADS=1 $(BIN)/python -m timeprest.benchmarks.speed
+SPEED := OMP_NUM_THREADS=1 $(BIN)/python -m timeprest.tests.benchmarks.speed
 QUICK := runs/bench-quick
 
 bench: $(READY) deepspeed
@@ -90,10 +90,10 @@ pictures: $(READY)
 	$(BIN)/python docs/pictures.py
 
 fuzz: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -W ignore tests/fuzz.py --files 2000 --lines 500
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore tests/fuzz --files 2000 --lines 500
 
 chaos: $(READY)
-	CHAOS_RUNS=50 $(BIN)/pytest -n 2 tests/test_restarts.py
+	CHAOS_RUNS=50 $(BIN)/pytest -n 2 tests/runtime/processes/test_restarts.py
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

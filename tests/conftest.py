@@ -24,7 +24,7 @@ HERE = Path(__file__).parent
 @pytest.fixture(scope="session")
 def mlp_target() -> str:
     """The float64 task that the oracle knows: four linear layers with tanh between them."""
-    return f"{HERE / 'mlp_task.py'}:MLPTask"
+    return f"{HERE / 'tasks/mlp_task.py'}:MLPTask"
 
 
 @pytest.fixture(scope="session")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
-from plans import plan_by_hand, with_times
+from helpers.paths import TESTS
+from helpers.plans import plan_by_hand, with_times
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
@@ -19,7 +18,6 @@ from timeprest.runtime.settings import OptimizerChoice, RunSettings
 from timeprest.runtime.verify.dry_run import dry_run
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
-HERE = Path(__file__).parent
 
 one_gpu = pytest.mark.skipif(not GPUS, reason="needs a GPU")
 two_gpus = pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs, and there are {GPUS}")
@@ -91,7 +89,7 @@ def test_replicas_sum_by_nccl(mlp_profile, mlp_target, tmp_path):
 @pytest.mark.parametrize("options", [{}, {"recompute": (True, True)}])
 def test_a_run_goes_on_from_its_checkpoint(options, tmp_path):
     """With dropout, whose random numbers are the GPU's; and it may go on on the CPU."""
-    task = f"{HERE / 'checkpoint_tasks.py'}:ShakenTask"
+    task = f"{TESTS / 'tasks/checkpoint_tasks.py'}:ShakenTask"
     profile = measure(resolve(task), batch_size=8, micro_batch_sizes=[2, 4, 8], seconds=0)
     plan = plan_for(profile, "timeprest", **options)
     settings = RunSettings(task=task, steps=8, checkpoint_every=4, device="cuda", evaluate=False)
@@ -120,7 +118,7 @@ def test_a_run_of_the_cpu_goes_on_on_a_gpu(mlp_profile, mlp_target, tmp_path):
 
 @one_gpu
 def test_autocast_is_the_gpus(tmp_path):
-    task = f"{HERE / 'device_tasks.py'}:PositionsTask"
+    task = f"{TESTS / 'tasks/device_tasks.py'}:PositionsTask"
     profile = measure(resolve(task), batch_size=8, micro_batch_sizes=[2, 4, 8], seconds=0)
     plan = plan_for(profile, "timeprest")
     settings = RunSettings(task=task, steps=4, device="cuda", autocast="bfloat16")

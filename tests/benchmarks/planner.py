@@ -1,0 +1,349 @@
+"""Solves published planners' workloads and look-alikes of larger ones: `make bench-planner`.
+
+Prints a line for each case and writes docs/planner_benchmark.md, from planner_benchmark.head.md
+beside it. Objectives, bounds and seconds of ours are of this run; what other planners took is
+quoted. A table is a `Table` in `tables()`; a case is whatever makes a `StageProblem`.
+
+With words as arguments only cases whose table and label have them all are run, and no page is
+written.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from timeprest.planner.partition.problem import StageProblem, cut_load
+from timeprest.planner.partition.solve import CutAnswer, solve_cut
+from timeprest.planner.published import problem_of
+from timeprest.profiles.published.reader import read_workload
+from timeprest.profiles.published.workload import Workload
+from timeprest.profiles.units import format_bytes
+from timeprest.tests.helpers.drawn import lattices
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+DATA = ROOT.parent / "shared" / "data"
+TIME_LIMIT_S = 60
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Rival:
+    """What another planner is known to make of a case.
+
+    Attributes:
+        objective: as it was printed, in the case's unit; empty where unknown.
+        seconds: as it was measured; for people.
+    """
+
+    objective: str = ""
+    seconds: str = ""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row.
+
+    Attributes:
+        nodes: of the file, or layers of a made graph.
+        memory: the limit of a device, for people.
+        make: makes the problem; its time counts.
+        unit_s: seconds in the unit of the row's objectives.
+    """
+
+    label: str
+    nodes: int
+    memory: str
+    make: Callable[[], StageProblem]
+    rival: Rival
+    unit_s: float = 1e-3
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows under one heading.
+
+    Attributes:
+        text: what people should know about them.
+        cases: none where their files are missing.
+    """
+
+    title: str
+    text: str
+    cases: Callable[[], Iterator[Case]]
+
+
+# PipeDream -------------------------------------------------------------------------------------
+
+PIPEDREAM_MACHINES = [(4, 1e9), (4, 1e10), (8, 1e9), (8, 1e10)]
+PIPEDREAM = {
+    ("vgg16", False): (["411.0", "235.6", "411.0", "235.6"], "0.2"),
+    ("resnet50", False): (["258.1", "111.5", "258.1", "82.2"], "0.3–0.4"),
+    ("gnmt", False): (["25.87", "25.87", "19.29", "19.03"], "0.2"),
+    ("vgg16", True): (["205.5", "170.2", "103.8", "89.9"], ""),
+    ("resnet50", True): (["162.9", "111.5", "92.0", "56.6"], ""),
+    ("gnmt", True): (["25.87", "25.87", "19.28", "17.12"], ""),
+}
+
+
+def pipedream_cases() -> Iterator[Case]:
+    """Straight pipelines, and stages with replicas."""
+    for (name, replicas), (objectives, seconds) in PIPEDREAM.items():
+        workload = published(f"pipedream/{name}.graph.txt")
+        if workload is None:
+            continue
+        for (devices, bandwidth), objective in zip(PIPEDREAM_MACHINES, objectives, strict=True):
+            yield workload_case(
+                f"{name}, {bandwidth / 1e9:.0f} GB/s, {'replicas' if replicas else 'straight'}",
+                workload,
+                Rival(objective, seconds),
+                devices=devices,
+                bandwidth_bytes_per_s=bandwidth,
+                replicas=replicas,
+            )
+
+
+# The placement paper ---------------------------------------------------------------------------
+
+PLACEMENT = [
+    ("operator_bert_l-3_training", "", 1.0, Rival("65.3031", "2.9")),
+    ("layer_bert24_training", ", costs as shipped", 1e-3, Rival("41.7458", "0.01")),
+    ("layer_bert24_training", ", costs × 1000", 1.0, Rival("46.6082", "0.01")),
+]
+
+
+def placement_cases() -> Iterator[Case]:
+    """Accelerators and memory are the files' own."""
+    for name, variant, scale, rival in PLACEMENT:
+        workload = published(f"placement/{name}.json")
+        if workload is not None:
+            yield workload_case(f"{name}{variant}", workload, rival, transfer_scale=scale)
+
+
+# Piper -----------------------------------------------------------------------------------------
+
+PIPER = {
+    8: Rival("165.856", "0.04"),
+    32: Rival("41.5155", "0.16"),
+    128: Rival("10.1209", "0.31"),
+    1024: Rival("1.30318", "9.7"),
+}
+
+
+def piper_cases() -> Iterator[Case]:
+    """The machines of their own experiments."""
+    workload = published("piper/bert32a100.json")
+    for devices, rival in PIPER.items():
+        if workload is not None:
+            yield workload_case(
+                "bert32a100, 25 GiB/s",
+                workload,
+                rival,
+                devices=devices,
+                memory_bytes=8 * GIB,
+                bandwidth_bytes_per_s=25 * GIB,
+            )
+
+
+# Look-alikes -----------------------------------------------------------------------------------
+
+LOOK_ALIKES: list[tuple[str, str, dict[str, Any], int, str]] = [
+    ("chain of 1,000, replicas", "chain", {"layers": 1000}, 64, ""),
+    ("operators, 12 blocks", "operators", {"blocks": 12}, 6, "17–19 (2,938 downsets)"),
+    ("GNMT-like", "gnmt_like", {}, 8, "15; Piper 236 (17,914)"),
+    ("Inception-like", "inception_like", {}, 8, "over 300 (36,596)"),
+    (
+        "Inception-like, larger",
+        "inception_like",
+        {"lengths": (9, 10, 12, 13)},
+        8,
+        "PipeDream: out of 10 GB (221,564)",
+    ),
+    ("NASNet-like", "nasnet_like", {}, 4, "PipeDream: over 300"),
+]
+
+
+def look_alike_cases() -> Iterator[Case]:
+    """Graphs of tests/helpers/drawn/lattices.py: no memory limit, then one that binds."""
+    for label, shape, arguments, devices, seconds in LOOK_ALIKES:
+        needs = getattr(lattices, shape)(**arguments)
+        replicas = tuple(range(1, devices + 1)) if "replicas" in label else (1,)
+        for memory in (None, 1.3):
+
+            def make(
+                needs: list[int] = needs,
+                devices: int = devices,
+                replicas: tuple[int, ...] = replicas,
+                memory: float | None = memory,
+            ) -> StageProblem:
+                problem: StageProblem = lattices.problem(
+                    needs, devices, replicas=replicas, memory=memory, overlap=False
+                )
+                return problem
+
+            limit = "none" if memory is None else f"{memory} shares"
+            yield Case(label, len(needs), limit, make, Rival(seconds=seconds))
+
+
+# Shared ----------------------------------------------------------------------------------------
+
+
+def published(name: str) -> Workload | None:
+    """A published file's workload; None where the file is missing."""
+    path = DATA / name
+    return read_workload(path) if path.exists() else None
+
+
+def workload_case(label: str, workload: Workload, rival: Rival, **arguments: Any) -> Case:
+    """A case of a workload under its own cost model; `arguments` are `problem_of`'s."""
+    limit = arguments.get("memory_bytes", workload.memory_bytes)
+    return Case(
+        label=label,
+        nodes=workload.listed,
+        memory="none" if limit is None else format_bytes(limit),
+        make=lambda: problem_of(workload, **arguments),
+        rival=rival,
+    )
+
+
+def tables() -> list[Table]:
+    """All tables of the page, in order."""
+    return [
+        Table(
+            "PipeDream's optimizer",
+            "Its files hold one mini-batch; its cost model is `pipedream`. Theirs: with "
+            "`--activation_compression_ratio 1`, and `--straight_pipeline` where it says straight. "
+            "It charges a cut twice where one producer feeds several consumers, as in ResNet-50.",
+            pipedream_cases,
+        ),
+        Table(
+            "The placement paper's dynamic program",
+            "Exact optimum over contiguous cuts, no CPU. The layer graphs' edge costs are in "
+            "seconds beside latencies in ms, and its program takes them for ms, as shipped; "
+            "× 1000 they are what they mean.",
+            placement_cases,
+        ),
+        Table(
+            "Piper",
+            "BERT-32 at 1,920 micro-batches per mini-batch; objectives are per micro-batch. Only "
+            "tensor-parallel degree 1 is planned.",
+            piper_cases,
+        ),
+        Table(
+            "Look-alikes of larger workloads",
+            "Graphs of the shapes and sizes that other planners are known to find hard, with costs "
+            "made up from a seed ([lattices.py](../tests/helpers/drawn/lattices.py)); transfers "
+            "add to computing, a tenth of it in all. A memory limit of 1.3 shares is 1.3 times what "
+            "an even split would hold. *their seconds* are the placement paper's program's, or "
+            "another's where it says so, on the real graph with as many downsets as in brackets; "
+            "other costs, so only their size compares.",
+            look_alike_cases,
+        ),
+    ]
+
+
+def solved(case: Case) -> tuple[StageProblem, CutAnswer, float]:
+    """The problem, what came out, and the seconds that making and solving it took."""
+    began = time.perf_counter()
+    problem = case.make()
+    answer = solve_cut(problem, time_limit_s=TIME_LIMIT_S)
+    took_s = time.perf_counter() - began
+    if answer.cut is not None:
+        load = cut_load(problem, answer.cut)
+        if not math.isclose(load, answer.objective_s, rel_tol=1e-9):
+            raise SystemExit(f"{case.label}: the cut's load is {load}, not {answer.objective_s}")
+    return problem, answer, took_s
+
+
+def row(case: Case) -> str:
+    """A line of a table; printed too."""
+    problem, answer, took_s = solved(case)
+    cells = [
+        case.label,
+        f"{case.nodes:,}",
+        "" if answer.downsets is None else f"{answer.downsets:,}",
+        f"{problem.devices:,}",
+        case.memory,
+        amount(answer.objective_s / case.unit_s),
+        amount(answer.bound_s / case.unit_s),
+        "0" if answer.optimal else f"{100 * answer.gap:.2f} %",
+        f"{took_s:.2f}",
+        case.rival.objective,
+        case.rival.seconds,
+    ]
+    print(f"{' | '.join(cells)}{worse(case, answer, took_s)}", flush=True)
+    return f"| {' | '.join(cells)} |"
+
+
+def amount(value: float) -> str:
+    """Six digits, as others print theirs."""
+    return f"{value:.6g}" if math.isfinite(value) else "none"
+
+
+def worse(case: Case, answer: CutAnswer, took_s: float) -> str:
+    """A remark where another planner's objective is lower, as far as it was printed, or its time.
+
+    Half a second, or a tenth of their time where that is more, counts as no time.
+    """
+    theirs = case.rival.objective
+    if not theirs:
+        return ""
+    digits = len(theirs.partition(".")[2])
+    above = answer.objective_s / case.unit_s - float(theirs)
+    remark = "  <- theirs is lower" if above > 0.5001 * 10**-digits else ""
+    their_s = float(case.rival.seconds.partition("–")[0] or "0")
+    return remark + ("  <- slow" if took_s > max(their_s / 10, 0.5) else "")
+
+
+HEADINGS = (
+    "workload",
+    "nodes",
+    "downsets",
+    "devices",
+    "memory limit",
+    "objective (ms)",
+    "bound (ms)",
+    "gap",
+    "seconds",
+    "theirs (ms)",
+    "their seconds",
+)
+
+
+def section(table: Table, words: list[str]) -> str:
+    """A table's part of the page."""
+    print(f"-- {table.title}", flush=True)
+    lines = [
+        row(case)
+        for case in table.cases()
+        if all(word in f"{table.title} {case.label}" for word in words)
+    ]
+    if not lines:
+        lines = ["(Left out: the published files were missing.)"]
+    else:
+        lines = [f"| {' | '.join(HEADINGS)} |", f"|{'---|' * len(HEADINGS)}", *lines]
+    return "\n".join([f"## {table.title}", "", table.text, "", *lines, ""])
+
+
+def main() -> None:
+    words = sys.argv[1:]
+    parts = [section(table, words) for table in tables()]
+    if words:
+        return
+    head = (DOCS / "planner_benchmark.head.md").read_text()
+    head = head.format(
+        cores=os.cpu_count(), machine=platform.machine(), python=platform.python_version()
+    )
+    (DOCS / "planner_benchmark.md").write_text(head + "\n" + "\n".join(parts))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,375 @@
+"""The page of a plan, in a browser: what it shows, and what hand, wheel and keys do to it."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+from helpers.by_hand.profiles import chain, profile_by_hand
+from helpers.output.browser import Watched, chromium
+from helpers.plans import plan_by_hand
+from timeprest.cli.pictures.html.page import page as page_text
+from timeprest.cli.pictures.html.page import plan_part, plan_report, script_text
+from timeprest.cli.plan import main
+from timeprest.planner.cluster.cluster import uniform_cluster
+from timeprest.planner.recording import predicted
+from timeprest.planner.search.solve import solve
+from timeprest.planner.systems.variants import VARIANTS
+from timeprest.profiles.files import write_file
+
+S, N = 4, 4
+HOSTILE = '</script><script>alert("x")</script>'
+WIDE = {"width": 1200, "height": 900}
+
+
+def made(variant="timeprest", micro_batches=N, **more):
+    plan = plan_by_hand(
+        chain(8, parameters=1000, saved=100), variant, S, micro_batches, mini_batch=N, **more
+    )
+    devices = [msgspec.structs.replace(d, memory_bytes=20_000) for d in plan.cluster.devices]
+    cluster = msgspec.structs.replace(plan.cluster, devices=tuple(devices))
+    return msgspec.structs.replace(plan, cluster=cluster)
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return made()
+
+
+@pytest.fixture(scope="module")
+def path(plan, tmp_path_factory):
+    path = tmp_path_factory.mktemp("page") / "report.html"
+    plan_report(plan, "plan.json", str(path))
+    return path
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with chromium() as started:
+        yield started
+
+
+@pytest.fixture
+def opened(browser, path):
+    """The page in a wide window; it must not complain of anything in any test."""
+    watched = Watched(browser.new_page(viewport=WIDE, color_scheme="light"))
+    yield watched.open(path)
+    assert watched.complaints == []
+    assert watched.requests == []
+    watched.page.context.close()
+
+
+# Where things are drawn, and which operation is which, as the page itself sees them.
+PLACE = """([lane, kind, mini]) => {
+    const { gantt, recording } = TP.timeline;
+    gantt.canvas.scrollIntoView({ block: "center", behavior: "instant" });
+    for (let k = recording.laneBegin[lane]; k < recording.laneBegin[lane + 1]; k++) {
+        if (recording.kind(k) !== kind || recording.spans.mini[k] !== mini) continue;
+        const box = gantt.canvas.getBoundingClientRect();
+        const x = gantt.x((recording.start(k) + recording.end(k)) / 2);
+        return [box.left + x, box.top + gantt.y(lane) + gantt.laneHeight / 2];
+    }
+}"""
+RANGE = "() => TP.timeline.group.t1 - TP.timeline.group.t0"
+
+
+def drawn(page, what):
+    """A count of what the timeline last drew."""
+    page.evaluate("() => new Promise((done) => requestAnimationFrame(() => done()))")
+    page.evaluate("() => TP.timeline.gantt.draw()")
+    return page.evaluate(f"() => TP.timeline.gantt.drawn.{what}")
+
+
+def test_it_needs_nothing_from_elsewhere(opened, browser, path):
+    policy = opened.locator("meta[http-equiv]").get_attribute("content")
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert not re.search(r"(src|href)=[\"']?(https?:)?//", path.read_text())
+    # The policy holds: what would load something is refused before it gets anywhere.
+    refused = """() => new Promise((done) => {
+        document.addEventListener("securitypolicyviolation", (event) => done(event.blockedURI));
+        fetch("https://example.org/").catch(() => {});
+    })"""
+    watched = Watched(browser.new_page())
+    assert watched.open(path).evaluate(refused).startswith("https://example.org")
+    assert watched.requests == []
+    watched.page.context.close()
+
+
+def test_numbers_are_those_of_the_plan(opened, plan):
+    found = json.loads(msgspec.json.encode(plan))
+    shown = opened.eval_on_selector_all(
+        "data[data-path]", "all => all.map((data) => [data.dataset.path, data.value])"
+    )
+    for where, text in shown:
+        value = found
+        for step in where.split("."):
+            value = value[int(step) if isinstance(value, list) else step]
+        assert float(text) == pytest.approx(float(value), rel=1e-12), where
+    paths = {where for where, _ in shown}
+    assert {"predicted.period_s", "predicted.samples_per_s", "solver.bound_s"} <= paths
+    for s in range(S):
+        for name in ("forward_s", "memory_bytes", "version_difference", "versions_held"):
+            assert f"predicted.stages.{s}.{name}" in paths
+    opened.click("#bytes summary")
+    opened.wait_for_selector("#bytes td data")
+    parts = opened.eval_on_selector_all("#bytes td data", "all => all.map((d) => Number(d.value))")
+    assert sum(parts) == 2 * sum(stage.memory_bytes for stage in plan.predicted.stages)
+
+
+def test_the_cut_shows_every_layer_and_what_crosses(opened, plan):
+    cards = opened.locator("#graph .card")
+    for s, stage in enumerate(plan.stages):
+        assert cards.nth(s).locator(".layers li").all_text_contents() == list(stage.nodes)
+    assert opened.locator("#graph svg .edge").count() == len(plan.edges)
+
+
+def test_pointing_at_an_operation_tells_all_about_it(opened, plan):
+    recording = predicted(plan)
+    span = next(s for s in recording.spans if (s.lane, s.kind, s.mini_batch) == (1, "B", 3))
+    opened.mouse.move(*opened.evaluate(PLACE, [1, "B", 3]))
+    tip = opened.locator(".tip")
+    assert tip.is_visible()
+    text = tip.inner_text()
+    assert "B3 · backward · stage 1" in text
+    assert f"version {span.version}" in text
+    assert f"version {span.forward_version}" in text
+    assert len(re.findall(r"\d+ (?:ms|s|µs)", text)) >= 3
+    nbytes = sum(m.nbytes for m in recording.messages if m.backward and m.mini_batch == 3) // 3
+    assert text.count(f"{nbytes} B ") == 2
+    opened.mouse.move(5, 5)
+    assert tip.is_hidden()
+
+
+def test_wheel_buttons_and_dragging_move_in_time(opened):
+    whole = opened.evaluate(RANGE)
+    x, y = opened.evaluate(PLACE, [0, "F", 6])
+    opened.mouse.move(x, y)
+    before = opened.evaluate("() => scrollY")
+    opened.mouse.wheel(0, 100)
+    opened.wait_for_function(f"() => scrollY !== {before}")
+    assert opened.evaluate(RANGE) == whole
+    x, y = opened.evaluate(PLACE, [0, "F", 6])
+    opened.mouse.move(x, y)
+    left = "TP.timeline.gantt.canvas.getBoundingClientRect().left"
+    time = f"() => TP.timeline.gantt.time({x} - {left})"
+    under = opened.evaluate(time)
+    opened.keyboard.down("Control")
+    opened.mouse.wheel(0, -300)
+    opened.keyboard.up("Control")
+    opened.wait_for_function(f"() => ({RANGE})() < {whole / 2}")
+    assert opened.evaluate(time) == pytest.approx(under, abs=whole / 1000)
+    opened.mouse.down()
+    opened.mouse.move(x - 120, y, steps=4)
+    opened.mouse.up()
+    assert opened.evaluate(time) > under
+    assert opened.evaluate("() => TP.timeline.group.followed") == -1
+    opened.get_by_role("button", name="Show the whole time").click()
+    assert opened.evaluate(RANGE) == whole
+    opened.get_by_role("button", name="Zoom in").click()
+    assert opened.evaluate(RANGE) == pytest.approx(whole / 2)
+    shown = opened.locator(".range")
+    assert float(shown.get_attribute("data-t1")) - float(shown.get_attribute("data-t0")) < whole
+
+
+def test_a_mini_batch_is_followed_through_all_stages(opened):
+    everything = drawn(opened, "operations")
+    opened.mouse.click(*opened.evaluate(PLACE, [2, "F", 2]))
+    status = opened.locator(".status")
+    assert "Following mini-batch 2" in status.inner_text()
+    assert status.get_attribute("data-forward-groups") == str(S)
+    assert status.get_attribute("data-backwards") == str(S)
+    # S × N forwards, S backwards and S updates are lit; the rest is still there, dimmed.
+    assert drawn(opened, "highlighted") == S * N + 2 * S
+    assert drawn(opened, "operations") == everything
+    # Each forward and each backward but the first has come from a neighbour.
+    assert drawn(opened, "arrows") == (S - 1) * N + (S - 1)
+    opened.get_by_role("button", name="Stop following").click()
+    assert drawn(opened, "highlighted") == 0
+    assert status.inner_text() == ""
+
+
+def test_everything_can_be_done_by_keyboard(opened):
+    reached = []
+    for _ in range(60):
+        opened.keyboard.press("Tab")
+        reached.append(opened.evaluate("() => document.activeElement.className"))
+        if reached[-1] == "gantt":
+            break
+    assert reached[-1] == "gantt"
+    outline = "() => getComputedStyle(document.activeElement).outlineStyle"
+    assert opened.evaluate(outline) == "solid"
+    live = opened.locator("[aria-live=polite]")
+    opened.keyboard.press("ArrowDown")
+    opened.keyboard.press("ArrowDown")
+    assert "stage 1" in live.inner_text()
+    first = live.inner_text()
+    opened.keyboard.press("ArrowRight")
+    assert live.inner_text() != first
+    opened.keyboard.press("End")
+    assert "U" in live.inner_text().split()[0]
+    opened.keyboard.press("Home")
+    assert live.inner_text().startswith("F0.0 · forward · stage 1")
+    opened.keyboard.press("Enter")
+    assert "Following mini-batch 0" in opened.locator(".status").inner_text()
+    opened.keyboard.press("n")
+    assert "Following mini-batch 1" in opened.locator(".status").inner_text()
+    whole = opened.evaluate(RANGE)
+    opened.keyboard.press("+")
+    assert opened.evaluate(RANGE) == pytest.approx(whole / 2)
+    opened.keyboard.press("Escape")
+    assert opened.locator(".status").inner_text() == ""
+    unnamed = """() => [...document.querySelectorAll("button, canvas, [role=img], [tabindex]")]
+        .filter((e) => !(e.getAttribute("aria-label") || e.textContent.trim())).length"""
+    assert opened.evaluate(unnamed) == 0
+
+
+def test_dark_is_as_the_reader_has_it_and_can_be_chosen(browser, path):
+    watched = Watched(browser.new_page(viewport=WIDE, color_scheme="dark"))
+    page = watched.open(path)
+    # How bright the ground is and the ink in the pictures, from 0 to 255.
+    bright = """() => [
+        Number(getComputedStyle(document.body).backgroundColor.match(/\\d+/)[0]),
+        parseInt(TP.colour("ink").slice(1, 3), 16),
+    ]"""
+    ground, ink = page.evaluate(bright)
+    assert ground < 60 < 200 < ink
+    page.get_by_role("button", name="light colours").click()
+    ground, ink = page.evaluate(bright)
+    assert ink < 60 < 200 < ground
+    page.get_by_role("button", name="dark colours").click()
+    assert page.evaluate("() => document.documentElement.dataset.theme") == "dark"
+    assert watched.complaints == []
+    page.context.close()
+
+
+def test_a_phone_shows_it_without_scrolling_sideways(browser, path):
+    context = browser.new_context(
+        viewport={"width": 375, "height": 740}, has_touch=True, is_mobile=True
+    )
+    watched = Watched(context.new_page())
+    page = watched.open(path)
+    assert page.evaluate("() => document.documentElement.scrollWidth") == 375
+    for fold in page.locator("details > summary").all():
+        fold.click()
+    assert page.evaluate("() => document.documentElement.scrollWidth") == 375
+    page.touchscreen.tap(*page.evaluate(PLACE, [0, "B", 1]))
+    assert "Following mini-batch 1" in page.locator(".status").inner_text()
+    pinch = """() => {
+        const { canvas } = TP.timeline.gantt, box = canvas.getBoundingClientRect();
+        canvas.setPointerCapture = () => {};
+        const send = (type, pointerId, x) => canvas.dispatchEvent(new PointerEvent(type, {
+            pointerId, pointerType: "touch", clientX: box.left + x, clientY: box.top + 60 }));
+        send("pointerdown", 1, 150); send("pointerdown", 2, 200);
+        send("pointermove", 1, 100); send("pointermove", 2, 250);
+        send("pointerup", 1, 100); send("pointerup", 2, 250);
+    }"""
+    before = page.evaluate(RANGE)
+    page.evaluate(pinch)
+    assert page.evaluate(RANGE) == pytest.approx(before / 3, rel=1e-6)
+    assert watched.complaints == []
+    context.close()
+
+
+def test_every_system_has_its_page(browser, tmp_path):
+    watched = Watched(browser.new_page(viewport=WIDE))
+    for name, variant in VARIANTS.items():
+        micro_batches = 1 if variant.whole_mini_batches else N
+        plan_report(made(name, micro_batches), f"{name}.json", str(tmp_path / "page.html"))
+        page = watched.open(tmp_path / "page.html")
+        page.evaluate("() => TP.timeline.group.follow(1)")
+        status = page.locator(".status")
+        assert status.get_attribute("data-forward-groups") == str(S), name
+        each = micro_batches if variant.backward_unit == "micro" else 1
+        assert status.get_attribute("data-backwards") == str(S * each), name
+        # Memory over time reaches just what the plan says it needs.
+        peaks = page.evaluate("() => TP.timeline.memory.peaks")
+        found = page.eval_on_selector_all(
+            "#stages data[data-path$='.memory_bytes']", "all => all.map((d) => Number(d.value))"
+        )
+        assert peaks == found, name
+    assert watched.complaints == []
+    page.context.close()
+
+
+def test_it_says_how_busy_shared_cores_are(opened, browser, tmp_path):
+    """Three devices on two cores: a tile with their idle share, which no other plan has."""
+    assert "idle cores" not in opened.locator("#summary").inner_text()
+    plan = solve(chain(3), uniform_cluster(3, cores=2), "gpipe")
+    assert len(plan.stages) == 3
+    plan_report(plan, "plan.json", str(tmp_path / "page.html"))
+    watched = Watched(browser.new_page(viewport=WIDE))
+    page = watched.open(tmp_path / "page.html")
+    tile = page.locator("#summary .tile", has_text="idle cores")
+    assert "3 devices take turns on 2 cores" in tile.inner_text()
+    share = float(tile.locator("data").get_attribute("value"))
+    per_device = [stage.idle_share for stage in plan.predicted.stages]
+    assert share == pytest.approx(1 - sum(1 - idle for idle in per_device) / 2, abs=1e-4)
+    assert share > 0.1
+    assert "2 of each machine" in page.locator("#provenance").inner_text()
+    assert watched.complaints == []
+    page.context.close()
+
+
+def test_names_from_files_are_text_and_no_more(browser, tmp_path):
+    layers = [(f"{HOSTILE}.{k}", 100, 1e-3, 1e-3, 10, []) for k in range(4)]
+    names = [name for name, *_ in layers]
+    edges = [
+        (a, b, f"t{k}{HOSTILE}", 8)
+        for k, (a, b) in enumerate(zip(names, [*names[1:], "output"], strict=True))
+    ]
+    plan = plan_by_hand(profile_by_hand(layers, edges), "gpipe", 2, 2, mini_batch=4)
+    plan_report(plan, f"{HOSTILE}.json", str(tmp_path / "page.html"))
+    watched = Watched(browser.new_page(viewport=WIDE))
+    page = watched.open(tmp_path / "page.html")
+    assert page.locator("#graph .layers li").all_text_contents() == names
+    assert HOSTILE in page.locator("#provenance").inner_text()
+    assert watched.complaints == []
+    page.context.close()
+
+
+def test_a_thousand_layers_fold(browser, tmp_path):
+    plan = plan_by_hand(chain(1000), "timeprest", 2, 2, mini_batch=4)
+    plan_report(plan, "plan.json", str(tmp_path / "page.html"))
+    watched = Watched(browser.new_page(viewport=WIDE))
+    page = watched.open(tmp_path / "page.html")
+    layers = page.locator("#graph .card").first.locator(".layers li")
+    assert layers.count() < 12
+    page.locator("#graph .more button").first.click()
+    assert layers.count() == 500
+    page.context.close()
+
+
+# Without a browser ----------------------------------------------------------------------------
+
+
+def test_data_cannot_end_its_script():
+    text = script_text({"name": f"{HOSTILE}<!--&\u2028", "half": "\ud800"})
+    assert not set("<>&\u2028") & set(text)
+    # What nobody could see in a page is shown by its code.
+    assert json.loads(text) == {"name": f"{HOSTILE}<!--&\\u2028", "half": "\\ud800"}
+
+
+def test_the_page_keeps_to_plain_numbers(plan):
+    part = plan_part(plan, "plan.json", 3)
+    assert part["mini_batches_shown"] == 3
+    with pytest.raises(ValueError, match="JSON"):
+        page_text({"plans": [], "bad": float("nan")})
+    assert part["recording"]["spans"]["count"] == 3 * S * (N + 2)
+
+
+def test_show_writes_the_page(plan, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_file("plan.json", plan)
+    done = CliRunner().invoke(main, ["show", "plan.json", "--html", "report.html"])
+    assert done.exit_code == 0, done.output
+    assert "wrote report.html" in done.output
+    assert "<title>by-hand: timeprest, 4 stages</title>" in (tmp_path / "report.html").read_text()
+    done = CliRunner().invoke(main, ["show", "plan.json", "--html", "plan.json/report.html"])
+    assert done.exit_code == 2
+    done = CliRunner().invoke(main, ["show", "plan.json", "--html", "x.html", "--json"])
+    assert json.loads(done.output)["variant"] == plan.variant
+    assert (tmp_path / "x.html").exists()

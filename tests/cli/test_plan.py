@@ -1,0 +1,149 @@
+"""tp-plan's commands, in this process: what they print, write and refuse."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner
+from helpers.by_hand.profiles import chain, profile_by_hand
+from helpers.paths import ROOT
+from timeprest.cli.plan import main
+from timeprest.planner.plan import read_plan
+from timeprest.planner.systems.variants import VARIANTS
+from timeprest.profiles.files import write_file
+
+DATA = ROOT.parent / "shared" / "data"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with a profile of eight equal layers."""
+    write_file(tmp_path / "profile.json", chain(8, parameters=1000, saved=100))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def call(*words, code=0):
+    done = CliRunner().invoke(main, [str(word) for word in words])
+    assert done.exit_code == code, done.output
+    return done.output
+
+
+def test_every_system_is_planned_and_compared(folder):
+    text = call("solve", "profile.json", "--variant", "all", "--devices", 2, "-o", "p.json")
+    for name in VARIANTS:
+        assert name in text
+        assert read_plan(folder / f"p.{name}.json").variant == name
+    assert "Pareto front" in text
+    assert max(map(len, text.splitlines())) <= 100
+    found = json.loads(call("solve", "profile.json", "--variant", "all", "--json"))
+    assert set(found["plans"]) == set(VARIANTS)
+    assert found["failed"] == {}
+
+
+def test_a_system_without_a_plan_is_named_beside_the_others(folder):
+    text = call("solve", "profile.json", "--variant", "all", "--micro-batches", 2, "-o", "p.json")
+    assert "pipedream: --micro-batches 2: pipedream runs whole mini-batches" in text
+    assert (folder / "p.gpipe.json").exists()
+    assert not (folder / "p.pipedream.json").exists()
+    call("solve", "profile.json", "--variant", "all", "--memory", "1kB", code=2)
+
+
+def test_replicas_recomputation_and_machines_are_shown(folder):
+    options = ["--replicas", "auto", "--stages", 1, "--micro-batches", 4, "--recompute", "on"]
+    links = ["--per-machine", 1, "--between-bandwidth", "1GB/s", "--between-latency", "1ms"]
+    text = call("solve", "profile.json", *options, *links, "--variant", "gpipe")
+    assert "↻" in text
+    assert "next: tp-run plan.json" in text
+    plan = read_plan(folder / "plan.json")
+    assert plan.stages[0].devices == (0, 1)
+    assert plan.stages[0].recompute
+    assert plan.cluster.between_machines.latency_s == 1e-3
+    checked = call("check", "plan.json", "--profile", "profile.json")
+    assert "the plan is what its profile says" in checked
+
+
+def test_pins_and_limits_of_the_search(folder):
+    call("solve", "profile.json", "--pin", "n6=0", "--devices", 3)
+    assert "n6" in read_plan(folder / "plan.json").stages[0].nodes
+    assert "NAME=STAGE" in call("solve", "profile.json", "--pin", "n6", code=2)
+    assert "no layer of this name" in call("solve", "profile.json", "--pin", "x=0", code=2)
+    assert "stages at most" in call("solve", "profile.json", "--pin", "n1=7", code=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--between-latency", "1ms"], "--per-machine"),
+        (["--memory", "1kB"], "What would do: "),
+        (["--micro-batches", 5], "only 4 samples"),
+        (["--variant", "zigzag"], "unknown system"),
+    ],
+)
+def test_bad_requests_are_one_line(options, message, folder):
+    text = call("solve", "profile.json", *options, code=2)
+    assert message in text
+    assert len(text.strip().splitlines()) == 1
+    assert not (folder / "plan.json").exists()
+
+
+def test_what_would_do_does(folder):
+    """The memory and the number of devices that the refusal names are enough, and needed."""
+    text = call("solve", "profile.json", "--memory", "12kB", "--devices", 2, code=2)
+    words = text.split("What would do: ")[1]
+    memory = int(words.split(" bytes")[0])
+    count = int(words.split(", or ")[1].split(" such devices")[0])
+    call("solve", "profile.json", "--memory", memory, "--devices", 2)
+    call("solve", "profile.json", "--memory", memory - 1, "--devices", 2, code=2)
+    call("solve", "profile.json", "--memory", "12kB", "--devices", count)
+    call("solve", "profile.json", "--memory", "12kB", "--devices", count - 1, code=2)
+
+
+def test_lower_limits_stay_within_memory(folder):
+    """Fewer mini-batches in flight on stage 0 make stage 1 hold more here."""
+    system = ("--variant", "pipedream-unstashed")
+    call("solve", "profile.json", "--memory", "12kB", "--devices", 3, *system)
+    plan = read_plan(folder / "plan.json")
+    assert all(stage.memory_bytes <= 12_000 for stage in plan.predicted.stages)
+
+
+def test_a_plan_is_simulated(folder):
+    call("solve", "profile.json", "--devices", 2, "--variant", "gpipe")
+    plan = read_plan(folder / "plan.json")
+    found = json.loads(call("simulate", "plan.json", "--mini-batches", 3, "--json"))
+    assert found["period_s"] == pytest.approx(plan.predicted.period_s)
+    assert found["stages"][0][0] == {
+        "operation": "0F0.0",
+        "start_s": 0.0,
+        "end_s": plan.predicted.stages[0].forward_s,
+    }
+    last = max(events[-1]["end_s"] for events in found["stages"])
+    assert last == pytest.approx(3 * plan.predicted.period_s)
+    assert "period" in call("simulate", "plan.json")
+    assert "smaller number" in call("simulate", "plan.json", "--mini-batches", 10**8, code=2)
+
+
+def test_the_ilp_is_a_choice(folder):
+    call("solve", "profile.json", "--solver", "ilp", "--devices", 2, "--micro-batches", 2)
+    assert read_plan(folder / "plan.json").solver.method == "ilp"
+    assert read_plan(folder / "plan.json").solver.optimal
+
+
+@pytest.mark.skipif(not DATA.exists(), reason="published workloads aren't here")
+def test_a_published_workload_under_its_own_cost_model():
+    path = DATA / "placement" / "layer_bert24_training.json"
+    found = json.loads(call("published", path, "--json"))
+    assert found["objective_s"] == pytest.approx(46.6082e-3, rel=1e-5)
+    assert found["optimal"]
+    assert sum(len(stage["nodes"]) for stage in found["stages"]) > 20
+    text = call("published", path, "--transfer-scale", 0.001)
+    assert "41.7458 ms" in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_a_published_workload_with_no_room_says_so(folder):
+    nodes = [("small", 10), ("large", 10)]
+    profile_by_hand([(n, p, 1, 1, 0, []) for n, p in nodes], [("small", "large", "a", 1)])
+    (folder / "w.json").write_text('{"nodes": []}')
+    assert "w.json" in call("published", "w.json", code=2)

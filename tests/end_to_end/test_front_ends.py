@@ -1,0 +1,101 @@
+"""Models of every front end are trained: gpipe equals plain training, and processes inline."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import msgspec
+import pytest
+import torch
+from helpers.paths import TESTS
+from helpers.plain_training import train_plainly
+from helpers.plans import plan_by_hand, with_times
+from timeprest.profiles.errors import PlanError
+from timeprest.profiles.measuring.measure import measure
+from timeprest.profiles.target import resolve
+from timeprest.runtime.records.progress import read_losses
+from timeprest.runtime.records.run_dir import load_weights
+from timeprest.runtime.run import run
+from timeprest.runtime.settings import RunSettings
+
+FILE = TESTS / "tasks/front_end_tasks.py"
+STEPS = 5
+
+TASKS = {"ByExport": "export", "ByStaticExport": "export-static", "ByChildren": "sequential"}
+
+
+def plan_of(name, variant, stages, micro_batches, **options):
+    target = resolve(name)
+    profile = measure(target, batch_size=8, micro_batch_sizes=[2, 4, 8], seconds=0, **options)
+    return profile, plan_by_hand(with_times(profile), variant, stages, micro_batches)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_gpipe_equals_plain_training(name, tmp_path):
+    name, front_end = f"{FILE}:{name}", TASKS[name]
+    profile, plan = plan_of(name, "gpipe", 3, 4)
+    assert profile.front_end == plan.profile.front_end == front_end
+    assert profile.refusals
+    run(plan, RunSettings(task=name, steps=STEPS), tmp_path / "run", inline=True)
+    losses, model = train_plainly(name, plan.mini_batch, STEPS)
+    assert read_losses(tmp_path / "run" / "metrics.jsonl") == pytest.approx(losses, abs=1e-10)
+    state = load_weights(tmp_path / "run")
+    assert set(state) == set(model.state_dict())
+    for key, weight in model.state_dict().items():
+        torch.testing.assert_close(state[key], weight, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("granularity", ["op", "b,c"])
+def test_other_granularities_run(granularity, tmp_path):
+    name = f"{FILE}:ByExport"
+    profile, plan = plan_of(name, "gpipe", 2, 2, granularity=granularity)
+    assert profile.granularity == plan.profile.granularity == granularity
+    run(plan, RunSettings(task=name, steps=STEPS), tmp_path / "run", inline=True)
+    losses, _ = train_plainly(name, plan.mini_batch, STEPS)
+    assert read_losses(tmp_path / "run" / "metrics.jsonl") == pytest.approx(losses, abs=1e-10)
+
+
+@pytest.mark.skipif(not find_spec("transformers"), reason="needs timeprest[hf]")
+@pytest.mark.parametrize(
+    "model", ["vit,hidden_dropout_prob=0,attention_probs_dropout_prob=0", "t5,dropout_rate=0"]
+)
+def test_a_hugging_face_model_trains_as_it_would_alone(model, tmp_path):
+    name = f"hf:{model}"
+    _, plan = plan_of(name, "gpipe", 1 if "t5" in model else 3, 4)
+    run(plan, RunSettings(task=name, steps=STEPS), tmp_path / "run", inline=True)
+    losses, _ = train_plainly(name, plan.mini_batch, STEPS)
+    assert read_losses(tmp_path / "run" / "metrics.jsonl") == pytest.approx(losses, rel=1e-4)
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(180)
+def test_processes_equal_inline_on_an_exported_graph(tmp_path):
+    name = f"{FILE}:ByExport"
+    _, plan = plan_of(name, "timeprest", 2, 4)
+    settings = RunSettings(task=name, steps=STEPS)
+    for mode in ("inline", "processes"):
+        run(plan, settings, tmp_path / mode, inline=mode == "inline")
+    inline, processes = (load_weights(tmp_path / mode) for mode in ("inline", "processes"))
+    for key, weight in inline.items():
+        torch.testing.assert_close(processes[key], weight, rtol=0, atol=1e-10)
+
+
+def test_what_has_no_model_behind_it_is_refused(tmp_path):
+    name = f"{FILE}:ByExport"
+    _, plan = plan_of(name, "gpipe", 2, 4)
+    for change, message in (
+        (
+            {"front_end": "pipedream"},
+            "PipeDream's graph.txt .*can be planned and shown but not run",
+        ),
+        ({"autocast": "float16"}, "under autocast .float16.*--autocast bf16 or off"),
+        ({"granularity": "op"}, "another model"),
+    ):
+        changed = msgspec.structs.replace(plan.profile, **change)
+        with pytest.raises(PlanError, match=message):
+            run(
+                msgspec.structs.replace(plan, profile=changed),
+                RunSettings(task=name, steps=1),
+                tmp_path / message[:4],
+                inline=True,
+            )

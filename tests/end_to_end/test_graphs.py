@@ -1,0 +1,126 @@
+"""Models that are no chains, trained: skips over stages, integers, sizes, dicts, dropout."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from graph_task import GraphTask
+from helpers.paths import TESTS
+from helpers.plain_training import train_plainly
+from helpers.plans import plan_by_hand, with_times
+from timeprest.profiles.errors import RunError
+from timeprest.profiles.measuring.measure import measure
+from timeprest.profiles.target import resolve
+from timeprest.runtime.records.progress import read_losses
+from timeprest.runtime.records.run_dir import load_weights
+from timeprest.runtime.run import run
+from timeprest.runtime.settings import RunSettings
+
+FILE = TESTS / "tasks/graph_task.py"
+STEPS = 7
+
+
+def profile_of(name):
+    target = resolve(f"{FILE}:{name}")
+    return with_times(measure(target, batch_size=8, micro_batch_sizes=[2, 4, 8], seconds=0))
+
+
+@pytest.fixture(scope="module")
+def graph_profile():
+    return profile_of("GraphTask")
+
+
+@pytest.fixture(scope="module")
+def dropout_profile():
+    return profile_of("DropoutTask")
+
+
+def test_something_skips_a_stage(graph_profile):
+    plan = plan_by_hand(graph_profile, "gpipe", 4, 2)
+    assert any(edge.target - edge.source > 1 for edge in plan.edges)
+    assert any(not edge.needs_grad for edge in plan.edges)
+
+
+@pytest.mark.parametrize(
+    ("variant", "stages"), [*(("gpipe", s) for s in (1, 2, 3, 4, 7)), ("zb-h1", 3), ("zb-h1", 7)]
+)
+def test_flush_systems_on_a_graph_are_plain_training(variant, stages, graph_profile, tmp_path):
+    plan = plan_by_hand(graph_profile, variant, stages, 4)
+    name = f"{FILE}:GraphTask"
+    summary = run(plan, RunSettings(task=name, steps=STEPS), tmp_path / "run", inline=True)
+    task = resolve(name).task
+    losses, model = train_plainly(name, plan.mini_batch, STEPS)
+    assert read_losses(tmp_path / "run" / "metrics.jsonl") == pytest.approx(losses, abs=1e-10)
+    state = load_weights(tmp_path / "run")
+    for key, weight in model.state_dict().items():
+        torch.testing.assert_close(state[key], weight, rtol=0, atol=1e-10)
+    for report, predicted in zip(summary.stages, plan.predicted.stages, strict=True):
+        assert report.peak.total <= predicted.memory_bytes
+    # Evaluation: 60 samples in micro-batches of 2, in evaluation mode, on the final weights.
+    model.eval()
+    test = task.data("test")
+    tokens, masks = test.tokens, test.masks
+    with torch.no_grad():
+        output = model(tokens, masks)
+    wanted = task.loss(output, {"words": tokens.flip(1)}).item()
+    assert summary.epochs[-1].test["loss"] == pytest.approx(wanted, abs=1e-10)
+
+
+@pytest.mark.parametrize("variant", ["timeprest", "v-timeprest", "pipedream"])
+def test_asynchronous_systems_train_a_graph(variant, graph_profile, tmp_path):
+    plan = plan_by_hand(graph_profile, variant, 4, 1 if variant == "pipedream" else 4)
+    settings = RunSettings(task=f"{FILE}:GraphTask", epochs=6)
+    summary = run(plan, settings, tmp_path / "run", inline=True)
+    assert summary.epochs[-1].train_loss < summary.epochs[0].train_loss
+    peaks = [(r.peak.total, p) for r, p in zip(summary.stages, plan.predicted.stages, strict=True)]
+    for measured, predicted in peaks:
+        assert measured <= predicted.memory_bytes
+
+
+def test_evaluation_drops_nothing_out(dropout_profile, tmp_path):
+    """Both kinds of dropout are off in evaluation, though one was traced in training mode."""
+    plan = plan_by_hand(dropout_profile, "gpipe", 3, 4)
+    name = f"{FILE}:DropoutTask"
+    settings = RunSettings(task=name, steps=2)
+    summary = run(plan, settings, tmp_path / "run", inline=True)
+    task = resolve(name).task
+    model = task.model()
+    model.load_state_dict(load_weights(tmp_path / "run"))
+    model.eval()
+    test = task.data("test")
+    with torch.no_grad():
+        wanted = task.loss(model(test.tokens, test.masks), {"words": test.tokens.flip(1)})
+    assert summary.epochs[-1].test["loss"] == pytest.approx(wanted.item(), abs=1e-10)
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(180)
+def test_processes_equal_inline_with_dropout_and_skips(dropout_profile, tmp_path):
+    """Three processes draw the same dropout masks as the inline run, and send the same graph."""
+    plan = plan_by_hand(dropout_profile, "timeprest", 3, 4)
+    settings = RunSettings(task=f"{FILE}:DropoutTask", epochs=2)
+    ended = [
+        run(plan, settings, tmp_path / mode, inline=mode == "inline")
+        for mode in ("inline", "processes")
+    ]
+    assert ended[0].epochs[-1].test == pytest.approx(ended[1].epochs[-1].test, abs=1e-10)
+    inline, processes = (load_weights(tmp_path / mode) for mode in ("inline", "processes"))
+    for key, weight in inline.items():
+        torch.testing.assert_close(processes[key], weight, rtol=0, atol=1e-10)
+
+
+class NoTestData(GraphTask):
+    """Training data alone."""
+
+    def data(self, split):
+        if split == "test":
+            raise OSError("no test data here")
+        return super().data(split)
+
+
+def test_missing_test_data_is_one_line(graph_profile, tmp_path):
+    """Whatever the user's data raises names the hook, the split and the place."""
+    plan = plan_by_hand(graph_profile, "gpipe", 2, 4)
+    settings = RunSettings(task=f"{__file__}:NoTestData", steps=1)
+    with pytest.raises(RunError, match=r"data\('test'\) failed: .*OSError: no test data here"):
+        run(plan, settings, tmp_path / "run", inline=True)

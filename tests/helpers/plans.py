@@ -1,0 +1,113 @@
+"""Making plans for tests: a given cut of a profile with given times, so that orders are known."""
+
+from __future__ import annotations
+
+import itertools
+
+import msgspec
+from helpers.by_hand.profiles import chain
+from timeprest.planner.cluster.cluster import uniform_cluster
+from timeprest.planner.evaluate import Question, evaluate, lone_stages, make_plan
+from timeprest.planner.plan import SolverReport
+from timeprest.planner.schedules.schedules import limit_ranges
+from timeprest.planner.systems.variants import VARIANTS
+
+REPORT = SolverReport(
+    method="by hand", objective_s=0, bound_s=0, gap=1, optimal=False, plans_tried=0, seconds=0
+)
+
+
+def with_times(profile, forward_s=1e-3, backward_s=2e-3, shares=None):
+    """The profile with times that don't depend on the machine: so much for each sample.
+
+    Args:
+        shares: per layer, how many times as long; 1 by default.
+    """
+    shares = shares or [1] * len(profile.layers)
+    layers = tuple(
+        msgspec.structs.replace(
+            layer,
+            measurements=tuple(
+                msgspec.structs.replace(
+                    m,
+                    forward_s=share * forward_s * m.micro_batch,
+                    backward_s=share * backward_s * m.micro_batch,
+                    backward_input_s=None,
+                    backward_weight_s=None,
+                )
+                for m in layer.measurements
+            ),
+        )
+        for layer, share in zip(profile.layers, shares, strict=True)
+    )
+    optimizer = msgspec.structs.replace(
+        profile.optimizer, update_fixed_s=0.0, update_s_per_byte=0.0
+    )
+    loss = tuple(msgspec.structs.replace(m, forward_s=0.0, backward_s=0.0) for m in profile.loss)
+    return msgspec.structs.replace(profile, layers=layers, optimizer=optimizer, loss=loss)
+
+
+def split_evenly(names, stages):
+    """Layer names in `stages` consecutive groups."""
+    borders = [round(k * len(names) / stages) for k in range(stages + 1)]
+    return [tuple(names[a:b]) for a, b in itertools.pairwise(borders)]
+
+
+def plan_by_hand(
+    profile,
+    variant,
+    stages,
+    micro_batches,
+    limits=None,
+    mini_batch=8,
+    cut=None,
+    *,
+    update_every=1,
+    recompute=(),
+    replicas=None,
+    tied="together",
+):
+    """A plan with a given cut and in-flight limits (S − s by default).
+
+    Args:
+        recompute: per stage; nowhere by default.
+        replicas: per stage; one each by default.
+    """
+    names = [layer.name for layer in profile.layers]
+    groups = cut or split_evenly(names, stages)
+    if limits is None:
+        ranges = limit_ranges(VARIANTS[variant], stages)
+        limits = [min(most, stages - s) for s, (_, most) in enumerate(ranges)]
+    factor = profile.optimizer.state_bytes_per_parameter_byte
+    replicas = replicas or [1] * stages
+    cluster = uniform_cluster(sum(replicas))
+    question = Question(profile, cluster, variant, mini_batch, factor, update_every, tied)
+    first = itertools.accumulate(replicas, initial=0)
+    stages_ = [
+        msgspec.structs.replace(stage, recompute=again, devices=tuple(range(a, a + r)))
+        for stage, again, a, r in zip(
+            lone_stages(groups, limits),
+            [*recompute, *[False] * (stages - len(recompute))],
+            first,
+            replicas,
+            strict=False,
+        )
+    ]
+    return make_plan(question, evaluate(question, stages_, micro_batches), REPORT)
+
+
+ALL = sorted(VARIANTS)
+
+
+def chain_plan(variant, stages=3, n=4, replicas=1):
+    """Equal stages with one layer each."""
+    system = VARIANTS[variant]
+    n = 1 if system.whole_mini_batches else n
+    limits = [most for _, most in limit_ranges(system, stages)]
+    asked = Question(chain(stages), uniform_cluster(stages * replicas), variant, 4, 1.0)
+    found = lone_stages([[f"n{s}"] for s in range(stages)], limits)
+    found = tuple(
+        msgspec.structs.replace(one, devices=tuple(range(s * replicas, (s + 1) * replicas)))
+        for s, one in enumerate(found)
+    )
+    return make_plan(asked, evaluate(asked, found, n), REPORT)

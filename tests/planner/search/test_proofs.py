@@ -1,0 +1,297 @@
+"""What is proven: no plan is better than one called optimal, and no bound is above a plan.
+
+Held against trying everything, on questions drawn by number (`drawn_questions`). TIMEPREST_DRAWS
+sets which: "2000" for the first two thousand, "400-500" for those from 400 on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+
+import msgspec
+import pytest
+from helpers.by_hand.profiles import chain, profile_by_hand
+from helpers.drawn.questions import Drawn, all_plans, drawn
+from helpers.paths import ROOT
+from timeprest.cli.tables.plan import piling_up
+from timeprest.planner.cluster.cluster import Cluster, Device, Network
+from timeprest.planner.evaluate import Question, evaluate
+from timeprest.planner.partition import solve as solvers
+from timeprest.planner.partition.dp import identical_devices as rising
+from timeprest.planner.partition.problem import stage_bytes, stage_load
+from timeprest.planner.plan import PlanStage
+from timeprest.planner.search import exploration, first_plans
+from timeprest.planner.search.relaxation import Freedom, Relaxation
+from timeprest.planner.search.running_ahead import running_ahead
+from timeprest.planner.search.solve import solve
+from timeprest.profiles.errors import InfeasibleError
+from timeprest.profiles.profile import Profile
+
+FOUND = ROOT.resolve().parent / "shared" / "data" / "false_proofs"
+ALONE = Freedom()
+MOST_BOUNDED = 40
+"""Plans of a question that bounds are held against."""
+
+
+def numbers() -> range:
+    first, _, last = os.environ.get("TIMEPREST_DRAWS", "40").rpartition("-")
+    return range(int(first or 0), int(last))
+
+
+def solved(drawn: Drawn, solver: str):
+    question, freedom = drawn.question, drawn.freedom
+    return solve(
+        question.profile,
+        question.cluster,
+        question.variant,
+        mini_batch=question.mini_batch,
+        micro_batches=drawn.asked,
+        stages=drawn.stages,
+        pins=drawn.pins,
+        replicas=freedom.replicas,
+        recompute=freedom.recompute,
+        solver=solver,
+        optimizer_state_factor=question.optimizer_state_factor,
+        update_every=question.update_every,
+        tied=question.tied,
+        time_limit_s=None,
+        effort=10**9,
+    )
+
+
+def check_solved(drawn: Drawn, solver: str) -> None:
+    """The answer is the best of all plans, proven; or it is that none fits."""
+    if drawn.best_s is None:
+        with pytest.raises(InfeasibleError):
+            solved(drawn, solver)
+        return
+    plan = solved(drawn, solver)
+    assert plan.solver.bound_s <= drawn.best_s * (1 + 1e-9)
+    assert plan.predicted.period_s == pytest.approx(drawn.best_s, rel=1e-8)
+    assert plan.solver.optimal
+
+
+def check_bounds(drawn: Drawn) -> None:
+    """In every view, what a stage costs in the relaxed problem is never more than in a plan."""
+    relaxation, problems = Relaxation(drawn.question, drawn.freedom), {}
+    step = max(len(drawn.plans) // MOST_BOUNDED, 1)
+    for n, found in drawn.plans[::step]:
+        for view in relaxation.views:
+            for alike in {False, drawn.question.cluster.uniform}:
+                for stages in (None, len(found.stages)):
+                    key = n, view, alike, stages
+                    if key not in problems:
+                        problems[key] = relaxation.problem(n, view=view, alike=alike, stages=stages)
+                    check_stages(problems[key], found, alike)
+
+
+def check_stages(problem, found, alike: bool) -> None:
+    position = {name: j for j, name in enumerate(problem.names)}
+    below = 0
+    for s, (stage, predicted) in enumerate(zip(found.stages, found.prediction.stages, strict=True)):
+        layers = sum(1 << position[name] for name in stage.nodes)
+        mode = "recompute" if stage.recompute else "plain"
+        (option,) = [
+            o
+            for o, option in enumerate(problem.options)
+            if option.replicas == len(stage.devices) and problem.modes[option.mode].name == mode
+        ]
+        k = problem.devices - stage.devices[0]
+        if alike:
+            # Devices that the plan uses, without those left out.
+            k = sum(len(other.devices) for other in found.stages[s:])
+        where = problem, below, layers, option, k
+        assert stage_load(*where) <= found.prediction.period_s * (1 + 1e-9)
+        assert stage_bytes(*where) <= predicted.memory_bytes * (1 + 1e-12)
+        below |= layers
+
+
+@pytest.mark.parametrize("number", numbers())
+def test_what_is_proven_of_drawn_questions_is_so(number):
+    found = drawn(number)
+    if found is None:
+        pytest.skip("too many plans to try, or none")
+    check_bounds(found)
+    for solver in ("dp", "ilp"):
+        check_solved(found, solver)
+
+
+@pytest.mark.parametrize("number", numbers()[::3])
+def test_what_is_proven_of_large_models_is_so(number, monkeypatch):
+    """The same ways as where there is much to look at, on the same small questions."""
+    monkeypatch.setattr(exploration, "_LARGE", -1)
+    monkeypatch.setattr(first_plans, "MOST_BLOCKS", 3)
+    for module in (rising, solvers):
+        monkeypatch.setattr(module, "FEW", 0)
+    found = drawn(number)
+    if found is None:
+        pytest.skip("too many plans to try, or none")
+    check_solved(found, "dp")
+
+
+@pytest.mark.parametrize("path", sorted(FOUND.glob("*.json")) or [None], ids=str)
+def test_questions_once_answered_wrongly(path):
+    """Each file has a question, and a plan that was better than the one called optimal."""
+    if path is None:
+        pytest.skip(f"{FOUND} isn't there")
+    case = json.loads(path.read_text())
+    profile = msgspec.convert(case["profile"], Profile)
+    cluster = msgspec.convert(case["cluster"], Cluster)
+    for solver in ("dp", "ilp"):
+        plan = solve(
+            profile,
+            cluster,
+            case["variant"],
+            replicas=case["replicas"],
+            recompute=case["recompute"],
+            solver=solver,
+        )
+        assert plan.predicted.period_s <= case["better_period_s"] * (1 + 1e-9)
+        assert plan.solver.optimal
+        # One of them took the ILP so long that its time was over: it tried 600.
+        assert plan.solver.plans_tried < 200
+
+
+# Causes --------------------------------------------------------------------------------------
+
+
+def all_of(question: Question, freedom: Freedom = ALONE, asked: int | None = None) -> Drawn:
+    """The question with all its plans."""
+    plans = [(n, evaluate(question, s, n)) for n, s in all_plans(question, freedom, asked)]
+    return Drawn(question, freedom, asked, plans)
+
+
+def check(found: Drawn) -> None:
+    check_bounds(found)
+    for solver in ("dp", "ilp"):
+        check_solved(found, solver)
+
+
+def on_machines(homes: str, network: Network, between: Network | None = None, **each) -> Cluster:
+    """A device for each letter, in the machine of that name."""
+    devices = tuple(Device(name=f"d{k}", machine=home, **each) for k, home in enumerate(homes))
+    return Cluster(devices=devices, network=network, between_machines=between)
+
+
+FAST = Network(bandwidth_bytes_per_s=1e9, latency_s=0.0)
+SLOW = Network(bandwidth_bytes_per_s=1e4, latency_s=0.0)
+BLOCKING = Network(bandwidth_bytes_per_s=1e4, latency_s=0.0, overlap=False)
+
+
+def asked_of(profile, cluster, variant):
+    return Question(profile, cluster, variant, profile.batch_size, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("homes", "network", "between"),
+    [
+        ("aab", BLOCKING, SLOW),
+        ("aab", SLOW, BLOCKING),
+        ("ab", BLOCKING, FAST),
+        ("aba", SLOW, FAST),
+        ("aba", FAST, SLOW),
+    ],
+)
+def test_links_inside_and_between_machines_differ(homes, network, between):
+    """Only what every link does is in a bound: some overlap computing, some are faster."""
+    check(all_of(asked_of(chain(3), on_machines(homes, network, between), "timeprest")))
+    freedom = Freedom(replicas=True)
+    check(all_of(asked_of(chain(3), on_machines(homes, network, between), "pipedream"), freedom))
+
+
+def without_gradients(profile, *names):
+    """No gradient for what these layers make, or for tensors of these names."""
+    edges = (
+        msgspec.structs.replace(e, needs_grad=not {e.producer, e.tensor} & {*names})
+        for e in profile.edges
+    )
+    return msgspec.structs.replace(profile, edges=tuple(edges))
+
+
+@pytest.mark.parametrize("variant", ["gpipe", "pipedream-flush", "zb-h1"])
+@pytest.mark.parametrize("dead", [("n0",), ("n1",), ("n2",), ("n0", "n2")])
+def test_a_cut_that_no_gradient_crosses_holds_nothing_up(variant, dead):
+    """Stages before it begin the next mini-batch while this one is still behind it."""
+    profile = without_gradients(chain(4), *dead)
+    check(all_of(asked_of(profile, on_machines("aaa", FAST), variant)))
+
+
+@pytest.mark.parametrize("variant", ["gpipe", "pipedream-flush", "zb-h1"])
+def test_a_layer_beside_the_others_that_sends_no_gradients_holds_nothing_up(variant):
+    layers = [(name, 0, 1e-3, 2e-3, 0, []) for name in ("first", "mask", "left", "last")]
+    pairs = [("first", "left"), ("first", "mask"), ("mask", "last"), ("left", "last")]
+    edges = [(a, b, f"{a}-{b}", 8) for a, b in pairs] + [("last", "output", "y", 8)]
+    for dead in ("mask", "left", "first"):
+        profile = without_gradients(profile_by_hand(layers, edges), dead)
+        check(all_of(asked_of(profile, on_machines("aaa", FAST), variant), asked=2))
+
+
+def test_a_message_may_pass_beside_what_a_mini_batch_fills_the_pipeline_with():
+    times = {"first": (1e-3, 1e-3), "middle": (5e-3, 1e-3), "last": (5e-4, 5e-4)}
+    layers = [(name, 0, forward, backward, 0, []) for name, (forward, backward) in times.items()]
+    edges = [
+        ("first", "middle", "x", 8),
+        ("first", "last", "skip", 400),
+        ("middle", "last", "z", 8),
+        ("last", "output", "y", 8),
+    ]
+    profile = without_gradients(profile_by_hand(layers, edges), "skip")
+    network = Network(bandwidth_bytes_per_s=400 / 6e-3, latency_s=0.0)
+    for variant in ("gpipe", "pipedream-flush"):
+        check(all_of(asked_of(profile, on_machines("aaa", network), variant), asked=1))
+
+
+def test_replicas_behind_a_stage_begin_backwards_before_its_last_forward():
+    profile = chain(3)
+    question = asked_of(profile, on_machines("aaa", FAST), "gpipe")
+    check(all_of(question, Freedom(replicas=True)))
+
+
+def test_stages_without_parameters_sum_no_gradients():
+    network = Network(bandwidth_bytes_per_s=1e9, latency_s=1e-3)
+    question = asked_of(chain(2, parameters=0), on_machines("aa", network), "pipedream-2bw")
+    check(all_of(question, Freedom(replicas=True)))
+
+
+def test_gradients_are_summed_once_an_update():
+    network = Network(bandwidth_bytes_per_s=1e9, latency_s=1e-3)
+    cluster = on_machines("aa", network, memory_bytes=10**6)
+    question = Question(chain(2), cluster, "pipedream-flush", 4, 1.0, 2)
+    check(all_of(question, Freedom(replicas=True)))
+
+
+def test_the_same_stages_on_other_devices_are_other_plans():
+    """Which devices are in one machine isn't told by the relaxed load."""
+    late = Network(bandwidth_bytes_per_s=1e9, latency_s=0.05)
+    for homes in ("aab", "abb", "aba"):
+        for near, far in ((FAST, late), (late, FAST)):
+            check(all_of(asked_of(chain(2), on_machines(homes, near, far), "pipedream")))
+
+
+def test_stages_that_nothing_comes_to_may_run_ahead_of_the_first():
+    layers = [("slow", 100, 9e-3, 9e-3, 0, []), ("beside", 100, 1e-3, 1e-3, 0, [])]
+    edges = [("beside", "output", "y", 8)]
+    profile = profile_by_hand(layers, edges)
+    for variant in ("timeprest", "i-timeprest", "pipedream-vertical-sync"):
+        check(all_of(asked_of(profile, on_machines("aa", FAST), variant)))
+
+
+@pytest.mark.parametrize("slow", [0, 1, 2])
+def test_messages_pile_up_behind_a_stage_that_nothing_comes_back_from(slow):
+    layers = [(f"n{k}", 0, 1e-3 * (1 + 2 * (k == slow)), 1e-3, 0, []) for k in range(3)]
+    edges = [("n0", "n1", "t0", 8), ("n1", "n2", "t1", 8), ("n2", "output", "t2", 8)]
+    profile = without_gradients(profile_by_hand(layers, edges), "n0")
+    question = asked_of(profile, on_machines("aaa", FAST), "pipedream")
+    stages = tuple(
+        PlanStage(nodes=(f"n{k}",), devices=(k,), in_flight=limit)
+        for k, limit in enumerate((3, 2, 1))
+    )
+    found = evaluate(question, stages, 1)
+    ahead = running_ahead(found.pipeline, found.prediction.period_s)
+    # The first one is held up by nothing behind it, the second one by the third.
+    assert [(link.source, link.target) for link, _ in ahead] == [(0, 1)][: slow > 0]
+    assert [lead for _, lead in ahead] == pytest.approx([1 - 2 / 4][: slow > 0])
+    plan = solve(profile, question.cluster, "pipedream", stages=3)
+    assert (piling_up(plan) is None) == (slow == 0)
+    assert slow == 0 or "up to 16 B more wait to be sent" in piling_up(plan)

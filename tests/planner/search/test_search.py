@@ -1,0 +1,385 @@
+"""The search: its plan is the best of all plans there are, by trying every one."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import replace
+from itertools import product
+
+import msgspec
+import pytest
+from helpers.by_hand.profiles import chain, drawn_profiles, profile_by_hand
+from hypothesis import HealthCheck, Phase, assume, given, settings
+from hypothesis import strategies as st
+from timeprest.planner.cluster.cluster import Cluster, Device, Network, uniform_cluster
+from timeprest.planner.evaluate import Question, evaluate, lone_stages
+from timeprest.planner.partition.problem import is_downset, members, stage_bytes, stage_load
+from timeprest.planner.schedules.schedules import limit_ranges
+from timeprest.planner.search import exploration, first_plans
+from timeprest.planner.search.choices import (
+    Choice,
+    all_limits,
+    capped,
+    caps,
+    choice_of,
+    micro_batch_counts,
+)
+from timeprest.planner.search.exploration import Budget, OutOfBudget
+from timeprest.planner.search.relaxation import Freedom, Relaxation
+from timeprest.planner.search.solve import Request, explore, solve
+from timeprest.planner.systems.variants import VARIANTS
+from timeprest.profiles.errors import InfeasibleError, PlanError
+
+MOST_PLANS = 1500
+
+
+def all_choices(relaxation, micro_batches):
+    """Every cut with every number of devices and every mode for its stages."""
+    problem = relaxation.problem(micro_batches)
+    downsets = [d for d in range(problem.full + 1) if is_downset(problem, d)]
+
+    def extend(below, first, stages):
+        if below == problem.full:
+            nodes, devices, again = zip(*stages, strict=True)
+            yield Choice(nodes, devices, again)
+            return
+        for above in downsets:
+            if below & ~above or above == below:
+                continue
+            names = tuple(problem.names[j] for j in members(above & ~below))
+            for option in problem.options:
+                mode = problem.modes[option.mode].name == "recompute"
+                last = problem.devices - option.replicas
+                # Equal devices: which of them are left out makes no difference.
+                starts = range(first, last + 1)
+                if relaxation.question.cluster.uniform:
+                    starts = starts[:1]
+                for start in starts:
+                    mine = tuple(range(start, start + option.replicas))
+                    yield from extend(
+                        above, start + option.replicas, [*stages, (names, mine, mode)]
+                    )
+
+    yield from extend(0, 0, [])
+
+
+def all_plans(question, freedom, counts):
+    """(choice, N, limits) of every plan."""
+    relaxation = Relaxation(question, freedom)
+    for n in counts:
+        for choice in all_choices(relaxation, n):
+            if relaxation.allows(choice.stages, n):
+                ranges = limit_ranges(VARIANTS[question.variant], choice.stages)
+                for limits in all_limits(ranges, 10**6):
+                    yield choice, n, limits
+
+
+@st.composite
+def drawn_clusters(draw):
+    count = draw(st.integers(1, 3))
+    memory = draw(st.sampled_from([None, None, 40_000, 14_000, 9_000, 6_000]))
+    devices = [Device(name=f"d{k}", memory_bytes=memory) for k in range(count)]
+    if draw(st.integers(0, 3)) == 0:
+        devices = [msgspec.structs.replace(d, speed=draw(st.sampled_from([1, 2]))) for d in devices]
+        if memory:
+            first = msgspec.structs.replace(devices[0], memory_bytes=memory * 2)
+            devices = [first, *devices[1:]]
+    bandwidth = draw(st.sampled_from([1e12, 1e12, 1e5, 2e4]))
+    network = Network(
+        bandwidth_bytes_per_s=bandwidth,
+        latency_s=draw(st.sampled_from([0.0, 0.0, 1e-3])),
+        half_duplex=draw(st.integers(0, 4)) == 0,
+        overlap=draw(st.integers(0, 4)) != 0,
+    )
+    cores = draw(st.sampled_from([None, None, 1, 2]))
+    return Cluster(devices=tuple(devices), network=network, cores=cores)
+
+
+@st.composite
+def drawn_questions(draw, most):
+    variant = draw(st.sampled_from(sorted(VARIANTS)))
+    profile = draw(drawn_profiles(most=most))
+    question = Question(profile, draw(drawn_clusters()), variant, profile.batch_size, 1.0)
+    ways = ["off", "off", "auto"] + ["on"] * (not VARIANTS[variant].recompute_refusal)
+    freedom = Freedom(draw(st.booleans()), draw(st.sampled_from(ways)))
+    counts = draw(st.sampled_from([None, None, 1, 2, 4, 3]))
+    if VARIANTS[variant].whole_mini_batches:
+        counts = None
+    return question, freedom, counts
+
+
+def best_of_all(question, freedom, counts):
+    """The shortest period of all plans that fit; None when none does."""
+    best = None
+    for number, (choice, n, limits) in enumerate(all_plans(question, freedom, counts)):
+        assume(number < MOST_PLANS)
+        found = evaluate(question, choice.with_limits(limits), n)
+        if not found.over_limit(question.cluster):
+            period = found.prediction.period_s
+            best = period if best is None else min(best, period)
+    return best
+
+
+def solved(question, freedom, asked, solver):
+    try:
+        return solve(
+            question.profile,
+            question.cluster,
+            question.variant,
+            micro_batches=asked,
+            replicas=freedom.replicas,
+            recompute=freedom.recompute,
+            solver=solver,
+            optimizer_state_factor=1.0,
+            time_limit_s=None,
+            effort=10**9,
+        )
+    except InfeasibleError:
+        return None
+
+
+def check_best(question, freedom, asked, solver):
+    try:
+        counts = micro_batch_counts(question, asked)
+    except PlanError:
+        assume(False)
+    best = best_of_all(question, freedom, counts)
+    plan = solved(question, freedom, asked, solver)
+    assert (plan is None) == (best is None)
+    if plan is not None:
+        assert plan.predicted.period_s == pytest.approx(best, rel=1e-8)
+        assert plan.solver.optimal
+        assert plan.solver.bound_s <= best * (1 + 1e-9)
+
+
+ALL = settings(
+    max_examples=120,
+    deadline=None,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],
+)
+
+
+@ALL
+@given(drawn_questions(most=6))
+def test_the_plan_is_the_best_of_all(drawn):
+    """Every system, with and without memory limits, replicas and recomputation."""
+    check_best(*drawn, "dp")
+
+
+@settings(ALL, max_examples=25)
+@given(drawn_questions(most=12))
+def test_the_plan_is_the_best_of_all_on_larger_graphs(drawn):
+    check_best(*drawn, "dp")
+
+
+@settings(ALL, max_examples=25)
+@given(drawn_questions(most=5))
+def test_the_ilp_finds_the_same(drawn):
+    check_best(*drawn, "ilp")
+
+
+@settings(ALL, max_examples=120)
+@given(drawn_questions(most=6), st.data())
+def test_a_bound_is_below_every_plan(drawn, data):
+    """What a stage costs in the relaxed problem, in any view, is never more than in a plan."""
+    question, freedom, asked = drawn
+    try:
+        counts = micro_batch_counts(question, asked)
+    except PlanError:
+        assume(False)
+    relaxation = Relaxation(question, freedom)
+    plans = []
+    for plan in all_plans(question, freedom, counts):
+        plans.append(plan)
+        assume(len(plans) < MOST_PLANS)
+    assume(plans)
+    choice, n, limits = data.draw(st.sampled_from(plans))
+    found = evaluate(question, choice.with_limits(limits), n)
+    alike = question.cluster.uniform and data.draw(st.booleans())
+    view = data.draw(st.sampled_from(relaxation.views))
+    problem = relaxation.problem(n, view=view, alike=alike)
+    position = {name: j for j, name in enumerate(problem.names)}
+    below = 0
+    for s in range(choice.stages):
+        layers = sum(1 << position[name] for name in choice.nodes[s])
+        mode = "recompute" if choice.recompute[s] else "plain"
+        (option,) = [
+            o
+            for o, option in enumerate(problem.options)
+            if option.replicas == len(choice.devices[s]) and problem.modes[option.mode].name == mode
+        ]
+        k = problem.devices - choice.devices[s][0]
+        if alike:
+            # Devices that the plan uses, without those left out.
+            k = sum(map(len, choice.devices[s:]))
+        load = stage_load(problem, below, layers, option, k)
+        assert load <= found.prediction.period_s * (1 + 1e-9)
+        nbytes = stage_bytes(problem, below, layers, option, k)
+        assert nbytes <= found.prediction.stages[s].memory_bytes * (1 + 1e-9) + 1
+        below |= layers
+
+
+def test_limits_never_rise_and_are_all_there():
+    ranges = [(1, 3), (1, 2), (1, 1)]
+    wanted = [v for v in product([1, 2, 3], [1, 2], [1]) if v[0] >= v[1] >= v[2]]
+    assert sorted(all_limits(ranges)) == sorted(wanted)
+    assert all_limits(ranges, 3) is None
+    assert capped(ranges, 2) == (2, 2, 1)
+    assert caps(ranges) == [3, 2, 1]
+    many = caps([(1, 100), (1, 1)])
+    assert many[0] == 100
+    assert many == sorted(many, reverse=True)
+    assert {1, 2, 3} <= set(many)
+
+
+def test_pinned_layers_are_where_they_were_asked_for():
+    plan = solve(chain(8), uniform_cluster(4), pins=[("n5", 0)])
+    assert plan.stages[0].nodes == ("n0", "n1", "n2", "n3", "n4", "n5")
+    plan = solve(chain(8), uniform_cluster(4), pins=[("n1", 1), ("n2", 1)], stages=3)
+    assert {"n1", "n2"} <= set(plan.stages[1].nodes)
+    with pytest.raises(PlanError, match="no layer of this name"):
+        solve(chain(8), uniform_cluster(4), pins=[("nope", 0)])
+    with pytest.raises(InfeasibleError):
+        solve(chain(8), uniform_cluster(4), pins=[("n5", 0), ("n2", 1)])
+
+
+def test_replicas_halve_a_layer_that_cant_be_cut():
+    layers = [("small", 0, 1e-3, 1e-3, 0, []), ("large", 0, 4e-3, 4e-3, 0, [])]
+    edges = [("small", "large", "a", 8), ("large", "output", "b", 8)]
+    profile = profile_by_hand(layers, edges)
+    fast = uniform_cluster(3, bandwidth="1TB/s", latency="0s")
+    alone = solve(profile, fast, micro_batches=4)
+    shared = solve(profile, fast, micro_batches=4, replicas=True)
+    assert alone.predicted.period_s == pytest.approx(4 * 8e-3)
+    assert [len(stage.devices) for stage in shared.stages] == [1, 2]
+    assert shared.predicted.period_s == pytest.approx(2 * 8e-3)
+    assert shared.solver.optimal
+
+
+def test_a_time_limit_keeps_what_was_found():
+    plan = solve(chain(12), uniform_cluster(4), "gpipe", effort=2000)
+    assert plan.solver.bound_s <= plan.predicted.period_s
+    assert plan.solver.optimal == (plan.solver.gap == 0)
+    if not plan.solver.optimal:
+        assert plan.solver.stopped == "effort"
+
+
+def test_a_bound_of_2bw_is_a_micro_batchs_round_trip():
+    question = Question(chain(4), uniform_cluster(4), "pipedream-2bw", 4, 1.0)
+    relaxation = Relaxation(question, Freedom(replicas=True))
+    cost = question.costs.stage(tuple(layer.name for layer in question.profile.layers), 2, True)
+    trip_s = relaxation.round_trip_s(2)
+    assert trip_s == pytest.approx(cost.forward_s + cost.backward_s)
+    assert relaxation.graph.returning_rows == [[0, 1, 2, 3]]
+    # Where no gradient comes back, what is before doesn't wait for what is behind.
+    edges = [msgspec.structs.replace(e, needs_grad=e.producer != "n1") for e in chain(4).edges]
+    profile = msgspec.structs.replace(chain(4), edges=tuple(edges))
+    cut = Relaxation(Question(profile, uniform_cluster(4), "pipedream-2bw", 4, 1.0), Freedom())
+    assert cut.graph.returning_rows == [[0, 1], [2, 3]]
+    assert cut.round_trip_s(2) == pytest.approx(trip_s / 2)
+
+
+@settings(ALL, max_examples=40)
+@given(drawn_questions(most=4), st.sampled_from([1, 2, 4]))
+def test_no_2bw_plan_is_faster_than_its_round_trip(drawn, n):
+    question = replace(drawn[0], variant="pipedream-2bw")
+    freedom = Freedom(replicas=True)
+    trip_s = Relaxation(question, freedom).round_trip_s(n)
+    for number, (choice, _, limits) in enumerate(all_plans(question, freedom, [n])):
+        assume(number < MOST_PLANS)
+        found = evaluate(question, choice.with_limits(limits), n)
+        assert trip_s <= found.prediction.period_s * (1 + 1e-9)
+
+
+def test_an_evaluation_that_takes_too_long_isnt_begun():
+    budget = Budget(deadline=time.monotonic() + 1000.0)
+    budget.took(10, 5000.0)
+    budget.spend(10)
+    with pytest.raises(OutOfBudget, match="time limit"):
+        budget.spend(10, needed=False)
+    budget.spend(1, needed=False)
+    assert budget.tried == 2
+
+
+def test_finer_blocks_where_the_first_ones_dont_fit(monkeypatch):
+    monkeypatch.setattr(exploration, "_LARGE", 0)
+    monkeypatch.setattr(first_plans, "MOST_BLOCKS", 3)
+    layers = [(f"n{k}", 1000, 1e-3, 1e-3, 0, []) for k in range(8)]
+    edges = [(f"n{k}", f"n{k + 1}", f"t{k}", 8) for k in range(7)] + [("n7", "output", "t7", 8)]
+    # Two layers with gradients and optimizer state, two versions of each, fit a device.
+    question = Question(
+        profile_by_hand(layers, edges), uniform_cluster(4, "9kB"), "pipedream-2bw", 4, 1.0
+    )
+    found = explore(question, Request(micro_batches=4), lambda *_: None)
+    found.bounds = dict.fromkeys(found.cases, 0.0)
+    first_plans.try_blocks(found)
+    assert [len(stage.nodes) for stage in found.best.stages] == [2, 2, 2, 2]
+
+
+def test_a_cut_found_for_some_micro_batches_is_tried_with_others():
+    question = Question(chain(4), uniform_cluster(2), "timeprest", 4, 1.0)
+    seen = []
+    found = explore(question, Request(), lambda *_: None, seen.append)
+    found.bounds = dict.fromkeys(found.cases, 0.0)
+    problem = found.problem_for(found.cases[0])
+    cut = found.source.best(problem).cut
+    found._try_elsewhere([(choice_of(problem, cut), cut)])
+    assert {plan.micro_batches for plan in seen} == {1, 2, 4}
+    assert {tuple(stage.nodes for stage in plan.stages) for plan in seen} == {
+        choice_of(problem, cut).nodes
+    }
+
+
+@pytest.mark.parametrize("system", ["pipedream-2bw", "pipedream-flush"])
+def test_what_would_do_for_a_large_model_does(monkeypatch, system):
+    monkeypatch.setattr(exploration, "_LARGE", 0)
+    layers = [(f"n{k}", 1000, 1e-3, 1e-3, 0, []) for k in range(8)]
+    edges = [(f"n{k}", f"n{k + 1}", f"t{k}", 8) for k in range(7)] + [("n7", "output", "t7", 8)]
+    profile = profile_by_hand(layers, edges)
+    with pytest.raises(InfeasibleError) as info:
+        solve(profile, uniform_cluster(2, "9kB"), system, micro_batches=4)
+    words = str(info.value).split("What would do: ")[1]
+    memory, count = re.match(r"(\d+) bytes .* or (\d+) such devices", words).groups()
+    assert solve(profile, uniform_cluster(2, memory), system, micro_batches=4)
+    assert solve(profile, uniform_cluster(int(count), "9kB"), system, micro_batches=4)
+
+
+def test_a_stage_with_devices_behind_it_may_be_the_last():
+    """They may be left out: SpecTrain predicts nothing there, and needs no memory for it."""
+    profile = chain(1, parameters=1000, saved=100)
+    question = Question(profile, uniform_cluster(2), "spectrain", profile.batch_size, 1.0)
+    need = evaluate(question, lone_stages([["n0"]], [1]), 1).prediction.stages[0].memory_bytes
+    devices = tuple(Device(name=f"d{k}", memory_bytes=m) for k, m in enumerate((need, 1)))
+    cluster = msgspec.structs.replace(question.cluster, devices=devices)
+    question = replace(question, cluster=cluster)
+    # With both devices from its first one to the end, it needs no more than it does.
+    assert stage_bytes(Relaxation(question, Freedom()).problem(1), 0, 0b1, 0, 2) <= need
+    assert solved(question, Freedom(), None, "dp").stages[0].devices == (0,)
+
+
+def test_a_bound_knows_that_a_stage_that_sends_nothing_back_does_not_split():
+    """Both parts of a split backward may take longer than it takes whole."""
+    profile = chain(3)
+    layers = tuple(
+        msgspec.structs.replace(
+            layer,
+            measurements=tuple(
+                msgspec.structs.replace(m, backward_input_s=2 * m.backward_s)
+                for m in layer.measurements
+            ),
+        )
+        for layer in profile.layers
+    )
+    profile = msgspec.structs.replace(profile, layers=layers)
+    for devices in (1, 2):
+        question = Question(profile, uniform_cluster(devices), "zb-h1", profile.batch_size, 1.0)
+        plan = solved(question, Freedom(), None, "dp")
+        assert plan.solver.optimal
+        whole = evaluate(question, lone_stages([["n0", "n1", "n2"]], [1]), 1)
+        assert plan.predicted.period_s <= whole.prediction.period_s * (1 + 1e-9)
+        for view in Relaxation(question, Freedom()).views:
+            problem = Relaxation(question, Freedom()).problem(1, view=view)
+            load = stage_load(problem, 0, 0b111, 0, devices)
+            assert load <= whole.prediction.period_s * (1 + 1e-9)

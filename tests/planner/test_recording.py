@@ -1,0 +1,152 @@
+"""A plan's recording against the planner's own figures and rules."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import msgspec
+import pytest
+from helpers.by_hand.profiles import chain
+from helpers.drawn.plans import evaluated
+from helpers.plans import ALL, REPORT, chain_plan
+from hypothesis import given
+from timeprest.planner.cluster.cluster import uniform_cluster
+from timeprest.planner.evaluate import Question, evaluate, lone_stages, make_plan
+from timeprest.planner.plan import pipeline_of
+from timeprest.planner.recording import predicted, window
+from timeprest.planner.schedules.schedules import make_order
+from timeprest.planner.simulator.timeline import simulate
+from timeprest.planner.systems.variants import VARIANTS
+
+
+@given(evaluated())
+def test_a_recording_is_the_simulated_order(drawn):
+    """What runs, when, on which replica: the simulator's; messages before what needs them."""
+    asked, found = drawn
+    plan = make_plan(asked, found, REPORT)
+    recording = predicted(plan, 5)
+    pipeline = pipeline_of(plan)
+    timeline = simulate(pipeline, make_order(pipeline, 5))
+    by_lane = [[s for s in recording.spans if s.lane == k] for k in range(len(recording.lanes))]
+    lanes = iter(by_lane)
+    for s, replicas in enumerate(timeline.replicas):
+        for j, events in enumerate(replicas):
+            mine = next(lanes)
+            lane = recording.lanes[mine[0].lane]
+            assert (lane.stage, lane.replica) == (s, j)
+            assert [(m.kind, m.mini_batch, m.micro_batch) for m in mine] == [e.op for e in events]
+            assert [m.start_s for m in mine] == [e.start_s for e in events]
+    starts = {(s.lane, s.kind, s.mini_batch, s.micro_batch): s.start_s for s in recording.spans}
+    ends = {(s.lane, s.kind, s.mini_batch, s.micro_batch): s.end_s for s in recording.spans}
+    for m in recording.messages:
+        kind = "B" if m.backward else "F"
+        assert m.sent_s <= m.start_s <= m.end_s
+        assert m.sent_s == ends[m.source, kind, m.mini_batch, m.micro_batch]
+        assert m.end_s <= starts[m.target, kind, m.mini_batch, m.micro_batch]
+        assert m.nbytes > 0
+        assert m.tensor
+
+
+@given(evaluated())
+def test_all_bytes_that_cross_are_in_messages(drawn):
+    asked, found = drawn
+    plan = make_plan(asked, found, REPORT)
+    recording = predicted(plan, 2)
+    crossed = Counter()
+    for m in recording.messages:
+        pair = recording.lanes[m.source].stage, recording.lanes[m.target].stage
+        crossed[pair] += m.nbytes
+    expected = Counter()
+    for edge in plan.edges:
+        expected[edge.source, edge.target] += 2 * plan.micro_batches * edge.bytes_per_micro_batch
+        if edge.needs_grad:
+            back = 2 * plan.micro_batches * edge.bytes_per_micro_batch
+            expected[edge.target, edge.source] += back
+    assert crossed == expected
+
+
+@given(evaluated())
+def test_memory_over_time_peaks_at_the_plans_figure(drawn):
+    asked, found = drawn
+    plan = make_plan(asked, found, REPORT)
+    recording = predicted(plan, 4 * max(found.limits) + 4 * asked.update_every)
+    for s, stage in enumerate(plan.predicted.stages):
+        peaks = []
+        for k, lane in enumerate(recording.lanes):
+            if lane.stage != s:
+                continue
+            points = [p for p in recording.memory if p.lane == k]
+            assert [p.at_s for p in points] == sorted(p.at_s for p in points)
+            peaks.append(max(points, key=lambda p: sum(p.nbytes)).nbytes)
+        # Of replicas, that of the one which holds most is predicted.
+        assert max(map(sum, peaks)) == stage.memory_bytes
+        assert msgspec.structs.astuple(stage.memory) in {
+            p.nbytes for p in recording.memory if recording.lanes[p.lane].stage == s
+        }
+
+
+@pytest.mark.parametrize("variant", ALL)
+def test_versions_are_those_of_the_table(variant):
+    recording = predicted(chain_plan(variant), 8)
+    system = VARIANTS[variant]
+    latest: dict[int, int] = {}
+    for span in recording.spans:
+        now = latest.setdefault(span.lane, 0)
+        if span.kind == "U":
+            assert span.version == now + 1
+            latest[span.lane] = span.version
+        elif span.kind == "B":
+            assert span.forward_version is not None
+            if system.backward_weights == "forward":
+                assert span.version == span.forward_version
+            else:
+                assert span.version == now
+        else:
+            assert span.forward_version is None
+            assert span.version <= now
+    differences = [
+        max(s.version - s.forward_version for s in recording.spans if s.lane == k and s.kind == "B")
+        for k in range(3)
+    ]
+    assert differences == [p.version_difference for p in chain_plan(variant).predicted.stages]
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_window_is_a_part_of_the_whole(replicas):
+    plan = chain_plan("timeprest", replicas=replicas)
+    whole = predicted(plan, 9)
+    part = predicted(plan, 3, first=4, more=2)
+    assert part == window(whole, 4, 7)
+    assert part.spans[0].name == "F4.0"
+    assert min(s.start_s for s in part.spans) == 0
+    # On every lane, all that runs between is in it.
+    for k in range(len(whole.lanes)):
+        row = [s.name for s in whole.spans if s.lane == k]
+        mine = [s.name for s in part.spans if s.lane == k]
+        start = row.index(mine[0])
+        assert row[start : start + len(mine)] == mine
+        assert mine[0].startswith("F4")
+        assert mine[-1] == "U6"
+
+
+def test_lanes_have_names():
+    assert [lane.name for lane in predicted(chain_plan("gpipe"), 1).lanes] == [
+        "stage 0",
+        "stage 1",
+        "stage 2",
+    ]
+    assert [lane.name for lane in predicted(chain_plan("gpipe", replicas=2), 1).lanes][:3] == [
+        "stage 0 replica 0",
+        "stage 0 replica 1",
+        "stage 1 replica 0",
+    ]
+
+
+def test_a_large_plan_is_bounded_by_itself():
+    """64 stages, 256 micro-batches: a few mini-batches, some ten thousand operations."""
+    asked = Question(chain(64, 100), uniform_cluster(64), "v-timeprest", 256 * 4, 1.0)
+    found = lone_stages([[f"n{s}"] for s in range(64)], [2] * 63 + [1])
+    plan = make_plan(asked, evaluate(asked, found, 256), REPORT)
+    recording = predicted(plan)
+    assert 30_000 < len(recording.spans) < 70_000
+    assert len(recording.lanes) == 64

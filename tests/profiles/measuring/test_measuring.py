@@ -1,0 +1,265 @@
+"""What is measured can be trusted: bytes are autograd's, times are known to a stated error."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.models.small import TARGETS, ZOO, light_models
+from hypothesis import given
+from hypothesis import strategies as st
+from timeprest.cli.tables.profile import layer_sum_ratios
+from timeprest.planner.costs.stage_costs import stage_cost
+from timeprest.profiles.autograd.boundary import SavedBytes
+from timeprest.profiles.errors import UserError
+from timeprest.profiles.measuring.bench import relative_error, worst_error
+from timeprest.profiles.measuring.measure import default_sizes, measure
+from timeprest.profiles.measuring.platforms import ComputedClock, platform_of
+from timeprest.profiles.target import resolve
+from timeprest.profiles.task import root_of
+from timeprest.profiles.tracing.front_ends import trace
+
+BIN = Path(sys.executable).parent
+
+
+def held_by_autograd(target, model, size, front_end):
+    """Bytes that autograd keeps for the whole model in one piece.
+
+    The user's own model, called as the user would; an exported one as it was exported:
+    transformers' Llama and T5 make their masks explicit when they are.
+    """
+    call, wanted = target.call(size)
+    traced = trace(model, "it", call, front_end=front_end)
+    with SavedBytes(ignore=[*model.parameters(), *model.buffers()]) as saved:
+        result = call.of(model) if front_end == "fx" else traced.module(*call.tensors)
+        loss = root_of(target.task.loss(result, wanted)) if target.task else None
+    assert loss is None or loss.requires_grad
+    return saved.total
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_layers_add_up_to_the_whole_model(name):
+    """Saved bytes are autograd's, measured layer by layer, and the same where nothing was run.
+
+    There, every operation of the whole step is some layer's: nothing is lost or counted twice,
+    but for a few copies: a recurrent layer's gradients are copied where a graph ends with it.
+    """
+    target = resolve(name)
+    sizes = [2, 4]
+    measured = measure(target, batch_size=4, micro_batch_sizes=sizes, seconds=0)
+    computed = measure(
+        target, batch_size=4, micro_batch_sizes=sizes, platform=platform_of("meta", "a100-80gb")
+    )
+    model = target.model()
+    names = [layer.name for layer in measured.layers]
+    for k, size in enumerate(sizes):
+        held = held_by_autograd(target, model, size, measured.front_end)
+        assert measured.whole_model[k].saved_bytes == held
+        assert stage_cost(measured, names, size, last=True).kept_bytes == held
+    for one, other in zip(measured.layers, computed.layers, strict=True):
+        if "LSTM" in one.kind:  # oneDNN keeps a workspace that only a run shows
+            continue
+        assert (one.name, one.kind, one.parameter_bytes) == (
+            other.name,
+            other.kind,
+            other.parameter_bytes,
+        )
+        assert [m.saved_bytes for m in one.measurements] == [
+            m.saved_bytes for m in other.measurements
+        ]
+        assert all(m.relative_error is not None for m in one.measurements)
+        assert all(m.relative_error is None for m in other.measurements)
+    assert measured.edges == computed.edges
+    assert measured.fingerprint == computed.fingerprint
+    for _, ratio in layer_sum_ratios(computed):
+        assert ratio == pytest.approx(1, rel=0.05 if "gnmt" in name else 0.02)
+    assert computed.device == "meta:a100-80gb"
+    assert "Nothing was run" in computed.assumptions[0]
+
+
+def test_a_model_that_fits_nowhere_is_profiled_without_memory():
+    """A layer of GPT-3's width alone has 7 GB of weights; what is large costs what is small."""
+    found = measure(
+        resolve("gpt2:layers=2,width=12288,heads=96,context=2048,dropout=0"),
+        batch_size=2,
+        micro_batch_sizes=[1, 2],
+        platform=platform_of("meta", "a100-80gb", "bfloat16"),
+    )
+    block = [layer for layer in found.layers if layer.name.startswith("h.0.")]
+    assert sum(layer.parameter_bytes for layer in block) == 4 * (12 * 12288**2 + 13 * 12288)
+    # 6 operations for each weight and token at the peak of bfloat16, at the least.
+    matrix_s = 6 * 12 * 12288**2 * 2 * 2048 / 312e12
+    step_s = sum(m.forward_s + m.backward_s for la in block for m in la.measurements[-1:])
+    assert matrix_s < step_s < 2 * matrix_s
+    assert found.autocast == "bfloat16"
+
+
+def test_autocast_changes_what_is_kept():
+    plain, cast = (
+        measure(
+            resolve(ZOO["gpt2"]), batch_size=4, platform=platform_of("cpu", None, dtype), seconds=0
+        )
+        for dtype in (None, "bfloat16")
+    )
+    assert (plain.autocast, cast.autocast) == (None, "bfloat16")
+    assert plain.whole_model[-1].saved_bytes != cast.whole_model[-1].saved_bytes
+    assert plain.fingerprint == cast.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("meta", None, None), "--device meta: say which device"),
+        (("cpu", "a10", None), "--spec: goes with --device meta"),
+        (("meta", "nothing", None), "no device 'nothing'"),
+        (("cpu", None, "int8"), "--autocast 'int8'"),
+    ],
+)
+def test_platforms_that_are_none(arguments, message):
+    with pytest.raises(UserError, match=message):
+        platform_of(*arguments)
+
+
+def test_cuda_is_refused_where_there_is_none():
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    with pytest.raises(UserError, match="no CUDA device"):
+        platform_of("cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_events_and_the_allocator_are_read():
+    found = measure(resolve(ZOO["resnet18"]), batch_size=8, platform=platform_of("cuda"), seconds=1)
+    assert found.device == "cuda"
+    assert all(la.measurements[-1].forward_s > 0 for la in found.layers if la.parameter_bytes)
+    assert max(la.measurements[-1].workspace_bytes for la in found.layers) > 0
+    assert found.whole_model[-1].forward_s > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", TARGETS)
+def test_every_model_profiles_on_a_gpu(name):
+    found = measure(
+        resolve(name),
+        batch_size=4,
+        micro_batch_sizes=[2, 4],
+        platform=platform_of("cuda"),
+        seconds=0,
+    )
+    target = resolve(name)
+    model = target.model().cuda()
+    call, _ = target.call(4)
+    with SavedBytes(ignore=[*model.parameters(), *model.buffers()]) as saved:
+        result = call.of(model, [t.cuda() for t in call.tensors])
+    assert result is not None
+    loss = found.loss[-1].saved_bytes if found.loss else 0
+    assert saved.total <= found.whole_model[-1].saved_bytes <= saved.total + loss
+
+
+@pytest.mark.parametrize("path", [p for p in light_models() if "shuffle" in p.stem])
+def test_an_onnx_file_is_profiled_with_more_than_its_batch(path):
+    found = measure(resolve(str(path)), batch_size=2, seconds=0)
+    assert found.front_end == "onnx"
+    assert found.micro_batch_sizes == (1, 2)
+    assert not found.loss
+    assert found.whole_model[1].saved_bytes > found.whole_model[0].saved_bytes
+
+
+def test_micro_batches_of_one_are_left_out_where_the_model_refuses_them():
+    found = measure(resolve(ZOO["resnet18"]), batch_size=4, seconds=0)
+    assert found.micro_batch_sizes == (2, 4)
+    assert "Micro-batches of 1 were left out" in found.assumptions[0]
+    with pytest.raises(UserError, match="more than 1 value per channel"):
+        measure(resolve(ZOO["resnet18"]), batch_size=4, micro_batch_sizes=[1, 4], seconds=0)
+
+
+def test_default_sizes():
+    assert default_sizes(64) == (4, 8, 16, 32, 64)
+    assert default_sizes(12) == (3, 6, 12)
+    assert default_sizes(7) == (7,)
+    assert default_sizes(64, platform_of("meta", "t4")) == (4, 16, 64)
+
+
+# How sure a time is ------------------------------------------------------------------------
+
+
+@given(st.floats(1e-6, 10), st.floats(0.01, 0.2), st.integers(20, 100), st.randoms())
+def test_the_error_is_that_of_the_median(middle, spread, count, rng):
+    """Of the right size for normal noise, whatever the scale: checked by making it anew."""
+    draws = random.Random(rng.random())
+    times = [middle * max(1 + spread * draws.gauss(0, 1), 0.01) for _ in range(count)]
+    expected = 1.2533 * spread / count**0.5
+    assert 0.3 * expected < relative_error(times) < 2.5 * expected
+
+
+def test_errors_of_few_and_of_equal_times():
+    assert relative_error([1.0]) == 1
+    assert relative_error([0.0, 0.0]) == 0
+    assert relative_error([2.0, 2.0, 2.0]) == 0
+    # A few times when the machine was busy elsewhere don't count.
+    assert relative_error([1.0] * 9 + [50.0]) == 0
+
+
+def test_light_layers_needn_t_be_known_well():
+    heavy, light = [1.0, 1.0, 1.0], [0.001, 0.004, 0.002]
+    assert worst_error([heavy, light]) == 0
+    assert worst_error([light]) > 0.1
+
+
+def test_measuring_ends_when_times_are_sure_or_the_seconds_over():
+    target = resolve(ZOO["mlp"])
+    begin = time.perf_counter()
+    measure(target, batch_size=4, seconds=100, error=0.9)
+    assert time.perf_counter() - begin < 30
+    begin = time.perf_counter()
+    measure(target, batch_size=4, seconds=1, error=1e-9)
+    assert time.perf_counter() - begin < 30
+
+
+def test_a_computed_clock_reads_its_counter():
+    class Counter:
+        seconds = 0.0
+
+    counter = Counter()
+    clock = ComputedClock(counter)
+    start = clock.mark()
+    counter.seconds += 2.5
+    assert clock.seconds(start, clock.mark()) == 2.5
+
+
+@pytest.mark.processes
+def test_ctrl_c_leaves_no_file(tmp_path):
+    command = [BIN / "tp-profile", "text", "--seconds", "100", "--relative-error", "1e-6"]
+    process = subprocess.Popen(
+        [*map(str, command), "-o", "profile.json"], cwd=tmp_path, stderr=subprocess.PIPE, text=True
+    )
+    time.sleep(8)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert errors.strip().splitlines()[-1].endswith("stopped")
+    assert "Traceback" not in errors
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_from_python(tmp_path):
+    import timeprest
+
+    found = timeprest.profile("digits", device="meta", spec="t4", micro_batch_sizes=[2, 4])
+    assert (found.device, found.batch_size) == ("meta:t4", 4)
+    published = tmp_path / "one.graph.txt"
+    published.write_text(
+        "node1 -- Linear(4, 8) -- forward_compute_time=1.0, backward_compute_time=2.0, "
+        "activation_size=3200, parameter_size=160\n"
+    )
+    found = timeprest.profile(str(published), batch_size=100)
+    assert not found.can_run
+    assert found.layers[0].measurements[0].forward_s == 1e-3

@@ -1,0 +1,571 @@
+"""Checkpoints: a run that was stopped and resumed is the run that wasn't, bit for bit."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+import torch
+from click.testing import CliRunner
+from helpers.paths import TESTS
+from helpers.plans import plan_by_hand, with_times
+from helpers.processes.stopped_runs import (
+    assert_same,
+    check_resumed,
+    run_and_stop,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from timeprest.cli.run import main
+from timeprest.planner.plan import read_plan
+from timeprest.planner.systems.variants import VARIANTS
+from timeprest.profiles.errors import FileError, RunError, TargetError, UserError
+from timeprest.profiles.files import write_file
+from timeprest.profiles.measuring.measure import measure
+from timeprest.profiles.target import resolve
+from timeprest.runtime.checkpoint.checkpoint import CheckpointWriter, checkpoints_in, find_whole
+from timeprest.runtime.checkpoint.worker_state import pack, unpack
+from timeprest.runtime.prepare.data import Samples, segments
+from timeprest.runtime.records.progress import Silent, read_losses
+from timeprest.runtime.records.run_dir import RunDir, load_weights
+from timeprest.runtime.run import resume, run
+from timeprest.runtime.settings import OptimizerChoice, RunSettings
+
+RUNNING = list(VARIANTS)
+WHOLE = [name for name in RUNNING if VARIANTS[name].whole_mini_batches]
+MOMENTUM = OptimizerChoice(name="sgd", lr=0.05, momentum=0.9)
+PLAIN = OptimizerChoice(name="sgd", lr=0.05)
+ADAM = OptimizerChoice(name="adam", lr=0.02)
+
+_profiles = {}
+
+
+def profile_of(target):
+    if target not in _profiles:
+        found = measure(resolve(target), batch_size=8, micro_batch_sizes=[2, 4, 8], seconds=0)
+        _profiles[target] = with_times(found)
+    return _profiles[target]
+
+
+def plan_for(target, variant, stages=3, n=4, **how):
+    n = 1 if VARIANTS[variant].whole_mini_batches else n
+    return plan_by_hand(profile_of(target), variant, stages, n, **how)
+
+
+def settings_for(target, **how):
+    return RunSettings(
+        **{"task": target, "steps": 12, "checkpoint_every": 4, "evaluate": False, **how}
+    )
+
+
+@pytest.mark.parametrize("optimizer", [MOMENTUM, ADAM], ids=["momentum", "adam"])
+@pytest.mark.parametrize("variant", RUNNING)
+def test_every_system_goes_on_bit_for_bit(variant, optimizer, mlp_target, tmp_path):
+    check_resumed(
+        plan_for(mlp_target, variant), settings_for(mlp_target, optimizer=optimizer), tmp_path
+    )
+
+
+SHORT = {"steps": None, "epochs": 3, "checkpoint_every": 4, "evaluate": True}
+"""Epochs of five mini-batches and one with two samples: checkpoints at 4, 8, 12 and 15."""
+
+TASKS = str(TESTS / "tasks/checkpoint_tasks.py")
+TIED = str(TESTS / "tasks/variety_tasks.py") + ":TiedTask"
+
+
+@pytest.mark.parametrize(
+    ("variant", "task", "how", "options"),
+    [
+        ("timeprest", f"{TASKS}:ShakenTask", {}, SHORT),
+        ("i-timeprest", f"{TASKS}:ShakenTask", {"update_every": 2}, {**SHORT, "ragged": "pad"}),
+        ("gpipe", f"{TASKS}:ShakenTask", {"update_every": 2}, {"clip_norm": 0.5}),
+        ("v-timeprest", f"{TASKS}:ShakenTask", {"replicas": (2, 1, 2)}, SHORT),
+        ("zb-h1", f"{TASKS}:ShakenTask", {"replicas": (1, 2, 1)}, {"deferred_batch_norm": True}),
+        ("pipedream", f"{TASKS}:ShakenTask", {"recompute": (True, True)}, {}),
+        ("pipedream-2bw", f"{TASKS}:Cycled", {}, SHORT),
+        ("spectrain", f"{TASKS}:Stepped", {}, {}),
+        ("spectrain", "mlp", {}, {"optimizer": PLAIN}),
+        ("timeprest", "mlp", {"stages": 1}, {"lr_schedule": "cosine", "warmup": 3}),
+        ("pipedream-flush", TIED, {"tied": "split"}, {"steps": 11}),
+        ("gpipe", TIED, {"tied": "split", "replicas": (2, 1, 1)}, {}),
+    ],
+)  # fmt: skip
+def test_whatever_else_there_is_to_remember(variant, task, how, options, mlp_target, tmp_path):
+    """Random numbers, running statistics, schedules, last gradients, copies, replicas."""
+    task = mlp_target if task == "mlp" else task
+    settings = settings_for(task, **options)
+    plan = plan_for(task, variant, **how)
+    at, last = (14, 15) if "epochs" in options else (9, settings.steps)
+    summary = check_resumed(plan, settings, tmp_path, at, last)
+    whole = json.loads((tmp_path / "whole" / "summary.json").read_text())
+    assert [e.train_loss for e in summary.epochs] == [e["train_loss"] for e in whole["epochs"]]
+    assert [e.test for e in summary.epochs] == [e["test"] for e in whole["epochs"]]
+    assert [e.lr for e in summary.epochs] == [e["lr"] for e in whole["epochs"]]
+    # What each worker saw is of the epochs before, too: times, idle and version differences.
+    for report, other in zip(summary.stages, whole["stages"], strict=True):
+        assert [e.epoch for e in report.epochs] == [e["epoch"] for e in other["epochs"]]
+        seen = {str(d): count for d, count in report.version_differences.items()}
+        assert seen == other["version_differences"]
+
+
+def places(settings, plan, samples=42):
+    found = segments(plan, settings, samples)
+    assert [s.first for s in found[1:]] == [s.end for s in found[:-1]]
+    return [s.end for s in found if s.checkpoint], [s.end for s in found]
+
+
+def test_where_checkpoints_are(mlp_target):
+    plan = plan_for(mlp_target, "gpipe")
+    settings = settings_for(mlp_target, **SHORT)
+    assert places(settings, plan) == ([4, 8, 12, 15], [4, 5, 8, 10, 12, 15])
+    assert places(msgspec.structs.replace(settings, checkpoint_every=None), plan)[0] == [5, 10, 15]
+    assert places(msgspec.structs.replace(settings, checkpoint_every=0), plan) == ([], [5, 10, 15])
+    assert places(msgspec.structs.replace(settings, checkpoint_every=99), plan)[0] == [15]
+    assert places(msgspec.structs.replace(settings, checkpoint_every=1), plan)[0] == [*range(1, 16)]
+    # An update is made of the mini-batches 0 and 1, 2 and 3, and 4 alone.
+    by_two = plan_for(mlp_target, "gpipe", update_every=2)
+    assert places(settings, by_two)[0] == [4, 9, 12, 15]
+
+
+@pytest.mark.parametrize("update_every", [1, 2])
+def test_systems_that_flush_train_the_same_with_and_without(update_every, mlp_target, tmp_path):
+    plan = plan_for(
+        f"{TESTS / 'tasks/mlp_task.py'}:ShortEpochs", "gpipe", update_every=update_every
+    )
+    found = []
+    for every in (0, None, 3):
+        settings = settings_for(plan.profile.target, **{**SHORT, "checkpoint_every": every})
+        summary = run(plan, settings, tmp_path / str(every), inline=True)
+        losses = read_losses(tmp_path / str(every) / "metrics.jsonl")
+        epochs = [(e.mini_batches, e.test, e.train_loss) for e in summary.epochs]
+        found.append((losses, epochs, load_weights(tmp_path / str(every))["l0.weight"].tolist()))
+    assert found[0] == found[1] == found[2]
+    assert not (tmp_path / "0" / "checkpoints").exists()
+
+
+def test_more_epochs(tmp_path, mlp_target):
+    """A run that ended goes on to what it would have been."""
+    plan = plan_for(f"{TASKS}:ShakenTask", "timeprest")
+    settings = settings_for(f"{TASKS}:ShakenTask", **SHORT)
+    few = msgspec.structs.replace(settings, epochs=2)
+    run(plan, settings, tmp_path / "whole", inline=True)
+    run(plan, few, tmp_path / "grown", inline=True)
+    with pytest.raises(UserError, match=r"has ended, after 10 mini-batches; .* above 2"):
+        resume(tmp_path / "grown", inline=True)
+    with pytest.raises(UserError, match="may be more, not fewer"):
+        resume(tmp_path / "grown", epochs=1, inline=True)
+    resume(tmp_path / "grown", epochs=3, inline=True)
+    assert_same(tmp_path / "whole", tmp_path / "grown", 15)
+
+
+@pytest.mark.parametrize("inline", [True, pytest.param(False, marks=pytest.mark.processes)])
+def test_a_run_that_was_killed_after_its_last_checkpoint(inline, tmp_path, mlp_target):
+    """Nothing is left to train, and weights and summary still to be written."""
+    plan = plan_for(mlp_target, "timeprest", stages=2)
+    run(plan, settings_for(mlp_target, evaluate=True), tmp_path, inline=True)
+    wanted = load_weights(tmp_path)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    (tmp_path / "summary.json").unlink()
+    shutil.rmtree(tmp_path / "weights")
+    found = resume(tmp_path, inline=inline)
+    assert [e.test for e in found.epochs] == [e["test"] for e in summary["epochs"]]
+    assert found.mini_batches == 12
+    assert load_weights(tmp_path).keys() == wanted.keys()
+    assert all(torch.equal(load_weights(tmp_path)[name], w) for name, w in wanted.items())
+    with pytest.raises(UserError, match="has ended, after 12"):
+        resume(tmp_path, inline=True)
+
+
+@pytest.mark.parametrize(("variant", "few"), [("gpipe", 7), ("timeprest", 8)])
+def test_more_steps(variant, few, tmp_path, mlp_target):
+    """The same; systems that flush also where no checkpoint would have been."""
+    plan = plan_for(f"{TASKS}:ShakenTask", variant)
+    settings = settings_for(f"{TASKS}:ShakenTask", steps=13, checkpoint_every=4)
+    run(plan, settings, tmp_path / "whole", inline=True)
+    run(plan, msgspec.structs.replace(settings, steps=few), tmp_path / "grown", inline=True)
+    with pytest.raises(UserError, match=rf"has ended, after {few} mini-batches; .* above {few}"):
+        resume(tmp_path / "grown", inline=True)
+    with pytest.raises(UserError, match=r"--steps 5: .* may be more, not fewer"):
+        resume(tmp_path / "grown", steps=5, inline=True)
+    with pytest.raises(UserError, match=rf"--epochs: this run is of --steps {few}, which may grow"):
+        resume(tmp_path / "grown", epochs=5, inline=True)
+    summary = resume(tmp_path / "grown", steps=13, inline=True)
+    assert_same(tmp_path / "whole", tmp_path / "grown", 13)
+    assert summary.mini_batches == 13
+
+
+def test_logs_go_on_where_the_checkpoint_was(mlp_target, tmp_path):
+    """What was logged after it isn't there twice; a run without one yet starts anew."""
+    plan = plan_for(mlp_target, "timeprest", 2)
+    settings = settings_for(mlp_target, log_operations=True)
+    run(plan, settings, tmp_path / "whole", inline=True)
+    run_and_stop(plan, settings, tmp_path / "late", 6)
+    run_and_stop(plan, settings, tmp_path / "early", 2)
+    for name in ("late", "early"):
+        resume(tmp_path / name, inline=True)
+        assert_same(tmp_path / "whole", tmp_path / name)
+        for s in (0, 1):
+            one, other = (
+                [
+                    {k: v for k, v in json.loads(line).items() if k in ("op", "version", "held")}
+                    for line in path.read_text().splitlines()
+                ]
+                for path in (
+                    tmp_path / n / "operations" / f"stage{s}.jsonl" for n in ("whole", name)
+                )
+            )
+            assert one == other
+            lines = (tmp_path / name / "stages" / f"stage{s}.jsonl").read_text().splitlines()
+            assert len(lines) == 1
+
+
+def test_the_last_few_are_kept(mlp_target, tmp_path):
+    plan = plan_for(mlp_target, "v-timeprest", 2)
+    for keep, left in ((1, ["00000012"]), (2, ["00000010", "00000012"])):
+        settings = settings_for(mlp_target, checkpoint_every=2, keep_checkpoints=keep)
+        run(plan, settings, tmp_path / str(keep), inline=True)
+        assert sorted(p.name for p in (tmp_path / str(keep) / "checkpoints").iterdir()) == left
+
+
+# Processes -----------------------------------------------------------------------------------
+
+
+class KillsAll(Silent):
+    """Kills all workers once the first checkpoint is there and training goes on."""
+
+    def __init__(self, run_dir):
+        self.run_dir = run_dir
+
+    def mini_batch(self, epoch, done, of, loss):
+        if len(list(self.run_dir.glob("checkpoints/0*"))) >= 2:
+            for child in psutil.Process().children(recursive=True):
+                with contextlib.suppress(psutil.Error):
+                    if "timeprest.runtime.training.worker" in child.cmdline():
+                        child.kill()
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(180)
+def test_killed_processes_go_on_bit_for_bit(tmp_path):
+    """Inline, the same run has the same checkpoints."""
+    task = f"{TASKS}:ShakenTask"
+    plan = plan_for(task, "timeprest", 2)
+    settings = settings_for(task, steps=200, checkpoint_every=20, evaluate=False)
+    with pytest.raises(RunError, match="SIGKILL"):
+        run(plan, settings, tmp_path / "killed", observer=KillsAll(tmp_path / "killed"))
+    summary = resume(tmp_path / "killed")
+    assert summary.mini_batches == 200
+    run(plan, settings, tmp_path / "whole", inline=True)
+    assert_same(tmp_path / "whole", tmp_path / "killed", 200)
+
+
+# What breaks ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def stopped(mlp_target, tmp_path_factory):
+    """A run of two stages, stopped after its second checkpoint. To be copied."""
+    where = tmp_path_factory.mktemp("stopped") / "run"
+    run_and_stop(plan_for(mlp_target, "timeprest", 2), settings_for(mlp_target), where)
+    return where
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[-9] ^= 16
+    path.write_bytes(content)
+
+
+def cut_off(path):
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+BREAK = {"flipped": flip, "truncated": cut_off, "missing": Path.unlink}
+
+
+def tp_run(*arguments):
+    """Exit code and the only line on stderr of tp-run in this process."""
+    done = CliRunner().invoke(main, [str(a) for a in arguments])
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1, done.stderr
+    return done.exit_code, lines[0]
+
+
+@pytest.mark.parametrize("how", BREAK)
+@pytest.mark.parametrize("name", ["weights/stage1.safetensors", "state/stage0.json"])
+def test_a_broken_checkpoint_is_refused(how, name, stopped, mlp_target, tmp_path):
+    where = tmp_path / "run"
+    shutil.copytree(stopped, where)
+    broken = where / "checkpoints" / "00000008" / name
+    BREAK[how](broken)
+    for arguments, instead in (
+        (("--resume", "--run-dir", where, "--inline"), "--resume-at 4"),
+        (("export", where, "-o", tmp_path / "model"), "--at 4"),
+    ):
+        code, line = tp_run(*arguments)
+        assert code == 2
+        assert f"{broken}: " in line
+        assert line.endswith(f"The one before it is whole: {instead}")
+    assert not (tmp_path / "model").exists()
+    resume(where, at=4, inline=True)
+    assert sorted(p.name for p in (where / "checkpoints").iterdir()) == [
+        "00000004", "00000008", "00000012",
+    ]  # fmt: skip
+    assert resume_places(where)[8] is not None
+
+
+def resume_places(where):
+    """Every checkpoint that is whole, by its place."""
+    return {place: find_whole(RunDir(where), place, str) for place in checkpoints_in(RunDir(where))}
+
+
+def test_none_is_whole(stopped, tmp_path):
+    where = tmp_path / "run"
+    shutil.copytree(stopped, where)
+    for path in where.glob("checkpoints/*/checkpoint.json"):
+        path.write_text("{}")
+    code, line = tp_run("--resume", "--run-dir", where, "--inline")
+    assert code == 2
+    assert "00000008/checkpoint.json: not a checkpoint file" in line
+    assert line.endswith("No other one before it is whole")
+    code, line = tp_run("--resume-at", 5, "--run-dir", where, "--inline")
+    assert (code, line.split(": ", 2)[2]) == (2, "has no checkpoint at 5; they are at 4, 8")
+
+
+def test_what_was_edited_since_is_refused(stopped, tmp_path):
+    where = tmp_path / "run"
+    for name, old, new in (("plan.json", '"in_flight": 2', '"in_flight": 3'),
+                           ("settings.json", '"seed": 0', '"seed": 1')):  # fmt: skip
+        shutil.copytree(stopped, where)
+        text = (where / name).read_text()
+        assert old in text
+        (where / name).write_text(text.replace(old, new))
+        code, line = tp_run("--resume", "--run-dir", where, "--inline")
+        assert code == 2
+        assert f"{where / name}: isn't what" in line
+        shutil.rmtree(where)
+
+
+def test_options_of_a_resumed_run(stopped, tmp_path):
+    for options, message in (
+        (["--lr", 1, "--seed", 3], "--lr, --seed: a resumed run keeps its settings"),
+        (["--checkpoint-every", 2], "--checkpoint-every: a resumed run keeps"),
+        (["--from", "x"], "--resume, --from: give one of them"),
+        (["--check"], "--check: trains anew"),
+        (["--epochs", 9], "--epochs: this run is of --steps"),
+        (["--resume-at", 5], "has no checkpoint at 5; they are at 4, 8"),
+    ):
+        code, line = tp_run("--resume", "--run-dir", stopped, *options)
+        assert code == 2
+        assert message in line
+    assert tp_run("--resume")[1].endswith("--resume: name the run with --run-dir")
+
+
+def test_ctrl_c_names_the_newest_checkpoint(mlp_target, tmp_path, monkeypatch):
+    """And what the line says to type goes on to the end."""
+    write_file(tmp_path / "plan.json", plan_for(mlp_target, "timeprest", 2))
+    where = tmp_path / "run"
+    write = CheckpointWriter.write
+
+    def write_and_stop(self, segment, workers):
+        write(self, segment, workers)
+        if segment.end == 8:
+            raise KeyboardInterrupt
+
+    options = ("--steps", 12, "--checkpoint-every", 4, "--inline", "--run-dir", where, "-q")
+    with monkeypatch.context() as patched:
+        patched.setattr(CheckpointWriter, "write", write_and_stop)
+        code, line = tp_run(tmp_path / "plan.json", *options)
+    assert code == 130
+    go_on = f"tp-run --resume --run-dir {where}"
+    newest = where / "checkpoints" / "00000008"
+    assert line.endswith(f": stopped; its newest checkpoint is {newest}; go on with {go_on}")
+    printed = tp_run_prints(*go_on.split()[1:], "--inline")
+    assert "from mini-batch 8 on" in " ".join(printed.split())
+    assert len(read_losses(where / "metrics.jsonl")) == 12
+
+
+def test_a_resumed_run_has_its_own_plan(stopped, tmp_path):
+    other = msgspec.structs.replace(read_plan(stopped / "plan.json"), mini_batch=16)
+    write_file(tmp_path / "plan.json", other)
+    code, line = tp_run(tmp_path / "plan.json", "--resume", "--run-dir", stopped)
+    assert code == 2
+    assert "isn't the plan of" in line
+
+
+@pytest.mark.parametrize("fails_at", ["weights/stage1.safetensors", "checkpoint.json", "rename"])
+def test_a_full_disk_loses_nothing(fails_at, mlp_target, tmp_path, monkeypatch):
+    """One line, the checkpoint before it whole, and nothing half-written left."""
+    replace, rename = os.replace, os.rename
+    full = OSError(errno.ENOSPC, "No space left on device")
+
+    def full_replace(source, target):
+        if "00000008" in str(target) and str(target).endswith(fails_at):
+            raise full
+        replace(source, target)
+
+    def full_rename(source, target):
+        if fails_at == "rename" and str(target).endswith("00000008"):
+            raise full
+        rename(source, target)
+
+    plan, settings = plan_for(mlp_target, "timeprest", 2), settings_for(mlp_target)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", full_replace)
+        patched.setattr(os, "rename", full_rename)
+        with pytest.raises(
+            FileError, match=r"00000008.*: can't be written: No space left"
+        ) as found:
+            run(plan, settings, tmp_path / "run", inline=True)
+    assert "\n" not in str(found.value)
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["00000004"]
+    run(plan, settings, tmp_path / "whole", inline=True)
+    resume(tmp_path / "run", inline=True)
+    assert_same(tmp_path / "whole", tmp_path / "run")
+
+
+def test_a_folder_that_cant_be_made(mlp_target, tmp_path):
+    class InTheWay(Silent):
+        def begin(self):
+            (tmp_path / "run" / "checkpoints").write_text("in the way")
+
+    plan, settings = plan_for(mlp_target, "timeprest", 2), settings_for(mlp_target)
+    with pytest.raises(FileError, match=r"checkpoints.*: can't be written: Not a directory"):
+        run(plan, settings, tmp_path / "run", inline=True, observer=InTheWay())
+
+
+def test_state_that_no_file_can_hold(tmp_path):
+    plan = plan_for(f"{TASKS}:Odd", "timeprest", 2)
+    settings = settings_for(f"{TASKS}:Odd")
+    with pytest.raises(TargetError, match=r"can't hold groups/0/rule: it is a Odd.*-every 0"):
+        run(plan, settings, tmp_path / "run", inline=True)
+    assert list(tmp_path.glob("run/checkpoints/*")) == []
+    settings = msgspec.structs.replace(settings, checkpoint_every=0)
+    run(plan, settings, tmp_path / "without", inline=True)
+    with pytest.raises(UserError, match="has ended, and it has no checkpoints"):
+        resume(tmp_path / "without", inline=True)
+
+
+TREES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(st.integers() | st.text(max_size=3), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@given(tree=TREES)
+def test_plain_state_comes_back_as_it_was(tree):
+    found = unpack(json.loads(json.dumps(pack(tree, {}, "state"))), {})
+    assert repr(found) == repr(tree)
+
+
+# Other plans, other tools --------------------------------------------------------------------
+
+
+def plain_model(target, steps, optimizer=None, model=None):
+    """Plain training for so many mini-batches of the first epoch, gone on with or from scratch."""
+    task = resolve(target).task
+    if model is None:
+        torch.manual_seed(0)
+        model = task.model()
+        optimizer = optimizer(model.parameters())
+    samples = Samples(task, "train", 8, seed=0)
+    for b in range(steps):
+        inputs, wanted = samples.take(0, range(b * 8, b * 8 + 8))
+        optimizer.zero_grad()
+        task.loss(model(*inputs), wanted).backward()
+        optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize(("one", "other"), [("gpipe", "zb-h1"), ("pipedream-flush", "gpipe")])
+@pytest.mark.parametrize("optimizer", [MOMENTUM, ADAM], ids=["momentum", "adam"])
+@pytest.mark.parametrize(("stages", "then"), [(3, 2), (1, 4)])
+def test_another_plan_goes_on_from_a_checkpoint(
+    one, other, optimizer, stages, then, mlp_target, tmp_path
+):
+    """As plain training that goes on with its optimizer: weights to 1e-10."""
+    settings = settings_for(mlp_target, steps=8, optimizer=optimizer)
+    run(plan_for(mlp_target, one, stages), settings, tmp_path / "one", inline=True)
+    settings = msgspec.structs.replace(settings, start_from=str(tmp_path / "one"), steps=6)
+    run(plan_for(mlp_target, other, then), settings, tmp_path / "other", inline=True)
+
+    def make(parameters):
+        if optimizer is ADAM:
+            return torch.optim.Adam(parameters, lr=0.02)
+        return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+    trained = plain_model(mlp_target, 8, make)
+    model, _ = plain_model(mlp_target, 6, trained[1], trained[0])
+    state = load_weights(tmp_path / "other")
+    for name, weight in model.state_dict().items():
+        torch.testing.assert_close(state[name], weight, rtol=0, atol=1e-10)
+
+
+def test_starting_from_weights_alone_or_one_checkpoint(stopped, mlp_target, tmp_path):
+    """A safetensors file, a checkpoint, and a run of another system with replicas."""
+    assert tp_run_prints("export", stopped, "--at", 4, "-o", tmp_path / "m.safetensors").startswith(
+        f"wrote {tmp_path / 'm.safetensors'}, from {stopped / 'checkpoints' / '00000004'}"
+    )
+    plan = plan_for(mlp_target, "pipedream", 3, replicas=(1, 2, 1))
+    settings = settings_for(mlp_target, steps=5, optimizer=PLAIN)
+    found = []
+    for name, start in (
+        ("file", tmp_path / "m.safetensors"),
+        ("one", stopped / "checkpoints" / "00000004"),
+    ):
+        start_from = msgspec.structs.replace(settings, start_from=str(start))
+        run(plan, start_from, tmp_path / name, inline=True)
+        found.append(read_losses(tmp_path / name / "metrics.jsonl"))
+    # The optimizer has no momentum, so its state makes no difference.
+    assert found[0] == found[1]
+    run(plan, settings, tmp_path / "new", inline=True)
+    assert found[0][0] != read_losses(tmp_path / "new" / "metrics.jsonl")[0]
+
+
+def tp_run_prints(*arguments):
+    done = CliRunner().invoke(main, [str(a) for a in arguments])
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def test_starting_from_what_doesnt_fit(stopped, tmp_path):
+    plan = plan_for(f"{TASKS}:ShakenTask", "gpipe", 2)
+    for start, message in (
+        (tmp_path / "nowhere", "no such run directory, checkpoint or safetensors file"),
+        (tmp_path, "holds no checkpoint and no weights"),
+        (stopped, "'l0.weight' has shape \\[7, 5\\], and \\[6, 5\\] in this model"),
+    ):
+        settings = settings_for(f"{TASKS}:ShakenTask", start_from=str(start))
+        with pytest.raises(FileError, match=message):
+            run(plan, settings, tmp_path / "run", inline=True)
+        assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["ShakenTask", "IdleTask"])
+def test_an_exported_model_is_the_one_that_was_evaluated(name, tmp_path):
+    """In plain PyTorch, by load_state_dict: loss on the test data as the run told it."""
+    task = f"{TASKS}:{name}"
+    settings = settings_for(task, **SHORT)
+    summary = run(plan_for(task, "timeprest", 2), settings, tmp_path / "run", inline=True)
+    tp_run_prints("export", tmp_path / "run", "-o", tmp_path / "model.safetensors", "-q")
+    found = resolve(task).task
+    model = found.model()
+    model.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    model.eval()
+    inputs, wanted = found.data("test").tensors
+    with torch.no_grad():
+        loss = found.loss(model(inputs), wanted)
+    assert float(loss) == pytest.approx(summary.epochs[-1].test["loss"], abs=1e-10)

@@ -1,0 +1,72 @@
+"""Training somewhere else than on the CPU, as far as that shows without such a device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.paths import TESTS
+from helpers.plans import plan_by_hand, with_times
+from helpers.processes.pretend_device import DEVICE, Elsewhere, MixedDevicesError
+from timeprest.planner.systems.variants import VARIANTS
+from timeprest.runtime import run as running
+from timeprest.runtime.settings import RunSettings
+
+
+@pytest.fixture
+def elsewhere(monkeypatch):
+    """All stages of inline runs are on the device that isn't there."""
+    monkeypatch.setattr(running, "own_device", lambda plan, settings, local_rank: DEVICE)
+    with Elsewhere() as mode:
+        yield mode
+
+
+def test_mixing_devices_is_noticed(elsewhere):
+    with pytest.raises(MixedDevicesError):
+        torch.ones(2, device=DEVICE) + torch.ones(2)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_nothing_of_a_stage_stays_on_the_cpu(variant, elsewhere, mlp_profile, mlp_target, tmp_path):
+    """Training, a checkpoint, going on from it, and evaluation."""
+    whole = VARIANTS[variant].whole_mini_batches
+    plan = plan_by_hand(with_times(mlp_profile), variant, 3, 1 if whole else 4)
+    settings = RunSettings(task=mlp_target, steps=4, checkpoint_every=2, clip_norm=1.0)
+    running.run(plan, settings, tmp_path / "run", inline=True)
+    assert elsewhere.computed > 100
+    running.resume(tmp_path / "run", at=2, inline=True)
+
+
+@pytest.mark.parametrize(
+    ("variant", "options"),
+    [
+        ("gpipe", {"recompute": (True,), "replicas": [2, 1]}),
+        ("timeprest", {"recompute": (True, True)}),
+        ("pipedream", {"replicas": [1, 2]}),
+        ("spectrain", {"replicas": [2, 2]}),
+    ],
+)
+def test_nor_of_replicas_nor_what_is_computed_again(
+    variant, options, elsewhere, mlp_profile, mlp_target, tmp_path
+):
+    n = 1 if VARIANTS[variant].whole_mini_batches else 4
+    plan = plan_by_hand(with_times(mlp_profile), variant, 2, n, **options)
+    settings = RunSettings(task=mlp_target, steps=3, evaluate=False, checkpoint_every=0)
+    running.run(plan, settings, tmp_path / "run", inline=True)
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        *("tasks/variety_tasks.py:ResNetTask", "tasks/variety_tasks.py:GPTTask"),
+        *("tasks/device_tasks.py:PositionsTask", "tasks/device_tasks.py:RecurrentTask"),
+    ],
+)
+def test_models_of_many_shapes_go_there_whole(task, elsewhere, tmp_path):
+    from timeprest.profiles.measuring.measure import measure
+    from timeprest.profiles.target import resolve
+
+    target = f"{TESTS / task}"
+    profile = measure(resolve(target), batch_size=8, micro_batch_sizes=[2, 4, 8], seconds=0)
+    plan = plan_by_hand(with_times(profile), "timeprest", 2, 2)
+    settings = RunSettings(task=target, steps=2, deferred_batch_norm=True, checkpoint_every=0)
+    running.run(plan, settings, tmp_path / "run", inline=True)

@@ -1,0 +1,109 @@
+"""Batch norms: statistics of micro-batches, and running ones of whole mini-batches."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import torch
+from helpers.plans import plan_by_hand, with_times
+from timeprest.profiles.measuring.measure import measure
+from timeprest.profiles.target import resolve
+from timeprest.runtime.prepare.data import Samples
+from timeprest.runtime.records.run_dir import load_weights
+from timeprest.runtime.run import run
+from timeprest.runtime.settings import RunSettings
+from timeprest.runtime.stage.batch_norm import DeferredBatchNorm
+from torch import nn
+
+EPOCHS = 2
+
+
+def run_of(name, n, stages, run_dir, variant="gpipe", *, recompute=False, **options):
+    """Final parameters and buffers."""
+    target = resolve(f"batch_norm_tasks:{name}")
+    profile = measure(target, batch_size=8, micro_batch_sizes=[2, 4, 8], seconds=0)
+    assert profile.front_end == ("export" if name == "Exported" else "fx")
+    plan = plan_by_hand(with_times(profile), variant, stages, n)
+    again = (msgspec.structs.replace(stage, recompute=recompute) for stage in plan.stages)
+    plan = msgspec.structs.replace(plan, stages=tuple(again))
+    settings = RunSettings(task=target.name, epochs=EPOCHS, **options)
+    run(plan, settings, run_dir, inline=True)
+    return load_weights(run_dir)
+
+
+def mini_batches(task, *, last):
+    """The inputs of all mini-batches; `last`: with those that aren't full."""
+    samples = Samples(task, "train", 8, seed=0)
+    for epoch in range(EPOCHS):
+        for start in range(0, samples.size, 8):
+            positions = range(start, min(start + 8, samples.size))
+            if last or len(positions) == 8:
+                yield samples.take(epoch, positions)[0][0][: len(positions)]
+
+
+@pytest.mark.parametrize("name", ["Traced", "Exported", "Mean"])
+@pytest.mark.parametrize(("n", "stages", "ragged"), [(4, 1, "drop"), (3, 2, "drop"), (3, 2, "pad")])
+def test_deferred_statistics_are_those_of_mini_batches(name, n, stages, ragged, tmp_path):
+    """Of the first batch norm, which no weights come before; padding isn't among them."""
+    found = run_of(name, n, stages, tmp_path / "run", ragged=ragged, deferred_batch_norm=True)
+    task = resolve(f"batch_norm_tasks:{name}").task
+    norm = nn.BatchNorm1d(3, momentum=task.momentum).double()
+    inputs = list(mini_batches(task, last=ragged == "pad"))
+    for x in inputs:
+        norm(x)
+    torch.testing.assert_close(found["first.running_mean"], norm.running_mean, rtol=0, atol=1e-10)
+    torch.testing.assert_close(found["first.running_var"], norm.running_var, rtol=0, atol=1e-10)
+    assert found["first.num_batches_tracked"] == len(inputs)
+    assert found["second.num_batches_tracked"] == len(inputs)
+
+
+def test_running_statistics_dont_change_training(tmp_path):
+    """Deferred or not, weights are the same; running statistics aren't."""
+    a = run_of("Traced", 4, 2, tmp_path / "a", deferred_batch_norm=True)
+    b = run_of("Traced", 4, 2, tmp_path / "b")
+    for key in a:
+        if "running" in key or "tracked" in key:
+            assert (a[key] - b[key]).abs().max() > 1e-3, key
+        else:
+            torch.testing.assert_close(a[key], b[key], rtol=0, atol=1e-12)
+
+
+def test_what_is_computed_again_counts_once(tmp_path):
+    a = run_of("Traced", 4, 2, tmp_path / "a", deferred_batch_norm=True)
+    b = run_of("Traced", 4, 2, tmp_path / "b", deferred_batch_norm=True, recompute=True)
+    for key in a:
+        torch.testing.assert_close(a[key], b[key], rtol=0, atol=1e-12)
+
+
+def test_with_one_micro_batch_nothing_is_deferred(tmp_path):
+    a = run_of("Exported", 1, 2, tmp_path / "a", deferred_batch_norm=True)
+    b = run_of("Exported", 1, 2, tmp_path / "b")
+    for key in a:
+        torch.testing.assert_close(a[key], b[key], rtol=0, atol=1e-12)
+
+
+def test_an_asynchronous_system_keeps_mini_batches_apart(tmp_path):
+    """Forwards of the next mini-batch begin before an update of the one before."""
+    found = run_of("Traced", 2, 3, tmp_path / "run", "timeprest", deferred_batch_norm=True)
+    task = resolve("batch_norm_tasks:Traced").task
+    norm = nn.BatchNorm1d(3, momentum=task.momentum).double()
+    for x in mini_batches(task, last=False):
+        norm(x)
+    torch.testing.assert_close(found["first.running_mean"], norm.running_mean, rtol=0, atol=1e-10)
+    torch.testing.assert_close(found["first.running_var"], norm.running_var, rtol=0, atol=1e-10)
+
+
+def test_what_isnt_training_is_left_alone():
+    """In evaluation mode, without running statistics, and layers that aren't batch norms."""
+    torch.manual_seed(0)
+    layers = [nn.BatchNorm1d(3).eval(), nn.BatchNorm1d(3, track_running_stats=False)]
+    module = nn.Sequential(*layers, nn.Linear(3, 3))
+    deferred = DeferredBatchNorm(module)
+    before = {key: value.clone() for key, value in module.state_dict().items()}
+    x = torch.randn(4, 3)
+    wanted = module(x)
+    with deferred.forward(0, 4, 4):
+        assert torch.equal(module(x), wanted)
+    deferred.settle(0)
+    for key, value in module.state_dict().items():
+        assert torch.equal(value, before[key])

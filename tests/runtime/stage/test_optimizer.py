@@ -1,0 +1,329 @@
+"""What concerns the whole model, done by stages: clipping, schedules, parameter groups."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from helpers.plans import plan_by_hand, with_times
+from timeprest.planner.systems.variants import VARIANTS
+from timeprest.profiles.errors import RunError, TargetError, UserError
+from timeprest.profiles.target import resolve
+from timeprest.runtime.prepare.data import Samples
+from timeprest.runtime.records.progress import read_losses
+from timeprest.runtime.records.run_dir import load_weights
+from timeprest.runtime.run import run
+from timeprest.runtime.settings import OptimizerChoice, RunSettings
+from timeprest.runtime.stage.optimizer import (
+    check_choice,
+    clip,
+    factor,
+    make_optimizer,
+    own_part,
+    squared_norm,
+)
+from torch.optim.lr_scheduler import LambdaLR
+from whole_model_tasks import NotingSGD
+
+TASKS = "whole_model_tasks"
+"""Imported by name, so that what it notes is in the module that is imported here."""
+
+STEPS = 8
+CLIP = 0.1
+
+
+def train(target, make=None, *, clip_norm=None, schedule=None, mini_batch=8):
+    """Losses and model of a plain loop, as anyone would write it.
+
+    Args:
+        make: parameters under their names → optimizer; by default the task's own.
+        schedule: optimizer → scheduler.
+    """
+    task = resolve(target).task
+    torch.manual_seed(0)
+    model = task.model()
+    named = list(model.named_parameters())
+    optimizer = make(named) if make else task.optimizer([p for _, p in named])
+    scheduler = schedule(optimizer) if schedule else None
+    samples = Samples(task, "train", mini_batch, seed=0)
+    losses = []
+    for b in range(STEPS):
+        inputs, wanted = samples.take(0, range(b * mini_batch, (b + 1) * mini_batch))
+        optimizer.zero_grad()
+        loss = task.loss(model(*inputs), wanted)
+        loss.backward()
+        if clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        losses.append(loss.item())
+    return losses, model
+
+
+def compare(run_dir, trained):
+    losses, model = trained
+    assert read_losses(run_dir / "metrics.jsonl") == pytest.approx(losses, abs=1e-10)
+    state = load_weights(run_dir)
+    for key, weight in model.state_dict().items():
+        torch.testing.assert_close(state[key], weight, rtol=0, atol=1e-10)
+
+
+def settings_of(task, **options):
+    return RunSettings(task=task, steps=STEPS, evaluate=False, **options)
+
+
+# Clipping ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", [name for name, v in VARIANTS.items() if v.flushes])
+@pytest.mark.parametrize(("stages", "n"), [(1, 2), (3, 1), (3, 4), (7, 3)])
+def test_clipping_in_flush_systems_is_that_of_one_process(
+    variant, stages, n, mlp_profile, mlp_target, tmp_path
+):
+    plan = plan_by_hand(with_times(mlp_profile), variant, stages, n)
+    run(plan, settings_of(mlp_target, clip_norm=CLIP), tmp_path / "run", inline=True)
+    clipped = train(mlp_target, clip_norm=CLIP)
+    assert abs(clipped[0][-1] - train(mlp_target)[0][-1]) > 1e-3
+    compare(tmp_path / "run", clipped)
+
+
+@pytest.mark.parametrize("replicas", [(2,), (2, 1), (1, 4), (2, 2, 1)])
+def test_replicas_clip_as_one(replicas, mlp_profile, mlp_target, tmp_path):
+    """The norm counts each stage once."""
+    plan = plan_by_hand(
+        with_times(mlp_profile), "pipedream-flush", len(replicas), 4, replicas=replicas
+    )
+    run(plan, settings_of(mlp_target, clip_norm=CLIP), tmp_path / "run", inline=True)
+    compare(tmp_path / "run", train(mlp_target, clip_norm=CLIP))
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(180)
+def test_processes_clip_decay_and_schedule(mlp_profile, mlp_target, tmp_path):
+    """Everything at once, in three processes, two of them replicas."""
+    plan = plan_by_hand(with_times(mlp_profile), "gpipe", 2, 2, mini_batch=7, replicas=(2, 1))
+    settings = settings_of(
+        mlp_target,
+        optimizer=OptimizerChoice(name="adamw", lr=0.05, weight_decay=0.3, betas=(0.8, 0.95)),
+        decay_only="matrices",
+        lr_schedule="cosine",
+        warmup=3,
+        clip_norm=CLIP,
+    )
+    summary = run(plan, settings, tmp_path / "run")
+
+    def make(named):
+        groups = [
+            {"params": [p for _, p in named if p.dim() > 1]},
+            {"params": [p for _, p in named if p.dim() < 2], "weight_decay": 0.0},
+        ]
+        return torch.optim.AdamW(groups, lr=0.05, weight_decay=0.3, betas=(0.8, 0.95))
+
+    def schedule(optimizer):
+        shares = [1 / 3, 2 / 3, 1]
+        shares += [(1 + math.cos(math.pi * k / (STEPS - 3))) / 2 for k in range(STEPS - 3)]
+        return LambdaLR(optimizer, lambda update: [*shares, 0][update])
+
+    trained = train(mlp_target, make, clip_norm=CLIP, schedule=schedule, mini_batch=7)
+    compare(tmp_path / "run", trained)
+    last = (1 + math.cos(math.pi * 4 / 5)) / 2
+    assert summary.epochs[-1].lr == pytest.approx(0.05 * last)
+
+
+@pytest.mark.parametrize(("variant", "n"), [("timeprest", 4), ("pipedream", 1)])
+def test_asynchronous_stages_clip_their_own_parts(variant, n, mlp_profile, tmp_path):
+    plan = plan_by_hand(with_times(mlp_profile), variant, 3, n)
+    target = f"{TASKS}:Noting"
+    sizes = [42, 76, 15]  # l0; l1 and l2; l3
+    for norm, bites in ((CLIP, True), (1e6, False)):
+        NotingSGD.notes.clear()
+        run(plan, settings_of(target, clip_norm=norm), tmp_path / f"{norm}", inline=True)
+        assert len(NotingSGD.notes) == 3 * STEPS
+        assert sorted({size for _, size, _ in NotingSGD.notes}) == sorted(sizes)
+        full = 0
+        for found, size, _ in NotingSGD.notes:
+            part = norm * math.sqrt(size / sum(sizes))
+            assert found <= part * (1 + 1e-9)
+            full += found > part * (1 - 1e-3)
+        assert (full > 0) == bites
+    one = plan_by_hand(with_times(mlp_profile), variant, 1, n)
+    run(one, settings_of(target, clip_norm=CLIP), tmp_path / "one", inline=True)
+    compare(tmp_path / "one", train(target, clip_norm=CLIP))
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, float("nan")])
+def test_one_stage_clips_as_torch_does(scale):
+    generator = torch.Generator().manual_seed(0)
+    mine, theirs = (
+        [torch.nn.Parameter(torch.zeros(3, k, dtype=torch.float64)) for k in (1, 4, 0)]
+        for _ in range(2)
+    )
+    for a, b in zip(mine[:2], theirs[:2], strict=True):
+        a.grad = scale * torch.randn(a.shape, generator=generator, dtype=torch.float64)
+        b.grad = a.grad.clone()
+    clip(mine, math.sqrt(squared_norm(mine)), 0.5)
+    torch.nn.utils.clip_grad_norm_(theirs, 0.5)
+    for a, b in zip(mine[:2], theirs[:2], strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-12, atol=0, equal_nan=True)
+    assert mine[2].grad is None
+    assert squared_norm(mine[2:]) == 0
+
+
+def test_parts_make_the_whole():
+    parts = [own_part(2.0, own, 100) for own in (1, 30, 69)]
+    assert math.hypot(*parts) == pytest.approx(2.0)
+    assert own_part(2.0, 0, 0) == 2.0
+
+
+# Parameter groups --------------------------------------------------------------------------
+
+
+def grouped(named):
+    """Grouped's groups of the whole model, written out."""
+    named = dict(named)
+    biases = [p for name, p in named.items() if "bias" in name]
+    return NotingSGD(
+        [
+            {"params": biases, "lr": 0.2, "weight_decay": 0.0},
+            {"params": [named["l0.weight"]], "momentum": 0.0},
+            {"params": [named[f"l{k}.weight"] for k in (1, 2, 3)]},
+        ],
+        lr=0.05,
+        momentum=0.9,
+        weight_decay=0.3,
+    )
+
+
+@pytest.mark.parametrize("stages", [1, 3, 7])
+def test_groups_by_name(stages, mlp_profile, tmp_path):
+    """Stages of activations alone have no group, others those that aren't empty there."""
+    target = f"{TASKS}:Grouped"
+    plan = plan_by_hand(with_times(mlp_profile), "gpipe", stages, 2)
+    NotingSGD.notes.clear()
+    run(plan, settings_of(target), tmp_path / "run", inline=True)
+    counts = {groups for _, _, groups in NotingSGD.notes}
+    assert counts == ({3} if stages == 1 else {2})
+    compare(tmp_path / "run", train(target, grouped))
+
+
+def test_groups_serve_a_named_optimizer_too(mlp_profile, tmp_path):
+    target = f"{TASKS}:Grouped"
+    plan = plan_by_hand(with_times(mlp_profile), "gpipe", 3, 2)
+    choice = OptimizerChoice(name="sgd", lr=0.1, momentum=0.5, nesterov=True, weight_decay=0.2)
+    run(plan, settings_of(target, optimizer=choice), tmp_path / "run", inline=True)
+
+    def make(named):
+        named = dict(named)
+        groups = resolve(target).task.parameter_groups(named.items())
+        # Nesterov's needs momentum in each group.
+        return torch.optim.SGD(groups, lr=0.1, momentum=0.5, nesterov=True, weight_decay=0.2)
+
+    compare(tmp_path / "run", train(target, make))
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_decay_of_matrices_alone(named, mlp_profile, tmp_path):
+    """With the optimizer named, and with the task's own and its groups."""
+    target = f"{TASKS}:Grouped"
+    plan = plan_by_hand(with_times(mlp_profile), "gpipe", 3, 2)
+    options = {"optimizer": OptimizerChoice(name="adam", lr=0.05, weight_decay=0.5)}
+    settings = settings_of(target, decay_only="matrices", **(options if named else {}))
+    run(plan, settings, tmp_path / "run", inline=True)
+
+    def make(named_parameters):
+        # Of its groups only the one of biases has vectors, and it has no decay anyway.
+        groups = resolve(target).task.parameter_groups(named_parameters)
+        if not named:
+            return resolve(target).task.optimizer(groups)
+        return torch.optim.Adam(groups, lr=0.05, weight_decay=0.5)
+
+    compare(tmp_path / "run", train(target, make))
+
+
+def test_decay_of_matrices_in_a_task_without_groups(mlp_target):
+    settings = RunSettings(task=mlp_target, decay_only="matrices")
+    task = resolve(mlp_target).task
+    optimizer = make_optimizer(task, settings, task.model().named_parameters())
+    shapes = [{p.dim() for p in group["params"]} for group in optimizer.param_groups]
+    assert shapes == [{2}, {1}]
+    assert optimizer.param_groups[1]["weight_decay"] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Missing", r"'l0\.bias' is in no group.*requires_grad=False"),
+        ("Twice", r"'l0\.bias' is in two groups"),
+        ("Strange", "isn't one of the parameters"),
+        ("NoParams", r"parameter_groups failed: .*Error"),
+        ("NoScheduler", "scheduler gave None"),
+    ],
+)
+def test_bad_groups_and_schedulers_are_one_line(name, message, mlp_profile, tmp_path):
+    plan = plan_by_hand(with_times(mlp_profile), "gpipe", 2, 2)
+    with pytest.raises((TargetError, RunError), match=message):
+        run(plan, settings_of(f"{TASKS}:{name}"), tmp_path / "run", inline=True)
+
+
+# Optimizers and schedules ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+def test_a_tasks_own_scheduler(stages, mlp_profile, tmp_path):
+    target = f"{TASKS}:Stepped"
+    plan = plan_by_hand(with_times(mlp_profile), "gpipe", stages, 2)
+    summary = run(plan, settings_of(target), tmp_path / "run", inline=True)
+    task = resolve(target).task
+    compare(tmp_path / "run", train(target, schedule=task.scheduler))
+    # The last of eight updates is the second after the second halving.
+    assert summary.epochs[-1].lr == 0.05 / 4
+
+
+def test_a_named_schedule_takes_the_place_of_the_tasks(mlp_profile, tmp_path):
+    target = f"{TASKS}:Stepped"
+    plan = plan_by_hand(with_times(mlp_profile), "gpipe", 3, 2)
+    settings = settings_of(target, lr_schedule="linear", warmup=2)
+    run(plan, settings, tmp_path / "run", inline=True)
+    shares = [0.5, 1, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6, 0]
+    found = train(target, schedule=lambda o: LambdaLR(o, lambda update: shares[update]))
+    compare(tmp_path / "run", found)
+
+
+def test_schedules_over_epochs(mlp_profile, tmp_path):
+    """The whole run's updates count: the learning rate falls over all epochs."""
+    plan = plan_by_hand(with_times(mlp_profile), "gpipe", 2, 2)
+    settings = RunSettings(
+        task="data_tasks:FewSamples", epochs=2, lr_schedule="linear", evaluate=False
+    )
+    summary = run(plan, settings, tmp_path / "run", inline=True)
+    assert [record.lr for record in summary.epochs] == pytest.approx([0.05 * 0.75, 0.05 * 0.25])
+
+
+def test_factors():
+    assert [factor("constant", 4, 6, k) for k in range(6)] == [0.25, 0.5, 0.75, 1, 1, 1]
+    assert [factor("linear", 0, 4, k) for k in range(5)] == [1, 0.75, 0.5, 0.25, 0]
+    assert [factor("cosine", 0, 2, k) for k in range(4)] == pytest.approx([1, 0.5, 0, 0])
+    assert factor("linear", 9, 4, 3) == 4 / 9
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"name": "lion"}, "--optimizer: unknown 'lion'"),
+        ({"name": "adam", "momentum": 0.9}, "--momentum: adam"),
+        ({"name": "sgd", "nesterov": True}, "--nesterov: goes with"),
+        ({"name": "adamw", "nesterov": True}, "--nesterov: goes with"),
+        ({"name": "sgd", "betas": (0.9, 0.99)}, "--betas: sgd has none"),
+    ],
+)
+def test_options_of_another_optimizer_are_refused(options, message):
+    with pytest.raises(UserError, match=message):
+        check_choice(OptimizerChoice(lr=0.1, **options))
+
+
+def test_warm_up_needs_a_schedule(mlp_profile, mlp_target, tmp_path):
+    plan = plan_by_hand(with_times(mlp_profile), "gpipe", 2, 2)
+    with pytest.raises(UserError, match="--warmup: goes with"):
+        run(plan, settings_of(mlp_target, warmup=2), tmp_path / "run", inline=True)

@@ -1,0 +1,163 @@
+"""Activations computed again: the same run, to the bit, with less to hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from graph_task import GraphTask
+from helpers.plans import REPORT, plan_by_hand, with_times
+from timeprest.planner.evaluate import Question, evaluate, make_plan
+from timeprest.planner.systems.variants import VARIANTS
+from timeprest.profiles.errors import PlanError
+from timeprest.profiles.measuring.measure import measure
+from timeprest.profiles.target import resolve
+from timeprest.runtime.records.progress import read_losses
+from timeprest.runtime.records.run_dir import load_weights
+from timeprest.runtime.run import run
+from timeprest.runtime.settings import RunSettings
+from torch import nn
+
+FILE = Path(__file__)
+
+
+class Norms(nn.Module):
+    """Dropout, running statistics, and layers that overwrite what they get."""
+
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Linear(6, 8)
+        self.act1 = nn.ReLU(inplace=True)
+        self.norm = nn.BatchNorm1d(8)
+        self.drop = nn.Dropout(0.3)
+        self.act2 = nn.ReLU(inplace=True)
+        self.two = nn.Linear(8, 8)
+        self.act3 = nn.ReLU(inplace=True)
+        self.three = nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = self.norm(self.act1(self.one(x)))
+        x = self.two(self.act2(self.drop(x)))
+        return self.three(self.act3(x))
+
+
+class Vectors(torch.utils.data.Dataset):
+    """Random vectors."""
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, k):
+        generator = torch.Generator().manual_seed(k)
+        x = torch.randn(6, generator=generator, dtype=torch.float64)
+        return x, x[:3].abs()
+
+
+class NormsTask:
+    """Regression."""
+
+    def model(self):
+        return Norms().double()
+
+    def data(self, split):
+        return Vectors()
+
+    def loss(self, output, target):
+        return (output - target).square().mean()
+
+    def optimizer(self, parameters):
+        return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+class Dropped(GraphTask):
+    """Skips, two inputs, dropout."""
+
+    dropout = 0.3
+
+
+@pytest.fixture(scope="module", params=["NormsTask", "Dropped"])
+def drawn(request):
+    """Target and profile of a model that draws at random."""
+    target = f"{FILE}:{request.param}"
+    profile = measure(resolve(target), batch_size=8, micro_batch_sizes=[2, 4, 8], seconds=0)
+    # No two operations can start at the same moment by chance.
+    shares = [1 + 0.137 * k for k in range(len(profile.layers))]
+    return target, with_times(profile, backward_s=2.3e-3, shares=shares)
+
+
+def again(profile, plan, stages):
+    """The same plan with activations computed again on some stages, evaluated anew."""
+    question = Question(
+        profile, plan.cluster, plan.variant, plan.mini_batch, plan.optimizer_state_factor
+    )
+    changed = [
+        msgspec.structs.replace(stage, recompute=s in stages) for s, stage in enumerate(plan.stages)
+    ]
+    return make_plan(question, evaluate(question, changed, plan.micro_batches), REPORT)
+
+
+RECOMPUTING = [name for name, variant in VARIANTS.items() if not variant.recompute_refusal]
+
+
+@pytest.mark.parametrize("variant", RECOMPUTING)
+def test_the_run_is_the_same(variant, drawn, tmp_path):
+    target, profile = drawn
+    n = 1 if VARIANTS[variant].whole_mini_batches else 4
+    plain = plan_by_hand(profile, variant, 3, n)
+    # Orders follow from times: those of the plain plan, whatever the work done twice takes.
+    rebuilt = msgspec.structs.replace(plain, stages=again(profile, plain, {0, 1, 2}).stages)
+    settings = RunSettings(task=target, steps=7, evaluate=False)
+    for plan, where in ((plain, "plain"), (rebuilt, "again")):
+        run(plan, settings, tmp_path / where, inline=True)
+    losses = [read_losses(tmp_path / where / "metrics.jsonl") for where in ("plain", "again")]
+    assert losses[0] == losses[1]
+    wanted, found = (load_weights(tmp_path / where) for where in ("plain", "again"))
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("variant", ["gpipe", "timeprest", "v-timeprest", "pipedream-2bw"])
+def test_what_is_held_is_what_was_predicted(variant, drawn, tmp_path):
+    target, profile = drawn
+    plain = plan_by_hand(profile, variant, 3, 4)
+    plan = again(profile, plain, {0, 1})
+    settings = RunSettings(task=target, steps=12, evaluate=False)
+    summary = run(plan, settings, tmp_path / "run", inline=True)
+    for report, predicted in zip(summary.stages, plan.predicted.stages, strict=True):
+        assert report.peak.total <= predicted.memory_bytes
+        assert report.peak.versions_bytes <= predicted.memory.versions_bytes
+        assert report.versions_held == predicted.versions_held
+    # It is for less: of activations, where several micro-batches are in flight.
+    first, before = plan.predicted.stages[0].memory, plain.predicted.stages[0].memory
+    assert first.activations_bytes < before.activations_bytes
+
+
+def test_old_weights_are_kept_for_it(drawn):
+    """v-timeprest holds one version; to compute on the forward's weights again, more."""
+    _, profile = drawn
+    plain = plan_by_hand(profile, "v-timeprest", 3, 1)
+    rebuilt = again(profile, plain, {0, 1, 2})
+    assert [stage.versions_held for stage in plain.predicted.stages] == [1, 1, 1]
+    assert [stage.versions_held for stage in rebuilt.predicted.stages] == [3, 2, 1]
+
+
+@pytest.mark.parametrize("variant", ["spectrain", "pipeoptim"])
+def test_predicted_weights_are_gone(variant, drawn):
+    _, profile = drawn
+    plain = plan_by_hand(profile, variant, 2, 1)
+    with pytest.raises(PlanError, match=r"stages\[1\].recompute: .* predicts"):
+        again(profile, plain, {1})
+
+
+def test_stages_keep_nothing_else(drawn, tmp_path):
+    """Between operations the first stage holds no activations: model inputs count nothing."""
+    target, profile = drawn
+    plain = plan_by_hand(profile, "gpipe", 2, 4)
+    plan = again(profile, plain, {0})
+    settings = RunSettings(task=target, steps=3, evaluate=False)
+    reports = run(plan, settings, tmp_path / "again", inline=True).stages
+    whole = run(plain, settings, tmp_path / "plain", inline=True).stages
+    # One micro-batch's at a time instead of four.
+    assert reports[0].peak.activations_bytes * 4 == whole[0].peak.activations_bytes

@@ -1,0 +1,141 @@
+"""Losses and metrics that are (sum, weight): what is asked of them, and what evaluation tells."""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.plans import plan_by_hand, with_times
+from mlp_task import MLPTask, WeightedTask
+from timeprest.profiles.errors import RunError, TargetError
+from timeprest.profiles.target import resolve
+from timeprest.profiles.task import read_figure, read_loss
+from timeprest.runtime.records.run_dir import load_weights
+from timeprest.runtime.run import run
+from timeprest.runtime.settings import RunSettings
+from timeprest.runtime.stage.weighing import LossKind, kind_of_loss
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+
+class Ragged(WeightedTask):
+    """Its test samples don't fill the last micro-batch."""
+
+    def data(self, split):
+        data = super().data(split)
+        return data if split == "train" else torch.utils.data.Subset(data, range(11))
+
+
+class NothingCounts(WeightedTask):
+    """Nor does anything in the second mini-batch of 8."""
+
+    calls = 0
+
+    def loss(self, output, target):
+        self.calls += 1
+        total, weight = super().loss(output, target)
+        return (total * 0, weight * 0) if self.calls in (3, 4) else (total, weight)
+
+
+class Fickle(WeightedTask):
+    """Gives a mean where there is no gradient, as before a run."""
+
+    def loss(self, output, target):
+        pair = super().loss(output, target)
+        return pair if output.requires_grad else pair[0] / pair[1]
+
+
+def here(name):
+    return f"{Path(__file__)}:{name}"
+
+
+def test_evaluation_tells_means_over_all_that_counts(mlp_profile, tmp_path):
+    """And perplexity of the mean loss: micro-batches of 2 samples have others."""
+    plan = plan_by_hand(with_times(mlp_profile), "gpipe", 2, 4)
+    summary = run(plan, RunSettings(task=here("Ragged"), steps=2), tmp_path / "run", inline=True)
+    task = resolve(here("Ragged")).task
+    model = task.model()
+    model.load_state_dict(load_weights(tmp_path / "run"))
+    x, y = torch.utils.data.default_collate(list(task.data("test")))
+    counts = task.counts(y)
+    with torch.no_grad():
+        error = model(x) - y
+    loss = ((counts * error**2).sum() / counts.sum()).item()
+    assert summary.epochs[-1].test == pytest.approx(
+        {
+            "loss": loss,
+            "error": ((counts * error.abs()).sum() / counts.sum()).item(),
+            "perplexity": math.exp(loss),
+        },
+        abs=1e-12,
+    )
+
+
+@pytest.mark.parametrize("variant", ["gpipe", "timeprest"])
+def test_a_mini_batch_in_which_nothing_counts(variant, mlp_profile, tmp_path):
+    """Ends the run; or it has no gradient, and no part in the epoch's mean loss."""
+    plan = plan_by_hand(with_times(mlp_profile), variant, 2, 2)
+    asked = {"task": here("NothingCounts"), "evaluate": False}
+    with pytest.raises(RunError, match=r"weights of mini-batch 1's loss sum up to 0: nothing"):
+        run(plan, RunSettings(steps=3, **asked), tmp_path / "stop", inline=True)
+    how = RunSettings(steps=3, on_nan="warn", **asked)
+    summary = run(plan, how, tmp_path / "warn", inline=True)
+    assert summary.stages[-1].not_finite == [1]
+    assert math.isfinite(summary.epochs[-1].train_loss)
+    assert all(weight.isfinite().all() for weight in load_weights(tmp_path / "warn").values())
+
+
+def test_a_loss_that_is_now_this_and_now_that_is_refused(mlp_profile, tmp_path):
+    plan = plan_by_hand(with_times(mlp_profile), "gpipe", 2, 2)
+    with pytest.raises(TargetError, match=r"gives \(sum, weight\), and gave a mean when it was"):
+        run(plan, RunSettings(task=here("Fickle"), steps=1), tmp_path / "run", inline=True)
+
+
+class Reads(WeightedTask):
+    """Looks at a number, which a fake tensor hasn't."""
+
+    def loss(self, output, target):
+        total, weight = super().loss(output, target)
+        return total, weight.item()
+
+
+@pytest.mark.parametrize("task", [WeightedTask(), Reads(), MLPTask()])
+@pytest.mark.parametrize("fake", [False, True])
+def test_a_loss_is_asked_before_a_run_which_it_gives(task, fake):
+    """Of large models, nothing is computed for that; random numbers stay where they are."""
+    with FakeTensorMode() if fake else nullcontext():
+        result = torch.empty(4, 3, dtype=torch.float64)
+    target = torch.randn(4, 3, dtype=torch.float64)
+    before = torch.get_rng_state()
+    kind = kind_of_loss(task, result, target, None)
+    assert kind == LossKind(weighted=isinstance(task, WeightedTask))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        (torch.ones(2), "one number"),
+        (3.0, "one number"),
+        ((torch.ones(2), 1), "one number"),
+        ((torch.ones(()), 1, 1), "a tuple of 3"),
+        ((torch.ones(()), torch.ones(2)), "its weight must be one number"),
+        ((torch.ones(()), "8"), "its weight must be one number"),
+        ((torch.ones(()), -1), "its weight is -1, and must be"),
+        ((torch.ones(()), math.nan), "its weight is nan, and must be"),
+    ],
+)
+def test_what_a_loss_may_not_be(found, message):
+    with pytest.raises(TargetError, match=message):
+        read_loss(found)
+
+
+def test_what_a_metric_may_be():
+    assert read_figure("a", 0.5, 4) == (2.0, 4)
+    assert read_figure("a", torch.tensor(0.5), 4) == (2.0, 4)
+    assert read_figure("a", (torch.tensor(3), torch.tensor(6)), 4) == (3, 6)
+    for bad in ((1, -1), (1, None, 2), torch.ones(2), "x", (torch.ones(2), 1)):
+        with pytest.raises(TargetError, match="the task's metric 'a'"):
+            read_figure("a", bad, 4)

@@ -1,0 +1,286 @@
+"""tp-run --check: a pipelined run against the same training in one process, on many models."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import msgspec
+import pytest
+import torch
+import variety_tasks
+from click.testing import CliRunner
+from helpers.paths import TESTS
+from helpers.plans import plan_by_hand, with_times
+from timeprest.cli.run import main
+from timeprest.planner.systems.variants import VARIANTS
+from timeprest.profiles.errors import UserError
+from timeprest.profiles.files import write_file
+from timeprest.profiles.measuring.measure import measure
+from timeprest.profiles.target import resolve
+from timeprest.runtime.prepare.prepare import prepare
+from timeprest.runtime.records.run_dir import load_weights
+from timeprest.runtime.run import run
+from timeprest.runtime.settings import OptimizerChoice, RunSettings
+from timeprest.runtime.training.dropout import WithoutDropout
+from timeprest.runtime.verify import check as checking
+from timeprest.runtime.verify.check import INLINE, ONE_BY_ONE, WHOLE, check
+
+FILE = TESTS / "tasks/variety_tasks.py"
+ORDERS = [(v, s) for v in ("gpipe", "pipedream-flush") for s in (2, 3, 4)] + [("zb-h1", 3)]
+MODELS = ["ResNetTask", "GPTTask", "SkipsTask", "MaskedTask", "FrozenTask"]
+
+_profiles = {}
+
+
+def plan_for(name, variant, stages, n, **more):
+    if name not in _profiles:
+        target = resolve(f"{FILE}:{name}")
+        found = measure(target, batch_size=8, micro_batch_sizes=[2, 4, 8], seconds=0)
+        _profiles[name] = with_times(found)
+    return plan_by_hand(_profiles[name], variant, stages, n, **more)
+
+
+def settings_for(name, **more):
+    return RunSettings(task=f"{FILE}:{name}", **more)
+
+
+@pytest.mark.parametrize(("variant", "stages"), ORDERS)
+@pytest.mark.parametrize("name", MODELS)
+def test_flush_systems_train_every_model_as_one_process_does(name, stages, variant):
+    report = check(plan_for(name, variant, stages, 4), settings_for(name), inline=True)
+    assert report.verdict == "same"
+    assert report.tolerance == 1e-10
+    assert report.mini_batches == 3
+    whole, one_by_one = report.against
+    assert (whole.what, one_by_one.what) == (WHOLE, ONE_BY_ONE)
+    # A batch norm over micro-batches is another one than over mini-batches.
+    assert whole.counts == (name != "ResNetTask")
+    assert whole.same == whole.counts
+    assert all(d.absolute < 1e-14 for d in one_by_one.differences)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("variant", [n for n, v in VARIANTS.items() if not v.flushes])
+def test_the_other_systems_train_every_model(variant, name, tmp_path):
+    n = 1 if VARIANTS[variant].whole_mini_batches else 4
+    plan = plan_for(name, variant, 4, n)
+    summary = run(plan, settings_for(name, steps=3, evaluate=False), tmp_path / "run", inline=True)
+    assert 0 < summary.epochs[-1].train_loss < 10
+
+
+def test_notes_say_what_legitimately_differs():
+    report = check(plan_for("ResNetTask", "gpipe", 2, 4), settings_for("ResNetTask"), inline=True)
+    (note,) = report.notes
+    assert "over 2 samples, a micro-batch, not over the mini-batch's 8" in note
+    report = check(plan_for("GPTTask", "gpipe", 2, 4), settings_for("GPTTask"), inline=True)
+    (note,) = report.notes
+    assert "dropout is switched off" in note
+
+
+def test_one_micro_batch_needs_one_comparison():
+    report = check(plan_for("ResNetTask", "gpipe", 3, 1), settings_for("ResNetTask"), inline=True)
+    (whole,) = report.against
+    assert whole.what == WHOLE
+    assert whole.counts
+    assert report.verdict == "same"
+    assert not report.notes
+
+
+def test_a_loss_that_is_no_mean_over_samples_is_named():
+    """Words aren't spread evenly over micro-batches: no pipeline can know their number."""
+    plan = plan_for("WordMeanTask", "gpipe", 2, 4)
+    report = check(plan, settings_for("WordMeanTask"), inline=True)
+    whole, one_by_one = report.against
+    assert report.verdict == "differs"
+    assert not whole.same
+    assert one_by_one.same
+    assert "the loss isn't a mean over the samples" in report.notes[0]
+
+
+@pytest.mark.parametrize("variant", [name for name, v in VARIANTS.items() if v.flushes])
+@pytest.mark.parametrize(
+    ("n", "more"), [(3, {}), (4, {"replicas": (1, 2)}), (2, {"update_every": 2})]
+)
+def test_a_loss_that_counts_words_is_one_of_whole_mini_batches(variant, n, more):
+    """A sum and a number of words: how they are spread over micro-batches means nothing."""
+    plan = plan_for("WordSumTask", variant, 2, n, **more)
+    report = check(plan, settings_for("WordSumTask", clip_norm=0.1, steps=4), inline=True)
+    assert report.verdict == "same"
+    assert all(each.same for each in report.against)
+    assert not report.notes
+
+
+def test_a_hugging_face_model_with_ignored_labels_is_trained_as_one_process_does():
+    pytest.importorskip("transformers")
+    name = "hf:llama,length=8,num_hidden_layers=1"
+    profile = measure(resolve(name), batch_size=8, micro_batch_sizes=[2, 4, 8], seconds=0)
+    plan = plan_by_hand(with_times(profile), "pipedream-flush", 2, 4)
+    report = check(plan, RunSettings(task=name), inline=True)
+    assert report.verdict == "same"
+
+
+def test_a_model_of_many_kinds_of_tensors_is_one(tmp_path):
+    """Skips over a stage, several tensors at a cut, integers, booleans, and no gradients."""
+    plan = plan_for("MaskedTask", "gpipe", 4, 4)
+    assert any(edge.target - edge.source > 1 for edge in plan.edges)
+    assert sum(not edge.needs_grad for edge in plan.edges) > 1
+    assert max(sum(e.source == s for e in plan.edges) for s in range(3)) > 1
+    # The loss doesn't depend on this layer: it must not even decay.
+    settings = settings_for("MaskedTask", steps=3, evaluate=False)
+    run(plan, settings, tmp_path / "run", inline=True)
+    state = load_weights(tmp_path / "run")
+    before = resolve(settings.task).model(0).state_dict()
+    assert torch.equal(state["unused.weight"], before["unused.weight"])
+    assert not torch.equal(state["first.weight"], before["first.weight"])
+
+
+def test_random_numbers_of_its_own_are_named():
+    plan = plan_for("DrawingTask", "gpipe", 2, 4)
+    report = check(plan, settings_for("DrawingTask"), inline=True)
+    assert report.verdict == "differs"
+    assert "random numbers" in report.notes[0]
+
+
+def test_a_wrong_optimizer_is_found(monkeypatch):
+    """Gradients of the first mini-batch are the same, later ones and weights aren't."""
+    made = checking.PlainTraining.__init__
+
+    def other(self, *arguments, **named):
+        made(self, *arguments, **named)
+        self.optimizer.param_groups[0]["lr"] *= 1.001
+
+    monkeypatch.setattr(checking.PlainTraining, "__init__", other)
+    report = check(plan_for("SkipsTask", "gpipe", 2, 4), settings_for("SkipsTask"), inline=True)
+    assert report.verdict == "differs"
+    loss, gradient, weight = report.against[1].differences
+    assert not loss.same
+    assert gradient.mini_batch == 2
+    assert weight.name in variety_tasks.Skips().state_dict()
+    assert weight.absolute > weight.allowed
+
+
+def test_everything_that_settings_change_is_done_on_both_sides():
+    """Uneven micro-batches, a last mini-batch that isn't full, averaging, clipping, a schedule."""
+    plan = msgspec.structs.replace(plan_for("SkipsTask", "gpipe", 3, 3), update_every=2)
+    assert plan.micro_batch == 3
+    more = {"ragged": "pad", "clip_norm": 0.1, "lr_schedule": "linear", "warmup": 1}
+    choice = OptimizerChoice(name="adamw", lr=0.01, weight_decay=0.1)
+    settings = settings_for("SkipsTask", steps=7, optimizer=choice, decay_only="matrices", **more)
+    report = check(plan, settings, inline=True)
+    assert report.verdict == "same"
+    assert report.against[1].differences[1].absolute < 1e-14
+
+
+def test_deferred_batch_norms_are_deferred_on_both_sides():
+    settings = settings_for("ResNetTask", deferred_batch_norm=True)
+    report = check(plan_for("ResNetTask", "gpipe", 2, 4), settings, inline=True)
+    assert report.verdict == "same"
+
+
+def test_replicas_have_running_statistics_of_their_own():
+    plan = plan_for("ResNetTask", "gpipe", 3, 4, replicas=[1, 2, 1])
+    report = check(plan, settings_for("ResNetTask"), inline=True)
+    assert report.verdict == "same"
+    assert any("replica 0's samples" in note for note in report.notes)
+    assert all(d.absolute < 1e-14 for d in report.against[1].differences)
+
+
+def test_autocast_has_its_own_tolerance():
+    settings = settings_for("SkipsTask", autocast="bfloat16")
+    report = check(plan_for("SkipsTask", "gpipe", 2, 4), settings, inline=True)
+    assert report.verdict == "same"
+    assert (report.dtype, report.tolerance) == ("bfloat16", 5e-2)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_dropout_is_found_and_switched_off(training):
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.drop = torch.nn.Dropout1d(0.3)
+            self.recur = torch.nn.LSTM(4, 4, 2, dropout=0.2)
+            self.attend = torch.nn.MultiheadAttention(4, 2, dropout=0.1)
+
+        def forward(self, x):
+            x = self.recur(self.drop(x))[0]
+            x = torch.dropout(self.attend(x, x, x)[0], 0.5, self.training)
+            return torch.nn.functional.dropout(x, training=self.training)
+
+    model = Model().train(training)
+    x = torch.randn(2, 3, 4)
+    watch = WithoutDropout()
+    state = torch.get_rng_state()
+    with watch:
+        assert torch.equal(model(x), model(x))
+    assert torch.equal(state, torch.get_rng_state())
+    assert watch.traits.drops == training
+    assert not watch.traits.mixes
+    assert torch.equal(model(x), model(x)) != training
+
+
+def test_inline_checks_are_for_systems_that_flush():
+    plan = plan_for("SkipsTask", "timeprest", 2, 4)
+    with pytest.raises(UserError, match="leave --inline out"):
+        check(plan, settings_for("SkipsTask"), inline=True)
+
+
+def test_a_tied_parameter_has_one_name_whatever_its_piece_calls_it():
+    """torch.export's graphs know an embedding by the name of the head that shares its weight."""
+    target = resolve(f"{FILE}:TiedTask")
+    names = {}
+    for front_end in ("fx", "export"):
+        exported = replace(target, front_end=front_end)
+        profile = with_times(
+            measure(exported, batch_size=8, micro_batch_sizes=[2, 4, 8], seconds=0)
+        )
+        plan = plan_by_hand(profile, "gpipe", 3, 4, tied="split")
+        prepared = prepare(plan, settings_for("TiedTask"))
+        names[front_end] = dict(prepared.pieces[0].module.named_parameters()).keys()
+        assert check(plan, settings_for("TiedTask"), inline=True).verdict == "same"
+    assert "wte.weight" in names["fx"]
+    assert "wte.weight" not in names["export"]
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(180)
+def test_processes_against_one_process(tmp_path, monkeypatch):
+    """The command: text, exit code, and nothing left behind."""
+    monkeypatch.chdir(tmp_path)
+    write_file("plan.json", plan_for("GPTTask", "pipedream-flush", 3, 4))
+    done = CliRunner().invoke(main, ["plan.json", "--check"])
+    assert done.exit_code == 0, done.output
+    assert "micro-batches one by one" in done.output
+    assert "same: whole mini-batches and micro-batches one by one in one process" in done.output
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(180)
+def test_asynchronous_processes_against_the_inline_run(tmp_path):
+    """With dropout: processes and inline run draw the same."""
+    plan = plan_for("GPTTask", "timeprest", 3, 4)
+    report = check(plan, settings_for("GPTTask"), run_dir=tmp_path / "kept")
+    assert report.verdict == "same"
+    assert not report.notes
+    (inline,) = report.against
+    assert inline.what == INLINE
+    assert (tmp_path / "kept" / "gradients" / "stage0" / "2.safetensors").exists()
+
+
+def test_differences_end_with_code_1_and_as_json(tmp_path):
+    path = tmp_path / "plan.json"
+    write_file(path, plan_for("DrawingTask", "gpipe", 2, 4))
+    done = CliRunner().invoke(main, [str(path), "--check", "--inline", "--json", "--steps", "2"])
+    assert done.exit_code == 1
+    report = json.loads(done.output)
+    assert report["verdict"] == "differs"
+    assert report["mini_batches"] == 2
+    assert {d["what"] for d in report["against"][0]["differences"]} == {
+        "loss",
+        "gradient",
+        "weight",
+    }
+    done = CliRunner().invoke(main, [str(path), "--check", "--epochs", "2"])
+    assert done.exit_code == 2
+    assert "--check, --epochs" in done.output

@@ -1,0 +1,137 @@
+"""--dry-run: what a run needs is checked, and nothing is written."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+
+import msgspec
+import psutil
+import pytest
+from click.testing import CliRunner
+from helpers.paths import TESTS
+from helpers.plans import plan_by_hand, with_times
+from timeprest.cli.run import main
+from timeprest.profiles.errors import FileError, PlanError, RunError
+from timeprest.profiles.files import write_file
+from timeprest.profiles.measuring.measure import measure
+from timeprest.profiles.target import resolve
+from timeprest.runtime.prepare.prepare import prepare
+from timeprest.runtime.settings import RunSettings
+from timeprest.runtime.verify import dry_run as module
+from timeprest.runtime.verify.dry_run import check_shapes, dry_run
+
+
+@pytest.fixture
+def plan(mlp_profile):
+    return plan_by_hand(with_times(mlp_profile), "timeprest", 3, 4)
+
+
+def test_it_finds_workers_hosts_and_cuts(plan, mlp_target, tmp_path):
+    found = dry_run(plan, RunSettings(task=mlp_target, steps=7), str(tmp_path / "run"))
+    assert found.world_size == 3
+    assert found.mini_batches == 7
+    assert [(c.source, c.target) for c in found.cuts] == [
+        ("stage 0", "stage 1"),
+        ("stage 1", "stage 2"),
+    ]
+    assert all(cut.shape[0] == plan.micro_batch and cut.dtype == "float64" for cut in found.cuts)
+    planned = [stage.memory_bytes for stage in plan.predicted.stages]
+    assert [worker.planned_bytes for worker in found.workers] == planned
+    assert [host.planned_bytes for host in found.hosts] == [sum(planned)]
+    assert found.problems == ()
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("fake", [False, True])
+@pytest.mark.parametrize("task", ["tasks/graph_task.py:GraphTask", "tasks/mlp_task.py:MLPTask"])
+def test_shapes_go_through_every_cut(task, fake, monkeypatch):
+    """Skips, several values on a cut, numbers; on fake tensors as for real, and replicated."""
+    name = f"{TESTS / task}"
+    measured = measure(resolve(name), batch_size=8, micro_batch_sizes=[2, 4, 8], seconds=0)
+    profile = with_times(measured)
+    monkeypatch.setattr(module, "SMALL_BYTES", 0 if fake else 2**28)
+    for replicas in (None, (2, 1)):
+        plan = plan_by_hand(profile, "timeprest", 2, 4, replicas=replicas)
+        check_shapes(prepare(plan, RunSettings(task=name, steps=2)))
+
+
+def test_a_stage_that_makes_another_shape_is_named(plan, mlp_target):
+    prepared = prepare(plan, RunSettings(task=mlp_target, steps=2))
+    name, spec = next((n, s) for n, s in prepared.specs[0].items() if n == "t0")
+    prepared.specs[0][name] = replace(spec, shape=(2, 99))
+    with pytest.raises(
+        RunError, match=r"stage 0 makes 't0' as .* and what follows takes \(2, 99\)"
+    ):
+        check_shapes(prepared)
+
+
+def test_too_little_memory_is_a_problem(plan, mlp_target, tmp_path, monkeypatch):
+    class Full:
+        available = 1000
+
+    monkeypatch.setattr(psutil, "virtual_memory", Full)
+    found = dry_run(plan, RunSettings(task=mlp_target, steps=7), str(tmp_path / "run"))
+    assert len(found.problems) == 1
+    assert found.problems[0].endswith("and 1000 B are free")
+
+
+def test_workers_of_a_host_that_take_turns_are_a_warning(plan, mlp_target, tmp_path, monkeypatch):
+    """Only where the plan doesn't know; and the run is ready all the same."""
+    settings = RunSettings(task=mlp_target, steps=7)
+    write_file(tmp_path / "plan.json", plan)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(module, "usable_cores", lambda: 2)
+    found = dry_run(plan, settings, "run")
+    (told,) = found.warnings
+    assert "3 processes take turns on 2 cores" in told
+    assert told.endswith("tp-plan solve --cores 2 plans for it")
+    assert found.problems == ()
+    told = CliRunner().invoke(main, ["plan.json", "--dry-run", "--steps", "7"])
+    assert told.exit_code == 0
+    assert "warning: " in told.output
+    cluster = msgspec.structs.replace(plan.cluster, cores=2)
+    assert dry_run(msgspec.structs.replace(plan, cluster=cluster), settings, "run").warnings == ()
+    monkeypatch.setattr(module, "usable_cores", lambda: 3)
+    assert dry_run(plan, settings, "run").warnings == ()
+
+
+def test_what_makes_a_run_impossible_is_an_error(plan, mlp_target, tmp_path):
+    settings = RunSettings(task=mlp_target, steps=7)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FileError, match="isn't a folder one can write to"):
+        dry_run(plan, settings, str(tmp_path / "file" / "run"))
+    (tmp_path / "plan.json").write_text("")
+    with pytest.raises(FileError, match=r"write over its own plan\.json"):
+        dry_run(plan, settings, str(tmp_path))
+    other = msgspec.structs.replace(
+        plan, profile=msgspec.structs.replace(plan.profile, fingerprint="0" * 32)
+    )
+    with pytest.raises(PlanError, match="was made for another model"):
+        dry_run(other, settings, str(tmp_path / "run"))
+
+
+@pytest.mark.processes
+def test_under_torchrun_messages_go_over_the_cuts(plan, tmp_path):
+    write_file(tmp_path / "plan.json", plan)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3"]
+    command = ["-m", "timeprest.cli.run", "plan.json", "--dry-run", "--json"]
+    done = subprocess.run(
+        [*launcher, "--master-port", port, *command],
+        cwd=tmp_path,
+        env=dict(os.environ),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["meets_at"] == f"127.0.0.1:{port}"
+    assert [host["address"] for host in found["hosts"]] == ["127.0.0.1"]
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,233 @@
+"""Weight versions: backwards on any version through the hooks, and how many copies there are."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from helpers.plans import plan_by_hand, with_times
+from timeprest.planner.schedules.schedules import make_order
+from timeprest.planner.systems.operations import BACKWARD
+from timeprest.profiles.measuring.measure import measure
+from timeprest.profiles.measuring.platforms import LiveBytes
+from timeprest.profiles.target import resolve
+from timeprest.runtime.communication.all_reduce import LocalSums, Pool
+from timeprest.runtime.communication.channel import LocalChannels, Mailbox
+from timeprest.runtime.prepare.prepare import prepare
+from timeprest.runtime.run import run
+from timeprest.runtime.settings import OptimizerChoice, RunSettings
+from timeprest.runtime.stage.runner import StageRunner
+from timeprest.runtime.weights.stash import WeightVersions
+from torch import nn
+
+
+class Everything(nn.Module):
+    """One of each kind of layer whose backward needs its weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.norm = nn.LayerNorm(8)
+        self.gru = nn.GRU(8, 8, batch_first=True)
+        self.conv = nn.Conv1d(8, 8, 3, padding=1)
+        self.batch_norm = nn.BatchNorm1d(8)
+        self.linear = nn.Linear(8, 3)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        x = self.gru(self.norm(x))[0]
+        x = torch.tanh(self.batch_norm(self.conv(x.transpose(1, 2))))
+        return self.linear(x.transpose(1, 2)).square().mean()
+
+
+def test_backward_after_an_update_in_place_runs_for_every_kind_of_layer():
+    torch.manual_seed(0)
+    model = Everything().double()
+    weights = WeightVersions(list(model.parameters()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tokens = torch.randint(0, 11, (4, 5))
+    with weights.forward(weights.at(0)):
+        loss = model(tokens)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    optimizer.zero_grad()
+    weights.advance(set())
+    with weights.backward(weights.at(1)):
+        loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_backward_uses_the_version_it_is_told():
+    """Linear: the gradient of the input is g·W, and W may be any version."""
+    weight = nn.Parameter(torch.tensor([[2.0]]))
+    weights = WeightVersions([weight])
+    x = torch.tensor([[1.0]], requires_grad=True)
+    grads = {}
+    for version in (0, 1):
+        with weights.forward(weights.at(weights.latest)):
+            y = nn.functional.linear(x, weight)
+        weights.keep_latest()
+        with torch.no_grad():
+            weight.add_(3.0)
+        weights.advance({0, 1})
+        used = 0 if version == 0 else weights.latest
+        with weights.backward(weights.at(used)):
+            (grads[version],) = torch.autograd.grad(y.sum(), x)
+    assert grads[0].item() == 2.0
+    assert grads[1].item() == 8.0
+
+
+def test_forward_on_an_older_version_leaves_the_latest_in_place():
+    weight = nn.Parameter(torch.tensor([[2.0]]))
+    weights = WeightVersions([weight])
+    weights.keep_latest()
+    with torch.no_grad():
+        weight.mul_(10)
+    weights.advance({0})
+    x = torch.tensor([[1.0]])
+    with weights.forward(weights.at(0)):
+        assert nn.functional.linear(x, weight).item() == 2.0
+    assert nn.functional.linear(x, weight).item() == 20.0
+    assert weights.held == 2
+    weights.drop(set())
+    assert weights.held == 1
+    assert weights.older_bytes == 0
+
+
+def test_no_graph_holds_an_older_version():
+    """A forward runs on an older version; when that is dropped, its memory goes at once."""
+    layer = nn.Linear(64, 64, bias=False)
+    with LiveBytes() as live:
+        weights = WeightVersions(list(layer.parameters()))
+        weights.keep_latest()
+        weights.advance({0})
+        x = torch.randn(1, 64, requires_grad=True)
+        with weights.forward(weights.at(0)):
+            y = layer(x)
+        before = live.live
+        weights.drop(set())
+        assert before - live.live == 64 * 64 * 4
+    with weights.backward(weights.at(1)):
+        y.sum().backward()
+    assert layer.weight.grad is not None
+
+
+class _CopiesOf(LiveBytes):
+    """Follows the live storages of one size."""
+
+    def __init__(self, nbytes):
+        super().__init__()
+        self.nbytes = nbytes
+        self.now = 0
+        self._followed = {}
+
+    def _note_storage(self, storage, count):
+        new = storage._cdata not in self._known
+        super()._note_storage(storage, count)
+        if new and count and storage.nbytes() == self.nbytes:
+            self.now += 1
+            key = storage._cdata
+            self._followed[key] = weakref.ref(storage, lambda _: self._gone(key))
+
+    def _gone(self, key):
+        del self._followed[key]
+        self.now -= 1
+
+
+@pytest.fixture(scope="module")
+def profile_of_elevens(mlp_target):
+    """Micro-batches of 11 and 44: no activation is as large as one of the weights."""
+    target = resolve(mlp_target)
+    return measure(target, batch_size=44, micro_batch_sizes=[11, 44], seconds=0)
+
+
+@pytest.mark.parametrize(
+    ("variant", "n", "copies"),
+    [
+        ("v-timeprest", 4, [1, 1, 1, 1]),
+        ("v-timeprest", 1, [1, 1, 1, 1]),
+        ("timeprest", 1, [1, 2, 3, 4]),
+        ("timeprest-stashed", 1, [4, 4, 4, 4]),
+        ("pipedream-unstashed", 1, [1, 2, 3, 4]),
+        ("gpipe", 4, [1, 1, 1, 1]),
+        ("pipedream", 1, [4, 3, 2, 1]),
+        ("pipedream-nesterov", 1, [4, 3, 2, 1]),
+        ("pipedream-vertical-sync", 1, [4, 4, 4, 4]),
+        ("pipedream-2bw", 4, [2, 2, 2, 2]),
+        ("i-timeprest", 1, [4, 4, 4, 4]),
+    ],
+)
+def test_copies_of_the_weights_counted_in_bytes(
+    variant, n, copies, profile_of_elevens, mlp_target, tmp_path
+):
+    """Every storage as large as a stage's first weight is counted, whoever holds it.
+
+    Plain SGD has no state of that size, and gradients are gone after each update; so at those
+    moments what is left are weights: exactly the copies that the system may hold.
+    """
+    plan = plan_by_hand(with_times(profile_of_elevens), variant, 4, n, mini_batch=44)
+    settings = RunSettings(
+        task=mlp_target,
+        steps=12,
+        optimizer=OptimizerChoice(name="sgd", lr=0.01),
+        evaluate=False,
+        distances=False,
+    )
+    sizes = {0: 5 * 7 * 8, 1: 7 * 6 * 8, 2: 6 * 4 * 8, 3: 4 * 3 * 8}
+    for s, nbytes in sizes.items():
+        with _CopiesOf(nbytes) as live:
+            prepared = prepare(plan, settings)
+            mailbox = Mailbox()
+            pool = Pool({})
+            runners = [
+                StageRunner(prepared, k, LocalChannels(k, mailbox), LocalSums(k, pool))
+                for k in range(4)
+            ]
+            start = live.now
+            seen = _train_counting(prepared, runners, s, live)
+        # What tracing and the model itself hold besides doesn't change during the run.
+        assert start >= 1
+        assert max(seen) - start + 1 == copies[s]
+        assert min(seen) - start + 1 == 1
+        assert runners[s].stage.account.most_versions == copies[s]
+        # Only what was counted on top of the latest weights is accounted as older versions.
+        peak = runners[s].stage.account.peak
+        assert peak is not None
+        whole = sum(p.numel() * 8 for p in runners[s].stage.module.parameters())
+        assert peak.weights_bytes == whole
+        assert peak.versions_bytes <= (copies[s] - 1) * whole
+
+
+def _train_counting(prepared, runners, watched, live):
+    """Run inline; after every operation of the watched stage that leaves no gradient, count."""
+    from timeprest.planner.simulator.timeline import simulate
+
+    segment = prepared.segments[0]
+    order = make_order(prepared.pipeline, segment.mini_batches)
+    for runner in runners:
+        runner.begin(segment, order)
+    seen = []
+    for s, k in simulate(prepared.pipeline, order).sequence:
+        runners[s].run(order[s][k])
+        gradients = any(p.grad is not None for p in runners[watched].stage.module.parameters())
+        if s == watched and order[s][k].kind != BACKWARD and not gradients:
+            seen.append(live.now)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("variant", "n"),
+    [("i-timeprest", 4), ("i-timeprest", 1), ("spectrain", 1), ("pipeoptim", 1), ("timeprest", 4)],
+)
+def test_plans_count_copies_that_weights_are_made_in(variant, n, mlp_profile, mlp_target, tmp_path):
+    """Where stages hold most: older versions, and scratch copies to mix or predict in."""
+    plan = plan_by_hand(with_times(mlp_profile), variant, 4, n)
+    choice = OptimizerChoice(name="sgd", lr=0.01, momentum=0.9)
+    settings = RunSettings(task=mlp_target, steps=14, optimizer=choice, evaluate=False)
+    summary = run(plan, settings, tmp_path / "run", inline=True)
+    found = [report.peak.versions_bytes for report in summary.stages]
+    assert found == [p.accounted_memory.versions_bytes for p in plan.predicted.stages]

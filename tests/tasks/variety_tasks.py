@@ -1,0 +1,346 @@
+"""Small models of many shapes, as tasks: what a pipeline must train as one process does."""
+
+from __future__ import annotations
+
+import torch
+from mlp_task import WIDTHS, MLPTask
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import Dataset, TensorDataset
+
+SAMPLES = 24
+
+
+def drawn(seed, *shape):
+    return torch.randn(SAMPLES, *shape, generator=torch.Generator().manual_seed(seed)).double()
+
+
+def words(seed, below, *shape):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, below, (SAMPLES, *shape), generator=generator)
+
+
+class _Task:
+    """Cross-entropy over classes, SGD with momentum."""
+
+    def loss(self, output, target):
+        return functional.cross_entropy(output, target)
+
+    def optimizer(self, parameters):
+        return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=1e-2)
+
+
+# A residual net of ResNet-50's form: bottlenecks, batch norms, projections on shortcuts ---------
+
+
+class Bottleneck(nn.Module):
+    def __init__(self, inside, width, stride, act):
+        super().__init__()
+        self.conv1 = nn.Conv2d(inside, width, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, stride, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.conv3 = nn.Conv2d(width, 4 * width, 1, bias=False)
+        self.bn3 = nn.BatchNorm2d(4 * width)
+        self.relu = nn.ReLU(inplace=True)
+        self.down = None
+        if stride > 1 or inside != 4 * width:
+            self.down = nn.Sequential(
+                nn.Conv2d(inside, 4 * width, 1, stride, bias=False), nn.BatchNorm2d(4 * width)
+            )
+
+    def forward(self, x):
+        y = self.relu(self.bn1(self.conv1(x)))
+        y = self.relu(self.bn2(self.conv2(y)))
+        return self.relu(self.bn3(self.conv3(y)) + (x if self.down is None else self.down(x)))
+
+
+class ResNet(nn.Module):
+    """The blocks of one of ResNet-50's groups, twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 4, 3, 1, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(4)
+        self.layer1 = nn.Sequential(Bottleneck(4, 2, 1, None), Bottleneck(8, 2, 1, None))
+        self.layer2 = nn.Sequential(Bottleneck(8, 3, 2, None), Bottleneck(12, 3, 1, None))
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Linear(12, 5)
+
+    def forward(self, images):
+        x = self.layer2(self.layer1(torch.relu(self.bn1(self.conv1(images)))))
+        return self.fc(torch.flatten(self.pool(x), 1))
+
+
+class ResNetTask(_Task):
+    def model(self):
+        return ResNet().double()
+
+    def data(self, split):
+        return TensorDataset(drawn(1, 3, 6, 6), words(2, 5))
+
+
+# GPT-2: embeddings with positions, causal attention, dropout, and a tied head -------------------
+
+VOCABULARY, LENGTH, WIDTH = 11, 6, 8
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.all = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        batch, length, width = x.shape
+        q, k, v = self.all(x).split(width, 2)
+        q, k, v = (t.view(batch, length, 2, width // 2).transpose(1, 2) for t in (q, k, v))
+        rate = 0.1 if self.training else 0.0
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=rate)
+        return self.out(y.transpose(1, 2).reshape(batch, length, width))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.ln1 = nn.LayerNorm(WIDTH)
+        self.attn = Attention()
+        self.ln2 = nn.LayerNorm(WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 16), nn.GELU(), nn.Linear(16, WIDTH))
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x):
+        x = x + self.attn(self.ln1(x))
+        return x + self.drop(self.mlp(self.ln2(x)))
+
+
+class GPT(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wte = nn.Embedding(VOCABULARY, WIDTH)
+        self.wpe = nn.Embedding(LENGTH, WIDTH)
+        self.register_buffer("positions", torch.arange(LENGTH))
+        self.h = nn.Sequential(Block(), Block())
+        self.ln = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, tokens):
+        return self.head(self.ln(self.h(self.wte(tokens) + self.wpe(self.positions))))
+
+
+class GPTTask(_Task):
+    def model(self):
+        return GPT().double()
+
+    def data(self, split):
+        tokens = words(3, VOCABULARY, LENGTH + 1)
+        return TensorDataset(tokens[:, :-1], tokens[:, 1:])
+
+    def loss(self, output, target):
+        return functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+    def optimizer(self, parameters):
+        return torch.optim.AdamW(parameters, lr=0.01)
+
+
+class TiedGPT(GPT):
+    """The head's weights are the embedding's."""
+
+    def __init__(self):
+        super().__init__()
+        self.head.weight = self.wte.weight
+
+
+class TiedTask(GPTTask):
+    def model(self):
+        return TiedGPT().double()
+
+
+class DecayedEmbeddingTask(TiedTask):
+    """Weight decay for the embedding, which a head's stage knows as its own weight."""
+
+    def parameter_groups(self, named):
+        return [
+            {"params": [p for name, p in named if name == "wte.weight"], "weight_decay": 0.5},
+            {"params": [p for name, p in named if name != "wte.weight"], "weight_decay": 0.0},
+        ]
+
+
+class TiedByCallTask(GPTTask):
+    """The head is a function of the embedding's weights, and the embedding is called twice."""
+
+    class Model(GPT):
+        def __init__(self):
+            super().__init__()
+            self.head = None
+
+        def forward(self, tokens):
+            x = self.h(self.wte(tokens) + self.wpe(self.positions))
+            x = self.ln(x + self.wte(tokens.flip(1)))
+            return functional.linear(x, self.wte.weight)
+
+    def model(self):
+        return self.Model().double()
+
+
+# Skips, several inputs, integers and tensors without gradients across cuts ----------------------
+
+
+class Skips(nn.Module):
+    """A U: what early layers make goes over two stages or more, several tensors at each cut."""
+
+    def __init__(self):
+        super().__init__()
+        self.down1, self.down2 = nn.Linear(6, 8), nn.Linear(8, 8)
+        self.middle = nn.Linear(8, 8)
+        self.up2, self.up1 = nn.Linear(16, 8), nn.Linear(14, 4)
+
+    def forward(self, x):
+        a = torch.tanh(self.down1(x))
+        b = torch.tanh(self.down2(a))
+        c = torch.tanh(self.middle(b)) * a
+        d = torch.tanh(self.up2(torch.cat([c, b], 1)))
+        return self.up1(torch.cat([d, x], 1)) + a[:, :4]
+
+
+class SkipsTask(_Task):
+    def model(self):
+        return Skips().double()
+
+    def data(self, split):
+        return TensorDataset(drawn(4, 6), words(5, 4))
+
+
+class Masked(nn.Module):
+    """Tokens and a mask; what is counted (integers) and compared (booleans) crosses cuts too."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 8)
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Linear(8, 8)
+        self.third = nn.Linear(8, 8)
+        self.unused = nn.Linear(8, 3)
+        self.out = nn.Linear(8, VOCABULARY)
+
+    def forward(self, tokens, mask):
+        counts = mask.sum(1, keepdim=True)
+        odd = tokens % 2 == 1
+        with torch.no_grad():
+            still = self.embed(tokens).sum(2, keepdim=True)
+        x = torch.tanh(self.first(self.embed(tokens)))
+        idle = self.unused(x)
+        y = torch.tanh(self.second(x)).masked_fill(odd.unsqueeze(2), 0.5)
+        y = self.third(y) * mask.unsqueeze(2) / counts.unsqueeze(2)
+        y = y + x * torch.sigmoid(still)
+        return {"scores": self.out(y), "weights": mask, "idle": idle, "hidden": x}
+
+
+class Pairs(Dataset):
+    """Tokens and a mask with at least one word; the loss needs both again."""
+
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, k):
+        tokens = words(6, VOCABULARY, LENGTH)[k]
+        mask = (words(7, 3, LENGTH)[k] > 0).long()
+        mask[0] = 1
+        return {"tokens": tokens, "mask": mask}, {"words": tokens.flip(0), "mask": mask}
+
+
+class MaskedTask(_Task):
+    """A mean over the words of each sample, then over samples."""
+
+    def model(self):
+        return Masked().double()
+
+    def data(self, split):
+        return Pairs()
+
+    def loss(self, output, target):
+        each = functional.cross_entropy(
+            output["scores"].transpose(1, 2), target["words"], reduction="none"
+        )
+        mask = target["mask"]
+        return ((each * mask).sum(1) / mask.sum(1)).mean() + output["hidden"].square().mean()
+
+
+class WordMeanTask(MaskedTask):
+    """A mean over all words of a batch: not a mean over its samples."""
+
+    def loss(self, output, target):
+        each = functional.cross_entropy(
+            output["scores"].transpose(1, 2), target["words"], reduction="none"
+        )
+        return (each * target["mask"]).sum() / target["mask"].sum()
+
+
+class WordSumTask(WordMeanTask):
+    """The same mean, told as the sum and the number of words."""
+
+    def loss(self, output, target):
+        words = target["mask"].sum()
+        return super().loss(output, target) * words, words
+
+
+class Frozen(nn.Module):
+    """Layers that aren't trained, at the front and in between: a stage may have none that are."""
+
+    def __init__(self):
+        super().__init__()
+        self.front = nn.Linear(6, 8)
+        self.norm = nn.LayerNorm(8)
+        self.between = nn.Linear(8, 8)
+        self.last = nn.Linear(8, 4)
+        self.unused = nn.Parameter(torch.ones(3))
+        for p in (*self.front.parameters(), *self.between.parameters()):
+            p.requires_grad_(False)
+
+    def forward(self, x):
+        x = self.norm(torch.tanh(self.front(x)))
+        return self.last(torch.tanh(self.between(x)))
+
+
+class FrozenTask(_Task):
+    def model(self):
+        return Frozen().double()
+
+    def data(self, split):
+        return TensorDataset(drawn(8, 6), words(9, 4))
+
+
+class DrawingTask(SkipsTask):
+    """Adds noise of its own while it trains."""
+
+    class Model(Skips):
+        def forward(self, x):
+            return super().forward(x + 0.1 * torch.randn_like(x))
+
+    def model(self):
+        return self.Model().double()
+
+
+class Mixed(nn.Module):
+    """float32 first, float64 then; the shift is used, but nothing is learnt for it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(WIDTHS[0], 6)
+        self.act = nn.Tanh()
+        self.shift = nn.Parameter(torch.ones(6))
+        self.second = nn.Linear(6, WIDTHS[-1]).double()
+
+    def forward(self, x):
+        y = self.act(self.first(x.float())) + self.shift.detach()
+        return self.second(y.double())
+
+
+class MixedTask(MLPTask):
+    """AdamW moves what has a gradient of zero, by its weight decay, but not what has none."""
+
+    def model(self):
+        return Mixed()
+
+    def optimizer(self, parameters):
+        return torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.1)
