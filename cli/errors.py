@@ -101,7 +101,7 @@ def errors_as_lines(function: F) -> F:
             raise
         except BaseException as error:
             # sys.exit() in the user's model would end the command without a word.
-            from ..profiles.target import describe_error, from_users_code
+            from ..profiles.tasks.hooks import describe_error, from_users_code
 
             if not from_users_code(error):
                 raise

@@ -17,8 +17,7 @@ from ..planner.cluster.cluster import (
     write_latency,
 )
 from ..planner.cluster.link_fit import LinkFit, fit_link, typical_pair
-from ..profiles.files import write_bytes
-from ..profiles.outputs import Kind, check_output
+from ..profiles.files import Kind, check_output, write_bytes
 from ..profiles.units import format_bytes, format_seconds
 from .errors import output, print_json
 from .progress import Bar

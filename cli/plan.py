@@ -9,8 +9,7 @@ import click
 from ..planner.plan import read_plan
 from ..planner.search.recheck import recheck
 from ..profiles.errors import UserError
-from ..profiles.files import read_file, write_file
-from ..profiles.outputs import Kind, check_output, check_outputs
+from ..profiles.files import Kind, check_output, check_outputs, read_file, write_file
 from ..profiles.profile import Profile, check_profile
 from .errors import (
     OneLineGroup,

@@ -9,8 +9,7 @@ from typing import Any
 import click
 
 from ..profiles.errors import UserError
-from ..profiles.files import MAX_FACTOR, MAX_THREADS, is_file, write_file
-from ..profiles.outputs import Kind, check_output
+from ..profiles.files import MAX_FACTOR, MAX_THREADS, Kind, check_output, is_file, write_file
 from ..profiles.profile import FRONT_ENDS, Profile
 from ..profiles.published.reader import import_profile, is_foreign
 from .errors import (
@@ -205,9 +204,9 @@ def _measure(
     target: str, sizes: Sequence[int] | None, options: dict[str, Any], *, quiet: bool
 ) -> Profile:
     # Torch takes its time; bad options needn't wait for it.
-    from ..profiles.autograd.optimizer_step import keep_freed_memory
     from ..profiles.measuring.measure import measure
     from ..profiles.measuring.platforms import platform_of
+    from ..profiles.measuring.process import keep_freed_memory
     from ..profiles.target import parse_input, resolve
 
     # As the stages do: what is measured here is to come true there.

@@ -11,9 +11,9 @@ import click
 import msgspec
 
 from ..planner.plan import read_plan
-from ..profiles.autograd.optimizer_step import keep_freed_memory
 from ..profiles.errors import UserError
 from ..profiles.files import MAX_FACTOR, MAX_SECONDS, MAX_THREADS
+from ..profiles.measuring.process import keep_freed_memory
 from ..runtime.processes.environment import check_world_size
 from ..runtime.processes.locks import check_system
 from .errors import (

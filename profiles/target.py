@@ -6,10 +6,7 @@ import difflib
 import importlib
 import importlib.util
 import inspect
-import signal
 import sys
-import sysconfig
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,17 +17,11 @@ from torch import Tensor, nn
 
 from .errors import TargetError, TimeprestError
 from .files import is_file
-from .task import Task, dataset_size, fetch_call
+from .tasks.hooks import describe_error, is_ctrl_c
+from .tasks.task import Task, dataset_size, fetch_call
 from .tracing.call import Call
 from .zoo import BUILT_IN
 
-_PACKAGES = (Path(__file__).parent.parent, Path(__file__).resolve().parent.parent)
-"""Ours, under either name where it is reached by a link."""
-_LIBRARIES = (
-    *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")},
-    # Which an environment may have by a link.
-    str(Path(torch.__file__).parent),
-)
 _HOOKS = {
     "model": "model()",
     "data": "data(split)",
@@ -316,42 +307,3 @@ def _call(name: str, doing: str, function: Callable[[], Any]) -> Any:
         if is_ctrl_c(error):
             raise
         raise TargetError(f"{name}: {doing} failed: {describe_error(error)}") from error
-
-
-def is_ctrl_c(error: BaseException) -> bool:
-    """Whether it is the user at the keyboard who ended the user's code.
-
-    Where Ctrl-C isn't Python's to handle, as in the workers of a run, a hook has raised it.
-    """
-    handled = signal.getsignal(signal.SIGINT) == signal.default_int_handler
-    return isinstance(error, KeyboardInterrupt) and handled
-
-
-def from_users_code(error: BaseException) -> bool:
-    """Whether an exception came out of the user's code: SystemExit may be ours, too."""
-    return bool(_users_frames(error))
-
-
-def _users_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    folders = ("profiles", "planner", "runtime", "cli")
-    ours = tuple(str(package / folder) for package in _PACKAGES for folder in folders)
-    return [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith((*ours, *_LIBRARIES, "<"))
-    ]
-
-
-def describe_error(error: BaseException) -> str:
-    """One line: the last place in the user's code, and what went wrong there."""
-    frames = _users_frames(error)
-    try:
-        text = " ".join(str(error).split())
-    except BaseException as failed:  # the user's exception
-        text = f"(its text can't be had: __str__ raised {type(failed).__name__})"
-    reason = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{error.filename}:{error.lineno}: {type(error).__name__}: {error.msg}"
-    if not frames:
-        return reason
-    return f"{frames[-1].filename}:{frames[-1].lineno}: {reason}"

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 RANK = {"profiles": 0, "planner": 1, "runtime": 2, "cli": 3}
-DATA_MODULES = {"errors", "limits", "units", "files", "profile", "published.workload"}
+DATA_MODULES = {"errors", "units", "files", "profile", "published.workload"}
 
 
 def imports_of(path):

@@ -62,7 +62,7 @@ def trace(recordings: Sequence[tuple[str, Recording]]) -> dict[str, Any]:
     # By time, as some readers want it; at one time as the recording has it.
     events.sort(key=lambda event: (event["ph"] != "M", event.get("ts", 0)))
     return {
-        # First, so that a file is known by its head (`profiles.outputs`).
+        # First, so that a file is known by its head (`profiles.files`).
         "otherData": {
             "made_by": f"timeprest {__version__}",
             "period_s": {name or each.source: each.period_s for name, each in recordings},

@@ -19,8 +19,7 @@ from ...planner.search.relaxation import RECOMPUTE
 from ...planner.search.solve import solve as solve_plan
 from ...planner.systems.variants import VARIANTS, variant_named
 from ...profiles.errors import InfeasibleError, PlanError, UserError
-from ...profiles.files import MAX_FACTOR, read_file, write_file
-from ...profiles.outputs import Kind, check_output
+from ...profiles.files import MAX_FACTOR, Kind, check_output, read_file, write_file
 from ...profiles.profile import IMPORTED, Profile, check_profile
 from ..errors import Number, Whole, common_options, errors_as_lines, output, print_json
 from ..options import cluster_of, cluster_options

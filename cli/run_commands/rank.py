@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from ...profiles.errors import RunError, TimeprestError
-from ...profiles.parent import end_with_parent
+from ...profiles.measuring.process import end_with_parent
 from ...runtime.processes.environment import launched_by
 from ..errors import OneLineCommand, tell, why_unprinted
 
@@ -56,7 +56,7 @@ def one_rank_tells(function: F) -> F:
             # srun looks after its tasks itself; of who else sets RANK nothing is known.
             end_with_parent(os.getppid())
         # Torch takes its time; who starts workers on this machine alone needn't wait for it.
-        from ...profiles.target import describe_error
+        from ...profiles.tasks.hooks import describe_error
         from ...runtime.processes.rendezvous import Meeting
 
         meeting = Meeting(launched, tell)

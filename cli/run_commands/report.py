@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ...profiles.errors import UserError
-from ...profiles.outputs import Kind, check_outputs
+from ...profiles.files import Kind, check_outputs
 from ...profiles.units import format_bytes, format_seconds
 from ..errors import OneLineCommand, common_options, errors_as_lines, output, print_json
 from ..pictures.svg.options import width_option, write_run_figure

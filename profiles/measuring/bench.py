@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from ..autograd.boundary import Inlet, storage_bytes
 from ..autograd.split_backward import SplitBackward
 from ..target import Target
-from ..task import root_of
+from ..tasks.task import root_of
 from ..tracing.call import Call
 from ..tracing.graph import TracedModel, Value, values
 from ..tracing.pieces import Piece, cut

@@ -23,13 +23,13 @@ from statistics import median
 import torch
 from torch.utils._pytree import tree_leaves
 
-from ..autograd.optimizer_step import keep_freed_memory
 from ..errors import TargetError
-from ..parent import end_with_parent
+from ..measuring.process import keep_freed_memory
 from ..profile import Together, Totals
 from ..target import Target, parse_input, resolve
-from ..task import root_of
+from ..tasks.task import root_of
 from .platforms import Platform, platform_of
+from .process import end_with_parent
 
 _MIN_ROUNDS, _MAX_ROUNDS = 5, 60
 _SETTLING_STEPS = 1

@@ -12,10 +12,18 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import TargetError, TaskWarning, UserError
-from ..hooks import RunLength, call_hook, stand_in, task_optimizer, task_scheduler, try_figures
 from ..profile import OptimizerCost, Profile, check_profile
-from ..target import Target, describe_error, misspelt_hooks
-from ..task import Task, dataset_size, fetch_call
+from ..target import Target, misspelt_hooks
+from ..tasks.hooks import (
+    RunLength,
+    call_hook,
+    describe_error,
+    stand_in,
+    task_optimizer,
+    task_scheduler,
+    try_figures,
+)
+from ..tasks.task import Task, dataset_size, fetch_call
 from ..tracing.call import Call, unchanged
 from ..tracing.front_ends import TRACE_SAMPLES, trace
 from ..tracing.graph import TracedModel, fingerprint, state_of_layer

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ..autograd.optimizer_step import fuse
-from ..hooks import call_hook
 from ..profile import OptimizerCost
+from ..tasks.hooks import call_hook
 from .platforms import Clock
 
 _STEPS = 7

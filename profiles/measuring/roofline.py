@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.flop_counter import flop_registry
 
 from ..errors import TargetError
-from ..hooks import call_hook
 from ..profile import OptimizerCost
+from ..tasks.hooks import call_hook
 from .device_specs import DeviceSpec
 
 # What an ATen operation costs: floating-point operations, and bytes moved from and to memory ----

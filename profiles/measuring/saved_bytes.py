@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from ..autograd.boundary import SavedBytes, storage_bytes, storage_key
 from ..errors import TargetError
-from ..hooks import call_hook
 from ..target import Target
-from ..task import root_of
+from ..tasks.hooks import call_hook
+from ..tasks.task import root_of
 from ..tracing.graph import Value
 from ..tracing.pieces import encode
 from .platforms import Platform

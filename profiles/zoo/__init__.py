@@ -1,7 +1,8 @@
 """Built-in tasks: real data that needs no download, and well-known nets on synthetic samples.
 
-Adding one: a module here with a class that follows `profiles.task.Task`, and a line in BUILT_IN;
-for a net on synthetic samples, a module with `make_task(name, argument)` and a line in MODULES.
+Adding one: a module here with a class that follows `profiles.tasks.task.Task`, and a line in
+BUILT_IN; for a net on synthetic samples, a module with `make_task(name, argument)` and a line in
+MODULES.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from functools import partial
 from importlib import import_module
 
 from ..errors import TargetError
-from ..task import Task
+from ..tasks.task import Task
 
 
 def _digits(argument: str | None) -> Task:

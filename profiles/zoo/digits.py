@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from ..task import Split
+from ..tasks.task import Split
 
 MEAN, DEVIATION = 0.305, 0.376
 """Of the pixels, scaled to 0 … 1."""

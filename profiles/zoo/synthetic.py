@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset
 
-from ..task import Split
+from ..tasks.task import Split
 
 SIZES: dict[Split, int] = {"train": 2048, "test": 256}
 """Samples in each split."""
@@ -50,7 +50,7 @@ class Synthetic(Dataset[Any]):
 
 @dataclass(frozen=True)
 class SyntheticTask:
-    """A task (see `profiles.task.Task`) put together from its parts.
+    """A task (see `profiles.tasks.task.Task`) put together from its parts.
 
     Attributes:
         build: makes the model.

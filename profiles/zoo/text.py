@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from ..errors import FileError, TargetError
 from ..files import check_regular
-from ..task import Split
+from ..tasks.task import Split
 from .synthetic import perplexity
 
 CONTEXT = 64

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from ...planner.cluster.link_fit import LinkPoint, error_of_median
 from ...profiles.files import write_bytes
-from ...profiles.parent import end_with_parent
+from ...profiles.measuring.process import end_with_parent
 from ...profiles.units import format_bytes
 from ..communication.channel import PeerError
 from ..processes.environment import loopback, use_loopback

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...planner.plan import read_plan
 from ...profiles.errors import FileError
-from ...profiles.outputs import MADE_BY, Kind, check_output
+from ...profiles.files import MADE_BY, Kind, check_output
 from ..records.run_dir import load_tied_names, load_weights, save_tensors
 from .checkpoint import Saved
 from .start import source

@@ -13,8 +13,8 @@ from torch.utils.data import Dataset
 
 from ...planner.plan import Plan
 from ...profiles.errors import RunError, TargetError, TraceError
-from ...profiles.hooks import RunLength, call_hook
-from ...profiles.task import Split, Task, dataset_size, fetch
+from ...profiles.tasks.hooks import RunLength, call_hook
+from ...profiles.tasks.task import Split, Task, dataset_size, fetch
 from ...profiles.tracing.pieces import map_tensors
 from ..settings import RunSettings
 

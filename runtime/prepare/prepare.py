@@ -16,8 +16,9 @@ from ...planner.schedules.schedules import make_order
 from ...planner.simulator.pipeline import Pipeline
 from ...profiles.errors import PlanError, TargetError, TimeprestError, TraceError
 from ...profiles.profile import IMPORTED
-from ...profiles.target import Target, describe_error, resolve
-from ...profiles.task import Task, dataset_size
+from ...profiles.target import Target, resolve
+from ...profiles.tasks.hooks import describe_error
+from ...profiles.tasks.task import Task, dataset_size
 from ...profiles.tracing.front_ends import TRACE_SAMPLES, trace
 from ...profiles.tracing.graph import (
     TracedModel,

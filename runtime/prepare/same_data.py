@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from ...profiles.errors import TargetError
-from ...profiles.task import Split
+from ...profiles.tasks.task import Split
 from ..communication.all_reduce import ALL
 from .data import Segment
 

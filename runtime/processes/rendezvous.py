@@ -26,7 +26,7 @@ import psutil
 import torch.distributed as dist
 
 from ...profiles.errors import RunError, TimeprestError, UserError
-from ...profiles.target import describe_error, from_users_code, is_ctrl_c
+from ...profiles.tasks.hooks import describe_error, from_users_code, is_ctrl_c
 from ..communication.channel import PeerError
 from ..records.status import WorkerStatus, read_statuses
 from .environment import ENDING_SIGNALS, Launched

@@ -12,8 +12,8 @@ import torch
 from ...planner.costs.memory import MemoryByKind
 from ...planner.recording import of_wall
 from ...profiles.errors import RunError
-from ...profiles.hooks import call_hook, task_figures, task_metrics
-from ...profiles.task import Task, read_figure
+from ...profiles.tasks.hooks import call_hook, task_figures, task_metrics
+from ...profiles.tasks.task import Task, read_figure
 from ..prepare.data import Segment
 from ..weights.staleness import Staleness
 

@@ -13,8 +13,17 @@ from torch import Tensor
 
 from ...planner.plan import Plan, read_plan
 from ...profiles.errors import FileError
-from ...profiles.files import check_regular, read_file, read_limited, write_bytes, write_file
-from ...profiles.outputs import RUN_FILES, RUN_FOLDERS, RUN_OWN, holds_settings
+from ...profiles.files import (
+    RUN_FILES,
+    RUN_FOLDERS,
+    RUN_OWN,
+    check_regular,
+    holds_settings,
+    read_file,
+    read_limited,
+    write_bytes,
+    write_file,
+)
 from ..prepare.workers import Worker
 from ..settings import RunSettings
 from .metrics import RunSummary, StageReport, decode

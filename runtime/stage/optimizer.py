@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import CyclicLR, LambdaLR, LRScheduler, OneCycleLR
 
 from ...planner.systems.variants import UpdateRule
 from ...profiles.errors import RunError, TargetError, UserError
-from ...profiles.hooks import (
+from ...profiles.tasks.hooks import (
     Named,
     RunLength,
     call_hook,
@@ -24,7 +24,7 @@ from ...profiles.hooks import (
     task_scheduler,
     totals_asked,
 )
-from ...profiles.task import Task
+from ...profiles.tasks.task import Task
 from ..settings import OptimizerChoice, RunSettings
 
 Groups = list[dict[str, Any]]

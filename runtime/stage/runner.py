@@ -14,7 +14,7 @@ from ...planner.recording import by_kind
 from ...planner.systems.operations import BACKWARD, FORWARD, UPDATE, WEIGHT, Op, Order, op_text
 from ...planner.systems.prediction import prediction_distances
 from ...planner.systems.versions import entry_versions
-from ...profiles.task import Loss
+from ...profiles.tasks.task import Loss
 from ..communication.all_reduce import ALL, GradientSum, Sums, stage_group
 from ..communication.channel import Channels, WatchedChannels
 from ..prepare.data import (

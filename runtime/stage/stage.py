@@ -19,8 +19,8 @@ from ...profiles.autograd.boundary import Inlet, storage_key
 from ...profiles.autograd.optimizer_step import fuse
 from ...profiles.autograd.split_backward import SplitBackward
 from ...profiles.errors import RunError
-from ...profiles.hooks import RunLength, call_hook, check_depends
-from ...profiles.task import Loss, Task
+from ...profiles.tasks.hooks import RunLength, call_hook, check_depends
+from ...profiles.tasks.task import Loss, Task
 from ...profiles.tracing.pieces import Piece, decode, encode
 from ...profiles.tracing.shapes import ValueSpec
 from ..prepare.data import DIVIDE, DROP, Part, real_part

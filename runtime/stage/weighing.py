@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from ...planner.systems.operations import Op
 from ...profiles.errors import TargetError
-from ...profiles.target import describe_error, is_ctrl_c
-from ...profiles.task import Loss, Task, read_loss
+from ...profiles.tasks.hooks import describe_error, is_ctrl_c
+from ...profiles.tasks.task import Loss, Task, read_loss
 from ...profiles.tracing.pieces import map_tensors
 from ..communication.all_reduce import ALL, Pending, Sums
 from ..prepare.data import Segment

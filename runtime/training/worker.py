@@ -27,10 +27,9 @@ import torch.distributed as dist
 
 from ... import __version__
 from ...planner.plan import Plan
-from ...profiles.autograd.optimizer_step import keep_freed_memory
 from ...profiles.errors import FileError, TimeprestError
-from ...profiles.parent import end_with_parent
-from ...profiles.target import describe_error
+from ...profiles.measuring.process import end_with_parent, keep_freed_memory
+from ...profiles.tasks.hooks import describe_error
 from ..checkpoint.checkpoint import Agree, CheckpointWriter
 from ..checkpoint.gradients import keep_gradients
 from ..checkpoint.start import (

@@ -16,7 +16,8 @@ from torch import Tensor
 from ...planner.plan import Plan
 from ...profiles.errors import RunError, TimeprestError
 from ...profiles.files import check_writable
-from ...profiles.target import describe_error, resolve
+from ...profiles.target import resolve
+from ...profiles.tasks.hooks import describe_error
 from ...profiles.tracing.call import unchanged
 from ...profiles.tracing.pieces import encode
 from ...profiles.tracing.shapes import ValueSpec

@@ -11,9 +11,9 @@ import torch
 from torch.utils.data import Dataset, Subset
 
 from ...profiles.errors import TaskWarning, UserError
-from ...profiles.hooks import call_hook, stand_in, try_figures, try_loss
 from ...profiles.target import misspelt_hooks
-from ...profiles.task import Split, Task, dataset_size, fetch
+from ...profiles.tasks.hooks import call_hook, stand_in, try_figures, try_loss
+from ...profiles.tasks.task import Split, Task, dataset_size, fetch
 from ..checkpoint.worker_state import capture
 from ..communication.all_reduce import LocalSums, Pool, sum_groups
 from ..communication.channel import LocalChannels, Mailbox

@@ -16,7 +16,7 @@ from torch import nn
 
 from ...profiles.autograd.optimizer_step import fuse
 from ...profiles.target import resolve
-from ...profiles.task import Loss, read_loss
+from ...profiles.tasks.task import Loss, read_loss
 from ...profiles.tracing.call import Call
 from ..checkpoint.gradients import GradientFiles
 from ..prepare.data import Samples, Segment, length_of, part_of, real_part, real_samples

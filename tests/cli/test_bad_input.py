@@ -20,6 +20,8 @@ from timeprest.profiles.errors import FileError, UserError
 from timeprest.profiles.files import (
     MAX_FILE_BYTES,
     MAX_TOML_BYTES,
+    Kind,
+    check_output,
     check_writable,
     ratio,
     read_file,
@@ -27,7 +29,6 @@ from timeprest.profiles.files import (
     write_bytes,
 )
 from timeprest.profiles.measuring.device_specs import load_spec
-from timeprest.profiles.outputs import Kind, check_output
 from timeprest.profiles.profile import Profile
 from timeprest.profiles.units import parse_bandwidth, parse_bytes, parse_seconds
 

@@ -30,11 +30,10 @@ from timeprest.cli.tables.stages import stage_table
 from timeprest.planner.cluster.cluster import read_cluster
 from timeprest.planner.plan import Plan, PlanStage, SolverReport, read_plan
 from timeprest.planner.systems.variants import VARIANTS
-from timeprest.profiles.files import write_file
+from timeprest.profiles.files import RUN_OWN, write_file
 from timeprest.profiles.measuring.device_specs import load_spec, shipped_specs
-from timeprest.profiles.outputs import RUN_OWN
 from timeprest.profiles.profile import Layer, Measurement, Profile
-from timeprest.profiles.task import read_loss
+from timeprest.profiles.tasks.task import read_loss
 from timeprest.profiles.zoo import BUILT_IN
 from timeprest.runtime.records.recording import Line
 from timeprest.runtime.run import run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from timeprest.profiles.target import resolve
-from timeprest.profiles.task import read_loss
+from timeprest.profiles.tasks.task import read_loss
 from timeprest.profiles.tracing.call import Call
 from timeprest.runtime.prepare.data import Samples
 

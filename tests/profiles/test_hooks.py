@@ -11,10 +11,10 @@ from helpers.paths import TESTS
 from helpers.plans import plan_by_hand, with_times
 from timeprest.cli.profile import main as tp_profile
 from timeprest.profiles.errors import RunError, TargetError, TaskWarning, TimeprestError
-from timeprest.profiles.hooks import task_optimizer
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.measuring.platforms import platform_of
 from timeprest.profiles.target import misspelt_hooks, parse_input, resolve
+from timeprest.profiles.tasks.hooks import task_optimizer
 from timeprest.runtime.prepare.prepare import prepare
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import RunSettings

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from timeprest.profiles.errors import TargetError
-from timeprest.profiles.task import read_figure, read_loss
+from timeprest.profiles.tasks.task import read_figure, read_loss
 from timeprest.profiles.zoo import BUILT_IN
 from torch import fx, nn
 from torch.nn import functional

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
-from timeprest.profiles.task import Split
+from timeprest.profiles.tasks.task import Split
 from timeprest.profiles.zoo.resnet import Bottleneck
 from timeprest.profiles.zoo.text import Block
 from timeprest.profiles.zoo.vgg import CHANNELS, CONVOLUTIONS
@@ -134,7 +134,7 @@ def images(size: int) -> Callable[[int], TensorDataset]:
 
 @dataclass(frozen=True)
 class Race:
-    """A model with all that training it needs: a task (see `timeprest.profiles.task`).
+    """A model with all that training it needs: a task (see `timeprest.profiles.tasks.task`).
 
     Attributes:
         title: for people.

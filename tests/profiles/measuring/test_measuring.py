@@ -22,7 +22,7 @@ from timeprest.profiles.measuring.bench import relative_error, worst_error
 from timeprest.profiles.measuring.measure import default_sizes, measure
 from timeprest.profiles.measuring.platforms import ComputedClock, platform_of
 from timeprest.profiles.target import resolve
-from timeprest.profiles.task import root_of
+from timeprest.profiles.tasks.task import root_of
 from timeprest.profiles.tracing.front_ends import trace
 
 BIN = Path(sys.executable).parent

@@ -10,8 +10,8 @@ from helpers.plans import plan_by_hand, with_times
 from helpers.processes.stopped_runs import assert_same, run_and_stop
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import TargetError
-from timeprest.profiles.hooks import RunLength
 from timeprest.profiles.target import resolve
+from timeprest.profiles.tasks.hooks import RunLength
 from timeprest.runtime.checkpoint.worker_state import unpack
 from timeprest.runtime.prepare.prepare import prepare
 from timeprest.runtime.records.progress import read_epochs

@@ -12,7 +12,7 @@ from helpers.plans import plan_by_hand, with_times
 from mlp_task import MLPTask, WeightedTask
 from timeprest.profiles.errors import RunError, TargetError
 from timeprest.profiles.target import resolve
-from timeprest.profiles.task import read_figure, read_loss
+from timeprest.profiles.tasks.task import read_figure, read_loss
 from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import RunSettings

@@ -5,20 +5,31 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import signal
+import sysconfig
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from .errors import RunError, TargetError, TimeprestError
-from .target import describe_error, is_ctrl_c
+from ..errors import RunError, TargetError, TimeprestError
+from ..tracing.pieces import map_tensors
 from .task import Loss, Task, read_figure, read_loss
-from .tracing.pieces import map_tensors
 
 Named = Sequence[tuple[str, nn.Parameter]]
 """Parameters under the model's own names."""
+
+_PACKAGES = (Path(__file__).parents[2], Path(__file__).resolve().parents[2])
+"""Ours, under either name where it is reached by a link."""
+_LIBRARIES = (
+    *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")},
+    # Which an environment may have by a link.
+    str(Path(torch.__file__).parent),
+)
 
 _SHOWN_NAMES = 3
 
@@ -344,3 +355,45 @@ def _counted(parameters: int) -> str:
 def _some(names: Sequence[str]) -> str:
     shown = ", ".join(repr(name) for name in names[:_SHOWN_NAMES])
     return shown + (f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else "")
+
+
+# Errors of the user's code, told in one line ----------------------------------------------------
+
+
+def is_ctrl_c(error: BaseException) -> bool:
+    """Whether it is the user at the keyboard who ended the user's code.
+
+    Where Ctrl-C isn't Python's to handle, as in the workers of a run, a hook has raised it.
+    """
+    handled = signal.getsignal(signal.SIGINT) == signal.default_int_handler
+    return isinstance(error, KeyboardInterrupt) and handled
+
+
+def from_users_code(error: BaseException) -> bool:
+    """Whether an exception came out of the user's code: SystemExit may be ours, too."""
+    return bool(_users_frames(error))
+
+
+def _users_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    folders = ("profiles", "planner", "runtime", "cli")
+    ours = tuple(str(package / folder) for package in _PACKAGES for folder in folders)
+    return [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith((*ours, *_LIBRARIES, "<"))
+    ]
+
+
+def describe_error(error: BaseException) -> str:
+    """One line: the last place in the user's code, and what went wrong there."""
+    frames = _users_frames(error)
+    try:
+        text = " ".join(str(error).split())
+    except BaseException as failed:  # the user's exception
+        text = f"(its text can't be had: __str__ raised {type(failed).__name__})"
+    reason = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}: {type(error).__name__}: {error.msg}"
+    if not frames:
+        return reason
+    return f"{frames[-1].filename}:{frames[-1].lineno}: {reason}"

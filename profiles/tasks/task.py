@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
-from .errors import TargetError
-from .tracing.call import Call
+from ..errors import TargetError
+from ..tracing.call import Call
 
 Split = Literal["train", "test"]
 

@@ -1,0 +1,73 @@
+"""What a process of ours is set to: it ends with its parent, and keeps freed memory."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+
+_PR_SET_PDEATHSIG = 1
+
+LOOK_S = 1.0
+"""Between two looks at the parent, where the system doesn't tell of its end."""
+
+
+def end_with_parent(parent: int) -> None:
+    """Have this process killed when its parent is gone, however that ended.
+
+    On Linux the kernel does it, whatever this process is doing: it may be stopped, out of
+    memory, or inside a call that lets no other thread run. Elsewhere a thread looks.
+
+    Args:
+        parent: its process number, as the parent itself said, or as read when this one began.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # It may have gone before that.
+    _end_without(parent)
+    threading.Thread(target=_look, args=(parent,), daemon=True).start()
+
+
+def _look(parent: int) -> None:
+    while True:
+        time.sleep(LOOK_S)
+        _end_without(parent)
+
+
+def _end_without(parent: int) -> None:
+    # A process whose parent has gone is given another one.
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+# Keeping freed memory for the next step, as PyTorch's allocator does on a GPU -------------------
+# glibc maps every allocation over 32 MiB anew and hands freed memory back to the system, so each
+# training step pays for page faults again: a third of a backward of a network with 500 MB of
+# gradients, and more for a whole model than for its layers one by one.
+
+# Numbers of mallopt's parameters (malloc.h); a trim threshold of -1 stands for never.
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4
+
+
+def keep_freed_memory() -> bool:
+    """Have the C library keep what is freed, for this whole process; on Linux with glibc alone.
+
+    For processes of our own, the commands and the stages: it is theirs to decide, not a library's
+    that is called from another program.
+
+    Returns:
+        Whether that was possible.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):  # another C library
+        return False
+    settings = ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, -1), (_TOP_PAD, 64 * 2**20))
+    done = [mallopt(parameter, value) == 1 for parameter, value in settings]
+    return all(done)
