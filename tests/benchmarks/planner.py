@@ -241,10 +241,10 @@ def tables() -> list[Table]:
             "Look-alikes of larger workloads",
             "Graphs of the shapes and sizes that other planners are known to find hard, with costs "
             "made up from a seed ([lattices.py](../tests/helpers/drawn/lattices.py)); transfers "
-            "add to computing, a tenth of it in all. A memory limit of 1.3 shares is 1.3 times what "
-            "an even split would hold. *their seconds* are the placement paper's program's, or "
-            "another's where it says so, on the real graph with as many downsets as in brackets; "
-            "other costs, so only their size compares.",
+            "add to computing, a tenth of it in all. A memory limit of 1.3 shares is 1.3 times "
+            "what an even split would hold. *their seconds* are the placement paper's program's, "
+            "or another's where it says so, on the real graph with as many downsets as in "
+            "brackets; other costs, so only their size compares.",
             look_alike_cases,
         ),
     ]
