@@ -14,10 +14,19 @@ from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import UserError
 from timeprest.runtime import run as running
 from timeprest.runtime.communication import nccl as nccl_channels
-from timeprest.runtime.communication import transport
 from timeprest.runtime.communication.channel import LocalChannels, PeerError
 from timeprest.runtime.communication.pinned_memory import StagedChannels
-from timeprest.runtime.communication.transport import GLOO, NCCL, STAGED, Place
+from timeprest.runtime.communication.transport import (
+    GLOO,
+    NCCL,
+    STAGED,
+    Place,
+    settle,
+    short_of_memory,
+    shortage_here,
+    transport_here,
+    transport_of,
+)
 from timeprest.runtime.prepare.devices import check_kind, device_kind, device_of
 from timeprest.runtime.processes import launcher as launch
 from timeprest.runtime.processes.environment import launched_by
@@ -40,7 +49,7 @@ from timeprest.runtime.verify.dry_run import WorkerCheck, gpu_checks
     ],
 )
 def test_nccl_wants_a_gpu_for_each_worker(gpus, transport):
-    assert transport.transport_of(gpus) == transport
+    assert transport_of(gpus) == transport
 
 
 @pytest.mark.parametrize(
@@ -48,10 +57,10 @@ def test_nccl_wants_a_gpu_for_each_worker(gpus, transport):
     [("cpu", 4, 8, GLOO), ("cuda", 4, 4, NCCL), ("cuda", 4, 8, NCCL), ("cuda", 4, 3, STAGED)],
 )
 def test_on_one_host_that_can_be_told_before(kind, workers, gpus, transport):
-    assert transport.transport_here(kind, workers, gpus) == transport
+    assert transport_here(kind, workers, gpus) == transport
     devices = [device_of(kind, rank, gpus) for rank in range(workers)]
     found = [("here", str(device) if kind == "cuda" else "") for device in devices]
-    assert transport.transport_of(found) == transport
+    assert transport_of(found) == transport
 
 
 def test_local_ranks_go_round_the_gpus():
@@ -117,17 +126,17 @@ def place(name, gpu, sure, free, host="a"):
 
 def test_workers_that_share_a_gpu_share_its_memory():
     both = [place("stage 0", "g0", 600, 1000), place("stage 1", "g0", 600, 990)]
-    (line,) = transport.short_of_memory(both)
+    (line,) = short_of_memory(both)
     assert line.startswith(
         "stage 0 and stage 1: weights, gradients and optimizer state need 1.2 KiB"
     )
     assert "990 B are free" in line
     apart = [place("stage 0", "g0", 600, 1000), place("stage 1", "g1", 600, 1000)]
-    assert transport.short_of_memory(apart) == []
+    assert short_of_memory(apart) == []
     other_host = [place("stage 0", "g0", 600, 1000), place("stage 1", "g0", 600, 1000, "b")]
-    assert transport.short_of_memory(other_host) == []
+    assert short_of_memory(other_host) == []
     on_cpu = [place("stage 0", "", 10**15, 1)]
-    assert transport.short_of_memory(on_cpu) == []
+    assert short_of_memory(on_cpu) == []
 
 
 def test_all_workers_hear_of_it():
@@ -136,14 +145,14 @@ def test_all_workers_hear_of_it():
     short = place("stage 0", "g0", 600, 100)
     text = msgspec.json.encode(short)
     with pytest.raises(UserError, match=r"stage 0: weights.*600 B.*100 B are free; end what else"):
-        transport.settle(place("stage 1", "g1", 1, 100), lambda mine: [text, mine])
+        settle(place("stage 1", "g1", 1, 100), lambda mine: [text, mine])
     fits = place("stage 0", "g0", 60, 100)
-    assert transport.settle(fits, lambda mine: [mine]) == NCCL
+    assert settle(fits, lambda mine: [mine]) == NCCL
 
 
 def test_on_the_cpu_there_is_a_warning():
-    assert transport.shortage_here([400, 600], 1000) is None
-    warning = transport.shortage_here([500, 600], 1000)
+    assert shortage_here([400, 600], 1000) is None
+    warning = shortage_here([500, 600], 1000)
     assert "1.1 KiB are more than the 1000 B of memory" in warning
 
 
