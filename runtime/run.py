@@ -22,16 +22,15 @@ from .checkpoint.start import (
     settings_to_resume,
     telling_worker,
 )
-from .communication.all_reduce import LocalSums, Pool, sum_groups
+from .communication.all_reduce import LocalAllReduce, Pool, reduce_groups
 from .communication.channel import LocalChannels, Mailbox
 from .prepare.devices import check_kind, device_kind, gpu_count, own_device
 from .prepare.prepare import Prepared, prepare, with_own_weights
 from .prepare.workers import workers_of
 from .processes.launcher import launch
 from .processes.locks import alone
-from .records.idle import training_times
-from .records.metrics import EpochRecord, RunSummary, StageReport
-from .records.operation_log import StageMetrics, operation_log, record_named
+from .records.metrics import EpochRecord, RunSummary, StageReport, training_times
+from .records.operation_log import StageEpochFile, operation_log, record_named
 from .records.progress import Both, MetricsFile, Observer, Silent, read_epochs
 from .records.run_dir import RunDir
 from .settings import RunSettings
@@ -191,20 +190,20 @@ class _Collector:
 
 def _run_inline(prepared: Prepared, where: RunDir, collector: _Collector) -> list[StageReport]:
     collector.starting("loading the data")
-    mailbox, pool = Mailbox(), Pool(sum_groups(prepared.workers, prepared.tied))
+    mailbox, pool = Mailbox(), Pool(reduce_groups(prepared.workers, prepared.tied))
     workers, settings = prepared.workers, prepared.settings
     device = own_device(prepared.plan, settings, 0)
     for worker in workers:
         rewind_logs(where, prepared.plan, settings, worker)
     more = settings.resumed
     logs = [operation_log(where, worker, settings) for worker in workers]
-    own = [StageMetrics(where.stage_metrics(worker), more=more) for worker in workers]
+    own = [StageEpochFile(where.stage_metrics(worker), more=more) for worker in workers]
     runners = [
         StageRunner(
             with_own_weights(prepared, worker),
             worker.rank,
             LocalChannels(worker.rank, mailbox),
-            LocalSums(worker.rank, pool),
+            LocalAllReduce(worker.rank, pool),
             log,
             mine,
             device=device,

@@ -11,7 +11,7 @@ from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
 from timeprest.runtime.communication.pinned_memory import CudaCopier
-from timeprest.runtime.communication.transport import NCCL, STAGED
+from timeprest.runtime.communication.transport import NCCL, PINNED
 from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import resume, run
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
@@ -56,7 +56,7 @@ def test_stages_that_share_a_gpu(variant, replicas, mlp_profile, mlp_target, tmp
     plan = plan_for(mlp_profile, variant, replicas=replicas)
     settings = RunSettings(task=mlp_target, steps=6, device="cuda")
     summary = run(plan, settings, tmp_path / "processes")
-    assert {report.transport for report in summary.stages} == {STAGED}
+    assert {report.transport for report in summary.stages} == {PINNED}
     run(plan, settings, tmp_path / "inline", inline=True)
     assert_close(tmp_path / "processes", tmp_path / "inline")
 
@@ -136,7 +136,7 @@ def test_a_dry_run_asks_the_gpu(mlp_profile, mlp_target, tmp_path):
     plan = plan_for(mlp_profile, "timeprest")
     settings = RunSettings(task=mlp_target, steps=4, device="cuda")
     found = dry_run(plan, settings, str(tmp_path / "run"))
-    assert found.transport == (STAGED if GPUS == 1 else NCCL)
+    assert found.transport == (PINNED if GPUS == 1 else NCCL)
     assert [worker.computes_on for worker in found.workers] == ["cuda:0", f"cuda:{1 % GPUS}"]
     assert all(gpu.free_bytes > 0 for gpu in found.gpus)
 

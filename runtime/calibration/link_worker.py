@@ -31,8 +31,8 @@ from ..training.worker import leave, note_failure
 from .links import ALL_REDUCE, LinkDir, LinkSettings, LinkTimes, Process, backend_of
 
 # Longest wait for the others to start. All load torch at once, on the cores that there are.
-MEETING_S = 30.0
-MEETING_S_PER_PROCESS = 2.0
+LOADING_S = 30.0
+LOADING_S_PER_PROCESS = 2.0
 
 BURST_S = 0.01
 MAX_REPETITIONS = 50
@@ -43,7 +43,7 @@ PROGRESS_S = 0.1
 
 
 @dataclass
-class Cell:
+class TimedOperation:
     """An operation at one size: what a figure stands for.
 
     Attributes:
@@ -100,7 +100,9 @@ def lead(process: Process, processes: int, settings: LinkSettings, where: LinkDi
     pairs = range(processes - 1)
     shares = {pair: settings.cap_s / len(pairs) for pair in pairs} | {ALL_REDUCE: settings.cap_s}
     cells = [
-        Cell(pair, size, cap_s) for size in settings.message_bytes for pair, cap_s in shares.items()
+        TimedOperation(pair, size, cap_s)
+        for size in settings.message_bytes
+        for pair, cap_s in shares.items()
     ]
     for cell in cells:
         cell.warm_up(process)
@@ -118,7 +120,7 @@ def lead(process: Process, processes: int, settings: LinkSettings, where: LinkDi
 
 
 def _take_turns(
-    process: Process, cells: list[Cell], settings: LinkSettings, where: LinkDir
+    process: Process, cells: list[TimedOperation], settings: LinkSettings, where: LinkDir
 ) -> None:
     """Burst by burst, until no cell needs more. A cell that has enough is left out."""
     shown = 0.0
@@ -153,7 +155,7 @@ def main(arguments: list[str]) -> int:
 def _work(where: LinkDir, store_path: str, rank: int, world_size: int) -> None:
     settings = msgspec.json.decode(where.settings.read_bytes(), type=LinkSettings)
     torch.set_num_threads(1)
-    _meet(settings.device, store_path, rank, world_size)
+    _join(settings.device, store_path, rank, world_size)
     process = Process(rank, settings.device, settings.timeout_s)
     if rank == 0:
         lead(process, world_size, settings, where)
@@ -161,7 +163,7 @@ def _work(where: LinkDir, store_path: str, rank: int, world_size: int) -> None:
         process.follow()
 
 
-def _meet(device: str, store_path: str, rank: int, world_size: int) -> None:
+def _join(device: str, store_path: str, rank: int, world_size: int) -> None:
     """Join the process group. Raises PeerError when the others don't come in time."""
     # Local processes listen on the loopback device alone.
     use_loopback()
@@ -172,7 +174,7 @@ def _meet(device: str, store_path: str, rank: int, world_size: int) -> None:
         # What the processes tell each other stays on the CPU.
         backend = f"cpu:gloo,cuda:{backend_of(device)}"
     store = dist.FileStore(store_path, world_size)  # type: ignore[attr-defined]
-    timeout = timedelta(seconds=MEETING_S + MEETING_S_PER_PROCESS * world_size)
+    timeout = timedelta(seconds=LOADING_S + LOADING_S_PER_PROCESS * world_size)
     try:
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=world_size, timeout=timeout

@@ -26,7 +26,7 @@ from ...profiles.measuring.contention import measure_together, size_to_time
 from ...profiles.measuring.measure import measure
 from ...profiles.profile import OperationCost, Profile
 from ...profiles.target import Target, resolve
-from ..communication.all_reduce import LocalSums, Pool
+from ..communication.all_reduce import LocalAllReduce, Pool
 from ..communication.channel import LocalChannels, Mailbox
 from ..prepare.prepare import prepare
 from ..settings import RunSettings
@@ -201,7 +201,7 @@ def measure_operations(threads: int) -> OperationCost:
     prepared = prepare(plan, settings)
     mailbox, pool = Mailbox(), Pool({})
     runners = [
-        StageRunner(prepared, w.rank, LocalChannels(w.rank, mailbox), LocalSums(w.rank, pool))
+        StageRunner(prepared, w.rank, LocalChannels(w.rank, mailbox), LocalAllReduce(w.rank, pool))
         for w in prepared.workers
     ]
     segment = prepared.segments[0]

@@ -1,13 +1,12 @@
-"""Summing tensors over workers: between processes by all-reduce, and within one process.
+"""All-reduce: sums of tensors over workers, between processes and within one.
 
-Groups of workers have names, the same on every worker (`sum_groups`). All workers of a group start
-the same sums in the same sequence, with tensors of the same shapes. A sum is started first and
-waited for later: an inline run has all of them start before the first one waits.
+Groups of workers have names, the same on every worker (`reduce_groups`). All workers of a group
+start the same all-reduces in the same sequence, with tensors of the same shapes. One is started
+first and waited for later: an inline run has all workers start before the first one waits.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -20,21 +19,18 @@ from torch import Tensor, nn
 from ...profiles.errors import RunError
 from ..prepare.tied_parameters import TiedParameters
 from ..prepare.workers import Worker
-from ..records.status import Status, Untold
-from .channel import PeerError, why_lost
+from ..records.status import NoStatus, Status
+from .channel import PeerError, lost, wait_until
 from .pinned_memory import Copier
 
-ALL = "all stages"
+ALL_WORKERS = "all stages"
 """The group of all workers."""
 
 BUCKET_BYTES = 2**20
 """Tensors that are smaller go together, up to this size; larger ones go as they are."""
 
-_LOOK_S = 20e-6
-"""Between two looks at a sum on a device."""
-
-Groups = Mapping[str, tuple[int, ...]]
-"""Ranks by name, rising."""
+RankGroups = Mapping[str, tuple[int, ...]]
+"""Ranks by name, ascending."""
 
 
 def stage_group(stage: int) -> str:
@@ -42,11 +38,11 @@ def stage_group(stage: int) -> str:
     return f"stage {stage}"
 
 
-def sum_groups(
+def reduce_groups(
     workers: Sequence[Worker], tied: Sequence[TiedParameters] = ()
 ) -> dict[str, tuple[int, ...]]:
-    """All groups that a run of these workers sums over; those of one worker left out."""
-    groups: dict[str, list[int]] = {ALL: [worker.rank for worker in workers]}
+    """All groups that a run of these workers reduces over; those of one worker left out."""
+    groups: dict[str, list[int]] = {ALL_WORKERS: [worker.rank for worker in workers]}
     for worker in workers:
         groups.setdefault(stage_group(worker.stage), []).append(worker.rank)
     for shared in tied:
@@ -55,14 +51,14 @@ def sum_groups(
 
 
 class Pending(Protocol):
-    """A sum that has been started."""
+    """An all-reduce that has been started."""
 
     def wait(self) -> None:
         """When this returns, the tensors hold the sums. Raises PeerError within the bound."""
 
 
-class Sums(Protocol):
-    """What a worker needs to sum over groups that it is in."""
+class AllReduce(Protocol):
+    """A worker's all-reduces over the groups that it is in."""
 
     def start(self, group: str, tensors: Sequence[Tensor]) -> Pending:
         """Start to sum each tensor over the group, in place. A group of one is none.
@@ -72,7 +68,7 @@ class Sums(Protocol):
 
 
 class _Done:
-    """A sum over one worker."""
+    """An all-reduce over one worker."""
 
     def wait(self) -> None:
         """Nothing to wait for."""
@@ -83,22 +79,22 @@ class _Done:
 
 @dataclass
 class _Offers:
-    """What the workers of a group have offered for one sum, by rank."""
+    """What the workers of a group have offered for one all-reduce, by rank."""
 
     tensors: dict[int, Sequence[Tensor]] = field(default_factory=dict)
     done: bool = False
 
 
 class Pool:
-    """Sums that workers of one process have started; shared by all of them."""
+    """All-reduces that workers of one process have started; shared by all of them."""
 
-    def __init__(self, groups: Groups) -> None:
+    def __init__(self, groups: RankGroups) -> None:
         self.groups = groups
         self.offers: dict[tuple[str, int], _Offers] = {}
 
 
-class LocalSums:
-    """Sums within one process, for the inline run; one object for each worker."""
+class LocalAllReduce:
+    """All-reduce within one process, for the inline run; one object for each worker."""
 
     def __init__(self, rank: int, pool: Pool) -> None:
         self.rank = rank
@@ -142,15 +138,15 @@ class _LocalPending:
 # Between processes --------------------------------------------------------------------------
 
 
-class ProcessSums:
-    """Sums between processes by torch.distributed; one object for each worker.
+class ProcessAllReduce:
+    """All-reduce between processes by torch.distributed; one object for each worker.
 
     Made by all workers at the same time, after the process group.
     """
 
     def __init__(
         self,
-        groups: Groups,
+        groups: RankGroups,
         names: Sequence[str],
         rank: int,
         timeout_s: float,
@@ -167,7 +163,7 @@ class ProcessSums:
             nccl: this worker's device, where NCCL sums what is in device memory.
         """
         self.copier = copier
-        self.status = status or Untold()
+        self.status = status or NoStatus()
         self.timeout = timedelta(seconds=timeout_s)
         self._ranks = groups
         self._rank = rank
@@ -185,9 +181,10 @@ class ProcessSums:
             self._make_nccl_groups(nccl)
 
     def _make_nccl_groups(self, device: torch.device) -> None:
-        """One for each group that sums gradients; the first sum in each makes its communicator."""
+        """One for each group that reduces gradients; the first all-reduce in each makes its
+        communicator."""
         for name, ranks in self._ranks.items():
-            if name == ALL:
+            if name == ALL_WORKERS:
                 continue
             group = dist.new_group(list(ranks), timeout=2 * self.timeout, backend="nccl")
             if self._rank in ranks:
@@ -205,8 +202,8 @@ class ProcessSums:
             pending.add(together)
         return pending
 
-    def all_reduce(self, group: str, tensor: Tensor) -> dist.Work:
-        """Start one all-reduce. Raises PeerError."""
+    def start_one(self, group: str, tensor: Tensor) -> dist.Work:
+        """Start the all-reduce of one tensor. Raises PeerError."""
         groups = self._on_device if tensor.is_cuda else self._groups
         try:
             work: dist.Work = dist.all_reduce(tensor, group=groups[group], async_op=True)
@@ -215,14 +212,9 @@ class ProcessSums:
         return work
 
     def wait(self, work: dist.Work, tensor: Tensor) -> None:
-        """Wait for one, within the bound. Raises RuntimeError."""
+        """Wait for one, within the bound. Raises RuntimeError, TimeoutError."""
         if tensor.is_cuda:
-            # NCCL's own wait is one of the device, without a bound for the host.
-            end = time.monotonic() + self.timeout.total_seconds()
-            while not work.is_completed():
-                if time.monotonic() > end:
-                    raise RuntimeError("timed out")
-                time.sleep(_LOOK_S)
+            wait_until(work.is_completed, self.timeout)
         work.wait(self.timeout)
 
     def others(self, group: str) -> list[int]:
@@ -230,41 +222,41 @@ class ProcessSums:
         return [rank for rank in self._ranks[group] if rank != self._rank]
 
     def lost(self, group: str, error: BaseException) -> PeerError:
-        """The error that a failed sum is told as."""
+        """The error of an all-reduce that failed."""
         others = [self._names[rank] for rank in self.others(group)]
         whom = others[0] if len(others) == 1 else f"the others of {group}"
-        return PeerError(f"waiting for {whom}: {why_lost(error, self.timeout)}")
+        return lost(whom, error, self.timeout)
 
 
 class _ProcessPending:
-    def __init__(self, sums: ProcessSums, group: str) -> None:
-        self._sums = sums
+    def __init__(self, all_reduce: ProcessAllReduce, group: str) -> None:
+        self._all_reduce = all_reduce
         self._group = group
         self._works: list[tuple[dist.Work, Tensor, Tensor, list[Tensor]]] = []
 
     def add(self, tensors: list[Tensor]) -> None:
-        """Start the sum of a bucket's tensors."""
+        """Start the all-reduce of a bucket's tensors."""
         if len(tensors) == 1 and tensors[0].is_contiguous():
             flat = tensors[0]
         else:
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
-        summed, copier = flat.detach(), self._sums.copier
+        summed, copier = flat.detach(), self._all_reduce.copier
         if copier is not None and copier.far(flat):
             summed, landing = copier.down(flat)
             landing.synchronize()
-        work = self._sums.all_reduce(self._group, summed)
+        work = self._all_reduce.start_one(self._group, summed)
         self._works.append((work, summed, flat, tensors))
 
     def wait(self) -> None:
         """Wait for all buckets, and put what was packed back in its places."""
         for work, summed, flat, tensors in self._works:
-            self._sums.status.wait(self._sums.others(self._group))
+            self._all_reduce.status.wait(self._all_reduce.others(self._group))
             try:
-                self._sums.wait(work, summed)
-            except RuntimeError as error:
-                raise self._sums.lost(self._group, error) from error
-            self._sums.status.go_on()
-            copier = self._sums.copier
+                self._all_reduce.wait(work, summed)
+            except (RuntimeError, TimeoutError) as error:
+                raise self._all_reduce.lost(self._group, error) from error
+            self._all_reduce.status.go_on()
+            copier = self._all_reduce.copier
             with torch.no_grad():
                 if copier is not None and copier.far(flat):
                     flat.copy_(copier.up(summed))
@@ -295,11 +287,11 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     yield from filling.values()
 
 
-# Gradients of a stage's replicas: summed over them before each update ---------------------------
+# Gradients --------------------------------------------------------------------------------------
 
 
-class GradientSum:
-    """A sum of parameters' gradients over a group of workers, under way.
+class GradientAllReduce:
+    """The all-reduce of parameters' gradients over a group of workers, under way.
 
     A parameter without a gradient counts as zero; without one on any worker it gets none, since
     optimizers leave such a parameter alone.
@@ -307,7 +299,7 @@ class GradientSum:
 
     def __init__(
         self,
-        sums: Sums,
+        all_reduce: AllReduce,
         group: str,
         parameters: Sequence[nn.Parameter],
         others: Sequence[Tensor] = (),
@@ -331,7 +323,7 @@ class GradientSum:
                     "gradients dense (sparse=False), or plan with --replicas off"
                 )
             gradients.append(p.grad)
-        self._pending: Pending = sums.start(group, [self._present, *others, *gradients])
+        self._pending: Pending = all_reduce.start(group, [self._present, *others, *gradients])
 
     def wait(self) -> None:
         """When this returns, gradients are the sums. Raises PeerError within the bound."""

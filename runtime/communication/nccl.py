@@ -5,13 +5,12 @@ direction between two workers has a communicator of its own (and with it a strea
 messages have one sequence that both ends know. Communicators are made ahead of training, in one
 sequence on all workers, so that no two wait for each other.
 
-The host never waits inside NCCL, where a peer that is gone can't be told from a slow one: it looks
-again and again whether a message is there, within the bound.
+The host never waits inside NCCL, where a peer that is gone can't be told from a slow one: it polls
+for the message, within the bound.
 """
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
@@ -22,47 +21,44 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..prepare.messages import Crossing, Lane
-from ..records.status import Status, Untold
-from .channel import PeerError, why_lost
+from ..prepare.messages import MessageSeries, Route
+from ..records.status import NoStatus, Status
+from .channel import PeerError, lost, wait_until
 
 Direction = tuple[int, int]
 """Ranks of a sender and a receiver."""
-
-_LOOK_S = 20e-6
-"""Between two looks at a message."""
 
 _SLACK_S = 30.0
 """NCCL's own watchdog kills the process: it gets so much more time than the bound."""
 
 
-def directions(crossings: Iterable[Crossing]) -> list[Direction]:
-    """All that messages of these crossings take, gradients the other way; rising."""
+def directions(routes: Iterable[Route]) -> list[Direction]:
+    """The directions of all messages of these routes, gradients the other way; ascending."""
     found = set()
-    for crossing in crossings:
-        found.add((crossing.source, crossing.target))
-        if crossing.spec.needs_grad:
-            found.add((crossing.target, crossing.source))
+    for route in routes:
+        found.add((route.source, route.target))
+        if route.spec.needs_grad:
+            found.add((route.target, route.source))
     return sorted(found)
 
 
-def sequence(lanes: Iterable[Lane], source: int) -> Iterator[tuple[Crossing, str]]:
-    """What one peer sends here, in the sequence in which it does.
+def sequence(series: Iterable[MessageSeries], source: int) -> Iterator[tuple[Route, str]]:
+    """The messages of one peer to this worker, in the sequence in which it sends them.
 
-    Micro-batch by micro-batch, as both orders have them, and for each by the crossings' numbers.
+    Micro-batch by micro-batch, as both schedules have them, and for each by the routes' numbers.
     """
-    once: list[tuple[int, int, Crossing, str]] = []
+    once: list[tuple[int, int, Route, str]] = []
     rounds = 0
-    for lane in lanes:
+    for each in series:
         seen: dict[int, int] = {}
-        for crossing in lane.crossings:
-            if crossing.ends(lane.kind)[0] != source:
+        for route in each.routes:
+            if route.ends(each.kind)[0] != source:
                 continue
-            k = seen[crossing.number] = seen.get(crossing.number, -1) + 1
-            once.append((crossing.micro_batches[k], crossing.number, crossing, lane.kind))
-            rounds = lane.count // len(lane.crossings)
+            k = seen[route.number] = seen.get(route.number, -1) + 1
+            once.append((route.micro_batches[k], route.number, route, each.kind))
+            rounds = each.count // len(each.routes)
     once.sort(key=lambda each: each[:2])
-    of_round = [(crossing, kind) for _, _, crossing, kind in once]
+    of_round = [(route, kind) for _, _, route, kind in once]
     return chain.from_iterable(repeat(of_round, rounds))
 
 
@@ -73,7 +69,7 @@ class NcclChannels:
         self,
         rank: int,
         names: Sequence[str],
-        crossings: Iterable[Crossing],
+        routes: Iterable[Route],
         device: torch.device,
         timeout_s: float,
         status: Status | None = None,
@@ -82,7 +78,7 @@ class NcclChannels:
 
         Args:
             names: of all workers, by rank; for messages.
-            crossings: all that there will be, of all workers.
+            routes: all that there will be, of all workers.
             status: is told whom this worker waits for.
 
         Raises PeerError.
@@ -90,14 +86,14 @@ class NcclChannels:
         self.rank = rank
         self.names = names
         self.device = device
-        self.status = status or Untold()
+        self.status = status or NoStatus()
         self.timeout = timedelta(seconds=timeout_s)
         self._groups: dict[Direction, Any] = {}
-        self._coming: dict[int, Iterator[tuple[Crossing, str]]] = {}
-        self._posted: dict[int, deque[tuple[Crossing, str, dist.Work, Tensor]]] = {}
+        self._coming: dict[int, Iterator[tuple[Route, str]]] = {}
+        self._posted: dict[int, deque[tuple[Route, str, dist.Work, Tensor]]] = {}
         self._there: dict[tuple[int, str], deque[Tensor]] = {}
         self._going: dict[int, deque[tuple[dist.Work, Tensor, int]]] = {}
-        everywhere = directions(crossings)
+        everywhere = directions(routes)
         for pair in everywhere:
             # Every process takes part in making every group.
             self._groups[pair] = dist.new_group(
@@ -123,35 +119,33 @@ class NcclChannels:
         except RuntimeError as error:
             raise self._lost(peer, error) from error
 
-    def open(self, lanes: Sequence[Lane]) -> None:
+    def open(self, series: Sequence[MessageSeries]) -> None:
         """Post the first receives."""
         ahead: dict[int, int] = {}
-        for lane in lanes:
-            sources = [crossing.ends(lane.kind)[0] for crossing in lane.crossings]
+        for each in series:
+            sources = [route.ends(each.kind)[0] for route in each.routes]
             for source in set(sources):
-                mine = -(-lane.ahead * sources.count(source) // len(sources))
+                mine = -(-each.ahead * sources.count(source) // len(sources))
                 ahead[source] = ahead.get(source, 0) + mine
         self._there = {}
-        self._coming = {source: sequence(lanes, source) for source in ahead}
+        self._coming = {source: sequence(series, source) for source in ahead}
         self._posted = {source: deque() for source in ahead}
         for source, most in ahead.items():
             self._post(source, most)
 
     def _post(self, source: int, count: int) -> None:
-        for crossing, kind in islice(self._coming[source], count):
-            buffer = torch.empty(
-                crossing.shape(kind), dtype=crossing.spec.dtype, device=self.device
-            )
+        for route, kind in islice(self._coming[source], count):
+            buffer = torch.empty(route.shape(kind), dtype=route.spec.dtype, device=self.device)
             try:
                 work = dist.irecv(buffer, source, group=self._groups[source, self.rank])
             except RuntimeError as error:
                 raise self._lost(source, error) from error
             assert work is not None
-            self._posted[source].append((crossing, kind, work, buffer))
+            self._posted[source].append((route, kind, work, buffer))
 
-    def send(self, crossing: Crossing, kind: str, tensor: Tensor, *, kept: bool = False) -> None:
+    def send(self, route: Route, kind: str, tensor: Tensor, *, kept: bool = False) -> None:
         """Hand the message to NCCL, behind what the current stream has to do."""
-        peer = crossing.ends(kind)[1]
+        peer = route.ends(kind)[1]
         self._let_go(peer)
         kept = kept and tensor.is_contiguous()
         tensor = tensor.contiguous()
@@ -160,19 +154,19 @@ class NcclChannels:
         except RuntimeError as error:
             raise self._lost(peer, error) from error
         assert work is not None
-        nbytes = 0 if kept else tensor.numel() * tensor.element_size()
+        nbytes = 0 if kept else tensor.nbytes
         self._going.setdefault(peer, deque()).append((work, tensor, nbytes))
 
-    def receive(self, crossing: Crossing, kind: str) -> Tensor:
+    def receive(self, route: Route, kind: str) -> Tensor:
         """Wait for the message, and for those that its sender sent before it."""
-        source = crossing.ends(kind)[0]
-        wanted = (crossing.number, kind)
+        source = route.ends(kind)[0]
+        wanted = (route.number, kind)
         self.status.wait((source,))
         while not self._there.get(wanted):
             if not self._posted[source]:
                 self._post(source, 1)
             if not self._posted[source]:
-                raise PeerError(f"{self.names[source]} sends no more {crossing.spec.name!r}")
+                raise PeerError(f"{self.names[source]} sends no more {route.spec.name!r}")
             found, of_kind, work, buffer = self._posted[source].popleft()
             try:
                 self._wait(work.is_completed, source)
@@ -207,8 +201,8 @@ class NcclChannels:
     @property
     def held_bytes(self) -> int:
         """Posted buffers, and messages still being sent."""
-        posted = sum(_nbytes(b) for waiting in self._posted.values() for *_, b in waiting)
-        early = sum(_nbytes(b) for waiting in self._there.values() for b in waiting)
+        posted = sum(b.nbytes for waiting in self._posted.values() for *_, b in waiting)
+        early = sum(b.nbytes for waiting in self._there.values() for b in waiting)
         going = sum(n for waiting in self._going.values() for _, _, n in waiting)
         return posted + early + going
 
@@ -222,15 +216,10 @@ class NcclChannels:
             raise self._lost(peer, error) from error
 
     def _wait(self, done: Callable[[], bool], peer: int) -> None:
-        end = time.monotonic() + self.timeout.total_seconds()
-        while not done():
-            if time.monotonic() > end:
-                raise self._lost(peer, TimeoutError())
-            time.sleep(_LOOK_S)
+        try:
+            wait_until(done, self.timeout)
+        except (RuntimeError, TimeoutError) as error:
+            raise self._lost(peer, error) from error
 
     def _lost(self, peer: int, error: BaseException) -> PeerError:
-        return PeerError(f"waiting for {self.names[peer]}: {why_lost(error, self.timeout)}")
-
-
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+        return lost(self.names[peer], error, self.timeout)

@@ -1,4 +1,4 @@
-"""Messages of stages on GPUs by way of host memory: for stages that share a GPU.
+"""Messages between stages that share a GPU: through pinned host memory.
 
 A message is copied down on a stream of its own, sent from pinned memory by channels between
 processes, received into pinned memory, and copied up. Computing waits for no copy down; the copy up
@@ -11,17 +11,17 @@ import queue
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ...profiles.errors import TimeprestError
-from ..prepare.messages import Crossing, Lane
-from .channel import Channels, PeerError
+from ..prepare.messages import MessageSeries, Route
+from .channel import PeerError, ProcessChannels
 
-# Copies between a GPU and pinned host memory, on streams of their own ---------------------------
-# What uses them knows no GPU: `Copier` says what is needed of one, so that the same code runs in
+# Copies between a GPU and pinned host memory, on streams of their own ----------------------------
+# The channels know no GPU: `Copier` says what is needed of one, so that the same code runs in
 # tests with copies from the CPU to the CPU.
 
 
@@ -92,20 +92,24 @@ class CudaCopier:
         return there
 
 
-# Messages of stages on GPUs by way of host memory: for stages that share a GPU ------------------
+# Channels over those in host memory --------------------------------------------------------------
 
 
-class EndingChannels(Channels, Protocol):
-    """Channels with threads of their own."""
+class _Going(NamedTuple):
+    """A message on its way down; its tensor is kept until it has landed."""
 
-    def end(self) -> None:
-        """End the threads, after the last `close`."""
+    route: Route
+    kind: str
+    tensor: Tensor
+    host: Tensor
+    landing: Landing
+    nbytes: int
 
 
-class StagedChannels:
+class PinnedMemoryChannels:
     """Channels for tensors in device memory, over channels for those in host memory."""
 
-    def __init__(self, host: EndingChannels, copier: Copier, timeout_s: float) -> None:
+    def __init__(self, host: ProcessChannels, copier: Copier, timeout_s: float) -> None:
         """
         Args:
             host: sends and receives in host memory; what it receives into comes from `copier`.
@@ -121,24 +125,24 @@ class StagedChannels:
         self._thread = threading.Thread(target=self._send_landed, daemon=True)
         self._thread.start()
 
-    def open(self, lanes: Sequence[Lane]) -> None:
+    def open(self, series: Sequence[MessageSeries]) -> None:
         """Post the first receives."""
-        self._host.open(lanes)
+        self._host.open(series)
 
-    def send(self, crossing: Crossing, kind: str, tensor: Tensor, *, kept: bool = False) -> None:
+    def send(self, route: Route, kind: str, tensor: Tensor, *, kept: bool = False) -> None:
         """Start the copy down. The thread that sends waits for it."""
         self._check()
         host, landing = self._copier.down(tensor)
-        nbytes = 0 if kept else tensor.numel() * tensor.element_size()
+        nbytes = 0 if kept else tensor.nbytes
         with self._idle:
             self._waiting += 1
             self._waiting_bytes += nbytes
-        self._queue.put(_Going(crossing, kind, tensor, host, landing, nbytes))
+        self._queue.put(_Going(route, kind, tensor, host, landing, nbytes))
 
-    def receive(self, crossing: Crossing, kind: str) -> Tensor:
+    def receive(self, route: Route, kind: str) -> Tensor:
         """The next message, on its way up."""
         self._check()
-        return self._copier.up(self._host.receive(crossing, kind))
+        return self._copier.up(self._host.receive(route, kind))
 
     def throttle(self, most: int) -> None:
         """Wait for the copies, and for the channels behind them."""
@@ -179,7 +183,7 @@ class StagedChannels:
         while (going := self._queue.get()) is not None:
             try:
                 going.landing.synchronize()
-                self._host.send(going.crossing, going.kind, going.host)
+                self._host.send(going.route, going.kind, going.host)
             except BaseException as error:
                 with self._idle:
                     self._error = error
@@ -190,23 +194,3 @@ class StagedChannels:
                 self._waiting_bytes -= going.nbytes
                 self._idle.notify_all()
             del going
-
-
-class _Going:
-    """A message on its way down; its tensor is kept until it has landed."""
-
-    def __init__(
-        self,
-        crossing: Crossing,
-        kind: str,
-        tensor: Tensor,
-        host: Tensor,
-        landing: Landing,
-        nbytes: int,
-    ) -> None:
-        self.crossing = crossing
-        self.kind = kind
-        self.tensor = tensor
-        self.host = host
-        self.landing = landing
-        self.nbytes = nbytes

@@ -1,4 +1,9 @@
-"""The channels and sums of a worker, by how messages go (`placement`)."""
+"""How the messages of a run go, and the channels and all-reduces that each worker gets for it.
+
+On the CPU messages go through shared memory where all workers were started on one host, and by gloo
+else. On GPUs they go by NCCL where every worker has a GPU of its own, and else, for all of them, by
+gloo through pinned host memory: NCCL can't have one GPU twice.
+"""
 
 from __future__ import annotations
 
@@ -18,28 +23,26 @@ from ...profiles.units import format_bytes
 from ..prepare.prepare import Prepared
 from ..prepare.workers import Worker
 from ..records.status import Status
-from .all_reduce import ProcessSums, sum_groups
+from .all_reduce import ProcessAllReduce, reduce_groups
 from .channel import PeerError, ProcessChannels
+from .gloo import GlooChannels
 from .nccl import NcclChannels
-from .pinned_memory import Copier, CudaCopier, EndingChannels, StagedChannels
-from .shared_memory import can_share_memory, meet
+from .pinned_memory import Copier, CudaCopier, PinnedMemoryChannels
+from .shared_memory import can_share_memory, connect
 
-# Where the workers of a run are, how their messages go, and whether there is room for them ------
-# The rule: on the CPU messages go through shared memory where all workers were started on one
-# host, and by gloo else. On GPUs they go by NCCL where every worker has a GPU of its own, and
-# else, for all of them, by gloo through pinned host memory: NCCL can't have one GPU twice.
+# Where the workers are, and which transport follows from it ---------------------------------------
 
 GLOO = "gloo"
 SHARED = "shared memory"
-STAGED = "gloo through pinned memory"
+PINNED = "gloo through pinned memory"
 NCCL = "nccl"
 
 Exchange = Callable[[bytes], Sequence[bytes]]
 """Gives all workers' answers, by rank, for one's own."""
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker's place, as it tells the others."""
+class WorkerPlace(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a worker is, as it tells the others."""
 
     rank: int
     name: str
@@ -56,11 +59,11 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     """With activations and messages."""
 
 
-def place_of(plan: Plan, worker: Worker, device: torch.device) -> Place:
+def place_of(plan: Plan, worker: Worker, device: torch.device) -> WorkerPlace:
     """This worker's own."""
     planned = plan.predicted.stages[worker.stage]
     memory = planned.memory
-    return Place(
+    return WorkerPlace(
         rank=worker.rank,
         name=worker.name,
         host=socket.gethostname(),
@@ -106,15 +109,15 @@ def exchange_over(store: dist.Store, rank: int, workers: int, timeout: timedelta
     return exchange
 
 
-def settle(place: Place, exchange: Exchange) -> str:
-    """Agree with all workers how messages go.
+def agree_on_transport(place: WorkerPlace, exchange: Exchange) -> str:
+    """Agree with all workers on a transport.
 
     Raises:
         UserError: some device has less memory free than its workers need for certain.
         PeerError: another worker didn't say where it is.
     """
     everyone = [
-        msgspec.json.decode(text, type=Place) for text in exchange(msgspec.json.encode(place))
+        msgspec.json.decode(text, type=WorkerPlace) for text in exchange(msgspec.json.encode(place))
     ]
     shortages = short_of_memory(everyone)
     if shortages:
@@ -127,14 +130,14 @@ def transport_of(gpus: Iterable[tuple[str, str]]) -> str:
     found = list(gpus)
     if not all(gpu for _, gpu in found):
         return GLOO
-    return NCCL if len(set(found)) == len(found) else STAGED
+    return NCCL if len(set(found)) == len(found) else PINNED
 
 
 def transport_here(kind: str, workers: int, gpus: int) -> str:
     """The same for workers that are all on this host."""
     if kind != "cuda":
         return GLOO
-    return NCCL if workers <= gpus else STAGED
+    return NCCL if workers <= gpus else PINNED
 
 
 def between_processes(transport: str, wanted: str, *, one_host: bool) -> str:
@@ -163,12 +166,12 @@ def between_processes(transport: str, wanted: str, *, one_host: bool) -> str:
     return SHARED if may and wanted != "gloo" else transport
 
 
-def short_of_memory(places: Sequence[Place]) -> list[str]:
+def short_of_memory(places: Sequence[WorkerPlace]) -> list[str]:
     """GPUs that lack room for what their workers need for certain.
 
     On the CPU nothing is certain: memory can be reclaimed, or swapped.
     """
-    by_gpu: dict[tuple[str, str], list[Place]] = {}
+    by_gpu: dict[tuple[str, str], list[WorkerPlace]] = {}
     for place in places:
         if place.gpu:
             by_gpu.setdefault((place.host, place.gpu), []).append(place)
@@ -199,7 +202,7 @@ def shortage_here(planned: Sequence[int], free: int) -> str | None:
     )
 
 
-# The channels and sums of a worker, by how messages go (`placement`) ----------------------------
+# What a worker gets for it -----------------------------------------------------------------------
 
 
 def open_transport(
@@ -210,7 +213,7 @@ def open_transport(
     status: Status,
     store: dist.Store,  # type: ignore[name-defined]
     copier: Copier | None = None,
-) -> tuple[EndingChannels, ProcessSums]:
+) -> tuple[ProcessChannels, ProcessAllReduce]:
     """Make them, on all workers at the same time; the process group of gloo is there.
 
     Args:
@@ -222,17 +225,17 @@ def open_transport(
     """
     rank, timeout_s = worker.rank, prepared.settings.timeout_s
     names = [other.name for other in prepared.workers]
-    groups = sum_groups(prepared.workers, prepared.tied)
-    crossings = (*prepared.deal.crossings, *prepared.evaluation_crossings)
+    groups = reduce_groups(prepared.workers, prepared.tied)
+    routes = (*prepared.distribution.routes, *prepared.evaluation_routes)
     if transport == NCCL:
-        channels = NcclChannels(rank, names, crossings, device, timeout_s, status)
-        return channels, ProcessSums(groups, names, rank, timeout_s, status, nccl=device)
-    if transport == STAGED:
+        channels = NcclChannels(rank, names, routes, device, timeout_s, status)
+        return channels, ProcessAllReduce(groups, names, rank, timeout_s, status, nccl=device)
+    if transport == PINNED:
         copier = copier or CudaCopier(device)
-        host = ProcessChannels(names, timeout_s, status, copier.room)
-        sums = ProcessSums(groups, names, rank, timeout_s, status, copier=copier)
-        return StagedChannels(host, copier, timeout_s), sums
-    sums = ProcessSums(groups, names, rank, timeout_s, status)
+        host = GlooChannels(names, timeout_s, status, copier.room)
+        sums = ProcessAllReduce(groups, names, rank, timeout_s, status, copier=copier)
+        return PinnedMemoryChannels(host, copier, timeout_s), sums
+    sums = ProcessAllReduce(groups, names, rank, timeout_s, status)
     if transport == SHARED:
-        return meet(rank, names, crossings, store, timeout_s=timeout_s, status=status), sums
-    return ProcessChannels(names, timeout_s, status), sums
+        return connect(rank, names, routes, store, timeout_s=timeout_s, status=status), sums
+    return GlooChannels(names, timeout_s, status), sums

@@ -179,7 +179,7 @@ def real_samples(
 
 
 @dataclass(frozen=True)
-class Part:
+class MicroBatchPart:
     """What a worker's micro-batch, filled up to full size, has of its mini-batch.
 
     Attributes:
@@ -202,7 +202,7 @@ class Part:
 
 def part_of(
     segment: Segment, mini_batch: int, micro_batch: int, size: int, dealt: slice = slice(None)
-) -> Part:
+) -> MicroBatchPart:
     """The part that a micro-batch is, or what a replica has of it.
 
     Args:
@@ -211,7 +211,7 @@ def part_of(
     """
     real = len(real_samples(segment, mini_batch, micro_batch, dealt))
     share = real / segment.samples_of(mini_batch)
-    return Part(real, size, share, share / segment.together(mini_batch))
+    return MicroBatchPart(real, size, share, share / segment.together(mini_batch))
 
 
 class Samples:

@@ -18,7 +18,7 @@ from ...planner.simulator.pipeline import Pipeline
 from ...planner.systems.operations import Op
 from ...profiles.errors import PlanError
 from ...profiles.tracing.shapes import ValueSpec
-from .messages import Crossing, Rows
+from .messages import Route, Rows
 from .workers import Worker, replicas_of
 
 Specs = Mapping[str, ValueSpec]
@@ -54,7 +54,7 @@ def share_of(pipeline: Pipeline, micro_batch: int, worker: Worker) -> Share:
     return Share(tuple(range(worker.replica, n, r)), micro_batch, n, slice(None))
 
 
-class Sent(NamedTuple):
+class SentValue(NamedTuple):
     """A value that one stage makes and another takes."""
 
     name: str
@@ -63,26 +63,26 @@ class Sent(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Deal:
+class Distribution:
     """What goes between workers.
 
     Attributes:
-        crossings: the list is the same on every worker.
+        routes: the list is the same on every worker.
         known: per stage, values that aren't sent, since they follow from how many samples a
             replica has there: numbers and sizes.
     """
 
-    crossings: tuple[Crossing, ...]
+    routes: tuple[Route, ...]
     known: tuple[Mapping[str, Tensor], ...]
 
 
-def deal(
+def distribute(
     pipeline: Pipeline,
     workers: Sequence[Worker],
-    sent: Sequence[Sent],
+    sent: Sequence[SentValue],
     samples: Sequence[int],
     specs: Mapping[int, Specs],
-) -> Deal:
+) -> Distribution:
     """What is sent in training.
 
     Args:
@@ -92,7 +92,7 @@ def deal(
     Raises:
         PlanError: a value whose samples can't be told apart would have to be dealt.
     """
-    found: list[Crossing] = []
+    found: list[Route] = []
     known: list[dict[str, Tensor]] = [{} for _ in samples]
     whole = pipeline.variant.whole_mini_batches
     for value in sent:
@@ -117,12 +117,12 @@ def deal(
                     # As many replicas: each its own. Else it is the same for all samples, and
                     # the first that has it sends it.
                     found.append(_whole(len(found), here, a, b))
-    return Deal(tuple(found), tuple(known))
+    return Distribution(tuple(found), tuple(known))
 
 
-def deal_evaluation(
-    number: int, workers: Sequence[Worker], sent: Sequence[Sent], specs: Specs
-) -> tuple[Crossing, ...]:
+def routes_of_evaluation(
+    number: int, workers: Sequence[Worker], sent: Sequence[SentValue], specs: Specs
+) -> tuple[Route, ...]:
     """What is sent in evaluation, by each stage's replica 0 alone. `number`: of the first."""
     leads = [worker for worker in workers if worker.leads]
     return tuple(
@@ -131,19 +131,19 @@ def deal_evaluation(
     )
 
 
-def _whole(number: int, spec: ValueSpec, a: Worker, b: Worker) -> Crossing:
-    return Crossing(number, spec, a.rank, b.rank, (0,), 1)
+def _whole(number: int, spec: ValueSpec, a: Worker, b: Worker) -> Route:
+    return Route(number, spec, a.rank, b.rank, (0,), 1)
 
 
-def _dealt(number: int, spec: ValueSpec, a: Worker, b: Worker, pipeline: Pipeline) -> Crossing:
+def _dealt(number: int, spec: ValueSpec, a: Worker, b: Worker, pipeline: Pipeline) -> Route:
     """For the micro-batches that both run."""
     n, r = pipeline.micro_batches, lcm(a.replicas, b.replicas)
     both = tuple(range(_common(a, b), n, r))
     stacked = 1 if pipeline.variant.backward_unit == "micro" else len(both)
-    return Crossing(number, spec, a.rank, b.rank, both, stacked)
+    return Route(number, spec, a.rank, b.rank, both, stacked)
 
 
-def _part(number: int, spec: ValueSpec, a: Worker, b: Worker, dimension: int) -> Crossing:
+def _part(number: int, spec: ValueSpec, a: Worker, b: Worker, dimension: int) -> Route:
     """For the samples that both have."""
     r, k = lcm(a.replicas, b.replicas), _common(a, b)
     shape = list(spec.shape)
@@ -161,7 +161,9 @@ def _common(a: Worker, b: Worker) -> int:
     return next(k for k in both if k % b.replicas == b.replica)
 
 
-def _check_numbers(value: Sent, here: ValueSpec, there: ValueSpec, samples: Sequence[int]) -> None:
+def _check_numbers(
+    value: SentValue, here: ValueSpec, there: ValueSpec, samples: Sequence[int]
+) -> None:
     """Raise PlanError for a number that isn't a count of samples, nor a multiple of it."""
     m, n = samples[value.source], samples[value.target]
     if any(x != y and x * n != y * m for x, y in zip(here.numbers, there.numbers, strict=True)):
@@ -172,7 +174,7 @@ def _check_numbers(value: Sent, here: ValueSpec, there: ValueSpec, samples: Sequ
 
 
 def _sample_dimension(
-    value: Sent, here: ValueSpec, there: ValueSpec, samples: Sequence[int]
+    value: SentValue, here: ValueSpec, there: ValueSpec, samples: Sequence[int]
 ) -> int | None:
     """The dimension with an entry for each sample; None: the tensor is the same for all of them.
 
@@ -196,7 +198,7 @@ def _sample_dimension(
     )
 
 
-def _between(value: Sent) -> str:
+def _between(value: SentValue) -> str:
     return f"stages {value.source} and {value.target} have different numbers of replicas"
 
 

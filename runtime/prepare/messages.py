@@ -31,7 +31,7 @@ _MARKS = {
 }
 
 
-def fill_absent(slot: Tensor) -> None:
+def mark_missing(slot: Tensor) -> None:
     """Say that there is no gradient, in one slot or several. Types that have no mark get zeros."""
     mark = _MARKS.get(slot.dtype)
     if mark is None:
@@ -40,7 +40,7 @@ def fill_absent(slot: Tensor) -> None:
         slot.view(mark[0]).fill_(mark[1])
 
 
-def absent(message: Tensor) -> list[bool]:
+def missing_gradients(message: Tensor) -> list[bool]:
     """For each slot of a gradient message ``[micro-batches, samples, ...]``, whether it has none.
 
     Where only some samples have none (they came from several senders), theirs become zeros.
@@ -59,13 +59,13 @@ def absent(message: Tensor) -> list[bool]:
     message.masked_fill_(marked.reshape(message.shape), 0.0)
     for slot, none in zip(message, gone, strict=True):
         if none:
-            fill_absent(slot)
+            mark_missing(slot)
     return gone
 
 
 def add_gradients(total: Tensor, more: Tensor) -> None:
     """Add a message to another one of the same tensor, in place."""
-    without, also_without = absent(total), absent(more)
+    without, also_without = missing_gradients(total), missing_gradients(more)
     if not any(without) and not any(also_without):
         total.add_(more)
         return
@@ -95,11 +95,11 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Crossing:
+class Route:
     """A tensor's way from one worker to another, for some micro-batches of each mini-batch.
 
     Attributes:
-        number: its position among all crossings; the same on every worker.
+        number: its position among all routes; the same on every worker.
         spec: of the part that a message holds, for one micro-batch.
         source, target: ranks.
         micro_batches: those it is for, rising.
@@ -165,7 +165,7 @@ class Crossing:
             total = torch.empty(
                 (len(micro_batches), *shape), dtype=message.dtype, device=message.device
             )
-            fill_absent(total)
+            mark_missing(total)
         mine = total if slots is None else total[slots]
         add_gradients(mine if self.taken is None else self.taken.of(mine, 1), message)
         return total
@@ -188,42 +188,42 @@ def check_agreed(spec: ValueSpec, tensor: Tensor) -> None:
         )
 
 
-def join(shape: Sequence[int], parts: Sequence[tuple[Crossing, Tensor]]) -> Tensor:
+def join(shape: Sequence[int], parts: Sequence[tuple[Route, Tensor]]) -> Tensor:
     """The receiver's tensor, of the parts that came for it."""
-    crossing, message = parts[0]
-    if crossing.placed is None:
+    route, message = parts[0]
+    if route.placed is None:
         return message
     whole = torch.empty(tuple(shape), dtype=message.dtype, device=message.device)
-    for crossing, message in parts:
-        assert crossing.placed is not None
-        crossing.placed.of(whole).copy_(message)
+    for route, message in parts:
+        assert route.placed is not None
+        route.placed.of(whole).copy_(message)
     return whole
 
 
 @dataclass(frozen=True)
-class Lane:
+class MessageSeries:
     """Messages of one tensor and kind to one worker, in the sequence in which it takes them.
 
     Attributes:
-        crossings: of one mini-batch's messages; then they begin again.
+        routes: of one mini-batch's messages; then they begin again.
         ahead: how many receives are posted ahead.
         count: messages in all.
     """
 
     kind: str
-    crossings: tuple[Crossing, ...]
+    routes: tuple[Route, ...]
     ahead: int
     count: int
 
 
-def lane(kind: str, steps: Iterable[Sequence[Crossing]], rounds: int) -> Lane:
-    """A lane of which the messages of a step are taken together.
+def message_series(kind: str, steps: Iterable[Sequence[Route]], rounds: int) -> MessageSeries:
+    """A each of which the messages of a step are taken together.
 
     Args:
         steps: of one mini-batch; each has as many messages.
         rounds: mini-batches.
     """
     found = [tuple(step) for step in steps]
-    crossings = tuple(crossing for step in found for crossing in step)
+    routes = tuple(route for step in found for route in step)
     ahead = RECEIVES_AHEAD[kind] * len(found[0])
-    return Lane(kind, crossings, ahead, len(crossings) * rounds)
+    return MessageSeries(kind, routes, ahead, len(routes) * rounds)

@@ -30,15 +30,23 @@ from ...profiles.tracing.graph import (
 from ...profiles.tracing.pieces import Piece, cut
 from ...profiles.tracing.shapes import ValueSpec, result_shapes, specs_and_result
 from ..settings import RunSettings
-from ..stage.weighing import LossKind, kind_of_loss
 from .data import DIVIDE, DROP, NO_EVALUATION, Segment, check_result, segments
 from .devices import autocast_of, forward_context
-from .distribution import Deal, Sent, Share, Specs, deal, deal_evaluation, share_of
-from .messages import Crossing
+from .distribution import (
+    Distribution,
+    SentValue,
+    Share,
+    Specs,
+    distribute,
+    routes_of_evaluation,
+    share_of,
+)
+from .loss import LossKind, kind_of_loss
+from .messages import Route
 from .tied_parameters import TiedParameters, first_names, give_copies
 from .workers import Worker, workers_of
 
-SMALL_BYTES = 2**28
+SMALL_MODEL_BYTES = 2**28
 """A model that needs less in all is run once, for real, to learn its shapes."""
 
 
@@ -56,8 +64,8 @@ class Prepared:
         unused: parameters and buffers of the model that no stage uses, under its names.
         specs: per stage, of every value that layers take from each other, for a replica's
             micro-batch.
-        deal: what goes between workers in training.
-        evaluation_crossings: what goes between the stages' replicas 0 in evaluation.
+        distribution: what goes between workers in training.
+        evaluation_routes: what goes between the stages' replicas 0 in evaluation.
         evaluation_samples: in a micro-batch of evaluation.
         loss: what the task's loss gives.
         samples: in the training data.
@@ -76,8 +84,8 @@ class Prepared:
     unused: Mapping[str, Tensor]
     autocast: torch.dtype | None
     specs: tuple[Specs, ...]
-    deal: Deal
-    evaluation_crossings: tuple[Crossing, ...]
+    distribution: Distribution
+    evaluation_routes: tuple[Route, ...]
     evaluation_samples: int
     segments: tuple[Segment, ...]
     inputs: tuple[str, ...]
@@ -133,7 +141,7 @@ def prepare(
     evaluated = _trace_for_evaluation(plan, model, target, traced[least])
     tell("cutting the model into stages")
     sent = _sent(plan, traced[least], groups)
-    dealt = deal(pipeline, workers, sent, samples, specs)
+    dealt = distribute(pipeline, workers, sent, samples, specs)
     chosen = tuple(pieces[n][s] for s, n in enumerate(samples))
     evaluation_pieces = tuple(cut(evaluated, groups))
     modes = zip(chosen, evaluation_pieces, strict=True)
@@ -152,8 +160,8 @@ def prepare(
         unused=_unused(model, chosen),
         autocast=autocast,
         specs=tuple(specs[n] for n in samples),
-        deal=dealt,
-        evaluation_crossings=deal_evaluation(len(dealt.crossings), workers, sent, specs[least]),
+        distribution=dealt,
+        evaluation_routes=routes_of_evaluation(len(dealt.routes), workers, sent, specs[least]),
         evaluation_samples=least,
         segments=segments(plan, settings, size),
         inputs=tuple(node.name for node in traced[least].inputs),
@@ -202,7 +210,7 @@ def _look(
     inputs, wanted = target.sample(samples)
     whole_bytes = sum(stage.memory_bytes for stage in plan.predicted.stages)
     try:
-        specs, result = specs_and_result(traced, inputs, fake=whole_bytes > SMALL_BYTES)
+        specs, result = specs_and_result(traced, inputs, fake=whole_bytes > SMALL_MODEL_BYTES)
     except TimeprestError:
         raise
     except Exception as error:  # the user's model runs here
@@ -251,7 +259,7 @@ def _check_padding(
     graph = traced[size]
     # A graph of one size alone is tried at that one.
     other = size if graph.only_size is not None else size + 1
-    fake = sum(stage.memory_bytes for stage in plan.predicted.stages) > SMALL_BYTES
+    fake = sum(stage.memory_bytes for stage in plan.predicted.stages) > SMALL_MODEL_BYTES
     try:
         shapes, others = (
             result_shapes(graph, target.sample(samples)[0], fake=fake) for samples in (size, other)
@@ -351,17 +359,17 @@ def _check_model(plan: Plan, traced: TracedModel, target: Target) -> None:
             raise PlanError(f"plan: layers {shared} share parameters and must be on one stage")
 
 
-def _sent(plan: Plan, traced: TracedModel, groups: list[list[int]]) -> list[Sent]:
+def _sent(plan: Plan, traced: TracedModel, groups: list[list[int]]) -> list[SentValue]:
     """What goes from stage to stage. Raises PlanError when the plan says otherwise."""
     stage_of = {layer: s for s, group in enumerate(groups) for layer in group}
     stage_of[len(traced.layers)] = len(groups) - 1
-    found: list[Sent] = []
+    found: list[SentValue] = []
     for value in values(traced):
         if value.producer is None:
             continue
         source = stage_of[value.producer]
         for target in sorted({stage_of[k] for k in value.consumers} - {source}):
-            found.append(Sent(value.node.name, source, target))
+            found.append(SentValue(value.node.name, source, target))
     mine: set[tuple[str, int, int]] = set(found)
     planned = {(e.tensor, e.source, e.target) for e in plan.edges}
     if mine != planned:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -10,7 +11,7 @@ import msgspec
 import torch
 
 from ...planner.costs.memory import MemoryByKind
-from ...planner.recording import of_wall
+from ...planner.recording import LaneTimes, Recording, lane_times, mini_batches_in, of_wall
 from ...profiles.errors import RunError
 from ...profiles.tasks.hooks import call_hook, task_figures, task_metrics
 from ...profiles.tasks.task import Task, read_figure
@@ -21,7 +22,7 @@ T = TypeVar("T")
 
 
 @dataclass
-class StageScore:
+class SegmentMetrics:
     """One segment of one stage. Times in seconds on that process's own clock.
 
     Attributes:
@@ -86,7 +87,7 @@ def with_nan(value: Any, key: str = "") -> Any:
     return value
 
 
-class EvaluationScore:
+class EvaluationMetrics:
     """Means over the test samples: the loss, and the task's own metrics."""
 
     def __init__(self) -> None:
@@ -179,7 +180,7 @@ class StageReport(msgspec.Struct, frozen=True, kw_only=True):
     """Mini-batches whose loss or gradients weren't finite, where the run went on."""
     epochs: list[StageEpoch] = []
     idle_share: float | None = None
-    """Of `wall_s`; None of an inline run, where stages take turns (`runtime.records.idle`)."""
+    """Of `wall_s`; None of an inline run, where stages take turns (`training_times`)."""
 
 
 class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -204,7 +205,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EpochSums(msgspec.Struct, kw_only=True):
-    """Sums over the segments of an epoch that are done. Times in seconds."""
+    """AllReduce over the segments of an epoch that are done. Times in seconds."""
 
     mini_batches: int = 0
     samples: int = 0
@@ -227,7 +228,7 @@ class EpochSums(msgspec.Struct, kw_only=True):
         """The weighted loss as a number."""
         return math.nan if self.weighted_loss is None else self.weighted_loss
 
-    def add(self, segment: Segment, score: StageScore, seen: Staleness) -> None:
+    def add(self, segment: Segment, score: SegmentMetrics, seen: Staleness) -> None:
         """A segment is done."""
         self.mini_batches += segment.mini_batches
         self.samples += segment.samples
@@ -275,3 +276,43 @@ class EpochSums(msgspec.Struct, kw_only=True):
             test=test,
             lr=lr,
         )
+
+
+# Of each worker's time: computing, communicating, idle -------------------------------------------
+# There is one figure of each, for the summary, the report, its page and its figures: of all
+# training from the first operation of an epoch to its last, so without start-up and evaluation
+# (docs/reading_tables.md).
+
+
+def training_times(epochs: Iterable[StageEpoch]) -> LaneTimes:
+    """A worker's times in all its epochs, in seconds."""
+    each = [LaneTimes(e.compute_s, e.communication_s, e.idle_s) for e in epochs]
+    return (
+        LaneTimes(*(sum(seconds) for seconds in zip(*each, strict=True)))
+        if each
+        else LaneTimes(0.0, 0.0, 0.0)
+    )
+
+
+def measured_times(
+    rank: int,
+    epochs: Sequence[StageEpoch],
+    records: Sequence[EpochRecord],
+    recording: Recording | None,
+) -> LaneTimes | None:
+    """A worker's times per mini-batch, in seconds: of the epochs that are done.
+
+    Args:
+        epochs, records: as the worker and as the run has written them down.
+        recording: what counts until the first epoch is done.
+
+    Returns:
+        None while there is neither.
+    """
+    lengths = {record.epoch: record.mini_batches for record in records}
+    done = [epoch for epoch in epochs if epoch.epoch in lengths]
+    if done:
+        return training_times(done).per(sum(lengths[epoch.epoch] for epoch in done))
+    if recording is None or all(span.lane != rank for span in recording.spans):
+        return None
+    return lane_times(recording)[rank].per(mini_batches_in(recording, rank))

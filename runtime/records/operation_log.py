@@ -222,7 +222,7 @@ def operation_log(where: RunDir, worker: Worker, settings: RunSettings) -> Opera
 
 
 def read_stage_epochs(path: Path, size: int | None = None) -> tuple[StageEpoch, ...]:
-    """The lines of `StageMetrics` that are whole; none where there is no file.
+    """The lines of `StageEpochFile` that are whole; none where there is no file.
 
     Args:
         size: of its beginning alone, so many bytes.
@@ -238,7 +238,7 @@ def read_stage_epochs(path: Path, size: int | None = None) -> tuple[StageEpoch, 
     return tuple(found)
 
 
-class StageMetrics:
+class StageEpochFile:
     """Lines of JSON, one per epoch: what the stage saw in it."""
 
     def __init__(self, path: Path, *, more: bool = False) -> None:

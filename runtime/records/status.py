@@ -76,7 +76,7 @@ class Status(Protocol):
         """It has ended well. After a failure it stands."""
 
 
-class Untold:
+class NoStatus:
     """A status that nobody reads."""
 
     def begin(self, op: str) -> None:

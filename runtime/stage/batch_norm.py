@@ -46,14 +46,14 @@ _ARGUMENTS: dict[Any, tuple[str, ...]] = {
 _MOMENTUM = 0.1
 """Of torch.nn.functional.batch_norm, where it isn't given."""
 
-Call = Mapping[str, Any]
+BatchNormCall = Mapping[str, Any]
 """A batch norm's arguments by name."""
 
 
 class _Apart(TorchFunctionMode):
     """Batch norms under it leave their running statistics alone, and are noted instead."""
 
-    def __init__(self, note: Callable[[Call], None]) -> None:
+    def __init__(self, note: Callable[[BatchNormCall], None]) -> None:
         super().__init__()
         self._note = note
 
@@ -127,7 +127,7 @@ class DeferredBatchNorm:
         found = self._found.setdefault(mini_batch, {})
         before = [counter.clone() for counter in self._counters]
 
-        def note(call: Call) -> None:
+        def note(call: BatchNormCall) -> None:
             with torch.no_grad():
                 _note(found, call, real, size)
 
@@ -148,7 +148,7 @@ class DeferredBatchNorm:
                 counter.add_(change)
 
 
-def _note(found: dict[int, _Statistics], call: Call, real: int, size: int) -> None:
+def _note(found: dict[int, _Statistics], call: BatchNormCall, real: int, size: int) -> None:
     values: Tensor = call["input"].detach()
     # A whole number of rows for each sample, or the padding counts with the rest.
     if values.shape[0] % size == 0:

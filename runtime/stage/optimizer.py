@@ -27,7 +27,7 @@ from ...profiles.tasks.hooks import (
 from ...profiles.tasks.task import Task
 from ..settings import OptimizerChoice, RunSettings
 
-Groups = list[dict[str, Any]]
+ParameterGroups = list[dict[str, Any]]
 """Parameter groups as torch's optimizers take them: "params" and, where they differ, options."""
 
 Parameters = Iterable[Any]
@@ -104,10 +104,10 @@ def _groups(task: Task, settings: RunSettings, trained: Named) -> Parameters:
     by_task = getattr(task, "parameter_groups", None)
     if by_task is None and settings.decay_only == "all":
         return [p for _, p in trained]
-    groups: Groups = [{"params": [p for _, p in trained]}]
+    groups: ParameterGroups = [{"params": [p for _, p in trained]}]
     if by_task is not None:
 
-        def listed() -> Groups:
+        def listed() -> ParameterGroups:
             return [dict(group, params=list(group["params"])) for group in by_task(trained)]
 
         groups = call_hook("parameter_groups", listed)
@@ -118,14 +118,14 @@ def _groups(task: Task, settings: RunSettings, trained: Named) -> Parameters:
     return [group for group in groups if group["params"]]
 
 
-def _by_dimensions(group: Mapping[str, Any]) -> Groups:
+def _by_dimensions(group: Mapping[str, Any]) -> ParameterGroups:
     """The group's matrices, and its biases and norms without weight decay."""
     matrices = [p for p in group["params"] if p.dim() >= 2]
     others = [p for p in group["params"] if p.dim() < 2]
     return [{**group, "params": matrices}, {**group, "params": others, "weight_decay": 0.0}]
 
 
-def _check_groups(groups: Groups, trained: Named) -> None:
+def _check_groups(groups: ParameterGroups, trained: Named) -> None:
     names = {id(p): name for name, p in trained}
     seen: set[int] = set()
     for group in groups:

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..prepare.data import Part
+from ..prepare.data import MicroBatchPart
 from ..prepare.devices import CPU, random_state, set_random_state
 
 
 @dataclass
-class Ingredients:
+class ForwardInputs:
     """What a forward is done again from.
 
     Attributes:
@@ -30,12 +30,12 @@ class Ingredients:
 
     values: dict[str, Tensor]
     target: Any
-    part: Part
+    part: MicroBatchPart
     nbytes: int
     random: Tensor
 
 
-class Again:
+class Recomputation:
     """Keeps the ingredients of one stage's forwards.
 
     A forward may overwrite what it gets. Which inputs are overwritten shows the first time; until
@@ -49,8 +49,12 @@ class Again:
         self._given: dict[str, tuple[Tensor, int]] = {}
 
     def keep(
-        self, values: Mapping[str, Tensor], received: Collection[str], target: Any, part: Part
-    ) -> Ingredients:
+        self,
+        values: Mapping[str, Tensor],
+        received: Collection[str],
+        target: Any,
+        part: MicroBatchPart,
+    ) -> ForwardInputs:
         """Before a forward gets these values. Call `kept` after it."""
         overwritten = self._overwritten
         copies = {
@@ -59,9 +63,9 @@ class Again:
         }
         self._given = {name: (v, v._version) for name, v in values.items()}
         nbytes = sum(values[name].numel() * values[name].element_size() for name in received)
-        return Ingredients(copies, target, part, nbytes, random_state(self._device))
+        return ForwardInputs(copies, target, part, nbytes, random_state(self._device))
 
-    def kept(self, found: Ingredients) -> None:
+    def kept(self, found: ForwardInputs) -> None:
         """The forward is done: what it left as it was needs no copy."""
         if self._overwritten is None:
             changed = {name for name, (v, before) in self._given.items() if v._version != before}
@@ -72,7 +76,7 @@ class Again:
         self._given = {}
 
     @contextmanager
-    def as_before(self, found: Ingredients) -> Iterator[None]:
+    def as_before(self, found: ForwardInputs) -> Iterator[None]:
         """Random numbers and buffers are as they were the first time; nobody else notices."""
         random = random_state(self._device)
         buffers = [b.clone() for b in self._buffers]

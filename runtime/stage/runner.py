@@ -15,11 +15,11 @@ from ...planner.systems.operations import BACKWARD, FORWARD, UPDATE, WEIGHT, Op,
 from ...planner.systems.prediction import prediction_distances
 from ...planner.systems.versions import entry_versions
 from ...profiles.tasks.task import Loss
-from ..communication.all_reduce import ALL, GradientSum, Sums, stage_group
-from ..communication.channel import Channels, WatchedChannels
+from ..communication.all_reduce import ALL_WORKERS, AllReduce, GradientAllReduce, stage_group
+from ..communication.channel import Channels, LoggedChannels
 from ..prepare.data import (
     NO_EVALUATION,
-    Part,
+    MicroBatchPart,
     Samples,
     Segment,
     length_of,
@@ -28,17 +28,17 @@ from ..prepare.data import (
     real_samples,
 )
 from ..prepare.devices import CPU, clock_of, forward_context, put
-from ..prepare.messages import Crossing, Lane, join, lane
+from ..prepare.messages import MessageSeries, Route, join, message_series
 from ..prepare.prepare import Prepared
 from ..prepare.tied_parameters import TiedParameters
 from ..processes.rendezvous import explained
-from ..records.metrics import EvaluationScore, StageEpoch, StageScore
-from ..records.operation_log import OperationLog, StageMetrics, Use
-from ..records.status import Status, Untold
+from ..records.metrics import EvaluationMetrics, SegmentMetrics, StageEpoch
+from ..records.operation_log import OperationLog, StageEpochFile, Use
+from ..records.status import NoStatus, Status
 from .finite import SKIP, NotFinite
+from .loss_weights import LossWeights
 from .optimizer import clip, own_part, squared_norm, trained
 from .stage import Stage, StageWork
-from .weighing import Weighing
 
 EVALUATION_AHEAD = 8
 """Messages that a stage may have under way to each peer while it evaluates."""
@@ -67,9 +67,9 @@ class StageRunner:
         prepared: Prepared,
         rank: int,
         channels: Channels,
-        sums: Sums,
+        all_reduce: AllReduce,
         log: OperationLog | None = None,
-        metrics: StageMetrics | None = None,
+        metrics: StageEpochFile | None = None,
         on_mini_batch: OnMiniBatch | None = None,
         device: torch.device = CPU,
     ) -> None:
@@ -78,8 +78,8 @@ class StageRunner:
         self.worker = worker = prepared.workers[rank]
         self.number = s = worker.stage
         self.share = prepared.shares[rank]
-        self.channels = channels if log is None else WatchedChannels(channels, log)
-        self.sums = sums
+        self.channels = channels if log is None else LoggedChannels(channels, log)
+        self.all_reduce = all_reduce
         self.log = log
         self.metrics = metrics
         self.on_mini_batch = on_mini_batch
@@ -108,19 +108,19 @@ class StageRunner:
             device,
         )
         self.own_inputs = [n for n in self.stage.piece.inputs if n in prepared.inputs]
-        crossings = prepared.deal.crossings
-        self.incoming = _by_name(c for c in crossings if c.target == rank)
-        self.outgoing = [c for c in crossings if c.source == rank]
+        routes = prepared.distribution.routes
+        self.incoming = _by_name(c for c in routes if c.target == rank)
+        self.outgoing = [c for c in routes if c.source == rank]
         self._tied = [tied for tied in prepared.tied if s in tied.stages]
         self._samples: dict[str, Samples] = {}
-        self.score = StageScore()
+        self.score = SegmentMetrics()
         self.segment: Segment | None = None
         self.last_op = "start"
-        self.status: Status = Untold()
+        self.status: Status = NoStatus()
         self._losses: dict[int, float] = {}
         self.not_finite = NotFinite(settings.on_nan)
-        self._weighing = (
-            Weighing(self.stage, sums, self.not_finite, is_last=self.is_last)
+        self._loss_weights = (
+            LossWeights(self.stage, all_reduce, self.not_finite, is_last=self.is_last)
             if prepared.loss.weighted
             else None
         )
@@ -134,32 +134,32 @@ class StageRunner:
         entries = entry_versions(variant, self.prepared.plan.micro_batches, order[0], latest)
         self.stage.begin(entries, prediction_distances(variant, order)[self.number])
         self.segment = segment
-        self.score = StageScore()
-        if self._weighing is not None:
-            self._weighing.begin(segment)
+        self.score = SegmentMetrics()
+        if self._loss_weights is not None:
+            self._loss_weights.begin(segment)
         if self.log is not None:
             own = [op for op in order[self.number] if op.kind == UPDATE or self.share.of(op)]
             self.log.choose(segment, own, self.prepared.segments[-1].end)
-        self.channels.open(self._lanes(segment.mini_batches))
+        self.channels.open(self._series(segment.mini_batches))
 
-    def _lanes(self, mini_batches: int) -> list[Lane]:
+    def _series(self, mini_batches: int) -> list[MessageSeries]:
         """All messages that come in a segment."""
         mine = self.share.micro_batches
-        lanes = []
-        for crossings in self.incoming.values():
-            steps = [[c for c in crossings if i in c.micro_batches] for i in mine]
-            lanes.append(lane(FORWARD, steps, mini_batches))
+        series = []
+        for routes in self.incoming.values():
+            steps = [[c for c in routes if i in c.micro_batches] for i in mine]
+            series.append(message_series(FORWARD, steps, mini_batches))
         stage_of = self.prepared.workers
-        back: dict[tuple[str, int], list[Crossing]] = {}
+        back: dict[tuple[str, int], list[Route]] = {}
         for c in self.outgoing:
             if c.spec.needs_grad:
                 back.setdefault((c.spec.name, stage_of[c.target].stage), []).append(c)
-        for crossings in back.values():
-            steps = [[c for c in crossings if i in c.micro_batches] for i in mine]
+        for routes in back.values():
+            steps = [[c for c in routes if i in c.micro_batches] for i in mine]
             if self.prepared.pipeline.variant.backward_unit == "mini":
-                steps = [crossings]
-            lanes.append(lane(BACKWARD, steps, mini_batches))
-        return lanes
+                steps = [routes]
+            series.append(message_series(BACKWARD, steps, mini_batches))
+        return series
 
     def run(self, op: Op) -> None:
         """Run one operation of the order. Raises RunError naming the operation."""
@@ -175,9 +175,9 @@ class StageRunner:
         assert self.segment is not None
         if op.kind != UPDATE and not self.share.of(op):
             self.stage.skip(op)
-            if self._weighing is not None and op.kind == FORWARD:
+            if self._loss_weights is not None and op.kind == FORWARD:
                 with self._explained():
-                    self._weighing.forward(op)
+                    self._loss_weights.forward(op)
             return
         self.last_op = op_text(
             self.number, Op(op.kind, self.segment.first + op.mini_batch, op.micro_batch)
@@ -188,8 +188,8 @@ class StageRunner:
         with self._explained():
             if op.kind == FORWARD:
                 self._forward(op)
-                if self._weighing is not None:
-                    self._weighing.forward(op)
+                if self._loss_weights is not None:
+                    self._loss_weights.forward(op)
             elif op.kind == BACKWARD:
                 self._backward(op)
             elif op.kind == WEIGHT:
@@ -235,14 +235,14 @@ class StageRunner:
         values, target = self._own(segment, op.mini_batch, op.micro_batch)
         part = self._part(segment, op)
         loaded = clock()
-        for name, crossings in self.incoming.items():
+        for name, routes in self.incoming.items():
             parts = [
                 (c, self.channels.receive(c, FORWARD))
-                for c in crossings
+                for c in routes
                 if op.micro_batch in c.micro_batches
             ]
             values[name] = join(self.stage.specs[name].shape, parts)
-        values.update(self.prepared.deal.known[self.number])
+        values.update(self.prepared.distribution.known[self.number])
         start = clock()
         version, outputs, loss = self.stage.forward(
             op, values, target, part, self.channels.held_bytes
@@ -274,13 +274,13 @@ class StageRunner:
                 message = self.channels.receive(c, BACKWARD)
                 shape = self.stage.specs[name].shape
                 grads[name] = c.add_gradient(grads.get(name), message, mine, shape)
-        if self._weighing is not None and not self.prepared.pipeline.variant.split_backward:
-            self._weighing.settle(op.mini_batch)
+        if self._loss_weights is not None and not self.prepared.pipeline.variant.split_backward:
+            self._loss_weights.settle(op.mini_batch)
         start = clock()
         version, forward_version, back = self.stage.backward(op, grads, self.channels.held_bytes)
         end = clock()
-        for crossings in self.incoming.values():
-            for c in crossings:
+        for routes in self.incoming.values():
+            for c in routes:
                 if c.spec.needs_grad and not set(mine).isdisjoint(c.micro_batches):
                     part = c.gradient_part(back[c.spec.name], mine)
                     self.channels.send(c, BACKWARD, part)
@@ -291,8 +291,8 @@ class StageRunner:
 
     def _weight(self, op: Op) -> None:
         begin = self._clock()
-        if self._weighing is not None:
-            self._weighing.settle(op.mini_batch)
+        if self._loss_weights is not None:
+            self._loss_weights.settle(op.mini_batch)
         start = self._clock()
         version = self.stage.backward_weight(op, self.channels.held_bytes)
         end = self._clock()
@@ -301,12 +301,12 @@ class StageRunner:
 
     def _update(self, op: Op) -> Iterator[None]:
         begin = self._clock()
-        if self._weighing is not None:
-            self._weighing.settle(op.mini_batch + 1, last=True)
+        if self._loss_weights is not None:
+            self._loss_weights.settle(op.mini_batch + 1, last=True)
         done = [b for b in self._losses if b <= op.mini_batch]
         losses = [self._losses.pop(b) for b in done]
-        if self._weighing is not None:
-            losses = self._weighing.means(done, losses)
+        if self._loss_weights is not None:
+            losses = self._loss_weights.means(done, losses)
         shared = torch.tensor(losses, dtype=torch.float64) if self.worker.replicas > 1 else None
         started = self._start_sums(shared)
         skips = self.not_finite.policy == SKIP
@@ -328,7 +328,7 @@ class StageRunner:
         if agrees:
             # The update is left out everywhere or nowhere.
             bad = torch.tensor([0.0 if finite else 1.0])
-            agreeing = self.sums.start(ALL, [bad])
+            agreeing = self.all_reduce.start(ALL_WORKERS, [bad])
             yield
             agreeing.wait()
             finite = not float(bad)
@@ -352,7 +352,7 @@ class StageRunner:
         for b, loss in zip(done, losses, strict=True):
             self._tell_loss(b, loss)
 
-    def _start_sums(self, losses: Tensor | None) -> list[GradientSum]:
+    def _start_sums(self, losses: Tensor | None) -> list[GradientAllReduce]:
         """Start to sum gradients over whoever has a part of them, and over replicas the losses too.
 
         Args:
@@ -361,11 +361,13 @@ class StageRunner:
         started = []
         for tied in self._tied:
             copies = tied.of(self.number, self.stage.module)
-            started.append(GradientSum(self.sums, tied.group, copies))
+            started.append(GradientAllReduce(self.all_reduce, tied.group, copies))
         if losses is not None:
             elsewhere = self._copies(self._tied)
             own = [p for p in self.stage.weights.parameters if id(p) not in elsewhere]
-            started.append(GradientSum(self.sums, stage_group(self.number), own, [losses]))
+            started.append(
+                GradientAllReduce(self.all_reduce, stage_group(self.number), own, [losses])
+            )
         return started
 
     def _copies(self, tied: Iterable[TiedParameters]) -> set[int]:
@@ -383,7 +385,7 @@ class StageRunner:
         if self.prepared.pipeline.variant.flushes:
             if not self.worker.leads:
                 squared.zero_()
-            summing = self.sums.start(ALL, [squared])
+            summing = self.all_reduce.start(ALL_WORKERS, [squared])
             yield
             summing.wait()
         else:
@@ -391,7 +393,7 @@ class StageRunner:
             most = own_part(most, trained(own), trained(every))
         clip(own, math.sqrt(float(squared)), most)
 
-    def _part(self, segment: Segment, op: Op) -> Part:
+    def _part(self, segment: Segment, op: Op) -> MicroBatchPart:
         assert op.micro_batch is not None
         return part_of(segment, op.mini_batch, op.micro_batch, self.share.samples, self.share.dealt)
 
@@ -400,8 +402,8 @@ class StageRunner:
         assert self.segment is not None
         value = 0.0 if loss is None else float(loss.value)
         self.not_finite.check_loss(self.segment.first + op.mini_batch, value)
-        if self._weighing is not None:
-            self._weighing.note(op.mini_batch, loss)
+        if self._loss_weights is not None:
+            self._loss_weights.note(op.mini_batch, loss)
             share = 1.0
         self._losses[op.mini_batch] = self._losses.get(op.mini_batch, 0.0) + value * share
 
@@ -409,8 +411,8 @@ class StageRunner:
         assert self.segment is not None
         self.score.losses.append(loss)
         weight = float(self.segment.samples_of(mini_batch))
-        if self._weighing is not None:
-            weight = self._weighing.weights.pop(mini_batch)
+        if self._loss_weights is not None:
+            weight = self._loss_weights.weights.pop(mini_batch)
         self.score.weights.append(weight)
         if self.on_mini_batch:
             self.on_mini_batch(self.segment, mini_batch, loss)
@@ -436,18 +438,18 @@ class StageRunner:
         """Get ready for one pass over the test data."""
         with self.doing(f"{self.number} evaluation"):
             count = self.evaluations
-            self.channels.open([lane(FORWARD, [[c]], count) for c in self._evaluated()])
+            self.channels.open([message_series(FORWARD, [[c]], count) for c in self._evaluated()])
 
-    def _evaluated(self, *, outgoing: bool = False) -> list[Crossing]:
+    def _evaluated(self, *, outgoing: bool = False) -> list[Route]:
         """What comes here in evaluation, or goes out."""
         rank = self.worker.rank
         return [
             c
-            for c in self.prepared.evaluation_crossings
+            for c in self.prepared.evaluation_routes
             if (c.source if outgoing else c.target) == rank
         ]
 
-    def evaluate(self, k: int, score: EvaluationScore) -> None:
+    def evaluate(self, k: int, score: EvaluationMetrics) -> None:
         """Forward of the k-th test micro-batch; the last stage adds to the score."""
         with self.doing(f"{self.number} evaluation {k}"):
             values: dict[str, Tensor] = {}
@@ -520,9 +522,9 @@ class StageRunner:
         return explained(self.worker.name, lambda: self.last_op)
 
 
-def _by_name(crossings: Iterable[Crossing]) -> dict[str, list[Crossing]]:
-    """The crossings of each tensor."""
-    found: dict[str, list[Crossing]] = {}
-    for crossing in crossings:
-        found.setdefault(crossing.spec.name, []).append(crossing)
+def _by_name(routes: Iterable[Route]) -> dict[str, list[Route]]:
+    """The routes of each tensor."""
+    found: dict[str, list[Route]] = {}
+    for route in routes:
+        found.setdefault(route.spec.name, []).append(route)
     return found

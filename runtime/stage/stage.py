@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ...planner.systems.operations import BACKWARD, FORWARD, Op
-from ...planner.systems.prediction import Distances as Ahead
+from ...planner.systems.prediction import Distances
 from ...planner.systems.variants import Variant
 from ...planner.systems.versions import VersionWalk
 from ...profiles.autograd.boundary import Inlet, storage_key
@@ -23,20 +23,20 @@ from ...profiles.tasks.hooks import RunLength, call_hook, check_depends
 from ...profiles.tasks.task import Loss, Task
 from ...profiles.tracing.pieces import Piece, decode, encode
 from ...profiles.tracing.shapes import ValueSpec
-from ..prepare.data import DIVIDE, DROP, Part, real_part
+from ..prepare.data import DIVIDE, DROP, MicroBatchPart, real_part
 from ..prepare.devices import CPU, forward_context, move, put
 from ..prepare.distribution import Share
-from ..prepare.messages import absent, check_agreed, fill_absent
+from ..prepare.loss import LossKind
+from ..prepare.messages import check_agreed, mark_missing, missing_gradients
 from ..settings import RunSettings
-from ..weights.policy import DECAYS, WeightRules
+from ..weights.policy import DECAYS, WeightPolicy
 from ..weights.prediction import Predictor
-from ..weights.staleness import Distances, Staleness
+from ..weights.staleness import Staleness, WeightDistances
 from ..weights.stash import WeightVersions
 from .batch_norm import DeferredBatchNorm
 from .memory import MemoryAccount
 from .optimizer import follow, make_optimizer, make_scheduler, step_optimizer
-from .recompute import Again, Ingredients
-from .weighing import LossKind
+from .recompute import ForwardInputs, Recomputation
 
 _Shapes = tuple[tuple[str, torch.Size], ...]
 """Of what goes into a piece, by name."""
@@ -54,7 +54,7 @@ class _MicroBatch:
     inlets: dict[str, Inlet] = field(default_factory=dict)
     outlets: dict[str, GradientEdge] = field(default_factory=dict)
     loss: Tensor | None = None
-    again: Ingredients | None = None
+    again: ForwardInputs | None = None
 
 
 @dataclass(frozen=True)
@@ -137,14 +137,14 @@ class Stage:
             else None
         )
         decay = DECAYS[settings.decay]
-        self.rules = WeightRules(
+        self.rules = WeightPolicy(
             work.variant, self.weights, self.predictor, lambda d: decay(settings.decay_rate, d)
         )
         self.account = MemoryAccount(parameters, list(self.module.buffers()))
         self.staleness = Staleness()
         self.kept_outputs: set[str] = set()
-        self._distances = Distances(parameters) if settings.distances else None
-        self._again = Again(self.module, device) if work.recompute else None
+        self._distances = WeightDistances(parameters) if settings.distances else None
+        self._again = Recomputation(self.module, device) if work.recompute else None
         self._batch_norm = DeferredBatchNorm(self.module) if settings.deferred_batch_norm else None
         self._flying: dict[tuple[int, int], _MicroBatch] = {}
         # Per micro-batch whose weight part is still to come: that, and bytes saved for it.
@@ -155,7 +155,7 @@ class Stage:
         self._settled = work.variant.flushes and self._again is None and autocast is None
         self._saved_by_shape: dict[_Shapes, tuple[int, set[str]]] = {}
 
-    def begin(self, entries: Sequence[int], ahead: Ahead) -> None:
+    def begin(self, entries: Sequence[int], ahead: Distances) -> None:
         """Get ready for a segment.
 
         Args:
@@ -184,7 +184,7 @@ class Stage:
         op: Op,
         values: Mapping[str, Tensor],
         target: Any,
-        part: Part,
+        part: MicroBatchPart,
         boundary_bytes: int = 0,
     ) -> tuple[int, dict[str, Tensor], Loss | None]:
         """Forward of one micro-batch.
@@ -240,7 +240,8 @@ class Stage:
 
         Args:
             grads: for each output that needs one, the gradients summed over the stages that
-                use it, ``[micro-batches of this backward, ...]``; there may be none (`absent`).
+                use it, ``[micro-batches of this backward, ...]``; there may be none
+                (`missing_gradients`).
 
         Returns:
             The version used, and the one the forward used, the oldest where micro-batches differ;
@@ -251,7 +252,7 @@ class Stage:
         forward_version = self.walk.forward_version(op)
         mine = self.share.of(op)
         micros = {i: self._do_again(op, i) for i in mine}
-        gone = {name: absent(message) for name, message in grads.items()}
+        gone = {name: missing_gradients(message) for name, message in grads.items()}
         distance = None
         for weights in self.rules.backwards(op, mine):
             roots: list[Tensor | GradientEdge] = []
@@ -371,7 +372,7 @@ class Stage:
         self,
         values: Mapping[str, Tensor],
         target: Any,
-        part: Part,
+        part: MicroBatchPart,
         tensors: list[Tensor] | None,
         *,
         hooks: bool = True,
@@ -437,7 +438,7 @@ class Stage:
         kept_bytes = micro.saved_bytes + half.held_bytes
         self._postponed[op.mini_batch, op.micro_batch] = half, kept_bytes
 
-    def _statistics(self, op: Op, part: Part) -> AbstractContextManager[None]:
+    def _statistics(self, op: Op, part: MicroBatchPart) -> AbstractContextManager[None]:
         """What a forward runs under, its first time."""
         if self._batch_norm is None:
             return nullcontext()
@@ -464,7 +465,7 @@ class Stage:
             return inlet.admit(tensor)
         return decode(tensor, spec.kind)
 
-    def _loss(self, result: Any, target: Any, part: Part) -> Loss | None:
+    def _loss(self, result: Any, target: Any, part: MicroBatchPart) -> Loss | None:
         if not part.real:
             return None
         if part.padded:
@@ -486,7 +487,7 @@ class Stage:
                 slot.copy_(inlet.grad)
             else:
                 # The loss doesn't depend on it.
-                fill_absent(slot)
+                mark_missing(slot)
         return gathered
 
     def held(self, boundary_bytes: int) -> tuple[int, ...]:

@@ -18,20 +18,20 @@ from ..checkpoint.checkpoint import CheckpointWriter
 from ..checkpoint.start import restore_worker
 from ..prepare.data import Segment
 from ..prepare.devices import peak_bytes, random_state, set_random_state
-from ..prepare.same_data import compare_evaluation, compare_lengths, compare_training
-from ..records.idle import training_times
 from ..records.metrics import (
     EpochRecord,
     EpochSums,
-    EvaluationScore,
+    EvaluationMetrics,
+    SegmentMetrics,
     StageEpoch,
     StageReport,
-    StageScore,
+    training_times,
 )
 from ..records.operation_log import read_stage_epochs
 from ..records.progress import Observer
 from ..records.run_dir import RunDir
 from ..stage.runner import EVALUATION_AHEAD, StageRunner
+from ..stage.same_data import compare_evaluation, compare_lengths, compare_training
 from .dropout import WithoutDropout
 
 Barrier = Callable[[], None]
@@ -61,7 +61,7 @@ class Course:
         self.observer = observer
         self.barrier = barrier
         self.replica_barrier = replica_barrier
-        self.scores: list[list[StageScore]] = [[] for _ in runners]
+        self.scores: list[list[SegmentMetrics]] = [[] for _ in runners]
         self.epochs: list[EpochRecord] = []
         self.stage_epochs: list[list[StageEpoch]] = [[] for _ in runners]
         self.sums = [EpochSums() for _ in runners]
@@ -191,7 +191,7 @@ class Course:
 
     def _evaluate(self) -> dict[str, float]:
         """A stage's replica 0 evaluates; the others wait for it."""
-        score = EvaluationScore()
+        score = EvaluationMetrics()
         evaluating = [runner for runner in self.runners if runner.worker.leads]
         for runner in self.runners:
             runner.begin_evaluation()

@@ -39,15 +39,15 @@ from ..checkpoint.start import (
     settings_to_resume,
     telling_worker,
 )
-from ..communication.all_reduce import ALL, ProcessSums, stage_group
-from ..communication.channel import PeerError
+from ..communication.all_reduce import ALL_WORKERS, ProcessAllReduce, stage_group
+from ..communication.channel import START_S, PeerError
 from ..communication.transport import (
     Exchange,
+    agree_on_transport,
     between_processes,
     exchange_over,
     open_transport,
     place_of,
-    settle,
 )
 from ..prepare.devices import check_kind, device_kind, gpu_count, own_device
 from ..prepare.prepare import Prepared, prepare
@@ -57,7 +57,7 @@ from ..processes.environment import use_interface, use_loopback
 from ..processes.locks import alone, as_worker
 from ..processes.rendezvous import ENDING_S, Meeting
 from ..records.metrics import RunSummary, StageReport, decode
-from ..records.operation_log import StageMetrics, operation_log
+from ..records.operation_log import StageEpochFile, operation_log
 from ..records.progress import Both, MetricsFile, Observer, Silent, read_epochs
 from ..records.run_dir import RunDir
 from ..records.status import Failure, StatusFile
@@ -68,8 +68,6 @@ from ..verify.hooks import check_updates, warn_of_hooks
 from .loop import Barrier, Course
 
 LOADING = "loading its data"
-MEETING_S = 60.0
-"""Longest wait for the other workers to be ready, with the model built and the data loaded."""
 
 
 def main(arguments: list[str]) -> int:
@@ -90,7 +88,7 @@ def main(arguments: list[str]) -> int:
         use_loopback()
         store = dist.FileStore(store_path, len(prepared.workers))  # type: ignore[attr-defined]
         device = own_device(plan, settings, int(os.environ["LOCAL_RANK"]))
-        bound = timedelta(seconds=max(settings.timeout_s, MEETING_S))
+        bound = timedelta(seconds=max(settings.timeout_s, START_S))
         exchange = exchange_over(store, rank, len(prepared.workers), bound)
         with as_worker(run_dir.path):
             take_part(run_dir, store, worker, prepared, status, device, exchange)
@@ -176,11 +174,13 @@ def take_part(
             store=store,
             rank=rank,
             world_size=len(names),
-            timeout=timedelta(seconds=max(timeout_s, MEETING_S)),
+            timeout=timedelta(seconds=max(timeout_s, START_S)),
         )
         place = place_of(prepared.plan, worker, device)
         wanted = prepared.settings.transport
-        transport = between_processes(settle(place, exchange), wanted, one_host=one_host)
+        transport = between_processes(
+            agree_on_transport(place, exchange), wanted, one_host=one_host
+        )
         channels, sums = open_transport(transport, prepared, worker, device, status, store)
     except RuntimeError as error:
         raise PeerError(f"{worker.name}: the workers didn't find each other: {error}") from error
@@ -188,7 +188,7 @@ def take_part(
     rewind_logs(run_dir, prepared.plan, prepared.settings, worker)
     more = prepared.settings.resumed
     log = operation_log(run_dir, worker, prepared.settings)
-    own = StageMetrics(run_dir.stage_metrics(worker), more=more)
+    own = StageEpochFile(run_dir.stage_metrics(worker), more=more)
     runner = StageRunner(prepared, rank, channels, sums, log, own, device=device)
     runner.status, runner.transport = status, transport
     status.begin(LOADING)
@@ -196,7 +196,7 @@ def take_part(
     status.begin("meeting the others")
     status.wait(others)
     try:
-        dist.monitored_barrier(timeout=timedelta(seconds=max(timeout_s, MEETING_S)))
+        dist.monitored_barrier(timeout=timedelta(seconds=max(timeout_s, START_S)))
     except RuntimeError as error:
         raise PeerError(f"{worker.name}: waiting for the others to load: {error}") from error
     status.go_on()
@@ -205,7 +205,7 @@ def take_part(
     told: Observer = metrics or Silent()
     if metrics is not None and observer is not None:
         told = Both(metrics, observer)
-    meet = _barrier(worker, sums, ALL)
+    meet = _barrier(worker, sums, ALL_WORKERS)
     files = [file for file in (log, own, metrics) if file is not None]
     checkpoints = CheckpointWriter(
         run_dir, prepared.plan, prepared.settings, _agree(worker, sums), {rank: files}
@@ -226,20 +226,20 @@ def take_part(
     return report
 
 
-def _barrier(worker: Worker, sums: ProcessSums, group: str) -> Barrier:
+def _barrier(worker: Worker, sums: ProcessAllReduce, group: str) -> Barrier:
     return lambda: _sum(worker, sums, group, torch.zeros(1))
 
 
-def _agree(worker: Worker, sums: ProcessSums) -> Agree:
+def _agree(worker: Worker, sums: ProcessAllReduce) -> Agree:
     def agree(yes: bool) -> bool:
         against = torch.tensor([float(not yes)])
-        _sum(worker, sums, ALL, against)
+        _sum(worker, sums, ALL_WORKERS, against)
         return not against.item()
 
     return agree
 
 
-def _sum(worker: Worker, sums: ProcessSums, group: str, tensor: torch.Tensor) -> None:
+def _sum(worker: Worker, sums: ProcessAllReduce, group: str, tensor: torch.Tensor) -> None:
     try:
         sums.start(group, [tensor]).wait()
     except PeerError as error:

@@ -25,7 +25,7 @@ from ...profiles.units import format_bytes
 from ..checkpoint.start import telling_worker
 from ..communication.transport import between_processes, free_bytes, gpu_name, transport_of
 from ..prepare.devices import CPU, check_kind, device_kind, device_of, forward_context, gpu_count
-from ..prepare.prepare import SMALL_BYTES, Prepared, prepare
+from ..prepare.prepare import SMALL_MODEL_BYTES, Prepared, prepare
 from ..processes.environment import use_interface
 from ..processes.rendezvous import Meeting
 from ..records.run_dir import RunDir
@@ -207,7 +207,7 @@ def dry_run(
 def _is_small(prepared: Prepared) -> bool:
     """Whether the model may be run for real, for a look."""
     whole_bytes = sum(stage.memory_bytes for stage in prepared.plan.predicted.stages)
-    return whole_bytes <= SMALL_BYTES
+    return whole_bytes <= SMALL_MODEL_BYTES
 
 
 def check_shapes(prepared: Prepared) -> tuple[Any, Any]:
@@ -272,7 +272,7 @@ def _value_of(spec: ValueSpec) -> Any:
 
 
 def _send_over_cuts(prepared: Prepared, meeting: Meeting) -> None:
-    """One message over each crossing, so that a wall between two hosts shows now."""
+    """One message over each route, so that a wall between two hosts shows now."""
     bound = timedelta(seconds=prepared.settings.timeout_s)
     rank = meeting.rank
     store = dist.PrefixStore("gloo", meeting.store)  # type: ignore[attr-defined]
@@ -281,12 +281,12 @@ def _send_over_cuts(prepared: Prepared, meeting: Meeting) -> None:
             "gloo", store=store, rank=rank, world_size=len(prepared.workers), timeout=bound
         )
         works = []
-        for crossing in prepared.deal.crossings:
-            message = torch.zeros(crossing.spec.shape, dtype=crossing.spec.dtype)
-            if crossing.source == rank:
-                works.append(dist.isend(message, crossing.target, tag=crossing.number))
-            elif crossing.target == rank:
-                works.append(dist.irecv(message, crossing.source, tag=crossing.number))
+        for route in prepared.distribution.routes:
+            message = torch.zeros(route.spec.shape, dtype=route.spec.dtype)
+            if route.source == rank:
+                works.append(dist.isend(message, route.target, tag=route.number))
+            elif route.target == rank:
+                works.append(dist.irecv(message, route.source, tag=route.number))
         for work in works:
             assert work is not None
             work.wait(bound)
@@ -364,7 +364,7 @@ def _findings(
                 dtype=str(c.spec.dtype).removeprefix("torch."),
                 bytes=c.spec.numel * c.spec.dtype.itemsize,
             )
-            for c in prepared.deal.crossings
+            for c in prepared.distribution.routes
         ),
         problems=tuple(_problems(workers, hosts, gpus)),
         warnings=(*more, *_warnings(prepared, found)),

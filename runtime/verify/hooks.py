@@ -15,7 +15,7 @@ from ...profiles.target import misspelt_hooks
 from ...profiles.tasks.hooks import call_hook, stand_in, try_figures, try_loss
 from ...profiles.tasks.task import Split, Task, dataset_size, fetch
 from ..checkpoint.worker_state import capture
-from ..communication.all_reduce import LocalSums, Pool, sum_groups
+from ..communication.all_reduce import LocalAllReduce, Pool, reduce_groups
 from ..communication.channel import LocalChannels, Mailbox
 from ..communication.transport import free_bytes
 from ..prepare.data import length_of
@@ -98,14 +98,14 @@ def try_training(prepared: Prepared) -> list[str]:
     noted = _Noted(prepared.task, prepared.evaluation_samples)
     few = replace(prepared, task=cast(Task, noted), segments=(segment,))
     device = own_device(prepared.plan, settings, 0)
-    mailbox, pool = Mailbox(), Pool(sum_groups(few.workers, few.tied))
+    mailbox, pool = Mailbox(), Pool(reduce_groups(few.workers, few.tied))
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         runners = [
             StageRunner(
                 with_own_weights(few, worker),
                 worker.rank,
                 LocalChannels(worker.rank, mailbox),
-                LocalSums(worker.rank, pool),
+                LocalAllReduce(worker.rank, pool),
                 device=device,
             )
             for worker in few.workers

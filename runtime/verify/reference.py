@@ -23,8 +23,8 @@ from ..prepare.data import Samples, Segment, length_of, part_of, real_part, real
 from ..prepare.devices import forward_context, move, own_device, put, random_state
 from ..prepare.prepare import Prepared
 from ..stage.batch_norm import DeferredBatchNorm
+from ..stage.loss_weights import MiniBatchMeans
 from ..stage.optimizer import make_optimizer, make_scheduler, step_optimizer
-from ..stage.weighing import MiniBatchMeans
 from ..training.dropout import Traits, WithoutDropout
 
 _ADVICE = "leave it out: --ragged drop"

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from ...planner.systems.operations import Op
 from ...planner.systems.prediction import Distances
-from ...planner.systems.variants import BackwardWeights as BackwardRule
-from ...planner.systems.variants import ForwardWeights, Variant
+from ...planner.systems.variants import BackwardWeights, ForwardWeights, Variant
 from ...planner.systems.versions import VersionWalk
 from .prediction import Predictor
 from .stash import WeightVersions
@@ -28,7 +27,7 @@ DECAYS: dict[str, Callable[[float, int], float]] = {
 """I-TiMePReSt's σ(d): how much of the forward's weights is left in a backward d updates later."""
 
 
-class BackwardWeights(NamedTuple):
+class BackwardPass(NamedTuple):
     """What a backward of some micro-batches runs on.
 
     Attributes:
@@ -42,7 +41,7 @@ class BackwardWeights(NamedTuple):
     tensors: list[Tensor] | None
 
 
-class WeightRules:
+class WeightPolicy:
     """Gives a stage's operations their weights.
 
     Attributes:
@@ -75,7 +74,7 @@ class WeightRules:
         """For a forward, which the walk has just taken."""
         return self._forward(self, op, version)
 
-    def backwards(self, op: Op, micro_batches: Sequence[int]) -> Iterator[BackwardWeights]:
+    def backwards(self, op: Op, micro_batches: Sequence[int]) -> Iterator[BackwardPass]:
         """For a backward of these micro-batches, which the walk has just taken.
 
         Each is to be run before the next one is asked for: they may be made in the same memory.
@@ -100,15 +99,15 @@ class WeightRules:
     def _predicted_forward(self, op: Op, version: int) -> list[Tensor] | None:
         return self._predict(self.distances.forward[op.mini_batch])
 
-    def _latest_backward(self, op: Op, used: int, mine: tuple[int, ...]) -> BackwardWeights:
-        return BackwardWeights(mine, self.walk.latest, None)
+    def _latest_backward(self, op: Op, used: int, mine: tuple[int, ...]) -> BackwardPass:
+        return BackwardPass(mine, self.walk.latest, None)
 
-    def _forwards_backward(self, op: Op, used: int, mine: tuple[int, ...]) -> BackwardWeights:
-        return BackwardWeights(mine, used, self.weights.at(used))
+    def _forwards_backward(self, op: Op, used: int, mine: tuple[int, ...]) -> BackwardPass:
+        return BackwardPass(mine, used, self.weights.at(used))
 
-    def _predicted_backward(self, op: Op, used: int, mine: tuple[int, ...]) -> BackwardWeights:
+    def _predicted_backward(self, op: Op, used: int, mine: tuple[int, ...]) -> BackwardPass:
         tensors = self._predict(self.distances.backward[op.mini_batch])
-        return BackwardWeights(mine, self.walk.latest, tensors)
+        return BackwardPass(mine, self.walk.latest, tensors)
 
     def _predict(self, steps: int) -> list[Tensor] | None:
         if not steps or self._predictor is None:
@@ -117,26 +116,26 @@ class WeightRules:
         self._predictor.predict(steps, dict(zip(self.weights.parameters, scratch, strict=True)))
         return scratch
 
-    def _between(self, op: Op, used: int, mine: tuple[int, ...]) -> BackwardWeights:
+    def _between(self, op: Op, used: int, mine: tuple[int, ...]) -> BackwardPass:
         latest = self.walk.latest
         if used == latest:
-            return BackwardWeights(mine, latest, None)
+            return BackwardPass(mine, latest, None)
         share = self._decay(latest - used)
         tensors = self.weights.between(used, share, reuse=self.walk.last_use(op, used))
-        return BackwardWeights(mine, latest, tensors)
+        return BackwardPass(mine, latest, tensors)
 
 
-_FORWARD: dict[ForwardWeights, Callable[[WeightRules, Op, int], list[Tensor] | None]] = {
-    "latest": WeightRules._at_version,
-    "micro-batch-entry": WeightRules._at_version,
-    "mini-batch-entry": WeightRules._at_version,
-    "predicted": WeightRules._predicted_forward,
+_FORWARD: dict[ForwardWeights, Callable[[WeightPolicy, Op, int], list[Tensor] | None]] = {
+    "latest": WeightPolicy._at_version,
+    "micro-batch-entry": WeightPolicy._at_version,
+    "mini-batch-entry": WeightPolicy._at_version,
+    "predicted": WeightPolicy._predicted_forward,
 }
 
-_BACKWARD: dict[BackwardRule, Callable[[WeightRules, Op, int, tuple[int, ...]], BackwardWeights]]
+_BACKWARD: dict[BackwardWeights, Callable[[WeightPolicy, Op, int, tuple[int, ...]], BackwardPass]]
 _BACKWARD = {
-    "latest": WeightRules._latest_backward,
-    "forward": WeightRules._forwards_backward,
-    "predicted": WeightRules._predicted_backward,
-    "intermediate": WeightRules._between,
+    "latest": WeightPolicy._latest_backward,
+    "forward": WeightPolicy._forwards_backward,
+    "predicted": WeightPolicy._predicted_backward,
+    "intermediate": WeightPolicy._between,
 }

@@ -57,7 +57,7 @@ class Sample:
             return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
 
 
-class Distances:
+class WeightDistances:
     """Remembers the weights that forwards used until their backward, and compares."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:

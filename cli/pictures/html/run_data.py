@@ -15,8 +15,14 @@ from ....planner.recording import MEMORY_KINDS, LaneTimes, Recording, by_kind, s
 from ....profiles.errors import FileError, OrderError
 from ....profiles.files import read_limited
 from ....runtime.prepare.workers import Worker, workers_of
-from ....runtime.records.idle import measured_times, training_times
-from ....runtime.records.metrics import EpochRecord, RunSummary, StageEpoch, decode
+from ....runtime.records.metrics import (
+    EpochRecord,
+    RunSummary,
+    StageEpoch,
+    decode,
+    measured_times,
+    training_times,
+)
 from ....runtime.records.operation_log import read_stage_epochs
 from ....runtime.records.progress import read_progress
 from ....runtime.records.recording import counterpart, measured, mini_batches_of
@@ -30,12 +36,11 @@ class RunFacts:
     """All that a run directory says so far.
 
     Attributes:
-        name: what the report calls the run.
-        losses: per epoch that was begun, of each mini-batch in it; NaN where it wasn't a number.
-        of_epoch: mini-batches of an epoch; None: not known yet.
-        stage_epochs: per worker, of each epoch that it has done.
-        summary: None: the run hasn't ended.
-        times: per worker, of a mini-batch (`runtime.records.idle.measured_times`); None: not known
+        name: what the report calls the run. losses: per epoch that was begun, of each mini-batch in
+        it; NaN where it wasn't a number. of_epoch: mini-batches of an epoch; None: not known yet.
+        stage_epochs: per worker, of each epoch that it has done. summary: None: the run hasn't
+        ended. times: per worker, of a mini-batch (`runtime.records.metrics.measured_times`); None:
+        not known
             yet.
         measured, predicted: recordings of the same mini-batches; None: there are none.
         missing: what the report doesn't have, and how to get it.

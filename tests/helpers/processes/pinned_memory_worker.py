@@ -11,7 +11,7 @@ import sys
 from functools import partial
 
 import torch
-from timeprest.runtime.communication.transport import STAGED
+from timeprest.runtime.communication.transport import PINNED
 from timeprest.runtime.training import worker
 
 
@@ -46,6 +46,6 @@ class Landing:
 
 
 if __name__ == "__main__":
-    worker.settle = lambda place, exchange: STAGED
+    worker.agree_on_transport = lambda place, exchange: PINNED
     worker.open_transport = partial(worker.open_transport, copier=LateCopier())
     sys.exit(worker.main(sys.argv[1:]))

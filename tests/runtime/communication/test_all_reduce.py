@@ -1,4 +1,4 @@
-"""Sums over workers: whatever the tensors, and gradients that some or all of them lack."""
+"""All-reduce over workers: whatever the tensors, and gradients that some or all of them lack."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from timeprest.profiles.errors import RunError
 from timeprest.runtime.communication import all_reduce as sums_module
 from timeprest.runtime.communication.all_reduce import (
     BUCKET_BYTES,
-    GradientSum,
-    LocalSums,
+    GradientAllReduce,
+    LocalAllReduce,
     Pool,
-    ProcessSums,
+    ProcessAllReduce,
+    reduce_groups,
     stage_group,
-    sum_groups,
 )
 from timeprest.runtime.communication.channel import PeerError
 from timeprest.runtime.prepare.workers import Worker
@@ -26,13 +26,13 @@ PAIR = {"pair": (0, 1)}
 
 def both():
     pool = Pool(PAIR)
-    return [LocalSums(rank, pool) for rank in (0, 1)]
+    return [LocalAllReduce(rank, pool) for rank in (0, 1)]
 
 
 def test_groups_of_stages_and_of_all():
     workers = [Worker(0, 0, 0, 2), Worker(1, 0, 1, 2), Worker(2, 1)]
-    assert sum_groups(workers) == {"all stages": (0, 1, 2), stage_group(0): (0, 1)}
-    assert sum_groups([Worker(0, 0)]) == {}
+    assert reduce_groups(workers) == {"all stages": (0, 1, 2), stage_group(0): (0, 1)}
+    assert reduce_groups([Worker(0, 0)]) == {}
 
 
 def test_a_sum_within_one_process_is_made_when_all_have_come():
@@ -68,7 +68,7 @@ def test_gradients_that_some_or_all_replicas_lack():
     frozen = nn.Parameter(torch.zeros(1), requires_grad=False)
     others = [torch.tensor([0.5]), torch.tensor([0.25])]
     under_way = [
-        GradientSum(sums, "pair", [*parameters, frozen], [other])
+        GradientAllReduce(sums, "pair", [*parameters, frozen], [other])
         for sums, parameters, other in zip(both(), replicas, others, strict=True)
     ]
     for summing in under_way:
@@ -86,7 +86,7 @@ def test_sparse_gradients_are_refused():
     layer = nn.Embedding(3, 2, sparse=True)
     layer(torch.tensor([1])).sum().backward()
     with pytest.raises(RunError, match="sparse=False"):
-        GradientSum(both()[0], "pair", list(layer.parameters()))
+        GradientAllReduce(both()[0], "pair", list(layer.parameters()))
 
 
 class Work:
@@ -120,7 +120,7 @@ def test_every_tensor_is_summed_once_in_few_messages(drawn):
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(sums_module.dist, "all_reduce", all_reduce)
-        sums = ProcessSums(PAIR, ["stage 0, replica 0", "stage 0, replica 1"], 0, 1.0)
+        sums = ProcessAllReduce(PAIR, ["stage 0, replica 0", "stage 0, replica 1"], 0, 1.0)
         sums.start("pair", tensors).wait()
     for k, tensor in enumerate(tensors):
         assert bool((tensor == 2 * (k + 1)).all())

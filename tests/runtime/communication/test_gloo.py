@@ -7,7 +7,7 @@ import time
 from datetime import timedelta
 
 import torch
-from timeprest.runtime.communication.channel import _Sender
+from timeprest.runtime.communication.gloo import _Sender
 
 
 class Work:

@@ -18,38 +18,38 @@ from timeprest.runtime.communication import transport
 from timeprest.runtime.communication.channel import PeerError
 from timeprest.runtime.communication.shared_memory import (
     MOST_SLOTS,
-    SMALL_BYTES,
+    SLOT_BYTES,
     GoneError,
     _records,
     boxes,
-    meet,
+    connect,
 )
 from timeprest.runtime.communication.transport import GLOO, NCCL, SHARED
-from timeprest.runtime.prepare.messages import Crossing, lane
+from timeprest.runtime.prepare.messages import Route, message_series
 
-LARGE = (SMALL_BYTES // 4, 2)
+LARGE = (SLOT_BYTES // 4, 2)
 """Shape whose messages have no slots but those posted ahead."""
 
 
-def crossing(number=0, shape=(2, 3), dtype=torch.float32, needs_grad=True):
+def route(number=0, shape=(2, 3), dtype=torch.float32, needs_grad=True):
     spec = ValueSpec(f"t{number}", "tensor", tuple(shape), dtype, needs_grad)
-    return Crossing(number, spec, 0, 1, (0,), 1)
+    return Route(number, spec, 0, 1, (0,), 1)
 
 
-def both(*crossings, timeout_s=5.0, count=1000):
-    """The channels of workers 0 and 1, open for many messages of each crossing."""
+def both(*routes, timeout_s=5.0, count=1000):
+    """The channels of workers 0 and 1, open for many messages of each route."""
     store, found = dist.HashStore(), {}
 
     def join(rank):
-        found[rank] = meet(rank, ("stage 0", "stage 1"), crossings, store, timeout_s=timeout_s)
+        found[rank] = connect(rank, ("stage 0", "stage 1"), routes, store, timeout_s=timeout_s)
 
     threads = [threading.Thread(target=join, args=(rank,)) for rank in (0, 1)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    found[1].open([lane(FORWARD, [[c]], count) for c in crossings])
-    found[0].open([lane(BACKWARD, [[c]], count) for c in crossings if c.spec.needs_grad])
+    found[1].open([message_series(FORWARD, [[c]], count) for c in routes])
+    found[0].open([message_series(BACKWARD, [[c]], count) for c in routes if c.spec.needs_grad])
     return found[0], found[1]
 
 
@@ -60,12 +60,12 @@ def message(c, k, kind=FORWARD):
 @pytest.mark.parametrize(
     "c",
     [
-        crossing(),
-        crossing(shape=LARGE),
-        crossing(shape=(), dtype=torch.int64, needs_grad=False),
-        crossing(shape=(0, 3)),
-        crossing(shape=(5,), dtype=torch.bool, needs_grad=False),
-        crossing(shape=(3, 5), dtype=torch.bfloat16),
+        route(),
+        route(shape=LARGE),
+        route(shape=(), dtype=torch.int64, needs_grad=False),
+        route(shape=(0, 3)),
+        route(shape=(5,), dtype=torch.bool, needs_grad=False),
+        route(shape=(3, 5), dtype=torch.bfloat16),
     ],
 )
 def test_messages_come_in_sequence_however_many_wait(c):
@@ -84,7 +84,7 @@ def test_messages_come_in_sequence_however_many_wait(c):
 
 
 def test_both_directions_and_several_tensors_keep_apart():
-    first, second = crossing(0), crossing(1, shape=(4,))
+    first, second = route(0), route(1, shape=(4,))
     source, target = both(first, second)
     for k in range(10):
         source.send(second, FORWARD, message(second, k))
@@ -96,7 +96,7 @@ def test_both_directions_and_several_tensors_keep_apart():
 
 
 def test_what_is_sent_and_received_may_change_afterwards():
-    c = crossing()
+    c = route()
     source, target = both(c)
     across = torch.arange(6.0).view(3, 2).t()
     expected = across.clone()
@@ -109,7 +109,7 @@ def test_what_is_sent_and_received_may_change_afterwards():
 
 
 def test_messages_beyond_the_posted_ones_count_where_they_come_from():
-    c = crossing(shape=LARGE)
+    c = route(shape=LARGE)
     source, target = both(c)
     nbytes = c.nbytes(FORWARD)
     assert (target.held_bytes, source.held_bytes) == (2 * nbytes, nbytes)
@@ -124,14 +124,14 @@ def test_messages_beyond_the_posted_ones_count_where_they_come_from():
 
 
 def test_small_messages_have_slots_of_their_own():
-    (small,), (large,) = (boxes([crossing(shape=s)], 0, 1) for s in ((2, 3), LARGE))
+    (small,), (large,) = (boxes([route(shape=s)], 0, 1) for s in ((2, 3), LARGE))
     assert (small.slots, large.slots) == (MOST_SLOTS, 2)
-    assert [box.key for box in boxes([crossing()], 1, 0)] == [(0, BACKWARD)]
-    assert boxes([crossing(needs_grad=False)], 1, 0) == ()
+    assert [box.key for box in boxes([route()], 1, 0)] == [(0, BACKWARD)]
+    assert boxes([route(needs_grad=False)], 1, 0) == ()
 
 
 def test_a_sender_waits_where_it_is_asked_to():
-    c = crossing()
+    c = route()
     source, target = both(c, timeout_s=0.1)
     for k in range(3):
         source.send(c, FORWARD, message(c, k))
@@ -143,14 +143,14 @@ def test_a_sender_waits_where_it_is_asked_to():
 
 
 def test_a_receiver_waits_no_longer_than_the_bound():
-    c = crossing()
+    c = route()
     _, target = both(c, timeout_s=0.1)
     with pytest.raises(PeerError, match=r"stage 0: nothing came for 0\.1 s"):
         target.receive(c, FORWARD)
 
 
 def test_a_worker_that_ends_is_noticed_at_once():
-    c = crossing(shape=LARGE)
+    c = route(shape=LARGE)
     source, target = both(c)
     source.send(c, FORWARD, message(c, 7))
     source.end()
@@ -172,7 +172,7 @@ def test_a_record_that_breaks_off_is_no_wait_without_end():
 
 
 def test_messages_that_wait_are_lost_with_their_receiver():
-    c = crossing(shape=LARGE)
+    c = route(shape=LARGE)
     source, target = both(c)
     for k in range(3):
         source.send(c, FORWARD, message(c, k))
@@ -184,7 +184,7 @@ def test_messages_that_wait_are_lost_with_their_receiver():
 
 def test_nothing_stays_behind_in_the_file_system():
     before = set(Path(tempfile.gettempdir()).glob("timeprest-*/in"))
-    source, target = both(crossing())
+    source, target = both(route())
     assert set(Path(tempfile.gettempdir()).glob("timeprest-*/in")) <= before
     source.end()
     target.end()

@@ -15,13 +15,13 @@ from timeprest.profiles.errors import UserError
 from timeprest.runtime import run as running
 from timeprest.runtime.communication import nccl as nccl_channels
 from timeprest.runtime.communication.channel import LocalChannels, PeerError
-from timeprest.runtime.communication.pinned_memory import StagedChannels
+from timeprest.runtime.communication.pinned_memory import PinnedMemoryChannels
 from timeprest.runtime.communication.transport import (
     GLOO,
     NCCL,
-    STAGED,
-    Place,
-    settle,
+    PINNED,
+    WorkerPlace,
+    agree_on_transport,
     short_of_memory,
     shortage_here,
     transport_here,
@@ -44,8 +44,8 @@ from timeprest.runtime.verify.dry_run import WorkerCheck, gpu_checks
         ([("a", "g0"), ("a", "g1")], NCCL),
         ([("a", "g0"), ("b", "g0")], NCCL),
         ([("a", "g0")], NCCL),
-        ([("a", "g0"), ("a", "g0")], STAGED),
-        ([("a", "g0"), ("a", "g1"), ("a", "g0")], STAGED),
+        ([("a", "g0"), ("a", "g0")], PINNED),
+        ([("a", "g0"), ("a", "g1"), ("a", "g0")], PINNED),
     ],
 )
 def test_nccl_wants_a_gpu_for_each_worker(gpus, transport):
@@ -54,7 +54,7 @@ def test_nccl_wants_a_gpu_for_each_worker(gpus, transport):
 
 @pytest.mark.parametrize(
     ("kind", "workers", "gpus", "transport"),
-    [("cpu", 4, 8, GLOO), ("cuda", 4, 4, NCCL), ("cuda", 4, 8, NCCL), ("cuda", 4, 3, STAGED)],
+    [("cpu", 4, 8, GLOO), ("cuda", 4, 4, NCCL), ("cuda", 4, 8, NCCL), ("cuda", 4, 3, PINNED)],
 )
 def test_on_one_host_that_can_be_told_before(kind, workers, gpus, transport):
     assert transport_here(kind, workers, gpus) == transport
@@ -112,7 +112,7 @@ def test_the_local_rank_comes_from_the_launcher():
 
 
 def place(name, gpu, sure, free, host="a"):
-    return Place(
+    return WorkerPlace(
         rank=0,
         name=name,
         host=host,
@@ -145,9 +145,9 @@ def test_all_workers_hear_of_it():
     short = place("stage 0", "g0", 600, 100)
     text = msgspec.json.encode(short)
     with pytest.raises(UserError, match=r"stage 0: weights.*600 B.*100 B are free; end what else"):
-        settle(place("stage 1", "g1", 1, 100), lambda mine: [text, mine])
+        agree_on_transport(place("stage 1", "g1", 1, 100), lambda mine: [text, mine])
     fits = place("stage 0", "g0", 60, 100)
-    assert settle(fits, lambda mine: [mine]) == NCCL
+    assert agree_on_transport(fits, lambda mine: [mine]) == NCCL
 
 
 def test_on_the_cpu_there_is_a_warning():
@@ -183,14 +183,14 @@ class Watched(LocalChannels):
     sent: dict
     wanted: dict
 
-    def open(self, lanes):
-        for source in {c.ends(lane.kind)[0] for lane in lanes for c in lane.crossings}:
+    def open(self, series):
+        for source in {c.ends(each.kind)[0] for each in series for c in each.routes}:
             expected = self.wanted.setdefault((source, self.rank), [])
-            expected += [(c.number, kind) for c, kind in nccl_channels.sequence(lanes, source)]
+            expected += [(c.number, kind) for c, kind in nccl_channels.sequence(series, source)]
 
-    def send(self, crossing, kind, tensor, *, kept=False):
-        super().send(crossing, kind, tensor, kept=kept)
-        self.sent.setdefault(crossing.ends(kind), []).append((crossing.number, kind))
+    def send(self, route, kind, tensor, *, kept=False):
+        super().send(route, kind, tensor, kept=kept)
+        self.sent.setdefault(route.ends(kind), []).append((route.number, kind))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -236,8 +236,8 @@ class HostChannels:
         self.sent = []
         self.held_bytes = 0
 
-    def send(self, crossing, kind, tensor):
-        self.sent.append((crossing, kind, tensor.clone()))
+    def send(self, route, kind, tensor):
+        self.sent.append((route, kind, tensor.clone()))
 
     def throttle(self, most):
         assert most == 0
@@ -270,7 +270,7 @@ class HeldCopier(LateCopier):
 def test_a_message_is_sent_when_its_copy_has_landed():
     """And whoever sends waits for nothing."""
     host, copier = HostChannels(), HeldCopier()
-    channels = StagedChannels(host, copier, 0.2)
+    channels = PinnedMemoryChannels(host, copier, 0.2)
     tensor = torch.ones(4)
     channels.send("c", "F", tensor)
     assert channels.held_bytes == 16
@@ -279,14 +279,14 @@ def test_a_message_is_sent_when_its_copy_has_landed():
         channels.close()
     copier.landing.lands.set()
     channels.close()
-    assert [crossing for crossing, _, _ in host.sent] == ["c"]
+    assert [route for route, _, _ in host.sent] == ["c"]
     assert channels.held_bytes == 0
     channels.end()
 
 
 def test_a_copy_that_fails_ends_the_run():
     host, copier = HostChannels(), HeldCopier()
-    channels = StagedChannels(host, copier, 10)
+    channels = PinnedMemoryChannels(host, copier, 10)
     copier.landing.error = RuntimeError("illegal memory access")
     copier.landing.lands.set()
     channels.send("c", "F", torch.ones(4))
@@ -312,7 +312,7 @@ def test_a_run_through_pinned_memory_is_the_inline_run(
         lambda **options: start(**options | {"module": "helpers.processes.pinned_memory_worker"}),
     )
     summary = running.run(plan, settings, tmp_path / "staged")
-    assert {report.transport for report in summary.stages} == {STAGED}
+    assert {report.transport for report in summary.stages} == {PINNED}
     found, wanted = load_weights(tmp_path / "staged"), load_weights(tmp_path / "inline")
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from timeprest.runtime.prepare.messages import absent, add_gradients, fill_absent
+from timeprest.runtime.prepare.messages import add_gradients, mark_missing, missing_gradients
 
 TYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
@@ -14,44 +14,51 @@ def message(dtype, *gone):
     found = torch.ones(len(gone), 2, 3, dtype=dtype)
     for slot, none in zip(found, gone, strict=True):
         if none:
-            fill_absent(slot)
+            mark_missing(slot)
     return found
 
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_slots_without_a_gradient_are_known(dtype):
     assert message(dtype, True).isnan().all()
-    assert absent(message(dtype, True, False, True)) == [True, False, True]
-    assert absent(message(dtype, False)) == [False]
-    assert absent(message(dtype, True).clone()) == [True]
+    assert missing_gradients(message(dtype, True, False, True)) == [True, False, True]
+    assert missing_gradients(message(dtype, False)) == [False]
+    assert missing_gradients(message(dtype, True).clone()) == [True]
     # What computations make isn't taken for it.
     made = torch.tensor([[0.0]], dtype=dtype) / 0.0
-    assert absent(made) == absent(-made) == absent(made * 0 + 1) == [False]
-    assert absent(torch.full((1, 2), float("inf"), dtype=dtype).sub(float("inf"))) == [False]
+    assert (
+        missing_gradients(made)
+        == missing_gradients(-made)
+        == missing_gradients(made * 0 + 1)
+        == [False]
+    )
+    assert missing_gradients(torch.full((1, 2), float("inf"), dtype=dtype).sub(float("inf"))) == [
+        False
+    ]
 
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_messages_add_up(dtype):
     total = message(dtype, True, True, False, False)
     add_gradients(total, message(dtype, True, False, True, False))
-    assert absent(total) == [True, False, False, False]
+    assert missing_gradients(total) == [True, False, False, False]
     assert total[1:].tolist() == [[[k] * 3] * 2 for k in (1.0, 1.0, 2.0)]
     add_gradients(total, message(dtype, False, False, False, True))
-    assert absent(total) == [False] * 4
+    assert missing_gradients(total) == [False] * 4
     assert total[:, 0, 0].tolist() == [1.0, 2.0, 2.0, 2.0]
 
 
 def test_samples_without_one_beside_others_count_as_zero():
     found = message(torch.float32, False, True)
-    fill_absent(found[0, 1])
-    assert absent(found) == [False, True]
+    mark_missing(found[0, 1])
+    assert missing_gradients(found) == [False, True]
     assert found[0].tolist() == [[1.0] * 3, [0.0] * 3]
 
 
 def test_what_has_no_mark_is_zero():
     found = torch.ones(1, 2, dtype=torch.complex64)
-    fill_absent(found[0])
-    assert absent(found) == [False]
+    mark_missing(found[0])
+    assert missing_gradients(found) == [False]
     assert not found.any()
-    assert absent(torch.ones(2, 0)) == [False, False]
-    assert absent(torch.ones(2)) == [False, False]
+    assert missing_gradients(torch.ones(2, 0)) == [False, False]
+    assert missing_gradients(torch.ones(2)) == [False, False]

@@ -112,7 +112,7 @@ def test_what_crosses_is_in_low_precision(profile):
     plan = plan_by_hand(profile, "gpipe", 4, 4)
     for setting, dtype in (("profiled", torch.bfloat16), ("off", torch.float32)):
         prepared = prepare(plan, RunSettings(task=TARGET, autocast=setting))
-        assert dtype in {crossing.spec.dtype for crossing in prepared.deal.crossings}
+        assert dtype in {route.spec.dtype for route in prepared.distribution.routes}
     whole = msgspec.structs.replace(plan.profile, autocast=None)
     plan = msgspec.structs.replace(plan, profile=whole)
     prepared = prepare(plan, RunSettings(task=TARGET))

@@ -13,10 +13,10 @@ from mlp_task import MLPTask, WeightedTask
 from timeprest.profiles.errors import RunError, TargetError
 from timeprest.profiles.target import resolve
 from timeprest.profiles.tasks.task import read_figure, read_loss
+from timeprest.runtime.prepare.loss import LossKind, kind_of_loss
 from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import RunSettings
-from timeprest.runtime.stage.weighing import LossKind, kind_of_loss
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 

@@ -12,7 +12,7 @@ from timeprest.planner.systems.operations import BACKWARD
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.measuring.platforms import LiveBytes
 from timeprest.profiles.target import resolve
-from timeprest.runtime.communication.all_reduce import LocalSums, Pool
+from timeprest.runtime.communication.all_reduce import LocalAllReduce, Pool
 from timeprest.runtime.communication.channel import LocalChannels, Mailbox
 from timeprest.runtime.prepare.prepare import prepare
 from timeprest.runtime.run import run
@@ -184,7 +184,7 @@ def test_copies_of_the_weights_counted_in_bytes(
             mailbox = Mailbox()
             pool = Pool({})
             runners = [
-                StageRunner(prepared, k, LocalChannels(k, mailbox), LocalSums(k, pool))
+                StageRunner(prepared, k, LocalChannels(k, mailbox), LocalAllReduce(k, pool))
                 for k in range(4)
             ]
             start = live.now

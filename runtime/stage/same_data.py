@@ -11,7 +11,7 @@ import random
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,11 +20,9 @@ from torch.utils._pytree import tree_flatten
 
 from ...profiles.errors import TargetError
 from ...profiles.tasks.task import Split
-from ..communication.all_reduce import ALL
-from .data import Segment
-
-if TYPE_CHECKING:
-    from ..stage.runner import StageRunner
+from ..communication.all_reduce import ALL_WORKERS
+from ..prepare.data import Segment
+from .runner import StageRunner
 
 MINI_BATCHES = 2
 """So many of an epoch's first ones are compared, and as many evaluation micro-batches;"""
@@ -112,7 +110,7 @@ def _parts(positions: range, size: int) -> Iterator[range]:
         yield positions[start : min(start + size, most)]
 
 
-_Take = Callable[["StageRunner"], Iterator[tuple[Any, Any]]]
+_Take = Callable[[StageRunner], Iterator[tuple[Any, Any]]]
 """Inputs and targets of a few samples, as a worker has them."""
 
 
@@ -162,7 +160,7 @@ def _told(
             row = tell(runner)
             if row:
                 rows[runner.worker.rank] = torch.tensor([1, *row], dtype=torch.int64)
-            started.append((runner, rows, runner.sums.start(ALL, [rows])))
+            started.append((runner, rows, runner.all_reduce.start(ALL_WORKERS, [rows])))
     for runner, _, summing in started:
         with runner.doing(f"comparing {what}"):
             summing.wait()
