@@ -1,4 +1,4 @@
-"""How a run is to be made: everything that isn't the plan's. Data only."""
+"""Settings of a run: everything that isn't the plan's. Data only."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from ..profiles.files import MAX_COUNT, MAX_FACTOR, MAX_SECONDS, Count, Factor, 
 
 FORMAT = "timeprest-run/1"
 
-
-Share = Annotated[float, Meta(ge=0, lt=1)]
+Fraction = Annotated[float, Meta(ge=0, lt=1)]
 
 
 class OptimizerChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -21,10 +20,10 @@ class OptimizerChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     name: str
     """sgd, adam or adamw."""
     lr: Annotated[float, Meta(gt=0, le=MAX_FACTOR)]
-    momentum: Share = 0.0
+    momentum: Fraction = 0.0
     weight_decay: Factor = 0.0
     nesterov: bool = False
-    betas: tuple[Share, Share] | None = None
+    betas: tuple[Fraction, Fraction] | None = None
     """Of adam and adamw; None: torch's own."""
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from ...planner.cluster.link_fit import LinkPoint
 from ...profiles.errors import RunError, UserError
 from ...profiles.files import write_bytes
-from ..communication.channel import PeerError
+from ..communication.channel import PeerError, why_lost
 from ..processes.launcher import Workers, run_workers
 from ..records.run_dir import RunDir
 
@@ -27,10 +27,10 @@ MESSAGE_BYTES = tuple(4096 * 4**k for k in range(8))
 """4 KiB to 64 MiB by powers of 4."""
 
 CAP_S = 0.6
-"""Time for one message size, for all pairs together; and again for its all-reduce."""
+"""Time for one message size, for all pairs together, and as much for its all-reduce."""
 
 TIMEOUT_S = 10.0
-"""Longest wait for another process, once all have met."""
+"""Longest wait for another process, once all have started."""
 
 MAX_PROCESSES = 64
 """Each one loads torch; more of them on one machine would measure its memory."""
@@ -96,8 +96,6 @@ def check_request(processes: int, device: str) -> None:
     if device not in ("cpu", "cuda"):
         raise UserError(f"device: links are measured on cpu or cuda, not {device!r}")
     if device == "cuda":
-        import torch
-
         found = torch.cuda.device_count()
         if found < processes:
             raise UserError(
@@ -122,8 +120,8 @@ def measure_links(
         device: "cpu" (gloo over the loopback device, as tp-run's stages do) or "cuda" (NCCL, a
             GPU for each process).
         message_bytes: message sizes.
-        cap_s: time for one size, for all pairs together, and again for its all-reduce.
-        timeout_s: longest wait for another process, once all have met.
+        cap_s: time for one size, for all pairs together, and as much for its all-reduce.
+        timeout_s: longest wait for another process, once all have started.
         progress: called from a thread while the workers measure.
 
     Raises:
@@ -200,17 +198,17 @@ class Process:
 
     def follow(self) -> None:
         """Do what process 0 says, until it ends the measurement."""
-        order = torch.empty(3, dtype=torch.int64)
+        command = torch.empty(3, dtype=torch.int64)
         while True:
-            self._hear(order)
-            pair, message_bytes, repetitions = order.tolist()
+            self._broadcast(command)
+            pair, message_bytes, repetitions = command.tolist()
             if pair == _END:
                 return
             times = self._burst(pair, message_bytes, repetitions)
             if pair == self.rank:
                 with self._talking_to("process 0"):
                     report = torch.tensor(times, dtype=torch.float64)
-                    self._told(dist.isend(report, 0))
+                    self._wait_for_words(dist.isend(report, 0))
 
     def lead(self, pair: int, message_bytes: int, repetitions: int) -> list[float]:
         """For process 0: have all make a burst.
@@ -218,22 +216,22 @@ class Process:
         Returns:
             Seconds of each repetition: of half a round trip, or of an all-reduce.
         """
-        self._hear(torch.tensor([pair, message_bytes, repetitions]))
+        self._broadcast(torch.tensor([pair, message_bytes, repetitions]))
         times = self._burst(pair, message_bytes, repetitions)
         if pair > 0:
             report = torch.empty(repetitions, dtype=torch.float64)
             with self._talking_to(f"process {pair}"):
-                self._told(dist.irecv(report, pair))
+                self._wait_for_words(dist.irecv(report, pair))
             times = report.tolist()
         return times
 
     def end(self) -> None:
         """For process 0: tell all that it was the last burst."""
-        self._hear(torch.tensor([_END, 0, 0]))
+        self._broadcast(torch.tensor([_END, 0, 0]))
 
-    def _hear(self, order: Tensor) -> None:
+    def _broadcast(self, command: Tensor) -> None:
         with self._talking_to("the others" if self.rank == 0 else "process 0"):
-            self._told(dist.broadcast(order, 0, async_op=True))
+            self._wait_for_words(dist.broadcast(command, 0, async_op=True))
 
     def _burst(self, pair: int, message_bytes: int, repetitions: int) -> list[float]:
         """Seconds of each repetition where it is timed; an empty list elsewhere."""
@@ -250,7 +248,7 @@ class Process:
         with self._talking_to("the others"):
             for tensor in self._messages(message_bytes, repetitions):
                 begin = time.perf_counter()
-                self._sent(dist.all_reduce(tensor, async_op=True))
+                self._wait_for_message(dist.all_reduce(tensor, async_op=True))
                 self._finish()
                 times.append(time.perf_counter() - begin)
         return times[1:]
@@ -269,8 +267,8 @@ class Process:
                 begin = time.perf_counter()
                 send = dist.isend(outgoing, peer)
                 receive = receive or dist.irecv(incoming, peer)
-                self._sent(send)
-                self._sent(receive)
+                self._wait_for_message(send)
+                self._wait_for_message(receive)
                 self._finish()
                 times.append((time.perf_counter() - begin) / 2)
         return times[1:]
@@ -283,10 +281,10 @@ class Process:
             receive = dist.irecv(torch.empty_like(messages[0]), peer)
             for k, outgoing in enumerate(messages):
                 following = messages[k + 1 : k + 2]
-                self._sent(receive)
+                self._wait_for_message(receive)
                 if following and not self.on_gpu:
                     receive = dist.irecv(torch.empty_like(following[0]), peer)
-                self._sent(dist.isend(outgoing, peer))
+                self._wait_for_message(dist.isend(outgoing, peer))
                 if following and self.on_gpu:
                     receive = dist.irecv(torch.empty_like(following[0]), peer)
             self._finish()
@@ -304,12 +302,12 @@ class Process:
         for _ in range(repetitions):
             yield large
 
-    def _told(self, work: dist.Work | None) -> None:
+    def _wait_for_words(self, work: dist.Work | None) -> None:
         """Wait for words between the processes; they go by gloo whatever the device is."""
         assert work is not None
         work.wait(self.timeout)
 
-    def _sent(self, work: dist.Work | None) -> None:
+    def _wait_for_message(self, work: dist.Work | None) -> None:
         """Wait for what is measured; on a GPU only what comes next on it waits."""
         assert work is not None
         if self.on_gpu:
@@ -334,11 +332,5 @@ class Process:
         try:
             yield
         except RuntimeError as error:
-            text = " ".join(str(error).split())
-            if "timed out" in text.lower() or "timeout" in text.lower():
-                why = f"nothing came for {self.timeout.total_seconds():g} s"
-            elif any(word in text for word in ("closed", "reset", "Broken pipe")):
-                why = "it is gone"
-            else:
-                why = text[:200]
+            why = why_lost(error, self.timeout, option="")
             raise PeerError(f"process {self.rank}: waiting for {whom}: {why}") from error

@@ -1,4 +1,4 @@
-"""What running a stage costs besides its layers: measured on a network that is next to nothing.
+"""The overhead of running a stage: what it costs besides its layers, measured on a tiny network.
 
 Its profile says what its layers take; what its stages take more is the price of operations
 themselves: Python's, mostly.
@@ -35,8 +35,7 @@ from ..stage.runner import StageRunner
 from ..weights.prediction import Predictor
 from ..weights.stash import WeightVersions
 
-# What weights and saved tensors cost a stage besides computing: timed on the runtime's own
-# parts ------------------------------------------------------------------------------------------
+# Of weight versions and saved tensors, timed on the runtime's own parts -------------------------
 # By byte of parameters: looking whether gradients are finite, keeping a version, making one
 # between two, predicting one. By tensor that autograd keeps: the hooks that keep weights out of
 # its graphs.
@@ -53,7 +52,7 @@ def with_weight_costs(cost: OperationCost) -> OperationCost:
     pack_s, unpack_s = _hooks()
     # Zeros may be no memory at all.
     parameters = [nn.Parameter(torch.ones(SIDE, SIDE)) for _ in range(COUNT)]
-    nbytes = sum(p.numel() * p.element_size() for p in parameters)
+    nbytes = sum(p.nbytes for p in parameters)
     optimizer = torch.optim.SGD(parameters, lr=0.0, momentum=0.9)
     for p in parameters:
         p.grad = torch.ones_like(p)
@@ -134,7 +133,7 @@ def _timed(work: Callable[[], object]) -> float:
     return median(times)
 
 
-# What running a stage costs besides its layers: measured on a network that is next to nothing ---
+# Of operations, measured on a tiny network ------------------------------------------------------
 
 MINI_BATCH, MICRO_BATCHES, STEPS = 16, 4, 120
 _SETTLING = 20
@@ -205,9 +204,9 @@ def measure_operations(threads: int) -> OperationCost:
         for w in prepared.workers
     ]
     segment = prepared.segments[0]
-    order = make_order(prepared.pipeline, segment.mini_batches)
+    schedule = make_order(prepared.pipeline, segment.mini_batches)
     for runner in runners:
-        runner.begin(segment, order)
+        runner.begin(segment, schedule)
     times: dict[tuple[int, str], list[float]] = defaultdict(list)
     for b in range(segment.mini_batches):
         forwards = [(s, Op(FORWARD, b, i)) for i in range(MICRO_BATCHES) for s in (0, 1)]

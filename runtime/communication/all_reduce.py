@@ -74,7 +74,7 @@ class _Done:
         """Nothing to wait for."""
 
 
-# Within one process -------------------------------------------------------------------------
+# Within one process -----------------------------------------------------------------------------
 
 
 @dataclass
@@ -135,7 +135,7 @@ class _LocalPending:
         del self._pool.offers[self._key]
 
 
-# Between processes --------------------------------------------------------------------------
+# Between processes ------------------------------------------------------------------------------
 
 
 class ProcessAllReduce:

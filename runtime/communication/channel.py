@@ -116,7 +116,7 @@ class LocalChannels:
     def send(self, route: Route, kind: str, tensor: Tensor, *, kept: bool = False) -> None:
         """Copy, as between processes: a receiver may change what it gets.
 
-        And lay it out anew: what is drawn at random (dropout) follows the order in memory.
+        And lay it out anew: dropout takes random numbers in the sequence in memory.
         """
         copy = tensor.clone(memory_format=torch.contiguous_format)
         self._mailbox.queues.setdefault((route.number, kind), deque()).append(copy)

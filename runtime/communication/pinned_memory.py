@@ -20,7 +20,7 @@ from ...profiles.errors import TimeprestError
 from ..prepare.messages import MessageSeries, Route
 from .channel import PeerError, ProcessChannels
 
-# Copies between a GPU and pinned host memory, on streams of their own ----------------------------
+# Copies between a GPU and pinned host memory, on streams of their own ---------------------------
 # The channels know no GPU: `Copier` says what is needed of one, so that the same code runs in
 # tests with copies from the CPU to the CPU.
 
@@ -33,7 +33,7 @@ class Landing(Protocol):
 
 
 class Copier(Protocol):
-    """Copies a worker's tensors down to host memory and up again."""
+    """Copies a worker's tensors down to host memory and back up."""
 
     def far(self, tensor: Tensor) -> bool:
         """Whether a tensor is in device memory."""
@@ -92,7 +92,7 @@ class CudaCopier:
         return there
 
 
-# Channels over those in host memory --------------------------------------------------------------
+# Channels over those in host memory -------------------------------------------------------------
 
 
 class _Going(NamedTuple):

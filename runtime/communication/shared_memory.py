@@ -46,7 +46,7 @@ from ..prepare.messages import MessageSeries, Route
 from ..records.status import NoStatus, Status
 from .channel import START_S, PeerError, lost
 
-# One direction: its slots, and the socket ---------------------------------------------------------
+# One direction: its slots, and the socket -------------------------------------------------------
 
 Key = tuple[int, str]
 """Number of a route, and the kind of message."""
@@ -357,7 +357,7 @@ class Outbox:
                 return
 
 
-# All directions of a worker ----------------------------------------------------------------------
+# All directions of a worker ---------------------------------------------------------------------
 
 _RANK = struct.Struct("<I")
 

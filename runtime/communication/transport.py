@@ -30,7 +30,7 @@ from .nccl import NcclChannels
 from .pinned_memory import Copier, CudaCopier, PinnedMemoryChannels
 from .shared_memory import can_share_memory, connect
 
-# Where the workers are, and which transport follows from it ---------------------------------------
+# Where the workers are, and which transport follows from it -------------------------------------
 
 GLOO = "gloo"
 SHARED = "shared memory"
@@ -202,7 +202,7 @@ def shortage_here(planned: Sequence[int], free: int) -> str | None:
     )
 
 
-# What a worker gets for it -----------------------------------------------------------------------
+# What a worker gets for it ----------------------------------------------------------------------
 
 
 def open_transport(

@@ -1,4 +1,4 @@
-"""Which samples make up each mini-batch: the same on every worker, without a message."""
+"""Data: the segments of a run and the samples of each mini-batch, the same on every worker."""
 
 from __future__ import annotations
 
@@ -264,7 +264,7 @@ class Samples:
         return -(-self.size // self.micro_batch)
 
     def evaluation(self, k: int) -> tuple[tuple[Tensor, ...], Any, int]:
-        """Inputs, target and number of samples of the k-th micro-batch, in order.
+        """Inputs, target and number of samples of the k-th micro-batch.
 
         The last one is filled up to full size with its own first sample; the target holds
         only what is real, and so must what is made of the output.
@@ -274,7 +274,7 @@ class Samples:
         return inputs, target, len(real)
 
 
-# Micro-batches that were filled up to full size: what is real of the model's result -------------
+# Padding: the real part of the model's result for a micro-batch that was filled up --------------
 
 DROP = "leave it out: --ragged drop"
 DIVIDE = "plan with --micro-batches that divide the mini-batch"

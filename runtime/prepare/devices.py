@@ -66,7 +66,7 @@ def gpu_count() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-# Modules and data ---------------------------------------------------------------------------
+# Modules and data -------------------------------------------------------------------------------
 
 
 def move(modules: Sequence[nn.Module], device: torch.device) -> None:
@@ -127,11 +127,11 @@ def put(value: Any, device: torch.device) -> Any:
     return value
 
 
-# Random numbers -----------------------------------------------------------------------------
+# Random numbers ---------------------------------------------------------------------------------
 
 
 def random_state(device: torch.device) -> Tensor:
-    """State of the generators that a worker draws from: the CPU's, and behind it its GPU's."""
+    """State of the generators that a worker uses: the CPU's, and behind it its GPU's."""
     own = torch.get_rng_state()
     if device.type != "cuda":
         return own
@@ -155,7 +155,7 @@ def set_random_state(state: Tensor, device: torch.device) -> None:
         torch.cuda.manual_seed(int.from_bytes(digest[:8], "big"))
 
 
-# Time and memory ----------------------------------------------------------------------------
+# Time and memory --------------------------------------------------------------------------------
 
 
 def clock_of(device: torch.device) -> Callable[[], float]:
@@ -178,7 +178,7 @@ def peak_bytes(device: torch.device) -> int | None:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
-# Mixed precision: what forwards run under -------------------------------------------------------
+# Mixed precision --------------------------------------------------------------------------------
 
 
 def autocast_of(plan: Plan, settings: RunSettings) -> torch.dtype | None:

@@ -1,4 +1,4 @@
-"""How workers share each mini-batch, and what they have to send each other for that.
+"""How replicas share each mini-batch, and what workers have to send each other for that.
 
 Micro-batch i is replica i mod r's. In systems of whole mini-batches sample k is replica k mod r's
 instead. Both follow from the plan alone, the same on every worker.
@@ -28,7 +28,7 @@ class Share(NamedTuple):
     """What a worker has of each mini-batch.
 
     Attributes:
-        micro_batches: those it runs, rising.
+        micro_batches: those it runs, ascending.
         samples: in each of them.
         parts: how many such micro-batches make up the mini-batch, on all replicas together.
         dealt: which samples of the plan's micro-batch they are.

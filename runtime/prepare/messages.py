@@ -1,4 +1,4 @@
-"""Tensors that go between workers: which part of what, from whom to whom.
+"""Messages between workers: which part of which tensor, from which worker to which.
 
 What one message holds of a tensor is a *part*: the whole of it where stages deal micro-batches,
 some of its samples where replicas share every mini-batch.
@@ -17,7 +17,7 @@ from ...planner.systems.operations import FORWARD
 from ...profiles.errors import RunError
 from ...profiles.tracing.shapes import ValueSpec
 
-# Gradients that there are none of: messages say so, and don't bring zeros in their place --------
+# Missing gradients ------------------------------------------------------------------------------
 # Optimizers leave a parameter without a gradient alone; with a gradient of 0 they still apply
 # weight decay and momentum. So what the loss doesn't depend on must not get zeros because of a
 # cut. Messages have fixed shapes: they tell it by a NaN that no computation makes, with bits of
@@ -76,7 +76,7 @@ def add_gradients(total: Tensor, more: Tensor) -> None:
             mine.add_(other)
 
 
-# Tensors that go between workers: which part of what, from whom to whom -------------------------
+# Routes -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -96,13 +96,13 @@ class Rows:
 
 @dataclass(frozen=True)
 class Route:
-    """A tensor's way from one worker to another, for some micro-batches of each mini-batch.
+    """What the messages of a tensor from one worker to another hold.
 
     Attributes:
         number: its position among all routes; the same on every worker.
         spec: of the part that a message holds, for one micro-batch.
         source, target: ranks.
-        micro_batches: those it is for, rising.
+        micro_batches: those of each mini-batch that they are for, ascending.
         gradient_micro_batches: how many of them one gradient message holds.
         taken, placed: which samples of the sender's, and of the receiver's tensor the part is;
             None: all.
@@ -202,10 +202,10 @@ def join(shape: Sequence[int], parts: Sequence[tuple[Route, Tensor]]) -> Tensor:
 
 @dataclass(frozen=True)
 class MessageSeries:
-    """Messages of one tensor and kind to one worker, in the sequence in which it takes them.
+    """Messages of one tensor and kind to one worker, in the sequence in which it receives them.
 
     Attributes:
-        routes: of one mini-batch's messages; then they begin again.
+        routes: of one mini-batch's messages; they repeat in the next.
         ahead: how many receives are posted ahead.
         count: messages in all.
     """
@@ -217,7 +217,7 @@ class MessageSeries:
 
 
 def message_series(kind: str, steps: Iterable[Sequence[Route]], rounds: int) -> MessageSeries:
-    """A each of which the messages of a step are taken together.
+    """A series of which the messages of a step are received together.
 
     Args:
         steps: of one mini-batch; each has as many messages.

@@ -1,4 +1,4 @@
-"""From a plan and its task to what the workers need; all checks that need no other worker."""
+"""A plan and its task made ready to run; all checks that need no other worker."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ class TiedParameters:
     """Parameters that the same stages hold copies of.
 
     Attributes:
-        stages: rising.
+        stages: ascending.
         names: per stage, of its copies in its own piece; the same sequence at every stage.
     """
 

@@ -1,4 +1,4 @@
-"""Who runs what: workers are numbered stage by stage, and within a stage replica by replica."""
+"""Workers: numbered stage by stage, and within a stage replica by replica."""
 
 from __future__ import annotations
 

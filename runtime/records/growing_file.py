@@ -1,4 +1,4 @@
-"""Files that grow while a run goes on."""
+"""Files that a run appends to."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ...profiles.errors import FileError
 
 
 class GrowingFile:
-    """A file that is written to its end: metrics, operations.
+    """A file that is appended to: metrics, operations.
 
     What is on disk of it is whole up to the last `flush`. A full disk, or a limit on a file's size
     (``ulimit -f``), leaves part of a line there, which every reader leaves out.

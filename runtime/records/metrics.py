@@ -1,4 +1,4 @@
-"""What a run measures: times and losses of each stage, evaluation figures, the end summary."""
+"""Metrics of a run: times and losses of each stage, evaluation figures, the end summary."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 @dataclass
 class SegmentMetrics:
-    """One segment of one stage. Times in seconds on that process's own clock.
+    """Metrics of one segment on one worker. Times in seconds on that process's own clock.
 
     Attributes:
         updates: when each update ended.
@@ -69,7 +69,7 @@ _FLOATS = frozenset({"train_loss", "weight_distance", "largest_weight_distance"}
 
 
 def decode(text: bytes, kind: type[T]) -> T:
-    """Decode JSON. What isn't finite is null there, and NaN again in what this returns.
+    """Decode JSON, where what isn't finite is null: NaN in what this returns.
 
     Raises msgspec.DecodeError.
     """
@@ -135,7 +135,7 @@ class EpochRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StageEpoch(msgspec.Struct, frozen=True, kw_only=True):
-    """What one stage saw in one segment of training."""
+    """Metrics of one worker over one epoch."""
 
     epoch: int
     compute_s: float
@@ -201,7 +201,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     """Of all workers: stage by stage, and within a stage replica by replica."""
 
 
-# What a worker saw of an epoch so far, where checkpoints cut it into segments -------------------
+# Metrics of an epoch so far, where checkpoints cut it into segments -----------------------------
 
 
 class EpochSums(msgspec.Struct, kw_only=True):
@@ -228,17 +228,17 @@ class EpochSums(msgspec.Struct, kw_only=True):
         """The weighted loss as a number."""
         return math.nan if self.weighted_loss is None else self.weighted_loss
 
-    def add(self, segment: Segment, score: SegmentMetrics, seen: Staleness) -> None:
+    def add(self, segment: Segment, metrics: SegmentMetrics, seen: Staleness) -> None:
         """A segment is done."""
         self.mini_batches += segment.mini_batches
         self.samples += segment.samples
-        for loss, weight in zip(score.losses, score.weights, strict=True):
+        for loss, weight in zip(metrics.losses, metrics.weights, strict=True):
             if weight:
                 self.weighted_loss = self.loss + loss * weight
                 self.weight = (self.weight or 0.0) + weight
-        self.wall_s += score.wall_s
-        self.compute_s += score.compute_s
-        self.communication_s += score.communication_s
+        self.wall_s += metrics.wall_s
+        self.compute_s += metrics.compute_s
+        self.communication_s += metrics.communication_s
         self.versions_held = max(self.versions_held, seen.versions_held)
         for difference, count in seen.differences.items():
             before = self.version_differences.get(difference, 0)
@@ -248,7 +248,7 @@ class EpochSums(msgspec.Struct, kw_only=True):
         self.largest_distance = max(self.largest_distance, *seen.distances, 0.0)
 
     def stage_epoch(self, epoch: int) -> StageEpoch:
-        """The epoch as its stage saw it."""
+        """The epoch on this stage."""
         return StageEpoch(
             epoch=epoch,
             compute_s=self.compute_s,
@@ -261,7 +261,7 @@ class EpochSums(msgspec.Struct, kw_only=True):
         )
 
     def record(self, segment: Segment, test: dict[str, float], lr: float | None) -> EpochRecord:
-        """The epoch as it is told.
+        """The epoch as progress tells of it.
 
         Args:
             segment: its last.
@@ -278,7 +278,7 @@ class EpochSums(msgspec.Struct, kw_only=True):
         )
 
 
-# Of each worker's time: computing, communicating, idle -------------------------------------------
+# Of each worker's time: computing, communicating, idle ------------------------------------------
 # There is one figure of each, for the summary, the report, its page and its figures: of all
 # training from the first operation of an epoch to its last, so without start-up and evaluation
 # (docs/reading_tables.md).

@@ -1,4 +1,4 @@
-"""A stage's own logs: operations with their weight versions, times and bytes, and every epoch."""
+"""A worker's own logs: operations with their weight versions, times and bytes; its epochs."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def record_named(text: str) -> Record:
     return Record(where, int(match[2]))
 
 
-# A stage's own logs: operations with their weight versions, times and bytes, and every epoch ----
+# Operations -------------------------------------------------------------------------------------
 
 
 class Use(NamedTuple):
@@ -160,13 +160,11 @@ class OperationLog:
 
     def received(self, rank: int, tensor: str, message: Tensor) -> None:
         """The operation at hand got a message."""
-        nbytes = message.numel() * message.element_size()
-        self._received.append((rank, tensor, nbytes, time.perf_counter()))
+        self._received.append((rank, tensor, message.nbytes, time.perf_counter()))
 
     def sent(self, rank: int, tensor: str, message: Tensor) -> None:
         """It sent one."""
-        nbytes = message.numel() * message.element_size()
-        self._sent.append((rank, tensor, nbytes, time.perf_counter()))
+        self._sent.append((rank, tensor, message.nbytes, time.perf_counter()))
 
     def write(
         self, op: Op, text: str, use: Use, held: Sequence[int] | None, left: Sequence[int]
@@ -221,6 +219,9 @@ def operation_log(where: RunDir, worker: Worker, settings: RunSettings) -> Opera
     return None if record == NONE else OperationLog(where.recorded(worker), record, more=more)
 
 
+# Epochs -----------------------------------------------------------------------------------------
+
+
 def read_stage_epochs(path: Path, size: int | None = None) -> tuple[StageEpoch, ...]:
     """The lines of `StageEpochFile` that are whole; none where there is no file.
 
@@ -239,7 +240,7 @@ def read_stage_epochs(path: Path, size: int | None = None) -> tuple[StageEpoch, 
 
 
 class StageEpochFile:
-    """Lines of JSON, one per epoch: what the stage saw in it."""
+    """A worker's epochs as lines of JSON (`StageEpoch`)."""
 
     def __init__(self, path: Path, *, more: bool = False) -> None:
         """`more`: a run that is resumed goes on with the file. Raises FileError, as all of it."""

@@ -1,4 +1,4 @@
-"""Progress of a run: written down by the last stage, and read by whoever shows it."""
+"""Progress of a run: written by the last stage to metrics.jsonl, read by whoever shows it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run did, operation by operation: a recording made of its workers' logs."""
+"""The recording of a run, operation by operation, made of its workers' logs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .operation_log import STEADY, WARM, record_named
 from .run_dir import RunDir
 from .status import read_statuses
 
-# Clocks of several hosts, brought together by the messages between them -------------------------
+# Clocks of several hosts, aligned by the messages between them ----------------------------------
 # Processes on one host share a clock that only goes forward. Between hosts, what is known is that
 # no message arrived before it was sent: the least delay seen in one direction and the least in
 # the other differ by twice the clocks' difference, where the way takes as long there as back.
@@ -79,10 +79,10 @@ def _ahead(there: float | None, back: float | None) -> float | None:
     return None if back is None else -back
 
 
-# What a run did, operation by operation: a recording made of its workers' logs ------------------
+# A run and its plan as recordings ---------------------------------------------------------------
 
-_Told = tuple[int, str, int, float]
-"""Of a message: the other worker's rank, the tensor, bytes, and when."""
+_LoggedMessage = tuple[int, str, int, float]
+"""The other worker's rank, the tensor, bytes, and when."""
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,8 +99,8 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
     communication_s: float
     held: tuple[int, ...] | None = None
     left: tuple[int, ...]
-    received: tuple[_Told, ...] = ()
-    sent: tuple[_Told, ...] = ()
+    received: tuple[_LoggedMessage, ...] = ()
+    sent: tuple[_LoggedMessage, ...] = ()
 
 
 class _Key(NamedTuple):
@@ -186,7 +186,7 @@ def _ends(recording: Recording, *, first: bool) -> Iterator[Span]:
     return iter(found.values())
 
 
-# Reading -------------------------------------------------------------------------------------
+# Reading ----------------------------------------------------------------------------------------
 
 
 def _read(where: RunDir, worker: Worker) -> list[tuple[Op, Line]]:
@@ -239,11 +239,11 @@ def _cut(lines: Sequence[tuple[Op, Line]], begin: int, end: int) -> Sequence[tup
     return lines[chosen[0] : chosen[-1] + 1] if chosen else []
 
 
-# Putting together ----------------------------------------------------------------------------
+# Putting together -------------------------------------------------------------------------------
 
 
 def _recording(plan: Plan, logs: _Logs, hosts: Mapping[int, str]) -> Recording:
-    sent, received = _told(logs, sent=True), _told(logs, sent=False)
+    sent, received = _messages_of(logs, sent=True), _messages_of(logs, sent=False)
     delays = (
         Delay(hosts[key.source], hosts[key.target], received[key][1] - at_s)
         for key, (_, at_s, _) in sent.items()
@@ -302,7 +302,7 @@ def _recording(plan: Plan, logs: _Logs, hosts: Mapping[int, str]) -> Recording:
     )
 
 
-def _told(logs: _Logs, *, sent: bool) -> dict[_Key, tuple[int, float, float]]:
+def _messages_of(logs: _Logs, *, sent: bool) -> dict[_Key, tuple[int, float, float]]:
     """Bytes, when it was sent or received, and when its operation ended, of each message."""
     found = {}
     for rank, lines in logs.items():

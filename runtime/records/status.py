@@ -1,4 +1,4 @@
-"""What each worker is at, where others can read it even when it has been killed or stopped."""
+"""Status of each worker, which others can read even when it has been killed or stopped."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class StatusFile:
         self._put(msgspec.structs.replace(self.now, waits_for=tuple(ranks), since=time.time()))
 
     def go_on(self) -> None:
-        """Note that it computes again."""
+        """Note that it computes."""
         self._put(msgspec.structs.replace(self.now, waits_for=(), since=time.time()))
 
     def fail(self, failure: Failure) -> None:

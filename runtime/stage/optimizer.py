@@ -1,4 +1,7 @@
-"""Making a stage's optimizer: the task's own, or the one named on the command line."""
+"""A stage's optimizer and its learning rate: the task's own, or those named on the command line.
+
+Gradient clipping and what a system makes of the optimizer are here, too.
+"""
 
 from __future__ import annotations
 
@@ -107,10 +110,10 @@ def _groups(task: Task, settings: RunSettings, trained: Named) -> Parameters:
     groups: ParameterGroups = [{"params": [p for _, p in trained]}]
     if by_task is not None:
 
-        def listed() -> ParameterGroups:
+        def copied() -> ParameterGroups:
             return [dict(group, params=list(group["params"])) for group in by_task(trained)]
 
-        groups = call_hook("parameter_groups", listed)
+        groups = call_hook("parameter_groups", copied)
         _check_groups(groups, trained)
     if settings.decay_only == "matrices":
         groups = [part for group in groups for part in _by_dimensions(group)]
@@ -146,7 +149,7 @@ def _check_groups(groups: ParameterGroups, trained: Named) -> None:
         )
 
 
-# Clipping gradients by their norm, over a model whose parameters lie on several stages ----------
+# Clipping by the gradients' norm, over a model whose parameters are on several stages -----------
 
 _EPSILON = 1e-6
 """As in torch.nn.utils.clip_grad_norm_."""
@@ -186,7 +189,7 @@ def own_part(most: float, own: int, every: int) -> float:
     return most * math.sqrt(own / every) if every else most
 
 
-# Learning rates over a run: the task's own scheduler, or a schedule named on the command line ---
+# The learning rate over a run: the task's own scheduler, or one named on the command line -------
 
 _AFTER_WARMUP: dict[str, Callable[[float], float]] = {
     "constant": lambda done: 1.0,
@@ -194,12 +197,10 @@ _AFTER_WARMUP: dict[str, Callable[[float], float]] = {
     "cosine": lambda done: (1.0 + math.cos(math.pi * done)) / 2,
 }
 
-SCHEDULES = tuple(_AFTER_WARMUP)
-
 
 @dataclass(frozen=True)
 class Scheduler:
-    """A stage's learning rates, and when they go on.
+    """A stage's learning rate, and when it is updated.
 
     Attributes:
         rule: one of torch.optim.lr_scheduler's, or what steps like one.
@@ -215,20 +216,21 @@ class Scheduler:
             call_hook("scheduler", self.rule.step, doing="step()", kind=RunError)
 
 
-def factor(schedule: str, warmup: int, updates: int, update: int) -> float:
+def learning_rate_factor(shape: str, warmup: int, updates: int, update: int) -> float:
     """Share of the optimizer's learning rate that an update uses.
 
-    Rises evenly over the first `warmup` updates, the last of which uses all of it; then, by the
-    schedule's name, stays or falls, so that it would be 0 at the update after the last.
+    Rises evenly over the first `warmup` updates, the last of which uses all of it; then stays or
+    falls, so that it would be 0 at the update after the last.
 
     Args:
+        shape: "constant", "linear" or "cosine".
         updates: in the whole run.
         update: counted from 0.
     """
     if update < warmup:
         return (update + 1) / warmup
     done = (update - warmup) / max(updates - warmup, 1)
-    return _AFTER_WARMUP[schedule](min(done, 1.0))
+    return _AFTER_WARMUP[shape](min(done, 1.0))
 
 
 def make_scheduler(
@@ -244,7 +246,7 @@ def make_scheduler(
     if optimizer is None:
         return None
     if settings.lr_schedule is not None:
-        rule = partial(factor, settings.lr_schedule, settings.warmup, length.steps)
+        rule = partial(learning_rate_factor, settings.lr_schedule, settings.warmup, length.steps)
         return Scheduler(LambdaLR(optimizer, rule))
     found = task_scheduler(task, optimizer, length)
     return None if found is None else Scheduler(found, scheduler_step(task) == "epoch")
@@ -271,7 +273,7 @@ def open_reading(task: Task, scheduler: Scheduler, length: RunLength) -> str | N
     )
 
 
-# What a system makes of the user's optimizer: `Variant.update_rule` -----------------------------
+# The optimizer that a system updates with (`Variant.update_rule`) -------------------------------
 
 
 def follow(rule: UpdateRule, optimizer: Optimizer) -> Optimizer:

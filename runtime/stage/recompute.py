@@ -1,7 +1,7 @@
-"""Doing a forward again before its backward, to the same result: recomputation.
+"""Recomputation: a forward is run a second time before its backward, to the same result.
 
 Kept until then are the piece's inputs and the state of the random generator. Buffers that the
-forward changes (running statistics) keep what the first time made of them.
+forward changes (running statistics) keep what the first run made of them.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from ..prepare.devices import CPU, random_state, set_random_state
 
 @dataclass
 class ForwardInputs:
-    """What a forward is done again from.
+    """What a forward is recomputed from.
 
     Attributes:
         values: the piece's inputs by name.
         nbytes: of those that were received; the model's own inputs count nothing, as everywhere.
-        random: state of the random generators before the first time.
+        random: state of the random generators before the first run.
     """
 
     values: dict[str, Tensor]
@@ -36,10 +36,10 @@ class ForwardInputs:
 
 
 class Recomputation:
-    """Keeps the ingredients of one stage's forwards.
+    """Keeps the inputs of one stage's forwards, and restores what they ran under.
 
-    A forward may overwrite what it gets. Which inputs are overwritten shows the first time; until
-    then all are copied, and only those after that.
+    A forward may overwrite what it gets. Which inputs are overwritten shows in the first
+    run; until then all are copied, and only those after that.
     """
 
     def __init__(self, module: nn.Module, device: torch.device = CPU) -> None:
@@ -62,11 +62,11 @@ class Recomputation:
             for name, v in values.items()
         }
         self._given = {name: (v, v._version) for name, v in values.items()}
-        nbytes = sum(values[name].numel() * values[name].element_size() for name in received)
+        nbytes = sum(values[name].nbytes for name in received)
         return ForwardInputs(copies, target, part, nbytes, random_state(self._device))
 
     def kept(self, found: ForwardInputs) -> None:
-        """The forward is done: what it left as it was needs no copy."""
+        """The forward is done: inputs that it left as they were need no copy."""
         if self._overwritten is None:
             changed = {name for name, (v, before) in self._given.items() if v._version != before}
             self._overwritten = changed
@@ -76,8 +76,8 @@ class Recomputation:
         self._given = {}
 
     @contextmanager
-    def as_before(self, found: ForwardInputs) -> Iterator[None]:
-        """Random numbers and buffers are as they were the first time; nobody else notices."""
+    def as_in_first_run(self, found: ForwardInputs) -> Iterator[None]:
+        """Random numbers are those of the first run; these and buffers are put back afterwards."""
         random = random_state(self._device)
         buffers = [b.clone() for b in self._buffers]
         set_random_state(found.random, self._device)

@@ -1,4 +1,4 @@
-"""A worker: it follows its stage's order, takes messages, computes, sends, and keeps the score."""
+"""A worker: it follows its stage's schedule, receives, computes, sends, and keeps its metrics."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class StageRunner:
         device: what its stage computes on.
         transport: how its messages go, for the report.
         tells: the one that tells of progress.
-        score: times, losses and update times of the segment at hand.
+        metrics: times, losses and update times of the segment at hand.
         last_op: text of the operation at hand, for reports.
         status: is told of every operation.
         not_finite: mini-batches with losses or gradients that weren't.
@@ -69,7 +69,7 @@ class StageRunner:
         channels: Channels,
         all_reduce: AllReduce,
         log: OperationLog | None = None,
-        metrics: StageEpochFile | None = None,
+        epochs: StageEpochFile | None = None,
         on_mini_batch: OnMiniBatch | None = None,
         device: torch.device = CPU,
     ) -> None:
@@ -81,7 +81,7 @@ class StageRunner:
         self.channels = channels if log is None else LoggedChannels(channels, log)
         self.all_reduce = all_reduce
         self.log = log
-        self.metrics = metrics
+        self._epochs = epochs
         self.on_mini_batch = on_mini_batch
         self.device = device
         self.transport = ""
@@ -113,7 +113,7 @@ class StageRunner:
         self.outgoing = [c for c in routes if c.source == rank]
         self._tied = [tied for tied in prepared.tied if s in tied.stages]
         self._samples: dict[str, Samples] = {}
-        self.score = SegmentMetrics()
+        self.metrics = SegmentMetrics()
         self.segment: Segment | None = None
         self.last_op = "start"
         self.status: Status = NoStatus()
@@ -127,18 +127,18 @@ class StageRunner:
 
     # Training ------------------------------------------------------------------------------
 
-    def begin(self, segment: Segment, order: Order) -> None:
-        """Get ready for a segment: receives posted, score at zero. `order`: of all stages."""
+    def begin(self, segment: Segment, schedule: Order) -> None:
+        """Get ready for a segment: receives posted, metrics at zero. `schedule`: of all stages."""
         variant = self.prepared.pipeline.variant
         latest = self.stage.weights.latest
-        entries = entry_versions(variant, self.prepared.plan.micro_batches, order[0], latest)
-        self.stage.begin(entries, prediction_distances(variant, order)[self.number])
+        entries = entry_versions(variant, self.prepared.plan.micro_batches, schedule[0], latest)
+        self.stage.begin(entries, prediction_distances(variant, schedule)[self.number])
         self.segment = segment
-        self.score = SegmentMetrics()
+        self.metrics = SegmentMetrics()
         if self._loss_weights is not None:
             self._loss_weights.begin(segment)
         if self.log is not None:
-            own = [op for op in order[self.number] if op.kind == UPDATE or self.share.of(op)]
+            own = [op for op in schedule[self.number] if op.kind == UPDATE or self.share.of(op)]
             self.log.choose(segment, own, self.prepared.segments[-1].end)
         self.channels.open(self._series(segment.mini_batches))
 
@@ -162,14 +162,14 @@ class StageRunner:
         return series
 
     def run(self, op: Op) -> None:
-        """Run one operation of the order. Raises RunError naming the operation."""
+        """Run one operation of the schedule. Raises RunError naming the operation."""
         for _ in self.steps(op):
             pass
 
     def steps(self, op: Op) -> Iterator[None]:
-        """Run one operation, and pause wherever a sum over workers has been started.
+        """Run one operation, and pause wherever an all-reduce has been started.
 
-        In one process all workers that an update sums over are led to the same pause before one
+        In one process all workers that an update reduces over are led to the same pause before one
         goes on. Of what another replica does, nothing is done here. Raises as `run`.
         """
         assert self.segment is not None
@@ -217,9 +217,9 @@ class StageRunner:
         return found
 
     def record(self, epoch: StageEpoch) -> None:
-        """Write down what the stage saw in a segment."""
-        if self.metrics is not None:
-            self.metrics.epoch(epoch)
+        """Write down the metrics of an epoch."""
+        if self._epochs is not None:
+            self._epochs.epoch(epoch)
 
     def finish(self) -> None:
         """The segment's operations are done: let the last messages go."""
@@ -256,9 +256,9 @@ class StageRunner:
                 kept = name in self.stage.kept_outputs
                 part_sent = c.part(outputs[name])
                 self.channels.send(c, FORWARD, part_sent, kept=kept)
-                self.score.sent_bytes += part_sent.nbytes
+                self.metrics.sent_bytes += part_sent.nbytes
         sent = clock()
-        self.score.add(
+        self.metrics.add(
             begin, sent, compute_s=end - start + loaded - begin, communication_s=sent - end
         )
         self._log(op, version, None, start, end)
@@ -284,9 +284,9 @@ class StageRunner:
                 if c.spec.needs_grad and not set(mine).isdisjoint(c.micro_batches):
                     part = c.gradient_part(back[c.spec.name], mine)
                     self.channels.send(c, BACKWARD, part)
-                    self.score.sent_bytes += part.nbytes
+                    self.metrics.sent_bytes += part.nbytes
         sent = clock()
-        self.score.add(begin, sent, compute_s=end - start, communication_s=sent - end)
+        self.metrics.add(begin, sent, compute_s=end - start, communication_s=sent - end)
         self._log(op, version, forward_version, start, end)
 
     def _weight(self, op: Op) -> None:
@@ -296,7 +296,7 @@ class StageRunner:
         start = self._clock()
         version = self.stage.backward_weight(op, self.channels.held_bytes)
         end = self._clock()
-        self.score.add(begin, end, compute_s=end - start, communication_s=start - begin)
+        self.metrics.add(begin, end, compute_s=end - start, communication_s=start - begin)
         self._log(op, version, None, start, end)
 
     def _update(self, op: Op) -> Iterator[None]:
@@ -308,14 +308,14 @@ class StageRunner:
         if self._loss_weights is not None:
             losses = self._loss_weights.means(done, losses)
         shared = torch.tensor(losses, dtype=torch.float64) if self.worker.replicas > 1 else None
-        started = self._start_sums(shared)
+        started = self._start_all_reduces(shared)
         skips = self.not_finite.policy == SKIP
         agrees = skips and self.prepared.pipeline.variant.flushes
         if started or agrees or self.prepared.settings.clip_norm is not None:
-            # In one process, those that sum over all workers pause as often as the others.
+            # In one process, those that reduce over all workers pause as often as the others.
             yield
-        for summing in started:
-            summing.wait()
+        for pending in started:
+            pending.wait()
         if shared is not None:
             losses = shared.tolist()
         assert self.segment is not None
@@ -341,18 +341,18 @@ class StageRunner:
         if self.stage.scheduler is not None:
             self.stage.scheduler.after_update(ends_epoch=self.segment.ends_epoch(op.mini_batch))
         end = self._clock()
-        self.score.add(
+        self.metrics.add(
             begin,
             end,
             compute_s=checked - summed + end - start,
             communication_s=summed - begin + start - checked,
         )
-        self.score.updates.append(end)
+        self.metrics.updates.append(end)
         self._log(op, version, None, start, end)
         for b, loss in zip(done, losses, strict=True):
             self._tell_loss(b, loss)
 
-    def _start_sums(self, losses: Tensor | None) -> list[GradientAllReduce]:
+    def _start_all_reduces(self, losses: Tensor | None) -> list[GradientAllReduce]:
         """Start to sum gradients over whoever has a part of them, and over replicas the losses too.
 
         Args:
@@ -409,11 +409,11 @@ class StageRunner:
 
     def _tell_loss(self, mini_batch: int, loss: float) -> None:
         assert self.segment is not None
-        self.score.losses.append(loss)
+        self.metrics.losses.append(loss)
         weight = float(self.segment.samples_of(mini_batch))
         if self._loss_weights is not None:
             weight = self._loss_weights.weights.pop(mini_batch)
-        self.score.weights.append(weight)
+        self.metrics.weights.append(weight)
         if self.on_mini_batch:
             self.on_mini_batch(self.segment, mini_batch, loss)
 
@@ -424,7 +424,7 @@ class StageRunner:
             meanwhile = self.stage.account.now
             held = None if meanwhile is None else by_kind(meanwhile)
             left = self.stage.held(self.channels.held_bytes)
-            use = Use(version, forward_version, start, end, *self.score.latest)
+            use = Use(version, forward_version, start, end, *self.metrics.latest)
             self.log.write(op, self.last_op, use, held, left)
 
     # Evaluation ----------------------------------------------------------------------------
@@ -449,8 +449,8 @@ class StageRunner:
             if (c.source if outgoing else c.target) == rank
         ]
 
-    def evaluate(self, k: int, score: EvaluationMetrics) -> None:
-        """Forward of the k-th test micro-batch; the last stage adds to the score."""
+    def evaluate(self, k: int, metrics: EvaluationMetrics) -> None:
+        """Forward of the k-th test micro-batch; the last stage adds its metrics."""
         with self.doing(f"{self.number} evaluation {k}"):
             values: dict[str, Tensor] = {}
             target: Any = None
@@ -469,7 +469,7 @@ class StageRunner:
                 if real < size:
                     result = real_part(result, real, size, NO_EVALUATION)
                 with forward_context(self.prepared.autocast, self.device.type):
-                    score.add(self.prepared.task, result, target, real)
+                    metrics.add(self.prepared.task, result, target, real)
 
     # Data ----------------------------------------------------------------------------------
 
@@ -512,7 +512,7 @@ class StageRunner:
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
-        """Something besides the operations of the order, for reports and errors."""
+        """Something besides the operations of the schedule, for reports and errors."""
         self.last_op = what
         self.status.begin(what)
         with self._explained():

@@ -1,4 +1,4 @@
-"""Whether all workers have the same data: a task's `data` is called on each of them.
+"""Checks that all workers have the same data: a task's `data` is called on each of them.
 
 The first stage takes a sample's inputs and the last one its target, from data of their own. Lengths
 are compared before training, and digests of the first samples of every epoch and evaluation.
@@ -36,7 +36,7 @@ _ADVICE = (
 )
 
 Row = Sequence[int]
-"""What a worker tells the others; empty: it has nothing to compare."""
+"""What a worker has to compare, as numbers; empty: nothing."""
 
 
 def compare_lengths(runners: Sequence[StageRunner]) -> None:
@@ -56,7 +56,7 @@ def compare_lengths(runners: Sequence[StageRunner]) -> None:
             found[1] = runner.samples("train").size
         return [*found, *(runner.samples(split).size for split in splits[1:])]
 
-    rows = _told(runners, "the lengths of the data", 2 + len(splits[1:]), lengths)
+    rows = _gather_rows(runners, "the lengths of the data", 2 + len(splits[1:]), lengths)
     first, *others = rows
     for rank, row in rows:
         if row[0] != row[1]:
@@ -125,17 +125,17 @@ def _compare(runners: Sequence[StageRunner], split: Split, what: str, take: _Tak
     def digests(runner: StageRunner) -> Row:
         if not runner.loads or (split == "test" and not runner.worker.leads):
             return []
-        # What one stage alone takes may hang on what it draws at random (crops of an image): there
-        # all draw alike, so that other causes show. What several must have alike may not.
-        with _drawing(0 if alone else 1 + runner.worker.rank) as drawn:
+        # What one stage alone takes may depend on random numbers (crops of an image): there all
+        # have the same ones, so that other causes show. What several must have alike may not.
+        with _seeded(0 if alone else 1 + runner.worker.rank) as used:
             inputs, targets = _digests(take(runner))
-            again = drawn() and not alone and len(taking) == 1
-        if again:
-            with _drawing(0):
+            random_crops = used() and not alone and len(taking) == 1
+        if random_crops:
+            with _seeded(0):
                 inputs, _ = _digests(take(runner))
         return [*_WORDS.unpack(inputs), *_WORDS.unpack(targets)]
 
-    rows = _told(runners, f"the data of {what}", 4, digests)
+    rows = _gather_rows(runners, f"the data of {what}", 4, digests)
     if not rows:
         return
     wanted, first = rows[0]
@@ -148,22 +148,22 @@ def _compare(runners: Sequence[StageRunner], split: Split, what: str, take: _Tak
                 )
 
 
-def _told(
-    runners: Sequence[StageRunner], what: str, width: int, tell: Callable[[StageRunner], Row]
+def _gather_rows(
+    runners: Sequence[StageRunner], what: str, width: int, row_of: Callable[[StageRunner], Row]
 ) -> list[tuple[int, list[int]]]:
-    """What each worker has to tell, by rank; of those that have. Waits within the bound."""
+    """The rows of all workers that have one, with their ranks. Waits within the bound."""
     workers = len(runners[0].prepared.workers)
     started = []
     for runner in runners:
         rows = torch.zeros((workers, 1 + width), dtype=torch.int64)
         with runner.doing(f"comparing {what}"):
-            row = tell(runner)
+            row = row_of(runner)
             if row:
                 rows[runner.worker.rank] = torch.tensor([1, *row], dtype=torch.int64)
             started.append((runner, rows, runner.all_reduce.start(ALL_WORKERS, [rows])))
-    for runner, _, summing in started:
+    for runner, _, pending in started:
         with runner.doing(f"comparing {what}"):
-            summing.wait()
+            pending.wait()
         # Nobody is at anything that an error would have to tell of.
         runner.status.begin("start")
     found = started[0][1].tolist()
@@ -196,10 +196,10 @@ def _add(found: Any, leaf: Any) -> None:
 
 
 @contextmanager
-def _drawing(seed: int) -> Iterator[Callable[[], bool]]:
+def _seeded(seed: int) -> Iterator[Callable[[], bool]]:
     """Python's, NumPy's and torch's own generators seeded, and put back afterwards.
 
-    Gives a function that says whether any has been drawn from.
+    Gives a function that says whether any has been used.
     """
 
     def states() -> tuple[Any, ...]:
@@ -211,7 +211,7 @@ def _drawing(seed: int) -> Iterator[Callable[[], bool]]:
     np.random.seed(seed)
     seeded = states()
 
-    def drawn() -> bool:
+    def used() -> bool:
         now = states()
         return not (
             torch.equal(now[0], seeded[0])
@@ -221,7 +221,7 @@ def _drawing(seed: int) -> Iterator[Callable[[], bool]]:
         )
 
     try:
-        yield drawn
+        yield used
     finally:
         torch.set_rng_state(before[0])
         random.setstate(before[1])

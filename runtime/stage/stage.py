@@ -47,14 +47,14 @@ class _MicroBatch:
     """A micro-batch between its forward and its backward.
 
     Attributes:
-        again: what its forward is done again from, before the backward; None: nothing is.
+        inputs: what its forward is recomputed from before the backward; None: it isn't.
     """
 
     saved_bytes: int = 0
     inlets: dict[str, Inlet] = field(default_factory=dict)
     outlets: dict[str, GradientEdge] = field(default_factory=dict)
     loss: Tensor | None = None
-    again: ForwardInputs | None = None
+    inputs: ForwardInputs | None = None
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class StageWork:
     Attributes:
         micro_batches: N, on all replicas together.
         share: what this replica has of them.
-        recompute: activations are computed again before the backward.
+        recompute: activations are recomputed before the backward.
         names: for each name of a parameter, the first that the whole model has for it.
         stage: its name in messages.
         loss: what the task's loss gives; where that is weighted, gradients are those of sums.
@@ -124,7 +124,7 @@ class Stage:
         self.module.train()
         parameters = list(self.module.parameters())
         self.weights = WeightVersions(parameters)
-        # Copies of a parameter go by one name, so that groups treat them alike.
+        # Copies of a parameter go by one name, so that parameter groups treat them alike.
         named = [(work.names.get(name, name), p) for name, p in self.module.named_parameters()]
         made = make_optimizer(task, settings, named, work.stage)
         self.optimizer = None if made is None else follow(work.variant.update_rule, made)
@@ -137,14 +137,14 @@ class Stage:
             else None
         )
         decay = DECAYS[settings.decay]
-        self.rules = WeightPolicy(
+        self.policy = WeightPolicy(
             work.variant, self.weights, self.predictor, lambda d: decay(settings.decay_rate, d)
         )
         self.account = MemoryAccount(parameters, list(self.module.buffers()))
         self.staleness = Staleness()
         self.kept_outputs: set[str] = set()
         self._distances = WeightDistances(parameters) if settings.distances else None
-        self._again = Recomputation(self.module, device) if work.recompute else None
+        self._recomputation = Recomputation(self.module, device) if work.recompute else None
         self._batch_norm = DeferredBatchNorm(self.module) if settings.deferred_batch_norm else None
         self._flying: dict[tuple[int, int], _MicroBatch] = {}
         # Per micro-batch whose weight part is still to come: that, and bytes saved for it.
@@ -152,7 +152,7 @@ class Stage:
         self._kept_bytes = 0
         # Where no update comes between a forward and its backward, autograd may keep the weights
         # themselves. Then hooks only count, once for each shape of a micro-batch.
-        self._settled = work.variant.flushes and self._again is None and autocast is None
+        self._settled = work.variant.flushes and self._recomputation is None and autocast is None
         self._saved_by_shape: dict[_Shapes, tuple[int, set[str]]] = {}
 
     def begin(self, entries: Sequence[int], ahead: Distances) -> None:
@@ -162,20 +162,20 @@ class Stage:
             entries: per micro-batch, the version of stage 0 that it uses (`VersionWalk`).
             ahead: what predictions look ahead.
         """
-        self.rules.walk = VersionWalk(
+        self.policy.walk = VersionWalk(
             self.work.variant,
             self.work.micro_batches,
             entries,
             recompute=self.work.recompute,
             latest=self.weights.latest,
         )
-        self.rules.distances = ahead
+        self.policy.distances = ahead
         self.staleness = Staleness()
 
     @property
     def walk(self) -> VersionWalk:
         """Of the segment at hand."""
-        return self.rules.walk
+        return self.policy.walk
 
     # Operations --------------------------------------------------------------------------
 
@@ -201,20 +201,22 @@ class Stage:
         """
         assert op.micro_batch is not None
         version = self.walk.forward(op)
-        tensors = self.rules.forward(op, version)
+        tensors = self.policy.forward(op, version)
         if self._distances is not None:
             self._distances.forward(op.mini_batch, version, self.walk.latest, tensors)
         known = self._saved_by_shape.get(shapes := self._shapes(values)) if self._settled else None
-        if self._again is None:
+        if self._recomputation is None:
             with self._statistics(op, part):
                 hooks = known is None
                 micro, outputs, loss = self._compute(values, target, part, tensors, hooks=hooks)
         else:
-            ingredients = self._again.keep(values, values.keys() & self.specs.keys(), target, part)
+            inputs = self._recomputation.keep(
+                values, values.keys() & self.specs.keys(), target, part
+            )
             with torch.no_grad(), self._statistics(op, part):
                 _, outputs, loss = self._compute(values, target, part, tensors)
-            self._again.kept(ingredients)
-            micro = _MicroBatch(ingredients.nbytes, again=ingredients)
+            self._recomputation.kept(inputs)
+            micro = _MicroBatch(inputs.nbytes, inputs=inputs)
         for name, tensor in outputs.items():
             check_agreed(self.specs[name], tensor)
         if known is None:
@@ -251,10 +253,10 @@ class Stage:
         version = self.walk.backward(op)
         forward_version = self.walk.forward_version(op)
         mine = self.share.of(op)
-        micros = {i: self._do_again(op, i) for i in mine}
+        micros = {i: self._take_back(op, i) for i in mine}
         gone = {name: missing_gradients(message) for name, message in grads.items()}
         distance = None
-        for weights in self.rules.backwards(op, mine):
+        for weights in self.policy.backwards(op, mine):
             roots: list[Tensor | GradientEdge] = []
             root_grads: list[Tensor | None] = []
             for i in weights.micro_batches:
@@ -279,7 +281,7 @@ class Stage:
             for name in micros[mine[0]].inlets
         }
         messages = (*grads.values(), *back.values())
-        self._note(boundary_bytes + sum(g.numel() * g.element_size() for g in messages))
+        self._note(boundary_bytes + sum(g.nbytes for g in messages))
         if not self.work.variant.split_backward:
             self._kept_bytes -= sum(micro.saved_bytes for micro in micros.values())
         self.staleness.note(version - forward_version, distance or 0.0)
@@ -366,7 +368,7 @@ class Stage:
                 state.setdefault(name, first[known_as])
         return state
 
-    # Parts -------------------------------------------------------------------------------
+    # Steps of an operation ---------------------------------------------------------------
 
     def _compute(
         self,
@@ -400,14 +402,14 @@ class Stage:
         made = zip(self.piece.outputs, out, strict=False)
         return {name: put(encode(value, name), self.device) for name, value in made}
 
-    def _do_again(self, op: Op, micro_batch: int) -> _MicroBatch:
-        """A micro-batch ready for its backward: its forward is done again where it has to be."""
+    def _take_back(self, op: Op, micro_batch: int) -> _MicroBatch:
+        """A micro-batch ready for its backward: recomputed where it has to be."""
         micro = self._flying.pop((op.mini_batch, micro_batch))
-        if self._again is None or micro.again is None:
+        if self._recomputation is None or micro.inputs is None:
             return micro
-        tensors = self.rules.again(op, micro_batch)
-        found = micro.again
-        with self._again.as_before(found):
+        tensors = self.policy.recompute(op, micro_batch)
+        found = micro.inputs
+        with self._recomputation.as_in_first_run(found):
             rebuilt, _, _ = self._compute(found.values, found.target, found.part, tensors)
         # What it was made from stays until the backward is done, and counts besides.
         rebuilt.saved_bytes += micro.saved_bytes
@@ -495,16 +497,17 @@ class Stage:
 
         `boundary_bytes`: what the channels hold.
         """
+        return self.account.since(self._versions_bytes(), self._kept_bytes, boundary_bytes)
+
+    def _versions_bytes(self) -> int:
         kept = self.predictor.kept_bytes if self.predictor is not None else 0
-        versions_bytes = self.weights.older_bytes + kept
-        return self.account.since(versions_bytes, self._kept_bytes, boundary_bytes)
+        return self.weights.older_bytes + kept
 
     def _note(self, boundary_bytes: int, *, gradients_changed: bool = True) -> None:
         self.staleness.versions_held = max(self.staleness.versions_held, self.weights.held)
-        kept = self.predictor.kept_bytes if self.predictor is not None else 0
         self.account.note(
             versions_held=self.weights.held,
-            versions_bytes=self.weights.older_bytes + kept,
+            versions_bytes=self._versions_bytes(),
             activations_bytes=self._kept_bytes,
             boundary_bytes=boundary_bytes,
             optimizer=self.optimizer,

@@ -61,7 +61,7 @@ class Course:
         self.observer = observer
         self.barrier = barrier
         self.replica_barrier = replica_barrier
-        self.scores: list[list[SegmentMetrics]] = [[] for _ in runners]
+        self.metrics: list[list[SegmentMetrics]] = [[] for _ in runners]
         self.epochs: list[EpochRecord] = []
         self.stage_epochs: list[list[StageEpoch]] = [[] for _ in runners]
         self.sums = [EpochSums() for _ in runners]
@@ -111,9 +111,9 @@ class Course:
                 compare_training(self.runners, segment)
                 compared = segment.epoch
             self._train(segment)
-            for runner, scores, sums in zip(self.runners, self.scores, self.sums, strict=True):
-                scores.append(runner.score)
-                sums.add(segment, runner.score, runner.stage.staleness)
+            for runner, metrics, sums in zip(self.runners, self.metrics, self.sums, strict=True):
+                metrics.append(runner.metrics)
+                sums.add(segment, runner.metrics, runner.stage.staleness)
             if not segment.rest:
                 self._end_epoch(segment)
             self.done = segment.end
@@ -191,20 +191,20 @@ class Course:
 
     def _evaluate(self) -> dict[str, float]:
         """A stage's replica 0 evaluates; the others wait for it."""
-        score = EvaluationMetrics()
+        metrics = EvaluationMetrics()
         evaluating = [runner for runner in self.runners if runner.worker.leads]
         for runner in self.runners:
             runner.begin_evaluation()
         compare_evaluation(self.runners)
         for k in range(self.runners[0].evaluations):
             for runner in evaluating:
-                runner.evaluate(k, score)
+                runner.evaluate(k, metrics)
             if not k % EVALUATION_AHEAD:
                 # So that nobody's wait is as long as the whole evaluation.
                 self.replica_barrier()
         for runner in self.runners:
             runner.finish()
-        return score.figures(self.prepared.task) if score.samples else {}
+        return metrics.figures(self.prepared.task) if metrics.samples else {}
 
     @contextmanager
     def _stream(self, position: int) -> Iterator[None]:
@@ -223,8 +223,8 @@ class Course:
     def reports(self) -> list[StageReport]:
         """What each worker of this process measured."""
         found = []
-        for runner, scores, epochs in zip(
-            self.runners, self.scores, self.stage_epochs, strict=True
+        for runner, metrics, epochs in zip(
+            self.runners, self.metrics, self.stage_epochs, strict=True
         ):
             times = training_times(epochs)
             found.append(
@@ -235,8 +235,8 @@ class Course:
                     communication_s=times.communication_s,
                     idle_s=times.idle_s,
                     wall_s=times.wall_s,
-                    sent_bytes=sum(score.sent_bytes for score in scores),
-                    periods_s=[s.period_s for s in scores if s.period_s is not None],
+                    sent_bytes=sum(m.sent_bytes for m in metrics),
+                    periods_s=[m.period_s for m in metrics if m.period_s is not None],
                     peak=runner.stage.account.peak,
                     rss_peak_bytes=_rss_peak_bytes(),
                     device=str(runner.device),

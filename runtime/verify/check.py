@@ -1,4 +1,4 @@
-"""Holding a pipelined run against the same training without a pipeline, on the user's own model.
+"""The check of a pipelined run against the same training without a pipeline, on the user's model.
 
 Systems that flush must be plain training; the others are held against their own inline run.
 """

@@ -1,4 +1,4 @@
-"""Two trainings side by side: where losses, gradients and weights differ most."""
+"""Comparison of two trainings: where losses, gradients and weights differ most."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Training:
-    """What is known of a training once it has ended.
+    """The results of a training.
 
     Attributes:
         losses: of each mini-batch.

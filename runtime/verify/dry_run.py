@@ -1,4 +1,4 @@
-"""--dry-run: everything that can be known before training, on every host; nothing is written."""
+"""The dry run: everything that can be known before training, on every host; nothing is written."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def unplanned_turns(workers: int, threads: int, cores: int, planned: int | None)
     )
 
 
-# --dry-run: everything that can be known before training, on every host; nothing is written -----
+# Findings ---------------------------------------------------------------------------------------
 
 
 class WorkerCheck(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,8 +133,8 @@ class DryRun(msgspec.Struct, frozen=True, kw_only=True):
     """For which it would be slower than predicted, or train otherwise than was meant."""
 
 
-class _Mine(msgspec.Struct, frozen=True):
-    """What one process of a launched run says of its host."""
+class _HostView(msgspec.Struct, frozen=True):
+    """What one process of a launched run sees of its host."""
 
     rank: int
     host: str
@@ -170,15 +170,15 @@ def dry_run(
     check_updates(prepared)
     result, target = check_shapes(prepared)
     if _is_small(prepared):
-        sums = try_training(prepared)
+        warnings = try_training(prepared)
     else:
         only = None if meeting is None else prepared.workers[meeting.rank].stage
-        sums = try_in_parts(prepared, result, target, only)
+        warnings = try_in_parts(prepared, result, target, only)
     free = free_bytes(CPU)
 
-    def one(rank: int, local_rank: int) -> _Mine:
+    def one(rank: int, local_rank: int) -> _HostView:
         device = device_of(kind, local_rank, gpus)
-        return _Mine(
+        return _HostView(
             rank=rank,
             host=socket.gethostname(),
             address=address,
@@ -192,16 +192,16 @@ def dry_run(
 
     if meeting is None:
         every = [one(rank, rank) for rank in range(len(prepared.workers))]
-        return _findings(prepared, every, "", more=sums)
+        return _findings(prepared, every, "", more=warnings)
     mine = one(meeting.rank, meeting.launched.local_rank)
     texts = meeting.gather("dry run", msgspec.json.encode(mine))
     _send_over_cuts(prepared, meeting)
     if meeting.rank != telling_worker(plan).rank:
         return None
-    found = [msgspec.json.decode(text, type=_Mine) for text in texts]
+    found = [msgspec.json.decode(text, type=_HostView) for text in texts]
     launched = meeting.launched
     meets_at = f"{launched.address}:{launched.port}"
-    return _findings(prepared, found, meets_at, one_host=launched.one_host, more=sums)
+    return _findings(prepared, found, meets_at, one_host=launched.one_host, more=warnings)
 
 
 def _is_small(prepared: Prepared) -> bool:
@@ -272,7 +272,7 @@ def _value_of(spec: ValueSpec) -> Any:
 
 
 def _send_over_cuts(prepared: Prepared, meeting: Meeting) -> None:
-    """One message over each route, so that a wall between two hosts shows now."""
+    """One message over each route, so that a firewall between two hosts shows now."""
     bound = timedelta(seconds=prepared.settings.timeout_s)
     rank = meeting.rank
     store = dist.PrefixStore("gloo", meeting.store)  # type: ignore[attr-defined]
@@ -299,7 +299,7 @@ def _send_over_cuts(prepared: Prepared, meeting: Meeting) -> None:
 
 def _findings(
     prepared: Prepared,
-    found: Sequence[_Mine],
+    found: Sequence[_HostView],
     meets_at: str,
     *,
     one_host: bool = True,
@@ -371,7 +371,7 @@ def _findings(
     )
 
 
-def _warnings(prepared: Prepared, found: Sequence[_Mine]) -> Iterator[str]:
+def _warnings(prepared: Prepared, found: Sequence[_HostView]) -> Iterator[str]:
     yield from hook_warnings(prepared)
     planned, threads = prepared.plan.cluster.cores, prepared.settings.threads
     for host, first in _first_of_each(found).items():
@@ -381,8 +381,8 @@ def _warnings(prepared: Prepared, found: Sequence[_Mine]) -> Iterator[str]:
             yield f"{host}: {turns}"
 
 
-def _first_of_each(found: Sequence[_Mine]) -> dict[str, _Mine]:
-    firsts: dict[str, _Mine] = {}
+def _first_of_each(found: Sequence[_HostView]) -> dict[str, _HostView]:
+    firsts: dict[str, _HostView] = {}
     for mine in found:
         firsts.setdefault(mine.host, mine)
     return firsts

@@ -1,4 +1,4 @@
-"""Trying a task's hooks before a run: what they would end it with is said before it begins."""
+"""A trial of the task's hooks before a run, so that their errors come before it begins."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def warn_of_hooks(prepared: Prepared) -> None:
         warnings.warn(line, TaskWarning, stacklevel=2)
 
 
-# A trial of every hook -----------------------------------------------------------------------
+# A trial of every hook --------------------------------------------------------------------------
 
 
 def try_training(prepared: Prepared) -> list[str]:
@@ -95,8 +95,8 @@ def try_training(prepared: Prepared) -> list[str]:
         rest=0,
         checkpoint=False,
     )
-    noted = _Noted(prepared.task, prepared.evaluation_samples)
-    few = replace(prepared, task=cast(Task, noted), segments=(segment,))
+    trial = _Trial(prepared.task, prepared.evaluation_samples)
+    few = replace(prepared, task=cast(Task, trial), segments=(segment,))
     device = own_device(prepared.plan, settings, 0)
     mailbox, pool = Mailbox(), Pool(reduce_groups(few.workers, few.tied))
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -114,7 +114,7 @@ def try_training(prepared: Prepared) -> list[str]:
         if settings.checkpoint_every != 0:
             for runner in runners:
                 capture(runner.stage, random_state(device), EpochSums(), {})
-        return try_figures(prepared.task, *noted.latest, metrics=settings.evaluate)
+        return try_figures(prepared.task, *trial.latest, metrics=settings.evaluate)
 
 
 def try_in_parts(prepared: Prepared, result: Any, target: Any, only: int | None) -> list[str]:
@@ -159,7 +159,7 @@ def try_in_parts(prepared: Prepared, result: Any, target: Any, only: int | None)
     return lines
 
 
-class _Noted:
+class _Trial:
     """A task with a few test samples, that notes what its loss was last called with."""
 
     def __init__(self, task: Task, test_samples: int) -> None:

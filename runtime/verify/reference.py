@@ -1,4 +1,4 @@
-"""Training in one process, without a pipeline: what flush systems must equal.
+"""The reference: training in one process, without a pipeline, which flush systems must equal.
 
 The user's model as it is, neither traced nor cut; the same data, seed, loss and optimizer.
 """

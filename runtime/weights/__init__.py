@@ -1,1 +1,1 @@
-"""The weight versions a stage keeps: stash, rules, predictions, staleness."""
+"""The weight versions a stage keeps: stash, policy, predictions, staleness."""

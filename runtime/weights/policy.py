@@ -1,7 +1,7 @@
-"""The weights that each operation runs on: what the variants table says, made real.
+"""The weight policy of a stage: the weights that each operation runs on, as its system says.
 
-`planner.systems.versions` numbers them; here they become tensors. None stands for the parameters
-as they are, the latest version.
+`planner.systems.versions` numbers the versions; here they become tensors. None stands for the
+parameters as they are, the latest version.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class WeightPolicy:
     """Gives a stage's operations their weights.
 
     Attributes:
-        walk: which version each operation uses; set anew for each segment of the run.
+        walk: which version each operation uses; set for each segment of the run.
         distances: what predictions look ahead in that segment.
     """
 
@@ -87,11 +87,11 @@ class WeightPolicy:
         for used, mine in groups.items():
             yield self._backward(self, op, used, tuple(mine))
 
-    def again(self, op: Op, micro_batch: int) -> list[Tensor] | None:
-        """Those that a micro-batch's forward used, to do it again."""
+    def recompute(self, op: Op, micro_batch: int) -> list[Tensor] | None:
+        """For a recomputation: what the micro-batch's forward used."""
         return self.weights.at(self.walk.version_of(op.mini_batch, micro_batch))
 
-    # Rules -----------------------------------------------------------------------------------
+    # One rule each ---------------------------------------------------------------------------
 
     def _at_version(self, op: Op, version: int) -> list[Tensor] | None:
         return self.weights.at(version)
@@ -102,7 +102,7 @@ class WeightPolicy:
     def _latest_backward(self, op: Op, used: int, mine: tuple[int, ...]) -> BackwardPass:
         return BackwardPass(mine, self.walk.latest, None)
 
-    def _forwards_backward(self, op: Op, used: int, mine: tuple[int, ...]) -> BackwardPass:
+    def _stashed_backward(self, op: Op, used: int, mine: tuple[int, ...]) -> BackwardPass:
         return BackwardPass(mine, used, self.weights.at(used))
 
     def _predicted_backward(self, op: Op, used: int, mine: tuple[int, ...]) -> BackwardPass:
@@ -116,7 +116,7 @@ class WeightPolicy:
         self._predictor.predict(steps, dict(zip(self.weights.parameters, scratch, strict=True)))
         return scratch
 
-    def _between(self, op: Op, used: int, mine: tuple[int, ...]) -> BackwardPass:
+    def _intermediate_backward(self, op: Op, used: int, mine: tuple[int, ...]) -> BackwardPass:
         latest = self.walk.latest
         if used == latest:
             return BackwardPass(mine, latest, None)
@@ -135,7 +135,7 @@ _FORWARD: dict[ForwardWeights, Callable[[WeightPolicy, Op, int], list[Tensor] | 
 _BACKWARD: dict[BackwardWeights, Callable[[WeightPolicy, Op, int, tuple[int, ...]], BackwardPass]]
 _BACKWARD = {
     "latest": WeightPolicy._latest_backward,
-    "forward": WeightPolicy._forwards_backward,
+    "forward": WeightPolicy._stashed_backward,
     "predicted": WeightPolicy._predicted_backward,
-    "intermediate": WeightPolicy._between,
+    "intermediate": WeightPolicy._intermediate_backward,
 }

@@ -1,4 +1,4 @@
-"""How far apart the weights of a mini-batch's forward and backward are.
+"""Staleness: how far apart the weights of a mini-batch's forward and backward are.
 
 Older weights aren't kept for this. Up to `SAMPLED` weights of a stage, spread evenly over its
 parameters, stand for all of them: distances are exact for smaller stages, estimates for others.
@@ -17,7 +17,7 @@ SAMPLED = 16_384
 
 @dataclass
 class Staleness:
-    """What the backwards of a stretch of training saw.
+    """Staleness of the backwards of a stretch of training.
 
     Attributes:
         differences: how often each version difference was seen.
@@ -58,7 +58,7 @@ class Sample:
 
 
 class WeightDistances:
-    """Remembers the weights that forwards used until their backward, and compares."""
+    """Distances between the weights of backwards and those that their forwards used."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._sample = Sample(parameters)

@@ -1,4 +1,4 @@
-"""Weight versions of a stage: the latest in the parameters themselves, older ones while needed.
+"""The stash: a stage's weight versions, the latest in the parameters, older ones while needed.
 
 Autograd saves the weights that a backward needs inside its graph, and refuses to run when an
 update has changed them in place. Saved-tensor hooks pack every saved tensor that shares memory
