@@ -190,7 +190,7 @@ class _Collector:
 
 def _run_inline(prepared: Prepared, where: RunDir, collector: _Collector) -> list[StageReport]:
     collector.starting("loading the data")
-    mailbox, pool = Mailbox(), Pool(reduce_groups(prepared.workers, prepared.tied))
+    mailbox, pool = Mailbox(), Pool(reduce_groups(prepared.workers, prepared.model.tied))
     workers, settings = prepared.workers, prepared.settings
     device = own_device(prepared.plan, settings, 0)
     for worker in workers:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...profiles.errors import FileError
+from ..prepare.tied_parameters import model_parameters
 from ..records.run_dir import RunDir, save_tensors
 from ..stage.runner import StageRunner
 
@@ -41,8 +42,8 @@ class GradientFiles:
 
     def _write(self, *_: Any) -> None:
         found = {
-            self.names.get(name, name): p.grad
-            for name, p in self.module.named_parameters()
+            name: p.grad
+            for name, p in model_parameters(self.module, self.names)
             if p.grad is not None
         }
         save_tensors(self.folder / f"{self.updates}.safetensors", found)
@@ -56,7 +57,7 @@ def keep_gradients(where: RunDir, runner: StageRunner) -> None:
             where.gradients(runner.number),
             runner.stage.module,
             runner.stage.optimizer,
-            runner.prepared.names,
+            runner.prepared.model.names,
         )
 
 

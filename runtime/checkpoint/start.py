@@ -243,7 +243,7 @@ def give_weights(stage: Stage, weights: Mapping[str, Tensor], where: str) -> Non
 
     Raises FileError when one is missing or has another shape.
     """
-    for mine, found in _matched(stage.module, stage.work.names, weights, where):
+    for mine, found in _matched(stage.module, stage.names, weights, where):
         mine.copy_(found)
 
 
@@ -254,8 +254,8 @@ def check_start(prepared: Prepared, path: Path) -> None:
         path: as for `start_from`.
     """
     weights, named, _ = _weights_of(path)
-    for piece in prepared.pieces:
-        _matched(piece.module, prepared.names, weights, named)
+    for piece in prepared.model.pieces:
+        _matched(piece.module, prepared.model.names, weights, named)
 
 
 def _weights_of(path: Path) -> tuple[dict[str, Tensor], str, Saved | None]:
@@ -287,7 +287,7 @@ def _matched(
 
 def _give_unused(runner: StageRunner, weights: Mapping[str, Tensor]) -> None:
     """The same for what no stage uses, so that it is written again as it was."""
-    for name, mine in runner.prepared.unused.items():
+    for name, mine in runner.prepared.model.unused.items():
         if name in weights and weights[name].shape == mine.shape:
             mine.copy_(weights[name])
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ...profiles.errors import TargetError
 from ..prepare.devices import put
+from ..prepare.tied_parameters import model_parameters
 from ..records.metrics import EpochSums
 from ..stage.optimizer import Scheduler
 from ..stage.stage import Stage
@@ -211,8 +212,7 @@ def give_kept(stage: Stage, kept: Mapping[str, Any]) -> None:
 
 def known_parameters(stage: Stage) -> dict[str, nn.Parameter]:
     """A stage's parameters by the first names that the whole model has for them."""
-    names = stage.work.names
-    return {names.get(name, name): p for name, p in stage.module.named_parameters()}
+    return dict(model_parameters(stage.module, stage.names))
 
 
 def _of_scheduler(scheduler: Scheduler | None) -> Any:

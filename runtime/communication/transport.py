@@ -225,8 +225,8 @@ def open_transport(
     """
     rank, timeout_s = worker.rank, prepared.settings.timeout_s
     names = [other.name for other in prepared.workers]
-    groups = reduce_groups(prepared.workers, prepared.tied)
-    routes = (*prepared.distribution.routes, *prepared.evaluation_routes)
+    groups = reduce_groups(prepared.workers, prepared.model.tied)
+    routes = (*prepared.distribution.routes, *prepared.distribution.evaluation_routes)
     if transport == NCCL:
         channels = NcclChannels(rank, names, routes, device, timeout_s, status)
         return channels, ProcessAllReduce(groups, names, rank, timeout_s, status, nccl=device)

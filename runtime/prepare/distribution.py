@@ -64,34 +64,41 @@ class SentValue(NamedTuple):
 
 @dataclass(frozen=True)
 class Distribution:
-    """What goes between workers.
+    """What each worker has of a mini-batch, and what goes between them.
 
     Attributes:
-        routes: the list is the same on every worker.
+        shares: by rank.
+        routes: of training; the sequence is the same on every worker.
         known: per stage, values that aren't sent, since they follow from how many samples a
             replica has there: numbers and sizes.
+        evaluation_routes: between the stages' replicas 0, which evaluate alone.
+        evaluation_samples: in a micro-batch of evaluation: what every stage has room for.
     """
 
+    shares: tuple[Share, ...]
     routes: tuple[Route, ...]
     known: tuple[Mapping[str, Tensor], ...]
+    evaluation_routes: tuple[Route, ...]
+    evaluation_samples: int
 
 
 def distribute(
     pipeline: Pipeline,
     workers: Sequence[Worker],
+    shares: Sequence[Share],
     sent: Sequence[SentValue],
-    samples: Sequence[int],
     specs: Mapping[int, Specs],
 ) -> Distribution:
-    """What is sent in training.
+    """Distribute training and evaluation over the workers.
 
     Args:
-        samples: per stage, of a micro-batch on one replica.
         specs: of all values, by number of samples.
 
     Raises:
         PlanError: a value whose samples can't be told apart would have to be dealt.
     """
+    leads = [worker for worker in workers if worker.leads]
+    samples = [shares[worker.rank].samples for worker in leads]
     found: list[Route] = []
     known: list[dict[str, Tensor]] = [{} for _ in samples]
     whole = pipeline.variant.whole_mini_batches
@@ -117,18 +124,12 @@ def distribute(
                     # As many replicas: each its own. Else it is the same for all samples, and
                     # the first that has it sends it.
                     found.append(_whole(len(found), here, a, b))
-    return Distribution(tuple(found), tuple(known))
-
-
-def routes_of_evaluation(
-    number: int, workers: Sequence[Worker], sent: Sequence[SentValue], specs: Specs
-) -> tuple[Route, ...]:
-    """What is sent in evaluation, by each stage's replica 0 alone. `number`: of the first."""
-    leads = [worker for worker in workers if worker.leads]
-    return tuple(
-        _whole(number + k, specs[value.name], leads[value.source], leads[value.target])
+    least = min(samples)
+    evaluation = (
+        _whole(len(found) + k, specs[least][value.name], leads[value.source], leads[value.target])
         for k, value in enumerate(sent)
     )
+    return Distribution(tuple(shares), tuple(found), tuple(known), tuple(evaluation), least)
 
 
 def _whole(number: int, spec: ValueSpec, a: Worker, b: Worker) -> Route:

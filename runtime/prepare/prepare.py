@@ -35,14 +35,11 @@ from .devices import autocast_of, forward_context
 from .distribution import (
     Distribution,
     SentValue,
-    Share,
     Specs,
     distribute,
-    routes_of_evaluation,
     share_of,
 )
 from .loss import LossKind, kind_of_loss
-from .messages import Route
 from .tied_parameters import TiedParameters, first_names, give_copies
 from .workers import Worker, workers_of
 
@@ -51,46 +48,65 @@ SMALL_MODEL_BYTES = 2**28
 
 
 @dataclass(frozen=True)
+class PreparedStage:
+    """A stage's piece of the model.
+
+    Attributes:
+        piece: for training.
+        evaluation_piece: the same in evaluation mode; the two share parameters and leaf modules.
+        specs: of every value that layers take from each other, for a replica's micro-batch.
+    """
+
+    piece: Piece
+    evaluation_piece: Piece
+    specs: Specs
+
+
+@dataclass(frozen=True)
+class PreparedModel:
+    """The model, cut into stages.
+
+    Attributes:
+        inputs: names of the model's own inputs.
+        names: for each name of a parameter, the first that the model has for it.
+        tied: parameters that several stages hold copies of.
+        unused: parameters and buffers of the model that no stage uses, under its names.
+        loss: what the task's loss gives.
+        autocast: dtype of torch.autocast for the forwards; None: off.
+    """
+
+    stages: tuple[PreparedStage, ...]
+    inputs: tuple[str, ...]
+    names: Mapping[str, str]
+    tied: tuple[TiedParameters, ...]
+    unused: Mapping[str, Tensor]
+    loss: LossKind
+    autocast: torch.dtype | None
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """Those of all stages, for training."""
+        return tuple(stage.piece for stage in self.stages)
+
+
+@dataclass(frozen=True)
 class Prepared:
     """A plan ready to run.
 
     Attributes:
-        workers: by rank.
-        shares: what each worker has of a mini-batch, by rank.
-        pieces: per stage, for training; `evaluation_pieces` the same in evaluation mode.
-        autocast: dtype of torch.autocast for the forwards; None: off.
-        tied: parameters that several stages hold copies of.
-        names: for each name of a parameter, the first that the model has for it.
-        unused: parameters and buffers of the model that no stage uses, under its names.
-        specs: per stage, of every value that layers take from each other, for a replica's
-            micro-batch.
-        distribution: what goes between workers in training.
-        evaluation_routes: what goes between the stages' replicas 0 in evaluation.
-        evaluation_samples: in a micro-batch of evaluation.
-        loss: what the task's loss gives.
         samples: in the training data.
+        workers: by rank.
     """
 
     plan: Plan
     settings: RunSettings
     task: Task
+    samples: int
+    segments: tuple[Segment, ...]
     pipeline: Pipeline
     workers: tuple[Worker, ...]
-    shares: tuple[Share, ...]
-    pieces: tuple[Piece, ...]
-    evaluation_pieces: tuple[Piece, ...]
-    tied: tuple[TiedParameters, ...]
-    names: Mapping[str, str]
-    unused: Mapping[str, Tensor]
-    autocast: torch.dtype | None
-    specs: tuple[Specs, ...]
+    model: PreparedModel
     distribution: Distribution
-    evaluation_routes: tuple[Route, ...]
-    evaluation_samples: int
-    segments: tuple[Segment, ...]
-    inputs: tuple[str, ...]
-    loss: LossKind
-    samples: int
 
 
 def prepare(
@@ -141,32 +157,30 @@ def prepare(
     evaluated = _trace_for_evaluation(plan, model, target, traced[least])
     tell("cutting the model into stages")
     sent = _sent(plan, traced[least], groups)
-    dealt = distribute(pipeline, workers, sent, samples, specs)
-    chosen = tuple(pieces[n][s] for s, n in enumerate(samples))
-    evaluation_pieces = tuple(cut(evaluated, groups))
+    chosen = [pieces[n][s] for s, n in enumerate(samples)]
+    evaluation_pieces = cut(evaluated, groups)
     modes = zip(chosen, evaluation_pieces, strict=True)
+    tied = give_copies([[piece.module for piece in both] for both in modes])
+    stages = zip(chosen, evaluation_pieces, (specs[n] for n in samples), strict=True)
     size = dataset_size(target.task.data("train"), "train")
     prepared = Prepared(
         plan=plan,
         settings=settings,
         task=target.task,
+        samples=size,
+        segments=segments(plan, settings, size),
         pipeline=pipeline,
         workers=workers,
-        shares=shares,
-        pieces=chosen,
-        evaluation_pieces=evaluation_pieces,
-        tied=give_copies([[piece.module for piece in both] for both in modes]),
-        names=first_names(model),
-        unused=_unused(model, chosen),
-        autocast=autocast,
-        specs=tuple(specs[n] for n in samples),
-        distribution=dealt,
-        evaluation_routes=routes_of_evaluation(len(dealt.routes), workers, sent, specs[least]),
-        evaluation_samples=least,
-        segments=segments(plan, settings, size),
-        inputs=tuple(node.name for node in traced[least].inputs),
-        loss=loss,
-        samples=size,
+        model=PreparedModel(
+            stages=tuple(PreparedStage(*stage) for stage in stages),
+            inputs=tuple(node.name for node in traced[least].inputs),
+            names=first_names(model),
+            tied=tied,
+            unused=_unused(model, chosen),
+            loss=loss,
+            autocast=autocast,
+        ),
+        distribution=distribute(pipeline, workers, shares, sent, specs),
     )
     _check_padding(prepared, target, traced, samples[-1])
     few = min(3, max(segment.mini_batches for segment in prepared.segments))
@@ -178,18 +192,10 @@ def with_own_weights(prepared: Prepared, worker: Worker) -> Prepared:
     """The same, where the replicas of a stage in one process need weights of their own."""
     if worker.leads:
         return prepared
-    s = worker.stage
+    stages = list(prepared.model.stages)
     # Together: both modes of a stage share their parameters.
-    own = copy.deepcopy((prepared.pieces[s], prepared.evaluation_pieces[s]))
-    return replace(
-        prepared,
-        pieces=(*prepared.pieces[:s], own[0], *prepared.pieces[s + 1 :]),
-        evaluation_pieces=(
-            *prepared.evaluation_pieces[:s],
-            own[1],
-            *prepared.evaluation_pieces[s + 1 :],
-        ),
-    )
+    stages[worker.stage] = copy.deepcopy(stages[worker.stage])
+    return replace(prepared, model=replace(prepared.model, stages=tuple(stages)))
 
 
 def _unused(model: nn.Module, pieces: Sequence[Piece]) -> dict[str, Tensor]:
@@ -250,7 +256,7 @@ def _check_padding(
     elif any(segment.samples % plan.mini_batch for segment in prepared.segments):
         advice = DROP
     elif prepared.settings.evaluate:
-        size = prepared.evaluation_samples
+        size = prepared.distribution.evaluation_samples
         if not _test_size(prepared.task) % size:
             return
         advice = NO_EVALUATION

@@ -85,6 +85,15 @@ def first_names(model: nn.Module) -> dict[str, str]:
     }
 
 
+def model_parameters(module: nn.Module, names: Mapping[str, str]) -> list[tuple[str, nn.Parameter]]:
+    """A module's parameters, each with the first name that the whole model has for it.
+
+    Args:
+        names: for each name, the first (`first_names`): copies go by one name.
+    """
+    return [(names.get(name, name), p) for name, p in module.named_parameters()]
+
+
 def _parameters(modules: Sequence[nn.Module]) -> list[nn.Parameter]:
     return list({id(p): p for module in modules for p in module.parameters()}.values())
 

@@ -22,7 +22,6 @@ from ..prepare.data import (
     MicroBatchPart,
     Samples,
     Segment,
-    length_of,
     part_of,
     real_part,
     real_samples,
@@ -38,7 +37,7 @@ from ..records.status import NoStatus, Status
 from .finite import SKIP, NotFinite
 from .loss_weights import LossWeights
 from .optimizer import clip, own_part, squared_norm, trained
-from .stage import Stage, StageWork
+from .stage import Stage
 
 EVALUATION_AHEAD = 8
 """Messages that a stage may have under way to each peer while it evaluates."""
@@ -77,7 +76,7 @@ class StageRunner:
         self.prepared = prepared
         self.worker = worker = prepared.workers[rank]
         self.number = s = worker.stage
-        self.share = prepared.shares[rank]
+        self.share = prepared.distribution.shares[rank]
         self.channels = channels if log is None else LoggedChannels(channels, log)
         self.all_reduce = all_reduce
         self.log = log
@@ -88,30 +87,12 @@ class StageRunner:
         self._clock = clock_of(device)
         self.is_last = s == len(plan.stages) - 1
         self.tells = self.is_last and worker.leads
-        self.stage = Stage(
-            prepared.pieces[s],
-            prepared.evaluation_pieces[s].module,
-            prepared.specs[s],
-            StageWork(
-                prepared.pipeline.variant,
-                plan.micro_batches,
-                self.share,
-                plan.stages[s].recompute,
-                prepared.names,
-                f"stage {s}",
-                prepared.loss,
-            ),
-            prepared.task,
-            settings,
-            length_of(prepared.segments),
-            prepared.autocast,
-            device,
-        )
-        self.own_inputs = [n for n in self.stage.piece.inputs if n in prepared.inputs]
+        self.stage = Stage(prepared, worker, device)
+        self.own_inputs = [n for n in self.stage.piece.inputs if n in prepared.model.inputs]
         routes = prepared.distribution.routes
         self.incoming = _by_name(c for c in routes if c.target == rank)
         self.outgoing = [c for c in routes if c.source == rank]
-        self._tied = [tied for tied in prepared.tied if s in tied.stages]
+        self._tied = [tied for tied in prepared.model.tied if s in tied.stages]
         self._samples: dict[str, Samples] = {}
         self.metrics = SegmentMetrics()
         self.segment: Segment | None = None
@@ -121,7 +102,7 @@ class StageRunner:
         self.not_finite = NotFinite(settings.on_nan)
         self._loss_weights = (
             LossWeights(self.stage, all_reduce, self.not_finite, is_last=self.is_last)
-            if prepared.loss.weighted
+            if prepared.model.loss.weighted
             else None
         )
 
@@ -201,7 +182,7 @@ class StageRunner:
     def state(self) -> dict[str, Tensor]:
         """The stage's parameters and buffers under the model's own names; the first stage's with
         those that no stage uses."""
-        return {**self.stage.state(), **({} if self.number else self.prepared.unused)}
+        return {**self.stage.state(), **({} if self.number else self.prepared.model.unused)}
 
     def tied_names(self) -> dict[str, str]:
         """Of the names in `state`, those that stand for what an earlier name of the model does, and
@@ -211,7 +192,7 @@ class StageRunner:
         for name, tensor in self.state().items():
             same = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
             # Of parameters the model says which is first, also of copies on several stages.
-            of = self.prepared.names.get(name, first.setdefault(same, name))
+            of = self.prepared.model.names.get(name, first.setdefault(same, name))
             if of != name and tensor.numel():
                 found[name] = of
         return found
@@ -389,7 +370,7 @@ class StageRunner:
             yield
             summing.wait()
         else:
-            every = [p for piece in self.prepared.pieces for p in piece.module.parameters()]
+            every = [p for piece in self.prepared.model.pieces for p in piece.module.parameters()]
             most = own_part(most, trained(own), trained(every))
         clip(own, math.sqrt(float(squared)), most)
 
@@ -445,7 +426,7 @@ class StageRunner:
         rank = self.worker.rank
         return [
             c
-            for c in self.prepared.evaluation_routes
+            for c in self.prepared.distribution.evaluation_routes
             if (c.source if outgoing else c.target) == rank
         ]
 
@@ -465,10 +446,10 @@ class StageRunner:
             for c in self._evaluated(outgoing=True):
                 self.channels.send(c, FORWARD, outputs[c.spec.name])
             if self.is_last:
-                size = self.prepared.evaluation_samples
+                size = self.prepared.distribution.evaluation_samples
                 if real < size:
                     result = real_part(result, real, size, NO_EVALUATION)
-                with forward_context(self.prepared.autocast, self.device.type):
+                with forward_context(self.prepared.model.autocast, self.device.type):
                     metrics.add(self.prepared.task, result, target, real)
 
     # Data ----------------------------------------------------------------------------------
@@ -489,7 +470,11 @@ class StageRunner:
         """The samples of a split, loaded on first use."""
         if split not in self._samples:
             plan, settings = self.prepared.plan, self.prepared.settings
-            size = plan.micro_batch if split == "train" else self.prepared.evaluation_samples
+            size = (
+                plan.micro_batch
+                if split == "train"
+                else self.prepared.distribution.evaluation_samples
+            )
             self._samples[split] = Samples(self.prepared.task, split, size, settings.seed)
         return self._samples[split]
 
@@ -504,7 +489,7 @@ class StageRunner:
         return self._named(inputs), self._target(target)
 
     def _named(self, inputs: Sequence[Tensor]) -> dict[str, Tensor]:
-        named = dict(zip(self.prepared.inputs, inputs, strict=False))
+        named = dict(zip(self.prepared.model.inputs, inputs, strict=False))
         return {name: put(named[name], self.device) for name in self.own_inputs}
 
     def _target(self, target: Any) -> Any:

@@ -94,7 +94,7 @@ def compare_training(runners: Sequence[StageRunner], segment: Segment) -> None:
 
 def compare_evaluation(runners: Sequence[StageRunner]) -> None:
     """The same for an evaluation's first micro-batches. Raises as `compare_lengths`."""
-    size = runners[0].prepared.evaluation_samples
+    size = runners[0].prepared.distribution.evaluation_samples
     count = min(max(SAMPLES // size, 1), MINI_BATCHES, runners[0].evaluations)
     _compare(
         runners,
@@ -118,9 +118,9 @@ def _compare(runners: Sequence[StageRunner], split: Split, what: str, take: _Tak
     prepared = runners[0].prepared
     if len(prepared.workers) == 1:
         return
-    own = set(prepared.inputs)
-    taking = {s for s, piece in enumerate(prepared.pieces) if own & set(piece.inputs)}
-    alone = taking <= {len(prepared.pieces) - 1}
+    own = set(prepared.model.inputs)
+    taking = {s for s, piece in enumerate(prepared.model.pieces) if own & set(piece.inputs)}
+    alone = taking <= {len(prepared.model.pieces) - 1}
 
     def digests(runner: StageRunner) -> Row:
         if not runner.loads or (split == "test" and not runner.worker.leads):

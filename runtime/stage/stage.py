@@ -8,27 +8,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ...planner.systems.operations import BACKWARD, FORWARD, Op
 from ...planner.systems.prediction import Distances
-from ...planner.systems.variants import Variant
 from ...planner.systems.versions import VersionWalk
 from ...profiles.autograd.boundary import Inlet, storage_key
 from ...profiles.autograd.optimizer_step import fuse
 from ...profiles.autograd.split_backward import SplitBackward
 from ...profiles.errors import RunError
-from ...profiles.tasks.hooks import RunLength, call_hook, check_depends
-from ...profiles.tasks.task import Loss, Task
-from ...profiles.tracing.pieces import Piece, decode, encode
-from ...profiles.tracing.shapes import ValueSpec
-from ..prepare.data import DIVIDE, DROP, MicroBatchPart, real_part
+from ...profiles.tasks.hooks import call_hook, check_depends
+from ...profiles.tasks.task import Loss
+from ...profiles.tracing.pieces import decode, encode
+from ..prepare.data import DIVIDE, DROP, MicroBatchPart, length_of, real_part
 from ..prepare.devices import CPU, forward_context, move, put
-from ..prepare.distribution import Share
-from ..prepare.loss import LossKind
 from ..prepare.messages import check_agreed, mark_missing, missing_gradients
-from ..settings import RunSettings
+from ..prepare.prepare import Prepared
+from ..prepare.tied_parameters import model_parameters
+from ..prepare.workers import Worker
 from ..weights.policy import DECAYS, WeightPolicy
 from ..weights.prediction import Predictor
 from ..weights.staleness import Staleness, WeightDistances
@@ -57,32 +55,11 @@ class _MicroBatch:
     inputs: ForwardInputs | None = None
 
 
-@dataclass(frozen=True)
-class StageWork:
-    """What a stage does with its piece, besides the piece.
-
-    Attributes:
-        micro_batches: N, on all replicas together.
-        share: what this replica has of them.
-        recompute: activations are recomputed before the backward.
-        names: for each name of a parameter, the first that the whole model has for it.
-        stage: its name in messages.
-        loss: what the task's loss gives; where that is weighted, gradients are those of sums.
-    """
-
-    variant: Variant
-    micro_batches: int
-    share: Share
-    recompute: bool = False
-    names: Mapping[str, str] = field(default_factory=dict)
-    stage: str = "the stage"
-    loss: LossKind = field(default_factory=LossKind)
-
-
 class Stage:
     """A stage's piece, its weight versions, its optimizer, and what it has in flight.
 
     Attributes:
+        names: for each name of a parameter, the first that the whole model has for it.
         walk: which version each operation uses; the runtime follows it with real weights.
         account: what the stage holds, and its peak.
         staleness: what its backwards saw since the segment began.
@@ -91,60 +68,54 @@ class Stage:
         lr: learning rate of the last update's first parameter group; None: nothing to train.
     """
 
-    def __init__(
-        self,
-        piece: Piece,
-        evaluation_module: nn.Module,
-        specs: Mapping[str, ValueSpec],
-        work: StageWork,
-        task: Task,
-        settings: RunSettings,
-        length: RunLength,
-        autocast: torch.dtype | None = None,
-        device: torch.device = CPU,
-    ) -> None:
+    def __init__(self, prepared: Prepared, worker: Worker, device: torch.device = CPU) -> None:
         """
         Args:
-            length: of the whole run.
-            autocast: dtype of torch.autocast for the forwards; None: off.
             device: what everything of the stage is moved to.
         """
-        self.autocast = autocast
+        plan, settings, model = prepared.plan, prepared.settings, prepared.model
+        stage = model.stages[worker.stage]
+        self.task = prepared.task
+        self.variant = prepared.pipeline.variant
+        self.micro_batches = plan.micro_batches
+        self.share = prepared.distribution.shares[worker.rank]
+        self.recomputes = plan.stages[worker.stage].recompute
+        self.names = model.names
+        self.loss = model.loss
+        self.autocast = model.autocast
         self.device = device
-        self.piece = piece
-        self.specs = specs
-        self.work = work
-        self.share = work.share
-        self.task = task
-        self.module = piece.module
-        # Shares its parameters and leaf modules with `module`, traced in evaluation mode.
-        self.evaluation_module = evaluation_module
+        self.piece = stage.piece
+        self.specs = stage.specs
+        self.module = stage.piece.module
+        self.evaluation_module = stage.evaluation_piece.module
         # Before anything looks at the parameters, which moving may replace.
-        move([self.module, evaluation_module], device)
+        move([self.module, self.evaluation_module], device)
         self.module.train()
         parameters = list(self.module.parameters())
         self.weights = WeightVersions(parameters)
         # Copies of a parameter go by one name, so that parameter groups treat them alike.
-        named = [(work.names.get(name, name), p) for name, p in self.module.named_parameters()]
-        made = make_optimizer(task, settings, named, work.stage)
-        self.optimizer = None if made is None else follow(work.variant.update_rule, made)
-        self.scheduler = make_scheduler(task, settings, self.optimizer, length)
+        named = model_parameters(self.module, self.names)
+        made = make_optimizer(self.task, settings, named, f"stage {worker.stage}")
+        self.optimizer = None if made is None else follow(self.variant.update_rule, made)
+        self.scheduler = make_scheduler(
+            self.task, settings, self.optimizer, length_of(prepared.segments)
+        )
         self.lr: float | None = None
         self._fused = False
         self.predictor = (
-            Predictor(work.variant.prediction, self.optimizer)
-            if work.variant.prediction and self.optimizer is not None
+            Predictor(self.variant.prediction, self.optimizer)
+            if self.variant.prediction and self.optimizer is not None
             else None
         )
         decay = DECAYS[settings.decay]
         self.policy = WeightPolicy(
-            work.variant, self.weights, self.predictor, lambda d: decay(settings.decay_rate, d)
+            self.variant, self.weights, self.predictor, lambda d: decay(settings.decay_rate, d)
         )
         self.account = MemoryAccount(parameters, list(self.module.buffers()))
         self.staleness = Staleness()
         self.kept_outputs: set[str] = set()
         self._distances = WeightDistances(parameters) if settings.distances else None
-        self._recomputation = Recomputation(self.module, device) if work.recompute else None
+        self._recomputation = Recomputation(self.module, device) if self.recomputes else None
         self._batch_norm = DeferredBatchNorm(self.module) if settings.deferred_batch_norm else None
         self._flying: dict[tuple[int, int], _MicroBatch] = {}
         # Per micro-batch whose weight part is still to come: that, and bytes saved for it.
@@ -152,7 +123,7 @@ class Stage:
         self._kept_bytes = 0
         # Where no update comes between a forward and its backward, autograd may keep the weights
         # themselves. Then hooks only count, once for each shape of a micro-batch.
-        self._settled = work.variant.flushes and self._recomputation is None and autocast is None
+        self._settled = self.variant.flushes and not self.recomputes and self.autocast is None
         self._saved_by_shape: dict[_Shapes, tuple[int, set[str]]] = {}
 
     def begin(self, entries: Sequence[int], ahead: Distances) -> None:
@@ -163,10 +134,10 @@ class Stage:
             ahead: what predictions look ahead.
         """
         self.policy.walk = VersionWalk(
-            self.work.variant,
-            self.work.micro_batches,
+            self.variant,
+            self.micro_batches,
             entries,
-            recompute=self.work.recompute,
+            recompute=self.recomputes,
             latest=self.weights.latest,
         )
         self.policy.distances = ahead
@@ -269,7 +240,7 @@ class Stage:
                         roots.append(edge)
                         root_grads.append(grads[name][k])
             with self.weights.backward(weights.tensors):
-                if self.work.variant.split_backward:
+                if self.variant.split_backward:
                     self._postpone(op, micros[mine[0]], roots, root_grads)
                 elif roots:
                     torch.autograd.backward(roots, root_grads)  # type: ignore[arg-type]
@@ -282,12 +253,12 @@ class Stage:
         }
         messages = (*grads.values(), *back.values())
         self._note(boundary_bytes + sum(g.nbytes for g in messages))
-        if not self.work.variant.split_backward:
+        if not self.variant.split_backward:
             self._kept_bytes -= sum(micro.saved_bytes for micro in micros.values())
         self.staleness.note(version - forward_version, distance or 0.0)
         self.walk.finish(op)
         self.weights.drop(self.walk.needed())
-        if not self.work.variant.scratch_copies:
+        if not self.variant.scratch_copies:
             self.weights.drop_scratch()
         return version, forward_version, back
 
@@ -362,8 +333,8 @@ class Stage:
     def state(self) -> dict[str, Tensor]:
         """Parameters and buffers under the model's own names, tied ones under each."""
         state = dict(self.module.state_dict())
-        first = {self.work.names.get(name, name): tensor for name, tensor in state.items()}
-        for name, known_as in self.work.names.items():
+        first = {self.names.get(name, name): tensor for name, tensor in state.items()}
+        for name, known_as in self.names.items():
             if known_as in first:
                 state.setdefault(name, first[known_as])
         return state
@@ -386,7 +357,7 @@ class Stage:
             out = self.module(*[self._admit(name, values, micro) for name in self.piece.inputs])
             loss = self._loss(out[-1], target, part) if self.piece.has_result else None
             if loss is not None:
-                micro.loss = loss.value if self.work.loss.weighted else loss.value * part.weight
+                micro.loss = loss.value if self.loss.weighted else loss.value * part.weight
         outputs = self._outputs(out)
         for name, tensor in outputs.items():
             if tensor.requires_grad:
@@ -472,7 +443,7 @@ class Stage:
             return None
         if part.padded:
             result = real_part(result, part.real, part.size, f"{DROP}, or {DIVIDE}")
-        loss = self.work.loss.read(call_hook("loss", self.task.loss, result, target, kind=RunError))
+        loss = self.loss.read(call_hook("loss", self.task.loss, result, target, kind=RunError))
         check_depends(loss, result)
         return loss
 

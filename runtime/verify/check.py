@@ -186,7 +186,7 @@ def _against_plain(
 
 
 def _training_of(where: RunDir, prepared: Prepared) -> Training:
-    folders = [where.gradients(s) for s in range(len(prepared.pieces))]
+    folders = [where.gradients(s) for s in range(len(prepared.model.pieces))]
     losses = read_losses(where.metrics)
     return Training(losses, folders, load_weights(where.path), _updates(prepared))
 
@@ -200,7 +200,7 @@ def _without_statistics(found: Training, prepared: Prepared) -> Training:
     """The same without buffers that replicas don't share."""
     dropped = {
         name
-        for stage, piece in zip(prepared.plan.stages, prepared.pieces, strict=True)
+        for stage, piece in zip(prepared.plan.stages, prepared.model.pieces, strict=True)
         if len(stage.devices) > 1
         for name, _ in piece.module.named_buffers()
     }
@@ -220,9 +220,9 @@ def _updates(prepared: Prepared) -> list[int]:
 
 def _tolerance(prepared: Prepared) -> tuple[float, str]:
     """The tolerance of the least precise dtype of parameters and autocast, and its name."""
-    dtypes = {p.dtype for piece in prepared.pieces for p in piece.module.parameters()}
-    if prepared.autocast is not None:
-        dtypes.add(prepared.autocast)
+    dtypes = {p.dtype for piece in prepared.model.pieces for p in piece.module.parameters()}
+    if prepared.model.autocast is not None:
+        dtypes.add(prepared.model.autocast)
     known = [dtype for dtype in dtypes if dtype in TOLERANCES] or [torch.float32]
     dtype = max(known, key=lambda dtype: TOLERANCES[dtype])
     return TOLERANCES[dtype], str(dtype).removeprefix("torch.")

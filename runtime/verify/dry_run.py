@@ -225,12 +225,12 @@ def check_shapes(prepared: Prepared) -> tuple[Any, Any]:
         if not worker.leads:
             continue
         s = worker.stage
-        inputs, wanted = target.sample(prepared.shares[worker.rank].samples)
-        named = dict(zip(prepared.inputs, inputs, strict=False))
-        specs = prepared.specs[s]
+        inputs, wanted = target.sample(prepared.distribution.shares[worker.rank].samples)
+        named = dict(zip(prepared.model.inputs, inputs, strict=False))
+        specs = prepared.model.stages[s].specs
         arguments = [
             named[name] if name in named else _value_of(specs[name])
-            for name in prepared.pieces[s].inputs
+            for name in prepared.model.pieces[s].inputs
         ]
         try:
             made = _forward(prepared, s, arguments, fake=fake)
@@ -238,20 +238,20 @@ def check_shapes(prepared: Prepared) -> tuple[Any, Any]:
             raise
         except Exception as error:  # the user's model
             raise RunError(f"{worker.name}: its forward failed: {describe_error(error)}") from error
-        for name, value in zip(prepared.pieces[s].outputs, made, strict=False):
+        for name, value in zip(prepared.model.pieces[s].outputs, made, strict=False):
             tensor, spec = encode(value, name), specs[name]
             if (tuple(tensor.shape), tensor.dtype) != (spec.shape, spec.dtype):
                 raise RunError(
                     f"{worker.name} makes {name!r} as {tuple(tensor.shape)} {tensor.dtype}, and "
                     f"what follows takes {spec.shape} {spec.dtype}"
                 )
-        result = made[-1] if prepared.pieces[s].has_result else None
+        result = made[-1] if prepared.model.pieces[s].has_result else None
     return result, wanted
 
 
 def _forward(prepared: Prepared, s: int, arguments: Sequence[Any], *, fake: bool) -> Sequence[Any]:
-    module = prepared.pieces[s].module
-    with torch.no_grad(), unchanged(module), forward_context(prepared.autocast):
+    module = prepared.model.pieces[s].module
+    with torch.no_grad(), unchanged(module), forward_context(prepared.model.autocast):
         if fake:
             from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -21,6 +21,7 @@ from ..communication.transport import free_bytes
 from ..prepare.data import length_of
 from ..prepare.devices import CPU, device_kind, own_device, random_state
 from ..prepare.prepare import Prepared, with_own_weights
+from ..prepare.tied_parameters import model_parameters
 from ..records.metrics import EpochSums
 from ..records.progress import Silent
 from ..stage.optimizer import follow, make_optimizer, make_scheduler, open_reading, step_optimizer
@@ -42,13 +43,12 @@ def check_updates(prepared: Prepared) -> None:
     if device_kind(prepared.plan, prepared.settings) != "cpu":
         return
     length = length_of(prepared.segments)
-    for s in range(len(prepared.pieces)):
+    for s in range(len(prepared.model.pieces)):
         make_scheduler(prepared.task, prepared.settings, _optimizer_of(prepared, s), length)
 
 
 def _optimizer_of(prepared: Prepared, s: int) -> torch.optim.Optimizer | None:
-    names, module = prepared.names, prepared.pieces[s].module
-    named = [(names.get(name, name), p) for name, p in module.named_parameters()]
+    named = model_parameters(prepared.model.pieces[s].module, prepared.model.names)
     return make_optimizer(prepared.task, prepared.settings, named, f"stage {s}")
 
 
@@ -59,7 +59,7 @@ def hook_warnings(prepared: Prepared) -> list[str]:
     if settings.lr_schedule is None:
         # Optimizers for GPUs alone can't be made here: then nothing is said.
         with suppress(UserError):
-            made = (_optimizer_of(prepared, s) for s in range(len(prepared.pieces)))
+            made = (_optimizer_of(prepared, s) for s in range(len(prepared.model.pieces)))
             optimizer = next((found for found in made if found is not None), None)
             scheduler = make_scheduler(prepared.task, settings, optimizer, length)
             line = None if scheduler is None else open_reading(prepared.task, scheduler, length)
@@ -95,10 +95,10 @@ def try_training(prepared: Prepared) -> list[str]:
         rest=0,
         checkpoint=False,
     )
-    trial = _Trial(prepared.task, prepared.evaluation_samples)
+    trial = _Trial(prepared.task, prepared.distribution.evaluation_samples)
     few = replace(prepared, task=cast(Task, trial), segments=(segment,))
     device = own_device(prepared.plan, settings, 0)
-    mailbox, pool = Mailbox(), Pool(reduce_groups(few.workers, few.tied))
+    mailbox, pool = Mailbox(), Pool(reduce_groups(few.workers, few.model.tied))
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         runners = [
             StageRunner(
@@ -137,8 +137,8 @@ def try_in_parts(prepared: Prepared, result: Any, target: Any, only: int | None)
         if settings.evaluate:
             dataset = call_hook("data('test')", task.data, "test")
             size = dataset_size(dataset, "test")
-            fetch(dataset, range(min(size, prepared.evaluation_samples)))
-        for s, piece in enumerate(prepared.pieces):
+            fetch(dataset, range(min(size, prepared.distribution.evaluation_samples)))
+        for s, piece in enumerate(prepared.model.pieces):
             parameters = [p for p in piece.module.parameters() if p.requires_grad]
             needed = _HELD * sum(p.nbytes for p in parameters)
             on_gpu = device_kind(prepared.plan, settings) != "cpu"

@@ -69,7 +69,7 @@ class PlainTraining:
             if settings.deferred_batch_norm and by_micro_batch
             else None
         )
-        GradientFiles(gradients, self.model, self.optimizer, prepared.names)
+        GradientFiles(gradients, self.model, self.optimizer, prepared.model.names)
         self.losses: list[float] = []
         self.traits = Traits()
         self._samples: dict[int, Samples] = {}
@@ -92,7 +92,7 @@ class PlainTraining:
             else:
                 loss.value.backward()
                 total, weight = total + float(value), weight + loss.weight
-        if self.prepared.loss.weighted:
+        if self.prepared.model.loss.weighted:
             total = total / weight if weight else math.nan
             self._means.settle(weight, segment.together(b))
         self.losses.append(total)
@@ -100,7 +100,7 @@ class PlainTraining:
             if self._batch_norm is not None:
                 self._batch_norm.settle(segment.first + b)
             self._update(ends_epoch=segment.ends_epoch(b))
-        elif self.prepared.loss.weighted:
+        elif self.prepared.model.loss.weighted:
             self._means.set_aside()
 
     def _update(self, *, ends_epoch: bool) -> None:
@@ -139,7 +139,7 @@ class PlainTraining:
     def _loss(self, segment: Segment, positions: range, real: int, size: int) -> Loss | None:
         """Of the samples at these positions, filled up to `size`; None where there are none."""
         inputs, target = self._take(segment, positions, size)
-        with forward_context(self.prepared.autocast, self._device.type):
+        with forward_context(self.prepared.model.autocast, self._device.type):
             before = random_state(self._device)
             output = Call(inputs, self.names).of(self.model)
             self.traits.draws |= not torch.equal(before, random_state(self._device))

@@ -116,9 +116,9 @@ def test_what_crosses_is_in_low_precision(profile):
     whole = msgspec.structs.replace(plan.profile, autocast=None)
     plan = msgspec.structs.replace(plan, profile=whole)
     prepared = prepare(plan, RunSettings(task=TARGET))
-    assert prepared.autocast is None
+    assert prepared.model.autocast is None
     prepared = prepare(plan, RunSettings(task=TARGET, autocast="bfloat16"))
-    assert prepared.autocast == torch.bfloat16
+    assert prepared.model.autocast == torch.bfloat16
 
 
 def test_float16_is_refused(profile):

@@ -236,7 +236,7 @@ def test_a_tied_parameter_has_one_name_whatever_its_piece_calls_it():
         )
         plan = plan_by_hand(profile, "gpipe", 3, 4, tied="split")
         prepared = prepare(plan, settings_for("TiedTask"))
-        names[front_end] = dict(prepared.pieces[0].module.named_parameters()).keys()
+        names[front_end] = dict(prepared.model.pieces[0].module.named_parameters()).keys()
         assert check(plan, settings_for("TiedTask"), inline=True).verdict == "same"
     assert "wte.weight" in names["fx"]
     assert "wte.weight" not in names["export"]

@@ -62,8 +62,8 @@ def test_shapes_go_through_every_cut(task, fake, monkeypatch):
 
 def test_a_stage_that_makes_another_shape_is_named(plan, mlp_target):
     prepared = prepare(plan, RunSettings(task=mlp_target, steps=2))
-    name, spec = next((n, s) for n, s in prepared.specs[0].items() if n == "t0")
-    prepared.specs[0][name] = replace(spec, shape=(2, 99))
+    name, spec = next((n, s) for n, s in prepared.model.stages[0].specs.items() if n == "t0")
+    prepared.model.stages[0].specs[name] = replace(spec, shape=(2, 99))
     with pytest.raises(
         RunError, match=r"stage 0 makes 't0' as .* and what follows takes \(2, 99\)"
     ):
