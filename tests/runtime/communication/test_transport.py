@@ -38,7 +38,7 @@ from timeprest.runtime.verify.dry_run import WorkerCheck, gpu_checks
 
 
 @pytest.mark.parametrize(
-    ("gpus", "wanted"),
+    ("gpus", "transport"),
     [
         ([("a", ""), ("a", "")], GLOO),
         ([("a", "g0"), ("a", "g1")], NCCL),
@@ -53,7 +53,7 @@ def test_nccl_wants_a_gpu_for_each_worker(gpus, transport):
 
 
 @pytest.mark.parametrize(
-    ("kind", "workers", "gpus", "wanted"),
+    ("kind", "workers", "gpus", "transport"),
     [("cpu", 4, 8, GLOO), ("cuda", 4, 4, NCCL), ("cuda", 4, 8, NCCL), ("cuda", 4, 3, PINNED)],
 )
 def test_on_one_host_that_can_be_told_before(kind, workers, gpus, transport):
