@@ -31,7 +31,7 @@ from .simulator.clock import Clock
 from .simulator.pipeline import Pipeline
 from .simulator.timeline import idle_shares, most_waiting
 from .systems.operations import FORWARD, FORWARDS, numbered
-from .systems.variants import variant_named
+from .systems.variants import Variant, variant_named
 from .systems.versions import entry_versions
 
 
@@ -48,9 +48,14 @@ class Question:
     tied: Tied = "together"
 
     @cached_property
+    def system(self) -> Variant:
+        """The training system of this name. Raises PlanError where there is none."""
+        return variant_named(self.variant)
+
+    @cached_property
     def costs(self) -> Costs:
         """The profile's costs; made once."""
-        return Costs(as_run_by(self.profile, variant_named(self.variant)))
+        return Costs(as_run_by(self.profile, self.system))
 
     @cached_property
     def one_device_s(self) -> float:
@@ -132,7 +137,7 @@ def lay_out(question: Question, stages: Sequence[PlanStage], micro_batches: int)
         PlanError: the system can't have such stages with so many micro-batches, or the profile
             didn't measure micro-batches of that size.
     """
-    variant = variant_named(question.variant)
+    variant = question.system
     check_stages(variant, question.mini_batch, micro_batches, tuple(stages))
     costs, cluster = question.costs, question.cluster
     nodes = tuple(stage.nodes for stage in stages)

@@ -18,7 +18,7 @@ import numpy as np
 
 from ..profiles.errors import UserError
 from ..profiles.published.workload import Node, Workload
-from .partition.dp.identical_devices import RisingPlaces
+from .partition.dp.identical_devices import IdenticalPlaces
 from .partition.problem import Mode, Option, Place, StageProblem, Tensor, Vector
 
 # What published cost models share: parts of a `StageProblem`, made of a workload ----------------
@@ -207,7 +207,7 @@ def pipedream(workload: Workload, machines: Machines) -> StageProblem:
         options=options,
         parameter_bytes=vector(node.parameter_bytes for node in workload.nodes),
         devices=machines.devices,
-        place=RisingPlaces(options, place, copies_per_unit=1.0),
+        place=IdenticalPlaces(options, place, copies_per_unit=1.0),
     )
 
 
@@ -281,7 +281,7 @@ def piper(workload: Workload, machines: Machines) -> StageProblem:
         options=options,
         parameter_bytes=vector(node.parameter_bytes for node in workload.nodes),
         devices=devices,
-        place=RisingPlaces(options, place),
+        place=IdenticalPlaces(options, place),
         overlap=False,
     )
 

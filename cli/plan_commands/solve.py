@@ -14,8 +14,8 @@ from ...planner.costs.tied_parameters import TIED
 from ...planner.evaluate import Evaluation
 from ...planner.partition.solve import SOLVERS
 from ...planner.plan import Plan
+from ...planner.search.choices import RECOMPUTE
 from ...planner.search.pareto import Front, front_point
-from ...planner.search.relaxation import RECOMPUTE
 from ...planner.search.solve import solve as solve_plan
 from ...planner.systems.variants import VARIANTS, variant_named
 from ...profiles.errors import InfeasibleError, PlanError, UserError

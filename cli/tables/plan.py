@@ -14,8 +14,7 @@ from ...planner.costs.layer_graph import LayerGraph, held_together
 from ...planner.costs.stage_costs import UNMEASURED_WEIGHT_SHARE, unmeasured_weight_parts
 from ...planner.plan import Plan, pipeline_of
 from ...planner.schedules.schedules import make_order
-from ...planner.search.running_ahead import running_ahead
-from ...planner.simulator.timeline import idle_cores
+from ...planner.simulator.timeline import idle_cores, running_ahead
 from ...planner.systems.operations import op_text
 from ...planner.systems.variants import variant_named
 from ...profiles.profile import Profile

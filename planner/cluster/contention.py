@@ -42,7 +42,7 @@ _LARGE = 1e9
 """Bytes, to read an affine time off."""
 
 
-class Sync:
+class AllReduceTimes:
     """What summing gradients over neighbouring devices takes."""
 
     def __init__(self, cluster: Cluster) -> None:

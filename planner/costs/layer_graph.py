@@ -12,7 +12,7 @@ import numpy as np
 from ...profiles.profile import Edge, Measurement, Profile
 from ..partition.problem import Vector
 from ..systems.variants import VARIANTS, Variant
-from .stage_costs import at, in_a_stage, input_part_s, sized
+from .stage_costs import input_part_s, layer_costs
 from .tied_parameters import Tied, bound_groups
 
 
@@ -55,6 +55,24 @@ class Drained:
     after_backward: Vector
 
 
+@dataclass(frozen=True)
+class LayerVectors:
+    """What each layer costs at one micro-batch size on a device of speed 1, [n] each.
+
+    Attributes:
+        input_s: of backwards, at the least what gives the gradients of inputs.
+        private_bytes: kept besides the storages that other layers may keep too.
+        storages: bytes of each of those.
+    """
+
+    forward_s: Vector
+    backward_s: Vector
+    input_s: Vector
+    workspace_bytes: Vector
+    private_bytes: Vector
+    storages: dict[str, int]
+
+
 def _marked(positions: Sequence[int], count: int) -> Vector:
     marks = np.zeros(count)
     marks[list(positions)] = 1.0
@@ -92,7 +110,7 @@ class LayerGraph:
         for shared in profile.shared if tied == "split" else ():
             self.likely_bytes[self.position[shared.layers[-1]]] += shared.parameter_bytes
         self.buffer_bytes: Vector = np.array([float(la.buffer_bytes) for la in layers])
-        self._measured: dict[int, list[Measurement]] = {}
+        self._costs: dict[int, LayerVectors] = {}
 
     @cached_property
     def tensors(self) -> tuple[SentTensor, ...]:
@@ -275,50 +293,41 @@ class LayerGraph:
         sinks = [k for k in range(len(self.names)) if not used >> k & 1]
         return sinks[0] if len(sinks) == 1 else None
 
-    def measured(self, size: int) -> list[Measurement]:
+    def costs(self, size: int) -> LayerVectors:
         """Each layer at a micro-batch size; the loss is part of the last layer.
 
         Where several layers could be the last, the loss is left out.
         Raises PlanError for a size outside what was measured.
         """
-        if size not in self._measured:
-            operation = self.profile.operation
-            found = [
-                in_a_stage(at(layer.measurements, size), operation) for layer in self.profile.layers
-            ]
-            if self.profile.loss and self.last_layer is not None:
-                loss = in_a_stage(at(self.profile.loss, size), operation)
-                last = found[self.last_layer]
-                found[self.last_layer] = Measurement(
-                    micro_batch=size,
-                    forward_s=last.forward_s + loss.forward_s,
-                    backward_s=last.backward_s + loss.backward_s,
-                    saved_bytes=last.saved_bytes + loss.saved_bytes,
-                    workspace_bytes=max(last.workspace_bytes, loss.workspace_bytes),
-                    backward_input_s=(
-                        input_part_s(self.profile.layers[self.last_layer], last) + loss.backward_s
-                    ),
-                    backward_weight_s=last.backward_weight_s,
-                )
-            self._measured[size] = found
-        return self._measured[size]
+        if size not in self._costs:
+            self._costs[size] = self._costs_at(size)
+        return self._costs[size]
 
-    def private_bytes(self, size: int) -> Vector:
-        """What each layer keeps besides the storages that others may keep too, [n]."""
-        storages = self.storage_bytes(size)
-        pairs = zip(self.profile.layers, self.measured(size), strict=True)
-        return np.array(
-            [
-                float(max(m.saved_bytes - sum(storages[name] for name in layer.saves), 0))
-                for layer, m in pairs
-            ]
+    def _costs_at(self, size: int) -> LayerVectors:
+        layers, found = self.profile.layers, layer_costs(self.profile, size)
+        measured, loss = list(found.measured), found.loss
+        if loss is not None and self.last_layer is not None:
+            last = measured[self.last_layer]
+            measured[self.last_layer] = Measurement(
+                micro_batch=size,
+                forward_s=last.forward_s + loss.forward_s,
+                backward_s=last.backward_s + loss.backward_s,
+                saved_bytes=last.saved_bytes + loss.saved_bytes,
+                workspace_bytes=max(last.workspace_bytes, loss.workspace_bytes),
+                backward_input_s=input_part_s(layers[self.last_layer], last) + loss.backward_s,
+                backward_weight_s=last.backward_weight_s,
+            )
+        pairs = list(zip(layers, measured, strict=True))
+        kept = zip(measured, found.shared_bytes, strict=True)
+        return LayerVectors(
+            forward_s=np.array([m.forward_s for m in measured]),
+            backward_s=np.array([m.backward_s for m in measured]),
+            # A stage that sends no gradients back doesn't split, which may be cheaper.
+            input_s=np.array([min(input_part_s(layer, m), m.backward_s) for layer, m in pairs]),
+            workspace_bytes=np.array([float(m.workspace_bytes) for m in measured]),
+            private_bytes=np.array([float(max(m.saved_bytes - n, 0)) for m, n in kept]),
+            storages=found.storages,
         )
-
-    def storage_bytes(self, size: int) -> dict[str, int]:
-        """Bytes of every storage for a micro-batch of this size."""
-        return {
-            s.name: sized(s.fixed_bytes, s.bytes_per_sample, size) for s in self.profile.storages
-        }
 
 
 def held_together(profile: Profile, variant: Variant, tied: Tied) -> str | None:

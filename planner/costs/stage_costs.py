@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import msgspec
 
@@ -157,14 +157,38 @@ def unmeasured_weight_parts(profile: Profile) -> tuple[str, ...]:
     )
 
 
-def private_bytes(profile: Profile, layer: Layer, measured: Measurement) -> int:
-    """What a layer keeps besides the storages that other layers may keep too."""
-    storages = {s.name: s for s in profile.storages}
-    shared = sum(
-        sized(storages[n].fixed_bytes, storages[n].bytes_per_sample, measured.micro_batch)
-        for n in layer.saves
+@dataclass(frozen=True)
+class LayerCosts:
+    """What layers cost at one micro-batch size where stages run them; per layer of the profile.
+
+    Attributes:
+        measured: without the loss.
+        loss: None where there is none.
+        storages: bytes of every storage that several layers may keep.
+        shared_bytes: of such storages that the layer keeps.
+    """
+
+    measured: tuple[Measurement, ...]
+    loss: Measurement | None
+    storages: dict[str, int]
+    shared_bytes: tuple[int, ...]
+
+
+def layer_costs(profile: Profile, micro_batch: int) -> LayerCosts:
+    """Every layer's costs. Raises PlanError for a size outside what was measured."""
+
+    def found(measurements: Sequence[Measurement]) -> Measurement:
+        return in_a_stage(at(measurements, micro_batch), profile.operation)
+
+    storages = {
+        s.name: sized(s.fixed_bytes, s.bytes_per_sample, micro_batch) for s in profile.storages
+    }
+    return LayerCosts(
+        measured=tuple(found(layer.measurements) for layer in profile.layers),
+        loss=found(profile.loss) if profile.loss else None,
+        storages=storages,
+        shared_bytes=tuple(sum(storages[n] for n in layer.saves) for layer in profile.layers),
     )
-    return max(measured.saved_bytes - shared, 0)
 
 
 class Costs:
@@ -181,9 +205,8 @@ class Costs:
         self.profile = profile
         self.stage = lru_cache(maxsize=20_000)(self._stage)
         self.crossings = lru_cache(maxsize=1_000)(self._crossings)
-        self._measured = lru_cache(maxsize=None)(self._measure)
+        self._layers = lru_cache(maxsize=None)(partial(layer_costs, profile))
         self._position = {layer.name: k for k, layer in enumerate(profile.layers)}
-        self._storages = {storage.name: storage for storage in profile.storages}
         self._needs: dict[str, list[Edge]] = {layer.name: [] for layer in profile.layers}
         self._made: dict[str, list[Edge]] = {layer.name: [] for layer in profile.layers}
         self._makes: dict[str, set[str]] = {layer.name: set() for layer in profile.layers}
@@ -193,27 +216,13 @@ class Costs:
             if edge.consumer in self._needs:
                 self._needs[edge.consumer].append(edge)
 
-    def _measure(self, name: str, micro_batch: int) -> tuple[Measurement, int]:
-        """A layer's costs, and the bytes that it alone keeps."""
-        layer = self.profile.layers[self._position[name]]
-        measured = in_a_stage(at(layer.measurements, micro_batch), self.profile.operation)
-        shared = sum(self._stored(storage, micro_batch) for storage in layer.saves)
-        return measured, max(measured.saved_bytes - shared, 0)
-
-    def _stored(self, name: str, micro_batch: int) -> int:
-        storage = self._storages[name]
-        return sized(storage.fixed_bytes, storage.bytes_per_sample, micro_batch)
-
     def _stage(self, names: tuple[str, ...], micro_batch: int, last: bool) -> StageCost:
         profile = self.profile
-        layers = [profile.layers[k] for k in sorted(self._position[name] for name in names)]
-        looked_up = [self._measured(layer.name, micro_batch) for layer in layers]
-        measured = [m for m, _ in looked_up]
-        losses = (
-            [in_a_stage(at(profile.loss, micro_batch), profile.operation)]
-            if last and profile.loss
-            else []
-        )
+        inside = sorted(self._position[name] for name in names)
+        costs = self._layers(micro_batch)
+        layers = [profile.layers[k] for k in inside]
+        measured = [costs.measured[k] for k in inside]
+        losses = [costs.loss] if last and costs.loss else []
         shared = self._shared_storages(layers, micro_batch)
         parameters = sum(layer.parameter_bytes for layer in layers) + copied_bytes(profile, names)
         optimizer, operation = profile.optimizer, profile.operation
@@ -238,7 +247,7 @@ class Costs:
             parameter_bytes=parameters,
             buffer_bytes=sum(layer.buffer_bytes for layer in layers),
             kept_bytes=(
-                sum(private for _, private in looked_up)
+                sum(max(costs.measured[k].saved_bytes - costs.shared_bytes[k], 0) for k in inside)
                 + sum(shared.values())
                 + sum(m.saved_bytes for m in losses)
             ),
@@ -266,6 +275,7 @@ class Costs:
     def _shared_storages(self, layers: Sequence[Layer], micro_batch: int) -> dict[str, int]:
         """Bytes of each storage that some layer of the stage keeps and others may keep too."""
         names = {layer.name for layer in layers}
+        storages = self._layers(micro_batch).storages
         made: set[str] = set()
         received: dict[str, dict[str, int]] = {}
         for layer in layers:
@@ -282,7 +292,7 @@ class Costs:
                 if here and name not in made:
                     kept[name] = sum(here.values())
                 else:
-                    kept[name] = self._stored(name, micro_batch)
+                    kept[name] = storages[name]
         return kept
 
     def _crossings(
@@ -299,20 +309,3 @@ class Costs:
                     edge.tensor, source, target, nbytes, edge.needs_grad, edge.storage
                 )
         return tuple(found.values())
-
-
-def stage_cost(
-    profile: Profile, names: Sequence[str], micro_batch: int, *, last: bool
-) -> StageCost:
-    """Cost of a stage made of these layers. `last`: it computes the loss too.
-
-    Raises PlanError for a micro-batch size outside what was measured.
-    """
-    return Costs(profile).stage(tuple(names), micro_batch, last)
-
-
-def crossings(
-    profile: Profile, stages: Sequence[Sequence[str]], micro_batch: int
-) -> tuple[Crossing, ...]:
-    """Tensors that cross the cuts, each once for each receiving stage, in the graph's order."""
-    return Costs(profile).crossings(tuple(tuple(names) for names in stages), micro_batch)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from .dp.enumerate import chains_below
-from .dp.identical_devices import FEW, rising_minimax
-from .dp.identical_devices_by_target import rising_by_targets
+from .dp.identical_devices import FEW, identical_minimax
+from .dp.identical_devices_by_target import identical_by_targets
 from .dp.lattice import Lattice, find_downsets
 from .dp.minimax import Answer, minimax_with_bound
 from .dp.sweep import OutOfTime
@@ -99,7 +99,7 @@ class DpSource:
         """See `Source`."""
         deadline = None if seconds is None else time.monotonic() + seconds
         answer = (
-            rising_minimax(problem, self.lattice, deadline=deadline)
+            identical_minimax(problem, self.lattice, deadline=deadline)
             or self._by_targets(problem, below, within, deadline)
             or minimax_with_bound(problem, self.lattice, below=below, deadline=deadline)
         )
@@ -110,7 +110,7 @@ class DpSource:
     ) -> Answer | None:
         if len(problem.options) * problem.devices <= FEW:
             return None
-        return rising_by_targets(
+        return identical_by_targets(
             problem, self.lattice, below=below, within=within, deadline=deadline
         )
 

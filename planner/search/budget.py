@@ -13,13 +13,14 @@ EFFORT = 1_000_000
 _LEAST_TRIED = 24
 """Plans that may be tried whatever they take."""
 
-
 _MINI_BATCHES = 8
 """What it takes a simulation to become steady, about."""
 
 _FLUSHED = 3
 """The same where the pipeline runs empty after each."""
 
+CLOSE = 1.001
+"""Of a large model, cuts and bounds of the relaxed problem are found up to this factor."""
 
 SOON_S = 1.0
 """What takes no longer may be done after the time limit."""
@@ -86,7 +87,7 @@ class Budget:
 
 def operations_of(variant: Variant, stages: int, micro_batches: int) -> int:
     """What simulating a plan takes, about."""
-    # Split backwards have a third operation, and three orders are tried for them.
+    # Split backwards have a third operation, and three schedules are tried for them.
     each = 3 * 3 if variant.split_backward else 2
     operations = stages * (each * micro_batches + 1)
     return operations * (_FLUSHED if variant.flushes else _MINI_BATCHES)

@@ -1,4 +1,4 @@
-"""What the search chooses for each stage, and the in-flight limits that go with it."""
+"""What a search chooses from: cuts, devices, recomputation, micro-batches, in-flight limits."""
 
 from __future__ import annotations
 
@@ -12,10 +12,40 @@ from ..evaluate import Question
 from ..partition.problem import Cut, StageProblem, members
 from ..plan import MAX_MICRO_BATCHES, PlanStage
 from ..schedules.schedules import limit_ranges
-from ..systems.variants import Variant, variant_named
+from ..systems.variants import Variant
 
 MOST_VECTORS = 64
 """With more in-flight limits to choose from, not all are tried."""
+
+RECOMPUTE = {"off": (False,), "on": (True,), "auto": (False, True)}
+"""Whether stages may, must or mustn't compute their activations again."""
+
+
+@dataclass(frozen=True)
+class Freedom:
+    """What the search may choose besides cut, micro-batches and limits.
+
+    Attributes:
+        replicas: stages may take several devices.
+        recompute: a key of RECOMPUTE.
+    """
+
+    replicas: bool = False
+    recompute: str = "off"
+
+
+@dataclass(frozen=True)
+class Branch:
+    """The part of the search with so many micro-batches and stages.
+
+    Attributes:
+        stages: S; None: any number.
+        pins: (layer, stage), 0 the first; only where the stages are counted.
+    """
+
+    micro_batches: int
+    stages: int | None = None
+    pins: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -39,8 +69,8 @@ class Choice:
         """The plan's stages with these in-flight limits."""
         parts = zip(self.nodes, self.devices, limits, self.recompute, strict=True)
         return tuple(
-            PlanStage(nodes=nodes, devices=devices, in_flight=limit, recompute=again)
-            for nodes, devices, limit, again in parts
+            PlanStage(nodes=nodes, devices=devices, in_flight=limit, recompute=recompute)
+            for nodes, devices, limit, recompute in parts
         )
 
 
@@ -70,20 +100,20 @@ def all_limits(ranges: Ranges, most: int = MOST_VECTORS) -> list[tuple[int, ...]
         ranges: per stage, the least and the most that make sense.
     """
     found: list[tuple[int, ...]] = []
-    for vector in _rising_backwards(ranges, len(ranges) - 1, 0):
+    for vector in _from_the_last(ranges, len(ranges) - 1, 0):
         if len(found) == most:
             return None
         found.append(vector)
     return found
 
 
-def _rising_backwards(ranges: Ranges, stage: int, least: int) -> Iterator[tuple[int, ...]]:
+def _from_the_last(ranges: Ranges, stage: int, least: int) -> Iterator[tuple[int, ...]]:
     if stage < 0:
         yield ()
         return
     low, high = ranges[stage]
     for limit in range(max(low, least), high + 1):
-        for rest in _rising_backwards(ranges, stage - 1, limit):
+        for rest in _from_the_last(ranges, stage - 1, limit):
             yield (*rest, limit)
 
 
@@ -111,7 +141,7 @@ def caps(ranges: Ranges) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Held:
+class InFlight:
     """What a stage has in flight when its memory is at its peak, by D.
 
     Attributes:
@@ -125,16 +155,16 @@ class Held:
     versions: Callable[[int], float]
 
 
-def least_held(variant: Variant) -> Held:
-    """What every order has when a stage's backward begins, however it is made."""
-    return Held(
+def least_in_flight(variant: Variant) -> InFlight:
+    """What every schedule has when a stage's backward begins, however it is made."""
+    return InFlight(
         mini_batches=lambda _: 1.0,
         micro_batches=lambda _: np.inf if variant.forwards_first else 1.0,
         versions=lambda _: 1.0,
     )
 
 
-def held_under(variant: Variant, stages: int, cap: int) -> Held:
+def in_flight_under(variant: Variant, stages: int, cap: int) -> InFlight:
     """A guess at what stages with equal times have at their peak, no limit being above `cap`.
 
     A mini-batch stays at a stage with D behind it while D others begin behind (docs/systems.md).
@@ -158,7 +188,7 @@ def held_under(variant: Variant, stages: int, cap: int) -> Held:
             return float(max(min(stages - behind, limits[0]), 1))
         return 1.0
 
-    return Held(
+    return InFlight(
         mini_batches=mini_batches,
         micro_batches=micro_batches,
         versions=versions,
@@ -169,12 +199,12 @@ def held_under(variant: Variant, stages: int, cap: int) -> Held:
 
 
 def micro_batch_counts(question: Question, asked: int | None) -> list[int]:
-    """Every count to look at, rising: the one asked for, or all that divide the mini-batch.
+    """Every count to look at, ascending: the one asked for, or all that divide the mini-batch.
 
     A count asked for need not divide it: micro-batches then differ by one sample.
     Raises PlanError where there is none.
     """
-    variant = variant_named(question.variant)
+    variant = question.system
     batch, sizes = question.mini_batch, question.profile.micro_batch_sizes
     if variant.whole_mini_batches:
         if asked not in (None, 1):

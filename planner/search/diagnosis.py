@@ -15,15 +15,15 @@ from ..cluster.cluster import Cluster
 from ..costs.layer_graph import held_together
 from ..evaluate import Evaluation, Question, evaluate
 from ..partition.dp.blocks import Blocks, blocks
-from ..partition.dp.identical_devices_by_target import rising_by_targets
+from ..partition.dp.identical_devices_by_target import identical_by_targets
 from ..partition.dp.minimax import Answer
 from ..partition.problem import Cut, StageProblem
 from ..partition.solve import DpSource, Found
 from ..schedules.schedules import limit_ranges
-from ..systems.variants import variant_named
-from .choices import Choice, capped, choice_of, held_under
-from .exploration import Exploration
+from .choices import Choice, capped, choice_of, in_flight_under
+from .places import Assumptions
 from .relaxation import Relaxation
+from .state import SearchState
 
 _CUTS = 8
 """Cuts to look at for each micro-batch count: a guess that fits may not fit after all."""
@@ -55,11 +55,11 @@ class Fitting:
     """Looks for plans that need little memory: with as few mini-batches in flight as there can be.
 
     Args:
-        exploration: the search that found nothing.
+        search: the one that found nothing.
     """
 
-    def __init__(self, exploration: Exploration) -> None:
-        self.exploration = exploration
+    def __init__(self, search: SearchState) -> None:
+        self.search = search
         self.deadline = time.monotonic() + _SECONDS
         self.more_devices_are_no_help = False
         self.cut_short = False
@@ -72,33 +72,31 @@ class Fitting:
 
     def plan_on(self, cluster: Cluster) -> Evaluation | None:
         """A plan that fits this cluster; None where none was found."""
-        exploration = self.exploration
-        question = _on(exploration.question, cluster)
+        search = self.search
+        question = _on(search.question, cluster)
         relaxation = self._relaxation(cluster)
-        for case in exploration.cases:
-            held = held_under(relaxation.variant, exploration.most_stages, 1)
-            problem = relaxation.problem(
-                case.micro_batches, held=held, stages=case.stages, pins=exploration.pins
-            )
+        for branch in search.branches:
+            in_flight = in_flight_under(relaxation.variant, search.most_stages, 1)
+            problem = relaxation.problem(branch, Assumptions(in_flight))
             for cut in self._cuts(problem):
                 choice = choice_of(problem, cut)
-                if not relaxation.allows(choice.stages, case.micro_batches):
+                if not relaxation.allows(choice.stages, branch.micro_batches):
                     continue
                 limits = capped(limit_ranges(relaxation.variant, choice.stages), 1)
                 stages = choice.with_limits(limits)
-                found = evaluate(question, stages, case.micro_batches)
+                found = evaluate(question, stages, branch.micro_batches)
                 if not found.over_limit(cluster):
                     return found
         return None
 
     def _relaxation(self, cluster: Cluster) -> Relaxation:
-        exploration = self.exploration
-        question = _on(exploration.question, cluster)
-        return Relaxation(question, exploration.freedom, exploration.relaxation.graph)
+        search = self.search
+        question = _on(search.question, cluster)
+        return Relaxation(question, search.relaxation.freedom, search.relaxation.graph)
 
     def _cuts(self, problem: StageProblem) -> Iterator[Cut]:
         """The best cut; then a few others, where the graph is small enough to go on looking."""
-        source = self.exploration.source
+        source = self.search.source
         found = source.best(problem, seconds=self.seconds_left)
         if found.cut is None:
             self.cut_short |= found.bound_s < float("inf")
@@ -110,8 +108,8 @@ class Fitting:
     def smallest_memory(self) -> tuple[int, Evaluation] | None:
         """Bytes that would do if every device had them, and the plan; None: no cut at all, or
         none was found in time (`cut_short`)."""
-        cluster = self.exploration.question.cluster
-        if self.exploration.alike:
+        cluster = self.search.question.cluster
+        if self.search.identical:
             return self._about_smallest_memory(cluster)
         best = self.plan_on(_with_memory(cluster, None))
         if best is None:
@@ -128,12 +126,12 @@ class Fitting:
 
     def fewest_devices(self) -> int | None:
         """Devices like the cluster's that would do; None where there is no such count."""
-        cluster = self.exploration.question.cluster
-        if self.exploration.alike:
+        cluster = self.search.question.cluster
+        if self.search.identical:
             return self._about_fewest_devices(cluster)
         low = len(cluster.devices)
-        asked = self.exploration.cases[0].stages
-        most = min(self.exploration.relaxation.graph.most_stages, _MOST_DEVICES)
+        asked = self.search.branches[0].stages
+        most = min(self.search.relaxation.graph.most_stages, _MOST_DEVICES)
         if not cluster.uniform or asked is not None:
             return None
         self.cut_short = False
@@ -173,7 +171,7 @@ class Fitting:
     def _about_fewest_devices(self, cluster: Cluster) -> int | None:
         self.deadline = time.monotonic() + _SECONDS / 2
         low = high = len(cluster.devices)
-        most = min(self.exploration.relaxation.graph.most_stages, _MOST_DEVICES)
+        most = min(self.search.relaxation.graph.most_stages, _MOST_DEVICES)
         found = None
         while found is None and high < most and self.seconds_left:
             low, high = high, min(2 * high, most)
@@ -198,29 +196,32 @@ class Fitting:
 
     def _cut_on(self, cluster: Cluster, share: float = 1.0) -> tuple[Choice, int] | None:
         """Any cut that fits so much of the devices' memory, and N."""
-        exploration = self.exploration
+        search = self.search
         relaxation = self._relaxation(cluster)
-        case = max(exploration.cases, key=lambda case: case.micro_batches)
-        held = held_under(relaxation.variant, exploration.most_stages, 1)
-        problem = relaxation.problem(
-            case.micro_batches, held=held, alike=True, lone=True, memory_share=share
+        branch = max(search.branches, key=lambda b: b.micro_batches)
+        assumed = Assumptions(
+            in_flight_under(relaxation.variant, search.most_stages, 1),
+            identical=True,
+            unreplicated=True,
+            memory_share=share,
         )
+        problem = relaxation.problem(branch, assumed)
         cut = self._any_cut(problem)
         if cut is None:
             return None
         choice = choice_of(problem, cut)
-        allowed = relaxation.allows(choice.stages, case.micro_batches)
-        return (choice, case.micro_batches) if allowed else None
+        allowed = relaxation.allows(choice.stages, branch.micro_batches)
+        return (choice, branch.micro_batches) if allowed else None
 
     def _any_cut(self, problem: StageProblem) -> Cut | None:
-        source, enough = self.exploration.source, float("inf")
+        source, enough = self.search.source, float("inf")
         left = max(self.seconds_left, _SECONDS / 4)
         found: Answer | Found | None = None
         if isinstance(source, DpSource):
             self._blocks = self._blocks or blocks(problem, source.lattice, _BLOCKS)
             coarse, lattice = self._blocks.coarse(problem)
             deadline = time.monotonic() + left
-            found = rising_by_targets(coarse, lattice, within=enough, deadline=deadline)
+            found = identical_by_targets(coarse, lattice, within=enough, deadline=deadline)
             if found is not None and found.cut is not None:
                 return self._blocks.fine(found.cut)
         found = found or source.best(problem, seconds=left, within=enough)
@@ -229,12 +230,12 @@ class Fitting:
 
     def _evaluated(self, cluster: Cluster, found: tuple[Choice, int]) -> Evaluation:
         choice, micro_batches = found
-        question = _on(self.exploration.question, cluster)
-        limits = capped(limit_ranges(variant_named(question.variant), choice.stages), 1)
+        question = _on(self.search.question, cluster)
+        limits = capped(limit_ranges(question.system, choice.stages), 1)
         return evaluate(question, choice.with_limits(limits), micro_batches)
 
 
-def diagnose(exploration: Exploration, stopped: str | None) -> Evaluation | InfeasibleError:
+def diagnose(search: SearchState, stopped: str | None) -> Evaluation | InfeasibleError:
     """Why nothing fits, with the smallest memory and device count that would do.
 
     Both were planned: they do. Should the closest plan fit after all, it is returned.
@@ -243,9 +244,9 @@ def diagnose(exploration: Exploration, stopped: str | None) -> Evaluation | Infe
         stopped: what ended the search before it had looked at everything.
     """
     nothing = "no plan fits" if stopped is None else f"no plan that fits was found ({stopped})"
-    fitting = Fitting(exploration)
+    fitting = Fitting(search)
     smallest = fitting.smallest_memory()
-    cluster = exploration.question.cluster
+    cluster = search.question.cluster
     if smallest is None:
         if fitting.cut_short:
             return InfeasibleError(f"{nothing}, nor was what would do")
@@ -268,22 +269,22 @@ def diagnose(exploration: Exploration, stopped: str | None) -> Evaluation | Infe
         f"{nothing}: the closest ({len(closest.stages)} stages, {closest.micro_batches} "
         f"micro-batches) lacks {missing} bytes ({format_bytes(missing)}) on stage {stage} "
         f"({names[0]} … {names[-1]}): it needs {format_bytes(needed)} of "
-        f"{format_bytes(needed - missing)}. {would_do}{_advice(exploration)}",
+        f"{format_bytes(needed - missing)}. {would_do}{_advice(search)}",
         stage=stage,
         missing_bytes=missing,
     )
 
 
-def _advice(exploration: Exploration) -> str:
-    question, graph = exploration.question, exploration.relaxation.graph
+def _advice(search: SearchState) -> str:
+    question, graph = search.question, search.relaxation.graph
     tie = None
     if graph.most_stages < len(question.cluster.devices):
-        tie = held_together(question.profile, exploration.relaxation.variant, question.tied)
-    return _smaller(exploration) + (f". {tie[0].upper()}{tie[1:]}" if tie else "")
+        tie = held_together(question.profile, search.relaxation.variant, question.tied)
+    return _smaller(search) + (f". {tie[0].upper()}{tie[1:]}" if tie else "")
 
 
-def _smaller(exploration: Exploration) -> str:
-    if exploration.freedom.recompute == "off":
+def _smaller(search: SearchState) -> str:
+    if search.relaxation.freedom.recompute == "off":
         return "; --recompute auto or a smaller --mini-batch may help"
     return "; a smaller --mini-batch may help"
 

@@ -8,22 +8,18 @@ from __future__ import annotations
 import time
 from itertools import product
 from math import inf
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from ..partition.dp.blocks import Blocks, blocks
-from ..partition.dp.identical_devices import rising_minimax
-from ..partition.dp.identical_devices_by_target import rising_by_targets
+from ..partition.dp.identical_devices import identical_minimax
+from ..partition.dp.identical_devices_by_target import identical_by_targets
 from ..partition.dp.minimax import minimax_with_bound
 from ..partition.problem import Cut, StageProblem
 from ..partition.solve import DpSource
-from .budget import SOON_S, is_late
-from .choices import Held, choice_of
-
-if TYPE_CHECKING:
-    from .exploration import Case, Exploration
-
-CLOSE = 1.001
-"""Of a large model, cuts and bounds of the relaxed problem are found up to this factor."""
+from .budget import CLOSE, SOON_S, is_late
+from .choices import Branch, InFlight, choice_of
+from .places import Assumptions, fixed_in_flight
+from .state import SearchState
 
 MOST_BLOCKS = 200
 """The first guesses cut between so many blocks of layers."""
@@ -49,11 +45,11 @@ _REPAIRS, _REPAIR = 3, 1.002
 """Times that a guess is made again with less memory, and how much less than it was over."""
 
 
-def try_blocks(search: Exploration) -> None:
+def try_blocks(search: SearchState) -> None:
     """Where there is much to look at: a plan early, from guesses with fewer places to cut."""
     if not search.large or not isinstance(search.source, DpSource):
         return
-    if min(_least_devices(search, case) for case in search.cases) > len(
+    if min(_least_devices(search, branch) for branch in search.branches) > len(
         search.question.cluster.devices
     ):
         # The weights alone are too large: bounds soon prove it.
@@ -68,87 +64,102 @@ def try_blocks(search: Exploration) -> None:
         most *= 2
 
 
-def _try_between(search: Exploration, most: int, until: float | None) -> None:
+class _Guess(NamedTuple):
+    """A guess that cuts between blocks.
+
+    Attributes:
+        most: blocks.
+        replicas: for every stage; None: any.
+        until: first guesses end then, by `time.monotonic`; None: no limit.
+    """
+
+    branch: Branch
+    most: int
+    in_flight: InFlight | None
+    replicas: int | None
+    until: float | None
+
+
+def _try_between(search: SearchState, most: int, until: float | None) -> None:
     """Guesses at cuts between so many blocks, the best ones first."""
-    found: list[tuple[float, int, Case, Held | None, int | None]] = []
-    # More micro-batches leave devices idle for less: those cases first.
-    for done, case in enumerate(sorted(search.cases, key=lambda c: -c.micro_batches)):
-        search.say(f"first plans: {case.micro_batches} micro-batches", done, len(search.cases))
-        for held, each in product(search.guesses(None), _equal_replicas(search, case)):
-            answer = _in_blocks(search, most, case, held, until, each=each)
+    found: list[tuple[float, int, _Guess]] = []
+    # More micro-batches leave devices idle for less: those branches first.
+    for done, branch in enumerate(sorted(search.branches, key=lambda b: -b.micro_batches)):
+        what = f"first plans: {branch.micro_batches} micro-batches"
+        search.say(what, done, len(search.branches))
+        for in_flight, replicas in product(
+            search.in_flight_guesses(None), _equal_replicas(search, branch)
+        ):
+            guess = _Guess(branch, most, in_flight, replicas, until)
+            answer = _in_blocks(search, guess)
             if answer is not None:
-                found.append((answer[1].objective_s, len(found), case, held, each))
+                found.append((answer[1].objective_s, len(found), guess))
             if is_late(until):
                 break
         if is_late(until) and found:
             break
     least = min((item[0] for item in found), default=0.0)
     found.sort(key=lambda item: (item[0] > least * (1 + _ALIKE) and item[0], item[1]))
-    for objective_s, _, case, held, each in found:
+    for objective_s, _, guess in found:
         # Guesses that are no better than what there is aren't worth a simulation.
         if objective_s * CLOSE < search.period_s and not (search.best and is_late(until)):
-            _try_in_blocks(search, most, case, held, until, each=each)
+            _try_in_blocks(search, guess)
 
 
-def _equal_replicas(search: Exploration, case: Case) -> list[int | None]:
+def _equal_replicas(search: SearchState, branch: Branch) -> list[int | None]:
     """Replicas that all stages might have, first; None: any for each.
 
     With as many everywhere stages wait least for one another. Those where the fewest stages
     that can hold the model take most of the devices.
     """
-    if not search.freedom.replicas:
+    if not search.relaxation.freedom.replicas:
         return [None]
     devices = len(search.question.cluster.devices)
-    if search.relaxation.counted and not search.relaxation.variant.flushes:
-        devices = min(devices, case.micro_batches)
-    most = devices / max(_least_devices(search, case), 1.0)
-    counts = search.relaxation.replica_counts(case.micro_batches)
+    variant = search.relaxation.variant
+    if fixed_in_flight(variant) and not variant.flushes:
+        devices = min(devices, branch.micro_batches)
+    most = devices / max(_least_devices(search, branch), 1.0)
+    counts = search.relaxation.replica_counts(branch.micro_batches)
     within = [r for r in counts if 1 < r <= most]
     few = [1] if search.most_stages <= MOST_BLOCKS else []
     return [*few, *within[-_EQUAL:], None]
 
 
-def _least_devices(search: Exploration, case: Case) -> float:
+def _least_devices(search: SearchState, branch: Branch) -> float:
     """What all weights take, over the memory of the largest device; a guess."""
     largest = max(device.memory_bytes or inf for device in search.question.cluster.devices)
-    copies = search.problem_for(case, guess=True, lone=True, alike=search.alike).place(0, 1).copies
+    assumed = Assumptions(guess=True, unreplicated=True, identical=search.identical)
+    copies = search.relaxation.problem(branch, assumed).place(0, 1).copies
     return copies * float(search.relaxation.graph.parameter_bytes.sum()) / largest
 
 
 def _in_blocks(
-    search: Exploration,
-    most: int,
-    case: Case,
-    held: Held | None,
-    until: float | None,
-    *,
-    each: int | None,
-    share: float = 1.0,
+    search: SearchState, guess: _Guess, share: float = 1.0
 ) -> tuple[StageProblem, Cut] | None:
-    """A guess's best cut between blocks.
-
-    Args:
-        most: blocks.
-        each: of replicas, for every stage; None: any.
-        share: of the devices' memory, that it may use.
-    """
-    problem = search.problem_for(
-        case, held, guess=True, each=each, alike=search.alike, memory_share=share
+    """A guess's best cut between blocks. `share`: of the devices' memory, that it may use."""
+    problem = search.relaxation.problem(
+        guess.branch,
+        Assumptions(
+            guess.in_flight,
+            guess=True,
+            replicas=guess.replicas,
+            identical=search.identical,
+            memory_share=share,
+        ),
     )
     if not problem.options:
         return None
-    if each is not None and each > 1:
-        # One size of stage must do everywhere, so cuts must be finer; and it is soon seen.
-        most *= 2
+    # One size of stage must do everywhere, so cuts must be finer; and it is soon seen.
+    most = guess.most * 2 if guess.replicas is not None and guess.replicas > 1 else guess.most
     coarse, lattice = _blocks_of(search, problem, most).coarse(problem)
     left, deadline = search.budget.seconds_left, None
-    if until is not None and left is not None:
+    if guess.until is not None and left is not None:
         # The first plan matters more than what else there may be time for.
         seconds = SOON_S if search.best else left * _BLOCKS_SHARE
-        deadline = max(until, time.monotonic() + seconds)
+        deadline = max(guess.until, time.monotonic() + seconds)
     answer = (
-        rising_minimax(coarse, lattice, deadline=deadline, few=0)
-        or rising_by_targets(
+        identical_minimax(coarse, lattice, deadline=deadline, few=0)
+        or identical_by_targets(
             coarse, lattice, below=search.period_s, within=CLOSE, deadline=deadline
         )
         or minimax_with_bound(coarse, lattice, below=search.period_s, deadline=deadline)
@@ -158,32 +169,24 @@ def _in_blocks(
     return problem, _blocks_of(search, problem, most).fine(answer.cut)
 
 
-def _try_in_blocks(
-    search: Exploration,
-    most: int,
-    case: Case,
-    held: Held | None,
-    until: float | None,
-    *,
-    each: int | None,
-) -> None:
+def _try_in_blocks(search: SearchState, guess: _Guess) -> None:
     """A guess's best cut; where it takes too much memory after all, with less to use."""
     share = _ROOM
     for _ in range(_REPAIRS):
-        answer = _in_blocks(search, most, case, held, until, each=each, share=share)
+        answer = _in_blocks(search, guess, share)
         if answer is None and share == _ROOM:
             share = 1.0
-            answer = _in_blocks(search, most, case, held, until, each=each, share=share)
+            answer = _in_blocks(search, guess, share)
         if answer is None:
             return
-        search.try_cut(*answer, case.micro_batches)
-        over = search.over.get(choice_of(*answer), 1.0)
+        search.try_cut(*answer, guess.branch.micro_batches)
+        over = search.least_over.get(choice_of(*answer), 1.0)
         if over <= 1.0:
             return
         share /= over * _REPAIR
 
 
-def _blocks_of(search: Exploration, problem: StageProblem, most: int) -> Blocks:
+def _blocks_of(search: SearchState, problem: StageProblem, most: int) -> Blocks:
     if most not in search.blocks:
         assert isinstance(search.source, DpSource)
         search.blocks[most] = blocks(problem, search.source.lattice, most)

@@ -1,4 +1,4 @@
-"""Finding a plan: a request becomes cases, the exploration decides them, proof included."""
+"""Finding a plan: a request becomes branches of a search, which decides them with a proof."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from ..partition.solve import SOLVERS, source_for
 from ..plan import Plan, SolverReport
 from ..systems.variants import variant_named
 from .budget import EFFORT, Budget
-from .choices import micro_batch_counts
+from .choices import RECOMPUTE, Branch, Freedom, micro_batch_counts
 from .diagnosis import diagnose
-from .exploration import Case, Exploration, Progress
-from .relaxation import RECOMPUTE, Freedom, Relaxation
+from .exploration import run
+from .relaxation import Relaxation
+from .state import Progress, SearchState
 
 
 @dataclass(frozen=True)
-class Request:
+class SearchRequest:
     """What may be chosen, and what may be spent on choosing.
 
     Attributes:
@@ -73,7 +74,7 @@ def solve(
             for systems that flush.
         progress: told (what is done, how much of it, of how much).
         seen: told every plan that fits.
-        asked: fields of `Request`.
+        asked: fields of `SearchRequest`.
 
     Raises:
         PlanError: settings that contradict each other or the profile.
@@ -90,40 +91,35 @@ def solve(
     check_tied(variant_named(variant), tied)
     mini_batch = mini_batch or profile.batch_size
     question = Question(profile, cluster, variant, mini_batch, factor, update_every, tied)
-    request = Request(**asked)  # type: ignore[arg-type]
-    exploration = explore(question, request, progress or (lambda *_: None), seen)
-    stopped = _run(exploration)
-    if exploration.best is None:
-        found = diagnose(exploration, stopped)
+    request = SearchRequest(**asked)  # type: ignore[arg-type]
+    search = explore(question, request, progress or (lambda *_: None), seen)
+    try:
+        stopped = run(search)
+    except KeyboardInterrupt:
+        # Once there is a plan to keep, Ctrl-C ends the search alone.
+        if search.best is None:
+            raise
+        stopped = "interrupted"
+    if search.best is None:
+        found = diagnose(search, stopped)
         if isinstance(found, InfeasibleError):
             raise found
-        exploration.best = found
-    exploration.tighten()
-    found = exploration.best
-    return make_plan(question, found, _report(exploration, stopped, begin))
+        search.best = found
+    search.tighten()
+    return make_plan(question, search.best, _report(search, stopped, begin))
 
 
-def _run(exploration: Exploration) -> str | None:
-    """Search; Ctrl-C ends it too, once there is a plan to keep."""
-    try:
-        return exploration.run()
-    except KeyboardInterrupt:
-        if exploration.best is None:
-            raise
-        return "interrupted"
-
-
-def _report(exploration: Exploration, stopped: str | None, begin: float) -> SolverReport:
-    objective = exploration.period_s
-    bound = min(exploration.bound_s, objective)
+def _report(search: SearchState, stopped: str | None, begin: float) -> SolverReport:
+    objective = search.period_s
+    bound = min(search.bound_s, objective)
     proven = objective <= bound * SAME
     return SolverReport(
-        method=exploration.source.method,
+        method=search.source.method,
         objective_s=objective,
         bound_s=bound,
         gap=0.0 if proven else (max(ratio(objective, bound) - 1, 0.0) if bound > 0 else 1.0),
         optimal=proven,
-        plans_tried=exploration.budget.tried,
+        plans_tried=search.budget.tried,
         seconds=round(time.perf_counter() - begin, 3),
         stopped=None if proven else stopped,
     )
@@ -131,14 +127,14 @@ def _report(exploration: Exploration, stopped: str | None, begin: float) -> Solv
 
 def explore(
     question: Question,
-    request: Request,
+    request: SearchRequest,
     progress: Progress,
     seen: Callable[[Evaluation], None] | None = None,
-) -> Exploration:
-    """The exploration that answers a request; not begun yet. Raises PlanError."""
+) -> SearchState:
+    """The search that answers a request; not begun yet. Raises PlanError."""
     if request.recompute not in RECOMPUTE:
         raise PlanError(f"--recompute {request.recompute}: give one of {', '.join(RECOMPUTE)}")
-    refusal = variant_named(question.variant).recompute_refusal
+    refusal = question.system.recompute_refusal
     if request.recompute == "on" and refusal:
         raise PlanError(f"--recompute on: {refusal}")
     freedom = Freedom(request.replicas, request.recompute)
@@ -147,7 +143,7 @@ def explore(
     deadline = None if request.time_limit_s is None else time.monotonic() + request.time_limit_s
     counts = micro_batch_counts(question, request.micro_batches)
     relaxation = Relaxation(question, freedom)
-    source = source_for(relaxation.problem(counts[0]), request.solver, deadline)
+    source = source_for(relaxation.problem(Branch(counts[0])), request.solver, deadline)
     most = _most_stages(question, relaxation, request.stages)
     pins = _pins(relaxation, request.pins, most)
     stage_counts: Sequence[int | None] = [request.stages]
@@ -155,14 +151,12 @@ def explore(
         # Stages are counted from the input side; only with their number known does the
         # program, which runs from the other, know which one it is at.
         stage_counts = range(max(stage for _, stage in pins) + 1, most + 1)
-    return Exploration(
-        question=question,
-        freedom=freedom,
+    return SearchState(
+        relaxation=relaxation,
         source=source,
-        cases=[Case(n, s) for n in counts for s in stage_counts],
+        branches=[Branch(n, s, pins) for n in counts for s in stage_counts],
         most_stages=most,
         budget=Budget(request.effort, deadline),
-        pins=pins,
         progress=progress,
         seen=seen or (lambda _: None),
     )

@@ -23,7 +23,7 @@ from .minimax import Answer
 # Places of devices that are all alike, where only what is in flight depends on the place --------
 
 
-class RisingPlaces:
+class IdenticalPlaces:
     """`StageProblem.place` where a stage of r replicas has ⌈k / r⌉ units in flight, or a most.
 
     So its load is the same wherever it stands, and what it holds rises with the devices from its
@@ -65,7 +65,7 @@ class RisingPlaces:
 
     def changed(
         self, options: Sequence[Option], change: Callable[[Place, int], Place]
-    ) -> RisingPlaces:
+    ) -> IdenticalPlaces:
         """Places that are each changed by a function of theirs and of r.
 
         Args:
@@ -74,7 +74,7 @@ class RisingPlaces:
         """
         pairs = zip(options, self.alike, self.most, strict=True)
         found = {o.replicas: (change(place, o.replicas), most) for o, place, most in pairs}
-        return RisingPlaces(
+        return IdenticalPlaces(
             options,
             lambda r: found[r][0],
             copies_per_unit=self.copies_per_unit,
@@ -96,7 +96,7 @@ NEVER = 2**62
 """A cost that no chain has."""
 
 
-def rising_minimax(
+def identical_minimax(
     problem: StageProblem,
     lattice: Lattice,
     *,
@@ -112,11 +112,11 @@ def rising_minimax(
         few: options × devices that count as few; FEW by default.
 
     Returns:
-        None where this isn't the way: places aren't `RisingPlaces`, the number of stages is
+        None where this isn't the way: places aren't `IdenticalPlaces`, the number of stages is
         given, devices are few, or there are too many stages to hold in memory.
     """
     places = problem.place
-    if not isinstance(places, RisingPlaces) or problem.stages is not None:
+    if not isinstance(places, IdenticalPlaces) or problem.stages is not None:
         return None
     if len(problem.options) * problem.devices <= (FEW if few is None else few):
         return None
@@ -230,9 +230,9 @@ class StagesAbove:
 
 
 class StageTable:
-    """A problem whose places are `RisingPlaces`, on a lattice."""
+    """A problem whose places are `IdenticalPlaces`, on a lattice."""
 
-    def __init__(self, problem: StageProblem, lattice: Lattice, places: RisingPlaces) -> None:
+    def __init__(self, problem: StageProblem, lattice: Lattice, places: IdenticalPlaces) -> None:
         self._problem, self._copies_per_unit = problem, places.copies_per_unit
         columns = [lattice.column(layer) for layer in range(lattice.layers)]
         self._member: Flags = np.array(columns).reshape(lattice.layers, lattice.size)

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..problem import ChosenStage, Cut, StageProblem, Vector, stage_load
 from .cost_tables import FITS, Flags, PairCosts
-from .identical_devices import RisingPlaces
+from .identical_devices import IdenticalPlaces
 from .lattice import Lattice, Positions
 from .minimax import Answer
 from .program import SLACK, UNBOUNDED, Program, just_below
@@ -53,10 +53,10 @@ class _Above:
     flight: Vector
 
 
-class RisingTargets:
-    """A problem whose places are `RisingPlaces`, on a lattice."""
+class IdenticalByTargets:
+    """A problem whose places are `IdenticalPlaces`, on a lattice."""
 
-    def __init__(self, problem: StageProblem, lattice: Lattice, places: RisingPlaces) -> None:
+    def __init__(self, problem: StageProblem, lattice: Lattice, places: IdenticalPlaces) -> None:
         self._problem, self._lattice, self._places = problem, lattice, places
         self._program = Program(problem, lattice)
         self._costs = self._program.costs
@@ -65,7 +65,7 @@ class RisingTargets:
         self._known: dict[int, _Above] = {}
 
     def answer(self, below: float, within: float, deadline: float | None) -> Answer:
-        """See `rising_by_targets`."""
+        """See `identical_by_targets`."""
         low, high, best = self._program.bound_s, just_below(below), None
         try:
             while high > low:
@@ -250,7 +250,7 @@ def _bytes(costs: PairCosts, below: int, above: Positions) -> tuple[Vector, Vect
     return once, flight
 
 
-def rising_by_targets(
+def identical_by_targets(
     problem: StageProblem,
     lattice: Lattice,
     *,
@@ -258,7 +258,7 @@ def rising_by_targets(
     within: float = 1.0,
     deadline: float | None = None,
 ) -> Answer | None:
-    """As `identical_devices.rising_minimax`, for lattices that are too large for it.
+    """As `identical_devices.identical_minimax`, for lattices that are too large for it.
 
     Args:
         below: only objectives less than this, by more than rounding, count.
@@ -269,8 +269,8 @@ def rising_by_targets(
         None where this isn't the way.
     """
     places = problem.place
-    if not isinstance(places, RisingPlaces) or problem.stages is not None:
+    if not isinstance(places, IdenticalPlaces) or problem.stages is not None:
         return None
     if lattice.size**2 // 2 > MOST_PAIRS:
         return None
-    return RisingTargets(problem, lattice, places).answer(below, within, deadline)
+    return IdenticalByTargets(problem, lattice, places).answer(below, within, deadline)

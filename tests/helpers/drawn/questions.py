@@ -18,7 +18,7 @@ from timeprest.planner.cluster.cluster import AllReduce, Cluster, Device, Networ
 from timeprest.planner.evaluate import Evaluation, Question, evaluate
 from timeprest.planner.plan import PlanStage
 from timeprest.planner.schedules.schedules import limit_ranges
-from timeprest.planner.search.relaxation import RECOMPUTE, Freedom
+from timeprest.planner.search.choices import RECOMPUTE, Freedom
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.profile import (
     Edge,

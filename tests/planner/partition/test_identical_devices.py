@@ -12,8 +12,8 @@ from helpers.drawn.problems import brute_force, drawn_problems
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from timeprest.planner.partition.dp import identical_devices as rising
-from timeprest.planner.partition.dp.identical_devices import RisingPlaces
-from timeprest.planner.partition.dp.identical_devices_by_target import rising_by_targets
+from timeprest.planner.partition.dp.identical_devices import IdenticalPlaces
+from timeprest.planner.partition.dp.identical_devices_by_target import identical_by_targets
 from timeprest.planner.partition.dp.lattice import find_downsets
 from timeprest.planner.partition.problem import Mode, Option, Place, cut_load, is_downset
 
@@ -39,14 +39,14 @@ def alike(
             copies=copies,
         )
 
-    places = RisingPlaces(
+    places = IdenticalPlaces(
         problem.options, place, copies_per_unit=copies_per_unit, most=lambda r: max(most - r + 1, 1)
     )
     return replace(problem, place=places, stages=None, pins=())
 
 
 def solved(problem):
-    return rising.rising_minimax(problem, find_downsets(problem, 10_000))
+    return rising.identical_minimax(problem, find_downsets(problem, 10_000))
 
 
 def devices_of(problem, cut):
@@ -66,7 +66,7 @@ def test_as_good_as_trying_everything(drawn, limit, sync, copies, copies_per_uni
     problem = alike(
         drawn, limit=limit, sync=sync, copies=copies, copies_per_unit=copies_per_unit, most=most
     )
-    by_targets = rising_by_targets(problem, find_downsets(problem, 10_000))
+    by_targets = identical_by_targets(problem, find_downsets(problem, 10_000))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rising, "FEW", 0)
         answer = solved(problem)
@@ -131,8 +131,8 @@ def test_where_nothing_fits():
 def test_what_is_known_when_time_is_up():
     problem = many(40)
     lattice = find_downsets(problem, 10_000)
-    best = rising.rising_minimax(problem, lattice)
-    late = rising.rising_minimax(problem, lattice, deadline=time.monotonic() - 1)
+    best = rising.identical_minimax(problem, lattice)
+    late = rising.identical_minimax(problem, lattice, deadline=time.monotonic() - 1)
     assert not late.complete
     assert late.cut is None
     assert 0 < late.bound_s <= best.cut.objective_s
@@ -141,12 +141,12 @@ def test_what_is_known_when_time_is_up():
 def test_problems_of_other_kinds_are_left_alone():
     problem = many(40)
     lattice = find_downsets(problem, 10_000)
-    assert rising.rising_minimax(problem, lattice).complete
-    assert rising.rising_minimax(replace(problem, stages=3), lattice) is None
-    assert rising.rising_minimax(replace(problem, place=lambda o, k: Place()), lattice) is None
-    assert rising.rising_minimax(replace(problem, devices=2), lattice) is None
+    assert rising.identical_minimax(problem, lattice).complete
+    assert rising.identical_minimax(replace(problem, stages=3), lattice) is None
+    assert rising.identical_minimax(replace(problem, place=lambda o, k: Place()), lattice) is None
+    assert rising.identical_minimax(replace(problem, devices=2), lattice) is None
     large = replace(problem, options=problem.options * 2000)
-    assert rising.rising_minimax(large, lattice) is None
+    assert rising.identical_minimax(large, lattice) is None
 
 
 def test_what_holds_nothing_per_unit_is_weighed_all_the_same():

@@ -21,10 +21,12 @@ from timeprest.planner.partition import solve as solvers
 from timeprest.planner.partition.dp import identical_devices as rising
 from timeprest.planner.partition.problem import stage_bytes, stage_load
 from timeprest.planner.plan import PlanStage
-from timeprest.planner.search import exploration, first_plans
-from timeprest.planner.search.relaxation import Freedom, Relaxation
-from timeprest.planner.search.running_ahead import running_ahead
+from timeprest.planner.search import first_plans, state
+from timeprest.planner.search.choices import Branch, Freedom
+from timeprest.planner.search.places import Assumptions
+from timeprest.planner.search.relaxation import Relaxation
 from timeprest.planner.search.solve import solve
+from timeprest.planner.simulator.timeline import running_ahead
 from timeprest.profiles.errors import InfeasibleError
 from timeprest.profiles.profile import Profile
 
@@ -82,7 +84,8 @@ def check_bounds(drawn: Drawn) -> None:
                 for stages in (None, len(found.stages)):
                     key = n, view, alike, stages
                     if key not in problems:
-                        problems[key] = relaxation.problem(n, view=view, alike=alike, stages=stages)
+                        assumed = Assumptions(view=view, identical=alike)
+                        problems[key] = relaxation.problem(Branch(n, stages), assumed)
                     check_stages(problems[key], found, alike)
 
 
@@ -120,7 +123,7 @@ def test_what_is_proven_of_drawn_questions_is_so(number):
 @pytest.mark.parametrize("number", numbers()[::3])
 def test_what_is_proven_of_large_models_is_so(number, monkeypatch):
     """The same ways as where there is much to look at, on the same small questions."""
-    monkeypatch.setattr(exploration, "_LARGE", -1)
+    monkeypatch.setattr(state, "_LARGE", -1)
     monkeypatch.setattr(first_plans, "MOST_BLOCKS", 3)
     for module in (rising, solvers):
         monkeypatch.setattr(module, "FEW", 0)

@@ -16,18 +16,21 @@ from timeprest.planner.cluster.cluster import Cluster, Device, Network, uniform_
 from timeprest.planner.evaluate import Question, evaluate, lone_stages
 from timeprest.planner.partition.problem import is_downset, members, stage_bytes, stage_load
 from timeprest.planner.schedules.schedules import limit_ranges
-from timeprest.planner.search import exploration, first_plans
+from timeprest.planner.search import exploration, first_plans, state
+from timeprest.planner.search.budget import Budget, OutOfBudget
 from timeprest.planner.search.choices import (
+    Branch,
     Choice,
+    Freedom,
     all_limits,
     capped,
     caps,
     choice_of,
     micro_batch_counts,
 )
-from timeprest.planner.search.exploration import Budget, OutOfBudget
-from timeprest.planner.search.relaxation import Freedom, Relaxation
-from timeprest.planner.search.solve import Request, explore, solve
+from timeprest.planner.search.places import Assumptions
+from timeprest.planner.search.relaxation import Relaxation
+from timeprest.planner.search.solve import SearchRequest, explore, solve
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import InfeasibleError, PlanError
 
@@ -36,7 +39,7 @@ MOST_PLANS = 1500
 
 def all_choices(relaxation, micro_batches):
     """Every cut with every number of devices and every mode for its stages."""
-    problem = relaxation.problem(micro_batches)
+    problem = relaxation.problem(Branch(micro_batches))
     downsets = [d for d in range(problem.full + 1) if is_downset(problem, d)]
 
     def extend(below, first, stages):
@@ -199,7 +202,7 @@ def test_a_bound_is_below_every_plan(drawn, data):
     found = evaluate(question, choice.with_limits(limits), n)
     alike = question.cluster.uniform and data.draw(st.booleans())
     view = data.draw(st.sampled_from(relaxation.views))
-    problem = relaxation.problem(n, view=view, alike=alike)
+    problem = relaxation.problem(Branch(n), Assumptions(view=view, identical=alike))
     position = {name: j for j, name in enumerate(problem.names)}
     below = 0
     for s in range(choice.stages):
@@ -304,7 +307,7 @@ def test_an_evaluation_that_takes_too_long_isnt_begun():
 
 
 def test_finer_blocks_where_the_first_ones_dont_fit(monkeypatch):
-    monkeypatch.setattr(exploration, "_LARGE", 0)
+    monkeypatch.setattr(state, "_LARGE", 0)
     monkeypatch.setattr(first_plans, "MOST_BLOCKS", 3)
     layers = [(f"n{k}", 1000, 1e-3, 1e-3, 0, []) for k in range(8)]
     edges = [(f"n{k}", f"n{k + 1}", f"t{k}", 8) for k in range(7)] + [("n7", "output", "t7", 8)]
@@ -312,8 +315,8 @@ def test_finer_blocks_where_the_first_ones_dont_fit(monkeypatch):
     question = Question(
         profile_by_hand(layers, edges), uniform_cluster(4, "9kB"), "pipedream-2bw", 4, 1.0
     )
-    found = explore(question, Request(micro_batches=4), lambda *_: None)
-    found.bounds = dict.fromkeys(found.cases, 0.0)
+    found = explore(question, SearchRequest(micro_batches=4), lambda *_: None)
+    found.bounds = dict.fromkeys(found.branches, 0.0)
     first_plans.try_blocks(found)
     assert [len(stage.nodes) for stage in found.best.stages] == [2, 2, 2, 2]
 
@@ -321,11 +324,11 @@ def test_finer_blocks_where_the_first_ones_dont_fit(monkeypatch):
 def test_a_cut_found_for_some_micro_batches_is_tried_with_others():
     question = Question(chain(4), uniform_cluster(2), "timeprest", 4, 1.0)
     seen = []
-    found = explore(question, Request(), lambda *_: None, seen.append)
-    found.bounds = dict.fromkeys(found.cases, 0.0)
-    problem = found.problem_for(found.cases[0])
+    found = explore(question, SearchRequest(), lambda *_: None, seen.append)
+    found.bounds = dict.fromkeys(found.branches, 0.0)
+    problem = found.relaxation.problem(found.branches[0])
     cut = found.source.best(problem).cut
-    found._try_elsewhere([(choice_of(problem, cut), cut)])
+    exploration._try_elsewhere(found, [(choice_of(problem, cut), cut)])
     assert {plan.micro_batches for plan in seen} == {1, 2, 4}
     assert {tuple(stage.nodes for stage in plan.stages) for plan in seen} == {
         choice_of(problem, cut).nodes
@@ -334,7 +337,7 @@ def test_a_cut_found_for_some_micro_batches_is_tried_with_others():
 
 @pytest.mark.parametrize("system", ["pipedream-2bw", "pipedream-flush"])
 def test_what_would_do_for_a_large_model_does(monkeypatch, system):
-    monkeypatch.setattr(exploration, "_LARGE", 0)
+    monkeypatch.setattr(state, "_LARGE", 0)
     layers = [(f"n{k}", 1000, 1e-3, 1e-3, 0, []) for k in range(8)]
     edges = [(f"n{k}", f"n{k + 1}", f"t{k}", 8) for k in range(7)] + [("n7", "output", "t7", 8)]
     profile = profile_by_hand(layers, edges)
@@ -355,7 +358,7 @@ def test_a_stage_with_devices_behind_it_may_be_the_last():
     cluster = msgspec.structs.replace(question.cluster, devices=devices)
     question = replace(question, cluster=cluster)
     # With both devices from its first one to the end, it needs no more than it does.
-    assert stage_bytes(Relaxation(question, Freedom()).problem(1), 0, 0b1, 0, 2) <= need
+    assert stage_bytes(Relaxation(question, Freedom()).problem(Branch(1)), 0, 0b1, 0, 2) <= need
     assert solved(question, Freedom(), None, "dp").stages[0].devices == (0,)
 
 
@@ -380,6 +383,6 @@ def test_a_bound_knows_that_a_stage_that_sends_nothing_back_does_not_split():
         whole = evaluate(question, lone_stages([["n0", "n1", "n2"]], [1]), 1)
         assert plan.predicted.period_s <= whole.prediction.period_s * (1 + 1e-9)
         for view in Relaxation(question, Freedom()).views:
-            problem = Relaxation(question, Freedom()).problem(1, view=view)
+            problem = Relaxation(question, Freedom()).problem(Branch(1), Assumptions(view=view))
             load = stage_load(problem, 0, 0b111, 0, devices)
             assert load <= whole.prediction.period_s * (1 + 1e-9)

@@ -1,0 +1,268 @@
+"""The state of a search: the best plan, the bound of each branch, and what has been tried."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import msgspec
+
+from ...profiles.units import format_seconds
+from ..evaluate import SAME, Evaluation, Question, better, evaluate, lay_out
+from ..partition.dp.blocks import Blocks
+from ..partition.placings import pattern
+from ..partition.problem import Cut, StageProblem
+from ..partition.solve import Source
+from ..schedules.schedules import limit_ranges
+from ..simulator.timeline import least_period_s
+from .budget import SOON_S, Budget, operations_of
+from .choices import Branch, Choice, InFlight, all_limits, capped, caps, choice_of, in_flight_under
+from .relaxation import Relaxation
+
+Progress = Callable[[str, int, int], None]
+
+_LARGE = 20_000
+"""With more layers × devices, guesses leave the number of stages open."""
+
+_GLANCE = 10
+"""What it takes to lay out a stage, as so many simulated operations."""
+
+_MOST_WIDENED = 16
+"""With more stages, single limits aren't raised or lowered: each takes a simulation."""
+
+
+@dataclass
+class SearchState:
+    """One system's search.
+
+    Attributes:
+        branches: what to look at, all together everything that was asked for.
+        most_stages: stages that the cluster and the graph allow.
+        seen: called with every plan that fits.
+        best: the best plan so far.
+        bounds: no plan of a branch has a shorter period.
+        sharper_views: of each branch, the view that its bound is from.
+        least_over: per choice, of the largest share of a device's memory that it takes, the least
+            so far.
+        blocks: of layers, by their number, for first plans.
+    """
+
+    relaxation: Relaxation
+    source: Source
+    branches: Sequence[Branch]
+    most_stages: int
+    budget: Budget
+    progress: Progress = lambda *_: None
+    seen: Callable[[Evaluation], None] = lambda _: None
+    best: Evaluation | None = None
+    bounds: dict[Branch, float] = field(default_factory=dict)
+    sharper_views: dict[Branch, str] = field(default_factory=dict)
+    least_over: dict[Choice, float] = field(default_factory=dict)
+    blocks: dict[int, Blocks] = field(default_factory=dict)
+    _tried: dict[Hashable, Evaluation] = field(default_factory=dict)
+
+    @property
+    def question(self) -> Question:
+        """What is to be planned."""
+        return self.relaxation.question
+
+    @property
+    def bound_s(self) -> float:
+        """No plan that was asked for has a shorter period; infinite where none can fit."""
+        return min(self.bounds.values(), default=float("inf"))
+
+    @property
+    def period_s(self) -> float:
+        """Of the best plan so far."""
+        return self.best.prediction.period_s if self.best else float("inf")
+
+    def hopeless(self, branch: Branch) -> bool:
+        """Whether no plan of a branch can beat the best one so far."""
+        return self.bounds[branch] * SAME >= self.period_s
+
+    def promising(self) -> Iterator[Branch]:
+        """Branches from the lowest bound on, while they can beat the best plan."""
+        for branch in sorted(self.branches, key=lambda b: (self.bounds[b], b.micro_batches)):
+            if self.hopeless(branch):
+                return
+            yield branch
+
+    @cached_property
+    def large(self) -> bool:
+        """Whether there is so much to look at that plans come before bounds."""
+        return self.most_stages * len(self.question.profile.layers) > _LARGE
+
+    @cached_property
+    def identical(self) -> bool:
+        """Whether guesses leave open where devices lie (`Assumptions.identical`)."""
+        open_counts = all(branch.stages is None for branch in self.branches)
+        return self.large and self.question.cluster.uniform and open_counts
+
+    @cached_property
+    def device_kinds(self) -> tuple[list[Hashable], list[Hashable]]:
+        """Each device's machine, and what it is like."""
+        devices = self.question.cluster.devices
+        return [d.machine for d in devices], [(d.memory_bytes, d.speed) for d in devices]
+
+    def in_flight_guesses(self, stages: int | None) -> Iterator[InFlight | None]:
+        """What plans may have in flight under different limits, for any stage count or a given."""
+        variant, most = self.relaxation.variant, stages or self.most_stages
+        if not self.relaxation.limited:
+            yield None
+            return
+        ranges, tried = limit_ranges(variant, most), set()
+        for cap in caps(ranges):
+            limits = capped(ranges, cap)
+            if limits not in tried:
+                tried.add(limits)
+                yield in_flight_under(variant, most, cap)
+
+    # Plans -------------------------------------------------------------------------------------
+
+    def try_cut(
+        self,
+        problem: StageProblem,
+        cut: Cut,
+        micro_batches: int,
+        *,
+        grain: int = 1,
+        every_limit: bool = False,
+    ) -> bool:
+        """Evaluate a cut under limits that suit it. Returns whether all limits were looked at."""
+        choice = choice_of(problem, cut, grain)
+        if not self.relaxation.allows(choice.stages, micro_batches):
+            return True
+        ranges = limit_ranges(self.relaxation.variant, choice.stages)
+        if every_limit and self._cores_are_too_slow(choice, micro_batches):
+            return True
+        vectors = all_limits(ranges)
+        if vectors is not None and (every_limit or len(vectors) == 1):
+            for limits in vectors:
+                self._evaluate(choice, micro_batches, limits)
+            return True
+        self.try_choice(choice, micro_batches, cut.objective_s)
+        return False
+
+    def try_choice(self, choice: Choice, micro_batches: int, objective_s: float) -> None:
+        """Evaluate a choice under some limits; under more while its relaxed load is less."""
+        found = self._first_that_fits(choice, micro_batches)
+        if found is not None and self.period_s > objective_s * SAME:
+            ranges = limit_ranges(self.relaxation.variant, choice.stages)
+            widest = tuple(most for _, most in ranges)
+            if self._evaluate(choice, micro_batches, widest) is None:
+                self._widen(found, choice, micro_batches)
+
+    def _cores_are_too_slow(self, choice: Choice, micro_batches: int) -> bool:
+        """Whether the cores that devices share have too much to do for a better plan than the best.
+
+        That is known without simulating, whatever the limits. Where devices have cores of their
+        own, the relaxed load of the cut says as much.
+        """
+        if self.question.cluster.cores is None:
+            return False
+        self.budget.glance(_GLANCE * choice.stages)
+        limits = [most for _, most in limit_ranges(self.relaxation.variant, choice.stages)]
+        found = lay_out(self.question, choice.with_limits(limits), micro_batches)
+        return least_period_s(found.pipeline) * SAME >= self.period_s
+
+    def _first_that_fits(self, choice: Choice, micro_batches: int) -> Evaluation | None:
+        """With a mini-batch in flight for each stage behind, or as many as memory allows."""
+        ranges = limit_ranges(self.relaxation.variant, choice.stages)
+        behind = range(choice.stages - 1, -1, -1)
+        usual = [
+            (low, max(low, min(high, 1 + d))) for (low, high), d in zip(ranges, behind, strict=True)
+        ]
+        for cap in caps(usual):
+            found = self._evaluate(choice, micro_batches, capped(usual, cap))
+            if found is not None:
+                return found
+        return None
+
+    def _widen(self, found: Evaluation, choice: Choice, micro_batches: int) -> None:
+        """Raise single limits, while memory allows and the period gets shorter."""
+        ranges = limit_ranges(self.relaxation.variant, choice.stages)
+        limits = [stage.in_flight for stage in found.stages]
+        if choice.stages > _MOST_WIDENED:
+            return
+        for s, (_, most) in enumerate(ranges):
+            while limits[s] < most and (s == 0 or limits[s] < limits[s - 1]):
+                limits[s] += 1
+                wider = self._evaluate(choice, micro_batches, tuple(limits))
+                if wider is None:
+                    limits[s] -= 1
+                    break
+
+    def _evaluate(
+        self, choice: Choice, micro_batches: int, limits: tuple[int, ...]
+    ) -> Evaluation | None:
+        """The plan, if it fits the devices; the best one is kept."""
+        used = pattern([d for mine in choice.devices for d in mine], *self.device_kinds)
+        each = tuple(map(len, choice.devices))
+        key = (choice.nodes, choice.recompute, each, used, micro_batches, limits)
+        if key not in self._tried:
+            operations = operations_of(self.relaxation.variant, choice.stages, micro_batches)
+            self.budget.spend(operations, needed=self.best is None)
+            begin = time.monotonic()
+            self._tried[key] = evaluate(self.question, choice.with_limits(limits), micro_batches)
+            self.budget.took(operations, time.monotonic() - begin)
+        found = self._tried[key]
+        over = max(found.memory_shares(self.question.cluster), default=0.0)
+        self.least_over[choice] = min(over, self.least_over.get(choice, over))
+        if found.over_limit(self.question.cluster):
+            return None
+        self.seen(found)
+        if self.best is None or better(found, self.best):
+            self.best = found
+        return found
+
+    def tighten(self) -> None:
+        """Lower the best plan's in-flight limits as far as its period stays, and there is time."""
+        if self.best is None or len(self.best.stages) > _MOST_WIDENED:
+            return
+        ranges = limit_ranges(self.relaxation.variant, len(self.best.stages))
+        for s in range(len(self.best.stages)):
+            while True:
+                limits = list(self.best.limits)
+                least = max(ranges[s][0], limits[s + 1] if s + 1 < len(limits) else 1)
+                if limits[s] <= least or self._too_late:
+                    break
+                limits[s] -= 1
+                stages = tuple(
+                    msgspec.structs.replace(stage, in_flight=limit)
+                    for stage, limit in zip(self.best.stages, limits, strict=True)
+                )
+                found = evaluate(self.question, stages, self.best.micro_batches)
+                # With fewer in flight before it a stage may hold more: other versions wait for it.
+                if found.over_limit(self.question.cluster):
+                    break
+                if found.prediction.period_s > self.period_s * SAME:
+                    break
+                self.best = found
+
+    @property
+    def _too_late(self) -> bool:
+        """Whether simulating the best plan anew takes long, and longer than there is time."""
+        if self.best is None or self.budget.seconds_left is None:
+            return False
+        operations = operations_of(
+            self.relaxation.variant, len(self.best.stages), self.best.micro_batches
+        )
+        return self.budget.expected_s(operations) > max(self.budget.seconds_left, SOON_S)
+
+    def say(self, what: str, done: int = 0, total: int = 0) -> None:
+        """Tell what is being done, and how much of it, of how much."""
+        self.progress(what, done, total)
+
+    @property
+    def standing(self) -> str:
+        """Bound and best period so far, for people."""
+        best = f"best {shown(self.period_s)}"
+        known = 0 < self.bound_s < float("inf")
+        return f"bound {format_seconds(self.bound_s)}, {best}" if known else best
+
+
+def shown(seconds: float) -> str:
+    """A period for people."""
+    return format_seconds(seconds) if seconds < float("inf") else "none yet"
