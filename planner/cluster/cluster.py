@@ -256,6 +256,16 @@ class Cluster(
             found.append(self._link(True))
         return tuple(found)
 
+    @property
+    def overlap(self) -> bool:
+        """Whether transfers over some link run beside computing."""
+        return any(link.overlap for link in self.links)
+
+    @property
+    def fastest_bytes_per_s(self) -> float:
+        """Bytes over the fastest link."""
+        return max(link.bandwidth_bytes_per_s for link in self.links)
+
     def at_once(self, devices: int) -> int:
         """How many of a machine's `devices` compute at once."""
         return devices if self.cores is None else min(devices, self.cores)

@@ -61,16 +61,6 @@ def fixed_in_flight(variant: Variant) -> bool:
     return variant.order in ("1f1b-flush", "1f1b-micro")
 
 
-def overlaps(cluster: Cluster) -> bool:
-    """Whether transfers over some link run beside computing."""
-    return any(link.overlap for link in cluster.links)
-
-
-def fastest_bytes_per_s(cluster: Cluster) -> float:
-    """Bytes over the fastest link."""
-    return max(link.bandwidth_bytes_per_s for link in cluster.links)
-
-
 @dataclass(frozen=True)
 class PlaceMaker:
     """Makes the places of a relaxed problem.
@@ -122,7 +112,7 @@ class PlaceMaker:
         # A version for each mini-batch in flight, where those are the units.
         per_unit = float(guess and variant.stashes and variant.backward_unit == "mini")
         all_reduce = AllReduceTimes(cluster)
-        both_ways = guess or not overlaps(cluster) or not self.freedom.replicas
+        both_ways = guess or not cluster.overlap or not self.freedom.replicas
 
         def place(r: int) -> Place:
             fixed_s, per_byte = (
@@ -163,11 +153,11 @@ class PlaceMaker:
         replicas = [option.replicas * self.assumed.grain for option in self.options]
         # A stage with devices behind it isn't the last.
         sure = guess or self.every_device
-        count, fastest = len(cluster.devices), fastest_bytes_per_s(cluster)
+        count, fastest = len(cluster.devices), cluster.fastest_bytes_per_s
         gradients = 1.0 + question.optimizer_state_factor
         all_reduce, links_before = AllReduceTimes(cluster), _links_from_before(cluster)
         # Each replica of the stage below may have a link to each of this one's.
-        side_by_side = not guess and overlaps(cluster) and self.freedom.replicas
+        side_by_side = not guess and cluster.overlap and self.freedom.replicas
 
         @cache
         def place(option: int, left: int) -> Place:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import cached_property
+from itertools import product
 
 import numpy as np
 
@@ -28,8 +29,6 @@ from .places import (
     Assumptions,
     PlaceMaker,
     Places,
-    fastest_bytes_per_s,
-    overlaps,
     returning,
     sharing,
 )
@@ -48,7 +47,7 @@ class Relaxation:
         self.graph = graph or LayerGraph(as_run_by(question.profile, self.variant), question.tied)
         refused = self.variant.recompute_refusal
         self._recompute = (False,) if refused else RECOMPUTE[freedom.recompute]
-        self._overlap = overlaps(question.cluster)
+        self._overlap = question.cluster.overlap
 
     @cached_property
     def limited(self) -> bool:
@@ -93,28 +92,18 @@ class Relaxation:
         counted = self._counted(drains=drains and not guess, alone=after is None)
         # Weight parts may run while the next mini-batch fills the pipeline behind the stage.
         inputs_only = drains and not guess and self.variant.split_backward
-        modes: list[Mode] = []
+        modes: dict[tuple[int, float | None], Mode] = {}
         options: list[Option] = []
-        known: dict[tuple[bool, int, float], int] = {}
-        for r in counts:
-            for recompute in self._recompute:
-                share = r if self.variant.whole_mini_batches else 1
-                unit = self._unit(n, r)
-                key = recompute, share, unit if recompute else 0.0
-                if key not in known:
-                    known[key] = len(modes)
-                    # Replicas of a whole mini-batch work at once, each in its own time.
-                    rounds = n * share / grain
-                    modes.append(
-                        self._mode(
-                            costs[r],
-                            rounds,
-                            counted,
-                            recompute_unit=unit if recompute else None,
-                            inputs_only=inputs_only,
-                        )
-                    )
-                options.append(Option(r // grain, known[key]))
+        for r, recompute in product(counts, self._recompute):
+            share = r if self.variant.whole_mini_batches else 1
+            key = share, self._unit(n, r) if recompute else None
+            if key not in modes:
+                # Replicas of a whole mini-batch work at once, each in its own time.
+                rounds = n * share / grain
+                modes[key] = self._mode(
+                    costs[r], rounds, counted, recompute_unit=key[1], inputs_only=inputs_only
+                )
+            options.append(Option(r // grain, list(modes).index(key)))
         devices = all_devices
         if guess and assumed.identical and self.variant.order == "1f1b-micro":
             # It never has more than N micro-batches in flight, each on one device at a time.
@@ -139,7 +128,7 @@ class Relaxation:
             names=graph.names,
             needs=graph.needs,
             tensors=tuple(self._tensors(n, most, guess=guess, drains=drains and not guess)),
-            modes=tuple(modes),
+            modes=tuple(modes.values()),
             options=tuple(options),
             parameter_bytes=graph.likely_bytes if guess else graph.parameter_bytes,
             devices=devices // grain,
@@ -288,7 +277,7 @@ class Relaxation:
     ) -> Iterator[Tensor]:
         # What a stage gets may come over several links side by side, one for each stage below.
         every = guess or not self._overlap or len(self.question.cluster.devices) <= 2
-        fastest = fastest_bytes_per_s(self.question.cluster)
+        fastest = self.question.cluster.fastest_bytes_per_s
         # Wires carry whole micro-batches; a replica holds messages of its share at the least.
         size = self._size(micro_batches, 1)
         held_size = self._size(micro_batches, most_replicas)
