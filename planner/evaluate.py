@@ -12,7 +12,7 @@ from ..profiles.profile import Profile
 from .cluster.cluster import Cluster
 from .costs.layout import StageTimes, make_pipeline
 from .costs.memory import Holdings, StageBytes, boundary_buffers, holdings
-from .costs.stage_costs import RECEIVES_AHEAD, Costs, Crossing, StageCost
+from .costs.stage_costs import RECEIVES_AHEAD, Costs, StageCost, Transfer
 from .costs.tied_parameters import Tied, as_run_by, exchange_s, weights_s_per_byte
 from .plan import (
     Plan,
@@ -27,7 +27,7 @@ from .plan import (
 )
 from .schedules.schedules import PATTERNS
 from .schedules.steady_state import Steady, sequence_distance, steady_state
-from .simulator.clock import Clock
+from .simulator.clock import SimulatedClock
 from .simulator.pipeline import Pipeline
 from .simulator.timeline import idle_shares, most_waiting
 from .systems.operations import FORWARD, FORWARDS, numbered
@@ -75,7 +75,7 @@ class Evaluation:
     stages: tuple[PlanStage, ...]
     micro_batches: int
     pipeline: Pipeline
-    crossed: tuple[Crossing, ...]
+    crossed: tuple[Transfer, ...]
     prediction: Prediction
 
     @property
@@ -123,7 +123,7 @@ class LaidOut(NamedTuple):
 
     pipeline: Pipeline
     costs: tuple[StageCost, ...]
-    crossed: tuple[Crossing, ...]
+    crossed: tuple[Transfer, ...]
     shares: tuple[int, ...]
     size: int
 
@@ -298,11 +298,11 @@ _kept_holdings = lru_cache(maxsize=4096)(holdings)
 def _bytes(
     question: Question,
     pipeline: Pipeline,
-    clock: Clock,
+    clock: SimulatedClock,
     s: int,
     stage: PlanStage,
     cost: StageCost,
-    crossed: Sequence[Crossing],
+    crossed: Sequence[Transfer],
 ) -> StageBytes:
     """What there is to hold on a replica. `crossed`: tensors, as large as its part of them."""
     unit = pipeline.micro_batches_per_share(s)
@@ -332,7 +332,7 @@ def _bytes(
     )
 
 
-def _postponed_bytes(s: int, cost: StageCost, crossed: Sequence[Crossing]) -> int:
+def _postponed_bytes(s: int, cost: StageCost, crossed: Sequence[Transfer]) -> int:
     """Gradients that wait with a micro-batch for its weight part."""
     if any(c.target == s and c.needs_grad for c in crossed):
         return cost.postponed_bytes

@@ -16,7 +16,7 @@ from ..profiles.profile import Profile, check_front_end
 from .cluster.cluster import Cluster
 from .costs.layout import StageTimes, make_pipeline
 from .costs.memory import MemoryByKind, StageBytes
-from .costs.stage_costs import Crossing
+from .costs.stage_costs import Transfer
 from .costs.tied_parameters import Tied, bound_groups, check_tied, hint
 from .schedules.schedules import limit_ranges
 from .simulator.pipeline import Pipeline
@@ -334,7 +334,7 @@ def check_cut(
 def pipeline_of(plan: Plan) -> Pipeline:
     """What the plan's orders follow from: its own stage times, edges, devices and limits."""
     crossed = [
-        Crossing(e.tensor, e.source, e.target, e.bytes_per_micro_batch, e.needs_grad)
+        Transfer(e.tensor, e.source, e.target, e.bytes_per_micro_batch, e.needs_grad)
         for e in plan.edges
     ]
     return make_pipeline(

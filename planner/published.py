@@ -19,7 +19,7 @@ import numpy as np
 from ..profiles.errors import UserError
 from ..profiles.published.workload import Node, Workload
 from .partition.dp.identical_devices import IdenticalPlaces
-from .partition.problem import Mode, Option, Place, StageProblem, Tensor, Vector
+from .partition.problem import CutTensor, Mode, Option, Place, StageProblem, Vector
 
 # What published cost models share: parts of a `StageProblem`, made of a workload ----------------
 
@@ -32,7 +32,7 @@ def needs_of(workload: Workload) -> tuple[int, ...]:
     return tuple(sum(1 << a for a in before) for before in workload.needs)
 
 
-def tensors_of(workload: Workload, wire_s: Iterable[tuple[float, float]]) -> tuple[Tensor, ...]:
+def tensors_of(workload: Workload, wire_s: Iterable[tuple[float, float]]) -> tuple[CutTensor, ...]:
     """Tensors with the same ends as one; their times at a lower and an upper cut added up."""
     total: dict[int, tuple[float, float]] = {}
     for tensor, (lower, upper) in zip(workload.tensors, wire_s, strict=True):
@@ -41,7 +41,7 @@ def tensors_of(workload: Workload, wire_s: Iterable[tuple[float, float]]) -> tup
         if ends.bit_count() > 1 and (lower or upper):
             total[ends] = (before[0] + lower, before[1] + upper)
     return tuple(
-        Tensor(ends, lower_s=lower, upper_s=upper) for ends, (lower, upper) in total.items()
+        CutTensor(ends, lower_s=lower, upper_s=upper) for ends, (lower, upper) in total.items()
     )
 
 

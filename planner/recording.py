@@ -17,7 +17,7 @@ import msgspec
 from .costs.memory import HoldingsWalk, MemoryByKind, Moment, StageBytes
 from .plan import Plan, pipeline_of
 from .schedules.schedules import make_order
-from .simulator.clock import Sent
+from .simulator.clock import SimulatedMessage
 from .simulator.pipeline import Pipeline
 from .simulator.timeline import Event, simulate, warm_mini_batches
 from .systems.operations import BACKWARD, FORWARD, FORWARDS, UPDATE, Op
@@ -181,7 +181,7 @@ def predicted(
     count = mini_batches or default_mini_batches(plan)
     pipeline = pipeline_of(plan)
     order = make_order(pipeline, first + count + more)
-    sent: list[Sent] = []
+    sent: list[SimulatedMessage] = []
     timeline = simulate(pipeline, order, sent)
     lanes = lanes_of([len(stage.devices) for stage in plan.stages])
     entries = entry_versions(pipeline.variant, plan.micro_batches, order[0])
@@ -311,7 +311,7 @@ def by_kind(memory: MemoryByKind) -> tuple[int, ...]:
 
 
 def _messages(
-    plan: Plan, pipeline: Pipeline, lanes: Sequence[Lane], sent: Iterable[Sent]
+    plan: Plan, pipeline: Pipeline, lanes: Sequence[Lane], sent: Iterable[SimulatedMessage]
 ) -> Iterator[Message]:
     """The messages that the clock noted. Tensors that go together are one."""
     first: dict[int, int] = {}

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ..cluster.cluster import Cluster
 from ..simulator.pipeline import Link, Pipeline, Route
 from ..systems.variants import Variant, variant_named
-from .stage_costs import Crossing
+from .stage_costs import Transfer
 
 
 class StageTimes(NamedTuple):
@@ -30,7 +30,7 @@ def make_pipeline(
     variant: str,
     micro_batches: int,
     times: Sequence[StageTimes],
-    crossed: Sequence[Crossing],
+    crossed: Sequence[Transfer],
     cluster: Cluster,
     devices: Sequence[Sequence[int]],
     limits: Sequence[int],
@@ -82,7 +82,7 @@ def _paces(cluster: Cluster, devices: Sequence[int]) -> tuple[float, ...]:
 
 def _links(
     variant: Variant,
-    crossed: Sequence[Crossing],
+    crossed: Sequence[Transfer],
     cluster: Cluster,
     devices: Sequence[Sequence[int]],
 ) -> tuple[Link, ...]:

@@ -20,7 +20,7 @@ from ..simulator.timeline import Event
 from ..systems.operations import BACKWARD, FORWARD, UPDATE, WEIGHT, Op, in_rows
 from ..systems.variants import Variant
 from ..systems.versions import VersionWalk
-from .stage_costs import RECEIVES_AHEAD, Crossing
+from .stage_costs import RECEIVES_AHEAD, Transfer
 
 
 class MemoryByKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -307,7 +307,7 @@ class StageBytes(
 
 def boundary_buffers(
     stage: int,
-    crossed: Sequence[Crossing],
+    crossed: Sequence[Transfer],
     gradient_micro_batches: int,
     kept_storages: frozenset[str],
     waiting: Mapping[int, int],

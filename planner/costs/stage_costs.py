@@ -45,7 +45,7 @@ class StageCost:
 
 
 @dataclass(frozen=True)
-class Crossing:
+class Transfer:
     """A tensor that goes from one stage to another, once for each micro-batch.
 
     Attributes:
@@ -297,15 +297,15 @@ class Costs:
 
     def _crossings(
         self, stages: tuple[tuple[str, ...], ...], micro_batch: int
-    ) -> tuple[Crossing, ...]:
+    ) -> tuple[Transfer, ...]:
         stage_of = {name: s for s, names in enumerate(stages) for name in names}
         stage_of["output"] = len(stages) - 1
-        found: dict[tuple[str, int], Crossing] = {}
+        found: dict[tuple[str, int], Transfer] = {}
         for edge in self.profile.edges:
             source, target = stage_of[edge.producer], stage_of[edge.consumer]
             if source != target and (edge.tensor, target) not in found:
                 nbytes = sized(edge.fixed_bytes, edge.bytes_per_sample, micro_batch)
-                found[edge.tensor, target] = Crossing(
+                found[edge.tensor, target] = Transfer(
                     edge.tensor, source, target, nbytes, edge.needs_grad, edge.storage
                 )
         return tuple(found.values())

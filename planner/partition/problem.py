@@ -22,7 +22,7 @@ Vector = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Tensor:
+class CutTensor:
     """What layers exchange. A stage that has some of its ends, but not all, takes part.
 
     The stage's traffic over its lower cut is that of tensors with an end in a and an end in X;
@@ -128,7 +128,7 @@ class StageProblem:
               + shared_once · shared(X) + lower_bytes(X) + upper_bytes(X)
               + max workspace of a layer of X
 
-    where a layer's number is added up over the layers of a set, and a tensor's as `Tensor` says.
+    where a layer's number is added up over the layers of a set, and a tensor's as `CutTensor` says.
     An option is allowed where its bytes are within its place's memory.
 
     Attributes:
@@ -148,7 +148,7 @@ class StageProblem:
 
     names: tuple[str, ...]
     needs: tuple[int, ...]
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[CutTensor, ...]
     modes: tuple[Mode, ...]
     options: tuple[Option, ...]
     parameter_bytes: Vector
@@ -278,7 +278,7 @@ def cut_load(problem: StageProblem, cut: Cut) -> float:
     return worst
 
 
-def _crossing(problem: StageProblem, below: int, layers: int) -> Iterator[tuple[str, Tensor]]:
+def _crossing(problem: StageProblem, below: int, layers: int) -> Iterator[tuple[str, CutTensor]]:
     beyond = ~(below | layers)
     if below | layers == problem.full:
         beyond = 0

@@ -21,7 +21,7 @@ class Groups:
         masks: of layers, in topological order.
         needs, users: per group, positions of groups.
         needed, used: the same as masks of layers.
-        ends, counts, results, weights: per tensor, its ends as in `Tensor`, in how many groups
+        ends, counts, results, weights: per tensor, its ends as in `CutTensor`, in how many groups
             they are, whether the result is one, and what it costs a cut that it is open at.
         tensors_of: per group, positions of its tensors.
     """
@@ -85,12 +85,12 @@ def good_orders(problem: StageProblem) -> Iterator[list[int]]:
     yield groups.masks
     for deep in (True, False):
         for backward in (False, True):
-            walk = _Walk(groups, backward=backward)
+            walk = _GrowingOrder(groups, backward=backward)
             masks = [groups.masks[g] for g in (walk.deepest() if deep else walk.narrowest())]
             yield masks[::-1] if backward else masks
 
 
-class _Walk:
+class _GrowingOrder:
     """An order as it grows, from the inputs on or from the results back."""
 
     def __init__(self, groups: Groups, *, backward: bool) -> None:
@@ -183,7 +183,7 @@ def prefix_lattice(problem: StageProblem) -> Lattice:
 
 
 @dataclass(frozen=True)
-class Edge:
+class Frontier:
     """A downset with the groups that may be added to it or taken from it.
 
     Attributes:
@@ -197,21 +197,21 @@ class Edge:
     ready: frozenset[int]
     last: frozenset[int]
 
-    def more(self, groups: Groups) -> Iterator[Edge]:
+    def more(self, groups: Groups) -> Iterator[Frontier]:
         """With one group more."""
         for g in sorted(self.ready):
             mask = self.mask | groups.masks[g]
             fresh = {user for user in groups.users[g] if not groups.needed[user] & ~mask}
             last = self.last - groups.needs[g] | {g}
-            yield Edge(mask, self._cost(groups, g, mask), self.ready - {g} | fresh, last)
+            yield Frontier(mask, self._cost(groups, g, mask), self.ready - {g} | fresh, last)
 
-    def less(self, groups: Groups) -> Iterator[Edge]:
+    def less(self, groups: Groups) -> Iterator[Frontier]:
         """With one group less."""
         for g in sorted(self.last):
             mask = self.mask & ~groups.masks[g]
             fresh = {need for need in groups.needs[g] if not groups.used[need] & mask}
             ready = self.ready - groups.users[g] | {g}
-            yield Edge(mask, self._cost(groups, g, mask), ready, self.last - {g} | fresh)
+            yield Frontier(mask, self._cost(groups, g, mask), ready, self.last - {g} | fresh)
 
     def _cost(self, groups: Groups, moved: int, mask: int) -> float:
         cost = self.cost
@@ -222,12 +222,12 @@ class Edge:
         return cost
 
 
-def edge_of(groups: Groups, mask: int) -> Edge:
+def frontier_of(groups: Groups, mask: int) -> Frontier:
     """A downset, to search from."""
     inside = {g for g, group in enumerate(groups.masks) if group & mask}
     ready = {g for g, needs in enumerate(groups.needs) if g not in inside and needs <= inside}
     last = {g for g in inside if not groups.users[g] & inside}
-    return Edge(mask, 0.0, frozenset(ready), frozenset(last))
+    return Frontier(mask, 0.0, frozenset(ready), frozenset(last))
 
 
 def cheapest(groups: Groups, most: int) -> set[int]:
@@ -238,11 +238,11 @@ def cheapest(groups: Groups, most: int) -> set[int]:
     """
     each = max(most // len(groups.masks), 2)
     found: set[int] = set()
-    level = [edge_of(groups, 0)]
+    level = [frontier_of(groups, 0)]
     while level:
-        grown = {edge.mask: edge for old in level for edge in old.more(groups)}
-        level = sorted(grown.values(), key=lambda edge: edge.cost)[:each]
-        found |= {edge.mask for edge in level}
+        grown = {frontier.mask: frontier for old in level for frontier in old.more(groups)}
+        level = sorted(grown.values(), key=lambda frontier: frontier.cost)[:each]
+        found |= {frontier.mask for frontier in level}
     return found
 
 
@@ -258,17 +258,17 @@ def around(groups: Groups, cut: Cut, most: int) -> set[int]:
     below = 0
     for stage in cut.stages[:-1]:
         below |= stage.layers
-        centre, near = edge_of(groups, below), most // len(cut.stages)
+        centre, near = frontier_of(groups, below), most // len(cut.stages)
         ball = _ball(groups, centre, near // 2, by_cost=False)
         found |= ball | _ball(groups, centre, near // 2, by_cost=True)
     return found
 
 
-def _ball(groups: Groups, centre: Edge, most: int, *, by_cost: bool) -> set[int]:
+def _ball(groups: Groups, centre: Frontier, most: int, *, by_cost: bool) -> set[int]:
     seen, queue = {centre.mask}, [(0.0, 0, centre)]
     while queue and len(seen) < most:
-        _, number, edge = heappop(queue)
-        for near in (*edge.more(groups), *edge.less(groups)):
+        _, number, frontier = heappop(queue)
+        for near in (*frontier.more(groups), *frontier.less(groups)):
             if near.mask not in seen:
                 # Of equal ones those met first are looked at first.
                 key = near.cost if by_cost else float(number)

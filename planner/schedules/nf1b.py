@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 from math import inf
 
-from ..simulator.clock import Clock
+from ..simulator.clock import SimulatedClock
 from ..simulator.pipeline import Pipeline
 from ..systems.operations import BACKWARDS, FORWARDS, UPDATES, Order, numbered
 
@@ -29,7 +29,7 @@ class ListSchedule:
     """
 
     def __init__(self, pipeline: Pipeline, mini_batches: int) -> None:
-        self.clock = Clock(pipeline)
+        self.clock = SimulatedClock(pipeline)
         # One more: what comes after the last forward isn't ready.
         self.clock.grow(mini_batches + 1)
         stages = range(pipeline.stages)

@@ -7,7 +7,7 @@ from math import inf
 from typing import Protocol
 
 from ...profiles.errors import OrderError
-from ..simulator.clock import Clock
+from ..simulator.clock import SimulatedClock
 from ..simulator.executor import Code, Contended, Listed, coded, codes
 from ..simulator.pipeline import Pipeline
 from ..simulator.timeline import least_period_s, round_trip_s
@@ -39,7 +39,7 @@ class Steady:
     period_s: float
     cycle: int
     mini_batches: int
-    clock: Clock
+    clock: SimulatedClock
     kinds: tuple[bytes, ...]
 
 
@@ -58,8 +58,8 @@ def steady_state(pipeline: Pipeline) -> Steady:
     return Steady(period_s, cycle, done, clock, kinds)
 
 
-_Run = tuple[Clock, tuple[bytes, ...], int, int]
-"""Clock, kinds run, mini-batches done, cycle."""
+_Run = tuple[SimulatedClock, tuple[bytes, ...], int, int]
+"""SimulatedClock, kinds run, mini-batches done, cycle."""
 
 
 def sequence_distance(steady: Steady) -> int:
@@ -133,7 +133,7 @@ def _lengths(pipeline: Pipeline) -> tuple[int, int]:
 
 
 class _Source(Protocol):
-    clock: Clock
+    clock: SimulatedClock
 
     @property
     def now_s(self) -> float:
@@ -156,7 +156,7 @@ class _Patterned:
 
     def __init__(self, pipeline: Pipeline, length: int) -> None:
         self.length = length
-        self.clock = clock = Clock(pipeline)
+        self.clock = clock = SimulatedClock(pipeline)
         self._patterns = order_patterns(pipeline)
         self._ahead = max(pipeline.limits)
         self._run: Listed | Contended = Listed(clock)
@@ -203,7 +203,7 @@ class _Patterned:
 
 
 def _replay(pipeline: Pipeline, order: Order) -> Contended:
-    clock = Clock(pipeline)
+    clock = SimulatedClock(pipeline)
     clock.grow(1 + max(op.mini_batch for ops in order for op in ops))
     return Contended(clock, [codes(clock, s, ops) for s, ops in enumerate(order)])
 
@@ -213,7 +213,7 @@ def _replay(pipeline: Pipeline, order: Order) -> Contended:
 
 def _settle(source: _Source, most: int) -> tuple[int, int]:
     """Run until all repeats. Returns the mini-batches run, and the cycle, 0 for none."""
-    watch = _Watch(source)
+    watch = _CycleWatch(source)
     for done in range(1, most + 1):
         if not source.run(done):
             return done - 1, 0
@@ -223,7 +223,7 @@ def _settle(source: _Source, most: int) -> tuple[int, int]:
     return most, 0
 
 
-class _Watch:
+class _CycleWatch:
     """Looks for a mini-batch after which all stages repeat themselves.
 
     What comes next follows from what the mini-batches that some stage hasn't updated after have
@@ -278,7 +278,7 @@ class _Watch:
         )
 
 
-def _period_s(clock: Clock, done: int, cycle: int) -> float:
+def _period_s(clock: SimulatedClock, done: int, cycle: int) -> float:
     """Mean over the last cycle; without one, over the second half, on the slowest stage."""
     updates = clock.starts_s[UPDATES]
     if cycle:

@@ -12,7 +12,7 @@ import heapq
 from collections.abc import Sequence
 from math import inf
 
-from ..simulator.clock import Clock
+from ..simulator.clock import SimulatedClock
 from ..simulator.executor import Contended, Listed, coded
 from ..simulator.pipeline import Pipeline
 from ..systems.operations import BACKWARDS, FORWARDS, UPDATES, WEIGHTS, B, F, U, W
@@ -78,7 +78,7 @@ def _late(row: bytes, most: int) -> bytes:
 
 def _period_s(pipeline: Pipeline, rows: Sequence[bytes]) -> float:
     """From update to update, on the slowest stage; the first mini-batches are like all others."""
-    clock = Clock(pipeline)
+    clock = SimulatedClock(pipeline)
     clock.grow(2)
     lists = [coded(clock, s, (row + U) * 2) for s, row in enumerate(rows)]
     if clock.contended:

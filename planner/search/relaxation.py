@@ -21,7 +21,7 @@ from ..costs.layer_graph import LayerGraph, LayerVectors
 from ..costs.stage_costs import RECEIVES_AHEAD, sized
 from ..costs.tied_parameters import as_run_by
 from ..evaluate import Question
-from ..partition.problem import Mode, Option, Shared, StageProblem, Tensor, Vector
+from ..partition.problem import CutTensor, Mode, Option, Shared, StageProblem, Vector
 from ..systems.variants import Variant
 from .choices import RECOMPUTE, Branch, Freedom
 from .places import (
@@ -274,7 +274,7 @@ class Relaxation:
 
     def _tensors(
         self, micro_batches: int, most_replicas: int, *, guess: bool, drains: bool
-    ) -> Iterator[Tensor]:
+    ) -> Iterator[CutTensor]:
         # What a stage gets may come over several links side by side, one for each stage below.
         every = guess or not self._overlap or len(self.question.cluster.devices) <= 2
         fastest = self.question.cluster.fastest_bytes_per_s
@@ -300,7 +300,7 @@ class Relaxation:
             waits = edge.needs_grad or not drains
             nbytes = sized(edge.fixed_bytes, edge.bytes_per_sample, held_size)
             gradient = unit * nbytes if edge.needs_grad else 0.0
-            yield Tensor(
+            yield CutTensor(
                 ends=tensor.ends,
                 lower_s=wire_s if every or number in self.graph.lone_tensors else 0.0,
                 upper_s=0.0 if self._overlap else wire_s * waits,

@@ -39,7 +39,7 @@ class _Part(NamedTuple):
     """Where transfers don't overlap computing: the receiving stage's `free_s`, and the replica."""
 
 
-class Sent(NamedTuple):
+class SimulatedMessage(NamedTuple):
     """One message, or the part of it that one replica gets.
 
     Attributes:
@@ -76,7 +76,7 @@ class _Port(NamedTuple):
     r2: int
 
 
-class Clock:
+class SimulatedClock:
     """Times of operations, which drivers run one by one in any order that respects messages.
 
     Attributes:
@@ -121,7 +121,7 @@ class Clock:
         self.ports: list[list[list[_Port]]] = [[[] for _ in stages] for _ in range(4)]
         self.contended = self.blocking = False
         self.sending: list[tuple[float, int, int, int, int]] = []
-        self.sent: list[Sent] | None = None
+        self.sent: list[SimulatedMessage] | None = None
         self._sent = 0
         self._connect()
         seconds = (
@@ -307,7 +307,7 @@ class Clock:
                 wire_free[wire] = gone
                 arrival = gone + latency_s
                 if sent is not None:
-                    sent.append(Sent(kind, s, slot, t, offset, now, begin, arrival))
+                    sent.append(SimulatedMessage(kind, s, slot, t, offset, now, begin, arrival))
                 k = slot // r1 * r2 + offset if r2 else slot
                 if left:
                     left[k] -= 1

@@ -16,13 +16,13 @@ from ..systems.operations import (
     WEIGHTS,
     Op,
 )
-from .clock import Clock
+from .clock import SimulatedClock
 
 Code = tuple[int, int]
 """Kind and first slot of an operation; of an update, kind and mini-batch."""
 
 
-def codes(clock: Clock, s: int, ops: Iterable[Op]) -> list[Code]:
+def codes(clock: SimulatedClock, s: int, ops: Iterable[Op]) -> list[Code]:
     """A stage's operations as the clock numbers them."""
     found = []
     forwards, backwards = clock.slots[FORWARDS][s], clock.slots[BACKWARDS][s]
@@ -39,7 +39,7 @@ def codes(clock: Clock, s: int, ops: Iterable[Op]) -> list[Code]:
 
 
 def coded(
-    clock: Clock, s: int, kinds: Iterable[int], done: Sequence[int] = (0, 0, 0, 0)
+    clock: SimulatedClock, s: int, kinds: Iterable[int], done: Sequence[int] = (0, 0, 0, 0)
 ) -> list[Code]:
     """A stage's operations of these kinds, after so many of each, as the clock numbers them."""
     counts = list(done)
@@ -60,7 +60,7 @@ class Listed:
         sequence: (stage, position) of all that has run.
     """
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: SimulatedClock) -> None:
         self.clock = clock
         self.lists: list[list[Code]] = [[] for _ in clock.replicas]
         self.done = [0 for _ in clock.replicas]
@@ -109,7 +109,7 @@ class _Worker:
         self.entry: tuple[float, int, int, int] | None = None
 
 
-def _workers(clock: Clock, s: int, codes: Iterable[Code]) -> list[_Worker]:
+def _workers(clock: SimulatedClock, s: int, codes: Iterable[Code]) -> list[_Worker]:
     """A stage's replicas, with its list dealt among them."""
     r = clock.replicas[s]
     found = [_Worker(s, j) for j in range(r)]
@@ -136,7 +136,7 @@ class Contended:
         now_s: all that starts before has been run.
     """
 
-    def __init__(self, clock: Clock, lists: list[list[Code]]) -> None:
+    def __init__(self, clock: SimulatedClock, lists: list[list[Code]]) -> None:
         self.clock = clock
         self.done = [0 for _ in lists]
         self.updates = [0 for _ in lists]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ...profiles.errors import OrderError
 from ..systems.operations import FORWARD, FORWARDS, UPDATES, Op, Order, op_text
-from .clock import NOT_YET, Clock, Sent
+from .clock import NOT_YET, SimulatedClock, SimulatedMessage
 from .executor import Code, Contended, Listed, codes
 from .pipeline import Link, Pipeline
 
@@ -40,7 +40,9 @@ class Timeline:
     sequence: tuple[tuple[int, int], ...]
 
 
-def simulate(pipeline: Pipeline, order: Order, sent: list[Sent] | None = None) -> Timeline:
+def simulate(
+    pipeline: Pipeline, order: Order, sent: list[SimulatedMessage] | None = None
+) -> Timeline:
     """Run the order on the clock.
 
     Args:
@@ -50,7 +52,7 @@ def simulate(pipeline: Pipeline, order: Order, sent: list[Sent] | None = None) -
         OrderError: some operation waits for a message that is never sent (a deadlock); the
             message names the operations that every stuck stage waits at.
     """
-    clock = Clock(pipeline)
+    clock = SimulatedClock(pipeline)
     clock.sent = sent
     clock.grow(1 + max((op.mini_batch for ops in order for op in ops), default=-1))
     lists = [codes(clock, s, ops) for s, ops in enumerate(order)]
@@ -73,7 +75,10 @@ def simulate(pipeline: Pipeline, order: Order, sent: list[Sent] | None = None) -
 
 
 def _timeline(
-    clock: Clock, order: Order, lists: Sequence[Sequence[Code]], sequence: list[tuple[int, int]]
+    clock: SimulatedClock,
+    order: Order,
+    lists: Sequence[Sequence[Code]],
+    sequence: list[tuple[int, int]],
 ) -> Timeline:
     stages, replicas = [], []
     last_starts: list[list[float]] = []
@@ -98,7 +103,7 @@ def _timeline(
     return Timeline(tuple(stages), tuple(replicas), tuple(sequence))
 
 
-def _shares(clock: Clock, s: int, op: Op, code: Code) -> Iterable[tuple[int, Event]]:
+def _shares(clock: SimulatedClock, s: int, op: Op, code: Code) -> Iterable[tuple[int, Event]]:
     """Replica and event of each share of an operation that has run."""
     kind, slot = code
     r = clock.replicas[s]
@@ -263,7 +268,7 @@ def idle_shares(pipeline: Pipeline, period_s: float) -> tuple[float, ...]:
     return tuple(max(0.0, 1 - busy_s(pipeline, s) / period_s) for s in range(pipeline.stages))
 
 
-def most_waiting(clock: Clock, link: Link, posted: int) -> int:
+def most_waiting(clock: SimulatedClock, link: Link, posted: int) -> int:
     """Most forward messages at once that are made on a replica but have no buffer posted yet.
 
     Args:

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from ..problem import ChosenStage, Cut, Mode, Shared, StageProblem, Tensor, Vector, members
+from ..problem import ChosenStage, Cut, CutTensor, Mode, Shared, StageProblem, Vector, members
 from .lattice import Lattice, lattice_of
 from .program import Program
 
@@ -92,13 +92,13 @@ def _summed_mode(mode: Mode, summed: Callable[[Vector], Vector]) -> Mode:
     )
 
 
-def _merged_tensors(tensors: list[tuple[int, Tensor]]) -> tuple[Tensor, ...]:
+def _merged_tensors(tensors: list[tuple[int, CutTensor]]) -> tuple[CutTensor, ...]:
     """Tensors with the same ends as one; without those that no cut crosses."""
-    found: dict[int, Tensor] = {}
+    found: dict[int, CutTensor] = {}
     for ends, tensor in tensors:
         if ends & (ends - 1):
-            old = found.get(ends, Tensor(ends))
-            found[ends] = Tensor(
+            old = found.get(ends, CutTensor(ends))
+            found[ends] = CutTensor(
                 ends,
                 old.lower_s + tensor.lower_s,
                 old.upper_s + tensor.upper_s,

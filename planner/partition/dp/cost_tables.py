@@ -183,7 +183,7 @@ CHUNK = 1 << 15
 """Downsets that are counted at a time."""
 
 
-class Crossing:
+class TensorSums:
     """Sums over tensors.
 
     Attributes:
@@ -317,9 +317,9 @@ class PairCosts:
             groups = self.inside.groups
             self.workspace = np.array([max(needed[j] for j in members(g)) for g in groups])
 
-    def _crossing(self, tensors: Sequence[Counted]) -> Crossing | None:
+    def _crossing(self, tensors: Sequence[Counted]) -> TensorSums | None:
         costly = [t for t in tensors if any(t[1]) or any(t[2])]
-        return Crossing(self.inside, costly, 1 << self.problem.layers) if costly else None
+        return TensorSums(self.inside, costly, 1 << self.problem.layers) if costly else None
 
     def _sum(self, *values: Vector) -> Vector:
         return np.array([self.inside.sums(column) for column in self.grouped(*values).T])

@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..problem import Cut, StageProblem, Tensor, members
+from ..problem import Cut, CutTensor, StageProblem, members
 from .loads import SCALE, Linear, Seats, StageRows, busy_of, bytes_of, wire_of
 from .search import Search
 from .solver import Mip, Terms, difference, total
-from .variables import Choice, Slots, Units, between, joined, least_compute, least_load
+from .variables import SlotChoice, Slots, Units, between, joined, least_compute, least_load
 
 # What a device's load is where its layers need not be contiguous, straight from the
 # definition -------------------------------------------------------------------------------------
@@ -46,7 +46,7 @@ def device_slots(problem: StageProblem) -> Slots:
     """Devices as slots, with the options of one replica as choices; none without such options."""
     options = [(o, op.mode) for o, op in enumerate(problem.options) if op.replicas == 1]
     each = tuple(
-        tuple(Choice(o, 1, mode, problem.place(o, k), 1) for o, mode in options)
+        tuple(SlotChoice(o, 1, mode, problem.place(o, k), 1) for o, mode in options)
         for k in range(problem.devices, 0, -1)
     )
     alike = len(set(each)) == 1
@@ -71,7 +71,7 @@ def parted(problem: StageProblem) -> StageProblem:
         if any(not below[j] >> ends[0] & 1 for j in ends):
             even_s = min(tensor.lower_s, tensor.upper_s) * ratio
             even_bytes = min(tensor.lower_bytes, tensor.upper_bytes)
-            tensors.append(Tensor(tensor.ends, even_s, even_s, even_bytes, even_bytes))
+            tensors.append(CutTensor(tensor.ends, even_s, even_s, even_bytes, even_bytes))
         elif ends:
             tensors.append(tensor)
     return replace(problem, tensors=tuple(tensors), before_s=None, after_s=None, pins=())
@@ -96,7 +96,7 @@ def assignment_load(problem: StageProblem, slots: Slots, devices: Sequence[int])
 
 
 def _device_load(
-    problem: StageProblem, choices: Sequence[Choice], layers: int, result: bool
+    problem: StageProblem, choices: Sequence[SlotChoice], layers: int, result: bool
 ) -> float:
     sums = _sums(problem, layers, layers | result << problem.layers)
 

@@ -13,9 +13,9 @@ from functools import cached_property
 
 import numpy as np
 
-from ..problem import StageProblem, Tensor, Vector, members
+from ..problem import CutTensor, StageProblem, Vector, members
 from .solver import Mip, Terms, difference, total
-from .variables import Choice, Slots, Units
+from .variables import SlotChoice, Slots, Units
 
 SCALE = 1000.0
 """Of loads and bytes in the program, where 1 would be the least load, and the limit."""
@@ -133,7 +133,7 @@ class StageSums:
             return problem.modes[int(mode)].flight_bytes
         return problem.serial_s if what == "serial" else problem.parameter_bytes
 
-    def _amount(self, name: str, tensor: Tensor) -> float:
+    def _amount(self, name: str, tensor: CutTensor) -> float:
         """What a tensor adds to a sum."""
         side, lower, upper = TENSOR_SUMS[name]
         below = float(getattr(tensor, lower))
@@ -200,7 +200,7 @@ class StageSums:
         return Terms().add(made, size)
 
 
-def busy_of(problem: StageProblem, choice: Choice) -> Linear:
+def busy_of(problem: StageProblem, choice: SlotChoice) -> Linear:
     """Busy time of a stage, in s."""
     place = choice.place
     terms = {
@@ -212,13 +212,13 @@ def busy_of(problem: StageProblem, choice: Choice) -> Linear:
     return Linear(tuple(terms.items()))
 
 
-def wire_of(choice: Choice) -> Linear:
+def wire_of(choice: SlotChoice) -> Linear:
     """Wire time of a stage, in s."""
     lower, upper = choice.place.lower_scale, choice.place.upper_scale
     return Linear((("wire", lower), ("lower wire", lower), ("upper wire", upper)))
 
 
-def bytes_of(problem: StageProblem, choice: Choice) -> Linear:
+def bytes_of(problem: StageProblem, choice: SlotChoice) -> Linear:
     """Bytes of a stage, and their limit."""
     mode, place = problem.modes[choice.mode], choice.place
     terms = {

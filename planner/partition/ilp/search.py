@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from ..problem import Cut, StageProblem, cut_load
-from .solver import Mip, MipAnswer, Settings
+from .solver import Mip, MipAnswer, SolverSettings
 from .stages import StageModel
 from .variables import least_load, make_slots
 
@@ -29,7 +29,7 @@ class Loaded(Protocol):
 Found = TypeVar("Found", bound=Loaded)
 
 
-class Program(Protocol[Found]):
+class IntegerProgram(Protocol[Found]):
     """A program for answers with no load above a limit.
 
     Attributes:
@@ -67,7 +67,7 @@ class Search(Generic[Found]):
         status: how it ended, in the solver's words.
     """
 
-    program: Callable[[float, list[Found]], Program[Found]]
+    program: Callable[[float, list[Found]], IntegerProgram[Found]]
     bound_s: float
     below: float = math.inf
     excluded: list[Found] = field(default_factory=list)
@@ -154,7 +154,7 @@ class Search(Generic[Found]):
         return True
 
     def _proven(
-        self, program: Program[Found], answer: MipAnswer, found: Found | None, limit_s: float
+        self, program: IntegerProgram[Found], answer: MipAnswer, found: Found | None, limit_s: float
     ) -> float:
         if answer.infeasible:
             return limit_s if limit_s < self._known() else limit_s * (1 + BOUND_TOLERANCE)
@@ -164,7 +164,7 @@ class Search(Generic[Found]):
             return min(found.objective_s, self._known())
         return proven_s * (1 - BOUND_TOLERANCE)
 
-    def _solve(self, program: Program[Found], limit_s: float, time_s: float) -> MipAnswer:
+    def _solve(self, program: IntegerProgram[Found], limit_s: float, time_s: float) -> MipAnswer:
         start: dict[int, float] = {}
         if self.best is not None and self.best.objective_s <= limit_s:
             start = program.values_of(self.best)
@@ -174,7 +174,7 @@ class Search(Generic[Found]):
                 bound_s = max(self.bound_s, min(bound * program.unit_s, limit_s))
                 self.progress(bound_s, min(self._known(), load * program.unit_s))
 
-        settings = Settings(self.solver, start, self.gap, time_s, tell, self.stopped)
+        settings = SolverSettings(self.solver, start, self.gap, time_s, tell, self.stopped)
         return program.mip.solve(settings)
 
 

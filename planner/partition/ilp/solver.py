@@ -61,7 +61,7 @@ def total(items: Iterable[Terms]) -> Terms:
 
 
 @dataclass(frozen=True)
-class Settings:
+class SolverSettings:
     """How to solve a program.
 
     Attributes:
@@ -155,7 +155,7 @@ class Mip:
             off = -right if sense == self._pulp.LpConstraintLE else abs(right)
             self._impossible |= off > TOLERANCE
 
-    def solve(self, settings: Settings) -> MipAnswer:
+    def solve(self, settings: SolverSettings) -> MipAnswer:
         """Run a solver; Ctrl-C ends it, and the best solution so far is the answer."""
         if self._impossible:
             return MipAnswer(None, INFINITY, False, True, False, "infeasible")
@@ -171,7 +171,7 @@ class Mip:
                 return answer
         return self._cbc(settings)
 
-    def _highs(self, settings: Settings, feasibility: float) -> MipAnswer:
+    def _highs(self, settings: SolverSettings, feasibility: float) -> MipAnswer:
         highspy = import_module("highspy")
         solver = self._pulp.HiGHS(
             msg=False,
@@ -213,7 +213,7 @@ class Mip:
             highs.modelStatusToString(status).lower(),
         )
 
-    def _cbc(self, settings: Settings) -> MipAnswer:
+    def _cbc(self, settings: SolverSettings) -> MipAnswer:
         pulp, problem = self._pulp, self._problem
         for number, variable in enumerate(self._variables):
             variable.varValue = settings.start.get(number)
@@ -250,7 +250,7 @@ class Mip:
         )
 
 
-def _run_highs(highs: Any, settings: Settings) -> bool:
+def _run_highs(highs: Any, settings: SolverSettings) -> bool:
     """Run HiGHS in a thread of its own, where Ctrl-C can reach us; whether it was stopped."""
     seen = told = (-INFINITY, INFINITY)
 

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..placings import Placings
-from ..problem import ChosenStage, Cut, StageProblem, Tensor, cut_load, members
+from ..problem import ChosenStage, Cut, CutTensor, StageProblem, cut_load, members
 from .loads import SCALE, Seats, StageRows
 from .solver import Mip, Terms, difference, total
 from .variables import (
@@ -199,7 +199,7 @@ class StageModel(Seats):
         others = difference(self._chosen(slot), self.chosen(slot, kind))
         return difference(started, others), started
 
-    def _start(self, tensor: Tensor, slot: int) -> Terms:
+    def _start(self, tensor: CutTensor, slot: int) -> Terms:
         """Whether a slot up to this one has an end of the tensor."""
         if slot < 0:
             return Terms(0.0)

@@ -8,11 +8,11 @@ from functools import cached_property
 
 import numpy as np
 
-from ..problem import Place, Shared, StageProblem, Tensor, Vector, members
+from ..problem import CutTensor, Place, Shared, StageProblem, Vector, members
 
 
 @dataclass(frozen=True)
-class Choice:
+class SlotChoice:
     """What a stage in a slot may be: an option of the problem, and what it means there.
 
     Attributes:
@@ -43,7 +43,7 @@ class Slots:
         devices: K.
     """
 
-    choices: tuple[tuple[Choice, ...], ...]
+    choices: tuple[tuple[SlotChoice, ...], ...]
     stages: bool
     alike: bool
     devices: int
@@ -74,7 +74,7 @@ class Slots:
         return tuple(most)
 
     @property
-    def different(self) -> set[Choice]:
+    def different(self) -> set[SlotChoice]:
         """All choices that there are."""
         return {choice for choices in self.choices for choice in choices}
 
@@ -93,9 +93,9 @@ def make_slots(problem: StageProblem) -> Slots:
     sizes = {option.replicas for _, option in options}
     by_stage = alike and len(sizes) == 1
 
-    def choices(k: int) -> tuple[Choice, ...]:
+    def choices(k: int) -> tuple[SlotChoice, ...]:
         return tuple(
-            Choice(o, op.replicas, op.mode, places[o, k], 1 if by_stage else op.replicas)
+            SlotChoice(o, op.replicas, op.mode, places[o, k], 1 if by_stage else op.replicas)
             for o, op in options
             if op.replicas <= k
         )
@@ -139,7 +139,7 @@ def least_compute(problem: StageProblem, slots: Slots) -> Vector:
 class Units:
     """Groups of layers, in topological order; tensors and the like between them.
 
-    Bit masks are of units; bit n, of n units, is the model's result, as in `Tensor.ends`.
+    Bit masks are of units; bit n, of n units, is the model's result, as in `CutTensor.ends`.
 
     Attributes:
         layers: per unit, bit mask of its layers.
@@ -156,7 +156,7 @@ class Units:
     needs: tuple[tuple[int, ...], ...]
     below: tuple[int, ...]
     above: tuple[int, ...]
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[CutTensor, ...]
     makers: tuple[int, ...]
     shared: tuple[Shared, ...]
 
@@ -172,7 +172,7 @@ class Units:
             np.add.at(made, list(self.of), values)
         return made
 
-    def first(self, tensor: Tensor) -> int | None:
+    def first(self, tensor: CutTensor) -> int | None:
         """The end that all other ends need; None where there is no such end."""
         ends = [u for u in members(tensor.ends) if u < self.count]
         alone = all(self.below[u] >> ends[0] & 1 for u in ends)
@@ -261,7 +261,7 @@ def _connected(problem: StageProblem, layers: tuple[int, ...], of: tuple[int, ..
 
 def between(
     problem: StageProblem, of: tuple[int, ...], count: int
-) -> tuple[tuple[Tensor, ...], tuple[int, ...], tuple[Shared, ...]]:
+) -> tuple[tuple[CutTensor, ...], tuple[int, ...], tuple[Shared, ...]]:
     """Tensors, their makers and shared memory, with units for ends; see Units.
 
     Args:
@@ -269,13 +269,13 @@ def between(
         count: of the units.
     """
     numbers = (*of, count)
-    found: dict[tuple[int, int], Tensor] = {}
+    found: dict[tuple[int, int], CutTensor] = {}
     for tensor in problem.tensors:
         layers = list(members(tensor.ends))
         ends = mask_of(numbers[end] for end in layers)
         if ends & (ends - 1):
             key = ends, numbers[layers[0]]
-            old = found.get(key, Tensor(ends))
+            old = found.get(key, CutTensor(ends))
             found[key] = replace(
                 old,
                 lower_s=old.lower_s + tensor.lower_s,
@@ -300,7 +300,7 @@ def mask_of(numbers: Iterable[int]) -> int:
 
 
 @dataclass(frozen=True)
-class Windows:
+class SlotWindows:
     """Per unit, and for the model's result as the last of them:
 
     Attributes:
@@ -333,7 +333,7 @@ def inseparable(problem: StageProblem, slots: Slots, limit_s: float) -> list[int
     ]
 
 
-def find_windows(problem: StageProblem, units: Units, slots: Slots, limit_s: float) -> Windows:
+def find_windows(problem: StageProblem, units: Units, slots: Slots, limit_s: float) -> SlotWindows:
     """Where units can be.
 
     All that a unit needs takes part of the work that the stages up to its own can do, and all that
@@ -364,7 +364,7 @@ def find_windows(problem: StageProblem, units: Units, slots: Slots, limit_s: flo
             high[v] = min(high[v], high[u])
     last = slots.count - 1
     all_used = slots_are_stages(problem, slots) and problem.stages is not None
-    return Windows((*low, max([last if all_used else 0, *low])), (*high, last), open_)
+    return SlotWindows((*low, max([last if all_used else 0, *low])), (*high, last), open_)
 
 
 def slots_are_stages(problem: StageProblem, slots: Slots) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from timeprest.planner.partition.problem import Mode, Option, Place, StageProblem, Tensor
+from timeprest.planner.partition.problem import CutTensor, Mode, Option, Place, StageProblem
 
 
 class Graph:
@@ -131,7 +131,7 @@ def problem(
         names=tuple(f"layer{j}" for j in range(n)),
         needs=tuple(needs),
         tensors=tuple(
-            Tensor(1 << j | (users[j] or 1 << n), wire * b, wire * b, b, b)
+            CutTensor(1 << j | (users[j] or 1 << n), wire * b, wire * b, b, b)
             for j, b in enumerate(nbytes)
         ),
         modes=(Mode("plain", compute, np.zeros(n), flight),),

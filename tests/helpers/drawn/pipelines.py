@@ -11,7 +11,7 @@ from math import lcm
 from hypothesis import strategies as st
 from timeprest.planner.cluster.cluster import Cluster, Device, Network
 from timeprest.planner.costs.layout import StageTimes, make_pipeline
-from timeprest.planner.costs.stage_costs import Crossing
+from timeprest.planner.costs.stage_costs import Transfer
 from timeprest.planner.schedules.schedules import limit_ranges
 from timeprest.planner.simulator.pipeline import Link, Pipeline
 from timeprest.planner.systems.variants import VARIANTS
@@ -116,7 +116,7 @@ def laid_out(draw, most_stages=4, variants=ALL):
             for r in replicas
         ],
         [
-            Crossing(f"t{a}{b}", a, b, draw(st.sampled_from([12, 48])), draw(st.integers(0, 5)) > 0)
+            Transfer(f"t{a}{b}", a, b, draw(st.sampled_from([12, 48])), draw(st.integers(0, 5)) > 0)
             for a, b in pairs
         ],
         draw(clusters(sum(replicas))),

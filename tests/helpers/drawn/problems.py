@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 from timeprest.planner.partition.problem import (
     ChosenStage,
     Cut,
+    CutTensor,
     Mode,
     Option,
     Place,
     Shared,
     StageProblem,
-    Tensor,
     fits,
     is_downset,
     members,
@@ -83,7 +83,7 @@ def drawn_problems(draw, most=7, devices=4):
         for group in groups:
             lower, upper, held, kept = (draw(st.integers(0, 20)) for _ in range(4))
             ends = 1 << j | sum(1 << u for u in group)
-            tensors.append(Tensor(ends, lower, upper, held, held, kept))
+            tensors.append(CutTensor(ends, lower, upper, held, held, kept))
     shared = tuple(
         Shared(draw(st.integers(1, (1 << n) - 1)), draw(st.integers(0, 20)))
         for _ in range(draw(st.integers(0, 2)))

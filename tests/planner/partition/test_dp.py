@@ -32,7 +32,7 @@ from timeprest.planner.partition.problem import (
     members,
     stage_load,
 )
-from timeprest.planner.partition.problem import Tensor as Edge
+from timeprest.planner.partition.problem import CutTensor as Edge
 from timeprest.planner.partition.warm_start import (
     around,
     cheapest,

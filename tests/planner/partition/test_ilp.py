@@ -20,17 +20,17 @@ from timeprest.planner.partition.ilp import search as ilp_search
 from timeprest.planner.partition.ilp import solver as mip
 from timeprest.planner.partition.ilp.assignment import noncontiguous_load, solve_noncontiguous
 from timeprest.planner.partition.ilp.search import solve_ilp
-from timeprest.planner.partition.ilp.solver import Mip, MipAnswer, Settings, Terms
+from timeprest.planner.partition.ilp.solver import Mip, MipAnswer, SolverSettings, Terms
 from timeprest.planner.partition.ilp.stages import StageModel
 from timeprest.planner.partition.ilp.variables import least_load, make_slots, make_units
 from timeprest.planner.partition.problem import (
     ChosenStage,
     Cut,
+    CutTensor,
     Mode,
     Option,
     Place,
     StageProblem,
-    Tensor,
     cut_load,
     fits,
     is_downset,
@@ -62,7 +62,7 @@ def chain(compute, sent, devices=2, **changes):
     """A chain; `sent` are the transfer times between its layers."""
     n = len(compute)
     needs = [0, *(1 << j for j in range(n - 1))]
-    tensors = [Tensor(3 << j, s, s) for j, s in enumerate(sent)]
+    tensors = [CutTensor(3 << j, s, s) for j, s in enumerate(sent)]
     return problem(compute, needs, tensors, devices, **changes)
 
 
@@ -84,7 +84,7 @@ def cells(count, devices, seed=0, sent=0.02, overlap=True):
     for j in range(len(needs)):
         ends = 1 << j | sum(1 << u for u, mask in enumerate(needs) if mask >> j & 1)
         seconds = draw.uniform(0.2, 1.0) * sent * sum(compute) / devices
-        tensors.append(Tensor(ends, seconds, seconds))
+        tensors.append(CutTensor(ends, seconds, seconds))
     return problem(compute, needs, tensors, devices, overlap=overlap)
 
 
@@ -191,7 +191,7 @@ def test_a_chain_by_hand():
 
 def test_one_tensor_of_several_users_is_sent_once():
     """0 feeds 1, 2 and 3; each stage pays its tensor's 2 s once."""
-    of = problem([4, 4, 4, 4], [0, 1, 1, 1], [Tensor(0b1111, 2, 2)], devices=2)
+    of = problem([4, 4, 4, 4], [0, 1, 1, 1], [CutTensor(0b1111, 2, 2)], devices=2)
     assert solve_ilp(of).cut.objective_s == 10
 
 
@@ -417,10 +417,10 @@ def test_a_program_without_whole_numbers_or_variables():
     made.minimise(variable)
     made.at_most(Terms(1.0).add(variable, -1.0))
     for solver in ("highs", "cbc"):
-        answer = made.solve(Settings(solver))
+        answer = made.solve(SolverSettings(solver))
         assert (answer.values, answer.bound, answer.optimal) == ((2.5,), 2.5, True)
     made.at_most(Terms(1.0))
-    assert made.solve(Settings()).infeasible
+    assert made.solve(SolverSettings()).infeasible
 
 
 def test_solvers_are_imported_on_use():
@@ -506,12 +506,12 @@ def test_two_stretches_on_one_device_by_hand():
 
 
 def test_makers_pay_the_upper_side_and_users_the_lower():
-    of = problem([5, 5, 5], [0, 1, 1], [Tensor(0b111, 2, 1)], devices=2)
+    of = problem([5, 5, 5], [0, 1, 1], [CutTensor(0b111, 2, 1)], devices=2)
     assert noncontiguous_load(of, (0b001, 0b110)) == 12
     assert noncontiguous_load(of, (0b110, 0b001)) == 12
     assert noncontiguous_load(of, (0b011, 0b100)) == 11
     # Without a maker it is the smaller side, for both.
-    of = problem([5, 5], [0, 0], [Tensor(0b11, 2, 1)], devices=2)
+    of = problem([5, 5], [0, 0], [CutTensor(0b11, 2, 1)], devices=2)
     assert noncontiguous_load(of, (0b01, 0b10)) == 6
 
 

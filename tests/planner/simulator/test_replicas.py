@@ -13,7 +13,7 @@ from timeprest.planner.schedules.check import check_order
 from timeprest.planner.schedules.nf1b import ListSchedule
 from timeprest.planner.schedules.schedules import make_order
 from timeprest.planner.schedules.steady_state import steady_state
-from timeprest.planner.simulator.clock import Clock
+from timeprest.planner.simulator.clock import SimulatedClock
 from timeprest.planner.simulator.executor import Contended, Listed, codes
 from timeprest.planner.simulator.pipeline import Link, Pipeline, Route
 from timeprest.planner.simulator.timeline import (
@@ -120,7 +120,7 @@ def test_waiting_for_wires_changes_nothing_where_none_are_shared(pipeline, mini_
     )
     pipeline = replace(pipeline, links=links, pools=(), cores=())
     order = make_order(pipeline, mini_batches)
-    clocks = Clock(pipeline), Clock(pipeline)
+    clocks = SimulatedClock(pipeline), SimulatedClock(pipeline)
     for clock in clocks:
         clock.grow(mini_batches)
     assert not clocks[0].contended
