@@ -10,11 +10,12 @@ from helpers.by_hand.profiles import chain, drawn_profiles, profile_by_hand
 from helpers.by_hand.unit_pipelines import unit_pipeline
 from helpers.drawn.plans import evaluated
 from helpers.plans import REPORT
+from helpers.stage_costs import crossings, stage_cost
 from hypothesis import given
 from hypothesis import strategies as st
 from timeprest.planner.cluster.cluster import Device, uniform_cluster
 from timeprest.planner.costs.memory import HoldingsWalk, StageBytes, holdings, memory_steps
-from timeprest.planner.costs.stage_costs import Costs, crossings, stage_cost
+from timeprest.planner.costs.stage_costs import Costs
 from timeprest.planner.evaluate import Question, evaluate, lone_stages, make_plan
 from timeprest.planner.plan import PlanStage, check_plan, pipeline_of
 from timeprest.planner.schedules.schedules import limit_ranges, make_order

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.models.small import TARGETS, ZOO, light_models
+from helpers.stage_costs import stage_cost
 from hypothesis import given
 from hypothesis import strategies as st
 from timeprest.cli.tables.profile import layer_sum_ratios
-from timeprest.planner.costs.stage_costs import stage_cost
 from timeprest.profiles.autograd.boundary import SavedBytes
 from timeprest.profiles.errors import UserError
 from timeprest.profiles.measuring.bench import relative_error, worst_error

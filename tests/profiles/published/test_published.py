@@ -13,8 +13,8 @@ import pytest
 from helpers.by_hand.cuts import places_to_cut
 from helpers.paths import ROOT
 from helpers.published_files import GRAPH, PIPER, PLACEMENT, placement_edge, placement_node, write
+from helpers.stage_costs import stage_cost
 from timeprest.planner.cluster.cluster import uniform_cluster
-from timeprest.planner.costs.stage_costs import stage_cost
 from timeprest.planner.search.recheck import recheck
 from timeprest.planner.search.solve import solve
 from timeprest.profiles.errors import TargetError

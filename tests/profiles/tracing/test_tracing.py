@@ -13,9 +13,9 @@ from helpers.by_hand.cuts import places_to_cut
 from helpers.by_hand.pieces import run_pieces
 from helpers.models.any import EXAMPLES, Branches, Tied, flat
 from helpers.paths import TESTS
+from helpers.stage_costs import stage_cost
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from timeprest.planner.costs.stage_costs import stage_cost
 from timeprest.profiles.autograd.boundary import Inlet, SavedBytes
 from timeprest.profiles.errors import TargetError, TraceError
 from timeprest.profiles.measuring.measure import measure
