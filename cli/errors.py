@@ -1,11 +1,10 @@
-"""What the three commands share: consoles, options, and errors as one line."""
+"""Error messages: one line on stderr and an exit code; and where results are printed."""
 
 from __future__ import annotations
 
 import functools
 import io
 import json
-import math
 import os
 import sys
 import traceback
@@ -20,9 +19,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
-from .. import __version__
 from ..profiles.errors import PlanError, TaskWarning, TimeprestError
-from ..profiles.files import MAX_COUNT
 from .tables.layout import printable
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -256,52 +253,3 @@ def program() -> str:
     """The command's name, for messages; also where it was started as a module of ours."""
     name = os.path.basename(sys.argv[0])
     return _MODULES.get(name, name) or "timeprest"
-
-
-class Whole(click.IntRange):
-    """A whole number that files can hold too."""
-
-    def __init__(self, least: int = 1, most: int = MAX_COUNT) -> None:
-        super().__init__(least, most)
-
-
-class Number(click.FloatRange):
-    """A finite number; click lets nan and inf pass."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """As click's. Raises click.BadParameter."""
-        found = super().convert(value, param, ctx)
-        if not math.isfinite(found):
-            self.fail(f"{value!r} isn't a finite number.", param, ctx)
-        return found
-
-
-version_option = click.version_option(__version__, package_name="timeprest", message="%(version)s")
-"""--version, of each command and of those that have others below them."""
-
-
-def common_options(function: F) -> F:
-    """--json, -q, -v and --version."""
-    for option in (
-        version_option,
-        click.option("--json", "as_json", is_flag=True, help="Print the result as JSON."),
-        click.option("-q", "--quiet", is_flag=True, help="Print errors only."),
-        click.option("-v", "--verbose", is_flag=True, help="Print more."),
-    ):
-        function = option(function)
-    return function
-
-
-def whole_numbers(text: str | None, option: str) -> list[int] | None:
-    """``"4,8,16"`` → [4, 8, 16]. Raises click.BadParameter."""
-    if text is None:
-        return None
-    try:
-        found = [int(part) for part in text.split(",")]
-        if min(found) < 1:
-            raise ValueError
-    except ValueError:
-        raise click.BadParameter(
-            f"{text!r}: give whole numbers from 1, like 4,8,16", param_hint=option
-        ) from None
-    return found

@@ -1,12 +1,18 @@
-"""The options that describe a cluster: a file, or equal devices by flags."""
+"""Options of the commands: their types, those that all have, and those of clusters and runs.
+
+Options that set a field of `RunSettings` bear its name; `run_settings` puts them together.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import click
+import msgspec
 
+from .. import __version__
 from ..planner.cluster.cluster import (
     DEFAULT_BANDWIDTH,
     DEFAULT_LATENCY,
@@ -15,73 +21,132 @@ from ..planner.cluster.cluster import (
     read_cluster,
     uniform_cluster,
 )
+from ..planner.plan import Plan
 from ..profiles.errors import UserError
-
-if TYPE_CHECKING:
-    from ..runtime.settings import OptimizerChoice
-
+from ..profiles.files import MAX_COUNT, MAX_FACTOR, MAX_SECONDS, MAX_THREADS
+from ..runtime.settings import OptimizerChoice, RunSettings
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+CONTEXT = {"help_option_names": ["-h", "--help"], "show_default": True}
+"""Settings of every command."""
+
+
+class Whole(click.IntRange):
+    """A whole number that files can hold too."""
+
+    def __init__(self, least: int = 1, most: int = MAX_COUNT) -> None:
+        super().__init__(least, most)
+
+
+class Number(click.FloatRange):
+    """A finite number; click lets nan and inf pass."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """As click's. Raises click.BadParameter."""
+        found = super().convert(value, param, ctx)
+        if not math.isfinite(found):
+            self.fail(f"{value!r} isn't a finite number.", param, ctx)
+        return found
+
+
+def whole_numbers(text: str | None, option: str) -> list[int] | None:
+    """``"4,8,16"`` → [4, 8, 16]. Raises click.BadParameter."""
+    if text is None:
+        return None
+    try:
+        found = [int(part) for part in text.split(",")]
+        if min(found) < 1:
+            raise ValueError
+    except ValueError:
+        raise click.BadParameter(
+            f"{text!r}: give whole numbers from 1, like 4,8,16", param_hint=option
+        ) from None
+    return found
+
+
+def options(*found: Callable[[F], F]) -> Callable[[F], F]:
+    """Several options as one decorator, in the sequence in which the help has them."""
+
+    def decorated(function: F) -> F:
+        for option in reversed(found):
+            function = option(function)
+        return function
+
+    return decorated
+
+
+def choice(
+    flag: str, values: Iterable[str], default: str | None = None, help: str | None = None
+) -> Callable[[F], F]:
+    """An option that takes one of a few words."""
+    return click.option(flag, type=click.Choice(list(values)), default=default, help=help)
+
+
+version_option = click.version_option(__version__, package_name="timeprest", message="%(version)s")
+"""--version, of each command and of those that have others below them."""
+
+quiet_option = click.option("-q", "--quiet", is_flag=True, help="Print errors only.")
+
+common_options = options(
+    click.option("-v", "--verbose", is_flag=True, help="Print more."),
+    quiet_option,
+    click.option("--json", "as_json", is_flag=True, help="Print the result as JSON."),
+    version_option,
+)
+
+
+def time_limit_option(help: str | None = None) -> Callable[[F], F]:
+    """--time-limit of a search, 60 seconds by default."""
+    kind = Number(0, MAX_FACTOR)
+    return click.option(
+        "--time-limit", "time_limit_s", type=kind, default=60.0, metavar="SECONDS", help=help
+    )
+
+
+# A cluster: a file, or equal devices by flags ---------------------------------------------------
 
 _DEFAULT_DEVICES = 2
 
 _FLAGS = (
-    "devices",
-    "memory",
-    "bandwidth",
-    "latency",
-    "per_machine",
-    "between_bandwidth",
-    "between_latency",
-    "half_duplex",
-    "no_overlap",
-    "cores",
+    *("devices", "memory", "bandwidth", "latency", "per_machine", "between_bandwidth"),
+    *("between_latency", "half_duplex", "no_overlap", "cores"),
 )
 
-
-def cluster_options(function: F) -> F:
-    """--cluster, or --devices and what they and their links are like."""
-    for option in reversed(
-        (
-            click.option(
-                "--cluster", "cluster_path", metavar="TOML", help="Devices and links from a file."
-            ),
-            click.option(
-                "--devices",
-                type=click.IntRange(1, MAX_DEVICES),
-                help=f"Number of equal devices.  [default: {_DEFAULT_DEVICES}]",
-            ),
-            click.option("--memory", help="Limit of each device, like 16GiB.  [default: none]"),
-            click.option("--bandwidth", help=f"Between devices.  [default: {DEFAULT_BANDWIDTH}]"),
-            click.option("--latency", help=f"Of a message.  [default: {DEFAULT_LATENCY}]"),
-            click.option(
-                "--per-machine",
-                type=click.IntRange(1, MAX_DEVICES),
-                help="Devices in a machine.  [default: all]",
-            ),
-            click.option("--between-bandwidth", help="Between machines.  [default: --bandwidth]"),
-            click.option("--between-latency", help="Between machines.  [default: --latency]"),
-            click.option(
-                "--half-duplex", is_flag=True, help="A link carries one direction at a time."
-            ),
-            click.option(
-                "--no-overlap", is_flag=True, help="Devices don't compute while they transfer."
-            ),
-            click.option(
-                "--cores",
-                type=click.IntRange(1, MAX_DEVICES),
-                help="Devices of a machine that compute at once: they take turns.  [default: all]",
-            ),
-        )
-    ):
-        function = option(function)
-    return function
+cluster_options = options(
+    click.option(
+        "--cluster", "cluster_path", metavar="TOML", help="Devices and links from a file."
+    ),
+    click.option(
+        "--devices",
+        type=click.IntRange(1, MAX_DEVICES),
+        help=f"Number of equal devices.  [default: {_DEFAULT_DEVICES}]",
+    ),
+    click.option("--memory", help="Limit of each device, like 16GiB.  [default: none]"),
+    click.option("--bandwidth", help=f"Between devices.  [default: {DEFAULT_BANDWIDTH}]"),
+    click.option("--latency", help=f"Of a message.  [default: {DEFAULT_LATENCY}]"),
+    click.option(
+        "--per-machine",
+        type=click.IntRange(1, MAX_DEVICES),
+        help="Devices in a machine.  [default: all]",
+    ),
+    click.option("--between-bandwidth", help="Between machines.  [default: --bandwidth]"),
+    click.option("--between-latency", help="Between machines.  [default: --latency]"),
+    click.option("--half-duplex", is_flag=True, help="A link carries one direction at a time."),
+    click.option("--no-overlap", is_flag=True, help="Devices don't compute while they transfer."),
+    click.option(
+        "--cores",
+        type=click.IntRange(1, MAX_DEVICES),
+        help="Devices of a machine that compute at once: they take turns.  [default: all]",
+    ),
+)
+"""--cluster, or --devices and what they and their links are like; read by `cluster_of`."""
 
 
-def cluster_of(options: dict[str, Any]) -> Cluster:
-    """The cluster that the options describe; takes them out of `options`. Raises UserError."""
-    path = options.pop("cluster_path")
-    given = {name: value for name in _FLAGS if (value := options.pop(name)) not in (None, False)}
+def cluster_of(asked: dict[str, Any]) -> Cluster:
+    """The cluster that the options describe; takes them out of `asked`. Raises UserError."""
+    path = asked.pop("cluster_path")
+    given = {name: value for name in _FLAGS if (value := asked.pop(name)) not in (None, False)}
     if path is not None:
         if given:
             flag = "--" + next(iter(given)).replace("_", "-")
@@ -89,28 +154,176 @@ def cluster_of(options: dict[str, Any]) -> Cluster:
         return read_cluster(path)
     if "per_machine" not in given and {"between_bandwidth", "between_latency"} & set(given):
         raise UserError("--between-bandwidth, --between-latency: say --per-machine too")
-    return uniform_cluster(
-        given.get("devices", _DEFAULT_DEVICES),
-        given.get("memory"),
-        given.get("bandwidth", DEFAULT_BANDWIDTH),
-        given.get("latency", DEFAULT_LATENCY),
-        per_machine=given.get("per_machine"),
-        between_bandwidth=given.get("between_bandwidth"),
-        between_latency=given.get("between_latency"),
-        half_duplex=given.get("half_duplex", False),
-        overlap=not given.get("no_overlap", False),
-        cores=given.get("cores"),
-    )
+    devices = given.pop("devices", _DEFAULT_DEVICES)
+    return uniform_cluster(devices, overlap=not given.pop("no_overlap", False), **given)
 
 
-# tp-run's options that name an optimizer --------------------------------------------------------
+# A training run ---------------------------------------------------------------------------------
+
+_FIELDS = {field.name: field for field in msgspec.structs.fields(RunSettings)}
 
 
-def optimizer_choice(name: str | None, options: dict[str, Any]) -> OptimizerChoice | None:
-    """The optimizer that is named, with what is given of its options. Raises UserError."""
-    from ..runtime.settings import OptimizerChoice
+def _setting(name: str, *flags: str, **more: Any) -> Callable[[F], F]:
+    """The option of a field of `RunSettings`: its default, and its values where they are named."""
+    field = _FIELDS[name]
+    if get_origin(field.type) is Literal:
+        more["type"] = click.Choice(get_args(field.type))
+    flags = flags or ("--" + name.replace("_", "-"),)
+    return click.option(*flags, name, default=field.default, **more)
 
-    given = {option: value for option, value in options.items() if value is not None}
+
+run_options = options(
+    click.option(
+        "--task",
+        help="Built-in task, file.py:NAME or pkg.module:NAME.  "
+        "[default: what the plan's profile measured]",
+    ),
+    click.option("--epochs", type=Whole(), help="[default: 5]"),
+    click.option("--steps", type=Whole(), help="Mini-batches in all, instead of --epochs."),
+    _setting("ragged", help="Samples that don't fill an epoch's last mini-batch."),
+    choice("--optimizer", ("sgd", "adam", "adamw"), None, "Instead of the task's own; needs --lr."),
+    click.option("--lr", type=Number(0, MAX_FACTOR, min_open=True)),
+    click.option("--momentum", type=Number(0, 1, max_open=True)),
+    click.option("--nesterov", is_flag=True, default=None, help="Nesterov momentum, of sgd."),
+    click.option("--betas", metavar="B1,B2", help="Of adam and adamw.  [default: 0.9,0.999]"),
+    click.option("--weight-decay", type=Number(0, MAX_FACTOR)),
+    _setting(
+        "decay_only", help="Parameters with weight decay; matrices: biases and norms have none."
+    ),
+    choice(
+        "--lr-schedule",
+        ("constant", "linear", "cosine"),
+        None,
+        "Instead of the task's own scheduler; linear and cosine fall to 0 by the run's end.",
+    ),
+    click.option("--warmup", type=Whole(0), help="Updates over which the learning rate rises."),
+    click.option(
+        "--clip-norm",
+        type=Number(0, MAX_FACTOR, min_open=True),
+        help="Clip gradients of the whole model to this norm.",
+    ),
+    click.option(
+        "--autocast",
+        type=click.Choice(["bf16", "bfloat16", "off"]),
+        callback=lambda context, option, dtype: "bfloat16" if dtype == "bf16" else dtype,
+        help="Run forwards under torch.autocast.  [default: as profiled]",
+    ),
+    _setting(
+        "deferred_batch_norm",
+        is_flag=True,
+        help="Update BatchNorm's running statistics once for each mini-batch.",
+    ),
+    _setting("device", help="What the stages compute on; auto: what the plan was profiled on."),
+    _setting(
+        "transport",
+        help="How messages go on the CPU; auto: shared memory on one host, gloo between hosts.",
+    ),
+    _setting("seed", type=click.IntRange(0, 2**40)),
+    click.option(
+        "--threads",
+        type=click.IntRange(1, MAX_THREADS),
+        help="Torch's threads for each stage.  [default: as profiled]",
+    ),
+    click.option(
+        "--inline", is_flag=True, help="All stages in this process, with the same weight versions."
+    ),
+    _setting(
+        "evaluate", "--evaluate/--no-evaluate", help="Evaluate on the test data after each epoch."
+    ),
+    _setting(
+        "on_nan",
+        help="A loss or gradients that aren't finite: end the run, count them and go on, or leave "
+        "that update out too.",
+    ),
+    click.option(
+        "--timeout",
+        "timeout_s",
+        type=Number(0, MAX_FACTOR, min_open=True),
+        help="Longest wait for a message, in seconds.  [default: 25, or 100 periods]",
+    ),
+    _setting(
+        "decay",
+        type=click.Choice(["exponential", "inverse", "linear"]),
+        help="i-timeprest: how the forward's weights fade with the version difference.",
+    ),
+    _setting(
+        "decay_rate",
+        "--lambda",
+        type=Number(0, MAX_FACTOR),
+        help="i-timeprest: how fast they fade.",
+    ),
+    _setting(
+        "distances",
+        "--distances/--no-distances",
+        help="Measure how far apart the weights of forwards and backwards are.",
+    ),
+    _setting(
+        "log_operations",
+        is_flag=True,
+        help="Write every operation with its weight version and times to RUN/operations.",
+    ),
+    _setting(
+        "record",
+        metavar="WHICH",
+        help="Mini-batches whose operations are kept for tp-run report: first:K, last:K, steady:K "
+        "(once the pipeline is full), all or none.",
+    ),
+    click.option(
+        "--check",
+        "checks",
+        is_flag=True,
+        help="Train --steps mini-batches (3 by default) once more without a pipeline, and say "
+        "where loss, gradients and weights differ most. Keeps nothing without --run-dir.",
+    ),
+    click.option(
+        "--dry-run",
+        is_flag=True,
+        help="Check all that the run needs, send a micro-batch's shapes over every cut, and stop.",
+    ),
+    click.option("--run-dir", help="[default: runs/VARIANT-DATE-TIME]"),
+    _setting(
+        "checkpoint_every",
+        type=Whole(0),
+        help="Mini-batches between two checkpoints; the pipeline drains there. 0: none.  "
+        "[default: at the end of each epoch]",
+    ),
+    _setting("keep_checkpoints", type=Whole(), help="How many of them are kept, the newest."),
+    _setting(
+        "start_from",
+        "--from",
+        metavar="RUN",
+        help="Start from the weights and optimizer state of another run's newest checkpoint, of "
+        "one of its checkpoints, or from a safetensors file; its stages and system may be others.",
+    ),
+    click.option(
+        "--resume",
+        is_flag=True,
+        help="Go on with the run in --run-dir from its newest checkpoint. --epochs or --steps "
+        "may grow.",
+    ),
+    click.option(
+        "--resume-at",
+        type=Whole(),
+        help="The same from another checkpoint, by the mini-batches done.",
+    ),
+    click.option(
+        "--max-restarts",
+        type=click.IntRange(0),
+        default=0,
+        help="After a failure start again from the newest checkpoint, so many times at most.",
+    ),
+)
+"""All of tp-run. Those of how it trains are read by `run_settings`."""
+
+
+def optimizer_choice(asked: dict[str, Any]) -> OptimizerChoice | None:
+    """The optimizer that is named, with its own options; takes them out of `asked`.
+
+    Raises UserError.
+    """
+    name, asked["betas"] = asked.pop("optimizer"), _betas(asked["betas"])
+    names = ("lr", "momentum", "weight_decay", "nesterov", "betas")
+    given = {option: value for option in names if (value := asked.pop(option)) is not None}
     if name is None:
         if given:
             extra = ", ".join(f"--{option.replace('_', '-')}" for option in given)
@@ -121,7 +334,7 @@ def optimizer_choice(name: str | None, options: dict[str, Any]) -> OptimizerChoi
     return OptimizerChoice(name=name, **given)
 
 
-def betas_in(text: str | None) -> tuple[float, float] | None:
+def _betas(text: str | None) -> tuple[float, float] | None:
     """``"0.9,0.999"`` → (0.9, 0.999). Raises UserError."""
     if text is None:
         return None
@@ -132,3 +345,17 @@ def betas_in(text: str | None) -> tuple[float, float] | None:
     except ValueError:
         raise UserError(f"--betas {text!r}: give two numbers from 0 to 1, like 0.9,0.999") from None
     return first, second
+
+
+def run_settings(
+    plan: Plan, optimizer: OptimizerChoice | None, asked: dict[str, Any]
+) -> RunSettings:
+    """The settings of a new run; `asked` has the other options by field, None where not given."""
+    defaults = {
+        "task": plan.profile.target,
+        "epochs": 5,
+        "threads": plan.profile.threads,
+        "timeout_s": min(max(25.0, 100 * plan.predicted.period_s), MAX_SECONDS),
+    }
+    given = {name: value for name, value in asked.items() if value is not None}
+    return RunSettings(optimizer=optimizer, **{**defaults, **given})

@@ -13,13 +13,11 @@ from ..profiles.files import Kind, check_output, check_outputs, read_file, write
 from ..profiles.profile import Profile, check_profile
 from .errors import (
     OneLineGroup,
-    Whole,
-    common_options,
     errors_as_lines,
     output,
     print_json,
-    version_option,
 )
+from .options import CONTEXT, Whole, common_options, version_option
 from .pictures.chrome_trace import trace_option, write_plan_trace
 from .pictures.html.page import html_option, write_html
 from .pictures.svg.options import Figures, figure_options, write_plan_figures
@@ -34,7 +32,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-@click.group(cls=OneLineGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=OneLineGroup, context_settings=CONTEXT)
 @version_option
 def main() -> None:
     """Decide how to cut a profiled model into pipeline stages."""

@@ -13,118 +13,102 @@ from ..profiles.files import MAX_FACTOR, MAX_THREADS, Kind, check_output, is_fil
 from ..profiles.profile import FRONT_ENDS, Profile
 from ..profiles.published.reader import import_profile, is_foreign
 from .errors import (
-    Number,
     OneLineCommand,
-    Whole,
-    common_options,
     errors_as_lines,
     output,
     print_json,
-    whole_numbers,
 )
+from .options import CONTEXT, Number, Whole, common_options, options, whole_numbers
 from .progress import Bar
 from .tables.profile import print_profile
 
-
-def _options(function: Any) -> Any:
-    for option in reversed(
-        (
-            click.argument("target", required=False),
-            click.option("-o", "--output", "path", help="Default: profile.json."),
-            click.option(
-                "--batch-size",
-                type=Whole(),
-                help="Samples in a mini-batch. Default: 64.",
-            ),
-            click.option(
-                "--micro-batch-sizes",
-                metavar="LIST",
-                help="Sizes to measure, like 4,8,16. Default: the mini-batch and its halves.",
-            ),
-            click.option(
-                "--device",
-                type=click.Choice(["cpu", "cuda", "meta"]),
-                default="cpu",
-                show_default=True,
-                help="meta: run nothing, reckon with --spec.",
-            ),
-            click.option(
-                "--spec",
-                metavar="NAME|FILE",
-                help="With --device meta: the device to reckon with, by its data sheet.",
-            ),
-            click.option(
-                "--threads",
-                type=click.IntRange(1, MAX_THREADS),
-                default=1,
-                show_default=True,
-                help="Torch's threads; each stage will run with as many.",
-            ),
-            click.option(
-                "--autocast",
-                type=click.Choice(["bfloat16", "float16"]),
-                help="Run forwards under torch.autocast with this dtype.",
-            ),
-            click.option(
-                "--granularity",
-                default="layer",
-                show_default=True,
-                metavar="layer|op|PATTERN",
-                help="What makes a layer: a leaf module, an operation, or a module whose name "
-                "matches (h.*, or several with commas).",
-            ),
-            click.option(
-                "--front-end",
-                type=click.Choice([name for name in FRONT_ENDS if name != "onnx"]),
-                help="How to find the graph. Default: the first that can.",
-            ),
-            click.option(
-                "--input",
-                "inputs",
-                multiple=True,
-                metavar="SHAPE:DTYPE",
-                help="What a model that isn't a task takes, one sample: 3x32x32:float32, "
-                "64:int64:1000 for integers below 1000, or by name mask=64:int64. Once for each "
-                "input.",
-            ),
-            click.option(
-                "--seconds",
-                type=Number(0, MAX_FACTOR),
-                default=15.0,
-                show_default=True,
-                help="Time to spend on timing at most; 3 to 5 rounds are made in any case.",
-            ),
-            click.option(
-                "--relative-error",
-                type=Number(0, 1, min_open=True),
-                default=0.05,
-                show_default=True,
-                help="Stop when every layer with 1 % of the time is known so well.",
-            ),
-            click.option(
-                "--together",
-                type=Whole(2),
-                metavar="N",
-                help="Measure too what stages cost besides their layers, and how N processes slow "
-                "each other down that compute at once on this machine, as stages do.",
-            ),
-            click.option(
-                "--links",
-                is_flag=True,
-                help="Measure the links between local processes instead → cluster.toml.",
-            ),
-            click.option(
-                "--processes",
-                type=Whole(2),
-                default=2,
-                show_default=True,
-                help="With --links: how many.",
-            ),
-        )
-    ):
-        function = option(function)
-    return function
-
+_options = options(
+    click.argument("target", required=False),
+    click.option("-o", "--output", "path", help="Default: profile.json."),
+    click.option(
+        "--batch-size",
+        type=Whole(),
+        help="Samples in a mini-batch. Default: 64.",
+    ),
+    click.option(
+        "--micro-batch-sizes",
+        metavar="LIST",
+        help="Sizes to measure, like 4,8,16. Default: the mini-batch and its halves.",
+    ),
+    click.option(
+        "--device",
+        type=click.Choice(["cpu", "cuda", "meta"]),
+        default="cpu",
+        help="meta: run nothing, reckon with --spec.",
+    ),
+    click.option(
+        "--spec",
+        metavar="NAME|FILE",
+        help="With --device meta: the device to reckon with, by its data sheet.",
+    ),
+    click.option(
+        "--threads",
+        type=click.IntRange(1, MAX_THREADS),
+        default=1,
+        help="Torch's threads; each stage will run with as many.",
+    ),
+    click.option(
+        "--autocast",
+        type=click.Choice(["bfloat16", "float16"]),
+        help="Run forwards under torch.autocast with this dtype.",
+    ),
+    click.option(
+        "--granularity",
+        default="layer",
+        metavar="layer|op|PATTERN",
+        help="What makes a layer: a leaf module, an operation, or a module whose name "
+        "matches (h.*, or several with commas).",
+    ),
+    click.option(
+        "--front-end",
+        type=click.Choice([name for name in FRONT_ENDS if name != "onnx"]),
+        help="How to find the graph. Default: the first that can.",
+    ),
+    click.option(
+        "--input",
+        "inputs",
+        multiple=True,
+        metavar="SHAPE:DTYPE",
+        help="What a model that isn't a task takes, one sample: 3x32x32:float32, "
+        "64:int64:1000 for integers below 1000, or by name mask=64:int64. Once for each "
+        "input.",
+    ),
+    click.option(
+        "--seconds",
+        type=Number(0, MAX_FACTOR),
+        default=15.0,
+        help="Time to spend on timing at most; 3 to 5 rounds are made in any case.",
+    ),
+    click.option(
+        "--relative-error",
+        type=Number(0, 1, min_open=True),
+        default=0.05,
+        help="Stop when every layer with 1 % of the time is known so well.",
+    ),
+    click.option(
+        "--together",
+        type=Whole(2),
+        metavar="N",
+        help="Measure too what stages cost besides their layers, and how N processes slow "
+        "each other down that compute at once on this machine, as stages do.",
+    ),
+    click.option(
+        "--links",
+        is_flag=True,
+        help="Measure the links between local processes instead → cluster.toml.",
+    ),
+    click.option(
+        "--processes",
+        type=Whole(2),
+        default=2,
+        help="With --links: how many.",
+    ),
+)
 
 _MOST_PER_PROCESSOR = 4
 
@@ -139,7 +123,7 @@ def _check_processes(option: str, count: int) -> None:
         )
 
 
-@click.command(cls=OneLineCommand, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=OneLineCommand, context_settings=CONTEXT)
 @_options
 @common_options
 @errors_as_lines

@@ -32,7 +32,7 @@ class Bar:
 
     def __init__(self, title: str, *, quiet: bool) -> None:
         self._title = title
-        self._quiet = quiet
+        self.quiet = quiet
         console = PlainConsole(stderr=True)
         self._progress = Progress(
             TextColumn("{task.fields[title]}", markup=False),
@@ -72,7 +72,7 @@ class Bar:
         now = time.monotonic()
         with self._lock:
             self._phase = None
-        if self._quiet or now - self._shown_at < _REFRESH_S:
+        if self.quiet or now - self._shown_at < _REFRESH_S:
             return
         self._shown_at = now
         # What came before the first step, such as start-up, says nothing about the others.
@@ -96,7 +96,7 @@ class Bar:
 
         On a terminal at once; elsewhere once it has taken a while.
         """
-        if self._quiet:
+        if self.quiet:
             return
         with self._lock:
             self._phase = what, time.monotonic()

@@ -44,7 +44,7 @@ class RunSettings(
     """Mini-batches in all; where given, it ends the run instead of `epochs`."""
     optimizer: OptimizerChoice | None = None
     """None: the task's own."""
-    decay_only: Literal["all", "matrices"] = "all"
+    decay_only: Literal["matrices", "all"] = "all"
     """Which parameters have weight decay: with "matrices" those of two dimensions or more, so
     that biases and norms have none."""
     lr_schedule: Literal["constant", "linear", "cosine"] | None = None

@@ -14,7 +14,8 @@ from rich.text import Text
 from ...planner.plan import Plan, read_plan
 from ...profiles.errors import UserError
 from ...profiles.units import format_rate, format_seconds, short_bytes
-from ..errors import common_options, errors_as_lines, output, print_json
+from ..errors import errors_as_lines, output, print_json
+from ..options import common_options
 from ..tables.layout import (
     counted,
     device_range,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 from rich.table import Table
 from rich.text import Text
@@ -13,81 +15,67 @@ from ...profiles.errors import InfeasibleError
 from ...profiles.files import MAX_FACTOR
 from ...profiles.published.reader import read_workload
 from ...profiles.units import format_bytes, format_seconds, parse_bandwidth, parse_bytes
-from ..errors import Number, Whole, common_options, errors_as_lines, output, print_json
+from ..errors import errors_as_lines, output, print_json
+from ..options import Number, Whole, choice, common_options, time_limit_option
 from ..progress import Bar
 from ..tables.layout import compact_table, counted
 
 
 @click.command()
 @click.argument("path", metavar="FILE")
-@click.option(
-    "--cost-model",
-    type=click.Choice(list(COST_MODELS)),
-    help="By default the one the file is for.",
-)
+@choice("--cost-model", COST_MODELS, None, "By default the one the file is for.")
 @click.option("--devices", type=Whole(), help="By default the file's own.")
 @click.option("--memory", help="Of each device.  [default: the file's own]")
 @click.option("--bandwidth", help="Between devices.  [default: the file's own]")
 @click.option("--micro-batches", type=Whole(), help="In a mini-batch.  [default: the file's own]")
-@click.option("--replicas", type=click.Choice(["auto", "off"]), default="auto", show_default=True)
-@click.option("--recompute", type=click.Choice(["auto", "off"]), default="auto", show_default=True)
+@choice("--replicas", ("auto", "off"), "auto")
+@choice("--recompute", ("auto", "off"), "auto")
 @click.option(
     "--transfer-scale",
     type=Number(0, MAX_FACTOR),
     default=1.0,
-    show_default=True,
     help="Multiply the times of transfers.",
 )
-@click.option("--solver", type=click.Choice(SOLVERS), default="auto", show_default=True)
+@choice("--solver", SOLVERS, "auto")
 @click.option(
     "--non-contiguous",
     is_flag=True,
     help="Let a device hold several stretches of the model too (by the ILP).",
 )
-@click.option(
-    "--time-limit", type=Number(0, MAX_FACTOR), default=60.0, show_default=True, metavar="SECONDS"
-)
+@time_limit_option()
 @common_options
 @errors_as_lines
 def published(
     path: str,
-    cost_model: str | None,
-    devices: int | None,
     memory: str | None,
     bandwidth: str | None,
-    micro_batches: int | None,
-    replicas: str,
-    recompute: str,
-    transfer_scale: float,
     solver: str,
     non_contiguous: bool,
-    time_limit: float,
+    time_limit_s: float,
     as_json: bool,
     quiet: bool,
     verbose: bool,
+    **asked: Any,
 ) -> None:
     """Cut FILE, a workload that a planner's authors published, under their own cost model.
 
     FILE is PipeDream's graph.txt, or a JSON workload of the NeurIPS'20 or NeurIPS'21 planner. To
     plan it for our own systems, import it with tp-profile and use tp-plan solve.
     """
+    for name in ("replicas", "recompute"):
+        asked[name] = asked[name] == "auto"
     problem = problem_of(
         read_workload(path),
-        cost_model,
-        devices=devices,
         bandwidth_bytes_per_s=parse_bandwidth(bandwidth) if bandwidth else None,
         memory_bytes=parse_bytes(memory, "--memory") if memory else None,
-        micro_batches=micro_batches,
-        replicas=replicas == "auto",
-        recompute=recompute == "auto",
-        transfer_scale=transfer_scale,
+        **asked,
     )
     with Bar("planning", quiet=quiet) as bar:
 
         def tell(bound_s: float, best_s: float) -> None:
             bar(f"bound {format_seconds(bound_s)}, best {format_seconds(best_s)}", 0, 0)
 
-        answer = solve_cut(problem, solver=solver, time_limit_s=time_limit, progress=tell)
+        answer = solve_cut(problem, solver=solver, time_limit_s=time_limit_s, progress=tell)
         if answer.cut is None:
             raise InfeasibleError(
                 f"{path}: no cut fits the devices' memory; raise --memory or --devices"
@@ -98,7 +86,7 @@ def published(
         if non_contiguous:
             from ...planner.partition.ilp.assignment import solve_noncontiguous
 
-            scattered = solve_noncontiguous(problem, warm=answer.cut, time_limit_s=time_limit)
+            scattered = solve_noncontiguous(problem, warm=answer.cut, time_limit_s=time_limit_s)
     if as_json:
         found = _json(problem, answer)
         if scattered:

@@ -13,7 +13,8 @@ from ...planner.simulator.timeline import Timeline, idle_shares, simulate, warm_
 from ...planner.systems.operations import Order, op_text
 from ...profiles.errors import UserError
 from ...profiles.units import format_seconds
-from ..errors import Whole, common_options, errors_as_lines, output, print_json
+from ..errors import errors_as_lines, output, print_json
+from ..options import Whole, common_options
 from ..tables.layout import compact_table
 
 _MOST_OPERATIONS = 200_000

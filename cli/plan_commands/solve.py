@@ -21,14 +21,22 @@ from ...planner.systems.variants import VARIANTS, variant_named
 from ...profiles.errors import InfeasibleError, PlanError, UserError
 from ...profiles.files import MAX_FACTOR, Kind, check_output, read_file, write_file
 from ...profiles.profile import IMPORTED, Profile, check_profile
-from ..errors import Number, Whole, common_options, errors_as_lines, output, print_json
-from ..options import cluster_of, cluster_options
+from ..errors import errors_as_lines, output, print_json
+from ..options import (
+    Number,
+    Whole,
+    choice,
+    cluster_of,
+    cluster_options,
+    common_options,
+    time_limit_option,
+)
 from ..progress import Bar
 from ..tables.pareto import comparison, front_table
 from ..tables.plan import assumed, few_stages, print_plan
 
 
-def count_or_auto(text: str, option: str) -> int | None:
+def _count_or_auto(text: str, option: str) -> int | None:
     """``auto`` → None. Raises UserError for what is no count."""
     if text == "auto":
         return None
@@ -46,64 +54,43 @@ def _pin(text: str) -> tuple[str, int]:
 
 @click.command()
 @click.argument("profile_path", metavar="PROFILE")
-@click.option("-o", "--output", "path", default="plan.json", show_default=True)
+@click.option("-o", "--output", "path", default="plan.json")
 @cluster_options
 @click.option(
-    "--variant",
-    default="timeprest",
-    show_default=True,
-    help=f"Training system: {', '.join(VARIANTS)}; or all.",
+    "--variant", default="timeprest", help=f"Training system: {', '.join(VARIANTS)}; or all."
 )
 @click.option(
     "--mini-batch",
     type=Whole(),
     help="Samples per update.  [default: the profile's batch size]",
 )
-@click.option("--micro-batches", default="auto", show_default=True)
-@click.option("--stages", default="auto", show_default=True)
-@click.option(
-    "--replicas",
-    type=click.Choice(["auto", "off"]),
-    default="auto",
-    show_default=True,
-    help="Stages may take several devices, or not.",
+@click.option("--micro-batches", default="auto")
+@click.option("--stages", default="auto")
+@choice("--replicas", ("auto", "off"), "auto", "Stages may take several devices, or not.")
+@choice(
+    "--recompute", RECOMPUTE, "off", "Stages compute activations again instead of keeping them."
 )
-@click.option(
-    "--recompute",
-    type=click.Choice(list(RECOMPUTE)),
-    default="off",
-    show_default=True,
-    help="Stages compute activations again instead of keeping them.",
-)
-@click.option(
+@choice(
     "--tied",
-    type=click.Choice(TIED),
-    default="together",
-    show_default=True,
-    help="Layers that share parameters: on one stage, or on several with copies.",
+    TIED,
+    "together",
+    "Layers that share parameters: on one stage, or on several with copies.",
 )
 @click.option(
     "--pin", "pins", multiple=True, metavar="NAME=STAGE", help="Layer NAME is on stage STAGE."
 )
-@click.option("--solver", type=click.Choice(SOLVERS), default="auto", show_default=True)
-@click.option(
-    "--time-limit",
-    type=Number(0, MAX_FACTOR),
-    default=60.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="Take the best plan found by then.",
-)
+@choice("--solver", SOLVERS, "auto")
+@time_limit_option("Take the best plan found by then.")
 @click.option(
     "--update-every",
     type=Whole(),
     default=1,
-    show_default=True,
     metavar="K",
     help="Update the weights after every K mini-batches: smaller version differences.",
 )
 @click.option(
     "--optimizer-state",
+    "optimizer_state_factor",
     type=Number(0, MAX_FACTOR),
     metavar="FACTOR",
     help="Bytes of optimizer state per byte of parameters: 0 plain SGD, 1 momentum, "
@@ -118,7 +105,7 @@ def solve(
     as_json: bool,
     quiet: bool,
     verbose: bool,
-    **options: Any,
+    **asked: Any,
 ) -> None:
     """Find the best plan for PROFILE and write a plan file.
 
@@ -130,12 +117,15 @@ def solve(
     for file in [path] if variant != "all" else [_beside(path, name) for name in VARIANTS]:
         check_output(file, Kind.PLAN)
     profile = check_profile(read_file(profile_path, Profile), profile_path)
-    own = options["cluster_path"] is None
-    cluster = cluster_of(options)
+    own = asked["cluster_path"] is None
+    cluster = cluster_of(asked)
     if own:
         # A cluster file says itself how fast its devices are.
         cluster = crowded(cluster, profile.together)
-    asked = _asked(options)
+    for name in ("micro_batches", "stages"):
+        asked[name] = _count_or_auto(asked[name], f"--{name.replace('_', '-')}")
+    asked["replicas"] = asked["replicas"] == "auto"
+    asked["pins"] = tuple(map(_pin, asked["pins"]))
     if variant == "all":
         _solve_all(profile, cluster, asked, path, as_json=as_json, quiet=quiet)
         return
@@ -148,22 +138,6 @@ def solve(
         print_plan(plan, 16 if verbose else 0, every=verbose)
         _print_notes(profile, [plan], asked)
         output().print(f"wrote {path}; {_next(plan, path)}")
-
-
-def _asked(options: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "mini_batch": options["mini_batch"],
-        "micro_batches": count_or_auto(options["micro_batches"], "--micro-batches"),
-        "stages": count_or_auto(options["stages"], "--stages"),
-        "replicas": options["replicas"] == "auto",
-        "recompute": options["recompute"],
-        "tied": options["tied"],
-        "pins": tuple(_pin(text) for text in options["pins"]),
-        "solver": options["solver"],
-        "time_limit_s": options["time_limit"],
-        "optimizer_state_factor": options["optimizer_state"],
-        "update_every": options["update_every"],
-    }
 
 
 def _print_notes(profile: Profile, plans: Sequence[Plan], asked: dict[str, Any]) -> None:

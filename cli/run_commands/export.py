@@ -7,13 +7,14 @@ from typing import Any
 
 import click
 
-from ..errors import OneLineCommand, errors_as_lines, version_option
+from ..errors import OneLineCommand, errors_as_lines
+from ..options import CONTEXT, quiet_option, version_option
 from ..tables.layout import printable
 from .rank import OneRankCommand
 from .report import report
 
 
-@click.command(cls=OneLineCommand, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=OneLineCommand, context_settings=CONTEXT)
 @click.argument("run_dir", metavar="RUN")
 @click.option("-o", "--output", required=True, help="The safetensors file to write.")
 @click.option(
@@ -21,7 +22,7 @@ from .report import report
     type=click.IntRange(1),
     help="Mini-batches done at the checkpoint to take.  [default: the newest]",
 )
-@click.option("-q", "--quiet", is_flag=True, help="Print errors only.")
+@quiet_option
 @version_option
 @errors_as_lines
 def export(run_dir: str, output: str, at: int | None, quiet: bool) -> None:

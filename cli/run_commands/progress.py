@@ -1,4 +1,4 @@
-"""What a run says while it trains: mini-batches, samples/s, loss, and how busy its stages are."""
+"""Progress of a run on the terminal: mini-batches, samples/s, loss, and how busy its stages are."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ import functools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ...planner.plan import Plan
 from ...profiles.errors import StoppedError
 from ...profiles.units import format_rate
+from ...runtime.records.metrics import EpochRecord
 from ...runtime.records.status import WorkerStatus, read_statuses
 from ...runtime.settings import RunSettings
 from ..errors import why_unprinted
 from ..progress import Bar
+from ..tables.run import epoch_line
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -24,7 +26,7 @@ _WINDOW_S = 5.0
 _LOOKS_APART_S = 0.05
 
 
-def stopping(show: F) -> F:
+def _stopping(show: F) -> F:
     """What can't be shown of a run ends it: nobody would learn what became of it.
 
     Raises StoppedError.
@@ -44,12 +46,23 @@ def stopping(show: F) -> F:
 
 
 class TrainingProgress:
-    """Tells a bar how training goes on."""
+    """A run on the terminal: a bar for the epoch, and a line for each that is done."""
 
-    def __init__(self, bar: Bar, plan: Plan, settings: RunSettings, run_dir: Path | None) -> None:
-        """`run_dir`: where the workers' processes note what they are at; None: there are none."""
+    def __init__(
+        self,
+        bar: Bar,
+        plan: Plan,
+        settings: RunSettings,
+        run_dir: Path | None,
+        opening: Callable[[], Iterable[Any]],
+    ) -> None:
+        """Args:
+        run_dir: where the workers' processes note what they are at; None: there are none.
+        opening: what to print when training begins.
+        """
         self._bar = bar
         self._settings = settings
+        self._opening = opening
         self._rate = Rate(plan.mini_batch)
         self._first: int | None = None
         self._busy: BusyShares | None = None
@@ -57,8 +70,20 @@ class TrainingProgress:
             stages = [s for s, stage in enumerate(plan.stages) for _ in stage.devices]
             self._busy = BusyShares(run_dir / "status", stages)
 
-    def __call__(self, epoch: int, done: int, of: int, loss: float) -> None:
-        """A mini-batch of an epoch is done."""
+    @_stopping
+    def starting(self, what: str) -> None:
+        """As `Observer`."""
+        self._bar.doing(what)
+
+    @_stopping
+    def begin(self) -> None:
+        """As `Observer`."""
+        if not self._bar.quiet:
+            self._bar.print(*self._opening())
+
+    @_stopping
+    def mini_batch(self, epoch: int, done: int, of: int, loss: float) -> None:
+        """As `Observer`."""
         if self._busy is not None and self._bar.shown:
             self._busy.start()
         self._first = of if self._first is None else self._first
@@ -67,6 +92,12 @@ class TrainingProgress:
         shares = self._busy.shares() if self._busy is not None else []
         total = self._settings.steps or self._settings.epochs * self._first
         self._bar(training_text(epoch, done, of, loss, rate, shares), so_far, total)
+
+    @_stopping
+    def epoch(self, record: EpochRecord) -> None:
+        """As `Observer`."""
+        if not self._bar.quiet:
+            self._bar.print(epoch_line(record))
 
 
 class Rate:

@@ -13,7 +13,8 @@ from rich.text import Text
 from ...profiles.errors import UserError
 from ...profiles.files import Kind, check_outputs
 from ...profiles.units import format_bytes, format_seconds
-from ..errors import OneLineCommand, common_options, errors_as_lines, output, print_json
+from ..errors import OneLineCommand, errors_as_lines, output, print_json
+from ..options import CONTEXT, common_options
 from ..pictures.svg.options import width_option, write_run_figure
 from ..tables.layout import compact_table, counted
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from ..pictures.html.run_data import RunFacts
 
 
-@click.command(cls=OneLineCommand, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=OneLineCommand, context_settings=CONTEXT)
 @click.argument("run_dirs", metavar="RUN...", nargs=-1, required=True)
 @click.option("-o", "--output", "path", metavar="FILE", help="Write a page (HTML) to look at.")
 @click.option(

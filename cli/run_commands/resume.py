@@ -1,7 +1,8 @@
-"""Going on with a run: what may be asked of it, and what is said about it."""
+"""tp-run --resume: which options go with it, and where a run is resumed."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,42 +16,32 @@ if TYPE_CHECKING:
     from ...planner.plan import Plan
     from ...runtime.settings import RunSettings
 
-_RESUMABLE = {
-    *("plan_path", "run_dir", "resume", "resume_at", "epochs", "steps", "checks", "start_from"),
-    *("on_nan", "max_restarts"),
-    *(
-        "inline",
-        "timeout",
-        "keep_checkpoints",
-        "log_operations",
-        "device",
-        "record",
-        "as_json",
-        "quiet",
-        "verbose",
-    ),
-}
-"""Options that may be given to a run that is resumed, or are refused elsewhere."""
+ADJUSTABLE = ("device", "keep_checkpoints", "log_operations", "on_nan", "record", "timeout_s")
+"""Settings that a resumed run may have otherwise than before, besides its length."""
 
 
-def given(name: str) -> Any:
-    """An option's value where it is on the command line; else None."""
+def adjusted() -> dict[str, Any]:
+    """Settings of the command line that a resumed run is to have."""
     context = click.get_current_context()
-    there = context.get_parameter_source(name) is ParameterSource.COMMANDLINE
-    return context.params[name] if there else None
+    return {name: context.params[name] for name in ADJUSTABLE if _given(context, name)}
 
 
-def check_resumable(run_dir: str | None, start_from: str | None) -> None:
-    """Refuse options that would make another run of it."""
+def check_resumable(run_dir: str | None, asked: Mapping[str, Any]) -> None:
+    """Refuse options that would make another run of it. Raises UserError.
+
+    Args:
+        asked: what the options of `RunSettings` and of optimizers say.
+    """
     if run_dir is None:
         raise UserError("--resume: name the run with --run-dir")
-    if start_from is not None:
+    if asked["start_from"] is not None:
         raise UserError("--resume, --from: give one of them")
-    options = click.get_current_context().command.params
+    context = click.get_current_context()
+    fixed = {*asked, "dry_run"} - {*ADJUSTABLE, "epochs", "steps"}
     changed = [
         option.opts[0]
-        for option in options
-        if option.name not in _RESUMABLE and given(option.name or "") is not None
+        for option in context.command.params
+        if option.name in fixed and _given(context, option.name)
     ]
     if changed:
         raise UserError(
@@ -58,6 +49,10 @@ def check_resumable(run_dir: str | None, start_from: str | None) -> None:
             "--steps may grow; "
             f"to start another run from its weights: tp-run PLAN --from {run_dir}"
         )
+
+
+def _given(context: click.Context, name: str) -> bool:
+    return context.get_parameter_source(name) is ParameterSource.COMMANDLINE
 
 
 def read_run(run_dir: str, plan_path: str | None) -> tuple[Plan, RunSettings]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, TypedDict, TypeVar
+from typing import TypedDict
 
 import click
 
@@ -13,12 +13,11 @@ from ....planner.plan import Plan
 from ....planner.recording import Recording, default_mini_batches, predicted
 from ....profiles.errors import UserError
 from ....profiles.files import MAX_COUNT, write_bytes
+from ...options import options
 from .frame import Settings
 from .memory import memory_svg
 from .svg import POINTS_PER_MM
 from .timeline import timeline_svg, timelines_svg
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 _UNITS = {"mm": POINTS_PER_MM, "cm": 10 * POINTS_PER_MM, "pt": 1.0, "in": 72.0}
 
@@ -40,33 +39,29 @@ width_option = click.option(
     "--svg-width",
     callback=lambda context, option, text: width_in_points(text),
     default="178mm",
-    show_default=True,
     metavar="WIDTH",
     help="Of figures: 85mm for a column, 178mm for a page of two; mm, cm, pt or in.",
 )
 
 
-def figure_options(function: F) -> F:
-    """--svg and those that go with it; they come as `Figures`."""
-    for option in (
-        click.option(
-            "--svg-versions",
-            is_flag=True,
-            help="With --svg: say which weight version each operation had.",
-        ),
-        click.option(
-            "--svg-messages", is_flag=True, help="With --svg: draw what stages send as lines."
-        ),
-        width_option,
-        click.option(
-            "--svg-memory",
-            metavar="FILE",
-            help="Write memory over time, on the same scale, as a figure (SVG).",
-        ),
-        click.option("--svg", metavar="FILE", help="Write the timeline as a figure (SVG)."),
-    ):
-        function = option(function)
-    return function
+figure_options = options(
+    click.option("--svg", metavar="FILE", help="Write the timeline as a figure (SVG)."),
+    click.option(
+        "--svg-memory",
+        metavar="FILE",
+        help="Write memory over time, on the same scale, as a figure (SVG).",
+    ),
+    width_option,
+    click.option(
+        "--svg-messages", is_flag=True, help="With --svg: draw what stages send as lines."
+    ),
+    click.option(
+        "--svg-versions",
+        is_flag=True,
+        help="With --svg: say which weight version each operation had.",
+    ),
+)
+"""--svg and those that go with it; they come as `Figures`."""
 
 
 class Figures(TypedDict):

@@ -1,0 +1,112 @@
+"""tp-run's training: started here, or as one worker of those that torchrun or srun has started."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ...planner.plan import Plan
+from ...profiles.measuring.process import keep_freed_memory
+from ...runtime.processes.rendezvous import Meeting
+from ...runtime.records.metrics import RunSummary
+from ...runtime.run import resume, run, with_restarts
+from ...runtime.settings import RunSettings
+from ...runtime.training.worker import resume_member, run_member
+from ..errors import Stopped, output, print_json, tell
+from ..progress import Bar
+from ..tables.plan import operations
+from ..tables.run import summary_lines, summary_table
+from ..tables.stages import stage_table
+from .checks import device_lines, warn_of_memory
+from .progress import TrainingProgress
+from .resume import how_to_go_on, place_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """A run as the command line asks for it.
+
+    Attributes:
+        where: the run directory.
+        meeting: where torchrun or srun has started the workers; None: they are started here.
+        inline: all stages in this process.
+        resumed: arguments of `resume`; None: a new run.
+        max_restarts: after failures.
+    """
+
+    plan: Plan
+    settings: RunSettings
+    where: Path
+    meeting: Meeting | None
+    inline: bool
+    resumed: Mapping[str, Any] | None
+    max_restarts: int
+
+
+def train(training: Training, *, as_json: bool, quiet: bool, verbose: bool) -> None:
+    """Train, show how it goes on, and print the summary. Raises Stopped on Ctrl-C; as `run`."""
+    plan, where, inline = training.plan, training.where, training.inline
+    if inline:
+        # As the stages' own processes do.
+        keep_freed_memory()
+    with Bar(plan.variant, quiet=quiet or as_json) as bar:
+        progress = TrainingProgress(
+            bar,
+            plan,
+            training.settings,
+            None if inline else where,
+            partial(_opening, training, verbose=verbose),
+        )
+        try:
+            summary = _trained(training, progress)
+        except KeyboardInterrupt:
+            raise Stopped(how_to_go_on(where)) from None
+    if summary is None:
+        return
+    if as_json:
+        print_json(summary)
+    elif not quiet:
+        console = output()
+        console.print(summary_table(plan, summary))
+        for line in summary_lines(plan, summary):
+            console.print(line)
+        console.print(f"weights, metrics and summary are in {where}")
+
+
+def _trained(training: Training, progress: TrainingProgress) -> RunSummary | None:
+    """The run's summary; None: another worker has it."""
+    plan, settings, where = training.plan, training.settings, training.where
+    resumed, meeting, inline = training.resumed, training.meeting, training.inline
+    if meeting is not None:
+        if resumed is None:
+            return run_member(plan, settings, str(where), meeting, progress)
+        return resume_member(str(where), meeting=meeting, observer=progress, **resumed)
+    go_on = partial(resume, where, inline=inline, observer=progress)
+    if resumed is None:
+        first, changes = partial(run, plan, settings, where, inline=inline, observer=progress), {}
+    else:
+        first, changes = partial(go_on, **resumed), resumed["changes"]
+    warn_of_memory(plan, settings)
+    return with_restarts(first, partial(go_on, changes=changes), training.max_restarts, tell)
+
+
+def _opening(training: Training, *, verbose: bool) -> Iterator[Any]:
+    """What is printed when training begins."""
+    plan, settings, inline = training.plan, training.settings, training.inline
+    workers = sum(len(stage.devices) for stage in plan.stages)
+    how = "inline" if inline else f"{workers} processes"
+    line = f"training {settings.task} with {plan.variant}, {how}, in {training.where}"
+    if training.resumed is not None:
+        line += f", from {place_of(training.where, training.resumed['at'])}"
+    yield line
+    one_host = training.meeting is None or training.meeting.launched.one_host
+    yield from device_lines(plan, settings, workers, inline=inline, one_host=one_host)
+    profiled = plan.profile.autocast or "off"
+    if settings.autocast not in ("profiled", profiled):
+        yield f"predictions are for autocast {profiled}; this is another"
+    if verbose:
+        yield stage_table(plan, output().width)
+        yield operations(plan, 16)
