@@ -19,17 +19,20 @@ import numpy as np
 from ..profiles.errors import UserError
 from ..profiles.published.workload import Node, Workload
 from .partition.dp.identical_devices import IdenticalPlaces
-from .partition.problem import CutTensor, Mode, Option, Place, StageProblem, Vector
+from .partition.problem import (
+    CutTensor,
+    Mode,
+    Option,
+    Place,
+    StageProblem,
+    Vector,
+    needs_of,
+)
 
-# What published cost models share: parts of a `StageProblem`, made of a workload ----------------
+# Parts of a `StageProblem`, made of a workload --------------------------------------------------
 
 MAX_MODES = 64
 """Problems with more take longer than that is worth."""
-
-
-def needs_of(workload: Workload) -> tuple[int, ...]:
-    """`StageProblem.needs`."""
-    return tuple(sum(1 << a for a in before) for before in workload.needs)
 
 
 def tensors_of(workload: Workload, wire_s: Iterable[tuple[float, float]]) -> tuple[CutTensor, ...]:
@@ -53,9 +56,9 @@ def recompute_modes(nodes: Sequence[Node]) -> list[Mode]:
     """
     gains = []
     for k, node in enumerate(nodes):
-        if node.again is not None:
-            freed = node.flight_bytes - node.again.flight_bytes
-            lost = node.again.compute_s - node.compute_s
+        if node.recomputed is not None:
+            freed = node.flight_bytes - node.recomputed.flight_bytes
+            lost = node.recomputed.compute_s - node.compute_s
             if freed > 0:
                 gains.append((lost / freed, k))
     order = [k for _, k in sorted(gains)]
@@ -63,14 +66,14 @@ def recompute_modes(nodes: Sequence[Node]) -> list[Mode]:
     return [mode_of(nodes, set(order[:length])) for length in sorted(lengths)]
 
 
-def mode_of(nodes: Sequence[Node], again: Set[int] = frozenset()) -> Mode:
-    """The nodes `again` compute their activations again, where they can; the others don't."""
+def mode_of(nodes: Sequence[Node], recomputed: Set[int] = frozenset()) -> Mode:
+    """Some nodes compute their activations again, where they can; the others don't."""
     ways = [
-        node.again if k in again and node.again is not None else node
+        node.recomputed if k in recomputed and node.recomputed is not None else node
         for k, node in enumerate(nodes)
     ]
     return Mode(
-        name="recompute" if again else "plain",
+        name="recompute" if recomputed else "plain",
         compute_s=vector(way.compute_s for way in ways),
         fixed_bytes=vector(way.held_bytes for way in ways),
         flight_bytes=vector(way.flight_bytes for way in ways),
@@ -82,8 +85,7 @@ def vector(values: Iterable[float]) -> Vector:
     return np.fromiter(values, dtype=np.float64)
 
 
-# Published planners' cost models, as `StageProblem`s: what a stage's load and memory are made
-# of ---------------------------------------------------------------------------------------------
+# The cost models --------------------------------------------------------------------------------
 
 MAX_DEVICES = 4096
 """Larger problems take more memory than they are worth."""
@@ -199,7 +201,7 @@ def pipedream(workload: Workload, machines: Machines) -> StageProblem:
     per_byte = 2 * machines.transfer_scale / bandwidth
     return StageProblem(
         names=tuple(node.name for node in workload.nodes),
-        needs=needs_of(workload),
+        needs=needs_of(workload.graph),
         tensors=tensors_of(
             workload, [(tensor.nbytes * per_byte, 0.0) for tensor in workload.tensors]
         ),
@@ -227,7 +229,7 @@ def placement(workload: Workload, machines: Machines) -> StageProblem:
     here = Place(memory_bytes=machines.memory_bytes)
     return StageProblem(
         names=tuple(node.name for node in workload.nodes),
-        needs=needs_of(workload),
+        needs=needs_of(workload.graph),
         tensors=tensors_of(workload, [(seconds, seconds) for seconds in cost_s]),
         modes=(mode_of(workload.nodes),),
         options=(Option(1),),
@@ -254,8 +256,8 @@ def piper(workload: Workload, machines: Machines) -> StageProblem:
     count = machines.micro_batches
     devices = min(machines.devices, count)
     most = devices if machines.replicas else 1
-    again = machines.recompute and math.isfinite(machines.memory_bytes)
-    modes = recompute_modes(workload.nodes) if again else [mode_of(workload.nodes)]
+    recompute = machines.recompute and math.isfinite(machines.memory_bytes)
+    modes = recompute_modes(workload.nodes) if recompute else [mode_of(workload.nodes)]
     options = tuple(
         Option(r, mode) for r in range(1, most + 1) if count % r == 0 for mode in range(len(modes))
     )
@@ -272,7 +274,7 @@ def piper(workload: Workload, machines: Machines) -> StageProblem:
     per_byte = 2 * machines.transfer_scale / bandwidth
     return StageProblem(
         names=tuple(node.name for node in workload.nodes),
-        needs=needs_of(workload),
+        needs=needs_of(workload.graph),
         tensors=tensors_of(
             workload,
             [(tensor.nbytes * per_byte, tensor.nbytes * per_byte) for tensor in workload.tensors],

@@ -6,7 +6,7 @@ Times are for a whole micro-batch of the size at hand, in seconds.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 from msgspec import Meta
@@ -24,6 +24,9 @@ from .files import (
     Tally,
     Threads,
 )
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 FORMAT = "timeprest-profile/1"
 
@@ -221,6 +224,25 @@ class Profile(
     def can_run(self) -> bool:
         """Whether there is a model behind it that tp-run could train."""
         return self.front_end not in IMPORTED
+
+    def graph(self) -> nx.DiGraph:
+        """The layers and what goes between them, as a `networkx.DiGraph`.
+
+        Nodes are the layers' names in their order, and behind them "output", the model's result,
+        where a layer gives it; edges lead from a producer to a consumer. Of a layer, `kind`,
+        `parameter_bytes`, `buffer_bytes`, `saves` and `measurements` are attributes, as in
+        `Layer`; an edge has `tensors`, the `Edge` of each tensor that goes there.
+        """
+        import networkx as nx
+
+        graph = nx.DiGraph()
+        for layer in self.layers:
+            attributes = msgspec.structs.asdict(layer)
+            graph.add_node(attributes.pop("name"), **attributes)
+        for edge in self.edges:
+            graph.add_edge(edge.producer, edge.consumer)
+            graph.edges[edge.producer, edge.consumer].setdefault("tensors", []).append(edge)
+        return graph
 
 
 def check_profile(profile: Profile, where: str = "profile") -> Profile:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,7 +11,7 @@ import msgspec
 import numpy as np
 
 from ...profiles.profile import Edge, Measurement, Profile
-from ..partition.problem import Vector
+from ..partition.problem import Vector, closures, members, needs_of
 from ..systems.variants import VARIANTS, Variant
 from .stage_costs import input_part_s, layer_costs
 from .tied_parameters import Tied, bound_groups
@@ -73,6 +74,10 @@ class LayerVectors:
     storages: dict[str, int]
 
 
+def _without_itself(closures: Sequence[int]) -> list[int]:
+    return [mask & ~(1 << k) for k, mask in enumerate(closures)]
+
+
 def _marked(positions: Sequence[int], count: int) -> Vector:
     marks = np.zeros(count)
     marks[list(positions)] = 1.0
@@ -84,6 +89,7 @@ class LayerGraph:
 
     Attributes:
         names: of the n layers.
+        graph: `Profile.graph` without the result.
         needs: per layer, bit mask of the layers it uses.
         together: bit masks of layers that must share a stage.
         parameter_bytes, buffer_bytes: per layer, [n]. Shared parameters count in one layer.
@@ -94,11 +100,9 @@ class LayerGraph:
         self.profile = profile
         self.names = tuple(layer.name for layer in profile.layers)
         self.position = {name: k for k, name in enumerate(self.names)}
-        needs = [0] * len(self.names)
-        for edge in profile.edges:
-            if edge.consumer in self.position:
-                needs[self.position[edge.consumer]] |= 1 << self.position[edge.producer]
-        self.needs = tuple(needs)
+        self.graph = profile.graph()
+        self.graph.remove_nodes_from(["output"])
+        self.needs = needs_of(self.graph)
         self.together = tuple(
             sum(1 << self.position[name] for name in set(group))
             for group in bound_groups(profile, tied)
@@ -188,55 +192,20 @@ class LayerGraph:
     @cached_property
     def most_stages(self) -> int:
         """Stages there can be: layers, with those that must share a stage counted as one."""
-        before = self._before
-        groups = list(self.together)
-        while True:
-            merged: list[int] = []
-            for group in groups:
-                # What lies between two layers of a stage is on that stage.
-                needed = behind = 0
-                for k in range(len(self.names)):
-                    if group >> k & 1:
-                        needed |= before[k]
-                    if before[k] & group:
-                        behind |= 1 << k
-                group |= needed & behind
-                for other in [other for other in merged if other & group]:
-                    merged.remove(other)
-                    group |= other
-                merged.append(group)
-            if merged == groups:
-                break
-            groups = merged
-        return len(self.names) - sum(group.bit_count() - 1 for group in groups)
+        return len(set(closures(self.needs, self.together)))
 
     @cached_property
     def _before(self) -> list[int]:
         """Per layer, bit mask of all the layers that it depends on."""
-        before: list[int] = []
-        for need in self.needs:
-            mask = need
-            while need:
-                low = need & -need
-                mask |= before[low.bit_length() - 1]
-                need ^= low
-            before.append(mask)
-        return before
+        return _without_itself(closures(self.needs))
 
     @cached_property
     def spine(self) -> Vector:
         """1.0 for layers that are before or behind every other one: all paths go through them."""
-        count = len(self.names)
         before = self._before
-        behind = [0] * count
-        for k in range(count):
-            mask = before[k]
-            while mask:
-                low = mask & -mask
-                behind[low.bit_length() - 1] += 1
-                mask ^= low
-        related = [before[k].bit_count() + behind[k] + 1 for k in range(count)]
-        return np.array([float(found == count) for found in related])
+        behind = Counter(k for mask in before for k in members(mask))
+        related = [mask.bit_count() + behind[k] + 1 for k, mask in enumerate(before)]
+        return np.array([float(found == len(before)) for found in related])
 
     @cached_property
     def returning_rows(self) -> list[list[int]]:
@@ -252,14 +221,10 @@ class LayerGraph:
     def _sending_back(self) -> list[int]:
         """Per layer, bit mask of all the layers that gradients come back to from it."""
         back = [0] * len(self.names)
-        for edge in self.profile.edges:
-            if edge.needs_grad and edge.consumer in self.position:
-                back[self.position[edge.consumer]] |= 1 << self.position[edge.producer]
-        for k, direct in enumerate(back):
-            for j in range(k):
-                if direct >> j & 1:
-                    back[k] |= back[j]
-        return back
+        for producer, consumer, tensors in self.graph.edges(data="tensors"):
+            if any(edge.needs_grad for edge in tensors):
+                back[self.position[consumer]] |= 1 << self.position[producer]
+        return _without_itself(closures(back))
 
     @cached_property
     def drained(self) -> Drained:
@@ -287,11 +252,8 @@ class LayerGraph:
     @cached_property
     def last_layer(self) -> int | None:
         """The one layer that nothing comes after: always on the last stage. None: several."""
-        used = 0
-        for need in self.needs:
-            used |= need
-        sinks = [k for k in range(len(self.names)) if not used >> k & 1]
-        return sinks[0] if len(sinks) == 1 else None
+        ends = [k for k, name in enumerate(self.names) if not self.graph.succ[name]]
+        return ends[0] if len(ends) == 1 else None
 
     def costs(self, size: int) -> LayerVectors:
         """Each layer at a micro-batch size; the loss is part of the last layer.

@@ -12,11 +12,15 @@ Index letters: a, b downsets; X a stage; r its replicas; k devices from its firs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 Vector = NDArray[np.float64]
 
@@ -199,7 +203,13 @@ class Cut:
     objective_s: float
 
 
-# A stage's load and bytes, straight from the definition: slow, for checks and for answers -------
+# The layer graph in bit masks -------------------------------------------------------------------
+
+
+def needs_of(graph: nx.DiGraph) -> tuple[int, ...]:
+    """`StageProblem.needs` of a graph whose nodes are listed in topological order."""
+    position = {node: k for k, node in enumerate(graph)}
+    return tuple(sum(1 << position[a] for a in graph.pred[node]) for node in graph)
 
 
 def members(mask: int) -> Iterator[int]:
@@ -208,6 +218,45 @@ def members(mask: int) -> Iterator[int]:
         low = mask & -mask
         yield low.bit_length() - 1
         mask ^= low
+
+
+def closures(needs: Sequence[int], together: Sequence[int] = ()) -> list[int]:
+    """Per layer, bit mask of its group and of all that this needs, however far away.
+
+    The groups are the finest that no downset takes apart: `together` joins layers, and joins all
+    that lies on a cycle between groups already joined. Layers of one group have the same closure,
+    those of different ones don't.
+
+    Args:
+        needs: per layer, in topological order, bit mask of the layers that it uses.
+        together: bit masks of layers that must share a stage.
+    """
+    found = [0] * len(needs)
+    for group in _joined(needs, together) if together else (1 << k for k in range(len(needs))):
+        inside = list(members(group))
+        for layer in inside:
+            for other in members(needs[layer] & ~group):
+                group |= found[other]
+        for layer in inside:
+            found[layer] = group
+    return found
+
+
+def _joined(needs: Sequence[int], together: Sequence[int]) -> Iterator[int]:
+    """The groups, as bit masks, in a topological order."""
+    import networkx as nx
+
+    graph = nx.DiGraph()
+    graph.add_nodes_from(range(len(needs)))
+    graph.add_edges_from((a, k) for k, mask in enumerate(needs) for a in members(mask))
+    for group in together:
+        nx.add_cycle(graph, members(group))
+    joined = nx.condensation(graph)
+    for node in nx.topological_sort(joined):
+        yield sum(1 << layer for layer in joined.nodes[node]["members"])
+
+
+# A stage's load and bytes, straight from the definition: slow, for checks and for answers -------
 
 
 def is_downset(problem: StageProblem, mask: int) -> bool:

@@ -146,15 +146,18 @@ def _opset(path: str, model: Any) -> int:
     return int(versions[0])
 
 
-def _live_nodes(protos: Any, outputs: tuple[str, ...]) -> tuple[list[Any], set[str]]:
+def _live_nodes(protos: Any, outputs: tuple[str, ...]) -> tuple[list[Any], set[Any]]:
     """Nodes that the outputs need, in the file's order; and the names of all needed values."""
-    needed = set(outputs)
-    live = []
-    for proto in reversed(protos):
-        if needed.intersection(proto.output):
-            live.append(proto)
-            needed.update(proto.input)
-    return live[::-1], needed - {""}
+    import networkx as nx
+
+    # Values by their names, nodes by their positions.
+    graph = nx.DiGraph()
+    graph.add_nodes_from(outputs)
+    for k, proto in enumerate(protos):
+        graph.add_edges_from((name, k) for name in proto.input if name)
+        graph.add_edges_from((k, name) for name in proto.output if name)
+    needed = set(outputs).union(*(nx.ancestors(graph, name) for name in outputs))
+    return [proto for k, proto in enumerate(protos) if k in needed], needed
 
 
 def _node(path: str, proto: Any, onnx: ModuleType) -> FileNode:

@@ -1,17 +1,19 @@
 """What the importers of published planners' files share: a graph of costs, made a profile.
 
 Such files give each node's cost at one size. `Sizes` says what samples that size stands for.
+
+Their graphs are `networkx.DiGraph`s of positions, in the file or in topological order, with edges
+from what makes a tensor to what uses it. Nodes that the file names have that as attribute `name`.
 """
 
 from __future__ import annotations
 
 import hashlib
-import heapq
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
 
@@ -28,6 +30,10 @@ from ..profile import (
     Totals,
     check_profile,
 )
+
+if TYPE_CHECKING:
+    import networkx as nx
+    from typing_extensions import Self
 
 MAX_BYTES = 2**44
 MAX_SECONDS = 1e9
@@ -265,55 +271,131 @@ def _fingerprint(front_end: str, layers: Sequence[Layer], edges: Sequence[Edge])
 
 # Nodes and edges as the files of published planners list them: ids, names, and an order ---------
 
+File = TypeVar("File", bound=msgspec.Struct)
 
-def topological_order(
-    where: str, names: Sequence[str], edges: Iterable[tuple[int, int]], rank: Sequence[Any]
-) -> list[int]:
-    """Positions of the nodes in an order that the edges allow, the lowest rank first.
+
+@dataclass(frozen=True)
+class Listed(Generic[File]):
+    """A JSON file with nodes and edges that was read and found to be in order.
+
+    Attributes:
+        found: what it says.
+        edges: as positions of nodes, in the file's sequence; several may have the same ends.
+        graph: the same; names of nodes are unique.
+        order: positions of the nodes in topological order.
+    """
+
+    found: File
+    edges: list[tuple[int, int]]
+    graph: nx.DiGraph
+    order: list[int]
+
+    @classmethod
+    def read(cls, where: str, text: bytes, kind: type[File]) -> Self:
+        """Read the file.
+
+        Args:
+            kind: its struct, with `nodes` that have an `id` and a `name`, and `edges` that have a
+                `source_id` and a `dest_id`.
+
+        Raises FileError naming the place that is wrong.
+        """
+        import networkx as nx
+
+        try:
+            found: Any = msgspec.json.decode(text, type=kind)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise FileError(f"{where}: {error}") from None
+        position = _positions(where, [node.id for node in found.nodes])
+        edges = []
+        for k, edge in enumerate(found.edges):
+            for field, node_id in (("sourceId", edge.source_id), ("destId", edge.dest_id)):
+                if node_id not in position:
+                    raise FileError(f"{where}: $.edges[{k}].{field}: no node has the id {node_id}")
+            edges.append((position[edge.source_id], position[edge.dest_id]))
+        graph = nx.DiGraph()
+        for k, name in enumerate(_names((node.name, node.id) for node in found.nodes)):
+            graph.add_node(k, name=name)
+        graph.add_edges_from(edges)
+        return cls(found, edges, graph, topological_order(where, graph))
+
+    @property
+    def names(self) -> list[str]:
+        """Of the nodes."""
+        return [name for _, name in self.graph.nodes(data="name")]
+
+
+def _positions(where: str, ids: Sequence[int]) -> dict[int, int]:
+    """Where each node of a JSON file stands. Raises FileError for an id that is there twice."""
+    position: dict[int, int] = {}
+    for k, node_id in enumerate(ids):
+        if position.setdefault(node_id, k) != k:
+            raise FileError(
+                f"{where}: $.nodes[{k}].id: {node_id} is the id of $.nodes[{position[node_id]}] "
+                "already; ids must be unique"
+            )
+    return position
+
+
+def _names(found: Iterable[tuple[str, int]]) -> list[str]:
+    """Unique names for nodes: their own, with the id behind it where several have the same.
 
     Args:
-        names: of the nodes, for the message.
-        edges: (from, to), as positions.
-        rank: what decides among nodes that could come next; all different.
+        found: (name, id) of each node.
+    """
+    pairs = [(readable(name), node_id) for name, node_id in found]
+    often = Counter(name for name, _ in pairs)
+    taken: dict[str, int] = {}
+    return [
+        unique(name if name and often[name] == 1 else f"{name or 'node'}.{node_id}", taken)
+        for name, node_id in pairs
+    ]
+
+
+def topological_order(
+    where: str, graph: nx.DiGraph, rank: Callable[[int], Any] | None = None
+) -> list[int]:
+    """A graph's nodes in an order that its edges allow, the lowest rank first.
+
+    Args:
+        graph: of positions, with names.
+        rank: what decides among nodes that could come next, different for all; by default their
+            position.
 
     Raises FileError naming the nodes of a cycle.
     """
-    after: list[set[int]] = [set() for _ in names]
-    before: list[set[int]] = [set() for _ in names]
-    for a, b in edges:
-        after[a].add(b)
-        before[b].add(a)
-    missing = [len(nodes) for nodes in before]
-    ready = [(rank[k], k) for k, count in enumerate(missing) if not count]
-    heapq.heapify(ready)
-    order = []
-    while ready:
-        _, k = heapq.heappop(ready)
-        order.append(k)
-        for b in after[k]:
-            missing[b] -= 1
-            if not missing[b]:
-                heapq.heappush(ready, (rank[b], b))
-    if len(order) < len(names):
-        cycle = _some_cycle(before, missing)
-        shown = [names[k] for k in (cycle if len(cycle) <= 8 else [*cycle[:7], cycle[-1]])]
+    import networkx as nx
+
+    order: list[int] = []
+    try:
+        order.extend(nx.lexicographical_topological_sort(graph, rank))
+    except nx.NetworkXUnfeasible:
+        # Upwards in what no order reaches, from the first such node: each has one before it.
+        left = numbered(graph, range(len(graph))).subgraph(set(graph).difference(order))
+        back = [a for a, *_ in nx.find_cycle(left, min(left), orientation="reverse")]
+        cycle = [*reversed(back), back[-1]]
+        cycle = cycle if len(cycle) <= 8 else [*cycle[:7], cycle[-1]]
+        shown = [graph.nodes[k]["name"] for k in cycle]
         raise FileError(
             f"{where}: edges: {' → '.join(shown)} is a cycle; a model's graph must have none"
-        )
+        ) from None
     return order
 
 
-def _some_cycle(before: Sequence[set[int]], missing: Sequence[int]) -> list[int]:
-    """Nodes of a cycle in the edges' direction, the first again at the end."""
-    # What was never ready waits for something that was never ready either: go up till it repeats.
-    k = next(k for k, count in enumerate(missing) if count)
-    path: dict[int, None] = {}
-    while k not in path:
-        path[k] = None
-        k = min(p for p in before[k] if missing[p])
-    nodes = list(path)
-    cycle = nodes[nodes.index(k) :]
-    return [k, *reversed(cycle[1:]), k]
+def numbered(graph: nx.DiGraph, order: Sequence[int]) -> nx.DiGraph:
+    """Nodes of a graph, counted from 0 in a given order, with the edges between them.
+
+    Neighbours are listed in that order, too.
+    """
+    import networkx as nx
+
+    place = {k: position for position, k in enumerate(order)}
+    made = nx.DiGraph()
+    made.add_nodes_from(range(len(place)))
+    made.add_edges_from(
+        sorted((place[a], place[b]) for a, b in graph.edges if a in place and b in place)
+    )
+    return made
 
 
 def readable(text: str, most: int = 48) -> str:
@@ -336,46 +418,6 @@ def unique(name: str, taken: dict[str, int]) -> str:
     taken[name] = k
     taken[candidate] = taken.get(candidate, 1)
     return candidate
-
-
-def node_positions(where: str, ids: Sequence[int]) -> dict[int, int]:
-    """Where each node of a JSON file stands. Raises FileError for an id that is there twice."""
-    position: dict[int, int] = {}
-    for k, node_id in enumerate(ids):
-        if position.setdefault(node_id, k) != k:
-            raise FileError(
-                f"{where}: $.nodes[{k}].id: {node_id} is the id of $.nodes[{position[node_id]}] "
-                "already; ids must be unique"
-            )
-    return position
-
-
-def edge_positions(
-    where: str, ends: Iterable[tuple[int, int]], position: dict[int, int]
-) -> list[tuple[int, int]]:
-    """Edges as positions of nodes. Raises FileError for an id that no node has."""
-    found = []
-    for k, (source, target) in enumerate(ends):
-        for field, node_id in (("sourceId", source), ("destId", target)):
-            if node_id not in position:
-                raise FileError(f"{where}: $.edges[{k}].{field}: no node has the id {node_id}")
-        found.append((position[source], position[target]))
-    return found
-
-
-def node_names(found: Iterable[tuple[str, int]]) -> list[str]:
-    """Unique names for nodes: their own, with the id behind it where several have the same.
-
-    Args:
-        found: (name, id) of each node.
-    """
-    pairs = [(readable(name), node_id) for name, node_id in found]
-    often = Counter(name for name, _ in pairs)
-    taken: dict[str, int] = {}
-    return [
-        unique(name if name and often[name] == 1 else f"{name or 'node'}.{node_id}", taken)
-        for name, node_id in pairs
-    ]
 
 
 def tensors_by_size(

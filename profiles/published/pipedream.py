@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ..errors import FileError, TargetError
 from ..profile import ModelInput, Profile
@@ -23,13 +24,17 @@ from .cost_graph import (
     Tensor,
     choose_sizes,
     make_profile,
+    numbered,
     readable,
     topological_order,
     unique,
 )
-from .workload import Node, Sent, Workload
+from .workload import Node, Workload, WorkloadTensor
 
-# The lines of PipeDream's graph.txt, read into nodes in topological order -----------------------
+if TYPE_CHECKING:
+    import networkx as nx
+
+# The file as it is written, read into nodes in topological order --------------------------------
 
 _NODE_LINE = (
     "nodeID -- description -- forward_compute_time=ms, backward_compute_time=ms, "
@@ -69,23 +74,23 @@ class PipeDreamNode:
 
 
 @dataclass(frozen=True)
-class Graph:
-    """A file's graph.
+class PipeDreamFile:
+    """A file that was read and found to be in order.
 
     Attributes:
         nodes: in topological order.
-        sources: for each node, the positions of what it uses.
+        graph: of the nodes' positions in that order.
         inputs: positions of nodes that only load data.
         unwanted: how many lines were left out: they take an element that nobody uses.
     """
 
     nodes: tuple[PipeDreamNode, ...]
-    sources: tuple[tuple[int, ...], ...]
+    graph: nx.DiGraph
     inputs: frozenset[int]
     unwanted: int
 
 
-def read_graph(where: str, text: str) -> Graph:
+def read_graph(where: str, text: str) -> PipeDreamFile:
     """Read the file's text. Raises FileError naming the line and what is expected there."""
     nodes: list[PipeDreamNode] = []
     position: dict[str, int] = {}
@@ -160,48 +165,50 @@ def _number(at: str, field: str, text: str, unit: str, most: float) -> float:
 
 def _sorted(
     where: str, nodes: Sequence[PipeDreamNode], ids: Sequence[str], edges: Sequence[tuple[int, int]]
-) -> Graph:
+) -> PipeDreamFile:
+    import networkx as nx
+
     def number(k: int) -> tuple[int, int]:
         digits = re.search(r"\d{1,18}$", ids[k], re.ASCII)
         return (int(digits.group()) if digits else 0, k)
 
-    order = topological_order(where, ids, edges, [number(k) for k in range(len(ids))])
-    wanted = _wanted(nodes, edges)
-    order = [k for k in order if k in wanted]
-    place = {k: position for position, k in enumerate(order)}
-    sources: list[set[int]] = [set() for _ in order]
-    for a, b in edges:
-        if b in place:
-            sources[place[b]].add(place[a])
+    graph = nx.DiGraph()
+    for k, name in enumerate(ids):
+        graph.add_node(k, name=name)
+    graph.add_edges_from(edges)
+    order = topological_order(where, graph, number)
+    unwanted = _unwanted(nodes, graph)
+    order = [k for k in order if k not in unwanted]
+    graph = numbered(graph, order)
     found = tuple(nodes[k] for k in order)
     inputs = frozenset(
         k
         for k, node in enumerate(found)
-        if not sources[k] and re.fullmatch(r"Input\d*", node.description, re.ASCII)
+        if not graph.pred[k] and re.fullmatch(r"Input\d*", node.description, re.ASCII)
     )
     if len(inputs) == len(found):
         raise FileError(f"{where}: has input nodes only; there is no layer to plan")
-    return Graph(found, tuple(tuple(sorted(s)) for s in sources), inputs, len(nodes) - len(found))
+    return PipeDreamFile(found, graph, inputs, len(unwanted))
 
 
-def _wanted(nodes: Sequence[PipeDreamNode], edges: Sequence[tuple[int, int]]) -> set[int]:
-    """All nodes but those that take out an element which nobody uses, at no cost.
+def _unwanted(nodes: Sequence[PipeDreamNode], graph: nx.DiGraph) -> set[int]:
+    """Nodes that take out an element which nobody uses, at no cost.
 
     Each of them would double the places to cut. Where the model ends in nothing else, they are
     its result, and stay.
     """
-    ends = set(range(len(nodes))) - {a for a, _ in edges}
-    fed = {b for _, b in edges}
+    ends = {k for k in graph if not graph.succ[k]}
     idle = {
         k
-        for k in ends & fed
-        if nodes[k].element is not None
+        for k in ends
+        if graph.pred[k]
+        and nodes[k].element is not None
         and not (nodes[k].forward_s or nodes[k].backward_s or nodes[k].parameter_bytes)
     }
-    return set(range(len(nodes))) - (idle if idle != ends else set())
+    return idle if idle != ends else set()
 
 
-# PipeDream's graph.txt: a model profiled by msr-fiddle/pipedream, layer by layer ----------------
+# As a profile -----------------------------------------------------------------------------------
 
 _FLOAT32_BYTES = 4
 
@@ -220,24 +227,24 @@ def import_pipedream(
         TargetError: no batch size, or micro-batches that are larger.
         FileError: the file is malformed; names the line.
     """
-    graph = read_graph(where, text)
+    file = read_graph(where, text)
     if batch_size is None:
         raise TargetError(
             f"{where}: PipeDream's files don't say the batch size their times are for; give it "
             "with --batch-size (their image models: 128)"
         )
     sizes = choose_sizes(where, batch_size, batch_size, micro_batch_sizes)
-    tensors, storage_bytes = _tensors(graph)
-    results = _results(graph)
+    tensors, storage_bytes = _tensors(file)
+    results = _results(file)
     uses = [
-        (graph.nodes[a].name, graph.nodes[b].name, tensor)
-        for b, sources in enumerate(graph.sources)
-        for a in sources
-        if a not in graph.inputs
-        for tensor in _used(where, graph, tensors, a, b)
+        (file.nodes[a].name, file.nodes[b].name, tensor)
+        for b in file.graph
+        for a in file.graph.pred[b]
+        if a not in file.inputs
+        for tensor in _used(where, file, tensors, a, b)
     ]
     for k in results:
-        uses += [(graph.nodes[k].name, "output", tensor) for tensor in tensors[k]]
+        uses += [(file.nodes[k].name, "output", tensor) for tensor in tensors[k]]
     used = {tensor.storage for _, _, tensor in uses}
     return make_profile(
         where,
@@ -245,29 +252,29 @@ def import_pipedream(
         sizes,
         [
             _cost(node, tensors[k], used)
-            for k, node in enumerate(graph.nodes)
-            if k not in graph.inputs
+            for k, node in enumerate(file.nodes)
+            if k not in file.inputs
         ],
         uses,
         dtype="float32",
-        inputs=tuple(_model_inputs(graph, sizes)),
+        inputs=tuple(_model_inputs(file, sizes)),
         storage_bytes=storage_bytes,
-        assumptions=_assumptions(graph, sizes, results),
+        assumptions=_assumptions(file, sizes, results),
     )
 
 
 # Tensors ---------------------------------------------------------------------------------------
 
 
-def _tensors(graph: Graph) -> tuple[list[tuple[Tensor, ...]], dict[str, float]]:
+def _tensors(file: PipeDreamFile) -> tuple[list[tuple[Tensor, ...]], dict[str, float]]:
     """What each node makes, and the bytes of each storage.
 
     An element taken from a tuple lies in the tuple's memory.
     """
     made: list[tuple[Tensor, ...]] = []
     storage_bytes: dict[str, float] = {}
-    for k, node in enumerate(graph.nodes):
-        element = _element(graph, made, k)
+    for k, node in enumerate(file.nodes):
+        element = _element(file, made, k)
         several = len(node.outputs) > 1
         tensors = []
         for n, nbytes in enumerate(node.outputs):
@@ -279,10 +286,10 @@ def _tensors(graph: Graph) -> tuple[list[tuple[Tensor, ...]], dict[str, float]]:
     return made, storage_bytes
 
 
-def _element(graph: Graph, made: Sequence[tuple[Tensor, ...]], k: int) -> Tensor | None:
+def _element(file: PipeDreamFile, made: Sequence[tuple[Tensor, ...]], k: int) -> Tensor | None:
     """The tensor that node k takes out of a tuple; None where it does something else."""
-    index = graph.nodes[k].element
-    tuples = [a for a in graph.sources[k] if a not in graph.inputs and len(made[a]) > 1]
+    index = file.nodes[k].element
+    tuples = [a for a in file.graph.pred[k] if a not in file.inputs and len(made[a]) > 1]
     if index is None or len(tuples) != 1:
         return None
     elements = made[tuples[0]]
@@ -290,24 +297,23 @@ def _element(graph: Graph, made: Sequence[tuple[Tensor, ...]], k: int) -> Tensor
 
 
 def _used(
-    where: str, graph: Graph, made: Sequence[tuple[Tensor, ...]], a: int, b: int
+    where: str, file: PipeDreamFile, made: Sequence[tuple[Tensor, ...]], a: int, b: int
 ) -> tuple[Tensor, ...]:
     """What node b uses of node a's results: one element where it takes that, else all."""
-    if graph.nodes[b].element is None or len(made[a]) == 1:
+    if file.nodes[b].element is None or len(made[a]) == 1:
         return made[a]
-    element = _element(graph, made, b)
+    element = _element(file, made, b)
     if element is None:
         raise FileError(
-            f"{where}: {graph.nodes[b].name} takes element {graph.nodes[b].element} of "
-            f"{graph.nodes[a].name}, whose activation_size lists {len(made[a])}"
+            f"{where}: {file.nodes[b].name} takes element {file.nodes[b].element} of "
+            f"{file.nodes[a].name}, whose activation_size lists {len(made[a])}"
         )
     return (element,)
 
 
-def _results(graph: Graph) -> list[int]:
+def _results(file: PipeDreamFile) -> list[int]:
     """Nodes whose results nobody uses: the model's."""
-    used = {a for sources in graph.sources for a in sources}
-    return [k for k in range(len(graph.nodes)) if k not in used and k not in graph.inputs]
+    return [k for k in file.graph if not file.graph.succ[k] and k not in file.inputs]
 
 
 # The profile's parts ---------------------------------------------------------------------------
@@ -326,50 +332,46 @@ def _cost(node: PipeDreamNode, tensors: Sequence[Tensor], used: set[str]) -> Cos
     )
 
 
-def _model_inputs(graph: Graph, sizes: Sizes) -> Iterator[ModelInput]:
-    consumers: dict[int, list[str]] = {k: [] for k in sorted(graph.inputs)}
-    for node, sources in zip(graph.nodes, graph.sources, strict=True):
-        for k in graph.inputs.intersection(sources):
-            consumers[k].append(node.name)
-    for k, names in consumers.items():
-        elements = math.ceil(sum(graph.nodes[k].outputs) / _FLOAT32_BYTES / sizes.given)
+def _model_inputs(file: PipeDreamFile, sizes: Sizes) -> Iterator[ModelInput]:
+    for k in sorted(file.inputs):
+        elements = math.ceil(sum(file.nodes[k].outputs) / _FLOAT32_BYTES / sizes.given)
         yield ModelInput(
-            name=graph.nodes[k].name,
+            name=file.nodes[k].name,
             shape=(elements,) if elements else (),
             dtype="float32",
-            consumers=tuple(names),
+            consumers=tuple(file.nodes[b].name for b in file.graph.succ[k]),
         )
 
 
-def _assumptions(graph: Graph, sizes: Sizes, results: Sequence[int]) -> list[str]:
-    loading_s = sum(graph.nodes[k].forward_s + graph.nodes[k].backward_s for k in graph.inputs)
+def _assumptions(file: PipeDreamFile, sizes: Sizes, results: Sequence[int]) -> list[str]:
+    loading_s = sum(file.nodes[k].forward_s + file.nodes[k].backward_s for k in file.inputs)
     sentences = [
         f"The file's times and activations were taken to be for {sizes.given} samples.",
         "Each layer keeps its own output for the backward, and nothing else; a tuple's elements "
         "are kept once.",
         "Gradients are as large as the tensors they belong to; Size nodes have none.",
-        f"The model's result was taken to be that of {_some_names(graph, results)}.",
+        f"The model's result was taken to be that of {_some_names(file, results)}.",
     ]
-    if graph.unwanted:
+    if file.unwanted:
         sentences.append(
-            f"Left out: {graph.unwanted} nodes that take an element out of a tuple that nobody "
+            f"Left out: {file.unwanted} nodes that take an element out of a tuple that nobody "
             "uses, at no cost."
         )
-    if graph.inputs:
+    if file.inputs:
         sentences.append(
-            f"Inputs ({_some_names(graph, sorted(graph.inputs))}) cost nothing: "
+            f"Inputs ({_some_names(file, sorted(file.inputs))}) cost nothing: "
             f"{loading_s * 1e3:.6g} ms of loading were left out; their shapes count float32 "
             "elements, none where the file gives 0 bytes."
         )
     return sentences
 
 
-def _some_names(graph: Graph, positions: Sequence[int]) -> str:
-    shown = ", ".join(graph.nodes[k].name for k in positions[:4])
+def _some_names(file: PipeDreamFile, positions: Sequence[int]) -> str:
+    shown = ", ".join(file.nodes[k].name for k in positions[:4])
     return shown if len(positions) <= 4 else f"{shown} and {len(positions) - 4} more"
 
 
-# PipeDream's graph.txt as its own planner sees it. See `pipedream_text` for the file ------------
+# As its own planner sees it ---------------------------------------------------------------------
 
 
 def pipedream_workload(where: str, text: str) -> Workload:
@@ -378,38 +380,31 @@ def pipedream_workload(where: str, text: str) -> Workload:
     Inputs are left out, with their loading times; so are nodes that take an element of a tuple
     that nobody uses. What a node sends is all that it makes, also where an element is used alone.
     """
-    graph = read_graph(where, text)
-    kept = [k for k in range(len(graph.nodes)) if k not in graph.inputs]
-    place = {k: position for position, k in enumerate(kept)}
+    file = read_graph(where, text)
+    kept = [k for k in file.graph if k not in file.inputs]
+    graph = numbered(file.graph, kept)
     return Workload(
         where=where,
         cost_model="pipedream",
         unit="mini-batch",
-        listed=len(graph.nodes) + graph.unwanted,
+        listed=len(file.nodes) + file.unwanted,
         nodes=tuple(
             Node(
-                name=graph.nodes[k].name,
-                compute_s=graph.nodes[k].forward_s + graph.nodes[k].backward_s,
-                parameter_bytes=float(graph.nodes[k].parameter_bytes),
-                flight_bytes=sum(graph.nodes[k].outputs),
+                name=file.nodes[k].name,
+                compute_s=file.nodes[k].forward_s + file.nodes[k].backward_s,
+                parameter_bytes=float(file.nodes[k].parameter_bytes),
+                flight_bytes=sum(file.nodes[k].outputs),
             )
             for k in kept
         ),
-        needs=tuple(tuple(place[a] for a in graph.sources[k] if a in place) for k in kept),
-        tensors=tuple(_sent(graph, place)),
+        graph=graph,
+        tensors=tuple(
+            WorkloadTensor(a, tuple(graph.succ[a]), sum(file.nodes[k].outputs))
+            for a, k in enumerate(kept)
+            if graph.succ[a]
+        ),
         notes=(
-            f"Left out: {len(graph.inputs)} inputs, and {graph.unwanted} nodes that take an "
+            f"Left out: {len(file.inputs)} inputs, and {file.unwanted} nodes that take an "
             "element of a tuple that nobody uses.",
         ),
     )
-
-
-def _sent(graph: Graph, place: dict[int, int]) -> Iterator[Sent]:
-    users: dict[int, list[int]] = {}
-    for k, sources in enumerate(graph.sources):
-        for a in sources:
-            users.setdefault(a, []).append(k)
-    for k, position in place.items():
-        if k in users:
-            consumers = tuple(sorted(place[b] for b in users[k]))
-            yield Sent(position, consumers, sum(graph.nodes[k].outputs))

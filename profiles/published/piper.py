@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
@@ -22,24 +21,22 @@ from .cost_graph import (
     MAX_BYTES,
     MAX_SECONDS,
     Cost,
+    Listed,
     Tensor,
     choose_sizes,
-    edge_positions,
     make_profile,
-    node_names,
-    node_positions,
+    numbered,
     readable,
     tensors_by_size,
-    topological_order,
 )
-from .workload import Again, Node, Sent, Workload
+from .workload import Node, RecomputedNode, Workload, WorkloadTensor
 
-# The file of a Piper workload (NeurIPS'21), as it is written: nodes with `TMPCs`, and edges -----
+# The file as it is written ----------------------------------------------------------------------
 
 _Bytes = Annotated[float, Meta(ge=0, le=MAX_BYTES)]
 
 
-class FileConfiguration(msgspec.Struct, frozen=True, rename="camel"):
+class PiperConfiguration(msgspec.Struct, frozen=True, rename="camel"):
     """What a node costs, run in one of its ways."""
 
     id: str
@@ -52,16 +49,16 @@ class FileConfiguration(msgspec.Struct, frozen=True, rename="camel"):
     """Whatever is in flight."""
 
 
-class FileNode(msgspec.Struct, frozen=True, rename="camel"):
+class PiperNode(msgspec.Struct, frozen=True, rename="camel"):
     """A node of the file."""
 
     id: int
-    configurations: dict[str, list[FileConfiguration]] = msgspec.field(name="TMPCs")
+    configurations: dict[str, list[PiperConfiguration]] = msgspec.field(name="TMPCs")
     """By tensor-parallel degree."""
     name: str = ""
 
 
-class FileEdge(msgspec.Struct, frozen=True, rename="camel"):
+class PiperEdge(msgspec.Struct, frozen=True, rename="camel"):
     """An edge of the file."""
 
     source_id: int
@@ -69,48 +66,18 @@ class FileEdge(msgspec.Struct, frozen=True, rename="camel"):
     communication_cost: _Bytes
 
 
-class FileWorkload(msgspec.Struct, frozen=True, rename="camel"):
+class PiperFile(msgspec.Struct, frozen=True, rename="camel"):
     """The file's top level."""
 
-    nodes: Annotated[list[FileNode], Meta(min_length=1)]
-    edges: list[FileEdge]
+    nodes: Annotated[list[PiperNode], Meta(min_length=1)]
+    edges: list[PiperEdge]
     max_devices: Annotated[int, Meta(ge=1)] | None = None
     max_memory_per_device: Annotated[float, Meta(gt=0)] | None = None
     bandwidth: Annotated[float, Meta(gt=0)] | None = None
     mbs_in_batch: Annotated[int, Meta(ge=1)] | None = None
 
 
-@dataclass(frozen=True)
-class Piper:
-    """A file that was read and found to be in order.
-
-    Attributes:
-        found: what it says.
-        names: of its nodes, each once.
-        edges: as positions of nodes.
-        order: positions of the nodes in topological order.
-    """
-
-    found: FileWorkload
-    names: list[str]
-    edges: list[tuple[int, int]]
-    order: list[int]
-
-
-def read_piper(where: str, text: bytes) -> Piper:
-    """Read the file's JSON. Raises FileError naming the place that is wrong."""
-    try:
-        found = msgspec.json.decode(text, type=FileWorkload)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise FileError(f"{where}: {error}") from None
-    position = node_positions(where, [node.id for node in found.nodes])
-    edges = edge_positions(where, [(e.source_id, e.dest_id) for e in found.edges], position)
-    names = node_names((node.name, node.id) for node in found.nodes)
-    order = topological_order(where, names, edges, range(len(names)))
-    return Piper(found, names, edges, order)
-
-
-def plain_of(where: str, k: int, node: FileNode) -> FileConfiguration:
+def plain_of(where: str, k: int, node: PiperNode) -> PiperConfiguration:
     """The node on one device, nothing computed again. Raises FileError where there is no such."""
     found = [c for c in node.configurations.get("1", ()) if c.id == "vanilla"]
     if len(found) != 1:
@@ -121,7 +88,7 @@ def plain_of(where: str, k: int, node: FileNode) -> FileConfiguration:
     return found[0]
 
 
-# Workloads of the NeurIPS'21 planner (Piper: Tarnawski, Narayanan, Phanishayee) -----------------
+# As a profile -----------------------------------------------------------------------------------
 
 
 def import_piper(
@@ -139,7 +106,7 @@ def import_piper(
         FileError: the file is malformed; names the place.
         TargetError: sizes that contradict each other.
     """
-    file = read_piper(where, text)
+    file = Listed.read(where, text, PiperFile)
     found, names, edges = file.found, file.names, file.edges
     sizes = choose_sizes(where, 1, batch_size, micro_batch_sizes)
     plain = [plain_of(where, k, node) for k, node in enumerate(found.nodes)]
@@ -158,7 +125,7 @@ def import_piper(
     )
 
 
-def _cost(name: str, node: FileNode, plain: FileConfiguration) -> Cost:
+def _cost(name: str, node: PiperNode, plain: PiperConfiguration) -> Cost:
     return Cost(
         name=name,
         kind=readable(node.name) or "node",
@@ -170,12 +137,12 @@ def _cost(name: str, node: FileNode, plain: FileConfiguration) -> Cost:
     )
 
 
-def _constant_bytes(plain: FileConfiguration) -> int:
+def _constant_bytes(plain: PiperConfiguration) -> int:
     """What memoryUsageB holds besides the parameters and their gradient."""
     return max(round(plain.memory_usage_b - 2 * plain.parameter_size), 0)
 
 
-def _assumptions(found: FileWorkload, plain: Sequence[FileConfiguration]) -> Iterator[str]:
+def _assumptions(found: PiperFile, plain: Sequence[PiperConfiguration]) -> Iterator[str]:
     yield (
         "A sample is one micro-batch of the file; its times, for forward and backward together, "
         "were taken to be 1 part forward and 2 parts backward."
@@ -204,7 +171,7 @@ def _assumptions(found: FileWorkload, plain: Sequence[FileConfiguration]) -> Ite
     yield from _cluster(found)
 
 
-def _cluster(found: FileWorkload) -> Iterator[str]:
+def _cluster(found: PiperFile) -> Iterator[str]:
     options = [
         (found.max_devices, lambda v: f"--devices {v}"),
         (found.max_memory_per_device, lambda v: f"--memory {v:.0f}"),
@@ -220,30 +187,25 @@ def _cluster(found: FileWorkload) -> Iterator[str]:
         )
 
 
-# A Piper workload (NeurIPS'21) as its own planner sees it. See `piper_file` for the file --------
-# Of the tensor-parallel degrees only 1 is read.
+# As its own planner sees it; of the tensor-parallel degrees only 1 is read ----------------------
 
 
 def piper_workload(where: str, text: bytes) -> Workload:
     """Read the file's JSON. Raises FileError naming the place that is wrong."""
-    file = read_piper(where, text)
-    found = file.found
+    file = Listed.read(where, text, PiperFile)
+    found, names = file.found, file.names
     place = {k: position for position, k in enumerate(file.order)}
-    edges = [(place[a], place[b]) for a, b in file.edges]
-    needs: list[set[int]] = [set() for _ in found.nodes]
-    for a, b in edges:
-        needs[b].add(a)
     return Workload(
         where=where,
         cost_model="piper",
         unit="micro-batch",
         listed=len(found.nodes),
-        nodes=tuple(_node(where, file, k) for k in file.order),
-        needs=tuple(tuple(sorted(before)) for before in needs),
+        nodes=tuple(_node(where, names[k], k, found.nodes[k]) for k in file.order),
+        graph=numbered(file.graph, file.order),
         # Their planner counts every edge that crosses, also where several carry one tensor.
         tensors=tuple(
-            Sent(a, (b,), edge.communication_cost)
-            for (a, b), edge in zip(edges, found.edges, strict=True)
+            WorkloadTensor(place[a], (place[b],), edge.communication_cost)
+            for (a, b), edge in zip(file.edges, found.edges, strict=True)
         ),
         devices=found.max_devices,
         memory_bytes=found.max_memory_per_device,
@@ -253,8 +215,7 @@ def piper_workload(where: str, text: bytes) -> Workload:
     )
 
 
-def _node(where: str, file: Piper, k: int) -> Node:
-    node = file.found.nodes[k]
+def _node(where: str, name: str, k: int, node: PiperNode) -> Node:
     plain = plain_of(where, k, node)
     others = [c for c in node.configurations["1"] if c is not plain]
     if len(others) > 1:
@@ -262,18 +223,20 @@ def _node(where: str, file: Piper, k: int) -> Node:
             f'{where}: $.nodes[{k}].TMPCs["1"]: expected one entry besides "vanilla", not '
             f"{len(others)}"
         )
-    again = [Again(c.time_per_sample, c.memory_usage_b, c.memory_usage_a) for c in others]
+    recomputed = [
+        RecomputedNode(c.time_per_sample, c.memory_usage_b, c.memory_usage_a) for c in others
+    ]
     return Node(
-        name=file.names[k],
+        name=name,
         compute_s=plain.time_per_sample,
         parameter_bytes=plain.parameter_size,
         held_bytes=plain.memory_usage_b,
         flight_bytes=plain.memory_usage_a,
-        again=again[0] if again else None,
+        recomputed=recomputed[0] if recomputed else None,
     )
 
 
-def _notes(nodes: list[FileNode]) -> Iterator[str]:
+def _notes(nodes: list[PiperNode]) -> Iterator[str]:
     left_out = sum(
         len(listed)
         for node in nodes

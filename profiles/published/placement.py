@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated
 
 import msgspec
@@ -23,19 +23,16 @@ from .cost_graph import (
     MAX_BYTES,
     MAX_SECONDS,
     Cost,
+    Listed,
     Tensor,
     choose_sizes,
-    edge_positions,
     make_profile,
-    node_names,
-    node_positions,
     tensors_by_size,
-    topological_order,
 )
 from .placement_groups import contract, group
-from .workload import Node, Sent, Workload
+from .workload import Node, Workload, WorkloadTensor
 
-# The file of a placement workload (NeurIPS'20), as it is written: nodes, edges, accelerators ----
+# The file as it is written ----------------------------------------------------------------------
 
 _Bytes = Annotated[float, Meta(ge=0, le=MAX_BYTES)]
 _Amount = Annotated[float, Meta(ge=0)]
@@ -44,7 +41,7 @@ _THEIR_BYTES_PER_S = 2**31
 """Where an edge's cost is size / 2**31, it is in seconds; in ms it would be 2 TB/s."""
 
 
-class FileNode(msgspec.Struct, frozen=True, rename="camel"):
+class PlacementNode(msgspec.Struct, frozen=True, rename="camel"):
     """A node of the file; "FPGA" stands for any accelerator."""
 
     id: int
@@ -57,7 +54,7 @@ class FileNode(msgspec.Struct, frozen=True, rename="camel"):
     color_class: int | str | None = None
 
 
-class FileEdge(msgspec.Struct, frozen=True, rename="camel"):
+class PlacementEdge(msgspec.Struct, frozen=True, rename="camel"):
     """An edge of the file."""
 
     source_id: int
@@ -66,30 +63,22 @@ class FileEdge(msgspec.Struct, frozen=True, rename="camel"):
     cost: _Amount = 0.0
 
 
-class FileWorkload(msgspec.Struct, frozen=True):
+class PlacementFile(msgspec.Struct, frozen=True):
     """The file's top level."""
 
-    nodes: Annotated[list[FileNode], Meta(min_length=1)]
-    edges: list[FileEdge]
+    nodes: Annotated[list[PlacementNode], Meta(min_length=1)]
+    edges: list[PlacementEdge]
     accelerators: Annotated[int, Meta(ge=0)] | None = msgspec.field(name="maxFPGAs", default=None)
     memory_bytes: _Amount | None = msgspec.field(name="maxSizePerFPGA", default=None)
 
 
-@dataclass(frozen=True)
-class Placement:
-    """A file that was read and found to be in order.
+class Placement(Listed[PlacementFile]):
+    """A file that was read and found to be in order; some nodes belong to the forward."""
 
-    Attributes:
-        found: what it says.
-        names: of its nodes, each once.
-        edges: as positions of nodes; they have no circle.
-        forward: for each node, whether it belongs to the forward. Some do.
-    """
-
-    found: FileWorkload
-    names: list[str]
-    edges: list[tuple[int, int]]
-    forward: list[bool]
+    @cached_property
+    def forward(self) -> list[bool]:
+        """For each node, whether it belongs to the forward."""
+        return [not node.is_backward_node for node in self.found.nodes]
 
     @property
     def classes(self) -> list[int | str | None]:
@@ -104,21 +93,13 @@ class Placement:
 
 def read_placement(where: str, text: bytes) -> Placement:
     """Read the file's JSON. Raises FileError naming the place that is wrong."""
-    try:
-        found = msgspec.json.decode(text, type=FileWorkload)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise FileError(f"{where}: {error}") from None
-    position = node_positions(where, [node.id for node in found.nodes])
-    edges = edge_positions(where, [(e.source_id, e.dest_id) for e in found.edges], position)
-    names = node_names((node.name, node.id) for node in found.nodes)
-    topological_order(where, names, edges, range(len(names)))
-    forward = [not node.is_backward_node for node in found.nodes]
-    if not any(forward):
+    file = Placement.read(where, text, PlacementFile)
+    if not any(file.forward):
         raise FileError(f"{where}: $.nodes: every node is a backward node; nothing can be planned")
-    return Placement(found, names, edges, forward)
+    return file
 
 
-def cost_unit_s(edges: Sequence[FileEdge]) -> float:
+def cost_unit_s(edges: Sequence[PlacementEdge]) -> float:
     """Seconds in a unit of the edges' costs: 1e-3, but 1 where they are size / 2**31.
 
     The published layer graphs have the latter, beside latencies in ms.
@@ -128,14 +109,14 @@ def cost_unit_s(edges: Sequence[FileEdge]) -> float:
     return 1.0 if math.isclose(cost * _THEIR_BYTES_PER_S, 1, rel_tol=0.01) else 1e-3
 
 
-def bandwidth_bytes_per_s(edges: Sequence[FileEdge]) -> float | None:
+def bandwidth_bytes_per_s(edges: Sequence[PlacementEdge]) -> float | None:
     """At which most tensors move in the file; None where none costs anything."""
     costs = [e.cost / e.size for e in edges if e.size > 0 and e.cost > 0]
     cost = statistics.median(costs) * cost_unit_s(edges) if costs else 0.0
     return 1 / cost if 0 < cost < math.inf else None
 
 
-# Workloads of the NeurIPS'20 placement paper (Tarnawski, Phanishayee, Devanur, Mahajan, Nina ----
+# As a profile -----------------------------------------------------------------------------------
 
 
 def import_placement(
@@ -154,7 +135,7 @@ def import_placement(
     """
     file = read_placement(where, text)
     sizes = choose_sizes(where, 1, batch_size, micro_batch_sizes)
-    owner, adopted = group(where, file.names, file.forward, file.classes, file.edges)
+    owner, adopted = group(file.forward, file.classes, file.edges)
     costs = _costs(file, owner)
     uses, back_only = _uses(file, [c.name for c in costs], owner)
     return make_profile(
@@ -277,17 +258,14 @@ def _network(file: Placement) -> Iterator[str]:
     )
 
 
-# A placement workload (NeurIPS'20) as its own planner sees it: a node is what must share a
-# device. See `placement_file` for the file, `placement_contract` for what goes together ---------
+# As its own planner sees it: a node is what must share a device ---------------------------------
 
 
 def placement_workload(where: str, text: bytes) -> Workload:
     """Read the file's JSON. Raises FileError naming the place that is wrong."""
     file = read_placement(where, text)
     found = file.found
-    owner, needs = contract(
-        where,
-        file.names,
+    owner, graph = contract(
         file.forward,
         file.classes,
         [node.fpga_latency / 1e3 for node in found.nodes],
@@ -299,12 +277,12 @@ def placement_workload(where: str, text: bytes) -> Workload:
         unit="mini-batch",
         listed=len(found.nodes),
         nodes=tuple(_nodes(file, owner)),
-        needs=tuple(tuple(sorted(before)) for before in needs),
+        graph=graph,
         tensors=tuple(_tensors(file, owner)),
         devices=found.accelerators or None,
         memory_bytes=found.memory_bytes or None,
         bandwidth_bytes_per_s=bandwidth_bytes_per_s(found.edges),
-        notes=tuple(_notes(file, len(needs))),
+        notes=tuple(_notes(file, len(graph))),
     )
 
 
@@ -323,7 +301,7 @@ def _nodes(file: Placement, owner: Sequence[int]) -> Iterator[Node]:
         )
 
 
-def _tensors(file: Placement, owner: Sequence[int]) -> Iterator[Sent]:
+def _tensors(file: Placement, owner: Sequence[int]) -> Iterator[WorkloadTensor]:
     """One for each node and cost, with all groups that use it; forward and backward alike."""
     unit_s = cost_unit_s(file.found.edges)
     users: dict[tuple[int, float], set[int]] = {}
@@ -335,7 +313,7 @@ def _tensors(file: Placement, owner: Sequence[int]) -> Iterator[Sent]:
     for (a, cost), groups in users.items():
         others = groups - {owner[a]}
         if others:
-            yield Sent(owner[a], tuple(sorted(others)), nbytes[a, cost], cost * unit_s)
+            yield WorkloadTensor(owner[a], tuple(sorted(others)), nbytes[a, cost], cost * unit_s)
 
 
 def _notes(file: Placement, groups: int) -> Iterator[str]:

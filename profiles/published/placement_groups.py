@@ -1,17 +1,21 @@
-"""Which nodes of a placement workload make one layer: those that must share a stage."""
+"""Which nodes of a placement workload must share a stage: as a layer of ours, and as its own
+planner has it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from .cost_graph import topological_order
+from .cost_graph import numbered
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 Edges = Sequence[tuple[int, int]]
 
 
 def group(
-    where: str,
-    names: Sequence[str],
     forward: Sequence[bool],
     classes: Sequence[Hashable],
     edges: Edges,
@@ -31,25 +35,17 @@ def group(
     Returns:
         Each node's layer, and how many nodes were in units of backward nodes alone.
     """
+    import networkx as nx
+
     unit, count = units_of(classes)
-    between = {(unit[a], unit[b]) for a, b in edges if forward[a] and forward[b]}
-    circle = circles_of(count, between)
-    last: dict[int, int] = {}
-    for k, ahead in enumerate(forward):
-        if ahead:
-            last[circle[unit[k]]] = k
-    circles = list(last)
-    place = {c: k for k, c in enumerate(circles)}
-    order = topological_order(
-        where,
-        [names[last[c]] for c in circles],
-        {(place[circle[a]], place[circle[b]]) for a, b in between if circle[a] != circle[b]},
-        [last[c] for c in circles],
-    )
-    layer = {circles[k]: position for position, k in enumerate(order)}
-    home = [layer.get(circle[u]) for u in range(count)]
+    ahead = {u: k for k, u in enumerate(unit) if forward[k]}
+    between = nx.DiGraph()
+    between.add_nodes_from(ahead)
+    between.add_edges_from((unit[a], unit[b]) for a, b in edges if forward[a] and forward[b])
+    layer = _numbered_circles(between, ahead)
+    home = [layer.get(u) for u in range(count)]
     adopted = sum(1 for u in unit if home[u] is None)
-    owners = _adopt(home, [(unit[a], unit[b]) for a, b in edges], len(order))
+    owners = _adopt(home, [(unit[a], unit[b]) for a, b in edges])
     return [owners[u] for u in unit], adopted
 
 
@@ -63,7 +59,7 @@ def units_of(classes: Sequence[Hashable]) -> tuple[list[int], int]:
     return unit, len(ids)
 
 
-def _adopt(home: Sequence[int | None], edges: Edges, layers: int) -> list[int]:
+def _adopt(home: Sequence[int | None], edges: Edges) -> list[int]:
     """A layer for the units that have none.
 
     It is the last layer that gets the unit's results, directly or through other such units:
@@ -71,75 +67,54 @@ def _adopt(home: Sequence[int | None], edges: Edges, layers: int) -> list[int]:
     it is the loss of. Units whose results go to no layer take the last layer that they get
     theirs from; units that no layer is in touch with, the last of all.
     """
+    import networkx as nx
+
     found = list(home)
-    for towards in ([(b, a) for a, b in edges], edges):
-        neighbours: dict[int, list[int]] = {}
-        for a, b in towards:
-            neighbours.setdefault(a, []).append(b)
+    graph = nx.DiGraph(edges)
+    for towards in (graph.reverse(copy=False), graph):
         settled = sorted(((at, u) for u, at in enumerate(found) if at is not None), reverse=True)
         for at, start in settled:
             stack = [start]
             while stack:
-                for u in neighbours.get(stack.pop(), ()):
+                for u in towards.adj.get(stack.pop(), ()):
                     if found[u] is None:
                         found[u] = at
                         stack.append(u)
-    return [layers - 1 if at is None else at for at in found]
+    last = max(at for at in home if at is not None)
+    return [last if at is None else at for at in found]
 
 
-def circles_of(count: int, edges: set[tuple[int, int]]) -> list[int]:
-    """For each unit the number of its strongly connected component (Kosaraju's algorithm)."""
-    after: list[list[int]] = [[] for _ in range(count)]
-    before: list[list[int]] = [[] for _ in range(count)]
-    for a, b in sorted(edges):
-        after[a].append(b)
-        before[b].append(a)
-    finished: list[int] = []
-    seen = [False] * count
-    for root in range(count):
-        stack = [(root, 0)]
-        while stack:
-            k, done = stack.pop()
-            if not done and seen[k]:
-                continue
-            seen[k] = True
-            if done < len(after[k]):
-                stack += [(k, done + 1), (after[k][done], 0)]
-            else:
-                finished.append(k)
-    circle = [-1] * count
-    for root in reversed(finished):
-        todo = [root]
-        while todo:
-            k = todo.pop()
-            if circle[k] < 0:
-                circle[k] = root
-                todo += before[k]
-    return circle
+def _numbered_circles(graph: nx.DiGraph, rank: Mapping[int, int]) -> dict[int, int]:
+    """Nodes by their circles' place in topological order, that of the lowest last rank first."""
+    import networkx as nx
+
+    circles = nx.condensation(graph)
+    last = {c: max(rank[u] for u in inside) for c, inside in circles.nodes(data="members")}
+    order = nx.lexicographical_topological_sort(circles, last.__getitem__)
+    return {u: place for place, c in enumerate(order) for u in circles.nodes[c]["members"]}
 
 
-# Nodes of a placement workload put together as its own planner does, so that no cut is lost -----
+# What goes together in the file's own planner, so that no cut is lost ---------------------------
 # That planner (dnn-partitioning's throughput-dp) cuts the forward graph of classes; their backward
 # nodes follow. Three rules besides, all kept here:
 #
-# - A class of backward nodes alone, like a loss, is a node of that graph that costs no forward;
-# an edge between backward nodes one of which is of such a class binds its classes the other way
-# round. - Classes that need each other in a circle are one. - A class that takes no time and
-# touches just one other goes with it: parting them never helps, and each such class would double
-# the number of cuts.
+# - A class of backward nodes alone, like a loss, is a node of that graph that costs no forward; an
+#   edge between backward nodes one of which is of such a class binds its classes the other way
+#   round.
+# - Classes that need each other in a circle are one.
+# - A class that takes no time and touches just one other goes with it: parting them never helps,
+#   and each such class would double the number of cuts.
 
 IDLE_S = 1e-9
 """Their planner takes a thousandth of a microsecond for no time."""
 
 
 def contract(
-    where: str,
-    names: Sequence[str],
     forward: Sequence[bool],
     classes: Sequence[Hashable],
     seconds: Sequence[float],
     edges: Edges,
-) -> tuple[list[int], list[set[int]]]:
+) -> tuple[list[int], nx.DiGraph]:
     """Which nodes go together, and which of these groups may not stand behind which.
 
     Args:
@@ -149,37 +124,48 @@ def contract(
         edges: of an acyclic graph, as positions of nodes.
 
     Returns:
-        Each node's group, counted in a topological order; for each group those it needs.
+        Each node's group, counted in a topological order; and the graph of the groups.
     """
+    import networkx as nx
+
     unit, count = units_of(classes)
-    needs = _needs(unit, forward, edges)
-    circle = circles_of(count, needs)
+    needs = nx.DiGraph()
+    needs.add_nodes_from(range(count))
+    needs.add_edges_from(_needs(unit, forward, edges))
+    circles = nx.strongly_connected_components(needs)
+    circle = {u: min(inside) for inside in circles for u in inside}
+    needs = _contracted(needs, circle)
     group = [circle[u] for u in unit]
-    needs = {(circle[a], circle[b]) for a, b in needs if circle[a] != circle[b]}
-    joined = _join_idle(group, seconds, {*needs, *((group[a], group[b]) for a, b in edges)})
+    touching = nx.Graph(needs)
+    touching.add_edges_from((group[a], group[b]) for a, b in edges if group[a] != group[b])
+    joined = _join_idle(group, seconds, touching)
+    needs = _contracted(needs, joined)
     group = [joined[g] for g in group]
-    needs = {(joined[a], joined[b]) for a, b in needs if joined[a] != joined[b]}
-    return _number(where, names, group, needs)
+    place = _numbered_circles(needs, {g: k for k, g in enumerate(group)})
+    return [place[g] for g in group], numbered(needs, sorted(place, key=place.__getitem__))
 
 
-def _needs(unit: Sequence[int], forward: Sequence[bool], edges: Edges) -> set[tuple[int, int]]:
+def _needs(unit: Sequence[int], forward: Sequence[bool], edges: Edges) -> Iterator[tuple[int, int]]:
     ahead = {u for u, is_forward in zip(unit, forward, strict=True) if is_forward}
-    needs = {(unit[a], unit[b]) for a, b in edges if forward[a] and forward[b]}
     for a, b in edges:
-        if not (forward[a] or forward[b]) and not {unit[a], unit[b]} <= ahead:
-            needs.add((unit[b], unit[a]))
-    return {(a, b) for a, b in needs if a != b}
+        if forward[a] and forward[b]:
+            yield unit[a], unit[b]
+        elif not (forward[a] or forward[b]) and not {unit[a], unit[b]} <= ahead:
+            yield unit[b], unit[a]
+
+
+def _contracted(graph: nx.DiGraph, into: Mapping[int, int]) -> nx.DiGraph:
+    """The graph of what nodes go into; what goes into one needs nothing of itself."""
+    made = graph.__class__()
+    made.add_nodes_from(into.values())
+    made.add_edges_from((into[a], into[b]) for a, b in graph.edges if into[a] != into[b])
+    return made
 
 
 def _join_idle(
-    group: Sequence[int], seconds: Sequence[float], touching: set[tuple[int, int]]
+    group: Sequence[int], seconds: Sequence[float], touching: nx.Graph
 ) -> dict[int, int]:
     """For each group the one it goes with in the end: itself, but for idle ones with one other."""
-    neighbours: dict[int, set[int]] = {g: set() for g in group}
-    for a, b in touching:
-        if a != b:
-            neighbours[a].add(b)
-            neighbours[b].add(a)
     total = dict.fromkeys(group, 0.0)
     for g, s in zip(group, seconds, strict=True):
         total[g] += s
@@ -187,12 +173,11 @@ def _join_idle(
     todo = sorted(total, reverse=True)
     while todo:
         g = todo.pop()
-        if total[g] <= IDLE_S and len(neighbours[g]) == 1:
-            (other,) = neighbours[g]
+        if total[g] <= IDLE_S and len(touching[g]) == 1:
+            (other,) = touching[g]
             joined[g] = other
             total[other] += total[g]
-            neighbours[g].clear()
-            neighbours[other].discard(g)
+            touching.remove_edge(g, other)
             todo.append(other)
 
     def end(g: int) -> int:
@@ -201,23 +186,3 @@ def _join_idle(
         return g
 
     return {g: end(g) for g in joined}
-
-
-def _number(
-    where: str, names: Sequence[str], group: Sequence[int], needs: set[tuple[int, int]]
-) -> tuple[list[int], list[set[int]]]:
-    """Groups by their place in a topological order, the one with the earliest last node first."""
-    last = {g: k for k, g in enumerate(group)}
-    groups = list(last)
-    place = {g: k for k, g in enumerate(groups)}
-    order = topological_order(
-        where,
-        [names[last[g]] for g in groups],
-        {(place[a], place[b]) for a, b in needs},
-        [last[g] for g in groups],
-    )
-    number = {groups[k]: position for position, k in enumerate(order)}
-    needed: list[set[int]] = [set() for _ in groups]
-    for a, b in needs:
-        needed[number[b]].add(number[a])
-    return [number[g] for g in group], needed

@@ -7,10 +7,14 @@ What such a file says of a model, before anybody's cost model makes loads of it
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 
 @dataclass(frozen=True)
-class Again:
+class RecomputedNode:
     """A node whose activations are computed again in the backward.
 
     Attributes:
@@ -33,8 +37,8 @@ class Node:
         parameter_bytes: what replicas exchange gradients of.
         held_bytes: memory it takes, whatever is in flight.
         flight_bytes: memory it takes for each unit in flight.
-        again: how it runs when its activations are computed again; None where the file has no
-            such way.
+        recomputed: how it runs when its activations are computed again; None where the file has
+            no such way.
     """
 
     name: str
@@ -42,11 +46,11 @@ class Node:
     parameter_bytes: float = 0.0
     held_bytes: float = 0.0
     flight_bytes: float = 0.0
-    again: Again | None = None
+    recomputed: RecomputedNode | None = None
 
 
 @dataclass(frozen=True)
-class Sent:
+class WorkloadTensor:
     """A tensor between nodes.
 
     Attributes:
@@ -72,7 +76,8 @@ class Workload:
         unit: what they count: "mini-batch" or "micro-batch".
         listed: how many nodes the file lists.
         nodes: in topological order.
-        needs: for each node, positions of those that may not be on a later stage.
+        graph: of the nodes' positions, in that order; an edge leads from a node to one that may
+            not be on an earlier stage. Nodes and edges have no attributes.
         tensors: what nodes exchange.
         devices, memory_bytes, bandwidth_bytes_per_s, micro_batches: the file's own machines and
             micro-batches in a mini-batch; None where it doesn't say.
@@ -84,8 +89,8 @@ class Workload:
     unit: str
     listed: int
     nodes: tuple[Node, ...]
-    needs: tuple[tuple[int, ...], ...]
-    tensors: tuple[Sent, ...]
+    graph: nx.DiGraph
+    tensors: tuple[WorkloadTensor, ...]
     devices: int | None = None
     memory_bytes: float | None = None
     bandwidth_bytes_per_s: float | None = None

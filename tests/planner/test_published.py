@@ -171,7 +171,8 @@ def test_backward_nodes_alone_are_nodes_of_their_own(tmp_path):
     workload = small(tmp_path, PLACEMENT)
     at = named(workload)
     assert list(at) == ["a", "sum", "b", "loss"]
-    assert workload.needs == ((), (at["a"],), (at["a"], at["sum"]), (at["b"],))
+    needs = [list(workload.graph.pred[k]) for k in workload.graph]
+    assert needs == [[], [at["a"]], [at["a"], at["sum"]], [at["b"]]]
     assert [node.compute_s for node in workload.nodes] == pytest.approx([6e-3, 25e-5, 9e-3, 5e-4])
     assert [node.held_bytes for node in workload.nodes] == [121, 1, 41, 5]
     problem = problem_of(workload)

@@ -14,7 +14,7 @@ from time import monotonic
 import numpy as np
 from numpy.typing import NDArray
 
-from ..problem import StageProblem, Vector, members
+from ..problem import StageProblem, Vector, closures, members
 
 Words = NDArray[np.uint64]
 Positions = NDArray[np.intp]
@@ -111,46 +111,16 @@ def lattice_of(problem: StageProblem, masks: Iterable[int], *, complete: bool = 
 
 
 def joined(problem: StageProblem) -> list[int]:
-    """The finest groups of layers that no downset takes apart, as bit masks, in topological order.
-
-    `together` joins layers, and joins all that lies on a cycle between groups already joined.
+    """The finest groups of layers that no downset takes apart, as bit masks, in topological order:
+    those that need the fewest layers first.
     """
     if not problem.together:
         return [1 << layer for layer in range(problem.layers)]
-    group_of = {layer: 1 << layer for layer in range(problem.layers)}
-    for together in problem.together:
-        _join(group_of, together)
-    while True:
-        above = _needed(problem, group_of)
-        cyclic = [group for group in above if above[group] & group]
-        if not cyclic:
-            return sorted(above, key=lambda group: (above[group].bit_count(), group & -group))
-        for group in cyclic:
-            for other in cyclic:
-                if above[group] & other and above[other] & group:
-                    _join(group_of, group | other)
-
-
-def _join(group_of: dict[int, int], mask: int) -> None:
-    for layer in list(members(mask)):
-        mask |= group_of[layer]
-    for layer in members(mask):
-        group_of[layer] = mask
-
-
-def _needed(problem: StageProblem, group_of: dict[int, int]) -> dict[int, int]:
-    """Per group, all layers of groups it needs, however far away; itself only on a cycle."""
-    needed = dict.fromkeys(group_of.values(), 0)
-    changed = True
-    while changed:
-        changed = False
-        for layer, group in group_of.items():
-            more = needed[group]
-            for other in members(problem.needs[layer] & ~group):
-                more |= group_of[other] | needed[group_of[other]]
-            changed = changed or more != needed[group]
-            needed[group] = more
-    return needed
+    groups: dict[int, int] = {}
+    for layer, closure in enumerate(closures(problem.needs, problem.together)):
+        groups[closure] = groups.get(closure, 0) | 1 << layer
+    found = sorted((c.bit_count() - g.bit_count(), g & -g, g) for c, g in groups.items())
+    return [group for _, _, group in found]
 
 
 def packed(mask: int, width: int) -> Words:

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ..problem import CutTensor, Place, Shared, StageProblem, Vector, members
+from ..problem import CutTensor, Place, Shared, StageProblem, Vector, closures, members
 
 
 @dataclass(frozen=True)
@@ -191,17 +191,13 @@ def make_units(problem: StageProblem, forced: Iterable[int] = ()) -> Units:
     Args:
         forced: bit masks of layers that must share a stage, besides the problem's own.
     """
-    of = joined(problem.layers, [*problem.together, *forced])
-    groups = sorted(set(of))
-    needs = dict.fromkeys(groups, 0)
-    for layer, mask in enumerate(problem.needs):
-        for other in members(mask):
-            needs[of[layer]] |= 1 << of[other]
-    below = _reach(needs)
-    # Groups that need each other have the same closure; a longer closure comes later.
-    order = sorted(set(below.values()), key=lambda m: (m.bit_count(), m & -m, m))
+    groups = [*problem.together, *forced]
+    heads = mask_of(joined(problem.layers, groups))
+    found = closures(problem.needs, groups)
+    # A longer closure comes later, in groups as they were given.
+    order = sorted(set(found), key=lambda m: ((m & heads).bit_count(), m & -m, m & heads))
     number = {closure: u for u, closure in enumerate(order)}
-    unit = [number[below[g]] for g in of]
+    unit = [number[closure] for closure in found]
     layers = [0] * len(order)
     for layer, u in enumerate(unit):
         layers[u] |= 1 << layer
@@ -210,30 +206,14 @@ def make_units(problem: StageProblem, forced: Iterable[int] = ()) -> Units:
 
 def joined(count: int, groups: Iterable[int]) -> list[int]:
     """Per layer, the first layer of the group that it ends up in."""
-    head = list(range(count))
+    import networkx as nx
+
+    graph = nx.Graph()
+    graph.add_nodes_from(range(count))
     for group in groups:
-        first, *rest = members(group)
-        for other in rest:
-            old, new = max(head[first], head[other]), min(head[first], head[other])
-            if old != new:
-                head = [new if h == old else h for h in head]
-    return head
-
-
-def _reach(needs: dict[int, int]) -> dict[int, int]:
-    """Closures of `needs`, each with itself, over a graph that may have cycles."""
-    below = {g: 1 << g | mask for g, mask in needs.items()}
-    changed = True
-    while changed:
-        changed = False
-        for g, mask in needs.items():
-            more = below[g]
-            for other in members(mask):
-                more |= below[other]
-            if more != below[g]:
-                below[g] = more
-                changed = True
-    return below
+        nx.add_path(graph, members(group))
+    first = {k: min(inside) for inside in nx.connected_components(graph) for k in inside}
+    return [first[k] for k in range(count)]
 
 
 def _connected(problem: StageProblem, layers: tuple[int, ...], of: tuple[int, ...]) -> Units:
@@ -242,14 +222,12 @@ def _connected(problem: StageProblem, layers: tuple[int, ...], of: tuple[int, ..
     for layer, mask in enumerate(problem.needs):
         for other in members(mask):
             direct[of[layer]] |= 1 << of[other]
-    below, needs = [0] * count, []
-    for u in range(count):
-        others = list(members(direct[u] & ~(1 << u)))
+    direct = [mask & ~(1 << u) for u, mask in enumerate(direct)]
+    below, needs = closures(direct), []
+    for others in map(list, map(members, direct)):
         implied = 0
         for v in others:
-            below[u] |= below[v]
             implied |= below[v] & ~(1 << v)
-        below[u] |= 1 << u
         needs.append(tuple(v for v in others if not implied >> v & 1))
     above = [1 << u for u in range(count)]
     for u in reversed(range(count)):
