@@ -1,5 +1,6 @@
 # make demo   set up, then profile, plan and train the digits task with two stage processes
 # make test   set up, then lint, type checks and all tests
+# make quick  lint and the tests that take no processes, no browser and no time (two minutes)
 # make check  lint, format and type checks alone
 # make model-table  profile the models of docs/models.md anew (a quarter of an hour)
 # make bench-scale    plan a GPT-3 shape for up to 4,096 devices (some minutes)
@@ -19,7 +20,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO ?= demo
 
-.PHONY: demo test check lint types tests browser format model-table bench-planner bench-scale bench-systems bench bench-quick bench-links deepspeed pictures fuzz chaos clean
+.PHONY: demo test quick check lint types tests browser format model-table bench-planner bench-scale bench-systems bench bench-quick bench-links deepspeed pictures fuzz chaos clean
 
 demo: $(READY)
 	rm -rf $(DEMO)
@@ -41,6 +42,10 @@ lint: $(READY)
 types: $(READY)
 	@mkdir -p $(VENV)/typing && ln -sfn ../.. $(VENV)/typing/timeprest
 	MYPYPATH=$(VENV)/typing $(BIN)/mypy -p timeprest
+
+# What needs neither processes nor a browser, and doesn't take long: for every change.
+quick: lint
+	$(BIN)/pytest -n 2 --dist worksteal -q -m "not processes and not browser and not slow"
 
 tests: $(READY) browser
 	$(BIN)/pytest -n 2 --dist worksteal

@@ -74,6 +74,7 @@ def test_the_demo_learns_the_digits(digits):
     assert (digits / "run" / "weights" / "stage1.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_the_demo_learns_in_the_plan_with_the_largest_difference(digits, tmp_path):
     """Which plan is best hangs on the times measured; that of the demo must learn in any."""
     profile = with_times(read_file(digits / "profile.json", Profile))
@@ -95,6 +96,7 @@ def test_show_prints_stages_and_operations(digits):
     assert call("tp-plan", "show", "plan.json", "-q", cwd=digits).stdout == ""
 
 
+@pytest.mark.slow
 def test_inline_run_as_json(digits):
     done = call(
         *("tp-run", "plan.json", "--inline", "--steps", 3, "--json", "--run-dir", "inline"),
@@ -107,6 +109,7 @@ def test_inline_run_as_json(digits):
     assert summary["measured_period_s"] is None
 
 
+@pytest.mark.slow
 def test_an_edited_plan_is_checked_and_runs(digits):
     """Move a layer by hand, let check make the plan whole, run it."""
     plan = json.loads((digits / "plan.json").read_text())
@@ -226,6 +229,7 @@ def test_too_little_memory_names_the_stage_and_the_bytes(digits):
     assert re.search(r"lacks \d+ bytes .* on stage \d", one_line(done.stderr))
 
 
+@pytest.mark.slow
 def test_an_untraceable_model_ends_in_one_line_naming_its_line(digits):
     (digits / "net.py").write_text(UNTRACEABLE)
     done = call("tp-profile", "net.py:Net", "--input", "3", cwd=digits, code=2)
@@ -251,6 +255,7 @@ def test_a_published_profile_is_planned_and_says_that_it_cant_be_run(digits):
     assert "costs without a model" in one_line(done.stderr)
 
 
+@pytest.mark.slow
 def test_a_model_is_reckoned_on_a_device_that_isnt_there(digits):
     done = call(
         *("tp-profile", "hf:bert", "--device", "meta", "--spec", "h100-80gb", "-o", "meta.json"),

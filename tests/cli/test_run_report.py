@@ -119,6 +119,7 @@ def test_measured_and_predicted_are_of_the_same_operations(runs, name):
     assert all(messages(found)[key] == messages(other)[key] for key in both)
 
 
+@pytest.mark.slow
 def test_processes_on_one_host_have_one_clock(processes):
     """No message is there before it was sent, nor used before it is there."""
     found = measured(processes)

@@ -367,6 +367,7 @@ def value(words, option):
     return words[words.index(option) + 1] if option in words else None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [n for n, page in PAGES.items() if any(commands(b) for b in blocks(page))]
 )

@@ -55,6 +55,7 @@ def test_other_granularities_run(granularity, tmp_path):
     assert read_losses(tmp_path / "run" / "metrics.jsonl") == pytest.approx(losses, abs=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not find_spec("transformers"), reason="needs timeprest[hf]")
 @pytest.mark.parametrize(
     "model", ["vit,hidden_dropout_prob=0,attention_probs_dropout_prob=0", "t5,dropout_rate=0"]

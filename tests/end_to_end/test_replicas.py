@@ -80,6 +80,7 @@ def compare(plan, where):
         assert logged(where / "replicated", worker.file) == mine
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", RUNNING)
 @pytest.mark.parametrize("replicas", [(2,), (2, 1), (1, 2), (4, 2), (2, 2, 1)])
 def test_replicas_equal_one_worker(
@@ -109,6 +110,7 @@ def test_replicas_equal_one_worker(
             assert report.peak.total <= most + more
 
 
+@pytest.mark.slow
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_whatever_else_the_plan_asks_for(data, mlp_profile, mlp_target, tmp_path_factory):
@@ -143,6 +145,7 @@ def test_whatever_else_the_plan_asks_for(data, mlp_profile, mlp_target, tmp_path
         assert report.peak.activations_bytes <= predicted.memory.activations_bytes + more
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", WHOLE)
 @pytest.mark.parametrize("replicas", [(2, 3), (3, 2, 1), (1, 3, 2)])
 def test_uneven_replicas_share_whole_mini_batches(
@@ -167,6 +170,7 @@ def by_hand(target, where):
         return {"loss": task.loss(model(x), y).item()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", RUNNING)
 @pytest.mark.parametrize("replicas", [(2,), (2, 4)])
 def test_replicas_weigh_a_loss_together(

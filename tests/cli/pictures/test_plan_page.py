@@ -20,6 +20,8 @@ from timeprest.planner.search.solve import solve
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.files import write_file
 
+pytestmark = pytest.mark.browser
+
 S, N = 4, 4
 HOSTILE = '</script><script>alert("x")</script>'
 WIDE = {"width": 1200, "height": 900}
@@ -274,6 +276,7 @@ def test_a_phone_shows_it_without_scrolling_sideways(browser, path):
     context.close()
 
 
+@pytest.mark.slow
 def test_every_system_has_its_page(browser, tmp_path):
     watched = Watched(browser.new_page(viewport=WIDE))
     for name, variant in VARIANTS.items():

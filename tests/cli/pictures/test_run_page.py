@@ -12,6 +12,8 @@ from timeprest.cli.run_commands.report import report
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import RunSettings
 
+pytestmark = pytest.mark.browser
+
 WIDE = {"width": 1200, "height": 900}
 
 

@@ -343,6 +343,7 @@ def wide(stages=64, n=256):
     return Recording("predicted", "gpipe", lanes, tuple(spans), (), tuple(memory), period)
 
 
+@pytest.mark.slow
 def test_figures_of_large_plans_are_small():
     """What is too narrow is drawn together, as long as it was, and the figure says so."""
     recording = wide()

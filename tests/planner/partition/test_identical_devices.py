@@ -53,6 +53,7 @@ def devices_of(problem, cut):
     return sum(problem.options[stage.option].replicas for stage in cut.stages)
 
 
+@pytest.mark.slow
 @settings(max_examples=120)
 @given(
     drawn=drawn_problems(most=5, devices=4),

@@ -150,12 +150,14 @@ def check(of, answer):
 # The best cut --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(drawn_problems(most=6))
 def test_the_program_finds_what_trying_everything_finds(of):
     check(of, solve_ilp(of))
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(drawn_problems(most=6))
 def test_so_it_does_by_rising_limits(of):
@@ -238,6 +240,7 @@ def test_larger_graphs_are_solved_from_any_start(sent, overlap):
 # Other cuts ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(drawn_problems(most=4, devices=3))
 def test_forbidden_cuts_give_the_next_best(of):
@@ -454,6 +457,7 @@ def places_used(of, devices):
     return min(of.layers, of.stages or devices) if len(kinds) == 1 else devices
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(drawn_problems(most=5, devices=3))
 def test_assignments_are_the_best_of_all_and_no_worse_than_cuts(of):

@@ -119,6 +119,7 @@ def uneven(draw):
     )
 
 
+@pytest.mark.slow
 @given(uneven())
 def test_uneven_stages_keep_the_rules(pipeline):
     check_order(pipeline, make_order(pipeline, 2), 2)

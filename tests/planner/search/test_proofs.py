@@ -110,6 +110,7 @@ def check_stages(problem, found, alike: bool) -> None:
         below |= layers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", numbers())
 def test_what_is_proven_of_drawn_questions_is_so(number):
     found = drawn(number)

@@ -164,6 +164,7 @@ ALL = settings(
 )
 
 
+@pytest.mark.slow
 @ALL
 @given(drawn_questions(most=6))
 def test_the_plan_is_the_best_of_all(drawn):

@@ -57,6 +57,7 @@ def brute_force(profile, cluster, variant, stages, counts):
     return best
 
 
+@pytest.mark.slow
 @settings(max_examples=60, phases=[Phase.explicit, Phase.generate])
 @given(
     drawn_profiles(most=5),

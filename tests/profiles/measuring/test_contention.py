@@ -77,6 +77,7 @@ def test_a_model_that_another_process_cant_have_is_refused(tmp_path):
         measure_together(found, (), 2, batch_size=4, threads=1, autocast=None, seconds=0.1)
 
 
+@pytest.mark.slow
 def test_a_model_that_prints_is_measured_all_the_same(tmp_path):
     task = tmp_path / "talks.py"
     task.write_text(

@@ -43,6 +43,7 @@ def held_by_autograd(target, model, size, front_end):
     return saved.total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TARGETS)
 def test_layers_add_up_to_the_whole_model(name):
     """Saved bytes are autograd's, measured layer by layer, and the same where nothing was run.
@@ -83,6 +84,7 @@ def test_layers_add_up_to_the_whole_model(name):
     assert "Nothing was run" in computed.assumptions[0]
 
 
+@pytest.mark.slow
 def test_a_model_that_fits_nowhere_is_profiled_without_memory():
     """A layer of GPT-3's width alone has 7 GB of weights; what is large costs what is small."""
     found = measure(
@@ -100,6 +102,7 @@ def test_a_model_that_fits_nowhere_is_profiled_without_memory():
     assert found.autocast == "bfloat16"
 
 
+@pytest.mark.slow
 def test_autocast_changes_what_is_kept():
     plain, cast = (
         measure(
@@ -164,6 +167,7 @@ def test_every_model_profiles_on_a_gpu(name):
     assert saved.total <= found.whole_model[-1].saved_bytes <= saved.total + loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [p for p in light_models() if "shuffle" in p.stem])
 def test_an_onnx_file_is_profiled_with_more_than_its_batch(path):
     found = measure(resolve(str(path)), batch_size=2, seconds=0)
@@ -173,6 +177,7 @@ def test_an_onnx_file_is_profiled_with_more_than_its_batch(path):
     assert found.whole_model[1].saved_bytes > found.whole_model[0].saved_bytes
 
 
+@pytest.mark.slow
 def test_micro_batches_of_one_are_left_out_where_the_model_refuses_them():
     found = measure(resolve(ZOO["resnet18"]), batch_size=4, seconds=0)
     assert found.micro_batch_sizes == (2, 4)
@@ -250,6 +255,7 @@ def test_ctrl_c_leaves_no_file(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_from_python(tmp_path):
     import timeprest
 

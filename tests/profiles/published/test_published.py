@@ -292,6 +292,7 @@ def test_published_files_keep_their_totals(name):
     assert sum(map(sum, counted)) == len(nodes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLES)
 def test_published_files_can_be_planned(name):
     """On 2 to 4 devices; a plan's own prediction is made again from the profile alone."""
@@ -306,6 +307,7 @@ def test_published_files_can_be_planned(name):
         before = plan.predicted.period_s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLES)
 def test_published_files_are_solved_and_shown_by_the_command(name, tmp_path, monkeypatch, capsys):
     _, profile = sample(name)

@@ -58,6 +58,7 @@ def whole_run(model, call):
     return result, loss
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(st.sampled_from(sorted(CASES)), st.data())
 def test_pieces_equal_the_whole_for_every_front_end(name, data):
@@ -193,6 +194,7 @@ def test_flat_takes_what_take_apart_takes():
     assert [t.numel() for t in flat(value)] == [t.numel() for t in leaves_of(value)]
 
 
+@pytest.mark.slow
 def test_fingerprints_survive_a_restart():
     """Another process with another hash seed finds the same graph; another width another one."""
     names = [

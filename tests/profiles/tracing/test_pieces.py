@@ -57,11 +57,13 @@ def check_cuts(target, batch_size, tolerance):
             torch.testing.assert_close(p.grad, gradients[n], rtol=tolerance, atol=tolerance, msg=n)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TARGETS)
 def test_pieces_equal_the_whole(name):
     check_cuts(resolve(name), 2, 1e-8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [p for p in light_models() if "shuffle" in p.stem])
 def test_pieces_of_an_onnx_model_equal_the_whole(path):
     check_cuts(resolve(str(path)), 2, 1e-8)

@@ -193,6 +193,7 @@ class Watched(LocalChannels):
         self.sent.setdefault(route.ends(kind), []).append((route.number, kind))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("replicas", [[1, 1, 1], [2, 1, 2], [1, 2, 1]])
 def test_both_ends_know_the_sequence_of_messages(

@@ -25,6 +25,7 @@ def test_mixing_devices_is_noticed(elsewhere):
         torch.ones(2, device=DEVICE) + torch.ones(2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_nothing_of_a_stage_stays_on_the_cpu(variant, elsewhere, mlp_profile, mlp_target, tmp_path):
     """Training, a checkpoint, going on from it, and evaluation."""
@@ -54,6 +55,7 @@ def test_nor_of_replicas_nor_what_is_computed_again(
     running.run(plan, settings, tmp_path / "run", inline=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "task",
     [

@@ -46,6 +46,7 @@ def holder(tmp_path):
     process.communicate()
 
 
+@pytest.mark.slow
 def test_a_second_run_is_refused_while_the_first_lives(holder, tmp_path):
     with pytest.raises(UserError, match=f"a run is going on in it .process {holder.pid} on "):
         alone(tmp_path).__enter__()
@@ -55,6 +56,7 @@ def test_a_second_run_is_refused_while_the_first_lives(holder, tmp_path):
         pass
 
 
+@pytest.mark.slow
 def test_neither_a_new_run_nor_a_resumed_one(holder, mlp_profile, mlp_target, tmp_path):
     plan = plan_by_hand(with_times(mlp_profile), "timeprest", 2, 2)
     settings = RunSettings(task=mlp_target, steps=2, evaluate=False)
@@ -181,6 +183,7 @@ print(CliRunner().invoke(tp_run, ["report", "--help"]).exit_code)
 """
 
 
+@pytest.mark.slow
 def test_a_system_without_locks_is_told_so_in_a_line(tmp_path):
     """Windows has neither fcntl nor resource; all modules can be imported there."""
     done = subprocess.run([sys.executable, "-c", ELSEWHERE], capture_output=True, text=True)

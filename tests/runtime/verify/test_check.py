@@ -45,6 +45,7 @@ def settings_for(name, **more):
     return RunSettings(task=f"{FILE}:{name}", **more)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("variant", "stages"), ORDERS)
 @pytest.mark.parametrize("name", MODELS)
 def test_flush_systems_train_every_model_as_one_process_does(name, stages, variant):
@@ -111,6 +112,7 @@ def test_a_loss_that_counts_words_is_one_of_whole_mini_batches(variant, n, more)
     assert not report.notes
 
 
+@pytest.mark.slow
 def test_a_hugging_face_model_with_ignored_labels_is_trained_as_one_process_does():
     pytest.importorskip("transformers")
     name = "hf:llama,length=8,num_hidden_layers=1"
@@ -225,6 +227,7 @@ def test_inline_checks_are_for_systems_that_flush():
         check(plan, settings_for("SkipsTask"), inline=True)
 
 
+@pytest.mark.slow
 def test_a_tied_parameter_has_one_name_whatever_its_piece_calls_it():
     """torch.export's graphs know an embedding by the name of the head that shares its weight."""
     target = resolve(f"{FILE}:TiedTask")
