@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from .planner.cluster.cluster import DEFAULT_BANDWIDTH, DEFAULT_LATENCY, Cluster, uniform_cluster
-from .planner.cluster.contention import crowded
+from .planner.cluster.contention import with_contention
 from .planner.plan import Plan
 from .planner.search.solve import solve
 from .profiles.errors import PlanError, UserError
@@ -163,7 +163,7 @@ def plan(
     if cluster is None:
         own: dict[str, Any] = {"devices": devices, **given}
         # A cluster of one's own says itself how fast its devices are.
-        cluster = crowded(uniform_cluster(**own), profile.together)
+        cluster = with_contention(uniform_cluster(**own), profile.together)
     return solve(
         profile,
         cluster,

@@ -1,4 +1,4 @@
-"""What to do about a model's cost: clusters, training systems, orders, simulation, plans.
+"""What to do about a model's cost: clusters, training systems, schedules, simulation, plans.
 
 Nothing here imports torch.
 """

@@ -1,4 +1,4 @@
-"""Evaluating a plan: simulate its order, walk its memory → predictions. Pure."""
+"""Evaluating a plan: simulate its schedule, walk its memory → predictions. Pure."""
 
 from __future__ import annotations
 
@@ -245,7 +245,7 @@ def _times(
 def _holdings(
     pipeline: Pipeline, steady: Steady, recompute: Sequence[bool]
 ) -> tuple[Holdings, ...]:
-    """What each stage's order makes it hold. `recompute`: per stage."""
+    """What each stage's schedule makes it hold. `recompute`: per stage."""
     variant, n, every = pipeline.variant, pipeline.micro_batches, pipeline.update_every
     entries: tuple[int, ...] = ()
     if variant.synchronises:
@@ -265,7 +265,7 @@ def _holdings(
         for s, kinds in enumerate(steady.kinds)
     )
     # Patterns are walked until all has been in flight, whatever was simulated of them.
-    whole = variant.order in PATTERNS or steady.mini_batches >= 2 * max(pipeline.limits)
+    whole = variant.schedule in PATTERNS or steady.mini_batches >= 2 * max(pipeline.limits)
     if steady.cycle or whole:
         return found
     # The simulation may have ended before all was in flight that may be.
@@ -289,9 +289,9 @@ def _entered(kinds: bytes, forwards: int) -> bytes:
 
 
 MOST_KEPT = 4096
-"""What longer orders hold isn't kept for the next time."""
+"""What longer schedules hold isn't kept for the next time."""
 
-# Different cuts and limits often have the same orders.
+# Different cuts and limits often have the same schedules.
 _kept_holdings = lru_cache(maxsize=4096)(holdings)
 
 

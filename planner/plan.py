@@ -25,7 +25,7 @@ from .systems.variants import Variant, variant_named
 FORMAT = "timeprest-plan/1"
 
 MAX_MICRO_BATCHES = 4096
-"""An order lists every micro-batch: more in one mini-batch aren't planned or run."""
+"""A schedule lists every micro-batch: more in one mini-batch aren't planned or run."""
 
 Index = Annotated[int, Meta(ge=0)]
 
@@ -93,7 +93,7 @@ class StagePrediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """Largest in the steady state."""
     idle_share: Annotated[float, Meta(ge=0, le=1)]
     holds: StageBytes | None = None
-    """What memory follows from as the order goes on; None in plans of before it was written."""
+    """What memory follows from as the schedule goes on; None in plans of before it was written."""
     accounted: MemoryByKind | None = None
     """The peak of what a run accounts for, without the scratch memory inside operations: it may be
     at another moment than that of `memory`. None in plans of before it was written."""
@@ -172,7 +172,7 @@ def read_plan(path: str | Path) -> Plan:
 
 
 def check_plan(plan: Plan, where: str = "plan") -> Plan:
-    """Return the plan if it is consistent in itself; an order can be made from it.
+    """Return the plan if it is consistent in itself; a schedule can be made from it.
 
     Raises:
         PlanError: an unknown system, a number of micro-batches, replicas or in-flight limits
@@ -332,7 +332,7 @@ def check_cut(
 
 
 def pipeline_of(plan: Plan) -> Pipeline:
-    """What the plan's orders follow from: its own stage times, edges, devices and limits."""
+    """What the plan's schedules follow from: its own stage times, edges, devices and limits."""
     crossed = [
         Transfer(e.tensor, e.source, e.target, e.bytes_per_micro_batch, e.needs_grad)
         for e in plan.edges

@@ -1,4 +1,4 @@
-"""What an order did or should do, operation by operation: for every picture of a plan or a run.
+"""What a schedule did or should do, operation by operation: for every picture of a plan or a run.
 
 A recording has a lane for each worker, what ran on it when and on which weight version, the
 messages between lanes, and the bytes that each lane held over time. Those of plans are made here by
@@ -16,7 +16,7 @@ import msgspec
 
 from .costs.memory import HoldingsWalk, MemoryByKind, Moment, StageBytes
 from .plan import Plan, pipeline_of
-from .schedules.schedules import make_order
+from .schedules.schedules import make_schedule
 from .simulator.clock import SimulatedMessage
 from .simulator.pipeline import Pipeline
 from .simulator.timeline import Event, simulate, warm_mini_batches
@@ -168,7 +168,7 @@ def default_mini_batches(plan: Plan) -> int:
 def predicted(
     plan: Plan, mini_batches: int | None = None, *, first: int = 0, more: int = 0
 ) -> Recording:
-    """Simulate a plan's own order from its own times.
+    """Simulate a plan's own schedule from its own times.
 
     Args:
         mini_batches: how many to record; by default `default_mini_batches`.
@@ -176,19 +176,19 @@ def predicted(
             the last one's last operation, what runs between of other mini-batches included.
         more: mini-batches that follow those recorded; with none, the pipeline drains.
 
-    Raises OrderError for in-flight limits with which the stages wait for each other.
+    Raises ScheduleError for in-flight limits with which the stages wait for each other.
     """
     count = mini_batches or default_mini_batches(plan)
     pipeline = pipeline_of(plan)
-    order = make_order(pipeline, first + count + more)
+    schedule = make_schedule(pipeline, first + count + more)
     sent: list[SimulatedMessage] = []
-    timeline = simulate(pipeline, order, sent)
+    timeline = simulate(pipeline, schedule, sent)
     lanes = lanes_of([len(stage.devices) for stage in plan.stages])
-    entries = entry_versions(pipeline.variant, plan.micro_batches, order[0])
+    entries = entry_versions(pipeline.variant, plan.micro_batches, schedule[0])
     spans: list[Span] = []
     memory: list[MemoryPoint] = []
     lane = 0
-    for s, ops in enumerate(order):
+    for s, ops in enumerate(schedule):
         again = plan.stages[s].recompute
         n = plan.micro_batches
         use = version_use(pipeline.variant, n, ops, entries, recompute=again)

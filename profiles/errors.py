@@ -7,7 +7,7 @@
     │   ├── TraceError      a model that can't be traced
     │   ├── PlanError       a plan that contradicts its profile, its model or itself
     │   └── InfeasibleError no plan fits the limits
-    ├── OrderError          an order that breaks its rules (a bug here, or an edited plan)
+    ├── ScheduleError          an order that breaks its rules (a bug here, or an edited plan)
     └── RunError            training failed: a worker died or got stuck, or the user's code raised
         └── StoppedError    a signal from outside ended it
 
@@ -66,7 +66,7 @@ class InfeasibleError(UserError):
         self.missing_bytes = missing_bytes
 
 
-class OrderError(TimeprestError):
+class ScheduleError(TimeprestError):
     """An order breaks its own rules: a missing message, a cycle, a micro-batch twice."""
 
 

@@ -244,5 +244,5 @@ trace_option = click.option(
 
 
 def write_plan_trace(plan: Plan, path: str) -> None:
-    """Write it. Raises FileError, OrderError."""
+    """Write it. Raises FileError, ScheduleError."""
     write_trace(path, [("", predicted(plan))])

@@ -6,11 +6,11 @@ import click
 from rich.text import Text
 
 from ...planner.plan import pipeline_of, read_plan
-from ...planner.schedules.schedules import make_order
+from ...planner.schedules.schedules import make_schedule
 from ...planner.schedules.steady_state import steady_state
 from ...planner.simulator.pipeline import Pipeline
 from ...planner.simulator.timeline import Timeline, idle_shares, simulate, warm_mini_batches
-from ...planner.systems.operations import Order, op_text
+from ...planner.systems.operations import Schedule, op_text
 from ...profiles.errors import UserError
 from ...profiles.units import format_seconds
 from ..errors import errors_as_lines, output, print_json
@@ -41,7 +41,7 @@ def simulate_plan(
             f"--mini-batches {count}: would be more than {_MOST_OPERATIONS:,} operations; "
             "give a smaller number"
         )
-    order = make_order(pipeline, count)
+    order = make_schedule(pipeline, count)
     timeline = simulate(pipeline, order)
     period_s = steady_state(pipeline).period_s
     if as_json:
@@ -64,7 +64,7 @@ def _json(timeline: Timeline, period_s: float) -> dict[str, object]:
 
 
 def _print(
-    pipeline: Pipeline, order: Order, timeline: Timeline, period_s: float, count: int
+    pipeline: Pipeline, order: Schedule, timeline: Timeline, period_s: float, count: int
 ) -> None:
     table = compact_table(
         f"{count} mini-batches from the first forward to the last update",

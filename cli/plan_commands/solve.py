@@ -9,13 +9,13 @@ from typing import Any
 import click
 
 from ...planner.cluster.cluster import Cluster
-from ...planner.cluster.contention import crowded
+from ...planner.cluster.contention import with_contention
 from ...planner.costs.tied_parameters import TIED
 from ...planner.evaluate import Evaluation
 from ...planner.partition.solve import SOLVERS
 from ...planner.plan import Plan
 from ...planner.search.choices import RECOMPUTE
-from ...planner.search.pareto import Front, front_point
+from ...planner.search.pareto import ParetoFront, pareto_point
 from ...planner.search.solve import solve as solve_plan
 from ...planner.systems.variants import VARIANTS, variant_named
 from ...profiles.errors import InfeasibleError, PlanError, UserError
@@ -121,7 +121,7 @@ def solve(
     cluster = cluster_of(asked)
     if own:
         # A cluster file says itself how fast its devices are.
-        cluster = crowded(cluster, profile.together)
+        cluster = with_contention(cluster, profile.together)
     for name in ("micro_batches", "stages"):
         asked[name] = _count_or_auto(asked[name], f"--{name.replace('_', '-')}")
     asked["replicas"] = asked["replicas"] == "auto"
@@ -165,7 +165,7 @@ def _solve_all(
     quiet: bool,
 ) -> None:
     """A plan for every system that fits, side by side, and the front of all plans seen."""
-    front = Front()
+    front = ParetoFront()
     plans: dict[str, Plan] = {}
     failed: dict[str, str] = {}
     with Bar("planning", quiet=quiet) as bar:
@@ -195,13 +195,13 @@ def _solve_one(
     name: str,
     asked: dict[str, Any],
     bar: Bar,
-    front: Front,
+    front: ParetoFront,
 ) -> Plan:
     def tell(what: str, done: float, total: float) -> None:
         bar(f"{name}: {what}", done, total)
 
     def keep(found: Evaluation) -> None:
-        front.add(front_point(name, found))
+        front.add(pareto_point(name, found))
 
     return solve_plan(profile, cluster, name, progress=tell, seen=keep, **asked)
 

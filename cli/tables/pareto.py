@@ -8,14 +8,14 @@ from rich.console import Group
 from rich.text import Text
 
 from ...planner.plan import Plan, StagePrediction
-from ...planner.search.pareto import FrontPoint, beaten
+from ...planner.search.pareto import ParetoPoint, beaten
 from ...profiles.units import format_bytes, format_rate, format_seconds
 from .layout import counted, fitted, fixed, printable, words
 from .plan import gap
 
 
 def comparison(
-    plans: Mapping[str, Plan], failed: Mapping[str, str], points: Sequence[FrontPoint], width: int
+    plans: Mapping[str, Plan], failed: Mapping[str, str], points: Sequence[ParetoPoint], width: int
 ) -> Group:
     """A row for each system's best plan; and why others have none.
 
@@ -65,7 +65,7 @@ def _why(failed: Mapping[str, str]) -> list[Text]:
     ]
 
 
-def front_table(points: Iterable[FrontPoint], width: int) -> Group:
+def front_table(points: Iterable[ParetoPoint], width: int) -> Group:
     """The plans that none beats in period, memory and version difference at once."""
     shown = list(points)
     found = [point.evaluation for point in shown]

@@ -13,7 +13,7 @@ from rich.text import Text
 from ...planner.costs.layer_graph import LayerGraph, held_together
 from ...planner.costs.stage_costs import UNMEASURED_WEIGHT_SHARE, unmeasured_weight_parts
 from ...planner.plan import Plan, pipeline_of
-from ...planner.schedules.schedules import make_order
+from ...planner.schedules.schedules import make_schedule
 from ...planner.simulator.timeline import idle_cores, running_ahead
 from ...planner.systems.operations import op_text
 from ...planner.systems.variants import variant_named
@@ -251,7 +251,7 @@ def operations(plan: Plan, count: int, *, every: bool = False) -> Group:
         every: of all stages, however many there are.
     """
     pipeline = pipeline_of(plan)
-    order = make_order(pipeline, 2 * len(plan.stages) + count // max(plan.micro_batches, 1) + 2)
+    order = make_schedule(pipeline, 2 * len(plan.stages) + count // max(plan.micro_batches, 1) + 2)
     letters = "F forward, B backward, U update"
     if pipeline.variant.split_backward:
         letters = "F forward, B backward to the stage's inputs, W to its weights, U update"

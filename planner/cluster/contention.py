@@ -23,7 +23,7 @@ def slowdown(together: Together | None, devices: int) -> float:
     return 1 + (together.slowdown - 1) * share
 
 
-def crowded(cluster: Cluster, together: Together | None) -> Cluster:
+def with_contention(cluster: Cluster, together: Together | None) -> Cluster:
     """The cluster with devices as fast as they are when as many of a machine's compute as can."""
     if together is None:
         return cluster

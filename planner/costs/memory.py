@@ -1,10 +1,10 @@
-"""Memory of a stage, by walking its order: its peak, and what it holds from step to step.
+"""Memory of a stage, by walking its schedule: its peak, and what it holds from step to step.
 
 A replica holds parameters, older versions that are still needed, gradients from a mini-batch's
 first backward to its update (from its first weight part, where backwards are split), optimizer
 state, what its micro-batches in flight keep, messages, and while it works the largest working set
-of a layer. What is in flight when depends on the order alone (`Holdings`); how many bytes that is,
-on the stage's layers (`StageBytes`).
+of a layer. What is in flight when depends on the schedule alone (`Holdings`); how many bytes that
+is, on the stage's layers (`StageBytes`).
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class HoldingsWalk:
 
 @dataclass(frozen=True)
 class Holdings:
-    """What a stage's order makes it hold, whatever its layers.
+    """What a stage's schedule makes it hold, whatever its layers.
 
     Attributes:
         moments: all different ones during operations; of those that differ only in what is kept,
@@ -347,7 +347,7 @@ def memory_steps(
     """Bytes over time, as steps: from each time on so many, until the next.
 
     Args:
-        walk: at the start of the stage's order.
+        walk: at the start of the stage's schedule.
         events: the stage's, one after another (`timeline.Timeline.stages`). With replicas, of
             each operation that of the one that holds most counts.
 

@@ -1,38 +1,38 @@
-"""The rules that every order obeys; what passes here can't deadlock the runtime."""
+"""The rules that every schedule obeys; what passes here can't deadlock the runtime."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...profiles.errors import OrderError
+from ...profiles.errors import ScheduleError
 from ..simulator.pipeline import Pipeline
 from ..simulator.timeline import simulate
-from ..systems.operations import BACKWARD, FORWARD, UPDATE, WEIGHT, Op, Order, op_text
+from ..systems.operations import BACKWARD, FORWARD, UPDATE, WEIGHT, Op, Schedule, op_text
 
 
-def check_order(pipeline: Pipeline, order: Order, mini_batches: int) -> None:
-    """Check an order for `mini_batches` mini-batches.
+def check_schedule(pipeline: Pipeline, schedule: Schedule, mini_batches: int) -> None:
+    """Check a schedule for `mini_batches` mini-batches.
 
     Raises:
-        OrderError: a stage runs some operation twice or not at all, a backward before its
+        ScheduleError: a stage runs some operation twice or not at all, a backward before its
             forward, a weight part or an update before its backward, more mini-batches in flight
             than its limit; two stages exchange messages in different sequences; or a deadlock.
     """
-    if len(order) != pipeline.stages:
-        raise OrderError(f"the order has {len(order)} stages, the pipeline {pipeline.stages}")
-    for s, ops in enumerate(order):
+    if len(schedule) != pipeline.stages:
+        raise ScheduleError(f"the order has {len(schedule)} stages, the pipeline {pipeline.stages}")
+    for s, ops in enumerate(schedule):
         _check_stage(pipeline, s, ops, mini_batches)
     for link in pipeline.links:
         for kind in (FORWARD, BACKWARD):
             source, target = (
-                [op for op in order[s] if op.kind == kind] for s in (link.source, link.target)
+                [op for op in schedule[s] if op.kind == kind] for s in (link.source, link.target)
             )
             if source != target:
-                raise OrderError(
+                raise ScheduleError(
                     f"stages {link.source} and {link.target} don't exchange their {kind} "
                     "messages in the same sequence"
                 )
-    simulate(pipeline, order)
+    simulate(pipeline, schedule)
 
 
 def _check_stage(pipeline: Pipeline, s: int, ops: Sequence[Op], mini_batches: int) -> None:
@@ -55,11 +55,11 @@ def _check_stage(pipeline: Pipeline, s: int, ops: Sequence[Op], mini_batches: in
     for op in ops:
         name = op_text(s, op)
         if op in seen or op not in wanted:
-            raise OrderError(f"{name}: {'runs twice' if op in seen else 'is not expected'}")
+            raise ScheduleError(f"{name}: {'runs twice' if op in seen else 'is not expected'}")
         if op.kind == FORWARD:
             flying.add(op.mini_batch)
             if len(flying) > pipeline.limits[s]:
-                raise OrderError(
+                raise ScheduleError(
                     f"{name}: stage {s} would have {len(flying)} mini-batches in flight; its "
                     f"limit is {pipeline.limits[s]}"
                 )
@@ -73,14 +73,14 @@ def _check_stage(pipeline: Pipeline, s: int, ops: Sequence[Op], mini_batches: in
                 before = [Op(earlier, op.mini_batch, op.micro_batch)]
             missing = [other for other in before if other not in seen]
             if missing:
-                raise OrderError(f"{name}: runs before {op_text(s, missing[0])}")
+                raise ScheduleError(f"{name}: runs before {op_text(s, missing[0])}")
         seen.add(op)
         if op.kind == BACKWARD:
             left[op.mini_batch] = left.get(op.mini_batch, pipeline.backwards_per_mini_batch) - 1
             if not left[op.mini_batch]:
                 flying.discard(op.mini_batch)
     if wanted - seen:
-        raise OrderError(f"{op_text(s, min(wanted - seen, key=repr))}: is missing")
+        raise ScheduleError(f"{op_text(s, min(wanted - seen, key=repr))}: is missing")
 
 
 def _updates(pipeline: Pipeline, mini_batch: int, mini_batches: int) -> bool:

@@ -12,14 +12,14 @@ from math import inf
 
 from ..simulator.clock import SimulatedClock
 from ..simulator.pipeline import Pipeline
-from ..systems.operations import BACKWARDS, FORWARDS, UPDATES, Order, numbered
+from ..systems.operations import BACKWARDS, FORWARDS, UPDATES, Schedule, numbered
 
 _Entry = tuple[float, int, int]
 """Start, 1 for forwards and 0 for what goes before them, stage."""
 
 
-class ListSchedule:
-    """Makes the order of all stages, operation by operation, and the times with it.
+class ListScheduler:
+    """Makes the schedule of all stages, operation by operation, and the times with it.
 
     Attributes:
         kinds: per stage, kinds of what it has run. Forwards and backwards follow their numbers.
@@ -164,6 +164,6 @@ class ListSchedule:
         for port in self.clock.ports[kind][s]:
             self._offer(port.stage)
 
-    def order(self) -> Order:
+    def schedule(self) -> Schedule:
         """Per stage, what it has run, with an update after every mini-batch."""
         return tuple(numbered(kinds, self._micro_batches, micro=False) for kinds in self.kinds)

@@ -1,6 +1,6 @@
-"""Orders: which operations each stage runs, in which sequence. Decided before the run.
+"""Schedules: which operations each stage runs, in which sequence. Decided before the run.
 
-An order is a pure function of the pipeline; timing jitter never changes it, so runs repeat.
+A schedule is a pure function of the pipeline; timing jitter never changes it, so runs repeat.
 
 In-flight limits count mini-batches whose forward has begun and whose backward isn't done at a
 stage. What they mean differs from rule to rule, with D stages behind a stage:
@@ -24,9 +24,9 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from ..simulator.pipeline import Pipeline
-from ..systems.operations import B, F, Order, U, W, numbered
-from ..systems.variants import OrderRule, Variant
-from .nf1b import ListSchedule
+from ..systems.operations import B, F, Schedule, U, W, numbered
+from ..systems.variants import ScheduleRule, Variant
+from .nf1b import ListScheduler
 from .zero_bubble import postponed
 
 Ranges = tuple[tuple[int, int], ...]
@@ -39,24 +39,24 @@ def limit_ranges(variant: Variant, stages: int) -> Ranges:
     Within them limits must not rise along the pipeline.
     """
     behind = range(stages - 1, -1, -1)
-    if variant.order == "nf1b":
+    if variant.schedule == "nf1b":
         return tuple((1, 1 + 2 * d) for d in behind)
-    if variant.order == "1f1b":
+    if variant.schedule == "1f1b":
         return tuple((1, 1 + d) for d in behind)
-    if variant.order == "1f1b-micro":
+    if variant.schedule == "1f1b-micro":
         return tuple((2, 2) if d else (1, 1) for d in behind)
     return ((1, 1),) * stages
 
 
-def make_order(pipeline: Pipeline, mini_batches: int) -> Order:
-    """The order of all stages for a run of `mini_batches`, from first forward to last update."""
+def make_schedule(pipeline: Pipeline, mini_batches: int) -> Schedule:
+    """The schedule of all stages for a run of `mini_batches`, from first forward to last update."""
     variant, n = pipeline.variant, pipeline.micro_batches
-    if variant.order not in PATTERNS:
-        schedule = ListSchedule(pipeline, mini_batches)
-        schedule.run(mini_batches)
-        found: Iterable[Iterable[int]] = schedule.kinds
+    if variant.schedule not in PATTERNS:
+        scheduler = ListScheduler(pipeline, mini_batches)
+        scheduler.run(mini_batches)
+        found: Iterable[Iterable[int]] = scheduler.kinds
     else:
-        found = (pattern.kinds(mini_batches) for pattern in order_patterns(pipeline))
+        found = (pattern.kinds(mini_batches) for pattern in schedule_patterns(pipeline))
     return tuple(
         numbered(
             kinds,
@@ -70,7 +70,7 @@ def make_order(pipeline: Pipeline, mini_batches: int) -> Order:
 
 
 class Pattern(NamedTuple):
-    """Kinds of one stage's operations in an order that repeats: those up to its first update, and
+    """Kinds of one stage's operations in a schedule that repeats: those up to its first update, and
     those of each further mini-batch, up to its update."""
 
     first: bytes
@@ -81,9 +81,9 @@ class Pattern(NamedTuple):
         return self.first + self.further * (updates - 1) if updates else b""
 
 
-def order_patterns(pipeline: Pipeline) -> tuple[Pattern, ...]:
+def schedule_patterns(pipeline: Pipeline) -> tuple[Pattern, ...]:
     """Per stage its pattern, for the rules of `PATTERNS`."""
-    make, n = PATTERNS[pipeline.variant.order], pipeline.micro_batches
+    make, n = PATTERNS[pipeline.variant.schedule], pipeline.micro_batches
     found: list[Pattern] = []
     devices = 0
     for s in range(pipeline.stages - 1, -1, -1):
@@ -128,12 +128,12 @@ def _split_one_by_one(n: int, ahead: int, limit: int) -> Pattern:
     return Pattern(mini_batch, mini_batch)
 
 
-PATTERNS: dict[OrderRule, Callable[[int, int, int], Pattern]] = {
+PATTERNS: dict[ScheduleRule, Callable[[int, int, int], Pattern]] = {
     "gpipe": _gpipe,
     "1f1b": _mini_one_by_one,
     "1f1b-flush": _flushed_one_by_one,
     "1f1b-split": _split_one_by_one,
     "1f1b-micro": _micro_one_by_one,
 }
-"""Rules whose orders repeat with every mini-batch: from N, the micro-batches that 1F1B has ahead of
-the first backward, and the stage's limit."""
+"""Rules whose schedules repeat with every mini-batch: from N, the micro-batches that 1F1B has ahead
+of the first backward, and the stage's limit."""

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from math import inf
 from typing import Protocol
 
-from ...profiles.errors import OrderError
+from ...profiles.errors import ScheduleError
 from ..simulator.clock import SimulatedClock
-from ..simulator.executor import Code, Contended, Listed, coded, codes
+from ..simulator.executor import Code, ContendedExecutor, ListExecutor, coded, codes
 from ..simulator.pipeline import Pipeline
 from ..simulator.timeline import least_period_s, round_trip_s
-from ..systems.operations import BACKWARDS, FORWARDS, UPDATES, WEIGHTS, B, F, Order, W
-from .nf1b import ListSchedule
-from .schedules import PATTERNS, order_patterns
+from ..systems.operations import BACKWARDS, FORWARDS, UPDATES, WEIGHTS, B, F, Schedule, W
+from .nf1b import ListScheduler
+from .schedules import PATTERNS, schedule_patterns
 
 MOST_OPERATIONS = 400_000
 """A simulation has about so many at most, settled or not."""
@@ -46,12 +46,12 @@ class Steady:
 def steady_state(pipeline: Pipeline) -> Steady:
     """Simulate without an end until all stages repeat what they did some mini-batches before.
 
-    Raises OrderError for in-flight limits with which the stages wait for each other.
+    Raises ScheduleError for in-flight limits with which the stages wait for each other.
     """
-    run = _run_patterned if pipeline.variant.order in PATTERNS else _run_scheduled
+    run = _run_patterned if pipeline.variant.schedule in PATTERNS else _run_scheduled
     clock, kinds, done, cycle = run(pipeline)
     if not done:
-        raise OrderError("deadlock: the stages wait for each other under these in-flight limits")
+        raise ScheduleError("deadlock: the stages wait for each other under these in-flight limits")
     period_s = max(_period_s(clock, done, cycle), least_period_s(pipeline))
     if not cycle:
         period_s = max(period_s, round_trip_s(pipeline))
@@ -105,15 +105,15 @@ def _run_patterned(pipeline: Pipeline) -> _Run:
 
 def _run_scheduled(pipeline: Pipeline) -> _Run:
     most, horizon = _lengths(pipeline)
-    schedule = ListSchedule(pipeline, horizon)
-    done, cycle = _settle(schedule, most)
-    clock = schedule.clock
-    kinds = tuple(bytes(mine) for mine in schedule.kinds)
+    scheduler = ListScheduler(pipeline, horizon)
+    done, cycle = _settle(scheduler, most)
+    clock = scheduler.clock
+    kinds = tuple(bytes(mine) for mine in scheduler.kinds)
     if clock.contended and max(clock.replicas) > 1:
-        # The schedule takes a stage's operations in turn, whichever replica is free first. Where
+        # The scheduler takes a stage's operations in turn, whichever replica is free first. Where
         # they wait for wires too, times come from running its lists as time goes by.
-        schedule.run(min(done + max(pipeline.limits), horizon))
-        replay = _replay(pipeline, schedule.order())
+        scheduler.run(min(done + max(pipeline.limits), horizon))
+        replay = _replay(pipeline, scheduler.schedule())
         done, cycle = _settle(replay, done)
         clock = replay.clock
     return clock, kinds, done, cycle
@@ -148,7 +148,7 @@ class _Source(Protocol):
 
 
 class _Patterned:
-    """Orders that repeat with every mini-batch.
+    """Schedules that repeat with every mini-batch.
 
     Where stages wait for one another's messages, they go by lists made beforehand: for `length`
     mini-batches, and so many more that the lists' end doesn't show.
@@ -157,24 +157,24 @@ class _Patterned:
     def __init__(self, pipeline: Pipeline, length: int) -> None:
         self.length = length
         self.clock = clock = SimulatedClock(pipeline)
-        self._patterns = order_patterns(pipeline)
+        self._patterns = schedule_patterns(pipeline)
         self._ahead = max(pipeline.limits)
-        self._run: Listed | Contended = Listed(clock)
+        self._run: ListExecutor | ContendedExecutor = ListExecutor(clock)
         if clock.contended:
             clock.grow(length + 2 * self._ahead)
             lists = [
                 coded(clock, s, pattern.kinds(length + self._ahead))
                 for s, pattern in enumerate(self._patterns)
             ]
-            self._run = Contended(clock, lists)
+            self._run = ContendedExecutor(clock, lists)
 
     @property
     def now_s(self) -> float:
-        return self._run.now_s if isinstance(self._run, Contended) else -inf
+        return self._run.now_s if isinstance(self._run, ContendedExecutor) else -inf
 
     @property
     def ended(self) -> bool:
-        return isinstance(self._run, Contended) and self._run.ended
+        return isinstance(self._run, ContendedExecutor) and self._run.ended
 
     def kinds(self) -> tuple[bytes, ...]:
         """Until all that are in flight entered after the first one had left."""
@@ -194,7 +194,7 @@ class _Patterned:
         return coded(self.clock, s, further, (forwards, backwards, b, weights))
 
     def run(self, mini_batches: int) -> bool:
-        if isinstance(self._run, Contended):
+        if isinstance(self._run, ContendedExecutor):
             return self._run.run(mini_batches)
         self.clock.grow(mini_batches + self._ahead)
         for s, ops in enumerate(self._run.lists):
@@ -202,10 +202,10 @@ class _Patterned:
         return self._run.run()
 
 
-def _replay(pipeline: Pipeline, order: Order) -> Contended:
+def _replay(pipeline: Pipeline, schedule: Schedule) -> ContendedExecutor:
     clock = SimulatedClock(pipeline)
-    clock.grow(1 + max(op.mini_batch for ops in order for op in ops))
-    return Contended(clock, [codes(clock, s, ops) for s, ops in enumerate(order)])
+    clock.grow(1 + max(op.mini_batch for ops in schedule for op in ops))
+    return ContendedExecutor(clock, [codes(clock, s, ops) for s, ops in enumerate(schedule)])
 
 
 # Whether it repeats --------------------------------------------------------------------------

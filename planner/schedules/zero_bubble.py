@@ -1,4 +1,4 @@
-"""Where the weight parts of split backwards go: the order of ZB-H1 (2401.10241), for any stages.
+"""Where the weight parts of split backwards go: the schedule of ZB-H1 (2401.10241), for any stages.
 
 Forwards and backwards stay in the sequence of 1F1B. A weight part W may run at any time after its
 backward B, but until then the stage keeps the micro-batch's activations. No replica keeps more
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from math import inf
 
 from ..simulator.clock import SimulatedClock
-from ..simulator.executor import Contended, Listed, coded
+from ..simulator.executor import ContendedExecutor, ListExecutor, coded
 from ..simulator.pipeline import Pipeline
 from ..systems.operations import BACKWARDS, FORWARDS, UPDATES, WEIGHTS, B, F, U, W
 
@@ -82,9 +82,9 @@ def _period_s(pipeline: Pipeline, rows: Sequence[bytes]) -> float:
     clock.grow(2)
     lists = [coded(clock, s, (row + U) * 2) for s, row in enumerate(rows)]
     if clock.contended:
-        done = Contended(clock, lists).run(2)
+        done = ContendedExecutor(clock, lists).run(2)
     else:
-        run = Listed(clock)
+        run = ListExecutor(clock)
         run.lists = lists
         done = run.run()
     return max(b - a for a, b in clock.starts_s[UPDATES]) if done else inf
@@ -94,7 +94,7 @@ class _Idle:
     """Weight parts whenever the stage would be idle: a list schedule of one mini-batch.
 
     Times are those of one micro-batch over the stage's replicas, and messages never wait for a
-    wire: what comes of it is an order, which the clock then times exactly.
+    wire: what comes of it is a schedule, which the clock then times exactly.
     """
 
     def __init__(self, pipeline: Pipeline, rows: Sequence[bytes], most: Sequence[int]) -> None:

@@ -38,7 +38,7 @@ _CLOSE = 1.01
 """Where there is much to look at, memory that would do is found up to this factor."""
 
 _ROOM = 0.99
-"""Of it, what a number of devices is looked for with: an order may take a little more."""
+"""Of it, what a number of devices is looked for with: a schedule may take a little more."""
 
 _MOST_TIMES = 16
 """Times a device's memory that is looked at however long it takes."""
@@ -149,7 +149,8 @@ class Fitting:
         return high
 
     # Where there is so much to look at that a simulation for each guess takes too long: cuts that
-    # fit as far as the order alone tells, with the smallest micro-batches; the last is evaluated.
+    # fit as far as the schedule alone tells, with the smallest micro-batches. The last one is
+    # evaluated.
 
     def _about_smallest_memory(self, cluster: Cluster) -> tuple[int, Evaluation] | None:
         self.deadline = time.monotonic() + _SECONDS / 2
@@ -189,7 +190,7 @@ class Fitting:
             grown = _grown(cluster, high)
             if found is not None and not self._evaluated(grown, found).over_limit(grown):
                 return high
-            # Its order takes more than the cut alone tells.
+            # Its schedule takes more than the cut alone tells.
             high = min(-(-high * 21 // 20), most)
             found = self._cut_on(_grown(cluster, high), _ROOM)
         return None

@@ -32,7 +32,7 @@ _BLOCKS_SHARE = 0.25
 
 _ROOM = 0.995
 """Of the memory, what first guesses use if they can: what awaits its sending is only known from
-an order."""
+a schedule."""
 
 _ALIKE = 0.02
 """Of the best first guesses, those that differ by no more are tried in the sequence in which they

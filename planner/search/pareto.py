@@ -9,7 +9,7 @@ from ..evaluate import Evaluation
 
 
 @dataclass(frozen=True)
-class FrontPoint:
+class ParetoPoint:
     """A plan's three prices.
 
     Attributes:
@@ -24,10 +24,10 @@ class FrontPoint:
     version_difference: int
 
 
-def front_point(variant: str, found: Evaluation) -> FrontPoint:
+def pareto_point(variant: str, found: Evaluation) -> ParetoPoint:
     """What a plan costs."""
     predicted = found.prediction
-    return FrontPoint(
+    return ParetoPoint(
         variant=variant,
         evaluation=found,
         period_s=predicted.period_s,
@@ -36,33 +36,25 @@ def front_point(variant: str, found: Evaluation) -> FrontPoint:
     )
 
 
-class Front:
-    """The plans seen so far that none beats or equals in all three. By rising period."""
+class ParetoFront:
+    """The plans seen so far that none beats or equals in all three, by ascending period."""
 
     def __init__(self) -> None:
-        self._points: list[FrontPoint] = []
+        self._points: list[ParetoPoint] = []
 
-    def add(self, point: FrontPoint) -> None:
+    def add(self, point: ParetoPoint) -> None:
         """Keep the plan unless one that is kept is as good; drop those that it is as good as."""
         if any(_as_good(kept, point) for kept in self._points):
             return
         self._points = [kept for kept in self._points if not _as_good(point, kept)] + [point]
 
     @property
-    def points(self) -> tuple[FrontPoint, ...]:
+    def points(self) -> tuple[ParetoPoint, ...]:
         """Without any plan that another is as good as in everything."""
         return tuple(sorted(self._points, key=_prices))
 
 
-def pareto_front(points: Iterable[FrontPoint]) -> tuple[FrontPoint, ...]:
-    """The front of these plans; of equal ones the first."""
-    front = Front()
-    for point in points:
-        front.add(point)
-    return front.points
-
-
-def beaten(prices: tuple[float, int, int], points: Iterable[FrontPoint]) -> bool:
+def beaten(prices: tuple[float, int, int], points: Iterable[ParetoPoint]) -> bool:
     """Whether some point is as good in period, memory and version difference, and better in one."""
     return any(
         _no_more(_prices(point), prices) and not _no_more(prices, _prices(point))
@@ -70,11 +62,11 @@ def beaten(prices: tuple[float, int, int], points: Iterable[FrontPoint]) -> bool
     )
 
 
-def _prices(point: FrontPoint) -> tuple[float, int, int]:
+def _prices(point: ParetoPoint) -> tuple[float, int, int]:
     return point.period_s, point.memory_bytes, point.version_difference
 
 
-def _as_good(point: FrontPoint, other: FrontPoint) -> bool:
+def _as_good(point: ParetoPoint, other: ParetoPoint) -> bool:
     return _no_more(_prices(point), _prices(other))
 
 

@@ -58,7 +58,7 @@ BOUND = Assumptions()
 def fixed_in_flight(variant: Variant) -> bool:
     """Whether the schedule fixes how many micro-batches are in flight: as many for each replica
     as there are devices from its stage on for each of its stage's (`schedules`)."""
-    return variant.order in ("1f1b-flush", "1f1b-micro")
+    return variant.schedule in ("1f1b-flush", "1f1b-micro")
 
 
 @dataclass(frozen=True)

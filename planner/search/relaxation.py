@@ -105,7 +105,7 @@ class Relaxation:
                 )
             options.append(Option(r // grain, list(modes).index(key)))
         devices = all_devices
-        if guess and assumed.identical and self.variant.order == "1f1b-micro":
+        if guess and assumed.identical and self.variant.schedule == "1f1b-micro":
             # It never has more than N micro-batches in flight, each on one device at a time.
             devices = min(devices, n)
         place: Places = PlaceMaker(
@@ -153,7 +153,7 @@ class Relaxation:
         from a stage to the end and back; of that only layers count that all paths go through, and
         that gradients come back along.
         """
-        if self.variant.order != "1f1b-micro":
+        if self.variant.schedule != "1f1b-micro":
             return 0.0
         work = np.add(*self._once(self.graph.costs(self._size(micro_batches, 1))))
         return max((sum(work[row].tolist()) for row in self.graph.returning_rows), default=0.0)
@@ -168,7 +168,7 @@ class Relaxation:
         """
         if not self.variant.flushes:
             return ("cycle",)
-        one_by_one = self.variant.order == "1f1b-flush"
+        one_by_one = self.variant.schedule == "1f1b-flush"
         return ("drain", "return", "cycle") if one_by_one else ("drain", "cycle")
 
     # Layers ----------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ def coded(
     return found
 
 
-class Listed:
+class ListExecutor:
     """Runs lists in any sequence that respects messages, where none wait for one another.
 
     Attributes:
@@ -125,7 +125,7 @@ def _workers(clock: SimulatedClock, s: int, codes: Iterable[Code]) -> list[_Work
     return found
 
 
-class Contended:
+class ContendedExecutor:
     """Runs lists as time goes by, where messages of several stages wait for one another.
 
     Attributes:

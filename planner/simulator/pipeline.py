@@ -1,4 +1,4 @@
-"""A pipeline as the orders and the simulator see it: durations, links and limits. Units: s."""
+"""A pipeline as the schedules and the simulator see it: durations, links and limits. Units: s."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """All that decides an order.
+    """All that decides a schedule.
 
     A stage on r devices has r replicas. Micro-batch i is replica i mod r's; in systems of whole
     mini-batches each replica has 1/r of the samples, dealt likewise. Every replica updates.

@@ -1,4 +1,4 @@
-"""Simulating an order: when each operation runs, and how long a mini-batch takes."""
+"""Simulating a schedule: when each operation runs, and how long a mini-batch takes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from ...profiles.errors import OrderError
-from ..systems.operations import FORWARD, FORWARDS, UPDATES, Op, Order, op_text
+from ...profiles.errors import ScheduleError
+from ..systems.operations import FORWARD, FORWARDS, UPDATES, Op, Schedule, op_text
 from .clock import NOT_YET, SimulatedClock, SimulatedMessage
-from .executor import Code, Contended, Listed, codes
+from .executor import Code, ContendedExecutor, ListExecutor, codes
 from .pipeline import Link, Pipeline
 
 
@@ -41,48 +41,48 @@ class Timeline:
 
 
 def simulate(
-    pipeline: Pipeline, order: Order, sent: list[SimulatedMessage] | None = None
+    pipeline: Pipeline, schedule: Schedule, sent: list[SimulatedMessage] | None = None
 ) -> Timeline:
-    """Run the order on the clock.
+    """Run the schedule on the clock.
 
     Args:
         sent: where all messages are noted.
 
     Raises:
-        OrderError: some operation waits for a message that is never sent (a deadlock); the
+        ScheduleError: some operation waits for a message that is never sent (a deadlock); the
             message names the operations that every stuck stage waits at.
     """
     clock = SimulatedClock(pipeline)
     clock.sent = sent
-    clock.grow(1 + max((op.mini_batch for ops in order for op in ops), default=-1))
-    lists = [codes(clock, s, ops) for s, ops in enumerate(order)]
-    run: Listed | Contended
+    clock.grow(1 + max((op.mini_batch for ops in schedule for op in ops), default=-1))
+    lists = [codes(clock, s, ops) for s, ops in enumerate(schedule)]
+    run: ListExecutor | ContendedExecutor
     if clock.contended:
-        run = Contended(clock, lists)
+        run = ContendedExecutor(clock, lists)
         run.run(clock.mini_batches)
     else:
-        run = Listed(clock)
+        run = ListExecutor(clock)
         run.lists = lists
         run.run()
     stuck = [
         op_text(s, ops[done])
-        for s, (ops, done) in enumerate(zip(order, run.done, strict=True))
+        for s, (ops, done) in enumerate(zip(schedule, run.done, strict=True))
         if done < len(ops)
     ]
     if stuck:
-        raise OrderError(f"deadlock: these operations wait for each other: {', '.join(stuck)}")
-    return _timeline(clock, order, lists, run.sequence)
+        raise ScheduleError(f"deadlock: these operations wait for each other: {', '.join(stuck)}")
+    return _timeline(clock, schedule, lists, run.sequence)
 
 
 def _timeline(
     clock: SimulatedClock,
-    order: Order,
+    schedule: Schedule,
     lists: Sequence[Sequence[Code]],
     sequence: list[tuple[int, int]],
 ) -> Timeline:
     stages, replicas = [], []
     last_starts: list[list[float]] = []
-    for s, (ops, numbers) in enumerate(zip(order, lists, strict=True)):
+    for s, (ops, numbers) in enumerate(zip(schedule, lists, strict=True)):
         mine: list[list[Event]] = [[] for _ in range(clock.replicas[s])]
         events, starts = [], []
         for op, code in zip(ops, numbers, strict=True):
@@ -178,7 +178,7 @@ def busy_s(pipeline: Pipeline, stage: int) -> float:
 
 
 def least_period_s(pipeline: Pipeline) -> float:
-    """What the busiest device or wire needs per mini-batch: no order is faster."""
+    """What the busiest device or wire needs per mini-batch: no schedule is faster."""
     wires: dict[object, float] = {}
     for link in pipeline.links:
         count = pipeline.messages_per_route(link)
@@ -219,7 +219,7 @@ def idle_cores(pipeline: Pipeline, period_s: float) -> tuple[float, ...]:
 
 
 def round_trip_s(pipeline: Pipeline) -> float:
-    """What in-flight limits allow per mini-batch: no order under them is faster.
+    """What in-flight limits allow per mini-batch: no schedule under them is faster.
 
     A stage begins mini-batch b + L after its update for b, so a period takes 1 / L of the time
     from a mini-batch's first forward there to its update.

@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from ...profiles.errors import OrderError
+from ...profiles.errors import ScheduleError
 
 FORWARD, BACKWARD, WEIGHT, UPDATE = "F", "B", "W", "U"
 
@@ -31,7 +31,7 @@ class Op(NamedTuple):
     micro_batch: int | None = None
 
 
-Order = tuple[tuple[Op, ...], ...]
+Schedule = tuple[tuple[Op, ...], ...]
 """For each stage, the operations it executes, first to last."""
 
 
@@ -42,35 +42,37 @@ def op_text(stage: int, op: Op) -> str:
 
 
 def parse_op(text: str) -> tuple[int, Op]:
-    """The reverse of `op_text`. Raises OrderError."""
+    """The reverse of `op_text`. Raises ScheduleError."""
     match = _TEXT.fullmatch(text)
     if not match:
-        raise OrderError(f"{text!r} is no operation; write it like 1F0.2, 1B0 or 1U0")
+        raise ScheduleError(f"{text!r} is no operation; write it like 1F0.2, 1B0 or 1U0")
     stage, kind, mini, micro = match.groups()
     return int(stage), Op(kind, int(mini), None if micro is None else int(micro))
 
 
-def order_text(order: Sequence[Iterable[Op]]) -> str:
-    """An order as text, a line for each stage."""
-    return "\n".join(" ".join(op_text(stage, op) for op in ops) for stage, ops in enumerate(order))
+def schedule_text(schedule: Sequence[Iterable[Op]]) -> str:
+    """A schedule as text, a line for each stage."""
+    return "\n".join(
+        " ".join(op_text(stage, op) for op in ops) for stage, ops in enumerate(schedule)
+    )
 
 
-def parse_order(text: str) -> Order:
-    """The reverse of `order_text`. Raises OrderError."""
+def parse_schedule(text: str) -> Schedule:
+    """The reverse of `schedule_text`. Raises ScheduleError."""
     stages = []
     for s, line in enumerate(text.splitlines()):
         ops = []
         for word in line.split():
             stage, op = parse_op(word)
             if stage != s:
-                raise OrderError(f"{word!r} stands in the line of stage {s}")
+                raise ScheduleError(f"{word!r} stands in the line of stage {s}")
             ops.append(op)
         stages.append(tuple(ops))
     return tuple(stages)
 
 
-# Orders in short: a byte for each of a stage's operations, which says its kind ------------------
-# In every order that a rule makes, a stage runs its forwards in the sequence of their micro-
+# Schedules in short: a byte for each of a stage's operations, which says its kind ----------------
+# In every schedule that a rule makes, a stage runs its forwards in the sequence of their micro-
 # batches, its backwards and their weight parts likewise, and its updates in that of their mini-
 # batches: kinds alone say all.
 

@@ -1,8 +1,8 @@
-"""How many updates a prediction looks ahead, read off the order.
+"""How many updates a prediction looks ahead, read off the schedule.
 
 Where weights are predicted, the distance is counted on a *unit clock*: every forward and backward
 takes one unit, updates and messages none, every stage feeds the next, and each runs its list as
-early as it can. So distances follow from the order alone. With S − s mini-batches in flight they
+early as it can. So distances follow from the schedule alone. With S − s mini-batches in flight they
 are, once the pipeline is full, SpecTrain's ⌊s/2⌋ + S − s − 1 and ⌊s/2⌋ (1809.02839, section 3.2).
 """
 
@@ -12,8 +12,8 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from ...profiles.errors import OrderError
-from .operations import BACKWARD, FORWARD, UPDATE, Op, Order
+from ...profiles.errors import ScheduleError
+from .operations import BACKWARD, FORWARD, UPDATE, Op, Schedule
 from .variants import Horizon, Variant
 
 
@@ -30,14 +30,14 @@ class Distances:
     backward: tuple[int, ...]
 
 
-def prediction_distances(variant: Variant, order: Order) -> tuple[Distances, ...]:
+def prediction_distances(variant: Variant, schedule: Schedule) -> tuple[Distances, ...]:
     """Per stage; without any entries for systems that predict nothing.
 
-    Raises OrderError when the order can't be run.
+    Raises ScheduleError when the schedule can't be run.
     """
     if not variant.horizon:
-        return tuple(Distances((), ()) for _ in order)
-    return _HORIZONS[variant.horizon](order)
+        return tuple(Distances((), ()) for _ in schedule)
+    return _HORIZONS[variant.horizon](schedule)
 
 
 @dataclass
@@ -55,13 +55,13 @@ class _StageTimes:
     versions: dict[Op, int] = field(default_factory=dict)
 
 
-def _round_trip(order: Order) -> tuple[Distances, ...]:
+def _round_trip(schedule: Schedule) -> tuple[Distances, ...]:
     """To the version that the stage has when the mini-batch's backward at stage 0 starts.
 
     What is updated at that very moment doesn't count; stage 0's version is what its own backward
     sees.
     """
-    clocked = _clocked(order)
+    clocked = _clocked(schedule)
     heads = _firsts(BACKWARD, clocked[0].starts)
     found = []
     for s, times in enumerate(clocked):
@@ -74,10 +74,10 @@ def _round_trip(order: Order) -> tuple[Distances, ...]:
     return tuple(found)
 
 
-def _own_backward(order: Order) -> tuple[Distances, ...]:
+def _own_backward(schedule: Schedule) -> tuple[Distances, ...]:
     """To the version that the stage has at the mini-batch's own backward."""
     found = []
-    for ops in order:
+    for ops in schedule:
         versions, updates = {}, 0
         for op in ops:
             if op.kind == UPDATE:
@@ -105,17 +105,17 @@ def _firsts(kind: str, ops: Mapping[Op, int]) -> list[Op]:
     return [found[b] for b in sorted(found)]
 
 
-def _clocked(order: Order) -> list[_StageTimes]:
-    """Run the order on the unit clock."""
-    last = len(order) - 1
-    times = [_StageTimes() for _ in order]
-    ends: list[dict[Op, int]] = [{} for _ in order]
-    done, now = [0] * len(order), [0] * len(order)
-    pending = list(range(len(order)))
+def _clocked(schedule: Schedule) -> list[_StageTimes]:
+    """Run the schedule on the unit clock."""
+    last = len(schedule) - 1
+    times = [_StageTimes() for _ in schedule]
+    ends: list[dict[Op, int]] = [{} for _ in schedule]
+    done, now = [0] * len(schedule), [0] * len(schedule)
+    pending = list(range(len(schedule)))
     while pending:
         s = pending.pop()
-        while done[s] < len(order[s]):
-            op = order[s][done[s]]
+        while done[s] < len(schedule[s]):
+            op = schedule[s][done[s]]
             if op.kind == UPDATE:
                 times[s].updates.append(now[s])
             else:
@@ -130,12 +130,12 @@ def _clocked(order: Order) -> list[_StageTimes]:
                 ends[s][op] = now[s] = start + 1
                 pending += [t for t in (s - 1, s + 1) if 0 <= t <= last and t not in pending]
             done[s] += 1
-    if any(count < len(ops) for count, ops in zip(done, order, strict=True)):
-        raise OrderError("deadlock: the order's stages wait for each other")
+    if any(count < len(ops) for count, ops in zip(done, schedule, strict=True)):
+        raise ScheduleError("deadlock: the order's stages wait for each other")
     return times
 
 
-_HORIZONS: dict[Horizon, Callable[[Order], tuple[Distances, ...]]] = {
+_HORIZONS: dict[Horizon, Callable[[Schedule], tuple[Distances, ...]]] = {
     "round-trip": _round_trip,
     "backward": _own_backward,
 }

@@ -11,7 +11,7 @@ from typing import Literal
 
 from ...profiles.errors import PlanError
 
-OrderRule = Literal["gpipe", "1f1b", "1f1b-flush", "1f1b-micro", "1f1b-split", "nf1b"]
+ScheduleRule = Literal["gpipe", "1f1b", "1f1b-flush", "1f1b-micro", "1f1b-split", "nf1b"]
 BackwardUnit = Literal["micro", "mini"]
 ForwardWeights = Literal["latest", "micro-batch-entry", "mini-batch-entry", "predicted"]
 BackwardWeights = Literal["latest", "forward", "predicted", "intermediate"]
@@ -25,7 +25,7 @@ class Variant:
     """One training system.
 
     Attributes:
-        order: rule that makes the list of operations (`schedules`).
+        schedule: rule that makes the list of operations (`schedules`).
         backward_unit: a backward works through one micro-batch, or a whole mini-batch.
         flushes: the pipeline drains before each update.
         forward_weights: "latest" at each forward; vertical synchronisation, at all stages the
@@ -50,7 +50,7 @@ class Variant:
     """
 
     name: str
-    order: OrderRule
+    schedule: ScheduleRule
     backward_unit: BackwardUnit
     flushes: bool
     forward_weights: ForwardWeights
@@ -108,7 +108,7 @@ class Variant:
 _TABLE = (
     Variant(
         name="timeprest",
-        order="nf1b",
+        schedule="nf1b",
         backward_unit="mini",
         flushes=False,
         forward_weights="micro-batch-entry",
@@ -118,7 +118,7 @@ _TABLE = (
     ),
     Variant(
         name="timeprest-stashed",
-        order="nf1b",
+        schedule="nf1b",
         backward_unit="mini",
         flushes=False,
         forward_weights="micro-batch-entry",
@@ -128,7 +128,7 @@ _TABLE = (
     ),
     Variant(
         name="pipedream-unstashed",
-        order="1f1b",
+        schedule="1f1b",
         backward_unit="mini",
         flushes=False,
         forward_weights="micro-batch-entry",
@@ -138,7 +138,7 @@ _TABLE = (
     ),
     Variant(
         name="v-timeprest",
-        order="nf1b",
+        schedule="nf1b",
         backward_unit="mini",
         flushes=False,
         forward_weights="latest",
@@ -148,7 +148,7 @@ _TABLE = (
     ),
     Variant(
         name="i-timeprest",
-        order="nf1b",
+        schedule="nf1b",
         backward_unit="mini",
         flushes=False,
         forward_weights="micro-batch-entry",
@@ -158,7 +158,7 @@ _TABLE = (
     ),
     Variant(
         name="pipedream",
-        order="1f1b",
+        schedule="1f1b",
         backward_unit="mini",
         flushes=False,
         forward_weights="latest",
@@ -168,7 +168,7 @@ _TABLE = (
     ),
     Variant(
         name="pipedream-vertical-sync",
-        order="1f1b",
+        schedule="1f1b",
         backward_unit="mini",
         flushes=False,
         forward_weights="mini-batch-entry",
@@ -178,7 +178,7 @@ _TABLE = (
     ),
     Variant(
         name="pipedream-2bw",
-        order="1f1b-micro",
+        schedule="1f1b-micro",
         backward_unit="micro",
         flushes=False,
         forward_weights="mini-batch-entry",
@@ -189,7 +189,7 @@ _TABLE = (
     ),
     Variant(
         name="pipedream-flush",
-        order="1f1b-flush",
+        schedule="1f1b-flush",
         backward_unit="micro",
         flushes=True,
         forward_weights="latest",
@@ -199,7 +199,7 @@ _TABLE = (
     ),
     Variant(
         name="spectrain",
-        order="1f1b",
+        schedule="1f1b",
         backward_unit="mini",
         flushes=False,
         forward_weights="predicted",
@@ -212,7 +212,7 @@ _TABLE = (
     ),
     Variant(
         name="pipeoptim",
-        order="1f1b",
+        schedule="1f1b",
         backward_unit="mini",
         flushes=False,
         forward_weights="predicted",
@@ -225,7 +225,7 @@ _TABLE = (
     ),
     Variant(
         name="pipedream-nesterov",
-        order="1f1b",
+        schedule="1f1b",
         backward_unit="mini",
         flushes=False,
         forward_weights="latest",
@@ -236,7 +236,7 @@ _TABLE = (
     ),
     Variant(
         name="gpipe",
-        order="gpipe",
+        schedule="gpipe",
         backward_unit="micro",
         flushes=True,
         forward_weights="latest",
@@ -247,7 +247,7 @@ _TABLE = (
     ),
     Variant(
         name="zb-h1",
-        order="1f1b-split",
+        schedule="1f1b-split",
         backward_unit="micro",
         flushes=True,
         forward_weights="latest",

@@ -1,6 +1,6 @@
-"""Which weight version every forward and backward uses: the variants table, applied to an order.
+"""Which weight version every forward and backward uses: the variants table, applied to a schedule.
 
-The planner walks an order to count versions and bytes; the runtime walks the same order with
+The planner walks a schedule to count versions and bytes; the runtime walks the same schedule with
 real weights. Version v of a stage is what v updates have made of it there. Where weights are
 predicted, or lie between the forward's and the latest, the latest counts as the version used.
 """
@@ -11,7 +11,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ...profiles.errors import OrderError
+from ...profiles.errors import ScheduleError
 from .operations import BACKWARD, FORWARD, UPDATE, WEIGHT, Op
 from .variants import Variant
 
@@ -94,7 +94,7 @@ class VersionWalk:
             return self.latest
         at = op.mini_batch * self.micro_batches + (op.micro_batch or 0)
         if at >= len(self._entries):
-            raise OrderError(f"mini-batch {op.mini_batch}: its version at stage 0 isn't known")
+            raise ScheduleError(f"mini-batch {op.mini_batch}: its version at stage 0 isn't known")
         # Where no gradient goes back to stage 0, it may be ahead of a later stage.
         return min(self._entries[at], self.latest)
 
@@ -195,7 +195,7 @@ class VersionUse:
     """What a stage's operations use.
 
     Attributes:
-        versions: per operation of the order; for an update, the version it makes; for a backward
+        versions: per operation of the schedule; for an update, the version it makes; for a backward
             of micro-batches that each use their own, the oldest.
         most_held: weight versions held at once.
         differences: per backward, in order: its version less the one its forward used.

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from ...planner.cluster.cluster import uniform_cluster
-from ...planner.schedules.schedules import make_order
+from ...planner.schedules.schedules import make_schedule
 from ...planner.search.solve import solve
 from ...planner.simulator.pipeline import Pipeline
 from ...planner.systems.operations import BACKWARD, FORWARD, UPDATE, Op
@@ -204,7 +204,7 @@ def measure_operations(threads: int) -> OperationCost:
         for w in prepared.workers
     ]
     segment = prepared.segments[0]
-    schedule = make_order(prepared.pipeline, segment.mini_batches)
+    schedule = make_schedule(prepared.pipeline, segment.mini_batches)
     for runner in runners:
         runner.begin(segment, schedule)
     times: dict[tuple[int, str], list[float]] = defaultdict(list)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ...planner.plan import Plan, check_cut, check_plan, pipeline_of
-from ...planner.schedules.check import check_order
-from ...planner.schedules.schedules import make_order
+from ...planner.schedules.check import check_schedule
+from ...planner.schedules.schedules import make_schedule
 from ...planner.simulator.pipeline import Pipeline
 from ...profiles.errors import PlanError, TargetError, TimeprestError, TraceError
 from ...profiles.profile import IMPORTED
@@ -184,7 +184,7 @@ def prepare(
     )
     _check_padding(prepared, target, traced, samples[-1])
     few = min(3, max(segment.mini_batches for segment in prepared.segments))
-    check_order(pipeline, make_order(pipeline, few), few)
+    check_schedule(pipeline, make_schedule(pipeline, few), few)
     return prepared
 
 

@@ -22,7 +22,7 @@ from ...planner.recording import (
     shifted,
 )
 from ...planner.systems.operations import FORWARD, UPDATE, Op, parse_op
-from ...profiles.errors import FileError, OrderError
+from ...profiles.errors import FileError, ScheduleError
 from ...profiles.files import MAX_LOG_BYTES, read_limited
 from ..prepare.workers import Worker, workers_of
 from .operation_log import STEADY, WARM, record_named
@@ -153,7 +153,7 @@ def counterpart(plan: Plan, found: Recording, of_epoch: int | None = None) -> Re
     Args:
         of_epoch: mini-batches after which the pipeline drained; None: not known.
 
-    Raises OrderError for in-flight limits with which the stages wait for each other.
+    Raises ScheduleError for in-flight limits with which the stages wait for each other.
     """
     begin, end = mini_batches_of(found)
     within = begin % of_epoch if of_epoch else begin
@@ -203,7 +203,12 @@ def _read(where: RunDir, worker: Worker) -> list[tuple[Op, Line]]:
             try:
                 decoded = decoder.decode(line)
                 _, op = parse_op(decoded.op)
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OrderError) as error:
+            except (
+                msgspec.DecodeError,
+                UnicodeDecodeError,
+                RecursionError,
+                ScheduleError,
+            ) as error:
                 if _is_old(line):
                     return []
                 raise FileError(f"{path}: line {number}: {error}") from None

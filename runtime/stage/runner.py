@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...planner.recording import by_kind
-from ...planner.systems.operations import BACKWARD, FORWARD, UPDATE, WEIGHT, Op, Order, op_text
+from ...planner.systems.operations import BACKWARD, FORWARD, UPDATE, WEIGHT, Op, Schedule, op_text
 from ...planner.systems.prediction import prediction_distances
 from ...planner.systems.versions import entry_versions
 from ...profiles.tasks.task import Loss
@@ -108,7 +108,7 @@ class StageRunner:
 
     # Training ------------------------------------------------------------------------------
 
-    def begin(self, segment: Segment, schedule: Order) -> None:
+    def begin(self, segment: Segment, schedule: Schedule) -> None:
         """Get ready for a segment: receives posted, metrics at zero. `schedule`: of all stages."""
         variant = self.prepared.pipeline.variant
         latest = self.stage.weights.latest

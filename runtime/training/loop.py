@@ -11,9 +11,9 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
-from ...planner.schedules.schedules import make_order
+from ...planner.schedules.schedules import make_schedule
 from ...planner.simulator.timeline import simulate
-from ...planner.systems.operations import UPDATE, Op, Order
+from ...planner.systems.operations import UPDATE, Op, Schedule
 from ..checkpoint.checkpoint import CheckpointWriter
 from ..checkpoint.start import restore_worker
 from ..prepare.data import Segment
@@ -67,7 +67,7 @@ class Course:
         self.sums = [EpochSums() for _ in runners]
         self.done = 0
         self._checkpoints = checkpoints
-        self._orders: dict[int, Order] = {}
+        self._orders: dict[int, Schedule] = {}
         # Every worker draws from a random stream of its own, inline as in processes.
         self._random: list[torch.Tensor] = []
         stages = len(self.prepared.plan.stages)
@@ -142,7 +142,7 @@ class Course:
 
     def _train(self, segment: Segment) -> None:
         if segment.mini_batches not in self._orders:
-            self._orders[segment.mini_batches] = make_order(
+            self._orders[segment.mini_batches] = make_schedule(
                 self.prepared.pipeline, segment.mini_batches
             )
         order = self._orders[segment.mini_batches]
@@ -158,7 +158,7 @@ class Course:
         for runner in self.runners:
             runner.finish()
 
-    def _take_turns(self, order: Order) -> None:
+    def _take_turns(self, order: Schedule) -> None:
         """All workers in one process, in simulated sequence."""
         sequence = simulate(self.prepared.pipeline, order).sequence
         if self.prepared.pipeline.variant.flushes:

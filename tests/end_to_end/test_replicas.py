@@ -15,7 +15,7 @@ from helpers.plans import plan_by_hand, with_times
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from timeprest.planner.plan import pipeline_of
-from timeprest.planner.schedules.schedules import make_order
+from timeprest.planner.schedules.schedules import make_schedule
 from timeprest.planner.systems.operations import parse_op
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import PlanError, RunError
@@ -51,7 +51,7 @@ def run_both(plan, alone, how, where, monkeypatch):
     summary = run(plan, how, where / "replicated", inline=True)
     pipeline = pipeline_of(plan)
     with monkeypatch.context() as patched:
-        patched.setattr(training, "make_order", lambda _, count: make_order(pipeline, count))
+        patched.setattr(training, "make_schedule", lambda _, count: make_schedule(pipeline, count))
         run(alone, how, where / "alone", inline=True)
     return summary
 

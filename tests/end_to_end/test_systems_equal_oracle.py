@@ -15,8 +15,8 @@ from helpers.plans import plan_by_hand, with_times
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from timeprest.planner.plan import pipeline_of
-from timeprest.planner.schedules.schedules import limit_ranges, make_order
-from timeprest.planner.systems.operations import order_text
+from timeprest.planner.schedules.schedules import limit_ranges, make_schedule
+from timeprest.planner.systems.operations import schedule_text
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.target import resolve
 from timeprest.runtime.records.progress import read_losses
@@ -86,7 +86,7 @@ def ask_oracle(plan, asked, optimizer):
     )
     first = 0
     for epoch in epochs:
-        oracle.run(order_text(make_order(pipeline_of(plan), len(epoch))), first)
+        oracle.run(schedule_text(make_schedule(pipeline_of(plan), len(epoch))), first)
         first += len(epoch)
     return oracle
 

@@ -15,8 +15,8 @@ import torch
 from helpers.by_hand.unit_pipelines import unit_pipeline
 from helpers.oracle import SGD, SYSTEMS, Adam, Oracle, distances, parse, unit_clock
 from mlp_task import WIDTHS, MLPTask
-from timeprest.planner.schedules.schedules import make_order
-from timeprest.planner.systems.operations import order_text
+from timeprest.planner.schedules.schedules import make_schedule
+from timeprest.planner.systems.operations import schedule_text
 
 STEPS = 9
 LAYERS = [["l0", "t0"], ["l1", "t1"], ["l2", "t2"], ["l3"]]
@@ -85,7 +85,7 @@ def make_batches(sizes, steps=STEPS, widths=WIDTHS):
 def text_of(system, stages, n, steps=STEPS):
     """The package's order with equal stages and S − s in flight."""
     like = "pipedream" if system in WHOLE_MINI_BATCHES else system
-    return order_text(make_order(unit_pipeline(like, stages, n), steps))
+    return schedule_text(make_schedule(unit_pipeline(like, stages, n), steps))
 
 
 def without_updates(text, every, steps):

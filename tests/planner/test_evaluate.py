@@ -18,7 +18,7 @@ from timeprest.planner.costs.memory import HoldingsWalk, StageBytes, holdings, m
 from timeprest.planner.costs.stage_costs import Costs
 from timeprest.planner.evaluate import Question, evaluate, lone_stages, make_plan
 from timeprest.planner.plan import PlanStage, check_plan, pipeline_of
-from timeprest.planner.schedules.schedules import limit_ranges, make_order
+from timeprest.planner.schedules.schedules import limit_ranges, make_schedule
 from timeprest.planner.search.recheck import recheck
 from timeprest.planner.simulator.timeline import simulate
 from timeprest.planner.systems.operations import Op
@@ -247,7 +247,7 @@ def test_memory_over_time_peaks_where_the_walk_says(variant, stages, times_, nee
     limits = [most for _, most in limit_ranges(system, stages)]
     asked = question(chain(stages), uniform_cluster(stages, **FAST), variant, n)
     pipeline = evaluate(asked, lone_stages([[f"n{s}"] for s in range(stages)], limits), n).pipeline
-    order = make_order(pipeline, 3 * stages)
+    order = make_schedule(pipeline, 3 * stages)
     entries = entry_versions(pipeline.variant, pipeline.micro_batches, order[0])
     timeline = simulate(pipeline, order)
     s = data.draw(st.integers(0, stages - 1))
@@ -278,7 +278,7 @@ def test_memory_over_time_by_hand():
     pipeline = evaluate(
         question(chain(1), uniform_cluster(1), "v-timeprest", 2), lone_stages([["n0"]], [1]), 2
     ).pipeline
-    timeline = simulate(pipeline, make_order(pipeline, 1))
+    timeline = simulate(pipeline, make_schedule(pipeline, 1))
     steps = memory_steps(HoldingsWalk(VARIANTS["v-timeprest"], 2, 1), timeline.stages[0], needs)
     assert [(round(t, 6), nbytes) for t, nbytes in steps] == [
         (0.0, 111), (1e-3, 11),
@@ -291,7 +291,7 @@ def test_memory_over_time_by_hand():
 def test_what_a_run_accounts_for_may_peak_at_another_moment():
     """The last of 4 stages holds most versions while it updates, and scratch memory before."""
     system = VARIANTS["timeprest"]
-    order = make_order(unit_pipeline("timeprest", 4, 1), 12)
+    order = make_schedule(unit_pipeline("timeprest", 4, 1), 12)
     kinds = bytes("FBUW".index(op.kind) for op in order[3])
     found = holdings(system, 1, 1, kinds, entry_versions(system, 1, order[0]))
     nothing = dict.fromkeys(StageBytes.__annotations__, 0)
@@ -394,4 +394,4 @@ def test_op_is_still_what_orders_are_made_of():
     pipeline = evaluate(
         question(chain(1), uniform_cluster(1), "spectrain"), lone_stages([["n0"]], [1]), 1
     ).pipeline
-    assert make_order(pipeline, 1) == ((Op("F", 0, 0), Op("B", 0), Op("U", 0)),)
+    assert make_schedule(pipeline, 1) == ((Op("F", 0, 0), Op("B", 0), Op("U", 0)),)

@@ -14,7 +14,7 @@ from timeprest.planner.cluster.cluster import uniform_cluster
 from timeprest.planner.evaluate import Question, evaluate, lone_stages, make_plan
 from timeprest.planner.plan import pipeline_of
 from timeprest.planner.recording import predicted, window
-from timeprest.planner.schedules.schedules import make_order
+from timeprest.planner.schedules.schedules import make_schedule
 from timeprest.planner.simulator.timeline import simulate
 from timeprest.planner.systems.variants import VARIANTS
 
@@ -26,7 +26,7 @@ def test_a_recording_is_the_simulated_order(drawn):
     plan = make_plan(asked, found, REPORT)
     recording = predicted(plan, 5)
     pipeline = pipeline_of(plan)
-    timeline = simulate(pipeline, make_order(pipeline, 5))
+    timeline = simulate(pipeline, make_schedule(pipeline, 5))
     by_lane = [[s for s in recording.spans if s.lane == k] for k in range(len(recording.lanes))]
     lanes = iter(by_lane)
     for s, replicas in enumerate(timeline.replicas):

@@ -253,7 +253,7 @@ html_option = click.option(
 
 
 def write_html(plan: Plan, plan_path: str, path: str) -> None:
-    """Write the page. Raises FileError, OrderError."""
+    """Write the page. Raises FileError, ScheduleError."""
 
     plan_report(plan, Path(plan_path).name, path)
 
@@ -269,7 +269,7 @@ def plan_part(plan: Plan, name: str, mini_batches: int | None = None) -> dict[st
         mini_batches: how many to record; by default as many as become steady, fewer where
             they are too many to look at.
 
-    Raises OrderError for a plan whose stages wait for each other.
+    Raises ScheduleError for a plan whose stages wait for each other.
     """
     recording = predicted(plan, mini_batches)
     shown = {span.mini_batch for span in recording.spans}
@@ -283,7 +283,7 @@ def plan_part(plan: Plan, name: str, mini_batches: int | None = None) -> dict[st
 
 
 def plan_report(plan: Plan, name: str, path: str) -> None:
-    """Write the page of one plan (`tp-plan show --html`). Raises FileError, OrderError."""
+    """Write the page of one plan (`tp-plan show --html`). Raises FileError, ScheduleError."""
     write_page(
         path,
         {

@@ -12,7 +12,7 @@ import msgspec
 
 from ....planner.plan import Plan
 from ....planner.recording import MEMORY_KINDS, LaneTimes, Recording, by_kind, steady_times
-from ....profiles.errors import FileError, OrderError
+from ....profiles.errors import FileError, ScheduleError
 from ....profiles.files import read_limited
 from ....runtime.prepare.workers import Worker, workers_of
 from ....runtime.records.metrics import (
@@ -111,7 +111,7 @@ def read_facts(run_dir: str | Path, name: str | None = None) -> RunFacts:
     else:
         try:
             beside = counterpart(plan, found, of_epoch)
-        except OrderError as error:
+        except ScheduleError as error:
             missing.append(f"No predicted timeline: {error}.")
         absent = [w.name for w in workers if not any(s.lane == w.rank for s in found.spans)]
         if absent:

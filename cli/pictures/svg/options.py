@@ -91,7 +91,7 @@ def write_plan_figures(
     """Write the figures of a plan that are asked for. Returns the files' names.
 
     Raises FileError where a file can't be written, UserError for options that nothing comes of,
-    OrderError as `recording.predicted`.
+    ScheduleError as `recording.predicted`.
     """
     svg, svg_memory = figures["svg"], figures["svg_memory"]
     if not svg and (figures["svg_messages"] or figures["svg_versions"]):

@@ -12,13 +12,19 @@ from helpers.by_hand.unit_pipelines import unit_pipeline
 from helpers.drawn.pipelines import pipelines
 from hypothesis import given
 from hypothesis import strategies as st
-from timeprest.planner.schedules.check import check_order
-from timeprest.planner.schedules.schedules import limit_ranges, make_order
+from timeprest.planner.schedules.check import check_schedule
+from timeprest.planner.schedules.schedules import limit_ranges, make_schedule
 from timeprest.planner.simulator.timeline import simulate, steady_period_s, warm_mini_batches
-from timeprest.planner.systems.operations import Op, op_text, order_text, parse_op, parse_order
+from timeprest.planner.systems.operations import (
+    Op,
+    op_text,
+    parse_op,
+    parse_schedule,
+    schedule_text,
+)
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.planner.systems.versions import entry_versions, version_use
-from timeprest.profiles.errors import OrderError
+from timeprest.profiles.errors import ScheduleError
 
 
 def bound_limits(stages, n):
@@ -35,8 +41,8 @@ def steady_difference(pipeline, order, stage, count):
 
 
 def test_one_forward_one_backward_timetable():
-    order = make_order(unit_pipeline("pipedream", 3, 1), 4)
-    assert order_text(order).replace(".0", "").splitlines() == [
+    order = make_schedule(unit_pipeline("pipedream", 3, 1), 4)
+    assert schedule_text(order).replace(".0", "").splitlines() == [
         "0F0 0F1 0F2 0B0 0U0 0F3 0B1 0U1 0B2 0U2 0B3 0U3",
         "1F0 1F1 1B0 1U0 1F2 1B1 1U1 1F3 1B2 1U2 1B3 1U3",
         "2F0 2B0 2U0 2F1 2B1 2U1 2F2 2B2 2U2 2F3 2B3 2U3",
@@ -44,16 +50,16 @@ def test_one_forward_one_backward_timetable():
 
 
 def test_gpipe_timetable():
-    order = make_order(unit_pipeline("gpipe", 2, 2, [1, 1]), 1)
-    assert order_text(order).splitlines() == [
+    order = make_schedule(unit_pipeline("gpipe", 2, 2, [1, 1]), 1)
+    assert schedule_text(order).splitlines() == [
         "0F0.0 0F0.1 0B0.0 0B0.1 0U0",
         "1F0.0 1F0.1 1B0.0 1B0.1 1U0",
     ]
 
 
 def test_pipedream_flush_timetable():
-    order = make_order(unit_pipeline("pipedream-flush", 2, 2), 2)
-    assert order_text(order).splitlines() == [
+    order = make_schedule(unit_pipeline("pipedream-flush", 2, 2), 2)
+    assert schedule_text(order).splitlines() == [
         "0F0.0 0F0.1 0B0.0 0B0.1 0U0 0F1.0 0F1.1 0B1.0 0B1.1 0U1",
         "1F0.0 1B0.0 1F0.1 1B0.1 1U0 1F1.0 1B1.0 1F1.1 1B1.1 1U1",
     ]
@@ -62,8 +68,8 @@ def test_pipedream_flush_timetable():
 def test_pipedream_2bw_timetable():
     """S = 2, N = 2: stage 0 has two micro-batches in flight, across mini-batches."""
     pipeline = unit_pipeline("pipedream-2bw", 2, 2)
-    order = make_order(pipeline, 3)
-    assert order_text(order).splitlines() == [
+    order = make_schedule(pipeline, 3)
+    assert schedule_text(order).splitlines() == [
         "0F0.0 0F0.1 0B0.0 0F1.0 0B0.1 0U0 0F1.1 0B1.0 0F2.0 0B1.1 0U1 0F2.1 0B2.0 0B2.1 0U2",
         "1F0.0 1B0.0 1F0.1 1B0.1 1U0 1F1.0 1B1.0 1F1.1 1B1.1 1U1 1F2.0 1B2.0 1F2.1 1B2.1 1U2",
     ]
@@ -80,8 +86,8 @@ def test_pipedream_2bw_timetable():
 
 def test_nf1b_timetable():
     """S = 2, N = 2, f = 1, β = 1. Stage 1 runs its backward as soon as it can, from 3 to 4."""
-    order = make_order(unit_pipeline("timeprest", 2, 2), 3)
-    assert order_text(order).splitlines() == [
+    order = make_schedule(unit_pipeline("timeprest", 2, 2), 3)
+    assert schedule_text(order).splitlines() == [
         "0F0.0 0F0.1 0F1.0 0F1.1 0B0 0U0 0F2.0 0F2.1 0B1 0U1 0B2 0U2",
         "1F0.0 1F0.1 1B0 1U0 1F1.0 1F1.1 1B1 1U1 1F2.0 1F2.1 1B2 1U2",
     ]
@@ -102,7 +108,7 @@ def in_slots(pipeline, order, last):
 def test_the_journals_timetable():
     """TiMePReSt's journal version, figure 2c: S = 3, N = 2, slots 1 to 10."""
     pipeline = unit_pipeline("timeprest", 3, 2)
-    assert in_slots(pipeline, make_order(pipeline, 9), 10) == [
+    assert in_slots(pipeline, make_schedule(pipeline, 9), 10) == [
         "F0.0 F0.1 F1.0 F1.1 F2.0 F2.1 B0 F3.0 F3.1 B1",
         "- F0.0 F0.1 F1.0 F1.1 B0 F2.0 F2.1 B1 F3.0",
         "- - F0.0 F0.1 B0 F1.0 F1.1 B1 F2.0 F2.1",
@@ -113,8 +119,8 @@ def test_update_lands_between_the_micro_batches_of_a_mini_batch():
     """S = N = 4, the journal's figure 2b: of mini-batch 2's micro-batches, the last two enter after
     the first update at stage 0, and use it at every stage; the first two use none."""
     pipeline = unit_pipeline("timeprest", 4, 4)
-    order = make_order(pipeline, 6)
-    ops = order_text(order).splitlines()[0].split()
+    order = make_schedule(pipeline, 6)
+    ops = schedule_text(order).splitlines()[0].split()
     assert ops[8:14] == ["0F2.0", "0F2.1", "0B0", "0U0", "0F2.2", "0F2.3"]
     entries = entry_versions(pipeline.variant, 4, order[0])
     for stage_ops in order:
@@ -142,7 +148,7 @@ def test_update_lands_between_the_micro_batches_of_a_mini_batch():
 def test_versions_held_with_unit_times(system, stages, n, held):
     """Late stages hold what stage 0 had when a micro-batch still to come entered there."""
     pipeline = unit_pipeline(system, stages, n)
-    order = make_order(pipeline, 8 * stages)
+    order = make_schedule(pipeline, 8 * stages)
     entries = entry_versions(pipeline.variant, n, order[0])
     assert [version_use(pipeline.variant, n, ops, entries).most_held for ops in order] == held
 
@@ -152,7 +158,7 @@ def test_where_no_gradient_goes_back_stage_0_may_be_ahead_of_a_later_one():
     pipeline = unit_pipeline("timeprest", 3, 2)
     links = (replace(pipeline.links[0], has_gradient=False), pipeline.links[1])
     pipeline = replace(pipeline, links=links)
-    order = make_order(pipeline, 8)
+    order = make_schedule(pipeline, 8)
     entries = entry_versions(pipeline.variant, 2, order[0])
     assert entries == tuple(b for b in range(8) for _ in range(2))
     use = version_use(pipeline.variant, 2, order[1], entries)
@@ -184,7 +190,7 @@ def test_unit_time_facts(stages, n, difference):
     count = warm_mini_batches(stages)
     for limits in (bound_limits(stages, n), None):
         pipeline = unit_pipeline("timeprest", stages, n, limits)
-        order = make_order(pipeline, count)
+        order = make_schedule(pipeline, count)
         assert steady_period_s(simulate(pipeline, order)) == pytest.approx(n + 1)
         assert steady_difference(pipeline, order, 0, count) == {difference}
 
@@ -192,7 +198,7 @@ def test_unit_time_facts(stages, n, difference):
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
 def test_pipedream_holds_up_to_s_versions(stages):
     pipeline = unit_pipeline("pipedream", stages, 1)
-    order = make_order(pipeline, 3 * stages)
+    order = make_schedule(pipeline, 3 * stages)
     for s, ops in enumerate(order):
         use = version_use(pipeline.variant, 1, ops)
         assert use.most_held == stages - s
@@ -202,7 +208,7 @@ def test_pipedream_holds_up_to_s_versions(stages):
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
 def test_vertical_sync_holds_s_versions_everywhere(stages):
     pipeline = unit_pipeline("pipedream-vertical-sync", stages, 1)
-    order = make_order(pipeline, 4 * stages)
+    order = make_schedule(pipeline, 4 * stages)
     entries = entry_versions(pipeline.variant, pipeline.micro_batches, order[0])
     assert entries == tuple(max(0, b - stages + 1) for b in range(4 * stages))
     for ops in order:
@@ -216,7 +222,7 @@ def test_vertical_sync_holds_s_versions_everywhere(stages):
 def test_2bw_holds_two_versions(stages, more):
     n = stages + more
     pipeline = unit_pipeline("pipedream-2bw", stages, n)
-    order = make_order(pipeline, 6)
+    order = make_schedule(pipeline, 6)
     entries = entry_versions(pipeline.variant, pipeline.micro_batches, order[0])
     # With one stage it is plain training; else each mini-batch runs on the version before.
     assert entries == tuple(b if stages == 1 else max(0, b - 1) for b in range(6) for _ in range(n))
@@ -228,7 +234,7 @@ def test_2bw_holds_two_versions(stages, more):
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
 def test_spectrain_holds_one_version(stages):
     pipeline = unit_pipeline("spectrain", stages, 1)
-    order = make_order(pipeline, 4 * stages)
+    order = make_schedule(pipeline, 4 * stages)
     for s, ops in enumerate(order):
         use = version_use(pipeline.variant, 1, ops)
         assert use.most_held == 1
@@ -240,7 +246,7 @@ def test_spectrain_holds_one_version(stages):
 @pytest.mark.parametrize(("stages", "n"), [(2, 1), (3, 1), (4, 2), (4, 4), (4, 16), (6, 2)])
 def test_i_timeprest_holds_a_version_for_each_difference_and_one_more(stages, n):
     pipeline = unit_pipeline("i-timeprest", stages, n)
-    order = make_order(pipeline, 5 * stages)
+    order = make_schedule(pipeline, 5 * stages)
     entries = entry_versions(pipeline.variant, n, order[0])
     for ops in order:
         use = version_use(pipeline.variant, n, ops, entries)
@@ -268,7 +274,7 @@ def test_pipedream_flush_keeps_less_in_the_same_time(stages, n):
     periods = []
     for name in ("gpipe", "pipedream-flush"):
         pipeline = replace(unit_pipeline(name, stages, n), backward_s=(2.0,) * stages)
-        order = make_order(pipeline, 9)
+        order = make_schedule(pipeline, 9)
         periods.append(steady_period_s(simulate(pipeline, order)))
         for s, ops in enumerate(order):
             kept = most = 0
@@ -283,7 +289,7 @@ def test_pipedream_flush_keeps_less_in_the_same_time(stages, n):
 def test_gpipe_time_is_the_flow_shop_formula(stages, n):
     """(N + S − 1)·(f + b) with equal stages and no transfers."""
     pipeline = replace(unit_pipeline("gpipe", stages, n, [1] * stages), backward_s=(2.0,) * stages)
-    period = steady_period_s(simulate(pipeline, make_order(pipeline, 9)))
+    period = steady_period_s(simulate(pipeline, make_schedule(pipeline, 9)))
     assert period == pytest.approx((n + stages - 1) * 3.0)
 
 
@@ -293,7 +299,7 @@ def test_gpipe_time_is_the_flow_shop_formula(stages, n):
 @given(pipelines(("timeprest",)), st.integers(1, 5))
 def test_nf1b_follows_its_rule(pipeline, mini_batches):
     """Orders are those of the rule written out plainly: runs of older plans repeat."""
-    assert make_order(pipeline, mini_batches) == list_schedule(pipeline, mini_batches)
+    assert make_schedule(pipeline, mini_batches) == list_schedule(pipeline, mini_batches)
 
 
 @given(pipelines(("timeprest",)), st.integers(1, 5), st.sampled_from([0.0, 1.0, 2.0]))
@@ -308,26 +314,26 @@ def test_nf1b_breaks_ties_by_its_rule(pipeline, mini_batches, zero):
             for k in pipeline.links
         ),
     )
-    assert make_order(pipeline, mini_batches) == list_schedule(pipeline, mini_batches)
+    assert make_schedule(pipeline, mini_batches) == list_schedule(pipeline, mini_batches)
 
 
 @given(pipelines(most_stages=16, most_micro_batches=64), st.integers(1, 3))
 def test_large_orders_obey_the_rules_too(pipeline, mini_batches):
-    check_order(pipeline, make_order(pipeline, mini_batches), mini_batches)
+    check_schedule(pipeline, make_schedule(pipeline, mini_batches), mini_batches)
 
 
 @given(pipelines(), st.integers(1, 5))
 def test_every_order_obeys_its_rules(pipeline, mini_batches):
-    order = make_order(pipeline, mini_batches)
-    check_order(pipeline, order, mini_batches)
-    assert parse_order(order_text(order)) == order
-    assert make_order(pipeline, mini_batches) == order
+    order = make_schedule(pipeline, mini_batches)
+    check_schedule(pipeline, order, mini_batches)
+    assert parse_schedule(schedule_text(order)) == order
+    assert make_schedule(pipeline, mini_batches) == order
 
 
 @given(pipelines(), st.integers(2, 6))
 def test_versions_follow_the_table(pipeline, mini_batches):
     variant = pipeline.variant
-    order = make_order(pipeline, mini_batches)
+    order = make_schedule(pipeline, mini_batches)
     entries = entry_versions(pipeline.variant, pipeline.micro_batches, order[0])
     for ops in order:
         use = version_use(variant, pipeline.micro_batches, ops, entries)
@@ -355,7 +361,7 @@ def test_versions_follow_the_table(pipeline, mini_batches):
 
 @given(pipelines(), st.integers(1, 4))
 def test_a_stage_does_one_thing_at_a_time(pipeline, mini_batches):
-    timeline = simulate(pipeline, make_order(pipeline, mini_batches))
+    timeline = simulate(pipeline, make_schedule(pipeline, mini_batches))
     for s, events in enumerate(timeline.stages):
         assert sum(e.end_s - e.start_s for e in events) == pytest.approx(
             mini_batches * pipeline.work_s(s)
@@ -387,20 +393,20 @@ def _swapped(order, s, a, b):
 )
 def test_the_checker_names_what_is_wrong(change, message):
     pipeline = unit_pipeline("pipedream", 2, 1)
-    order = make_order(pipeline, 4)
-    check_order(pipeline, order, 4)
-    with pytest.raises(OrderError, match=message):
-        check_order(pipeline, change(order), 4)
+    order = make_schedule(pipeline, 4)
+    check_schedule(pipeline, order, 4)
+    with pytest.raises(ScheduleError, match=message):
+        check_schedule(pipeline, change(order), 4)
 
 
 def test_deadlock_is_named():
     """Both stages wait: 0 wants a gradient before it has sent the activation."""
     pipeline = replace(unit_pipeline("v-timeprest", 2, 1), limits=(2, 1))
-    order = make_order(pipeline, 2)
+    order = make_schedule(pipeline, 2)
     stuck = tuple(op for op in order[0] if op.kind != "F") + tuple(
         op for op in order[0] if op.kind == "F"
     )
-    with pytest.raises(OrderError, match=r"deadlock.*0B0, 1F0\.0"):
+    with pytest.raises(ScheduleError, match=r"deadlock.*0B0, 1F0\.0"):
         simulate(pipeline, (stuck, order[1]))
 
 
@@ -412,5 +418,5 @@ def test_operation_text_round_trips(stage, kind, mini_batch, micro_batch):
 
 @pytest.mark.parametrize("text", ["", "F0", "1X0", "1F", "1F0.", "1F0.0 1F0.1"])
 def test_bad_operation_text_is_refused(text):
-    with pytest.raises(OrderError):
+    with pytest.raises(ScheduleError):
         parse_op(text)

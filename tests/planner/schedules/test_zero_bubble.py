@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from timeprest.planner.costs.memory import holdings
-from timeprest.planner.schedules.check import check_order
-from timeprest.planner.schedules.schedules import make_order, order_patterns
+from timeprest.planner.schedules.check import check_schedule
+from timeprest.planner.schedules.schedules import make_schedule, schedule_patterns
 from timeprest.planner.schedules.steady_state import steady_state
 from timeprest.planner.schedules.zero_bubble import postponed
 from timeprest.planner.simulator.pipeline import Link, Pipeline
 from timeprest.planner.simulator.timeline import least_period_s, simulate
-from timeprest.planner.systems.operations import Op, order_text
+from timeprest.planner.systems.operations import Op, schedule_text
 from timeprest.planner.systems.variants import VARIANTS
-from timeprest.profiles.errors import OrderError
+from timeprest.profiles.errors import ScheduleError
 
 ZB, FLUSH = VARIANTS["zb-h1"], VARIANTS["pipedream-flush"]
 
@@ -45,13 +45,13 @@ def most_kept(pipeline):
         holdings(
             pipeline.variant, pipeline.micro_batches, pipeline.replicas(s), pattern.further
         ).micro_batches_kept
-        for s, pattern in enumerate(order_patterns(pipeline))
+        for s, pattern in enumerate(schedule_patterns(pipeline))
     ]
 
 
 def test_the_papers_timetable():
     """Figure 2's schedule for 4 stages and 8 micro-batches, weight parts s backwards late."""
-    lines = order_text(make_order(equal_stages(4, 8), 1)).splitlines()
+    lines = schedule_text(make_schedule(equal_stages(4, 8), 1)).splitlines()
     assert [" ".join(word[1] for word in line.split()) for line in lines] == [
         "F F F F B W F B W F B W F B W F B W B W B W B W U",
         "F F F B F B W F B W F B W F B W F B W B W B W W U",
@@ -83,7 +83,7 @@ def test_the_bubble_is_the_papers(stages, n, forward, inputs, weights):
 def test_orders_keep_the_rules(stages, n):
     """Any N, also below S: legal, no slower than without the split, no more memory at the peak."""
     pipeline = equal_stages(stages, n)
-    check_order(pipeline, make_order(pipeline, 2), 2)
+    check_schedule(pipeline, make_schedule(pipeline, 2), 2)
     plain = unsplit(pipeline)
     period_s, plain_s = steady_state(pipeline).period_s, steady_state(plain).period_s
     assert period_s <= plain_s * (1 + 1e-9)
@@ -122,7 +122,7 @@ def uneven(draw):
 @pytest.mark.slow
 @given(uneven())
 def test_uneven_stages_keep_the_rules(pipeline):
-    check_order(pipeline, make_order(pipeline, 2), 2)
+    check_schedule(pipeline, make_schedule(pipeline, 2), 2)
     assert max(most_kept(pipeline)) <= max(most_kept(unsplit(pipeline)))
     period_s = steady_state(pipeline).period_s
     assert least_period_s(pipeline) <= period_s * (1 + 1e-9)
@@ -133,7 +133,7 @@ def test_uneven_stages_keep_the_rules(pipeline):
 
 @given(uneven())
 def test_orders_are_pure_functions(pipeline):
-    assert make_order(pipeline, 2) == make_order(replace(pipeline), 2)
+    assert make_schedule(pipeline, 2) == make_schedule(replace(pipeline), 2)
 
 
 def test_uneven_stages_get_weight_parts_where_they_would_be_idle():
@@ -141,13 +141,13 @@ def test_uneven_stages_get_weight_parts_where_they_would_be_idle():
     pipeline = replace(
         equal_stages(3, 8, wire=0.25), forward_s=(1.0, 1.0, 3.0), backward_s=(2.0, 2.0, 3.0)
     )
-    rows = [pattern.further.translate(None, b"\2\3") for pattern in order_patterns(pipeline)]
+    rows = [pattern.further.translate(None, b"\2\3") for pattern in schedule_patterns(pipeline)]
     assert b"\1\3" in postponed(pipeline, rows)[1]
     assert steady_state(pipeline).period_s < steady_state(unsplit(pipeline)).period_s
 
 
 def test_a_gradient_message_leaves_before_the_weight_part():
-    timeline = simulate(equal_stages(2, 1), make_order(equal_stages(2, 1), 1))
+    timeline = simulate(equal_stages(2, 1), make_schedule(equal_stages(2, 1), 1))
     at = [{event.op.kind: event for event in events} for events in timeline.stages]
     assert at[0]["B"].start_s == at[1]["B"].end_s == 3.0
     assert at[1]["W"].start_s == 3.0
@@ -158,7 +158,7 @@ def test_a_stage_keeps_its_order_where_rounding_leaves_nothing_of_a_first_part()
     """A weight part that is longer than the whole by a trifle doesn't begin before the first."""
     pipeline = replace(equal_stages(3, 4), backward_s=(0.3,) * 3, weight_s=(0.3 + 1e-12,) * 3)
     assert pipeline.backward_op_s(0) == 0
-    order = make_order(pipeline, 2)
+    order = make_schedule(pipeline, 2)
     timeline = simulate(pipeline, order)
     for s, ops in enumerate(order):
         assert [k for stage, k in timeline.sequence if stage == s] == list(range(len(ops)))
@@ -169,20 +169,20 @@ def test_a_stage_keeps_its_order_where_rounding_leaves_nothing_of_a_first_part()
 def test_the_checker_knows_weight_parts():
     pipeline = equal_stages(1, 1)
     good = [Op("F", 0, 0), Op("B", 0, 0), Op("W", 0, 0), Op("U", 0)]
-    check_order(pipeline, (tuple(good),), 1)
+    check_schedule(pipeline, (tuple(good),), 1)
     for order, message in [
         ([good[0], good[2], good[1], good[3]], "0W0.0: runs before 0B0.0"),
         ([good[0], good[1], good[3], good[2]], "0U0: runs before 0W0.0"),
         ([good[0], good[1], good[3]], "0U0: runs before 0W0.0"),
     ]:
-        with pytest.raises(OrderError, match=message):
-            check_order(pipeline, (tuple(order),), 1)
-    with pytest.raises(OrderError, match="not expected"):
-        check_order(unsplit(pipeline), (tuple(good),), 1)
+        with pytest.raises(ScheduleError, match=message):
+            check_schedule(pipeline, (tuple(order),), 1)
+    with pytest.raises(ScheduleError, match="not expected"):
+        check_schedule(unsplit(pipeline), (tuple(good),), 1)
 
 
 def test_very_long_mini_batches_take_the_papers_way():
     pipeline = equal_stages(8, 2100)
-    patterns = order_patterns(pipeline)
+    patterns = schedule_patterns(pipeline)
     assert all(len(pattern.further) == 3 * 2100 + 1 for pattern in patterns)
     assert max(most_kept(pipeline)) == 8

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from timeprest.planner.search.pareto import FrontPoint, pareto_front
+from timeprest.planner.search.pareto import ParetoFront, ParetoPoint
 
 PRICES = st.tuples(st.integers(1, 4), st.integers(0, 4), st.integers(0, 3))
 
 
+def pareto_front(points):
+    """The front of these plans; of equal ones the first."""
+    front = ParetoFront()
+    for point in points:
+        front.add(point)
+    return front.points
+
+
 def point(prices):
-    return FrontPoint("timeprest", None, float(prices[0]), prices[1], prices[2])
+    return ParetoPoint("timeprest", None, float(prices[0]), prices[1], prices[2])
 
 
 def beats(a, b):
@@ -29,5 +37,5 @@ def test_the_front_is_what_nothing_beats(drawn):
 
 
 def test_periods_that_differ_by_rounding_are_the_same():
-    front = pareto_front([point((1, 2, 1)), FrontPoint("gpipe", None, 1 + 1e-12, 1, 1)])
+    front = pareto_front([point((1, 2, 1)), ParetoPoint("gpipe", None, 1 + 1e-12, 1, 1)])
     assert [p.variant for p in front] == ["gpipe"]

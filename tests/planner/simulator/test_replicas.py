@@ -9,12 +9,12 @@ import pytest
 from helpers.drawn.pipelines import laid_out
 from hypothesis import given
 from hypothesis import strategies as st
-from timeprest.planner.schedules.check import check_order
-from timeprest.planner.schedules.nf1b import ListSchedule
-from timeprest.planner.schedules.schedules import make_order
+from timeprest.planner.schedules.check import check_schedule
+from timeprest.planner.schedules.nf1b import ListScheduler
+from timeprest.planner.schedules.schedules import make_schedule
 from timeprest.planner.schedules.steady_state import steady_state
 from timeprest.planner.simulator.clock import SimulatedClock
-from timeprest.planner.simulator.executor import Contended, Listed, codes
+from timeprest.planner.simulator.executor import ContendedExecutor, ListExecutor, codes
 from timeprest.planner.simulator.pipeline import Link, Pipeline, Route
 from timeprest.planner.simulator.timeline import (
     least_period_s,
@@ -29,8 +29,8 @@ from timeprest.planner.systems.versions import entry_versions, version_use
 
 @given(laid_out(), st.integers(1, 3))
 def test_every_share_runs_once_on_its_replica(pipeline, mini_batches):
-    order = make_order(pipeline, mini_batches)
-    check_order(pipeline, order, mini_batches)
+    order = make_schedule(pipeline, mini_batches)
+    check_schedule(pipeline, order, mini_batches)
     timeline = simulate(pipeline, order)
     for s, ops in enumerate(order):
         workers = timeline.replicas[s]
@@ -56,7 +56,7 @@ def test_every_share_runs_once_on_its_replica(pipeline, mini_batches):
 
 @given(laid_out(variants=("pipedream-2bw",)))
 def test_2bw_runs_on_the_version_before_whatever_the_replicas(pipeline):
-    order = make_order(pipeline, 5)
+    order = make_schedule(pipeline, 5)
     entries = entry_versions(pipeline.variant, pipeline.micro_batches, order[0])
     late = pipeline.stages > 1
     n = pipeline.micro_batches
@@ -68,7 +68,7 @@ def test_2bw_runs_on_the_version_before_whatever_the_replicas(pipeline):
 
 @given(laid_out(), st.integers(1, 3))
 def test_nothing_starts_before_its_messages(pipeline, mini_batches):
-    order = make_order(pipeline, mini_batches)
+    order = make_schedule(pipeline, mini_batches)
     timeline = simulate(pipeline, order)
     ended = [
         {op: [e.end_s for events in stage for e in events if e.op == op] for op in ops}
@@ -93,7 +93,7 @@ def test_the_steady_state_goes_on(pipeline):
     assert steady.period_s >= round_trip_s(pipeline) * (1 - 1e-9)
     count = steady.mini_batches + 2 * steady.cycle
     # The end of the run must be out of sight for stages that are ahead, too.
-    timeline = simulate(pipeline, make_order(pipeline, count + 20))
+    timeline = simulate(pipeline, make_schedule(pipeline, count + 20))
     for stage in timeline.stages:
         updates = [e.start_s for e in stage if e.op.kind == "U"]
         span = updates[count - 1] - updates[count - 1 - steady.cycle]
@@ -119,17 +119,17 @@ def test_waiting_for_wires_changes_nothing_where_none_are_shared(pipeline, mini_
         for k, link in enumerate(pipeline.links)
     )
     pipeline = replace(pipeline, links=links, pools=(), cores=())
-    order = make_order(pipeline, mini_batches)
+    order = make_schedule(pipeline, mini_batches)
     clocks = SimulatedClock(pipeline), SimulatedClock(pipeline)
     for clock in clocks:
         clock.grow(mini_batches)
     assert not clocks[0].contended
     lists = [codes(clocks[0], s, ops) for s, ops in enumerate(order)]
-    listed = Listed(clocks[0])
+    listed = ListExecutor(clocks[0])
     listed.lists = lists
     assert listed.run()
     clocks[1].contended = True
-    assert Contended(clocks[1], lists).run(mini_batches)
+    assert ContendedExecutor(clocks[1], lists).run(mini_batches)
     assert clocks[0].starts_s == clocks[1].starts_s
 
 
@@ -139,9 +139,9 @@ def test_a_schedule_has_the_times_of_its_order(pipeline, mini_batches):
     pipeline = replace(pipeline, variant=VARIANTS["timeprest"])
     if pipeline.paces:
         return
-    schedule = ListSchedule(pipeline, mini_batches)
+    schedule = ListScheduler(pipeline, mini_batches)
     schedule.run(mini_batches)
-    timeline = simulate(pipeline, schedule.order())
+    timeline = simulate(pipeline, schedule.schedule())
     for s, events in enumerate(timeline.stages):
         for kind, name in ((FORWARDS, "F"), (UPDATES, "U")):
             times = [e.start_s for e in events if e.op.kind == name]
@@ -188,7 +188,7 @@ def test_replicas_halve_the_work_and_wait_for_each_other():
             ),
         ),
     )
-    timeline = simulate(pipeline, make_order(pipeline, 2))
+    timeline = simulate(pipeline, make_schedule(pipeline, 2))
     slow, fast = timeline.replicas[1]
     assert [e.end_s - e.start_s for e in slow[:3]] == [1.0, 1.0, 2.0]
     assert [e.end_s - e.start_s for e in fast[:3]] == [0.5, 0.5, 1.0]
@@ -215,7 +215,7 @@ def test_transfers_that_dont_overlap_keep_both_devices_busy():
     pipeline = two_stages(
         forward_s=0.5, backward_s=0.25, routes=(route(0.5, 0.25, overlaps=False),)
     )
-    timeline = simulate(pipeline, make_order(pipeline, 2))
+    timeline = simulate(pipeline, make_schedule(pipeline, 2))
     # 0F0 0–1, sent 1–1.5, 0F1 1.5–2.5; 1F0 1.5–2.5, then its 1B0 has to wait for 0F1's transfer.
     assert [(e.start_s, e.end_s) for e in timeline.stages[0][:2]] == [(0.0, 1.0), (1.5, 2.5)]
     assert [(e.start_s, e.end_s) for e in timeline.stages[1][:2]] == [(1.5, 2.5), (3.0, 4.0)]
@@ -262,7 +262,7 @@ def test_in_flight_limits_bound_the_period_where_messages_take_long():
     pipeline = two_stages(latency_s=100.0)
     assert round_trip_s(pipeline) == pytest.approx(102.0)
     assert steady_state(pipeline).period_s == pytest.approx(102.0)
-    order = make_order(pipeline, 40)
+    order = make_schedule(pipeline, 40)
     assert steady_period_s(simulate(pipeline, order)) == pytest.approx(102.0)
 
 
@@ -280,6 +280,6 @@ def test_a_pipeline_that_ran_empty_has_not_settled():
     steady = steady_state(pipeline)
     assert (steady.cycle, steady.period_s) == (3, pytest.approx(41 / 3))
     # 0F3 waits for the backwards that came in a row: 31, 36 and 41 s.
-    first = simulate(pipeline, make_order(pipeline, 6)).stages[0]
+    first = simulate(pipeline, make_schedule(pipeline, 6)).stages[0]
     assert [e.start_s for e in first if e.op.kind == "F"][:6] == [0, 5, 10, 41, 46, 51]
     assert [e.start_s for e in first if e.op.kind == "U"][:3] == [31, 36, 41]

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from timeprest.cli.plan import main
 from timeprest.cli.run_commands.checks import device_lines
 from timeprest.planner.cluster.cluster import uniform_cluster
-from timeprest.planner.cluster.contention import crowded
+from timeprest.planner.cluster.contention import with_contention
 from timeprest.planner.plan import read_plan
-from timeprest.planner.schedules.schedules import make_order
+from timeprest.planner.schedules.schedules import make_schedule
 from timeprest.planner.schedules.steady_state import steady_state
 from timeprest.planner.search.solve import solve
 from timeprest.planner.simulator.pipeline import Link, Pipeline
@@ -68,7 +68,7 @@ def test_messages_keep_a_core_busy():
 
 @given(laid_out(), st.integers(1, 4))
 def test_no_more_compute_at_once_than_there_are_cores(drawn, mini_batches):
-    timeline = simulate(drawn, make_order(drawn, mini_batches))
+    timeline = simulate(drawn, make_schedule(drawn, mini_batches))
     moments = []
     for s, workers in enumerate(timeline.replicas):
         for j, events in enumerate(workers):
@@ -91,15 +91,15 @@ def test_enough_cores_change_nothing(drawn, mini_batches):
     )
     # One more for every message that is being copied.
     wide = replace(alone, pools=pools, cores=(1000,))
-    order = make_order(alone, mini_batches)
-    assert make_order(wide, mini_batches) == order
+    order = make_schedule(alone, mini_batches)
+    assert make_schedule(wide, mini_batches) == order
     assert simulate(wide, order).replicas == simulate(alone, order).replicas
 
 
 def test_as_many_are_crowded_as_compute_at_once():
     together = Together(processes=4, slowdown=1.3)
     speeds = [
-        crowded(uniform_cluster(4, cores=cores), together).devices[0].speed
+        with_contention(uniform_cluster(4, cores=cores), together).devices[0].speed
         for cores in (None, 4, 2, 1)
     ]
     assert speeds == [round(1 / 1.3, 4), round(1 / 1.3, 4), round(1 / 1.1, 4), 1.0]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from timeprest.planner.schedules.schedules import make_order
+from timeprest.planner.schedules.schedules import make_schedule
 from timeprest.planner.simulator.pipeline import Link, Pipeline
-from timeprest.planner.systems.operations import parse_order
+from timeprest.planner.systems.operations import parse_schedule
 from timeprest.planner.systems.prediction import prediction_distances
 from timeprest.planner.systems.variants import VARIANTS
 
@@ -29,7 +29,7 @@ def pipeline(variant, stages, update_every=1):
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 5, 8])
 def test_spectrains_distances_are_the_papers(stages):
-    order = make_order(pipeline("spectrain", stages), 4 * stages)
+    order = make_schedule(pipeline("spectrain", stages), 4 * stages)
     for s, found in enumerate(prediction_distances(VARIANTS["spectrain"], order)):
         steady = slice(2 * stages, 3 * stages)
         assert set(found.forward[steady]) == {s // 2 + stages - s - 1}
@@ -38,14 +38,14 @@ def test_spectrains_distances_are_the_papers(stages):
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 5])
 def test_pipeoptim_aims_at_its_own_backward(stages):
-    order = make_order(pipeline("pipeoptim", stages), 4 * stages)
+    order = make_schedule(pipeline("pipeoptim", stages), 4 * stages)
     for s, found in enumerate(prediction_distances(VARIANTS["pipeoptim"], order)):
         assert found.forward == tuple(min(b, stages - 1 - s) for b in range(4 * stages))
         assert set(found.backward) == {0}
 
 
 def test_fewer_updates_are_fewer_steps():
-    order = make_order(pipeline("pipeoptim", 4, update_every=3), 12)
+    order = make_schedule(pipeline("pipeoptim", 4, update_every=3), 12)
     (first, *_) = prediction_distances(VARIANTS["pipeoptim"], order)
     # 0F0 … 0F3 run on version 0, 0B2 is followed by the first update.
     assert first.forward[:4] == (0, 0, 0, 1)
@@ -54,13 +54,13 @@ def test_fewer_updates_are_fewer_steps():
 
 def test_what_lands_when_the_round_trip_ends_does_not_count():
     text = "0F0 0B0 0U0 0F1 0B1 0U1\n1F0 1B0 1U0 1F1 1B1 1U1"
-    found = prediction_distances(VARIANTS["spectrain"], parse_order(text))
+    found = prediction_distances(VARIANTS["spectrain"], parse_schedule(text))
     assert [d.forward for d in found] == [(0, 0), (0, 0)]
     assert [d.backward for d in found] == [(0, 0), (0, 0)]
 
 
 def test_other_systems_predict_nothing():
-    order = make_order(pipeline("pipedream", 2), 3)
+    order = make_schedule(pipeline("pipedream", 2), 3)
     assert all(
         not d.forward and not d.backward for d in prediction_distances(VARIANTS["pipedream"], order)
     )

@@ -15,11 +15,11 @@ from helpers.drawn.pipelines import pipelines
 from helpers.oracle import SGD, SYSTEMS, Oracle, distances, parse
 from hypothesis import given
 from hypothesis import strategies as st
-from timeprest.planner.schedules.check import check_order
-from timeprest.planner.schedules.schedules import make_order
+from timeprest.planner.schedules.check import check_schedule
+from timeprest.planner.schedules.schedules import make_schedule
 from timeprest.planner.schedules.steady_state import sequence_distance, steady_state
 from timeprest.planner.simulator.timeline import simulate, steady_period_s
-from timeprest.planner.systems.operations import order_text
+from timeprest.planner.systems.operations import schedule_text
 from timeprest.planner.systems.prediction import prediction_distances
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.planner.systems.versions import entry_versions, version_use
@@ -38,13 +38,13 @@ def chain(pipeline, update_every):
 def ask_oracle(system, n, order, mini_batches):
     sample = np.zeros((1, 1))
     oracle = Oracle(system, [[] for _ in order], {}, SGD, [[(sample, sample)] * n] * mini_batches)
-    return oracle.run(order_text(order))
+    return oracle.run(schedule_text(order))
 
 
 @given(pipelines(most_stages=16, most_micro_batches=64), st.integers(1, 5), updates)
 def test_every_order_obeys_its_rules(pipeline, mini_batches, every):
     pipeline = replace(pipeline, update_every=every)
-    check_order(pipeline, make_order(pipeline, mini_batches), mini_batches)
+    check_schedule(pipeline, make_schedule(pipeline, mini_batches), mini_batches)
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
@@ -53,7 +53,7 @@ def test_what_is_used_and_held_is_the_oracles(system, data):
     drawn = data.draw(pipelines((system,), most_stages=5, most_micro_batches=6))
     pipeline = chain(drawn, data.draw(updates))
     mini_batches = data.draw(st.integers(1, 9))
-    order = make_order(pipeline, mini_batches)
+    order = make_schedule(pipeline, mini_batches)
     oracle = ask_oracle(system, pipeline.micro_batches, order, mini_batches)
     entries = entry_versions(pipeline.variant, pipeline.micro_batches, order[0])
     again = [False] if pipeline.variant.recompute_refusal else [False, True]
@@ -72,9 +72,9 @@ def test_what_is_used_and_held_is_the_oracles(system, data):
 def test_distances_are_the_oracles(system, data):
     drawn = data.draw(pipelines((system,), most_stages=16))
     pipeline = chain(drawn, data.draw(updates))
-    order = make_order(pipeline, data.draw(st.integers(1, 40)))
+    order = make_schedule(pipeline, data.draw(st.integers(1, 40)))
     found = prediction_distances(pipeline.variant, order)
-    forward, backward = distances(parse(order_text(order)), SYSTEMS[system].aim)
+    forward, backward = distances(parse(schedule_text(order)), SYSTEMS[system].aim)
     for s in range(pipeline.stages):
         assert dict(enumerate(found[s].forward)) == forward[s]
         assert dict(enumerate(found[s].backward)) == backward[s]
@@ -106,7 +106,7 @@ def test_fewer_updates_make_smaller_differences(stages, every):
     With k ≥ S − 1 no difference is larger than 1, without any stash (2606.07881).
     """
     pipeline = replace(unit_pipeline("v-timeprest", stages, 1), update_every=every)
-    for s, ops in enumerate(make_order(pipeline, 6 * stages * every)):
+    for s, ops in enumerate(make_schedule(pipeline, 6 * stages * every)):
         differences = version_use(pipeline.variant, 1, ops).differences
         assert max(differences) == ceil((stages - 1 - s) / every)
 
@@ -121,7 +121,7 @@ def test_nf1b_differences_are_never_under_the_bound_where_no_stage_idles(system,
     """
     pipeline = unit_pipeline(system, stages, n)
     count = 6 * stages
-    order = make_order(pipeline, count)
+    order = make_schedule(pipeline, count)
     assert steady_period_s(simulate(pipeline, order)) == pytest.approx(n + 1)
     entries = entry_versions(pipeline.variant, n, order[0])
     for s, ops in enumerate(order):
@@ -140,7 +140,7 @@ def test_2bw_and_vertical_sync_use_one_version_at_all_stages(stages, more):
         ("pipedream-2bw", stages + more, 1),
         ("pipedream-vertical-sync", 1, stages - 1),
     ):
-        order = make_order(unit_pipeline(system, stages, n), 3 * stages)
+        order = make_schedule(unit_pipeline(system, stages, n), 3 * stages)
         entries = entry_versions(VARIANTS[system], n, order[0])
         for ops in order:
             use = version_use(VARIANTS[system], n, ops, entries)

@@ -7,7 +7,7 @@ import os
 import msgspec
 import pytest
 from timeprest.planner.cluster.cluster import uniform_cluster
-from timeprest.planner.cluster.contention import crowded, slowdown
+from timeprest.planner.cluster.contention import slowdown, with_contention
 from timeprest.profiles.errors import TargetError
 from timeprest.profiles.measuring.contention import measure_together, size_to_time
 from timeprest.profiles.profile import Together
@@ -23,10 +23,10 @@ def test_between_one_process_and_those_measured_it_grows_evenly():
 
 def test_devices_of_a_machine_are_as_fast_as_together():
     cluster = uniform_cluster(6, per_machine=4)
-    speeds = [device.speed for device in crowded(cluster, FOUR).devices]
+    speeds = [device.speed for device in with_contention(cluster, FOUR).devices]
     assert speeds == pytest.approx([1 / 1.3] * 4 + [1 / 1.1] * 2, rel=1e-3)
-    assert crowded(cluster, None) == cluster
-    assert [d.speed for d in crowded(uniform_cluster(1), FOUR).devices] == [1.0]
+    assert with_contention(cluster, None) == cluster
+    assert [d.speed for d in with_contention(uniform_cluster(1), FOUR).devices] == [1.0]
 
 
 def test_a_profile_without_it_is_read_as_before(mlp_profile):

@@ -14,8 +14,8 @@ from helpers.plans import plan_by_hand, with_times
 from hypothesis import given
 from hypothesis import strategies as st
 from timeprest.planner.plan import pipeline_of
-from timeprest.planner.schedules.schedules import make_order
-from timeprest.planner.systems.operations import order_text
+from timeprest.planner.schedules.schedules import make_schedule
+from timeprest.planner.systems.operations import schedule_text
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import RunError, TargetError
 from timeprest.profiles.measuring.measure import measure
@@ -253,7 +253,7 @@ def test_every_system_equals_the_oracle(variant, n, few_profile, tmp_path):
     assert [sum(len(x) for x, _ in micros) for micros in batches] == [8, 8, 5]
     stages = [list(stage.nodes) for stage in plan.stages]
     oracle = Oracle(variant, stages, weights, partial(SGD, 0.05, 0.9), batches)
-    oracle.run(order_text(make_order(pipeline_of(plan), 3)))
+    oracle.run(schedule_text(make_schedule(pipeline_of(plan), 3)))
     state = load_weights(tmp_path / "run")
     for name, weight in oracle.weights().items():
         np.testing.assert_allclose(state[name], weight, rtol=0, atol=1e-10)
@@ -307,7 +307,7 @@ def test_replicas_pad_alike(variant, n, mini_batch, few_profile, tmp_path, monke
     settings = RunSettings(task=f"{FILE}:FewSamples", epochs=EPOCHS, ragged="pad")
     found = run(plan, settings, tmp_path / "replicated", inline=True)
     pipeline = pipeline_of(plan)
-    monkeypatch.setattr(training, "make_order", lambda _, count: make_order(pipeline, count))
+    monkeypatch.setattr(training, "make_schedule", lambda _, count: make_schedule(pipeline, count))
     wanted = run(alone, settings, tmp_path / "alone", inline=True)
     losses = [read_losses(tmp_path / name / "metrics.jsonl") for name in ("replicated", "alone")]
     assert losses[0] == pytest.approx(losses[1], abs=1e-10)

@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 from helpers.plans import plan_by_hand, with_times
-from timeprest.planner.schedules.schedules import make_order
+from timeprest.planner.schedules.schedules import make_schedule
 from timeprest.planner.systems.operations import BACKWARD
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.measuring.platforms import LiveBytes
@@ -208,7 +208,7 @@ def _train_counting(prepared, runners, watched, live):
     from timeprest.planner.simulator.timeline import simulate
 
     segment = prepared.segments[0]
-    order = make_order(prepared.pipeline, segment.mini_batches)
+    order = make_schedule(prepared.pipeline, segment.mini_batches)
     for runner in runners:
         runner.begin(segment, order)
     seen = []
