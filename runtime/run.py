@@ -34,10 +34,9 @@ from .records.operation_log import StageEpochFile, operation_log, record_named
 from .records.progress import Both, MetricsFile, Observer, Silent, read_epochs
 from .records.run_dir import RunDir
 from .settings import RunSettings
-from .stage.optimizer import check_choice
+from .stage.optimizer import check_choice, check_updates, warn_of_hooks
 from .stage.runner import StageRunner
 from .training.loop import Course
-from .verify.hooks import check_updates, warn_of_hooks
 
 
 def run(

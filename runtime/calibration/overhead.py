@@ -26,8 +26,7 @@ from ...profiles.measuring.contention import measure_together, size_to_time
 from ...profiles.measuring.measure import measure
 from ...profiles.profile import OperationCost, Profile
 from ...profiles.target import Target, resolve
-from ..communication.all_reduce import LocalAllReduce, Pool
-from ..communication.channel import LocalChannels, Mailbox
+from ..communication.transport import local_transport
 from ..prepare.prepare import prepare
 from ..settings import RunSettings
 from ..stage.finite import STOP, NotFinite
@@ -198,11 +197,8 @@ def measure_operations(threads: int) -> OperationCost:
     plan = solve(profile, cluster, "timeprest", stages=2, micro_batches=MICRO_BATCHES)
     settings = RunSettings(task=target, steps=STEPS, threads=threads, evaluate=False)
     prepared = prepare(plan, settings)
-    mailbox, pool = Mailbox(), Pool({})
-    runners = [
-        StageRunner(prepared, w.rank, LocalChannels(w.rank, mailbox), LocalAllReduce(w.rank, pool))
-        for w in prepared.workers
-    ]
+    transport = enumerate(local_transport(prepared))
+    runners = [StageRunner(prepared, rank, *local) for rank, local in transport]
     segment = prepared.segments[0]
     schedule = make_schedule(prepared.pipeline, segment.mini_batches)
     for runner in runners:

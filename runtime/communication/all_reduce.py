@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ...profiles.errors import RunError
 from ..prepare.tied_parameters import TiedParameters
 from ..prepare.workers import Worker
-from ..records.status import NoStatus, Status
+from ..records.status import Status
 from .channel import PeerError, lost, wait_until
 from .pinned_memory import Copier
 
@@ -50,8 +50,8 @@ def reduce_groups(
     return {name: tuple(ranks) for name, ranks in groups.items() if len(ranks) > 1}
 
 
-class Pending(Protocol):
-    """An all-reduce that has been started."""
+class Pending:
+    """An all-reduce that has been started; this one is over one worker."""
 
     def wait(self) -> None:
         """When this returns, the tensors hold the sums. Raises PeerError within the bound."""
@@ -65,13 +65,6 @@ class AllReduce(Protocol):
 
         Nobody may use the tensors until `Pending.wait` returns.
         """
-
-
-class _Done:
-    """An all-reduce over one worker."""
-
-    def wait(self) -> None:
-        """Nothing to wait for."""
 
 
 # Within one process -----------------------------------------------------------------------------
@@ -93,7 +86,7 @@ class Pool:
         self.offers: dict[tuple[str, int], _Offers] = {}
 
 
-class LocalAllReduce:
+class LocalAllReduce(AllReduce):
     """All-reduce within one process, for the inline run; one object for each worker."""
 
     def __init__(self, rank: int, pool: Pool) -> None:
@@ -104,14 +97,14 @@ class LocalAllReduce:
     def start(self, group: str, tensors: Sequence[Tensor]) -> Pending:
         """Offer the tensors; whoever waits first sums up what all have offered."""
         if group not in self._pool.groups:
-            return _Done()
+            return Pending()
         number = self._started[group] = self._started.get(group, 0) + 1
         offers = self._pool.offers.setdefault((group, number), _Offers())
         offers.tensors[self.rank] = tensors
         return _LocalPending(self._pool, (group, number))
 
 
-class _LocalPending:
+class _LocalPending(Pending):
     def __init__(self, pool: Pool, key: tuple[str, int]) -> None:
         self._pool = pool
         self._key = key
@@ -138,7 +131,7 @@ class _LocalPending:
 # Between processes ------------------------------------------------------------------------------
 
 
-class ProcessAllReduce:
+class ProcessAllReduce(AllReduce):
     """All-reduce between processes by torch.distributed; one object for each worker.
 
     Made by all workers at the same time, after the process group.
@@ -163,7 +156,7 @@ class ProcessAllReduce:
             nccl: this worker's device, where NCCL sums what is in device memory.
         """
         self.copier = copier
-        self.status = status or NoStatus()
+        self.status = status or Status()
         self.timeout = timedelta(seconds=timeout_s)
         self._ranks = groups
         self._rank = rank
@@ -196,7 +189,7 @@ class ProcessAllReduce:
     def start(self, group: str, tensors: Sequence[Tensor]) -> Pending:
         """Hand the tensors to gloo, small ones of a type together."""
         if group not in self._ranks:
-            return _Done()
+            return Pending()
         pending = _ProcessPending(self, group)
         for together in _buckets(tensors):
             pending.add(together)
@@ -228,7 +221,7 @@ class ProcessAllReduce:
         return lost(whom, error, self.timeout)
 
 
-class _ProcessPending:
+class _ProcessPending(Pending):
     def __init__(self, all_reduce: ProcessAllReduce, group: str) -> None:
         self._all_reduce = all_reduce
         self._group = group

@@ -82,6 +82,7 @@ class Channels(Protocol):
 
     def close(self) -> None:
         """Wait, within the bound, until all that was sent has gone. Raises PeerError."""
+        self.throttle(0)
 
     @property
     def held_bytes(self) -> int:
@@ -103,7 +104,7 @@ class Mailbox:
         self.waiting_bytes: dict[int, int] = {}
 
 
-class LocalChannels:
+class LocalChannels(Channels):
     """Queues within one process, for the inline run; one object for each worker."""
 
     def __init__(self, rank: int, mailbox: Mailbox) -> None:
@@ -134,9 +135,6 @@ class LocalChannels:
     def throttle(self, most: int) -> None:
         """Nothing is on its way."""
 
-    def close(self) -> None:
-        """Nothing is on its way."""
-
     def _count(self, rank: int, change: int) -> None:
         counts = self._mailbox.waiting_bytes
         counts[rank] = counts.get(rank, 0) + change
@@ -147,7 +145,7 @@ class LocalChannels:
         return self._mailbox.waiting_bytes.get(self.rank, 0)
 
 
-class LoggedChannels:
+class LoggedChannels(Channels):
     """Channels whose messages are noted in the log of operations."""
 
     def __init__(self, channels: Channels, log: OperationLog) -> None:
@@ -174,10 +172,6 @@ class LoggedChannels:
     def throttle(self, most: int) -> None:
         """Passed on."""
         self._channels.throttle(most)
-
-    def close(self) -> None:
-        """Passed on."""
-        self._channels.close()
 
     @property
     def held_bytes(self) -> int:

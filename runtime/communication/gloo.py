@@ -15,11 +15,11 @@ from torch import Tensor
 
 from ...planner.systems.operations import BACKWARD
 from ..prepare.messages import MessageSeries, Route
-from ..records.status import NoStatus, Status
-from .channel import PeerError, lost
+from ..records.status import Status
+from .channel import PeerError, ProcessChannels, lost
 
 
-class GlooChannels:
+class GlooChannels(ProcessChannels):
     """Messages between processes by torch.distributed; one object per worker.
 
     Receives are posted ahead. Sends are waited for by a thread of their own for each peer, so
@@ -41,7 +41,7 @@ class GlooChannels:
         """
         self._room = room or _room
         self.names = names
-        self.status = status or NoStatus()
+        self.status = status or Status()
         self.timeout = timedelta(seconds=timeout_s)
         self._posted: dict[tuple[int, str], deque[tuple[dist.Work, Tensor]]] = {}
         self._to_post: dict[tuple[int, str], Iterator[Route]] = {}
@@ -113,10 +113,6 @@ class GlooChannels:
             if not sender.wait_for(most, self.timeout):
                 raise self._lost(peer, sender.error or TimeoutError("the messages didn't go"))
             self.status.go_on()
-
-    def close(self) -> None:
-        """Wait for the sending threads to run dry."""
-        self.throttle(0)
 
     def end(self) -> None:
         """End the sending threads, after the last `close`. A thread that is still there when

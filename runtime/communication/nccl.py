@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..prepare.messages import MessageSeries, Route
-from ..records.status import NoStatus, Status
-from .channel import PeerError, lost, wait_until
+from ..records.status import Status
+from .channel import PeerError, ProcessChannels, lost, wait_until
 
 Direction = tuple[int, int]
 """Ranks of a sender and a receiver."""
@@ -62,7 +62,7 @@ def sequence(series: Iterable[MessageSeries], source: int) -> Iterator[tuple[Rou
     return chain.from_iterable(repeat(of_round, rounds))
 
 
-class NcclChannels:
+class NcclChannels(ProcessChannels):
     """Messages by NCCL; one object per worker. Made by all workers at the same time."""
 
     def __init__(
@@ -86,7 +86,7 @@ class NcclChannels:
         self.rank = rank
         self.names = names
         self.device = device
-        self.status = status or NoStatus()
+        self.status = status or Status()
         self.timeout = timedelta(seconds=timeout_s)
         self._groups: dict[Direction, Any] = {}
         self._coming: dict[int, Iterator[tuple[Route, str]]] = {}
@@ -190,10 +190,6 @@ class NcclChannels:
 
             self._wait(few, peer)
             self.status.go_on()
-
-    def close(self) -> None:
-        """Wait until all has gone."""
-        self.throttle(0)
 
     def end(self) -> None:
         """There are no threads."""

@@ -106,7 +106,7 @@ class _Going(NamedTuple):
     nbytes: int
 
 
-class PinnedMemoryChannels:
+class PinnedMemoryChannels(ProcessChannels):
     """Channels for tensors in device memory, over channels for those in host memory."""
 
     def __init__(self, host: ProcessChannels, copier: Copier, timeout_s: float) -> None:
@@ -156,10 +156,6 @@ class PinnedMemoryChannels:
                 f"a copy from the GPU took over {self._timeout.total_seconds():g} s (--timeout)"
             )
         self._host.throttle(most)
-
-    def close(self) -> None:
-        """Wait until all has gone."""
-        self.throttle(0)
 
     def end(self) -> None:
         """End the threads."""

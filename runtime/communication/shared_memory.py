@@ -43,8 +43,8 @@ from ...planner.systems.operations import BACKWARD, FORWARD
 from ...profiles.errors import RunError
 from ...profiles.units import format_bytes
 from ..prepare.messages import MessageSeries, Route
-from ..records.status import NoStatus, Status
-from .channel import START_S, PeerError, lost
+from ..records.status import Status
+from .channel import START_S, PeerError, ProcessChannels, lost
 
 # One direction: its slots, and the socket -------------------------------------------------------
 
@@ -367,8 +367,8 @@ def can_share_memory() -> bool:
     return hasattr(os, "memfd_create") and hasattr(socket, "send_fds")
 
 
-class SharedMemoryChannels:
-    """Messages through shared memory; one object for each worker (`Channels`)."""
+class SharedMemoryChannels(ProcessChannels):
+    """Messages through shared memory; one object for each worker."""
 
     def __init__(
         self,
@@ -387,7 +387,7 @@ class SharedMemoryChannels:
         """
         self.rank = rank
         self.names = names
-        self.status = status or NoStatus()
+        self.status = status or Status()
         self._timeout_s = timeout_s
         self._inboxes = inboxes
         self._outboxes = outboxes
@@ -435,10 +435,6 @@ class SharedMemoryChannels:
             with self._talking_to(peer):
                 outbox.wait_for(most, self._timeout_s)
             self.status.go_on()
-
-    def close(self) -> None:
-        """Wait until all messages have been taken."""
-        self.throttle(0)
 
     def end(self) -> None:
         """Close what goes to the others, after the last `close`."""

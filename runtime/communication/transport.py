@@ -23,8 +23,8 @@ from ...profiles.units import format_bytes
 from ..prepare.prepare import Prepared
 from ..prepare.workers import Worker
 from ..records.status import Status
-from .all_reduce import ProcessAllReduce, reduce_groups
-from .channel import PeerError, ProcessChannels
+from .all_reduce import LocalAllReduce, Pool, ProcessAllReduce, reduce_groups
+from .channel import LocalChannels, Mailbox, PeerError, ProcessChannels
 from .gloo import GlooChannels
 from .nccl import NcclChannels
 from .pinned_memory import Copier, CudaCopier, PinnedMemoryChannels
@@ -239,3 +239,10 @@ def open_transport(
     if transport == SHARED:
         return connect(rank, names, routes, store, timeout_s=timeout_s, status=status), sums
     return GlooChannels(names, timeout_s, status), sums
+
+
+def local_transport(prepared: Prepared) -> list[tuple[LocalChannels, LocalAllReduce]]:
+    """The same for all workers in one process, by rank."""
+    mailbox, pool = Mailbox(), Pool(reduce_groups(prepared.workers, prepared.model.tied))
+    ranks = range(len(prepared.workers))
+    return [(LocalChannels(rank, mailbox), LocalAllReduce(rank, pool)) for rank in ranks]

@@ -8,7 +8,6 @@ import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
@@ -60,8 +59,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.name} (rank {self.rank})"
 
 
-class Status(Protocol):
-    """Is told what a worker does."""
+class Status:
+    """Is told what a worker does; this one tells nobody."""
 
     def begin(self, op: str) -> None:
         """An operation is at hand."""
@@ -76,23 +75,7 @@ class Status(Protocol):
         """It has ended well. After a failure it stands."""
 
 
-class NoStatus:
-    """A status that nobody reads."""
-
-    def begin(self, op: str) -> None:
-        """Ignored."""
-
-    def done(self) -> None:
-        """Ignored."""
-
-    def wait(self, ranks: Sequence[int]) -> None:
-        """Ignored."""
-
-    def go_on(self) -> None:
-        """Ignored."""
-
-
-class StatusFile:
+class StatusFile(Status):
     """Writes a worker's status into a file's memory: no system call for an operation.
 
     Attributes:

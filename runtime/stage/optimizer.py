@@ -6,7 +6,9 @@ Gradient clipping and what a system makes of the optimizer are here, too.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,7 +19,8 @@ from torch.optim import SGD, Adam, NAdam, Optimizer
 from torch.optim.lr_scheduler import CyclicLR, LambdaLR, LRScheduler, OneCycleLR
 
 from ...planner.systems.variants import UpdateRule
-from ...profiles.errors import RunError, TargetError, UserError
+from ...profiles.errors import RunError, TargetError, TaskWarning, UserError
+from ...profiles.target import misspelt_hooks
 from ...profiles.tasks.hooks import (
     Named,
     RunLength,
@@ -28,6 +31,10 @@ from ...profiles.tasks.hooks import (
     totals_asked,
 )
 from ...profiles.tasks.task import Task
+from ..prepare.data import length_of
+from ..prepare.devices import device_kind
+from ..prepare.prepare import Prepared
+from ..prepare.tied_parameters import model_parameters
 from ..settings import OptimizerChoice, RunSettings
 
 ParameterGroups = list[dict[str, Any]]
@@ -165,6 +172,7 @@ def clip(parameters: Iterable[nn.Parameter], norm: float, most: float) -> None:
     """Scale gradients in place, so that what has this norm has `most` at most.
 
     As torch.nn.utils.clip_grad_norm_ does it, which also scales by NaN where the norm is NaN.
+    Its other half, clip_grads_with_norm_, goes by a reciprocal: in float64 an ulp from this.
     """
     scale = most / (norm + _EPSILON)
     if scale >= 1:
@@ -315,3 +323,48 @@ _RULES: dict[UpdateRule, Callable[[Optimizer], Optimizer]] = {
     "optimizer": lambda optimizer: optimizer,
     "nesterov": _nesterov,
 }
+
+
+# Checks before a run ----------------------------------------------------------------------------
+
+
+def check_updates(prepared: Prepared) -> None:
+    """Make every stage's optimizer and scheduler once, so that a wrong one is refused before the
+    run has a directory.
+
+    Not for runs on GPUs, whose optimizers may want their parameters there: the workers find out.
+
+    Raises TargetError naming the stage and the hook.
+    """
+    if device_kind(prepared.plan, prepared.settings) != "cpu":
+        return
+    length = length_of(prepared.segments)
+    for s in range(len(prepared.model.pieces)):
+        make_scheduler(prepared.task, prepared.settings, optimizer_of(prepared, s), length)
+
+
+def optimizer_of(prepared: Prepared, s: int) -> Optimizer | None:
+    """A stage's optimizer over the weights of `prepared`. Raises as `make_optimizer`."""
+    named = model_parameters(prepared.model.pieces[s].module, prepared.model.names)
+    return make_optimizer(prepared.task, prepared.settings, named, f"stage {s}")
+
+
+def hook_warnings(prepared: Prepared) -> list[str]:
+    """What in the task's hooks may be meant otherwise than it is taken."""
+    lines = misspelt_hooks(prepared.task)
+    settings, length = prepared.settings, length_of(prepared.segments)
+    if settings.lr_schedule is None:
+        # Optimizers for GPUs alone can't be made here: then nothing is said.
+        with suppress(UserError):
+            made = (optimizer_of(prepared, s) for s in range(len(prepared.model.pieces)))
+            optimizer = next((found for found in made if found is not None), None)
+            scheduler = make_scheduler(prepared.task, settings, optimizer, length)
+            line = None if scheduler is None else open_reading(prepared.task, scheduler, length)
+            lines += [] if line is None else [line]
+    return lines
+
+
+def warn_of_hooks(prepared: Prepared) -> None:
+    """Say so, before a run."""
+    for line in hook_warnings(prepared):
+        warnings.warn(line, TaskWarning, stacklevel=2)

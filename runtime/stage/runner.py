@@ -33,7 +33,7 @@ from ..prepare.tied_parameters import TiedParameters
 from ..processes.rendezvous import explained
 from ..records.metrics import EvaluationMetrics, SegmentMetrics, StageEpoch
 from ..records.operation_log import OperationLog, StageEpochFile, Use
-from ..records.status import NoStatus, Status
+from ..records.status import Status
 from .finite import SKIP, NotFinite
 from .loss_weights import LossWeights
 from .optimizer import clip, own_part, squared_norm, trained
@@ -97,7 +97,7 @@ class StageRunner:
         self.metrics = SegmentMetrics()
         self.segment: Segment | None = None
         self.last_op = "start"
-        self.status: Status = NoStatus()
+        self.status = Status()
         self._losses: dict[int, float] = {}
         self.not_finite = NotFinite(settings.on_nan)
         self._loss_weights = (

@@ -63,8 +63,8 @@ from ..records.run_dir import RunDir
 from ..records.status import Failure, StatusFile
 from ..run import check_settings, check_unfinished, summarize
 from ..settings import RunSettings
+from ..stage.optimizer import check_updates, warn_of_hooks
 from ..stage.runner import StageRunner
-from ..verify.hooks import check_updates, warn_of_hooks
 from .loop import Barrier, Course
 
 LOADING = "loading its data"

@@ -31,7 +31,8 @@ from ..processes.rendezvous import Meeting
 from ..records.run_dir import RunDir
 from ..run import check_settings
 from ..settings import RunSettings
-from .hooks import check_updates, hook_warnings, try_in_parts, try_training
+from ..stage.optimizer import check_updates, hook_warnings
+from .hooks import try_in_parts, try_training
 
 # Whether the workers of a host compute at once, or take turns on its cores ----------------------
 

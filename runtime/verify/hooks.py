@@ -2,78 +2,27 @@
 
 from __future__ import annotations
 
-import warnings
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch.utils.data import Dataset, Subset
 
-from ...profiles.errors import TaskWarning, UserError
-from ...profiles.target import misspelt_hooks
 from ...profiles.tasks.hooks import call_hook, stand_in, try_figures, try_loss
 from ...profiles.tasks.task import Split, Task, dataset_size, fetch
 from ..checkpoint.worker_state import capture
-from ..communication.all_reduce import LocalAllReduce, Pool, reduce_groups
-from ..communication.channel import LocalChannels, Mailbox
-from ..communication.transport import free_bytes
+from ..communication.transport import free_bytes, local_transport
 from ..prepare.data import length_of
 from ..prepare.devices import CPU, device_kind, own_device, random_state
 from ..prepare.prepare import Prepared, with_own_weights
-from ..prepare.tied_parameters import model_parameters
 from ..records.metrics import EpochSums
 from ..records.progress import Silent
-from ..stage.optimizer import follow, make_optimizer, make_scheduler, open_reading, step_optimizer
+from ..stage.optimizer import follow, make_scheduler, optimizer_of, step_optimizer
 from ..stage.runner import StageRunner
 from ..training.loop import Course
 
 _HELD = 4
 """Times its parameters that a stage holds in an update: weights, gradients and two moments."""
-
-
-def check_updates(prepared: Prepared) -> None:
-    """Make every stage's optimizer and scheduler once, so that a wrong one is refused before the
-    run has a directory.
-
-    Not for runs on GPUs, whose optimizers may want their parameters there: the workers find out.
-
-    Raises TargetError naming the stage and the hook.
-    """
-    if device_kind(prepared.plan, prepared.settings) != "cpu":
-        return
-    length = length_of(prepared.segments)
-    for s in range(len(prepared.model.pieces)):
-        make_scheduler(prepared.task, prepared.settings, _optimizer_of(prepared, s), length)
-
-
-def _optimizer_of(prepared: Prepared, s: int) -> torch.optim.Optimizer | None:
-    named = model_parameters(prepared.model.pieces[s].module, prepared.model.names)
-    return make_optimizer(prepared.task, prepared.settings, named, f"stage {s}")
-
-
-def hook_warnings(prepared: Prepared) -> list[str]:
-    """What in the task's hooks may be meant otherwise than it is taken."""
-    lines = misspelt_hooks(prepared.task)
-    settings, length = prepared.settings, length_of(prepared.segments)
-    if settings.lr_schedule is None:
-        # Optimizers for GPUs alone can't be made here: then nothing is said.
-        with suppress(UserError):
-            made = (_optimizer_of(prepared, s) for s in range(len(prepared.model.pieces)))
-            optimizer = next((found for found in made if found is not None), None)
-            scheduler = make_scheduler(prepared.task, settings, optimizer, length)
-            line = None if scheduler is None else open_reading(prepared.task, scheduler, length)
-            lines += [] if line is None else [line]
-    return lines
-
-
-def warn_of_hooks(prepared: Prepared) -> None:
-    """Say so, before a run."""
-    for line in hook_warnings(prepared):
-        warnings.warn(line, TaskWarning, stacklevel=2)
-
-
-# A trial of every hook --------------------------------------------------------------------------
 
 
 def try_training(prepared: Prepared) -> list[str]:
@@ -98,17 +47,10 @@ def try_training(prepared: Prepared) -> list[str]:
     trial = _Trial(prepared.task, prepared.distribution.evaluation_samples)
     few = replace(prepared, task=cast(Task, trial), segments=(segment,))
     device = own_device(prepared.plan, settings, 0)
-    mailbox, pool = Mailbox(), Pool(reduce_groups(few.workers, few.model.tied))
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         runners = [
-            StageRunner(
-                with_own_weights(few, worker),
-                worker.rank,
-                LocalChannels(worker.rank, mailbox),
-                LocalAllReduce(worker.rank, pool),
-                device=device,
-            )
-            for worker in few.workers
+            StageRunner(with_own_weights(few, worker), worker.rank, *local, device=device)
+            for worker, local in zip(few.workers, local_transport(few), strict=True)
         ]
         Course(runners, Silent(), lambda: None, lambda: None).run()
         if settings.checkpoint_every != 0:
@@ -144,7 +86,7 @@ def try_in_parts(prepared: Prepared, result: Any, target: Any, only: int | None)
             on_gpu = device_kind(prepared.plan, settings) != "cpu"
             if only not in (None, s) or on_gpu or needed > free_bytes(CPU):
                 continue
-            optimizer = _optimizer_of(prepared, s)
+            optimizer = optimizer_of(prepared, s)
             if optimizer is None:
                 continue
             optimizer = follow(prepared.pipeline.variant.update_rule, optimizer)

@@ -17,10 +17,9 @@ from timeprest.runtime.prepare.prepare import prepare
 from timeprest.runtime.records.progress import read_epochs
 from timeprest.runtime.run import resume, run
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
-from timeprest.runtime.stage.optimizer import make_scheduler
+from timeprest.runtime.stage.optimizer import hook_warnings, make_scheduler
 from timeprest.runtime.verify.check import check
 from timeprest.runtime.verify.dry_run import dry_run
-from timeprest.runtime.verify.hooks import hook_warnings
 
 TASKS = f"{TESTS / 'tasks/hook_tasks.py'}"
 EPOCH = 5
