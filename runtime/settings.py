@@ -11,6 +11,9 @@ from ..profiles.files import MAX_COUNT, MAX_FACTOR, MAX_SECONDS, Count, Factor, 
 
 FORMAT = "timeprest-run/1"
 
+STEADY = "steady:8"
+"""What is recorded unless the user says otherwise."""
+
 Fraction = Annotated[float, Meta(ge=0, lt=1)]
 
 
@@ -92,7 +95,7 @@ class RunSettings(
     """Measure how far apart the weights of forwards and backwards are (`staleness`)."""
     log_operations: bool = False
     """Write every operation with its weight version and times to operations/."""
-    record: str = "steady:8"
+    record: str = STEADY
     """Which mini-batches' operations to write to recorded/ for the report, where not all are
     written to operations/ (`record`)."""
     dropout: bool = True

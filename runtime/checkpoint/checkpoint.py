@@ -32,7 +32,7 @@ from ..prepare.data import Segment
 from ..prepare.workers import Worker
 from ..records.metrics import EpochSums
 from ..records.run_dir import RunDir, tensor_bytes, tensor_metadata
-from ..settings import RunSettings
+from ..settings import STEADY, RunSettings
 from ..stage.runner import StageRunner
 from .worker_state import WorkerState, capture
 
@@ -51,7 +51,7 @@ FREE: dict[str, Any] = {
     "resume_at": None,
     "keep_checkpoints": 3,
     "log_operations": False,
-    "record": "steady:8",
+    "record": STEADY,
     "timeout_s": 60.0,
     "on_nan": "stop",
 }

@@ -57,7 +57,7 @@ class Pending:
         """When this returns, the tensors hold the sums. Raises PeerError within the bound."""
 
 
-class AllReduce(Protocol):
+class AllReducer(Protocol):
     """A worker's all-reduces over the groups that it is in."""
 
     def start(self, group: str, tensors: Sequence[Tensor]) -> Pending:
@@ -86,7 +86,7 @@ class Pool:
         self.offers: dict[tuple[str, int], _Offers] = {}
 
 
-class LocalAllReduce(AllReduce):
+class LocalAllReduce(AllReducer):
     """All-reduce within one process, for the inline run; one object for each worker."""
 
     def __init__(self, rank: int, pool: Pool) -> None:
@@ -131,7 +131,7 @@ class _LocalPending(Pending):
 # Between processes ------------------------------------------------------------------------------
 
 
-class ProcessAllReduce(AllReduce):
+class ProcessAllReduce(AllReducer):
     """All-reduce between processes by torch.distributed; one object for each worker.
 
     Made by all workers at the same time, after the process group.
@@ -292,7 +292,7 @@ class GradientAllReduce:
 
     def __init__(
         self,
-        all_reduce: AllReduce,
+        all_reduce: AllReducer,
         group: str,
         parameters: Sequence[nn.Parameter],
         others: Sequence[Tensor] = (),

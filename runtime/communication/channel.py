@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...profiles.errors import RunError
-from ..prepare.messages import MessageSeries, Route
+from ..prepare.messages import MessageRoute, MessageSeries
 from ..records.operation_log import OperationLog
 
 START_S = 60.0
@@ -64,13 +64,13 @@ class Channels(Protocol):
     def open(self, series: Sequence[MessageSeries]) -> None:
         """Announce all messages that this worker is going to take."""
 
-    def send(self, route: Route, kind: str, tensor: Tensor, *, kept: bool = False) -> None:
+    def send(self, route: MessageRoute, kind: str, tensor: Tensor, *, kept: bool = False) -> None:
         """Start sending; never waits for the receiver. The tensor must not change any more.
 
         `kept`: its memory is held for the backward anyway, and doesn't count here.
         """
 
-    def receive(self, route: Route, kind: str) -> Tensor:
+    def receive(self, route: MessageRoute, kind: str) -> Tensor:
         """The next message, waiting for it no longer than the bound. Raises PeerError."""
 
     def throttle(self, most: int) -> None:
@@ -114,7 +114,7 @@ class LocalChannels(Channels):
     def open(self, series: Sequence[MessageSeries]) -> None:
         """Nothing to prepare."""
 
-    def send(self, route: Route, kind: str, tensor: Tensor, *, kept: bool = False) -> None:
+    def send(self, route: MessageRoute, kind: str, tensor: Tensor, *, kept: bool = False) -> None:
         """Copy, as between processes: a receiver may change what it gets.
 
         And lay it out anew: dropout takes random numbers in the sequence in memory.
@@ -123,7 +123,7 @@ class LocalChannels(Channels):
         self._mailbox.queues.setdefault((route.number, kind), deque()).append(copy)
         self._count(route.ends(kind)[1], tensor.nbytes)
 
-    def receive(self, route: Route, kind: str) -> Tensor:
+    def receive(self, route: MessageRoute, kind: str) -> Tensor:
         """Raises PeerError when nothing was sent: the sequence is wrong."""
         waiting = self._mailbox.queues.get((route.number, kind))
         if not waiting:
@@ -156,13 +156,13 @@ class LoggedChannels(Channels):
         """Passed on."""
         self._channels.open(series)
 
-    def send(self, route: Route, kind: str, tensor: Tensor, *, kept: bool = False) -> None:
+    def send(self, route: MessageRoute, kind: str, tensor: Tensor, *, kept: bool = False) -> None:
         """Note it when it is under way."""
         self._channels.send(route, kind, tensor, kept=kept)
         if self._log.on:
             self._log.sent(route.ends(kind)[1], route.spec.name, tensor)
 
-    def receive(self, route: Route, kind: str) -> Tensor:
+    def receive(self, route: MessageRoute, kind: str) -> Tensor:
         """Note it when it is here."""
         tensor = self._channels.receive(route, kind)
         if self._log.on:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...planner.systems.operations import BACKWARD
-from ..prepare.messages import MessageSeries, Route
+from ..prepare.messages import MessageRoute, MessageSeries
 from ..records.status import Status
 from .channel import PeerError, ProcessChannels, lost
 
@@ -44,7 +44,7 @@ class GlooChannels(ProcessChannels):
         self.status = status or Status()
         self.timeout = timedelta(seconds=timeout_s)
         self._posted: dict[tuple[int, str], deque[tuple[dist.Work, Tensor]]] = {}
-        self._to_post: dict[tuple[int, str], Iterator[Route]] = {}
+        self._to_post: dict[tuple[int, str], Iterator[MessageRoute]] = {}
         self._senders: dict[int, _Sender] = {}
 
     def open(self, series: Sequence[MessageSeries]) -> None:
@@ -58,7 +58,7 @@ class GlooChannels(ProcessChannels):
             for _ in range(each.ahead):
                 self._post_next(upcoming, each.kind)
 
-    def _post_next(self, upcoming: Iterator[Route], kind: str) -> bool:
+    def _post_next(self, upcoming: Iterator[MessageRoute], kind: str) -> bool:
         """Post the receive that comes next in its series. Returns whether there is one."""
         route = next(upcoming, None)
         if route is None:
@@ -72,7 +72,7 @@ class GlooChannels(ProcessChannels):
         self._posted[route.number, kind].append((work, buffer))
         return True
 
-    def send(self, route: Route, kind: str, tensor: Tensor, *, kept: bool = False) -> None:
+    def send(self, route: MessageRoute, kind: str, tensor: Tensor, *, kept: bool = False) -> None:
         """Hand the message to gloo and its thread."""
         peer = route.ends(kind)[1]
         sender = self._senders.get(peer)
@@ -89,7 +89,7 @@ class GlooChannels(ProcessChannels):
         assert work is not None
         sender.put(work, tensor, 0 if kept else tensor.nbytes)
 
-    def receive(self, route: Route, kind: str) -> Tensor:
+    def receive(self, route: MessageRoute, kind: str) -> Tensor:
         """Wait for the oldest posted receive, and post another one."""
         key = route.number, kind
         posted, upcoming = self._posted[key], self._to_post[key]
@@ -187,5 +187,5 @@ def _room(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.empty(tuple(shape), dtype=dtype)
 
 
-def _tag(route: Route, kind: str) -> int:
+def _tag(route: MessageRoute, kind: str) -> int:
     return 2 * route.number + (kind == BACKWARD)

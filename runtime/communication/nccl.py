@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..prepare.messages import MessageSeries, Route
+from ..prepare.messages import MessageRoute, MessageSeries
 from ..records.status import Status
 from .channel import PeerError, ProcessChannels, lost, wait_until
 
@@ -32,7 +32,7 @@ _SLACK_S = 30.0
 """NCCL's own watchdog kills the process: it gets so much more time than the bound."""
 
 
-def directions(routes: Iterable[Route]) -> list[Direction]:
+def directions(routes: Iterable[MessageRoute]) -> list[Direction]:
     """The directions of all messages of these routes, gradients the other way; ascending."""
     found = set()
     for route in routes:
@@ -42,12 +42,12 @@ def directions(routes: Iterable[Route]) -> list[Direction]:
     return sorted(found)
 
 
-def sequence(series: Iterable[MessageSeries], source: int) -> Iterator[tuple[Route, str]]:
+def sequence(series: Iterable[MessageSeries], source: int) -> Iterator[tuple[MessageRoute, str]]:
     """The messages of one peer to this worker, in the sequence in which it sends them.
 
     Micro-batch by micro-batch, as both schedules have them, and for each by the routes' numbers.
     """
-    once: list[tuple[int, int, Route, str]] = []
+    once: list[tuple[int, int, MessageRoute, str]] = []
     rounds = 0
     for each in series:
         seen: dict[int, int] = {}
@@ -69,7 +69,7 @@ class NcclChannels(ProcessChannels):
         self,
         rank: int,
         names: Sequence[str],
-        routes: Iterable[Route],
+        routes: Iterable[MessageRoute],
         device: torch.device,
         timeout_s: float,
         status: Status | None = None,
@@ -89,8 +89,8 @@ class NcclChannels(ProcessChannels):
         self.status = status or Status()
         self.timeout = timedelta(seconds=timeout_s)
         self._groups: dict[Direction, Any] = {}
-        self._coming: dict[int, Iterator[tuple[Route, str]]] = {}
-        self._posted: dict[int, deque[tuple[Route, str, dist.Work, Tensor]]] = {}
+        self._coming: dict[int, Iterator[tuple[MessageRoute, str]]] = {}
+        self._posted: dict[int, deque[tuple[MessageRoute, str, dist.Work, Tensor]]] = {}
         self._there: dict[tuple[int, str], deque[Tensor]] = {}
         self._going: dict[int, deque[tuple[dist.Work, Tensor, int]]] = {}
         everywhere = directions(routes)
@@ -143,7 +143,7 @@ class NcclChannels(ProcessChannels):
             assert work is not None
             self._posted[source].append((route, kind, work, buffer))
 
-    def send(self, route: Route, kind: str, tensor: Tensor, *, kept: bool = False) -> None:
+    def send(self, route: MessageRoute, kind: str, tensor: Tensor, *, kept: bool = False) -> None:
         """Hand the message to NCCL, behind what the current stream has to do."""
         peer = route.ends(kind)[1]
         self._let_go(peer)
@@ -157,7 +157,7 @@ class NcclChannels(ProcessChannels):
         nbytes = 0 if kept else tensor.nbytes
         self._going.setdefault(peer, deque()).append((work, tensor, nbytes))
 
-    def receive(self, route: Route, kind: str) -> Tensor:
+    def receive(self, route: MessageRoute, kind: str) -> Tensor:
         """Wait for the message, and for those that its sender sent before it."""
         source = route.ends(kind)[0]
         wanted = (route.number, kind)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...profiles.errors import TimeprestError
-from ..prepare.messages import MessageSeries, Route
+from ..prepare.messages import MessageRoute, MessageSeries
 from .channel import PeerError, ProcessChannels
 
 # Copies between a GPU and pinned host memory, on streams of their own ---------------------------
@@ -98,7 +98,7 @@ class CudaCopier:
 class _Going(NamedTuple):
     """A message on its way down; its tensor is kept until it has landed."""
 
-    route: Route
+    route: MessageRoute
     kind: str
     tensor: Tensor
     host: Tensor
@@ -129,7 +129,7 @@ class PinnedMemoryChannels(ProcessChannels):
         """Post the first receives."""
         self._host.open(series)
 
-    def send(self, route: Route, kind: str, tensor: Tensor, *, kept: bool = False) -> None:
+    def send(self, route: MessageRoute, kind: str, tensor: Tensor, *, kept: bool = False) -> None:
         """Start the copy down. The thread that sends waits for it."""
         self._check()
         host, landing = self._copier.down(tensor)
@@ -139,7 +139,7 @@ class PinnedMemoryChannels(ProcessChannels):
             self._waiting_bytes += nbytes
         self._queue.put(_Going(route, kind, tensor, host, landing, nbytes))
 
-    def receive(self, route: Route, kind: str) -> Tensor:
+    def receive(self, route: MessageRoute, kind: str) -> Tensor:
         """The next message, on its way up."""
         self._check()
         return self._copier.up(self._host.receive(route, kind))

@@ -42,7 +42,7 @@ from ...planner.costs.stage_costs import RECEIVES_AHEAD
 from ...planner.systems.operations import BACKWARD, FORWARD
 from ...profiles.errors import RunError
 from ...profiles.units import format_bytes
-from ..prepare.messages import MessageSeries, Route
+from ..prepare.messages import MessageRoute, MessageSeries
 from ..records.status import Status
 from .channel import START_S, PeerError, ProcessChannels, lost
 
@@ -110,7 +110,7 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNED) * _ALIGNED
 
 
-def boxes(routes: Iterable[Route], source: int, target: int) -> tuple[Box, ...]:
+def boxes(routes: Iterable[MessageRoute], source: int, target: int) -> tuple[Box, ...]:
     """What goes from one worker to another; the same on both. Ranks."""
     found: list[Box] = []
     for route in routes:
@@ -392,7 +392,7 @@ class SharedMemoryChannels(ProcessChannels):
         self._inboxes = inboxes
         self._outboxes = outboxes
         self._posted_bytes = 0
-        self._upcoming: dict[Key, Iterator[Route]] = {}
+        self._upcoming: dict[Key, Iterator[MessageRoute]] = {}
 
     def open(self, series: Sequence[MessageSeries]) -> None:
         """Count the slots that stand for receives posted ahead."""
@@ -405,14 +405,14 @@ class SharedMemoryChannels(ProcessChannels):
             for route in islice(upcoming, each.ahead):
                 self._posted_bytes += route.nbytes(each.kind)
 
-    def send(self, route: Route, kind: str, tensor: Tensor, *, kept: bool = False) -> None:
+    def send(self, route: MessageRoute, kind: str, tensor: Tensor, *, kept: bool = False) -> None:
         """Copy it into shared memory, or have it copied as soon as there is room."""
         peer = route.ends(kind)[1]
         counted = 0 if kept else route.nbytes(kind)
         with self._talking_to(peer):
             self._outboxes[peer].send((route.number, kind), tensor, counted)
 
-    def receive(self, route: Route, kind: str) -> Tensor:
+    def receive(self, route: MessageRoute, kind: str) -> Tensor:
         """Wait for the oldest message, and copy it out."""
         key, peer = (route.number, kind), route.ends(kind)[0]
         inbox = self._inboxes[peer]
@@ -459,7 +459,7 @@ class SharedMemoryChannels(ProcessChannels):
 def connect(
     rank: int,
     names: Sequence[str],
-    routes: Sequence[Route],
+    routes: Sequence[MessageRoute],
     store: dist.Store,  # type: ignore[name-defined]
     *,
     timeout_s: float,

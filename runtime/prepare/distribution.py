@@ -18,7 +18,7 @@ from ...planner.simulator.pipeline import Pipeline
 from ...planner.systems.operations import Op
 from ...profiles.errors import PlanError
 from ...profiles.tracing.shapes import ValueSpec
-from .messages import Route, Rows
+from .messages import MessageRoute, Rows
 from .workers import Worker, replicas_of
 
 Specs = Mapping[str, ValueSpec]
@@ -76,9 +76,9 @@ class Distribution:
     """
 
     shares: tuple[Share, ...]
-    routes: tuple[Route, ...]
+    routes: tuple[MessageRoute, ...]
     known: tuple[Mapping[str, Tensor], ...]
-    evaluation_routes: tuple[Route, ...]
+    evaluation_routes: tuple[MessageRoute, ...]
     evaluation_samples: int
 
 
@@ -99,7 +99,7 @@ def distribute(
     """
     leads = [worker for worker in workers if worker.leads]
     samples = [shares[worker.rank].samples for worker in leads]
-    found: list[Route] = []
+    found: list[MessageRoute] = []
     known: list[dict[str, Tensor]] = [{} for _ in samples]
     whole = pipeline.variant.whole_mini_batches
     for value in sent:
@@ -132,19 +132,19 @@ def distribute(
     return Distribution(tuple(shares), tuple(found), tuple(known), tuple(evaluation), least)
 
 
-def _whole(number: int, spec: ValueSpec, a: Worker, b: Worker) -> Route:
-    return Route(number, spec, a.rank, b.rank, (0,), 1)
+def _whole(number: int, spec: ValueSpec, a: Worker, b: Worker) -> MessageRoute:
+    return MessageRoute(number, spec, a.rank, b.rank, (0,), 1)
 
 
-def _dealt(number: int, spec: ValueSpec, a: Worker, b: Worker, pipeline: Pipeline) -> Route:
+def _dealt(number: int, spec: ValueSpec, a: Worker, b: Worker, pipeline: Pipeline) -> MessageRoute:
     """For the micro-batches that both run."""
     n, r = pipeline.micro_batches, lcm(a.replicas, b.replicas)
     both = tuple(range(_common(a, b), n, r))
     stacked = 1 if pipeline.variant.backward_unit == "micro" else len(both)
-    return Route(number, spec, a.rank, b.rank, both, stacked)
+    return MessageRoute(number, spec, a.rank, b.rank, both, stacked)
 
 
-def _part(number: int, spec: ValueSpec, a: Worker, b: Worker, dimension: int) -> Route:
+def _part(number: int, spec: ValueSpec, a: Worker, b: Worker, dimension: int) -> MessageRoute:
     """For the samples that both have."""
     r, k = lcm(a.replicas, b.replicas), _common(a, b)
     shape = list(spec.shape)

@@ -95,7 +95,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Route:
+class MessageRoute:
     """What the messages of a tensor from one worker to another hold.
 
     Attributes:
@@ -188,7 +188,7 @@ def check_agreed(spec: ValueSpec, tensor: Tensor) -> None:
         )
 
 
-def join(shape: Sequence[int], parts: Sequence[tuple[Route, Tensor]]) -> Tensor:
+def join(shape: Sequence[int], parts: Sequence[tuple[MessageRoute, Tensor]]) -> Tensor:
     """The receiver's tensor, of the parts that came for it."""
     route, message = parts[0]
     if route.placed is None:
@@ -211,12 +211,14 @@ class MessageSeries:
     """
 
     kind: str
-    routes: tuple[Route, ...]
+    routes: tuple[MessageRoute, ...]
     ahead: int
     count: int
 
 
-def message_series(kind: str, steps: Iterable[Sequence[Route]], rounds: int) -> MessageSeries:
+def message_series(
+    kind: str, steps: Iterable[Sequence[MessageRoute]], rounds: int
+) -> MessageSeries:
     """A series of which the messages of a step are received together.
 
     Args:

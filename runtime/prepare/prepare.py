@@ -157,6 +157,7 @@ def prepare(
     evaluated = _trace_for_evaluation(plan, model, target, traced[least])
     tell("cutting the model into stages")
     sent = _sent(plan, traced[least], groups)
+    distribution = distribute(pipeline, workers, shares, sent, specs)
     chosen = [pieces[n][s] for s, n in enumerate(samples)]
     evaluation_pieces = cut(evaluated, groups)
     modes = zip(chosen, evaluation_pieces, strict=True)
@@ -180,7 +181,7 @@ def prepare(
             loss=loss,
             autocast=autocast,
         ),
-        distribution=distribute(pipeline, workers, shares, sent, specs),
+        distribution=distribution,
     )
     _check_padding(prepared, target, traced, samples[-1])
     few = min(3, max(segment.mini_batches for segment in prepared.segments))

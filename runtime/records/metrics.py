@@ -205,7 +205,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EpochSums(msgspec.Struct, kw_only=True):
-    """AllReduce over the segments of an epoch that are done. Times in seconds."""
+    """AllReducer over the segments of an epoch that are done. Times in seconds."""
 
     mini_batches: int = 0
     samples: int = 0

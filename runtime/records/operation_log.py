@@ -73,8 +73,6 @@ allocations and caches, and fill the pipeline."""
 
 ALL = Record("all")
 NONE = Record("none")
-STEADY = "steady:8"
-"""What is recorded unless the user says otherwise."""
 
 _TEXT = re.compile(r"(first|steady|last):(\d{1,6})")
 

@@ -25,7 +25,8 @@ from ...planner.systems.operations import FORWARD, UPDATE, Op, parse_op
 from ...profiles.errors import FileError, ScheduleError
 from ...profiles.files import MAX_LOG_BYTES, read_limited
 from ..prepare.workers import Worker, workers_of
-from .operation_log import STEADY, WARM, record_named
+from ..settings import STEADY
+from .operation_log import WARM, record_named
 from .run_dir import RunDir
 from .status import read_statuses
 

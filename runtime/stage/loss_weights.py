@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ...planner.systems.operations import Op
 from ...profiles.tasks.task import Loss
-from ..communication.all_reduce import ALL_WORKERS, AllReduce, Pending
+from ..communication.all_reduce import ALL_WORKERS, AllReducer, Pending
 from ..prepare.data import Segment
 from .finite import NotFinite
 
@@ -72,7 +72,7 @@ class LossWeights:
     """
 
     def __init__(
-        self, stage: Stage, all_reduce: AllReduce, not_finite: NotFinite, *, is_last: bool
+        self, stage: Stage, all_reduce: AllReducer, not_finite: NotFinite, *, is_last: bool
     ) -> None:
         self._stage = stage
         self._all_reduce = all_reduce

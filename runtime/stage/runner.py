@@ -15,7 +15,7 @@ from ...planner.systems.operations import BACKWARD, FORWARD, UPDATE, WEIGHT, Op,
 from ...planner.systems.prediction import prediction_distances
 from ...planner.systems.versions import entry_versions
 from ...profiles.tasks.task import Loss
-from ..communication.all_reduce import ALL_WORKERS, AllReduce, GradientAllReduce, stage_group
+from ..communication.all_reduce import ALL_WORKERS, AllReducer, GradientAllReduce, stage_group
 from ..communication.channel import Channels, LoggedChannels
 from ..prepare.data import (
     NO_EVALUATION,
@@ -27,7 +27,7 @@ from ..prepare.data import (
     real_samples,
 )
 from ..prepare.devices import CPU, clock_of, forward_context, put
-from ..prepare.messages import MessageSeries, Route, join, message_series
+from ..prepare.messages import MessageRoute, MessageSeries, join, message_series
 from ..prepare.prepare import Prepared
 from ..prepare.tied_parameters import TiedParameters
 from ..processes.rendezvous import explained
@@ -66,7 +66,7 @@ class StageRunner:
         prepared: Prepared,
         rank: int,
         channels: Channels,
-        all_reduce: AllReduce,
+        all_reduce: AllReducer,
         log: OperationLog | None = None,
         epochs: StageEpochFile | None = None,
         on_mini_batch: OnMiniBatch | None = None,
@@ -131,7 +131,7 @@ class StageRunner:
             steps = [[c for c in routes if i in c.micro_batches] for i in mine]
             series.append(message_series(FORWARD, steps, mini_batches))
         stage_of = self.prepared.workers
-        back: dict[tuple[str, int], list[Route]] = {}
+        back: dict[tuple[str, int], list[MessageRoute]] = {}
         for c in self.outgoing:
             if c.spec.needs_grad:
                 back.setdefault((c.spec.name, stage_of[c.target].stage), []).append(c)
@@ -421,7 +421,7 @@ class StageRunner:
             count = self.evaluations
             self.channels.open([message_series(FORWARD, [[c]], count) for c in self._evaluated()])
 
-    def _evaluated(self, *, outgoing: bool = False) -> list[Route]:
+    def _evaluated(self, *, outgoing: bool = False) -> list[MessageRoute]:
         """What comes here in evaluation, or goes out."""
         rank = self.worker.rank
         return [
@@ -507,9 +507,9 @@ class StageRunner:
         return explained(self.worker.name, lambda: self.last_op)
 
 
-def _by_name(routes: Iterable[Route]) -> dict[str, list[Route]]:
+def _by_name(routes: Iterable[MessageRoute]) -> dict[str, list[MessageRoute]]:
     """The routes of each tensor."""
-    found: dict[str, list[Route]] = {}
+    found: dict[str, list[MessageRoute]] = {}
     for route in routes:
         found.setdefault(route.spec.name, []).append(route)
     return found

@@ -19,15 +19,13 @@ from ...profiles.target import resolve
 from ...profiles.tasks.task import Loss, read_loss
 from ...profiles.tracing.call import Call
 from ..checkpoint.gradients import GradientFiles
-from ..prepare.data import Samples, Segment, length_of, part_of, real_part, real_samples
+from ..prepare.data import DROP, Samples, Segment, length_of, part_of, real_part, real_samples
 from ..prepare.devices import forward_context, move, own_device, put, random_state
 from ..prepare.prepare import Prepared
 from ..stage.batch_norm import DeferredBatchNorm
 from ..stage.loss_weights import MiniBatchMeans
 from ..stage.optimizer import make_optimizer, make_scheduler, step_optimizer
 from ..training.dropout import Traits, WithoutDropout
-
-_ADVICE = "leave it out: --ragged drop"
 
 
 class PlainTraining:
@@ -146,7 +144,7 @@ class PlainTraining:
             if not real:
                 return None
             if real < size:
-                output = real_part(output, real, size, _ADVICE)
+                output = real_part(output, real, size, DROP)
             return read_loss(self.task.loss(output, target))
 
     def _take(self, segment: Segment, positions: range, size: int) -> tuple[Any, Any]:

@@ -25,7 +25,7 @@ from timeprest.runtime.communication.shared_memory import (
     connect,
 )
 from timeprest.runtime.communication.transport import GLOO, NCCL, SHARED
-from timeprest.runtime.prepare.messages import Route, message_series
+from timeprest.runtime.prepare.messages import MessageRoute, message_series
 
 LARGE = (SLOT_BYTES // 4, 2)
 """Shape whose messages have no slots but those posted ahead."""
@@ -33,7 +33,7 @@ LARGE = (SLOT_BYTES // 4, 2)
 
 def route(number=0, shape=(2, 3), dtype=torch.float32, needs_grad=True):
     spec = ValueSpec(f"t{number}", "tensor", tuple(shape), dtype, needs_grad)
-    return Route(number, spec, 0, 1, (0,), 1)
+    return MessageRoute(number, spec, 0, 1, (0,), 1)
 
 
 def both(*routes, timeout_s=5.0, count=1000):

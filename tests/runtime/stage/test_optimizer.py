@@ -18,7 +18,7 @@ from timeprest.runtime.settings import OptimizerChoice, RunSettings
 from timeprest.runtime.stage.optimizer import (
     check_choice,
     clip,
-    factor,
+    learning_rate_factor,
     make_optimizer,
     own_part,
     squared_norm,
@@ -302,10 +302,19 @@ def test_schedules_over_epochs(mlp_profile, tmp_path):
 
 
 def test_factors():
-    assert [factor("constant", 4, 6, k) for k in range(6)] == [0.25, 0.5, 0.75, 1, 1, 1]
-    assert [factor("linear", 0, 4, k) for k in range(5)] == [1, 0.75, 0.5, 0.25, 0]
-    assert [factor("cosine", 0, 2, k) for k in range(4)] == pytest.approx([1, 0.5, 0, 0])
-    assert factor("linear", 9, 4, 3) == 4 / 9
+    assert [learning_rate_factor("constant", 4, 6, k) for k in range(6)] == [
+        0.25,
+        0.5,
+        0.75,
+        1,
+        1,
+        1,
+    ]
+    assert [learning_rate_factor("linear", 0, 4, k) for k in range(5)] == [1, 0.75, 0.5, 0.25, 0]
+    assert [learning_rate_factor("cosine", 0, 2, k) for k in range(4)] == pytest.approx(
+        [1, 0.5, 0, 0]
+    )
+    assert learning_rate_factor("linear", 9, 4, 3) == 4 / 9
 
 
 @pytest.mark.parametrize(
