@@ -44,7 +44,7 @@ PROGRESS_S = 0.1
 
 @dataclass
 class TimedOperation:
-    """An operation at one size: what a figure stands for.
+    """An operation at one size, and its measured times.
 
     Attributes:
         pair: p for messages between processes p and p + 1, or ALL_REDUCE.
@@ -86,7 +86,7 @@ class TimedOperation:
         return min(0.99, max(bursts / TRUSTED_BURSTS, self.spent_s / self.cap_s))
 
     def point(self) -> LinkPoint:
-        """The figure."""
+        """What was measured, as a link file has it."""
         return LinkPoint(
             message_bytes=self.message_bytes,
             seconds=median(self.medians),
@@ -96,7 +96,7 @@ class TimedOperation:
 
 
 def lead(process: Process, processes: int, settings: LinkSettings, where: LinkDir) -> None:
-    """Measure everything and write it down. For process 0."""
+    """Measure everything and write it down; for process 0."""
     pairs = range(processes - 1)
     shares = {pair: settings.cap_s / len(pairs) for pair in pairs} | {ALL_REDUCE: settings.cap_s}
     cells = [

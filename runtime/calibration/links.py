@@ -51,7 +51,7 @@ class LinkSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class LinkTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What was measured.
+    """Measured times of messages and all-reduces.
 
     Attributes:
         pairs: for processes (0, 1), (1, 2), …: half a round trip for each message size.
@@ -70,17 +70,17 @@ class LinkDir(RunDir):
 
     @property
     def settings(self) -> Path:
-        """What the workers are to do."""
+        """File of the settings, for the workers."""
         return self.path / "settings.json"
 
     @property
     def progress(self) -> Path:
-        """Lines of JSON: [what, done, of]."""
+        """File of the progress: lines of JSON [what, done, of]."""
         return self.path / "progress.jsonl"
 
     @property
     def times(self) -> Path:
-        """The result."""
+        """File of the result."""
         return self.path / "times.json"
 
 

@@ -47,7 +47,7 @@ REPEATS = 9
 
 
 def with_weight_costs(cost: OperationCost) -> OperationCost:
-    """The same, with what was measured here."""
+    """The cost of operations, with that of weight versions and saved tensors measured."""
     pack_s, unpack_s = _hooks()
     # Zeros may be no memory at all.
     parameters = [nn.Parameter(torch.ones(SIDE, SIDE)) for _ in range(COUNT)]
@@ -211,7 +211,7 @@ def measure_operations(threads: int) -> OperationCost:
             begin = time.perf_counter()
             runners[s].run(op)
             times[s, op.kind].append(time.perf_counter() - begin)
-    found = with_weight_costs(besides(prepared.pipeline, times))
+    found = with_weight_costs(overhead(prepared.pipeline, times))
     # What hooks took of these few layers is counted by their tensors from now on.
     counts = [layer.measurements[0].saved_tensors or 0 for layer in profile.layers]
     tensors = sum(counts) / len(runners)
@@ -224,8 +224,8 @@ def measure_operations(threads: int) -> OperationCost:
     )
 
 
-def besides(pipeline: Pipeline, times: Mapping[tuple[int, str], Sequence[float]]) -> OperationCost:
-    """What operations took more than the pipeline says, the mean over stages.
+def overhead(pipeline: Pipeline, times: Mapping[tuple[int, str], Sequence[float]]) -> OperationCost:
+    """What operations took beyond what the pipeline says, the mean over stages.
 
     Args:
         times: by stage and kind, in seconds; the first ones don't count.

@@ -61,7 +61,7 @@ class AllReducer(Protocol):
     """A worker's all-reduces over the groups that it is in."""
 
     def start(self, group: str, tensors: Sequence[Tensor]) -> Pending:
-        """Start to sum each tensor over the group, in place. A group of one is none.
+        """Start to sum each tensor over the group, in place; a group of one has nothing to do.
 
         Nobody may use the tensors until `Pending.wait` returns.
         """
@@ -174,8 +174,7 @@ class ProcessAllReduce(AllReducer):
             self._make_nccl_groups(nccl)
 
     def _make_nccl_groups(self, device: torch.device) -> None:
-        """One for each group that reduces gradients; the first all-reduce in each makes its
-        communicator."""
+        """A communicator for each group of gradients, made by the first all-reduce in it."""
         for name, ranks in self._ranks.items():
             if name == ALL_WORKERS:
                 continue

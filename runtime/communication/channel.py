@@ -47,7 +47,7 @@ def why_lost(error: BaseException, timeout: timedelta, option: str = " (--timeou
 
 
 def wait_until(done: Callable[[], bool], timeout: timedelta) -> None:
-    """Look at what a GPU has under way until it is done. Raises TimeoutError.
+    """Poll until something that a GPU has under way is done. Raises TimeoutError.
 
     The waits of NCCL are the device's: the host's thread has no bound there.
     """
@@ -146,7 +146,7 @@ class LocalChannels(Channels):
 
 
 class LoggedChannels(Channels):
-    """Channels whose messages are noted in the log of operations."""
+    """Channels that note their messages in the log of operations."""
 
     def __init__(self, channels: Channels, log: OperationLog) -> None:
         self._channels = channels
@@ -157,13 +157,13 @@ class LoggedChannels(Channels):
         self._channels.open(series)
 
     def send(self, route: MessageRoute, kind: str, tensor: Tensor, *, kept: bool = False) -> None:
-        """Note it when it is under way."""
+        """Send, and note the message when it is under way."""
         self._channels.send(route, kind, tensor, kept=kept)
         if self._log.on:
             self._log.sent(route.ends(kind)[1], route.spec.name, tensor)
 
     def receive(self, route: MessageRoute, kind: str) -> Tensor:
-        """Note it when it is here."""
+        """Receive, and note the message when it is here."""
         tensor = self._channels.receive(route, kind)
         if self._log.on:
             self._log.received(route.ends(kind)[0], route.spec.name, tensor)

@@ -55,7 +55,7 @@ class Copier(Protocol):
 
 
 class CudaCopier:
-    """Of one GPU: a stream for each direction, beside the one that computes.
+    """Copies from and to one GPU, on a stream for each direction beside the one that computes.
 
     Torch's allocator of pinned memory gives no block away while a copy from or to it is under way.
     """

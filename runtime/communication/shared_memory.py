@@ -106,12 +106,12 @@ class Box:
 
 
 def aligned(nbytes: int) -> int:
-    """Room for so many bytes."""
+    """A slot's size for so many bytes."""
     return -(-nbytes // _ALIGNED) * _ALIGNED
 
 
 def boxes(routes: Iterable[MessageRoute], source: int, target: int) -> tuple[Box, ...]:
-    """What goes from one worker to another; the same on both. Ranks."""
+    """The layout of the memory from one worker to another, by rank; the same on both."""
     found: list[Box] = []
     for route in routes:
         for kind in (FORWARD, BACKWARD):
@@ -136,7 +136,7 @@ class GoneError(ConnectionError):
 
 
 def _records(connection: socket.socket) -> list[tuple[int, int]] | None:
-    """What has come over a socket that doesn't block; None: nothing. Raises GoneError."""
+    """Records that have come over a socket that doesn't block; None: none. Raises GoneError."""
     try:
         text = connection.recv(_READ)
     except BlockingIOError:
@@ -173,7 +173,7 @@ def _tell(connection: socket.socket, box: int, slot: int) -> None:
 
 
 def _wait(connection: socket.socket, deadline: float) -> None:
-    """Until something has come. Raises TimeoutError."""
+    """Wait until something has come. Raises TimeoutError."""
     left = deadline - time.monotonic()
     poll = select.poll()
     poll.register(connection, select.POLLIN)
@@ -199,7 +199,7 @@ class Inbox:
         return bool(self._come[self._index[key]])
 
     def wait(self, key: Key, timeout_s: float) -> None:
-        """Until a message is there. Raises GoneError, TimeoutError."""
+        """Wait until a message is there. Raises GoneError, TimeoutError."""
         deadline = time.monotonic() + timeout_s
         while not self.here(key):
             _wait(self._connection, deadline)
@@ -273,7 +273,7 @@ class Outbox:
             self._thread.start()
 
     def wait_for(self, most: int, timeout_s: float) -> None:
-        """Until at most so many messages haven't been taken. Raises GoneError, TimeoutError."""
+        """Wait until so few messages haven't been taken. Raises GoneError, TimeoutError."""
         deadline = time.monotonic() + timeout_s
         while True:
             with self._lock:
@@ -363,7 +363,7 @@ _RANK = struct.Struct("<I")
 
 
 def can_share_memory() -> bool:
-    """Whether this system has what it takes: Linux."""
+    """Whether this system has what shared memory takes: Linux has."""
     return hasattr(os, "memfd_create") and hasattr(socket, "send_fds")
 
 

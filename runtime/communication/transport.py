@@ -60,7 +60,7 @@ class WorkerPlace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def place_of(plan: Plan, worker: Worker, device: torch.device) -> WorkerPlace:
-    """This worker's own."""
+    """The place of this worker."""
     planned = plan.predicted.stages[worker.stage]
     memory = planned.memory
     return WorkerPlace(
@@ -79,7 +79,7 @@ def place_of(plan: Plan, worker: Worker, device: torch.device) -> WorkerPlace:
 
 
 def gpu_name(device: torch.device) -> str:
-    """What tells a GPU from the others of its host in every process; empty: no GPU."""
+    """A name of a GPU that is the same in all processes of its host; empty: no GPU."""
     if device.type != "cuda":
         return ""
     own = getattr(torch.cuda.get_device_properties(device), "uuid", None)
@@ -126,7 +126,7 @@ def agree_on_transport(place: WorkerPlace, exchange: Exchange) -> str:
 
 
 def transport_of(gpus: Iterable[tuple[str, str]]) -> str:
-    """How messages go. `gpus`: of each worker, its host and the name of its GPU; empty: none."""
+    """The transport. `gpus`: of each worker, its host and the name of its GPU; empty: none."""
     found = list(gpus)
     if not all(gpu for _, gpu in found):
         return GLOO
@@ -134,7 +134,7 @@ def transport_of(gpus: Iterable[tuple[str, str]]) -> str:
 
 
 def transport_here(kind: str, workers: int, gpus: int) -> str:
-    """The same for workers that are all on this host."""
+    """The transport for workers that are all on this host."""
     if kind != "cuda":
         return GLOO
     return NCCL if workers <= gpus else PINNED
@@ -214,7 +214,7 @@ def open_transport(
     store: dist.Store,  # type: ignore[name-defined]
     copier: Copier | None = None,
 ) -> tuple[ProcessChannels, ProcessAllReduce]:
-    """Make them, on all workers at the same time; the process group of gloo is there.
+    """Make a worker's channels and all-reduces: on all workers at once, after gloo's group.
 
     Args:
         store: of all workers.
@@ -242,7 +242,7 @@ def open_transport(
 
 
 def local_transport(prepared: Prepared) -> list[tuple[LocalChannels, LocalAllReduce]]:
-    """The same for all workers in one process, by rank."""
+    """Channels and all-reduces of all workers in one process, by rank."""
     mailbox, pool = Mailbox(), Pool(reduce_groups(prepared.workers, prepared.model.tied))
     ranks = range(len(prepared.workers))
     return [(LocalChannels(rank, mailbox), LocalAllReduce(rank, pool)) for rank in ranks]

@@ -180,7 +180,7 @@ def real_samples(
 
 @dataclass(frozen=True)
 class MicroBatchPart:
-    """What a worker's micro-batch, filled up to full size, has of its mini-batch.
+    """A worker's micro-batch, filled up to full size, as a part of its mini-batch.
 
     Attributes:
         real: samples of its own, in front.

@@ -50,8 +50,8 @@ BatchNormCall = Mapping[str, Any]
 """A batch norm's arguments by name."""
 
 
-class _Apart(TorchFunctionMode):
-    """Batch norms under it leave their running statistics alone, and are noted instead."""
+class _WithoutUpdates(TorchFunctionMode):
+    """Under it batch norms leave their running statistics alone, and are noted instead."""
 
     def __init__(self, note: Callable[[BatchNormCall], None]) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class _Apart(TorchFunctionMode):
 
 @dataclass
 class _Statistics:
-    """Of one batch norm, over the micro-batches of a mini-batch that were seen."""
+    """Statistics of one batch norm over the micro-batches of a mini-batch that were seen."""
 
     running_mean: Tensor
     running_var: Tensor
@@ -131,7 +131,7 @@ class DeferredBatchNorm:
             with torch.no_grad():
                 _note(found, call, real, size)
 
-        with _Apart(note):
+        with _WithoutUpdates(note):
             yield
         # Frozen ones, in evaluation mode, count nothing.
         after = [counter.clone() for counter in self._counters]

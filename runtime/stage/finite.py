@@ -39,7 +39,7 @@ class NotFinite:
         self._found(mini_batch, f"{weights}: nothing counts in it, and it has no mean")
 
     def check_gradients(self, mini_batch: int, parameters: Iterable[nn.Parameter]) -> bool:
-        """Whether they are finite. Raise RunError where they aren't and the policy says so."""
+        """Whether gradients are finite. Raise RunError where they aren't and the policy says so."""
         grads = [p.grad for p in parameters if p.grad is not None and p.grad.numel()]
         if not all_finite(grads):
             self._found(mini_batch, f"gradients of mini-batch {mini_batch} aren't finite")
@@ -54,7 +54,7 @@ class NotFinite:
 
 
 def all_finite(tensors: Sequence[Tensor]) -> bool:
-    """Whether all numbers are. Tensors of one device, none of them empty."""
+    """Whether all numbers of these tensors of one device, none of them empty, are finite."""
     if not tensors:
         return True
     dense = [t.coalesce().values() if t.is_sparse else t for t in tensors]

@@ -1,4 +1,4 @@
-"""Losses that are (sum, weight): the gradient of a mini-batch's mean, from those of its sums.
+"""Losses that are (sum, weight): gradients of mini-batches' means, from those of their sums.
 
 How much counts in a mini-batch is known when its last forward is done on the last stage, and a
 backward may begin before. So gradients are those of sums, and each stage divides its own by the
@@ -62,7 +62,7 @@ class MiniBatchMeans:
 
 
 class LossWeights:
-    """How much counts in each mini-batch, and gradients that are means by it, on one worker.
+    """The weight of each mini-batch, and gradients that are means by it, on one worker.
 
     Every worker sums up the weights of all; the last stage's have parts of it. Nobody waits for
     the sum before the mini-batch's gradients are all there.
@@ -90,7 +90,7 @@ class LossWeights:
         self._settled = 0
 
     def note(self, mini_batch: int, loss: Loss | None) -> None:
-        """What a micro-batch's loss gave."""
+        """Note the weight of a micro-batch's loss."""
         weight = 0.0 if loss is None or loss.weight is None else loss.weight
         self._own[mini_batch] = self._own.get(mini_batch, 0.0) + weight
 
@@ -125,6 +125,6 @@ class LossWeights:
             self._stage.account.aside_bytes = self._means.aside_bytes
 
     def means(self, mini_batches: Sequence[int], sums: Sequence[float]) -> list[float]:
-        """What this worker has of the losses of mini-batches that are settled."""
+        """This worker's part of the mean losses of mini-batches that are settled."""
         weights = [self.weights[b] for b in mini_batches]
         return [s / w if w else math.nan for s, w in zip(sums, weights, strict=True)]

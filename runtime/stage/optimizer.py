@@ -105,12 +105,12 @@ def make_optimizer(
 
 
 def step_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """An update. Raises RunError naming the hook."""
+    """Make an update. Raises RunError naming the hook."""
     call_hook("optimizer", optimizer.step, doing="step()", kind=RunError)
 
 
 def _groups(task: Task, settings: RunSettings, trained: Named) -> Parameters:
-    """What the optimizer is made of: parameters, or groups where there are any."""
+    """The parameters for the optimizer, or groups of them where there are any."""
     by_task = getattr(task, "parameter_groups", None)
     if by_task is None and settings.decay_only == "all":
         return [p for _, p in trained]
@@ -163,7 +163,7 @@ _EPSILON = 1e-6
 
 
 def squared_norm(parameters: Iterable[nn.Parameter]) -> float:
-    """Of all gradients there are."""
+    """The squared norm of all gradients there are."""
     grads = [p.grad for p in parameters if p.grad is not None]
     return float(torch.nn.utils.get_total_norm(grads)) ** 2 if grads else 0.0
 
@@ -183,7 +183,7 @@ def clip(parameters: Iterable[nn.Parameter], norm: float, most: float) -> None:
 
 
 def trained(parameters: Iterable[nn.Parameter]) -> int:
-    """How many numbers are trained; tied ones count once."""
+    """How many numbers are trained, tied ones once."""
     return sum({id(p): p.numel() for p in parameters if p.requires_grad}.values())
 
 
@@ -260,8 +260,8 @@ def make_scheduler(
     return None if found is None else Scheduler(found, scheduler_step(task) == "epoch")
 
 
-def open_reading(task: Task, scheduler: Scheduler, length: RunLength) -> str | None:
-    """A line where a task's scheduler may be meant to be stepped once an epoch, and isn't.
+def scheduler_warning(task: Task, scheduler: Scheduler, length: RunLength) -> str | None:
+    """A warning where a task's scheduler may be meant to be stepped once an epoch, and isn't.
 
     So torch's documentation steps all of its own but two. A task that says `scheduler_step`, or
     asks for the run's totals, which are of updates, has said how it is meant.
@@ -350,7 +350,7 @@ def optimizer_of(prepared: Prepared, s: int) -> Optimizer | None:
 
 
 def hook_warnings(prepared: Prepared) -> list[str]:
-    """What in the task's hooks may be meant otherwise than it is taken."""
+    """Warnings of what in the task's hooks may be meant otherwise than it is taken."""
     lines = misspelt_hooks(prepared.task)
     settings, length = prepared.settings, length_of(prepared.segments)
     if settings.lr_schedule is None:
@@ -359,12 +359,14 @@ def hook_warnings(prepared: Prepared) -> list[str]:
             made = (optimizer_of(prepared, s) for s in range(len(prepared.model.pieces)))
             optimizer = next((found for found in made if found is not None), None)
             scheduler = make_scheduler(prepared.task, settings, optimizer, length)
-            line = None if scheduler is None else open_reading(prepared.task, scheduler, length)
+            line = (
+                None if scheduler is None else scheduler_warning(prepared.task, scheduler, length)
+            )
             lines += [] if line is None else [line]
     return lines
 
 
 def warn_of_hooks(prepared: Prepared) -> None:
-    """Say so, before a run."""
+    """Warn of hooks that may be meant otherwise, before a run."""
     for line in hook_warnings(prepared):
         warnings.warn(line, TaskWarning, stacklevel=2)

@@ -422,7 +422,7 @@ class StageRunner:
             self.channels.open([message_series(FORWARD, [[c]], count) for c in self._evaluated()])
 
     def _evaluated(self, *, outgoing: bool = False) -> list[MessageRoute]:
-        """What comes here in evaluation, or goes out."""
+        """Routes to this worker in evaluation, or from it."""
         rank = self.worker.rank
         return [
             c

@@ -93,7 +93,7 @@ def compare_training(runners: Sequence[StageRunner], segment: Segment) -> None:
 
 
 def compare_evaluation(runners: Sequence[StageRunner]) -> None:
-    """The same for an evaluation's first micro-batches. Raises as `compare_lengths`."""
+    """Check that an evaluation's first micro-batches are the same. Raises as `compare_lengths`."""
     size = runners[0].prepared.distribution.evaluation_samples
     count = min(max(SAMPLES // size, 1), MINI_BATCHES, runners[0].evaluations)
     _compare(
@@ -175,7 +175,7 @@ def _name(runners: Sequence[StageRunner], rank: int) -> str:
 
 
 def _digests(taken: Iterator[tuple[Any, Any]]) -> tuple[bytes, bytes]:
-    """Of all inputs and of all targets."""
+    """Digests of all inputs and of all targets."""
     both = hashlib.blake2b(digest_size=_WORDS.size), hashlib.blake2b(digest_size=_WORDS.size)
     for pair in taken:
         for found, part in zip(both, pair, strict=True):

@@ -145,7 +145,7 @@ class Stage:
 
     @property
     def walk(self) -> VersionWalk:
-        """Of the segment at hand."""
+        """The walk over the segment at hand."""
         return self.policy.walk
 
     # Operations --------------------------------------------------------------------------
@@ -412,7 +412,7 @@ class Stage:
         self._postponed[op.mini_batch, op.micro_batch] = half, kept_bytes
 
     def _statistics(self, op: Op, part: MicroBatchPart) -> AbstractContextManager[None]:
-        """What a forward runs under, its first time."""
+        """The context of a forward's first run: batch norms note their statistics."""
         if self._batch_norm is None:
             return nullcontext()
         return self._batch_norm.forward(op.mini_batch, part.real, part.size)

@@ -20,7 +20,7 @@ from ..records.progress import Observer, Silent, read_losses
 from ..records.run_dir import RunDir, load_weights
 from ..run import run
 from ..settings import RunSettings
-from .compare import TOLERANCES, Difference, Training, compare, weight_spread
+from .compare import TOLERANCES, Difference, TrainingResults, compare, weight_spread
 from .reference import PlainTraining
 
 STEPS = 3
@@ -150,7 +150,7 @@ def check(
 
 
 def _against_plain(
-    prepared: Prepared, found: Training, folder: Path, tolerance: float
+    prepared: Prepared, found: TrainingResults, folder: Path, tolerance: float
 ) -> tuple[list[Against], list[str]]:
     plan = prepared.plan
     whole = PlainTraining(prepared, folder / "whole", by_micro_batch=False)
@@ -185,18 +185,18 @@ def _against_plain(
     return against, notes
 
 
-def _training_of(where: RunDir, prepared: Prepared) -> Training:
+def _training_of(where: RunDir, prepared: Prepared) -> TrainingResults:
     folders = [where.gradients(s) for s in range(len(prepared.model.pieces))]
     losses = read_losses(where.metrics)
-    return Training(losses, folders, load_weights(where.path), _updates(prepared))
+    return TrainingResults(losses, folders, load_weights(where.path), _updates(prepared))
 
 
-def _plain_training(plain: PlainTraining, folder: Path, prepared: Prepared) -> Training:
+def _plain_training(plain: PlainTraining, folder: Path, prepared: Prepared) -> TrainingResults:
     state = {name: tensor.cpu() for name, tensor in plain.model.state_dict().items()}
-    return Training(plain.losses, [folder], state, _updates(prepared))
+    return TrainingResults(plain.losses, [folder], state, _updates(prepared))
 
 
-def _without_statistics(found: Training, prepared: Prepared) -> Training:
+def _without_statistics(found: TrainingResults, prepared: Prepared) -> TrainingResults:
     """The same without buffers that replicas don't share."""
     dropped = {
         name
@@ -205,7 +205,7 @@ def _without_statistics(found: Training, prepared: Prepared) -> Training:
         for name, _ in piece.module.named_buffers()
     }
     state = {name: tensor for name, tensor in found.state.items() if name not in dropped}
-    return Training(found.losses, found.gradients, state, found.updates)
+    return TrainingResults(found.losses, found.gradients, state, found.updates)
 
 
 def _updates(prepared: Prepared) -> list[int]:

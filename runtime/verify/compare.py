@@ -49,7 +49,7 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
         return self.absolute <= self.allowed and not self.missing
 
 
-class Training:
+class TrainingResults:
     """The results of a training.
 
     Attributes:
@@ -73,8 +73,8 @@ class Training:
 
 
 def compare(
-    found: Training,
-    wanted: Training,
+    found: TrainingResults,
+    wanted: TrainingResults,
     tolerance: float,
     *,
     drifts: bool = False,
@@ -114,7 +114,7 @@ def _losses(found: Sequence[float], wanted: Sequence[float], tolerance: float) -
 
 
 def _gradients(
-    found: Training, wanted: Training, updates: Sequence[int], tolerance: float
+    found: TrainingResults, wanted: TrainingResults, updates: Sequence[int], tolerance: float
 ) -> Difference:
     missing: set[str] = set()
     worst = []

@@ -45,7 +45,7 @@ def usable_cores() -> int:
 
 
 def unplanned_turns(workers: int, threads: int, cores: int, planned: int | None) -> str | None:
-    """That a host's workers take turns, where their plan doesn't know. None: no, or it does.
+    """A warning where a host's workers take turns and the plan doesn't know; None: no, or it does.
 
     Args:
         workers: that compute on the host's cores.

@@ -135,7 +135,7 @@ class PlainTraining:
                 yield part.share, loss
 
     def _loss(self, segment: Segment, positions: range, real: int, size: int) -> Loss | None:
-        """Of the samples at these positions, filled up to `size`; None where there are none."""
+        """The loss of these samples, filled up to `size`; None where there are none."""
         inputs, target = self._take(segment, positions, size)
         with forward_context(self.prepared.model.autocast, self._device.type):
             before = random_state(self._device)

@@ -28,7 +28,7 @@ DECAYS: dict[str, Callable[[float, int], float]] = {
 
 
 class BackwardPass(NamedTuple):
-    """What a backward of some micro-batches runs on.
+    """The weights of a backward of some micro-batches.
 
     Attributes:
         micro_batches: that use the same weights.
@@ -71,11 +71,11 @@ class WeightPolicy:
         self._by_forward = variant.stashes
 
     def forward(self, op: Op, version: int) -> list[Tensor] | None:
-        """For a forward, which the walk has just taken."""
+        """Weights of a forward, which the walk has just taken."""
         return self._forward(self, op, version)
 
     def backwards(self, op: Op, micro_batches: Sequence[int]) -> Iterator[BackwardPass]:
-        """For a backward of these micro-batches, which the walk has just taken.
+        """Weights of a backward of these micro-batches, which the walk has just taken.
 
         Each is to be run before the next one is asked for: they may be made in the same memory.
         """
@@ -88,7 +88,7 @@ class WeightPolicy:
             yield self._backward(self, op, used, tuple(mine))
 
     def recompute(self, op: Op, micro_batch: int) -> list[Tensor] | None:
-        """For a recomputation: what the micro-batch's forward used."""
+        """Weights of a recomputation: those that the micro-batch's forward used."""
         return self.weights.at(self.walk.version_of(op.mini_batch, micro_batch))
 
     # One rule each ---------------------------------------------------------------------------

@@ -91,7 +91,7 @@ class WeightVersions:
         """Bytes of the copies, the scratch copy among them."""
         return sum(self._bytes[version] for version in self._older) + self._scratch_bytes
 
-    # Making others -----------------------------------------------------------------------
+    # Making weights -----------------------------------------------------------------------
 
     def at(self, version: int) -> list[Tensor] | None:
         """The tensors of a version that is held; None: the parameters as they are."""
@@ -126,7 +126,7 @@ class WeightVersions:
                 torch.lerp(p, old, share, out=made)
         return target
 
-    # Using them --------------------------------------------------------------------------
+    # Using weights --------------------------------------------------------------------------
 
     @contextmanager
     def forward(self, tensors: list[Tensor] | None, *, hooks: bool = True) -> Iterator[None]:
