@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -19,7 +20,7 @@ from .errors import (
 )
 from .options import CONTEXT, Whole, common_options, version_option
 from .pictures.chrome_trace import trace_option, write_plan_trace
-from .pictures.html.page import html_option, write_html
+from .pictures.html.page import html_option, plan_report
 from .pictures.svg.options import Figures, figure_options, write_plan_figures
 from .pictures.timetable import timeline, timeline_json
 from .plan_commands.compare import compare
@@ -96,7 +97,7 @@ def show(
         raise UserError("--from-mini-batch, --mini-batches: go with --timeline or --svg")
     written = write_plan_figures(plan, first, mini_batches, figures)
     if html:
-        write_html(plan, plan_path, html)
+        plan_report(plan, Path(plan_path).name, html)
         written = [*written, html]
     if trace_path:
         write_plan_trace(plan, trace_path)

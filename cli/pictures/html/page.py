@@ -1,12 +1,11 @@
-"""The page: plans and runs as one HTML text that needs nothing else, no network least of all.
+"""The HTML page of plans and runs: one file, which loads nothing from anywhere.
 
 `page` takes plain data, as JSON holds it::
 
     {"title": str, "plans": [plan, …], "runs": [run, …]}
 
-A plan is made by `plan_data.plan_part`, the recordings in plans and runs by
-`recording_data.columns`. The rest is done by the scripts in `assets/`, joined in the sequence of
-`SCRIPTS`; what is named ``run_*.js`` is joined after the sections of plans.
+A plan is made by `plan_part`, a run by `run_data.run_part`, the recordings in both by `columns`.
+The rest is done by the scripts in `assets/`, joined in the sequence of `SCRIPTS`.
 
 To add to the page
 ------------------
@@ -15,7 +14,7 @@ To add to the page
       TP.section({
         name: "loss",                    // also the id of its element: report.html#loss
         title: "Loss",
-        order: 15,                       // sections stand in this sequence; see plan_sections.js
+        order: 15,                       // sections stand in this sequence; see plan.js
         when: (view) => view.runs.length > 0,
         build: (host, view) => { … },    // host: the section's element, below its heading
       });
@@ -40,7 +39,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from html import escape
 from pathlib import Path
 from string import Template
@@ -58,7 +57,7 @@ from ...palette import LIGHTENED, LIMIT, MEMORY, OPERATIONS, SERIES
 from ...tables.layout import printable
 from ...tables.plan import core_use
 
-# A recording as columns of numbers, packed: tens of thousands of operations stay small ----------
+# A recording as packed columns of numbers: tens of thousands of operations stay small -----------
 
 KINDS = "FBWU"
 _TICKS = 2**32 - 2
@@ -139,33 +138,22 @@ def packed(kind: str, numbers: Iterable[float]) -> str:
     return f"{kind}:{base64.b64encode(array.tobytes()).decode('ascii')}"
 
 
-# The page: plans and runs as one HTML text that needs nothing else, no network least of all -----
+# The page from its data and assets --------------------------------------------------------------
 
 ASSETS = Path(__file__).parent / "assets"
 
 SCRIPTS = (
-    "base.js",
-    "recording.js",
-    "time_group.js",
-    "lane_chart.js",
-    "paint.js",
-    "gantt.js",
-    "gantt_input.js",
-    "memory.js",
-    "graph.js",
-    "plan_sections.js",
-    "plan_figures.js",
+    *("base", "recording", "time_group", "lane_chart", "gantt", "memory", "graph", "plan", "run"),
+    "main",
 )
-LAST_SCRIPT = "main.js"
+"""In the sequence in which they are joined: each stands on those before it."""
 
 
 def page(data: Mapping[str, Any]) -> str:
     """The page's HTML text."""
-    sheets = ("page.css", "run.css")
-    style = _palette_style() + "".join((ASSETS / s).read_text(encoding="utf-8") for s in sheets)
-    script = "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in _scripts())
-    shell = Template((ASSETS / "page.html").read_text(encoding="utf-8"))
-    return shell.substitute(
+    style = _palette_style() + _asset("page.css")
+    script = "\n".join(_asset(f"{name}.js") for name in SCRIPTS)
+    return Template(_asset("page.html")).substitute(
         title=escape(printable(str(data.get("title", "TiMePReSt")))),
         policy=_policy(style, script),
         style=style,
@@ -199,10 +187,8 @@ def _shown(data: Any) -> Any:
     return data
 
 
-def _scripts() -> Iterator[str]:
-    yield from SCRIPTS
-    yield from sorted(path.name for path in ASSETS.glob("run_*.js"))
-    yield LAST_SCRIPT
+def _asset(name: str) -> str:
+    return (ASSETS / name).read_text(encoding="utf-8")
 
 
 def _policy(style: str, script: str) -> str:
@@ -242,23 +228,7 @@ def _variables(colours: Iterable[tuple[str, str, str]]) -> str:
     return "".join(f"--{name}:{fill};--{name}-ink:{ink};" for name, fill, ink in colours)
 
 
-# `tp-plan show --html`: the plan's page ---------------------------------------------------------
-
-html_option = click.option(
-    "--html",
-    "html",
-    metavar="FILE",
-    help="Write a page with the stages, the timeline and the memory to look at in a browser.",
-)
-
-
-def write_html(plan: Plan, plan_path: str, path: str) -> None:
-    """Write the page. Raises FileError, ScheduleError."""
-
-    plan_report(plan, Path(plan_path).name, path)
-
-
-# A plan's part of the page's data ---------------------------------------------------------------
+# A plan's page -----------------------------------------------------------------------------------
 
 
 def plan_part(plan: Plan, name: str, mini_batches: int | None = None) -> dict[str, Any]:
@@ -283,7 +253,7 @@ def plan_part(plan: Plan, name: str, mini_batches: int | None = None) -> dict[st
 
 
 def plan_report(plan: Plan, name: str, path: str) -> None:
-    """Write the page of one plan (`tp-plan show --html`). Raises FileError, ScheduleError."""
+    """Write the page of one plan. Raises FileError, and ScheduleError as `plan_part`."""
     write_page(
         path,
         {
@@ -293,3 +263,12 @@ def plan_report(plan: Plan, name: str, path: str) -> None:
             "runs": [],
         },
     )
+
+
+html_option = click.option(
+    "--html",
+    "html",
+    metavar="FILE",
+    help="Write a page with the stages, the timeline and the memory to look at in a browser.",
+)
+"""Of `tp-plan show`."""
