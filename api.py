@@ -1,4 +1,4 @@
-"""The three functions that `import timeprest` offers; each is one arrow of the main sentence.
+"""The Python interface: `profile`, `plan` and `run`, one for each command.
 
 Each takes what its command takes, with the same defaults; amounts are texts, as on a command line.
 """

@@ -1,1 +1,1 @@
-"""Talking about it: the three commands and what they print."""
+"""The commands tp-profile, tp-plan and tp-run, and the tables and pictures that they make."""

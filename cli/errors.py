@@ -1,4 +1,4 @@
-"""Error messages: one line on stderr and an exit code; and where results are printed."""
+"""Error messages as one line on stderr with an exit code, and consoles for results."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _LONGEST_LINE = 1000
 
 
 class PlainConsole(Console):
-    """Prints text as it is: no markup, and nothing in it moves the cursor (`names.printable`).
+    """Prints text as it is: no markup, and nothing in it moves the cursor (`printable`).
 
     A string is one line, whatever name is in it; of texts that we put together, lines stay lines.
     """
@@ -67,7 +67,7 @@ def output() -> Console:
 
 
 class Stopped(KeyboardInterrupt):
-    """Ctrl-C, with what the user can do next."""
+    """Ctrl-C; its text says how to go on."""
 
 
 def errors_as_lines(function: F) -> F:
@@ -120,7 +120,7 @@ def why_unprinted(error: BaseException) -> str | None:
 
 @contextmanager
 def _printed() -> Iterator[None]:
-    """All that is printed meanwhile is written at the end, or said not to be."""
+    """Flush what is printed in this block; exit where it can't be written."""
     try:
         try:
             yield
@@ -144,7 +144,7 @@ def _printed() -> Iterator[None]:
 
 
 def _give_up(stream: TextIO) -> None:
-    """Let what a stream still holds go nowhere, so that the interpreter's end is a quiet one."""
+    """Discard what a stream still holds, so that the interpreter ends without an error."""
     with suppress(OSError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
@@ -174,7 +174,7 @@ def complain(message: str) -> None:
 
 
 def tell(message: str) -> None:
-    """Print a line on stderr that is no error: a warning, or what is being done."""
+    """Print a line on stderr: a warning, or what is being done."""
     click.echo(f"{program()}: {printable(message)}", err=True)
 
 
@@ -228,7 +228,7 @@ class _OneLine(click.Command):
 
 
 def _ended_by(error: click.ClickException | click.Abort) -> int:
-    """Say what ended the command; its exit code."""
+    """Print what ended the command. Returns its exit code."""
     if isinstance(error, click.Abort):
         complain("stopped")
         return 130
@@ -242,11 +242,11 @@ def _ended_by(error: click.ClickException | click.Abort) -> int:
 
 
 class OneLineCommand(_OneLine):
-    """For tools that are one command."""
+    """A tool that is one command."""
 
 
 class OneLineGroup(_OneLine, click.Group):
-    """For tools of several commands."""
+    """A tool of several commands."""
 
 
 def program() -> str:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class LinkReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What --json prints.
+    """The fitted links, as --json prints them.
 
     Attributes:
         cluster: the file that was written.
@@ -69,16 +69,14 @@ def links_command(path: str, *, processes: int, device: str, quiet: bool, as_jso
     if as_json:
         print_json(report)
     elif not quiet:
-        console = output()
-        console.print(_table(report))
-        for line in _fit_lines(report):
-            console.print(line, markup=False)
         command = f"tp-plan solve PROFILE --cluster {shlex.quote(path)}"
-        console.print(f"wrote {path}; next: {command}", markup=False, soft_wrap=True)
+        for part in (_table(report), *_fit_lines(report)):
+            output().print(part)
+        output().print(f"wrote {path}; next: {command}", soft_wrap=True)
 
 
 def report_of(times: LinkTimes, path: str) -> LinkReport:
-    """Fit what was measured. Raises RunError when the times hold no bandwidth."""
+    """Fit latency and bandwidth to measured times. Raises RunError as `fit_link`."""
     return LinkReport(
         cluster=path,
         processes=times.processes,

@@ -104,7 +104,7 @@ def time_limit_option(help: str | None = None) -> Callable[[F], F]:
     )
 
 
-# A cluster: a file, or equal devices by flags ---------------------------------------------------
+# A cluster: a file, or equal devices by flags -----------------------------------------------------
 
 _DEFAULT_DEVICES = 2
 
@@ -158,7 +158,7 @@ def cluster_of(asked: dict[str, Any]) -> Cluster:
     return uniform_cluster(devices, overlap=not given.pop("no_overlap", False), **given)
 
 
-# A training run ---------------------------------------------------------------------------------
+# A training run -----------------------------------------------------------------------------------
 
 _FIELDS = {field.name: field for field in msgspec.structs.fields(RunSettings)}
 

@@ -1,4 +1,4 @@
-"""The colours of every picture: for light and dark pages, for terminals, and for grey print.
+"""Colours and patterns of every picture: on light and dark pages, terminals, and grey print.
 
 Colours of neighbours differ in lightness as well as in hue, so that they stay apart for
 colour-blind people and on a grey printer; where that isn't enough, a pattern does it.
@@ -88,7 +88,7 @@ LIGHTENED = (0.0, 0.22, 0.4)
 """For each `lightness_step`, the share of the page's background mixed into a fill."""
 
 
-# The palette on a terminal: styles by kind, and what stands for colours where there are none ----
+# On a terminal: styles by kind, and letters where there are no colours ----------------------------
 
 LETTERS = dict(zip(MEMORY, "wvgoabs", strict=True))
 """Letters of the kinds of memory: s is for scratch memory, the working set."""

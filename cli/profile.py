@@ -114,7 +114,7 @@ _MOST_PER_PROCESSOR = 4
 
 
 def _check_processes(option: str, count: int) -> None:
-    """Raises UserError for so many that the machine would choke on them."""
+    """Raise UserError for more processes than this machine can run at once."""
     processors = os.cpu_count() or 1
     if count > _MOST_PER_PROCESSOR * processors:
         raise UserError(

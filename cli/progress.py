@@ -1,4 +1,4 @@
-"""How long work goes on: a bar on a terminal, a plain line now and then elsewhere."""
+"""Progress of long work: a bar on a terminal, a plain line now and then elsewhere."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Bar:
         return not self._progress.disable
 
     def __call__(self, what: str, done: float, total: float) -> None:
-        """Show what is at hand; called at every step, so only a few times a second."""
+        """Show a step; called at every one, it shows a few a second."""
         now = time.monotonic()
         with self._lock:
             self._phase = None
@@ -92,7 +92,7 @@ class Bar:
             self._line(what, left, now)
 
     def doing(self, what: str) -> None:
-        """Say what is being done that has no steps, before work that has.
+        """Show a phase without steps, before work that has steps.
 
         On a terminal at once; elsewhere once it has taken a while.
         """
@@ -113,7 +113,7 @@ class Bar:
                 self.say_if_long(time.monotonic())
 
     def say_if_long(self, now: float) -> None:
-        """A line for what has been under way for long, once."""
+        """Print a line for a phase that has taken long, once."""
         with self._lock:
             if self._phase is not None and now - self._phase[1] > _LONG_S:
                 tell(f"{self._title}: {self._phase[0]} ({now - self._begin:.0f} s)")

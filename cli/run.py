@@ -95,7 +95,7 @@ def main(
         # Torch takes its time; bad options and plans needn't wait for it.
         bar.doing("loading torch")
         from .run_commands.checks import show_check, show_dry_run
-        from .run_commands.train import Training, train
+        from .run_commands.train import TrainingJob, train
     if checks:
         with naming(plan_path or str(run_dir)):
             show_check(plan, settings, run_dir, inline=inline, as_json=as_json, quiet=quiet)
@@ -110,7 +110,7 @@ def main(
         if dry_run:
             show_dry_run(plan, settings, named, meeting, as_json=as_json, quiet=quiet)
             return
-        training = Training(
+        job = TrainingJob(
             plan=plan,
             settings=settings,
             where=Path(named),
@@ -119,11 +119,11 @@ def main(
             resumed=resumed,
             max_restarts=max_restarts,
         )
-        train(training, as_json=as_json, quiet=quiet, verbose=verbose)
+        train(job, as_json=as_json, quiet=quiet, verbose=verbose)
 
 
 def _restarted(meeting: Meeting, run_dir: str | None) -> bool:
-    """Whether the launcher has started all workers of a run again, that has a directory."""
+    """Whether the launcher restarted the workers of a run that has begun."""
     begun = run_dir is not None and (Path(run_dir) / "plan.json").exists()
     return meeting.launched.attempt > 0 and begun
 

@@ -178,7 +178,7 @@ def _besides(recording: Recording, first: int) -> Iterator[Event]:
 
 
 def _tracks(messages: Iterable[Message]) -> dict[int, list[list[Message]]]:
-    """By sending lane, rows of messages of which no two overlap."""
+    """Messages of each sending lane, in rows without overlaps."""
     found: dict[int, list[list[Message]]] = defaultdict(list)
     free: dict[int, list[tuple[float, int]]] = defaultdict(list)
     for m in sorted(messages, key=lambda m: m.start_s):
@@ -233,7 +233,7 @@ def _memory(recording: Recording, first: int) -> Iterator[Event]:
         }
 
 
-# `--trace` of a plan: what it predicts, as a Chrome trace ---------------------------------------
+# tp-plan show --trace -----------------------------------------------------------------------------
 
 trace_option = click.option(
     "--trace",
@@ -244,5 +244,5 @@ trace_option = click.option(
 
 
 def write_plan_trace(plan: Plan, path: str) -> None:
-    """Write it. Raises FileError, ScheduleError."""
+    """Write the trace of a plan's prediction. Raises FileError, ScheduleError."""
     write_trace(path, [("", predicted(plan))])

@@ -196,7 +196,7 @@ def _label(span: Span, width: int, *, micro: bool) -> str:
     return whole if len(whole) <= width else span.kind
 
 
-# tp-plan show --timeline: which part of a plan's run to draw, and drawing it --------------------
+# tp-plan show --timeline --------------------------------------------------------------------------
 
 _MOST_OPERATIONS = 200_000
 _MOST_LANES = 32
@@ -207,7 +207,7 @@ _FORWARD_COLUMNS = 3
 def timeline(
     console: Console, plan: Plan, first: int | None, count: int | None, *, every: bool = False
 ) -> Group:
-    """The plan's order as a timetable in the console's width.
+    """The plan's schedule as a timetable in the console's width.
 
     Args:
         first: the first mini-batch to show. None: the beginning of the run, and a part of its

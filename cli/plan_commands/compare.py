@@ -29,7 +29,7 @@ from ..tables.layout import (
 from ..tables.plan import gap
 from ..tables.stages import memory_limit
 
-# What plans are compared by: figures of the whole, of each stage, and layers that moved ---------
+# Figures of plans and of their stages, and layers that moved --------------------------------------
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ def moves(plan: Plan, other: Plan) -> list[Move]:
 
 
 def warnings(plans: Mapping[str, Plan]) -> list[str]:
-    """Why figures mayn't say much beside each other."""
+    """Reasons why the plans' figures can't be compared."""
     names = list(plans)
     first = plans[names[0]]
     lines = []
@@ -203,7 +203,7 @@ def warnings(plans: Mapping[str, Plan]) -> list[str]:
     return lines
 
 
-# tp-plan compare: plans side by side, and where they differ -------------------------------------
+# The command and its tables -----------------------------------------------------------------------
 
 _MOST_COLUMNS = 4
 """Plans beside each other; more are rows."""
@@ -236,7 +236,7 @@ def compare(paths: Sequence[str], as_json: bool, quiet: bool, verbose: bool) -> 
 
 
 def _names(paths: Sequence[str]) -> list[str]:
-    """As short as tells them apart; what is given twice is numbered."""
+    """Shortest names that differ; what is given twice is numbered."""
     folders = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in paths])
     short = [os.path.relpath(os.path.abspath(path), folders) for path in paths]
     if all(name.endswith(".json") for name in short):
@@ -379,7 +379,7 @@ def _print_moves(console: Console, plans: Mapping[str, Plan], *, every: bool) ->
 
 
 def as_data(plans: Mapping[str, Plan]) -> dict[str, Any]:
-    """The comparison for machines."""
+    """The comparison as data, for --json."""
     names, found = list(plans), list(plans.values())
     return {
         "plans": {

@@ -1,4 +1,4 @@
-"""tp-plan simulate: run a plan's order on the clock, and say when each operation runs."""
+"""tp-plan simulate: run a plan's schedule on the clock, and say when each operation runs."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def simulate_plan(
             f"--mini-batches {count}: would be more than {_MOST_OPERATIONS:,} operations; "
             "give a smaller number"
         )
-    order = make_schedule(pipeline, count)
-    timeline = simulate(pipeline, order)
+    schedule = make_schedule(pipeline, count)
+    timeline = simulate(pipeline, schedule)
     period_s = steady_state(pipeline).period_s
     if as_json:
         print_json(_json(timeline, period_s))
     elif not quiet:
-        _print(pipeline, order, timeline, period_s, count)
+        _print(pipeline, schedule, timeline, period_s, count)
 
 
 def _json(timeline: Timeline, period_s: float) -> dict[str, object]:
@@ -64,7 +64,7 @@ def _json(timeline: Timeline, period_s: float) -> dict[str, object]:
 
 
 def _print(
-    pipeline: Pipeline, order: Schedule, timeline: Timeline, period_s: float, count: int
+    pipeline: Pipeline, schedule: Schedule, timeline: Timeline, period_s: float, count: int
 ) -> None:
     table = compact_table(
         f"{count} mini-batches from the first forward to the last update",
@@ -77,7 +77,7 @@ def _print(
         last_s = max(event.end_s for event in events)
         table.add_row(
             str(s),
-            str(len(order[s])),
+            str(len(schedule[s])),
             format_seconds(events[0].start_s),
             format_seconds(last_s),
             format_seconds(busy_s),

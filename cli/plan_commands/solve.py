@@ -32,7 +32,7 @@ from ..options import (
     time_limit_option,
 )
 from ..progress import Bar
-from ..tables.pareto import comparison, front_table
+from ..tables.pareto import comparison, pareto_table
 from ..tables.plan import assumed, few_stages, print_plan
 
 
@@ -141,7 +141,7 @@ def solve(
 
 
 def _print_notes(profile: Profile, plans: Sequence[Plan], asked: dict[str, Any]) -> None:
-    """What the plans take for granted; what ties do to them, the systems alike once."""
+    """Print what the plans assume, and where ties limit their stages; each note once."""
     notes = [assumed(profile, plan.variant) for plan in plans]
     if asked["stages"] is None:
         notes += [few_stages(profile, plan) for plan in plans]
@@ -164,14 +164,14 @@ def _solve_all(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """A plan for every system that fits, side by side, and the front of all plans seen."""
-    front = ParetoFront()
+    """A plan for every system that fits, side by side, and the Pareto front of all plans seen."""
+    pareto = ParetoFront()
     plans: dict[str, Plan] = {}
     failed: dict[str, str] = {}
     with Bar("planning", quiet=quiet) as bar:
         for name in VARIANTS:
             try:
-                plans[name] = _solve_one(profile, cluster, name, asked, bar, front)
+                plans[name] = _solve_one(profile, cluster, name, asked, bar, pareto)
             except (InfeasibleError, PlanError) as error:
                 failed[name] = str(error)
     if not plans:
@@ -183,8 +183,8 @@ def _solve_all(
         print_json({"plans": plans, "failed": failed})
     elif not quiet:
         console = output()
-        console.print(comparison(plans, failed, front.points, console.width))
-        console.print(front_table(front.points, console.width))
+        console.print(comparison(plans, failed, pareto.points, console.width))
+        console.print(pareto_table(pareto.points, console.width))
         _print_notes(profile, list(plans.values()), asked)
         console.print(f"wrote {', '.join(map(str, paths.values()))}")
 
@@ -195,13 +195,13 @@ def _solve_one(
     name: str,
     asked: dict[str, Any],
     bar: Bar,
-    front: ParetoFront,
+    pareto: ParetoFront,
 ) -> Plan:
     def tell(what: str, done: float, total: float) -> None:
         bar(f"{name}: {what}", done, total)
 
     def keep(found: Evaluation) -> None:
-        front.add(pareto_point(name, found))
+        pareto.add(pareto_point(name, found))
 
     return solve_plan(profile, cluster, name, progress=tell, seen=keep, **asked)
 

@@ -1,4 +1,4 @@
-"""What tp-run does instead of training: --check and --dry-run."""
+"""tp-run --check and --dry-run, and what is checked of devices and memory before training."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def device_lines(
     plan: Plan, settings: RunSettings, workers: int, *, inline: bool = False, one_host: bool = True
 ) -> list[str]:
-    """What a run says of its devices before it trains.
+    """Lines on the devices that a run computes on, printed before it trains.
 
     Args:
         workers: of the whole run.
@@ -62,7 +62,7 @@ def device_lines(
 
 
 def warn_of_memory(plan: Plan, settings: RunSettings) -> None:
-    """Say so where the plan needs more memory than is free. On GPUs the workers find out."""
+    """Warn where the plan needs more memory than is free. On GPUs the workers find out."""
     from ...runtime.communication.transport import free_bytes, shortage_here
     from ...runtime.prepare.devices import CPU, device_kind
 
@@ -84,7 +84,7 @@ def show_dry_run(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Say what a run needs. Ends with code 2 when there is a problem."""
+    """Check and print what a run needs. Raises UserError when there is a problem."""
     from ...runtime.verify.dry_run import dry_run
 
     found = dry_run(plan, settings, run_dir, meeting)
@@ -93,12 +93,9 @@ def show_dry_run(
     if as_json:
         print_json(found)
     elif not quiet:
-        console = output()
-        console.print(worker_table(found))
-        if found.cuts:
-            console.print(cut_table(found))
-        for line in dry_run_lines(found):
-            console.print(line, markup=False)
+        cuts = [cut_table(found)] if found.cuts else []
+        for part in (worker_table(found), *cuts, *dry_run_lines(found)):
+            output().print(part)
     if found.problems:
         raise UserError(f"not ready: {'; '.join(found.problems)}")
 
@@ -112,12 +109,12 @@ def show_check(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Hold the run against plain training. Ends with code 1 when something differs."""
+    """Compare the run with plain training. Exits with code 1 when something differs."""
     from ...runtime.records.progress import Silent
     from ...runtime.verify.check import check
 
     class Phases(Silent):
-        """Says what is done before the training that is held against another."""
+        """Shows the phases before the training that is compared."""
 
         def starting(self, what: str) -> None:
             bar.doing(what)
@@ -130,19 +127,17 @@ def show_check(
     if as_json:
         print_json(report)
     elif not quiet:
-        console = output()
-        console.print(check_table(report))
-        for line in check_lines(report):
-            console.print(line, markup=False)
+        for part in (check_table(report), *check_lines(report)):
+            output().print(part)
     if report.verdict != "same":
         sys.exit(1)
 
 
-# What a check found, as people read it ----------------------------------------------------------
+# Report of a check --------------------------------------------------------------------------------
 
 
 def check_table(report: CheckReport) -> Table:
-    """One row per kind of figure and other training."""
+    """Table of the differences: a row for each figure and each training compared with."""
     table = compact_table(
         f"{report.variant}, {report.mode}, "
         f"{counted(report.mini_batches, 'mini-batch', 'mini-batches')} of {report.dtype}: "
@@ -168,7 +163,7 @@ def check_table(report: CheckReport) -> Table:
 
 
 def check_lines(report: CheckReport) -> list[str]:
-    """Notes and verdict."""
+    """Notes and verdict of a check."""
     lines = [f"note: {note}" for note in report.notes]
     missing = sorted({n for a in report.against for d in a.differences for n in d.missing})
     if missing:
@@ -190,14 +185,14 @@ def _where(difference: Difference) -> str:
     return ", ".join(parts)
 
 
-# What a dry run found, as people read it --------------------------------------------------------
+# Report of a dry run ------------------------------------------------------------------------------
 
 MOST_CUTS = 12
 """Rows shown of the tensors that cross cuts."""
 
 
 def worker_table(found: DryRun) -> Table:
-    """One row per worker."""
+    """Table of the workers: devices and memory."""
     table = compact_table(
         f"{found.variant}: {counted(found.world_size, 'worker', 'workers')}",
         ["rank", "worker", "device", "on", "host"],
@@ -218,7 +213,7 @@ def worker_table(found: DryRun) -> Table:
 
 
 def cut_table(found: DryRun) -> Table:
-    """One row per tensor that crosses a cut."""
+    """Table of the messages of one micro-batch: a row per tensor that crosses a cut."""
     table = compact_table(
         "one micro-batch over every cut", ["tensor", "from", "to", "shape"], ["bytes"]
     )
@@ -229,7 +224,7 @@ def cut_table(found: DryRun) -> Table:
 
 
 def dry_run_lines(found: DryRun) -> list[str]:
-    """The rest, and the verdict."""
+    """Hosts, transport, warnings and verdict of a dry run."""
     lines = []
     more = len(found.cuts) - MOST_CUTS
     if more > 0:

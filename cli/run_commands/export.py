@@ -1,4 +1,4 @@
-"""tp-run export: a run's whole model as one file; and how tp-run hands over to other commands."""
+"""tp-run export: a run's whole model as one file; and tp-run's dispatch to such commands."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def export(run_dir: str, output: str, at: int | None, quiet: bool) -> None:
 
 
 class WithOthers(OneRankCommand):
-    """A command that hands over to another one where its first argument is that one's name."""
+    """A command that runs another one where its first argument is that one's name."""
 
     others: Mapping[str, click.Command] = {"export": export, "report": report}
 

@@ -27,7 +27,7 @@ _LOOKS_APART_S = 0.05
 
 
 def _stopping(show: F) -> F:
-    """What can't be shown of a run ends it: nobody would learn what became of it.
+    """End the run when its progress can't be printed: nobody would learn what became of it.
 
     Raises StoppedError.
     """
@@ -46,7 +46,7 @@ def _stopping(show: F) -> F:
 
 
 class TrainingProgress:
-    """A run on the terminal: a bar for the epoch, and a line for each that is done."""
+    """Shows a run on the terminal: a bar for the epoch, and a line for each that is done."""
 
     def __init__(
         self,
@@ -56,9 +56,11 @@ class TrainingProgress:
         run_dir: Path | None,
         opening: Callable[[], Iterable[Any]],
     ) -> None:
-        """Args:
-        run_dir: where the workers' processes note what they are at; None: there are none.
-        opening: what to print when training begins.
+        """Show a run of so many mini-batches as plan and settings say.
+
+        Args:
+            run_dir: where the workers' processes write their status; None: there are none.
+            opening: makes the lines to print when training begins.
         """
         self._bar = bar
         self._settings = settings
@@ -117,7 +119,7 @@ class Rate:
 
 
 class BusyShares:
-    """How often each stage's workers compute, of the moments at which one looks.
+    """Busy shares of the stages: in how many samples of their workers' status these compute.
 
     Workers note what they do and whom they wait for where others can read it
     (`runtime.records.status`): looking costs them nothing.
@@ -137,7 +139,7 @@ class BusyShares:
             self.look(read_statuses(self._folder), time.monotonic())
 
     def look(self, found: dict[int, WorkerStatus], now: float) -> None:
-        """Note who computes."""
+        """Add a sample."""
         with self._lock:
             self._looks.append((now, {rank: is_busy(status) for rank, status in found.items()}))
             while now - self._looks[0][0] > _WINDOW_S:
@@ -157,7 +159,7 @@ class BusyShares:
         return [busy / seen for busy, seen in counts]
 
     def start(self) -> None:
-        """Look from now on, from a thread that ends with the process."""
+        """Sample from now on, in a thread that ends with the process."""
         if not self._thread.is_alive():
             self._thread.start()
 

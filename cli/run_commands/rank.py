@@ -1,4 +1,4 @@
-"""tp-run as one worker of many: what is told is told by one of them."""
+"""tp-run as one of the workers that torchrun or srun started: one of them prints for all."""
 
 from __future__ import annotations
 
@@ -80,13 +80,13 @@ def one_rank_tells(function: F) -> F:
 
 
 def meeting_at_hand() -> Meeting | None:
-    """Of the command at hand; None where it starts its workers itself."""
+    """The rendezvous with the other workers; None where this command starts the workers itself."""
     found: Meeting | None = click.get_current_context().obj
     return found
 
 
 def _let_rank_0_tell(code: int) -> None:
-    """End here, unless this is rank 0."""
+    """Exit silently, unless this is rank 0."""
     rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
     if rank != "0":
         time.sleep(_SILENT_S)

@@ -81,7 +81,7 @@ def report(
 
 
 def page_data(runs: Sequence[RunFacts]) -> dict[str, Any]:
-    """What the page is made of. Sections of plans show that of one run."""
+    """Data of the page of these runs, as `html.page` takes it."""
     from ... import __version__
     from ..pictures.html.run_data import run_part
 
@@ -105,7 +105,7 @@ def page_data(runs: Sequence[RunFacts]) -> dict[str, Any]:
 
 
 def _write_figure(runs: Sequence[RunFacts], svg: str, width: float) -> None:
-    """Measured above predicted. Raises UserError where there is nothing to draw."""
+    """Write the measured timeline above the predicted one. Raises UserError without either."""
     if len(runs) > 1:
         raise UserError("--svg: draws one run; give one")
     found = [(r.source, r) for r in (runs[0].measured, runs[0].predicted) if r is not None]
@@ -124,11 +124,11 @@ def _recordings(runs: Sequence[RunFacts]) -> list[tuple[str, Recording]]:
     return found
 
 
-# In the terminal -----------------------------------------------------------------------------
+# Tables for the terminal --------------------------------------------------------------------------
 
 
 def print_run(console: Console, run: RunFacts) -> None:
-    """A run's figures beside its plan's."""
+    """Print a run's figures beside its plan's."""
     from ...planner.recording import steady_times
     from ...runtime.records.recording import mini_batches_of
 

@@ -21,13 +21,13 @@ ADJUSTABLE = ("device", "keep_checkpoints", "log_operations", "on_nan", "record"
 
 
 def adjusted() -> dict[str, Any]:
-    """Settings of the command line that a resumed run is to have."""
+    """The adjustable settings that the command line gives, by field."""
     context = click.get_current_context()
     return {name: context.params[name] for name in ADJUSTABLE if _given(context, name)}
 
 
 def check_resumable(run_dir: str | None, asked: Mapping[str, Any]) -> None:
-    """Refuse options that would make another run of it. Raises UserError.
+    """Raise UserError for options that a resumed run can't have.
 
     Args:
         asked: what the options of `RunSettings` and of optimizers say.
@@ -56,7 +56,7 @@ def _given(context: click.Context, name: str) -> bool:
 
 
 def read_run(run_dir: str, plan_path: str | None) -> tuple[Plan, RunSettings]:
-    """A run that is resumed. Raises UserError when PLAN is given and is another."""
+    """Plan and settings of the run to resume. Raises UserError when PLAN is another one."""
     from ...runtime.records.run_dir import RunDir
 
     plan, settings = RunDir(run_dir).read()
@@ -69,7 +69,7 @@ def read_run(run_dir: str, plan_path: str | None) -> tuple[Plan, RunSettings]:
 
 
 def place_of(where: Path, at: int | None) -> str:
-    """Where a run is resumed."""
+    """The mini-batch at which the run goes on, in words; `at`: the one asked for."""
     from ...runtime.checkpoint.start import newest_checkpoint
 
     found = newest_checkpoint(where)
@@ -79,7 +79,7 @@ def place_of(where: Path, at: int | None) -> str:
 
 
 def how_to_go_on(where: Path) -> str:
-    """After a run was stopped."""
+    """How to resume a run that was stopped, in words; empty without a checkpoint."""
     from ...runtime.checkpoint.start import newest_checkpoint
 
     found = newest_checkpoint(where)

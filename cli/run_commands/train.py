@@ -1,4 +1,4 @@
-"""tp-run's training: started here, or as one worker of those that torchrun or srun has started."""
+"""tp-run's training: by workers started here, or as one of those that torchrun or srun started."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .resume import how_to_go_on, place_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class Training:
+class TrainingJob:
     """A run as the command line asks for it.
 
     Attributes:
@@ -46,9 +46,9 @@ class Training:
     max_restarts: int
 
 
-def train(training: Training, *, as_json: bool, quiet: bool, verbose: bool) -> None:
+def train(job: TrainingJob, *, as_json: bool, quiet: bool, verbose: bool) -> None:
     """Train, show how it goes on, and print the summary. Raises Stopped on Ctrl-C; as `run`."""
-    plan, where, inline = training.plan, training.where, training.inline
+    plan, where, inline = job.plan, job.where, job.inline
     if inline:
         # As the stages' own processes do.
         keep_freed_memory()
@@ -56,12 +56,12 @@ def train(training: Training, *, as_json: bool, quiet: bool, verbose: bool) -> N
         progress = TrainingProgress(
             bar,
             plan,
-            training.settings,
+            job.settings,
             None if inline else where,
-            partial(_opening, training, verbose=verbose),
+            partial(_opening, job, verbose=verbose),
         )
         try:
-            summary = _trained(training, progress)
+            summary = _trained(job, progress)
         except KeyboardInterrupt:
             raise Stopped(how_to_go_on(where)) from None
     if summary is None:
@@ -76,10 +76,10 @@ def train(training: Training, *, as_json: bool, quiet: bool, verbose: bool) -> N
         console.print(f"weights, metrics and summary are in {where}")
 
 
-def _trained(training: Training, progress: TrainingProgress) -> RunSummary | None:
+def _trained(job: TrainingJob, progress: TrainingProgress) -> RunSummary | None:
     """The run's summary; None: another worker has it."""
-    plan, settings, where = training.plan, training.settings, training.where
-    resumed, meeting, inline = training.resumed, training.meeting, training.inline
+    plan, settings, where = job.plan, job.settings, job.where
+    resumed, meeting, inline = job.resumed, job.meeting, job.inline
     if meeting is not None:
         if resumed is None:
             return run_member(plan, settings, str(where), meeting, progress)
@@ -90,19 +90,19 @@ def _trained(training: Training, progress: TrainingProgress) -> RunSummary | Non
     else:
         first, changes = partial(go_on, **resumed), resumed["changes"]
     warn_of_memory(plan, settings)
-    return with_restarts(first, partial(go_on, changes=changes), training.max_restarts, tell)
+    return with_restarts(first, partial(go_on, changes=changes), job.max_restarts, tell)
 
 
-def _opening(training: Training, *, verbose: bool) -> Iterator[Any]:
+def _opening(job: TrainingJob, *, verbose: bool) -> Iterator[Any]:
     """What is printed when training begins."""
-    plan, settings, inline = training.plan, training.settings, training.inline
+    plan, settings, inline = job.plan, job.settings, job.inline
     workers = sum(len(stage.devices) for stage in plan.stages)
     how = "inline" if inline else f"{workers} processes"
-    line = f"training {settings.task} with {plan.variant}, {how}, in {training.where}"
-    if training.resumed is not None:
-        line += f", from {place_of(training.where, training.resumed['at'])}"
+    line = f"training {settings.task} with {plan.variant}, {how}, in {job.where}"
+    if job.resumed is not None:
+        line += f", from {place_of(job.where, job.resumed['at'])}"
     yield line
-    one_host = training.meeting is None or training.meeting.launched.one_host
+    one_host = job.meeting is None or job.meeting.launched.one_host
     yield from device_lines(plan, settings, workers, inline=inline, one_host=one_host)
     profiled = plan.profile.autocast or "off"
     if settings.autocast not in ("profiled", profiled):

@@ -1,4 +1,4 @@
-"""Tables that fit 100 columns."""
+"""Layout of tables: short names, and columns that give way to fit the terminal's width."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-# Names as people can read them in little room: of layers, of devices, and rows of either --------
+# Short names of layers and devices, and of rows of them -------------------------------------------
 
 _NUMBERED = re.compile(r"(.*?)(\d{1,9})")
 _NUMBER = re.compile(r"\d+")
@@ -91,7 +91,7 @@ def device_range(names: Sequence[str]) -> str:
     return f"{found[0]} … {found[-1]} ({len(found)})"
 
 
-# Tables that fit 100 columns --------------------------------------------------------------------
+# Tables of few columns ----------------------------------------------------------------------------
 
 
 def compact_table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
@@ -115,14 +115,14 @@ def counted(number: int, one: str, many: str) -> str:
     return f"{number} {one if number == 1 else many}"
 
 
-# Tables that fit: columns that give way, and that go on below where the width isn't enough ------
+# Tables of many columns, which give way and go on below where the width isn't enough --------------
 
 Cell = str | Text
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column that knows how little room it can do with.
+    """A column of a table, and how narrow it can be.
 
     Attributes:
         natural: columns of text that it would have.

@@ -1,4 +1,4 @@
-"""Every system's best plan side by side, and the plans that nothing beats in everything."""
+"""Tables of tp-plan solve --variant all: each system's best plan, and the Pareto front."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from .plan import gap
 def comparison(
     plans: Mapping[str, Plan], failed: Mapping[str, str], points: Sequence[ParetoPoint], width: int
 ) -> Group:
-    """A row for each system's best plan; and why others have none.
+    """Table of each system's best plan, and why others have none.
 
     Args:
-        points: the front; systems whose own plan is on it are marked.
+        points: of the Pareto front; systems whose best plan is on it are marked.
     """
     found = list(plans.values())
     stages = [plan.predicted.stages for plan in found]
@@ -65,8 +65,8 @@ def _why(failed: Mapping[str, str]) -> list[Text]:
     ]
 
 
-def front_table(points: Iterable[ParetoPoint], width: int) -> Group:
-    """The plans that none beats in period, memory and version difference at once."""
+def pareto_table(points: Iterable[ParetoPoint], width: int) -> Group:
+    """Table of the plans that none beats in period, memory and version difference at once."""
     shown = list(points)
     found = [point.evaluation for point in shown]
     columns = [

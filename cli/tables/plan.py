@@ -1,4 +1,4 @@
-"""Plans as people read them: tables of stages, the verdict, the first operations."""
+"""A plan in the terminal: its verdict, warnings, and first operations."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from ..errors import output, tell
 from .layout import counted, labelled
 from .stages import MOST_ROWS, memory_limit, memory_table, notes, stage_table
 
-# How busy a plan keeps the cores that its devices take turns on ---------------------------------
+# Use of the cores that devices take turns on ------------------------------------------------------
 
 
 class CoreUse(msgspec.Struct, frozen=True, kw_only=True):
-    """Of all machines together."""
+    """Use of the cores of all machines together."""
 
     cores: int
     devices: int
@@ -37,7 +37,7 @@ class CoreUse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def core_use(plan: Plan) -> CoreUse | None:
-    """None where every device has a core of its own."""
+    """Use of the cores; None where every device has one of its own."""
     pipeline = pipeline_of(plan)
     idle = idle_cores(pipeline, plan.predicted.period_s)
     if not idle:
@@ -50,14 +50,14 @@ def core_use(plan: Plan) -> CoreUse | None:
     )
 
 
-# Plans as people read them: tables of stages, the verdict, the first operations -----------------
+# Verdict, warnings and first operations -----------------------------------------------------------
 
 
 def print_plan(plan: Plan, count: int, *, every: bool = False) -> None:
-    """Print all there is to say, in the console's width.
+    """Print tables, verdict, notes and first operations, in the console's width.
 
     Args:
-        count: operations of each stage's order to print.
+        count: operations of each stage's schedule to print.
         every: each stage has a row of its own, however many there are.
     """
     console = output()
@@ -114,7 +114,7 @@ def sequences(plan: Plan) -> str:
 
 
 def _advice(plan: Plan) -> list[tuple[str, str]]:
-    """What would make one sequence of updates of several."""
+    """Which micro-batches would make one sequence of updates of several."""
     v, variant = plan.predicted.sequence_distance or 1, variant_named(plan.variant)
     if v < 2 or variant.whole_mini_batches:
         return []
@@ -251,15 +251,17 @@ def operations(plan: Plan, count: int, *, every: bool = False) -> Group:
         every: of all stages, however many there are.
     """
     pipeline = pipeline_of(plan)
-    order = make_schedule(pipeline, 2 * len(plan.stages) + count // max(plan.micro_batches, 1) + 2)
+    schedule = make_schedule(
+        pipeline, 2 * len(plan.stages) + count // max(plan.micro_batches, 1) + 2
+    )
     letters = "F forward, B backward, U update"
     if pipeline.variant.split_backward:
         letters = "F forward, B backward to the stage's inputs, W to its weights, U update"
     head = Text(f"first {count} operations of each stage ({letters}):")
     lines = Table.grid()
-    shown = order if every else order[:MOST_ROWS]
+    shown = schedule if every else schedule[:MOST_ROWS]
     for s, ops in enumerate(shown):
         lines.add_row(" ".join(op_text(s, op) for op in islice(ops, count)))
-    if len(shown) < len(order):
-        lines.add_row(Text(f"… {len(order) - len(shown)} more stages (-v)", style="dim"))
+    if len(shown) < len(schedule):
+        lines.add_row(Text(f"… {len(schedule) - len(shown)} more stages (-v)", style="dim"))
     return Group(head, Padding(lines, (0, 0, 0, 2)))

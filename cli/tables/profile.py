@@ -1,4 +1,4 @@
-"""What tp-profile prints of a profile."""
+"""A profile in the terminal: layers, the whole model, and how precise the times are."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_ROWS = 40
 
 
 def print_profile(console: Console, profile: Profile, *, verbose: bool) -> None:
-    """The layers with their costs, the whole model, and how far to trust them."""
+    """Print the layers with their costs, the whole model, and the precision of the times."""
     size = profile.micro_batch_sizes[-1]
     shown = profile.layers if verbose else profile.layers[:MAX_ROWS]
     rows: list[tuple[str, ...]] = [

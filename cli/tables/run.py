@@ -1,4 +1,4 @@
-"""The end of a run as people read it."""
+"""A run in the terminal: its epochs and its summary."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def summary_table(plan: Plan, summary: RunSummary) -> Table:
 
 
 def _device_lines(plan: Plan, summary: RunSummary) -> list[Text]:
-    """Where the stages were, when that wasn't the CPU."""
+    """GPUs of the stages; none on the CPU."""
     gpus = [report for report in summary.stages if report.device_peak_bytes is not None]
     if not gpus:
         return []
@@ -76,7 +76,7 @@ def _which(plan: Plan, report: StageReport) -> str:
 
 
 def summary_lines(plan: Plan, summary: RunSummary) -> list[Text]:
-    """The run as a whole."""
+    """Lines on the run as a whole."""
     lines = [
         Text(
             f"{summary.mini_batches} mini-batches of {summary.mini_batch} in "

@@ -1,4 +1,4 @@
-"""A plan's stages as tables: what they run and how long it takes, and where their bytes are."""
+"""Tables of a plan's stages: layers, devices and times; and memory by kind."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...profiles.units import format_bytes, format_seconds, short_bytes
 from ..palette import LETTERS, LIMIT, MEMORY, memory_style
 from .layout import Cell, Column, counted, device_range, first_to_last, fitted, fixed, words
 
-# Stages that look alike made one row, and a row's figures as a range ----------------------------
+# Rows of stages that are alike, with figures as ranges --------------------------------------------
 
 MOST_ROWS = 16
 """A plan with more stages is folded where its stages are alike."""
@@ -42,7 +42,7 @@ class Folded:
 
     @property
     def note(self) -> str:
-        """What was done, for people; empty where nothing was."""
+        """How rows were folded, in words; empty where none was."""
         if len(self.rows) == self.stages:
             return ""
         if self.apart is None:
@@ -116,13 +116,13 @@ def ranged(values: Iterable[float], text: Callable[[float], str]) -> str:
     return f"{least}–{most}"
 
 
-# A plan's stages as tables: what they run and how long it takes, and where their bytes are ------
+# Tables -------------------------------------------------------------------------------------------
 
 _LEAST_BAR, _MOST_BAR = 12, 32
 
 
 def stage_table(plan: Plan, width: int, *, every: bool = False) -> Group:
-    """What each stage runs, where, and how long it takes; fits `width` columns.
+    """Table of layers, devices and times of each stage; fits `width` columns.
 
     Args:
         every: no rows are folded.
@@ -155,7 +155,7 @@ def stage_table(plan: Plan, width: int, *, every: bool = False) -> Group:
 
 
 def memory_table(plan: Plan, console: Console, width: int, *, every: bool = False) -> Group:
-    """Each stage's bytes at its peak: a bar against its limit, and by kind; fits `width`.
+    """Table of each stage's peak memory: a bar against its limit, and by kind; fits `width`.
 
     Args:
         every: no rows are folded.
@@ -191,7 +191,7 @@ def memory_table(plan: Plan, console: Console, width: int, *, every: bool = Fals
 
 
 def notes(plan: Plan, *, every: bool = False) -> Text:
-    """What the columns of both tables mean."""
+    """Legend of both tables."""
     used = [kind for kind in MEMORY if any(by_kind(stage)[kind] for stage in plan.predicted.stages)]
     said = (
         "forward, backward, transfer: per micro-batch. L: mini-batches in flight at most. ver: "
@@ -213,7 +213,7 @@ def by_kind(stage: StagePrediction) -> dict[str, int]:
 
 
 def memory_limit(plan: Plan, s: int) -> int | None:
-    """Of the stage's smallest device; None: there is none."""
+    """Memory of the stage's smallest device, in bytes; None: no limit."""
     sizes = (plan.cluster.devices[d].memory_bytes for d in plan.stages[s].devices)
     return min((size for size in sizes if size is not None), default=None)
 
@@ -271,12 +271,12 @@ def _keys(rows: Sequence[range]) -> Column:
 
 def _layers(plan: Plan, rows: Sequence[range]) -> Column:
     groups = [[name for s in row for name in plan.stages[s].nodes] for row in rows]
-    again = [" ↻" if plan.stages[row.start].recompute else "" for row in rows]
+    marks = [" ↻" if plan.stages[row.start].recompute else "" for row in rows]
 
     def cells(width: int | None) -> list[str]:
         return [
             first_to_last(names, None if width is None else width - len(mark)) + mark
-            for names, mark in zip(groups, again, strict=True)
+            for names, mark in zip(groups, marks, strict=True)
         ]
 
     natural = max(len(text) for text in cells(None))

@@ -1,1 +1,1 @@
-"""One self-contained page that shows plans and runs."""
+"""A self-contained HTML page of plans and runs."""

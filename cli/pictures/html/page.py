@@ -57,7 +57,7 @@ from ...palette import LIGHTENED, LIMIT, MEMORY, OPERATIONS, SERIES
 from ...tables.layout import printable
 from ...tables.plan import core_use
 
-# A recording as packed columns of numbers: tens of thousands of operations stay small -----------
+# A recording as packed columns of numbers: tens of thousands of operations stay small -------------
 
 KINDS = "FBWU"
 _TICKS = 2**32 - 2
@@ -65,7 +65,7 @@ _TICKS = 2**32 - 2
 
 
 def columns(recording: Recording) -> dict[str, Any]:
-    """What `TP.Recording` decodes.
+    """A recording as columns of numbers, which the script's `TP.Recording` decodes.
 
     A column is ``"u4:…"``: the type, then its numbers in base64, the lowest byte first. Indices
     that may be missing are -1 there. Memory points refer to the table of distinct states.
@@ -133,12 +133,12 @@ def _index(number: int | None) -> int:
 
 
 def packed(kind: str, numbers: Iterable[float]) -> str:
-    """A column. kind: "u1", "u4", "i4" or "f8"."""
+    """A column of numbers in base64. kind: "u1", "u4", "i4" or "f8"."""
     array = np.fromiter(numbers, dtype=f"<{kind}")
     return f"{kind}:{base64.b64encode(array.tobytes()).decode('ascii')}"
 
 
-# The page from its data and assets --------------------------------------------------------------
+# The page from its data and assets ----------------------------------------------------------------
 
 ASSETS = Path(__file__).parent / "assets"
 
@@ -192,7 +192,7 @@ def _asset(name: str) -> str:
 
 
 def _policy(style: str, script: str) -> str:
-    """What the page may do: run its own script and use its own style; nothing from elsewhere."""
+    """The page's content security policy: its own script and style alone."""
     return (
         f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; "
         "img-src data: blob:; base-uri 'none'; form-action 'none'"
@@ -205,7 +205,7 @@ def _digest(text: str) -> str:
 
 
 def _palette() -> dict[str, Any]:
-    """What scripts can't read from CSS variables."""
+    """Labels, patterns and shades, which scripts can't read from CSS variables."""
     return {
         "operations": {kind: [p.label, p.pattern] for kind, p in OPERATIONS.items()},
         "memory": {kind: [p.label, p.pattern] for kind, p in MEMORY.items()},
@@ -228,7 +228,7 @@ def _variables(colours: Iterable[tuple[str, str, str]]) -> str:
     return "".join(f"--{name}:{fill};--{name}-ink:{ink};" for name, fill, ink in colours)
 
 
-# A plan's page -----------------------------------------------------------------------------------
+# A plan's page ------------------------------------------------------------------------------------
 
 
 def plan_part(plan: Plan, name: str, mini_batches: int | None = None) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from .page import columns
 
 @dataclass(frozen=True)
 class RunFacts:
-    """All that a run directory says so far.
+    """What the files of a run directory hold so far.
 
     Attributes:
         name: what the report calls the run. losses: per epoch that was begun, of each mini-batch in
@@ -81,7 +81,7 @@ class RunFacts:
 
 
 def read_facts(run_dir: str | Path, name: str | None = None) -> RunFacts:
-    """Read a run, be it over or not.
+    """Read the directory of a run that goes on or has ended.
 
     Raises FileError where the directory holds no run, or one that can't be read.
     """
@@ -178,7 +178,7 @@ def _decoded(path: Path, kind: type[RunSummary]) -> RunSummary:
         raise FileError(f"{path}: isn't valid, or isn't of this version: {error}") from None
 
 
-# As data -------------------------------------------------------------------------------------
+# As data for the page and for --json --------------------------------------------------------------
 
 
 def run_figures(facts: RunFacts) -> dict[str, Any]:
@@ -319,7 +319,7 @@ def _peak(facts: RunFacts, worker: Worker) -> list[int] | None:
 
 
 def _recorded(facts: RunFacts) -> dict[str, Any] | None:
-    """Which mini-batches the recordings are of."""
+    """The range of mini-batches that are recorded."""
     if facts.measured is None:
         return None
     begin, end = mini_batches_of(facts.measured)
@@ -337,7 +337,7 @@ def _last_rate(facts: RunFacts) -> float | None:
 
 
 def _number(value: float) -> float | None:
-    """JSON has null for what isn't finite."""
+    """The number, or None, JSON's null, for what isn't finite."""
     return value if math.isfinite(value) else None
 
 

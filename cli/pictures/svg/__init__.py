@@ -4,8 +4,8 @@
 `write_run_figure`.
 """
 
-from .frame import Settings
+from .frame import FigureSettings
 from .memory import memory_svg
 from .timeline import timeline_svg, timelines_svg
 
-__all__ = ["Settings", "memory_svg", "timeline_svg", "timelines_svg"]
+__all__ = ["FigureSettings", "memory_svg", "timeline_svg", "timelines_svg"]

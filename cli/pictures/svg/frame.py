@@ -1,4 +1,4 @@
-"""What timelines and memory figures share: sizes, the window in time, axes and legends."""
+"""Layout of a figure: its settings, the part in time that it shows, axes and legends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GRID = "#c9ced6"
 
 
 @dataclass(frozen=True)
-class Settings:
+class FigureSettings:
     """How a figure is drawn.
 
     Attributes:
@@ -41,7 +41,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Window:
+class TimeWindow:
     """The part of a recording that is drawn.
 
     Attributes:
@@ -56,7 +56,7 @@ class Window:
 
     @property
     def seconds(self) -> float:
-        """How long it is; never 0."""
+        """Its length; never 0."""
         return (self.end_s - self.begin_s) or 1e-9
 
 
@@ -73,7 +73,7 @@ def filling(recording: Recording) -> int:
     return max(1, len(begun))
 
 
-def window_of(recording: Recording, settings: Settings) -> Window:
+def window_of(recording: Recording, settings: FigureSettings) -> TimeWindow:
     """The mini-batches that are asked for, as far as they are recorded."""
     found = {span.mini_batch for span in recording.spans}
     first = max(settings.first, min(found, default=0))
@@ -83,7 +83,7 @@ def window_of(recording: Recording, settings: Settings) -> Window:
     inside = [span for span in recording.spans if first <= span.mini_batch <= last]
     begin = min((span.start_s for span in inside), default=0.0)
     end = max((span.end_s for span in inside), default=0.0)
-    return Window(first, last, begin, end)
+    return TimeWindow(first, last, begin, end)
 
 
 @dataclass(frozen=True)
@@ -96,14 +96,9 @@ class Scale:
     seconds: float
 
     def __call__(self, at_s: float) -> float:
-        """Where a moment stands; those outside stand at the nearer edge."""
+        """The x of a moment; of those outside, the nearer edge's."""
         share = (at_s - self.begin_s) / self.seconds
         return self.left + (self.right - self.left) * min(1.0, max(0.0, share))
-
-    @property
-    def per_s(self) -> float:
-        """Points per second."""
-        return (self.right - self.left) / self.seconds
 
 
 def left_margin(lanes: Iterable[Lane]) -> float:
@@ -118,7 +113,7 @@ def name_lines(lane: Lane) -> list[str]:
     return [lane.name] if at < 0 else [lane.name[:at], lane.name[at + 1 :]]
 
 
-# Axes ----------------------------------------------------------------------------------------
+# Axes ---------------------------------------------------------------------------------------------
 
 
 def steps(most: float, wanted: int) -> float:
@@ -129,7 +124,7 @@ def steps(most: float, wanted: int) -> float:
 
 
 def tick_text(value: float, step: float) -> str:
-    """With as many decimals as the ticks need."""
+    """A tick's number, with as many decimals as the ticks need."""
     decimals = max(0, -math.floor(math.log10(step) + 1e-9))
     return f"{value:.{decimals}f}"
 
@@ -143,7 +138,7 @@ def time_unit(seconds: float) -> tuple[float, str]:
 
 
 def time_axis(drawing: Drawing, scale: Scale, y: float, note: str = "") -> float:
-    """Draw it, a note below its left end. Returns where it ends below."""
+    """Draw the time axis, a note below its left end. Returns the y of its lower edge."""
     factor, unit = time_unit(scale.begin_s + scale.seconds)
     begin, most = scale.begin_s * factor, (scale.begin_s + scale.seconds) * factor
     step = steps(most - begin, int((scale.right - scale.left) / 27))
@@ -196,7 +191,7 @@ def lane_names(drawing: Drawing, lanes: Sequence[tuple[Lane, float]], pitch: flo
     drawing.close()
 
 
-# Legends -------------------------------------------------------------------------------------
+# Legends ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -216,7 +211,7 @@ class Entry:
 
 
 def legend(drawing: Drawing, entries: Sequence[Entry], left: float, y: float) -> float:
-    """Draw it from left to right, in as many rows as it takes. Returns where it ends below."""
+    """Draw a legend in as many rows as it takes. Returns the y of its lower edge."""
     x, row, high = left, y, 6.5
     for entry in entries:
         boxes = 9.0 * max(1, len(entry.fills))

@@ -1,4 +1,4 @@
-"""From operations to marks on paper: where each stands, which are drawn as one, what is written."""
+"""Operations as boxes with labels: their places, which are merged, and what is written on them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from ....planner.recording import Recording, Span
-from .frame import Scale, Window
+from .frame import Scale, TimeWindow
 from .svg import text_width
 
 TINY = 0.1
@@ -43,7 +43,7 @@ class Mark(NamedTuple):
     forward_version: int | None = None
 
 
-def marks_of(recording: Recording, window: Window, scale: Scale, most: int) -> list[Mark]:
+def marks_of(recording: Recording, window: TimeWindow, scale: Scale, most: int) -> list[Mark]:
     """Marks of all that runs in the window: one for each operation wide enough, and no more than
     about `most`."""
     lanes: dict[int, list[Mark]] = defaultdict(list)
@@ -58,7 +58,7 @@ def marks_of(recording: Recording, window: Window, scale: Scale, most: int) -> l
         tiny *= 2
 
 
-def _mark(span: Span, window: Window, scale: Scale) -> Mark:
+def _mark(span: Span, window: TimeWindow, scale: Scale) -> Mark:
     x = scale(span.start_s)
     cut = span.start_s < window.begin_s or span.end_s > window.end_s
     return Mark(
@@ -121,7 +121,7 @@ def _joined(marks: Iterable[Mark]) -> Iterator[Mark]:
         yield last
 
 
-# Labels --------------------------------------------------------------------------------------
+# Labels -------------------------------------------------------------------------------------------
 
 
 class Label(NamedTuple):
@@ -160,7 +160,7 @@ VERSION_SIZE = 5.0
 
 
 def lettering(marks: Sequence[Mark], height: float, versions: bool = False) -> Lettering:
-    """What fits, as large as it does.
+    """The labels that fit, as large as they do.
 
     Args:
         height: of a lane.

@@ -13,9 +13,9 @@ from .frame import (
     RIGHT,
     SMALL,
     Entry,
+    FigureSettings,
     Scale,
-    Settings,
-    Window,
+    TimeWindow,
     lane_names,
     left_margin,
     legend,
@@ -39,8 +39,8 @@ _FINE = 0.4
 _FEW = 16
 
 
-class Step(NamedTuple):
-    """From x on, so many bytes by kind."""
+class MemoryStep(NamedTuple):
+    """A lane's bytes by kind, from x on."""
 
     x: float
     nbytes: tuple[int, ...]
@@ -49,7 +49,7 @@ class Step(NamedTuple):
 def memory_svg(
     recording: Recording,
     limits: Sequence[int | None] = (),
-    settings: Settings | None = None,
+    settings: FigureSettings | None = None,
 ) -> str:
     """What each lane holds over time as SVG text, on the scale of the timeline of these settings.
 
@@ -58,7 +58,7 @@ def memory_svg(
 
     The same recording gives the same text.
     """
-    settings = settings or Settings()
+    settings = settings or FigureSettings()
     window = window_of(recording, settings)
     drawing = Drawing(settings.width, "memory")
     left = left_margin(recording.lanes)
@@ -116,7 +116,9 @@ class _Panel(NamedTuple):
         return self.y + self.height * (1 - nbytes / self.top)
 
 
-def _entries(drawing: Drawing, lanes: Sequence[Sequence[Step]], limit: bool) -> Iterator[Entry]:
+def _entries(
+    drawing: Drawing, lanes: Sequence[Sequence[MemoryStep]], limit: bool
+) -> Iterator[Entry]:
     for k, kind in enumerate(MEMORY_KINDS):
         if any(step.nbytes[k] for found in lanes for step in found):
             yield Entry(MEMORY[kind].label, (memory_fill(drawing, kind),))
@@ -124,14 +126,16 @@ def _entries(drawing: Drawing, lanes: Sequence[Sequence[Step]], limit: bool) -> 
         yield Entry("limit of the device", stroke=LIMIT.light, dashes="3 1")
 
 
-def _steps(recording: Recording, lane: int, window: Window, scale: Scale) -> Iterator[Step]:
+def _steps(
+    recording: Recording, lane: int, window: TimeWindow, scale: Scale
+) -> Iterator[MemoryStep]:
     """The lane's steps in the window; of those too near to each other, the one with most."""
     fine = _FINE * max(1.0, len(recording.lanes) / _FEW)
-    before: Step | None = None
+    before: MemoryStep | None = None
     for point in recording.memory:
         if point.lane != lane or point.at_s > window.end_s:
             continue
-        step = Step(scale(point.at_s), point.nbytes)
+        step = MemoryStep(scale(point.at_s), point.nbytes)
         if point.at_s <= window.begin_s:
             # What is held when the window begins.
             before = step
@@ -146,7 +150,7 @@ def _steps(recording: Recording, lane: int, window: Window, scale: Scale) -> Ite
 
 
 def _frame(drawing: Drawing, scale: Scale, panel: _Panel) -> None:
-    """Grid and numbers of the vertical axis."""
+    """Draw grid and numbers of the vertical axis."""
     factor, unit = _unit(panel.top)
     step = steps(panel.top / factor, 2 if panel.height > 20 else 1)
     values = [k * step for k in range(int(panel.top / factor / step + 1e-9) + 1)]
@@ -165,8 +169,8 @@ def _frame(drawing: Drawing, scale: Scale, panel: _Panel) -> None:
     drawing.close()
 
 
-def _areas(drawing: Drawing, found: Sequence[Step], scale: Scale, panel: _Panel) -> None:
-    """From the whole down to its lowest part, each over the one before."""
+def _areas(drawing: Drawing, found: Sequence[MemoryStep], scale: Scale, panel: _Panel) -> None:
+    """Draw the stacked kinds, from the topmost down, each over the one before."""
     if not found:
         return
     for k in range(len(MEMORY_KINDS) - 1, -1, -1):
@@ -198,7 +202,7 @@ def _peaks(recording: Recording) -> list[int]:
 
 
 def _words(drawing: Drawing, peak: int, limit: int | None, panel: _Panel) -> None:
-    """Peak and limit beside the panel."""
+    """Write peak and limit beside the panel."""
     x = drawing.width - RIGHT + 3
     lines = []
     if peak and panel.height >= SMALL:

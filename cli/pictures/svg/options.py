@@ -1,4 +1,4 @@
-"""`--svg` and its kin: options that commands share, and the files they write."""
+"""Options of figures, --svg and those that go with it, and the files that they write."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ....planner.recording import Recording, default_mini_batches, predicted
 from ....profiles.errors import UserError
 from ....profiles.files import MAX_COUNT, write_bytes
 from ...options import options
-from .frame import Settings
+from .frame import FigureSettings
 from .memory import memory_svg
 from .svg import POINTS_PER_MM
 from .timeline import timeline_svg, timelines_svg
@@ -65,7 +65,7 @@ figure_options = options(
 
 
 class Figures(TypedDict):
-    """What `figure_options` add to a command."""
+    """Values of `figure_options`."""
 
     svg: str | None
     svg_memory: str | None
@@ -74,9 +74,9 @@ class Figures(TypedDict):
     svg_versions: bool
 
 
-def settings_of(first: int | None, mini_batches: int | None, figures: Figures) -> Settings:
+def settings_of(first: int | None, mini_batches: int | None, figures: Figures) -> FigureSettings:
     """Settings from the options of a command."""
-    return Settings(
+    return FigureSettings(
         width=figures["svg_width"],
         first=first or 0,
         mini_batches=mini_batches,
@@ -128,13 +128,13 @@ def write_run_figure(
     """
     if not recordings:
         raise UserError("--svg: the run has recorded no operations; see tp-run --record")
-    settings = Settings(mini_batches=MAX_COUNT)
+    settings = FigureSettings(mini_batches=MAX_COUNT)
     if width is not None:
         settings = replace(settings, width=width)
     write_bytes(svg, timelines_svg(recordings, settings).encode())
 
 
-def recorded(plan: Plan, settings: Settings) -> Recording:
+def recorded(plan: Plan, settings: FigureSettings) -> Recording:
     """What the plan predicts, with so many mini-batches after those drawn that none is alone."""
     # What is in flight at once is at most 1 + 2·D mini-batches.
     after = 2 * len(plan.stages)

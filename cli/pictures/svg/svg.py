@@ -1,4 +1,4 @@
-"""SVG text, written element by element. One user unit is one point (1/72 inch)."""
+"""SVG documents written element by element, and their fills. One unit is a point (1/72 inch)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _WIDTHS = {
 
 
 def text_width(text: str, size: float) -> float:
-    """No less than what a viewer takes for it, whichever of the fonts it has. In points."""
+    """Upper bound on the width of a text in any of `FONTS`, in points."""
     return size * sum(
         _WIDTHS.get(c, 0.8 if c.isupper() else 0.66 if c.isascii() else 0.75) for c in text
     )
@@ -120,7 +120,7 @@ def _attributes(found: dict[str, str | float]) -> str:
     )
 
 
-# The palette as it goes on paper: kinds differ in grey, too, by lightness or by a pattern -------
+# Fills on paper: kinds differ in grey, too, by lightness or by a pattern --------------------------
 
 SHADES = {
     "F": ((0.22, "#ffffff"), (0.55, "#ffffff")),

@@ -13,9 +13,9 @@ from .frame import (
     SIZE,
     SMALL,
     Entry,
+    FigureSettings,
     Scale,
-    Settings,
-    Window,
+    TimeWindow,
     lane_names,
     left_margin,
     legend,
@@ -32,13 +32,13 @@ _OUTLINED = 1.2
 """Wider marks of one operation have an outline, in points."""
 
 
-def timeline_svg(recording: Recording, settings: Settings | None = None) -> str:
+def timeline_svg(recording: Recording, settings: FigureSettings | None = None) -> str:
     """One recording's timeline as SVG text. The same recording gives the same text."""
     return timelines_svg([("", recording)], settings)
 
 
 def timelines_svg(
-    recordings: Sequence[tuple[str, Recording]], settings: Settings | None = None
+    recordings: Sequence[tuple[str, Recording]], settings: FigureSettings | None = None
 ) -> str:
     """Timelines one above the other, on one scale.
 
@@ -48,7 +48,7 @@ def timelines_svg(
     All show the mini-batches that the first one shows, and begin where the first of these begins.
     Of a run, give what was measured first and what was predicted below it.
     """
-    settings = settings or Settings()
+    settings = settings or FigureSettings()
     shown = window_of(recordings[0][1], settings)
     settings = replace(settings, first=shown.first, mini_batches=shown.last - shown.first + 1)
     windows = [window_of(recording, settings) for _, recording in recordings]
@@ -82,7 +82,7 @@ def timelines_svg(
 
 
 def _entries(
-    drawing: Drawing, kinds: Iterable[str], gaps: str, settings: Settings
+    drawing: Drawing, kinds: Iterable[str], gaps: str, settings: FigureSettings
 ) -> Iterable[Entry]:
     for kind, paint in OPERATIONS.items():
         if kind in kinds:
@@ -97,11 +97,11 @@ def _entries(
 def _lanes(
     drawing: Drawing,
     recording: Recording,
-    window: Window,
+    window: TimeWindow,
     scale: Scale,
     y: float,
     lane: tuple[float, float],
-    settings: Settings,
+    settings: FigureSettings,
 ) -> tuple[float, Lettering, list[str]]:
     """Draw a recording's lanes below y. Returns where they end, how they are labelled, facts.
 
@@ -136,7 +136,7 @@ def _lanes(
 
 
 def _period(
-    drawing: Drawing, recording: Recording, window: Window, scale: Scale, y: float
+    drawing: Drawing, recording: Recording, window: TimeWindow, scale: Scale, y: float
 ) -> float:
     """The last period that is shown, as a measure above the lanes."""
     begin = window.end_s - recording.period_s
@@ -223,7 +223,7 @@ def _write_versions(drawing: Drawing, letters: Lettering, bottoms: Sequence[floa
 def _messages(
     drawing: Drawing,
     recording: Recording,
-    window: Window,
+    window: TimeWindow,
     scale: Scale,
     tops: Sequence[float],
     height: float,

@@ -16,7 +16,7 @@ from helpers.drawn.plans import evaluated
 from helpers.plans import REPORT, chain_plan
 from hypothesis import given, settings
 from timeprest.cli.palette import MEMORY
-from timeprest.cli.pictures.svg import Settings, memory_svg, timeline_svg, timelines_svg
+from timeprest.cli.pictures.svg import FigureSettings, memory_svg, timeline_svg, timelines_svg
 from timeprest.cli.pictures.svg.frame import window_of
 from timeprest.cli.pictures.svg.options import (
     figure_options,
@@ -157,7 +157,7 @@ def shown(recording, setting):
 def test_a_timeline_has_a_mark_for_every_operation(variant):
     """Each where and as long as the recording says; labels name its mini-batch."""
     recording = predicted(chain_plan(variant, 4))
-    setting = Settings(mini_batches=4, first=1)
+    setting = FigureSettings(mini_batches=4, first=1)
     figure = Figure(timeline_svg(recording, setting))
     window, spans = shown(recording, setting)
     assert {span.mini_batch for span in spans} >= {1, 2, 3, 4}
@@ -221,7 +221,7 @@ def test_a_memory_figure_peaks_where_the_plan_does(variant):
     plan = chain_plan(variant)
     recording = predicted(plan)
     most = max(stage.memory_bytes for stage in plan.predicted.stages)
-    text = memory_svg(recording, [round(most * 1.2)] * 3, Settings(mini_batches=99))
+    text = memory_svg(recording, [round(most * 1.2)] * 3, FigureSettings(mini_batches=99))
     figure = Figure(text)
     check_inside(figure)
     lines = [float(f["y1"]) for f, _ in figure.of("line") if f.get("stroke") == "#c62828"]
@@ -251,7 +251,7 @@ def test_nothing_stands_outside_or_over_another(drawn):
     """Any system, replicas, links; on a column and on a page; as text, without scripts."""
     recording = predicted(make_plan(*drawn, REPORT), 6)
     for width, more in ((241, True), (504, False)):
-        setting = Settings(width=width, messages=more, versions=not more)
+        setting = FigureSettings(width=width, messages=more, versions=not more)
         text = timeline_svg(recording, setting)
         figure = Figure(text)
         check_inside(figure)
@@ -265,10 +265,10 @@ def test_nothing_stands_outside_or_over_another(drawn):
 def test_versions_stand_below_the_labels(variant):
     """Forwards say theirs; backwards theirs, and their forward's where it is another."""
     recording = predicted(chain_plan(variant, 4))
-    figure = Figure(timeline_svg(recording, Settings(versions=True, width=800)))
+    figure = Figure(timeline_svg(recording, FigureSettings(versions=True, width=800)))
     check_inside(figure)
     check_labels(figure)
-    _, spans = shown(recording, Settings())
+    _, spans = shown(recording, FigureSettings())
     known = {f"v{span.version}" for span in spans}
     changed = {
         f"v{span.forward_version}→v{span.version}"
@@ -296,7 +296,7 @@ def test_little_is_enough_for_a_figure():
 
 def test_the_same_plan_gives_the_same_bytes():
     first, second = (
-        (timeline_svg(r, Settings(messages=True)), memory_svg(r, [2**20] * 3))
+        (timeline_svg(r, FigureSettings(messages=True)), memory_svg(r, [2**20] * 3))
         for r in (predicted(chain_plan("timeprest")) for _ in range(2))
     )
     assert first == second
@@ -305,7 +305,7 @@ def test_the_same_plan_gives_the_same_bytes():
 def test_messages_go_from_lane_to_lane():
     """Forward ones down, gradients up."""
     recording = predicted(chain_plan("pipedream"))
-    setting = Settings(messages=True, mini_batches=5)
+    setting = FigureSettings(messages=True, mini_batches=5)
     figure = Figure(timeline_svg(recording, setting))
     window, _ = shown(recording, setting)
     inside = [
@@ -353,7 +353,7 @@ def test_figures_of_large_plans_are_small():
     assert f"{len(recording.spans)} operations merged into" in text
     figure = Figure(text)
     check_inside(figure)
-    window = window_of(recording, Settings())
+    window = window_of(recording, FigureSettings())
     _, top, width = figure.lanes()[7]
     drawn = Counter()
     for kind, _, y, mark, _ in figure.marks():
