@@ -54,7 +54,9 @@ class SplitBackward:
 
     def inputs(self) -> None:
         """First part: the inlets get their gradients."""
-        graph = _Graph([root.node for root, _ in self._entries], self._anchors, self._parameters)
+        graph = _BackwardGraph(
+            [root.node for root, _ in self._entries], self._anchors, self._parameters
+        )
         captured: dict[Node, Sequence[Tensor | None]] = {}
         if graph.chain:
             handles = [node.register_prehook(_keeper(captured, node)) for node in graph.branches]
@@ -103,7 +105,7 @@ def _run(entries: Sequence[_Entry], leaves: Sequence[Tensor]) -> None:
     )
 
 
-class _Graph:
+class _BackwardGraph:
     """Which way the weights lie.
 
     Attributes:

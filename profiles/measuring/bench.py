@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -17,12 +16,9 @@ from ..autograd.boundary import Inlet, storage_bytes
 from ..autograd.split_backward import SplitBackward
 from ..target import Target
 from ..tasks.task import root_of
-from ..tracing.call import Call
-from ..tracing.graph import TracedModel, Value, values
-from ..tracing.pieces import Piece, cut
 from .platforms import Clock, Meter, Platform
-from .saved_bytes import Held, count_held
-from .step import Phase, Probe, Step
+from .saved_bytes import MicroBatchCase, count_saved
+from .step import Phase, PiecewiseStep, Probe
 
 # How sure a time is, and when to stop measuring -------------------------------------------------
 
@@ -75,48 +71,6 @@ _EMPTY_CALLS = 24
 """Calls of an empty piece in one step, spread over its layers."""
 
 
-@dataclass(frozen=True)
-class Parts:
-    """A graph in pieces, one for each layer, and one behind them that makes the result."""
-
-    traced: TracedModel
-    pieces: tuple[Piece, ...]
-    result: Piece
-    crossing: tuple[Value, ...]
-
-
-def parts_of(traced: TracedModel) -> Parts:
-    """Cut a graph between all its layers."""
-    *pieces, result = cut(traced, [*([k] for k in range(len(traced.layers))), []])
-    return Parts(traced, tuple(pieces), result, values(traced))
-
-
-class Case:
-    """All that belongs to one micro-batch size: inputs at hand, and what was measured."""
-
-    def __init__(self, size: int, call: Call, target: Any, parts: Parts) -> None:
-        self.size = size
-        self.inputs = call.tensors
-        self.target = target
-        self.traced = parts.traced
-        self.pieces = parts.pieces
-        self.result = parts.result
-        self.crossing = parts.crossing
-        self.held: Held
-        self.workspace: list[int] = []
-        self.forward_s: list[list[float]] = []
-        self.backward_s: list[list[float]] = []
-        self.input_s: list[list[float]] = []
-        """Of the backwards, what gives the gradients of inputs alone; not in every round."""
-        self.weight_s: list[list[float]] = []
-        """Of the rest, run afterwards."""
-        self.postponed: list[int] = []
-        """Bytes of gradients that wait for the rest then."""
-        self.whole: list[tuple[float, float]] = []
-        self.empty_s: dict[Phase, list[float]] = {"F": [], "B": []}
-        """Seconds of calling a piece without a layer in it, amid the others."""
-
-
 class Bench:
     """Measures a target; `profile_builder` makes a profile of what is found here."""
 
@@ -125,7 +79,7 @@ class Bench:
         target: Target,
         model: nn.Module,
         platform: Platform,
-        cases: Sequence[Case],
+        cases: Sequence[MicroBatchCase],
         batch_size: int,
         progress: Progress | None,
     ) -> None:
@@ -148,7 +102,7 @@ class Bench:
     def run(self, seconds: float, error: float) -> None:
         """Count bytes; then time in rounds until times are sure, or the seconds are over."""
         for case in self.cases:
-            case.held = count_held(case, self.model, self.target, self.platform)
+            case.saved = count_saved(case, self.model, self.target, self.platform)
         with self.platform.clock() as clock:
             if self.platform.computed:
                 self._compute(clock)
@@ -161,14 +115,14 @@ class Bench:
         if self.progress is not None:
             self.progress(what, done, total)
 
-    def _step(self, case: Case) -> Step:
+    def _step(self, case: MicroBatchCase) -> PiecewiseStep:
         task = self.target.task
 
         def loss(result: Any) -> Any:
             assert task is not None
             return root_of(task.loss(result, case.target))
 
-        return Step(
+        return PiecewiseStep(
             pieces=case.pieces,
             result=case.result,
             inputs=tuple(node.name for node in case.traced.inputs),
@@ -182,7 +136,7 @@ class Bench:
 
     # Bytes -------------------------------------------------------------------------------
 
-    def _count_workspace(self, case: Case) -> None:
+    def _count_workspace(self, case: MicroBatchCase) -> None:
         self._forget_gradients()
         case.workspace = [0] * len(self.parts)
         with self.platform.meter() as meter:
@@ -191,14 +145,14 @@ class Bench:
         self._forget_gradients()
         self._count_postponed(case)
 
-    def _count_postponed(self, case: Case) -> None:
+    def _count_postponed(self, case: MicroBatchCase) -> None:
         """What a backward in two parts keeps between them, layer by layer."""
         case.postponed = [0] * len(self.parts)
         for k, half in self._first_halves(case, _NoProbe()).items():
             case.postponed[k] = half.held_bytes
         self._forget_gradients()
 
-    def _first_halves(self, case: Case, probe: Probe) -> dict[int, SplitBackward]:
+    def _first_halves(self, case: MicroBatchCase, probe: Probe) -> dict[int, SplitBackward]:
         """Run a step whose backwards go to the layers' inputs alone; the rest is still to come."""
         halves: dict[int, SplitBackward] = {}
 
@@ -289,7 +243,7 @@ class Bench:
                 for phase, times in probe.empty_seconds().items():
                     case.empty_s[phase] += times
 
-    def _time_halves(self, case: Case, clock: Clock, done: float) -> None:
+    def _time_halves(self, case: MicroBatchCase, clock: Clock, done: float) -> None:
         """Time each layer's backward in two parts: to its inputs, and later to its weights."""
         if case.size == self.batch_size:
             self._forget_gradients()
@@ -308,7 +262,7 @@ class Bench:
             times[k] = clock.seconds(*pair)
         case.weight_s.append(times)
 
-    def _time_whole(self, case: Case, clock: Clock) -> tuple[float, float]:
+    def _time_whole(self, case: MicroBatchCase, clock: Clock) -> tuple[float, float]:
         inputs = [tensor.clone() for tensor in case.inputs]
         start = clock.mark()
         with self.platform.forward_context():
@@ -355,7 +309,7 @@ class _Probes:
 class _WorkspaceProbe:
     """Notes each layer's largest working set besides what it is given and what it leaves."""
 
-    def __init__(self, bench: Bench, case: Case, meter: Meter, say: str) -> None:
+    def __init__(self, bench: Bench, case: MicroBatchCase, meter: Meter, say: str) -> None:
         self.bench, self.case, self.meter, self.say = bench, case, meter, say
         self.base = 0
 

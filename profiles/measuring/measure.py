@@ -27,10 +27,11 @@ from ..tasks.task import Task, dataset_size, fetch_call
 from ..tracing.call import Call, unchanged
 from ..tracing.front_ends import TRACE_SAMPLES, trace
 from ..tracing.graph import TracedModel, fingerprint, state_of_layer
-from .bench import Bench, Case, Progress, parts_of
+from .bench import Bench, Progress
 from .optimizer_cost import measure_optimizer
 from .platforms import Platform, platform_of
 from .profile_builder import assemble
+from .saved_bytes import MicroBatchCase, parts_of
 
 RELATIVE_ERROR = 0.05
 SECONDS = 15.0
@@ -116,7 +117,7 @@ def measure(
             graphs = [_for_size(traced, model, target, placed[size][0]) for size in sizes]
             parts = {id(graph): parts_of(graph) for graph in {id(g): g for g in graphs}.values()}
             cases = [
-                Case(size, *placed[size], parts[id(graph)])
+                MicroBatchCase(size, *placed[size], parts[id(graph)])
                 for size, graph in zip(sizes, graphs, strict=True)
             ]
             bench = Bench(target, model, platform, cases, batch_size, progress)

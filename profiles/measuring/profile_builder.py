@@ -35,7 +35,7 @@ def assemble(
 ) -> Profile:
     """The profile that a bench's measurements make. `assumptions`: made before them."""
     traced, first = bench.traced, bench.cases[0]
-    bound = first.held.bound_by_changes(first.crossing, len(bench.names))
+    bound = first.saved.bound_by_changes(first.crossing, len(bench.names))
     shared = shared_parameters(traced)
     tied = sorted({*tied_layers(traced), *bound})
     parameter = next(bench.model.parameters())
@@ -70,7 +70,7 @@ def assemble(
                 micro_batch=case.size,
                 forward_s=_rounded(median(f for f, _ in case.whole)),
                 backward_s=_rounded(median(b for _, b in case.whole)),
-                saved_bytes=case.held.total,
+                saved_bytes=case.saved.total,
             )
             for case in bench.cases
         ),
@@ -110,13 +110,13 @@ def _measurements(bench: Bench, k: int) -> tuple[Measurement, ...]:
                 micro_batch=case.size,
                 forward_s=_rounded(max(median(forward_s) - call_s, 0.0)),
                 backward_s=whole_s,
-                saved_bytes=sum(case.held.saved[k].values()),
+                saved_bytes=sum(case.saved.by_layer[k].values()),
                 workspace_bytes=case.workspace[k],
                 relative_error=None if bench.platform.computed else round(relative_error(both), 4),
                 backward_input_s=input_s,
                 postponed_bytes=case.postponed[k],
                 backward_weight_s=weight_s,
-                saved_tensors=case.held.tensors[k],
+                saved_tensors=case.saved.tensors[k],
             )
         )
     return tuple(found)
@@ -131,7 +131,7 @@ def _has_weights(bench: Bench, k: int) -> bool:
 
 def _layers(bench: Bench) -> tuple[Layer, ...]:
     seen: set[int] = set()
-    held = bench.cases[-1].held
+    saved = bench.cases[-1].saved
     layers = []
     for k, nodes in enumerate(bench.traced.layers):
         sizes = {"parameter": 0, "buffer": 0}
@@ -147,7 +147,7 @@ def _layers(bench: Bench) -> tuple[Layer, ...]:
                 kind=nodes.kind,
                 parameter_bytes=sizes["parameter"],
                 buffer_bytes=sizes["buffer"],
-                saves=tuple(sorted(key for key in held.saved[k] if isinstance(key, str))),
+                saves=tuple(sorted(key for key in saved.by_layer[k] if isinstance(key, str))),
                 measurements=_measurements(bench, k),
             )
         )
@@ -155,7 +155,7 @@ def _layers(bench: Bench) -> tuple[Layer, ...]:
 
 
 def _storages(bench: Bench) -> tuple[Storage, ...]:
-    by_case = [case.held.storages for case in bench.cases]
+    by_case = [case.saved.storages for case in bench.cases]
     return tuple(
         Storage(name=name, **_affine(bench.sizes, [sizes.get(name, 0) for sizes in by_case]))
         for name in by_case[-1]
@@ -167,7 +167,7 @@ def _edges(bench: Bench) -> tuple[Edge, ...]:
     for value in bench.cases[-1].crossing:
         if value.producer is None:
             continue
-        found = [case.held.crossings[value.node.name] for case in bench.cases]
+        found = [case.saved.crossings[value.node.name] for case in bench.cases]
         for consumer in value.consumers:
             edges.append(
                 Edge(

@@ -1,10 +1,10 @@
-"""Who keeps what for the backward: one forward of the whole model, layer by layer."""
+"""What each layer keeps for the backward: one forward of the whole model, layer by layer."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -13,16 +13,15 @@ from ..errors import TargetError
 from ..target import Target
 from ..tasks.hooks import call_hook
 from ..tasks.task import root_of
-from ..tracing.graph import Value
-from ..tracing.pieces import encode
+from ..tracing.call import Call
+from ..tracing.graph import TracedModel, Value, values
+from ..tracing.pieces import Piece, cut, encode
 from .platforms import Platform
-
-if TYPE_CHECKING:
-    from .bench import Case
+from .step import Phase
 
 
 @dataclass(frozen=True)
-class Crossing:
+class CrossingValue:
     """A value that goes between layers, or into the model, at one micro-batch size.
 
     Attributes:
@@ -36,11 +35,11 @@ class Crossing:
 
 
 @dataclass(frozen=True)
-class Held:
+class SavedByForward:
     """What one forward leaves behind.
 
     Attributes:
-        saved: for each layer, and the result with its loss at the end, bytes by storage; the
+        by_layer: for each layer, and the result with its loss at the end, bytes by storage; the
             keys tell storages apart, named ones by their name.
         storages: bytes of the named storages: those of values that cross.
         crossings: by the value's name.
@@ -48,16 +47,16 @@ class Held:
         tensors: how many each of them saved, parameters too.
     """
 
-    saved: tuple[dict[str | int, int], ...]
+    by_layer: tuple[dict[str | int, int], ...]
     storages: dict[str, int]
-    crossings: dict[str, Crossing]
+    crossings: dict[str, CrossingValue]
     in_place: tuple[tuple[int, str], ...]
     tensors: tuple[int, ...]
 
     @property
     def total(self) -> int:
         """Bytes that autograd keeps for the whole model."""
-        return sum({key: size for saved in self.saved for key, size in saved.items()}.values())
+        return sum({key: size for saved in self.by_layer for key, size in saved.items()}.values())
 
     def bound_by_changes(self, crossing: Sequence[Value], layers: int) -> set[tuple[int, ...]]:
         """Layers that must stay together because one changes in place what the others use.
@@ -80,7 +79,51 @@ class Held:
         return {group for group in groups if len(group) > 1}
 
 
-def count_held(case: Case, model: nn.Module, target: Target, platform: Platform) -> Held:
+@dataclass(frozen=True)
+class Parts:
+    """A graph in pieces, one for each layer, and one behind them that makes the result."""
+
+    traced: TracedModel
+    pieces: tuple[Piece, ...]
+    result: Piece
+    crossing: tuple[Value, ...]
+
+
+def parts_of(traced: TracedModel) -> Parts:
+    """Cut a graph between all its layers."""
+    *pieces, result = cut(traced, [*([k] for k in range(len(traced.layers))), []])
+    return Parts(traced, tuple(pieces), result, values(traced))
+
+
+class MicroBatchCase:
+    """All that belongs to one micro-batch size: inputs at hand, and what was measured."""
+
+    def __init__(self, size: int, call: Call, target: Any, parts: Parts) -> None:
+        self.size = size
+        self.inputs = call.tensors
+        self.target = target
+        self.traced = parts.traced
+        self.pieces = parts.pieces
+        self.result = parts.result
+        self.crossing = parts.crossing
+        self.saved: SavedByForward
+        self.workspace: list[int] = []
+        self.forward_s: list[list[float]] = []
+        self.backward_s: list[list[float]] = []
+        self.input_s: list[list[float]] = []
+        """Of the backwards, what gives the gradients of inputs alone; not in every round."""
+        self.weight_s: list[list[float]] = []
+        """Of the rest, run afterwards."""
+        self.postponed: list[int] = []
+        """Bytes of gradients that wait for the rest then."""
+        self.whole: list[tuple[float, float]] = []
+        self.empty_s: dict[Phase, list[float]] = {"F": [], "B": []}
+        """Seconds of calling a piece without a layer in it, amid the others."""
+
+
+def count_saved(
+    case: MicroBatchCase, model: nn.Module, target: Target, platform: Platform
+) -> SavedByForward:
     """Run the forward once, all layers in one graph, and note what autograd keeps.
 
     Raises TargetError when the loss isn't one number that depends on the parameters.
@@ -120,7 +163,7 @@ def _describe(
     saved_by: list[dict[int, int]],
     in_place: list[tuple[int, str]],
     tensors: list[int],
-) -> Held:
+) -> SavedByForward:
     """Names in place of addresses, which mean nothing once the tensors are gone."""
     labels: dict[int, str] = {}
     storages: dict[str, int] = {}
@@ -133,13 +176,13 @@ def _describe(
                 labels[key] = label
                 storages[label] = storage_bytes(value)
             nbytes = value.numel() * value.element_size()
-            crossings[name] = Crossing(nbytes, labels[key], value.requires_grad)
+            crossings[name] = CrossingValue(nbytes, labels[key], value.requires_grad)
         else:
             # Numbers and sizes between layers travel as int64 tensors.
             storages[label] = storage_bytes(encode(value, name))
-            crossings[name] = Crossing(storages[label], label, False)
+            crossings[name] = CrossingValue(storages[label], label, False)
     saved = tuple({labels.get(key, key): n for key, n in found.items()} for found in saved_by)
-    return Held(saved, storages, crossings, tuple(in_place), tuple(tensors))
+    return SavedByForward(saved, storages, crossings, tuple(in_place), tuple(tensors))
 
 
 def _check_loss(target: Target, loss: Any) -> None:

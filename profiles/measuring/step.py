@@ -41,7 +41,7 @@ class Probe(Protocol):
 
 
 @dataclass(frozen=True)
-class Step:
+class PiecewiseStep:
     """What a step in pieces is made of.
 
     Attributes:
@@ -75,7 +75,7 @@ class Step:
 
 
 @dataclass
-class _Graph:
+class _LayerBackward:
     """What a layer's backward needs: where gradients enter and where they leave."""
 
     edges: dict[str, GradientEdge] = field(default_factory=dict)
@@ -83,18 +83,18 @@ class _Graph:
 
 
 class _Walk:
-    def __init__(self, step: Step, inputs: dict[str, Any]) -> None:
+    def __init__(self, step: PiecewiseStep, inputs: dict[str, Any]) -> None:
         self.step = step
         self.values = inputs
         self.needs_grad = {n: t.requires_grad for n, t in inputs.items()}
-        self.graphs: list[_Graph] = []
+        self.graphs: list[_LayerBackward] = []
         self.gradients: dict[str, list[Tensor]] = {}
         self.last_use: dict[str, int] = {}
         for k, piece in enumerate((*step.pieces, step.result)):
             self.last_use.update(dict.fromkeys(piece.inputs, k))
 
-    def _admit(self, k: int, piece: Piece) -> tuple[_Graph, list[Any]]:
-        graph = _Graph()
+    def _admit(self, k: int, piece: Piece) -> tuple[_LayerBackward, list[Any]]:
+        graph = _LayerBackward()
         arguments = []
         for name in piece.inputs:
             value = self.values[name]
@@ -169,7 +169,7 @@ class _Walk:
         probe.after(k, phase)
         self._collect(graph)
 
-    def _collect(self, graph: _Graph) -> None:
+    def _collect(self, graph: _LayerBackward) -> None:
         """Gradients for the layers before."""
         for name, inlet in graph.inlets.items():
             if inlet.grad is not None:

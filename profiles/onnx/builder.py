@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..errors import TargetError
-from .file import FileNode, OnnxFile
+from .file import OnnxFile, OnnxNode
 from .functions import beside
 from .values import (
     BatchAxis,
@@ -61,7 +61,7 @@ class GraphBuilder:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._taken = {*dir(fx.GraphModule(nn.Module(), fx.Graph()))}
         self._attributes: dict[int, str] = {}
-        self._origin: FileNode | None = None
+        self._origin: OnnxNode | None = None
 
     def add_input(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
         """A placeholder whose samples have this shape."""
@@ -74,7 +74,7 @@ class GraphBuilder:
         """A constant under an ONNX name; only float tensors with dimensions can be trained."""
         return Constant(tensor, trainable and can_train(tensor), self.uses[name] > 1, name)
 
-    def begin(self, node: FileNode) -> None:
+    def begin(self, node: OnnxNode) -> None:
         """All fx nodes from here on belong to this ONNX node."""
         self._origin = node
 
@@ -308,7 +308,7 @@ class Operation:
         inputs: None where an optional one is left out.
     """
 
-    def __init__(self, node: FileNode, builder: GraphBuilder) -> None:
+    def __init__(self, node: OnnxNode, builder: GraphBuilder) -> None:
         self.node, self.builder = node, builder
         self.opset = builder.file.opset
         self._read: set[str] = set()

@@ -34,7 +34,7 @@ _PROTOBUF_LIMIT_BYTES = 2**31 - 1
 
 
 @dataclass(frozen=True)
-class FileNode:
+class OnnxNode:
     """One ONNX node. Its name is its first output's where the file gives none."""
 
     name: str
@@ -62,7 +62,7 @@ class OnnxFile:
 
     path: str
     opset: int
-    nodes: tuple[FileNode, ...]
+    nodes: tuple[OnnxNode, ...]
     inputs: tuple[FileInput, ...]
     outputs: tuple[str, ...]
     initializers: Mapping[str, Tensor]
@@ -160,7 +160,7 @@ def _live_nodes(protos: Any, outputs: tuple[str, ...]) -> tuple[list[Any], set[A
     return [proto for k, proto in enumerate(protos) if k in needed], needed
 
 
-def _node(path: str, proto: Any, onnx: ModuleType) -> FileNode:
+def _node(path: str, proto: Any, onnx: ModuleType) -> OnnxNode:
     name = proto.name or proto.output[0]
     attributes: dict[str, Any] = {}
     for attribute in proto.attribute:
@@ -186,7 +186,7 @@ def _node(path: str, proto: Any, onnx: ModuleType) -> FileNode:
             )
         attributes[attribute.name] = value
     domain = "" if proto.domain == "ai.onnx" else proto.domain
-    return FileNode(
+    return OnnxNode(
         name, proto.op_type, domain, tuple(proto.input), tuple(proto.output), attributes
     )
 

@@ -23,7 +23,7 @@ _AVERAGE_POOLS: Layers = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
 
 
 @dataclass(frozen=True)
-class Window:
+class KernelWindow:
     """Kernel, strides, dilations and padding along each spatial axis."""
 
     kernel: tuple[int, ...]
@@ -47,12 +47,12 @@ class Window:
         return tuple((k - 1) * d + 1 for k, d in zip(self.kernel, self.dilations, strict=True))
 
     @staticmethod
-    def of(op: Operation, kernel: Sequence[int]) -> Window:
+    def of(op: Operation, kernel: Sequence[int]) -> KernelWindow:
         """The window of a convolution or a pool, automatic padding worked out.
 
         SAME_*: the result has ``ceil(size / stride)`` entries (ONNX operator Conv, auto_pad).
         """
-        window = Window._plain(op, kernel)
+        window = KernelWindow._plain(op, kernel)
         mode = op.attribute("auto_pad", "NOTSET")
         if mode in ("NOTSET", "VALID"):
             return window
@@ -64,16 +64,18 @@ class Window:
             small, large = total // 2, total - total // 2
             begins.append(small if mode == "SAME_UPPER" else large)
             ends.append(large if mode == "SAME_UPPER" else small)
-        return Window(window.kernel, window.strides, window.dilations, tuple(begins), tuple(ends))
+        return KernelWindow(
+            window.kernel, window.strides, window.dilations, tuple(begins), tuple(ends)
+        )
 
     @staticmethod
-    def of_transposed(op: Operation, kernel: Sequence[int], extra: Sequence[int]) -> Window:
+    def of_transposed(op: Operation, kernel: Sequence[int], extra: Sequence[int]) -> KernelWindow:
         """The window of a transposed convolution; its padding is cut off the result.
 
         With SAME_* or an output_shape the cut is what is over (ONNX operator ConvTranspose);
         its odd entry is at the end only for SAME_UPPER.
         """
-        window = Window._plain(op, kernel)
+        window = KernelWindow._plain(op, kernel)
         mode = op.attribute("auto_pad", "NOTSET")
         wanted = op.attribute("output_shape")
         sizes = op.shape()[2:]
@@ -91,14 +93,16 @@ class Window:
             small, large = total // 2, total - total // 2
             begins.append(small if mode == "SAME_UPPER" else large)
             ends.append(large if mode == "SAME_UPPER" else small)
-        return Window(window.kernel, window.strides, window.dilations, tuple(begins), tuple(ends))
+        return KernelWindow(
+            window.kernel, window.strides, window.dilations, tuple(begins), tuple(ends)
+        )
 
     @staticmethod
-    def _plain(op: Operation, kernel: Sequence[int]) -> Window:
+    def _plain(op: Operation, kernel: Sequence[int]) -> KernelWindow:
         rank = len(kernel)
         op.ignore("kernel_shape")
         pads = tuple(op.attribute("pads", [0] * (2 * rank)))
-        return Window(
+        return KernelWindow(
             tuple(kernel),
             tuple(op.attribute("strides", [1] * rank)),
             tuple(op.attribute("dilations", [1] * rank)),
@@ -107,17 +111,17 @@ class Window:
         )
 
 
-def padded(layer: nn.Module, window: Window, value: float) -> nn.Module:
+def padded(layer: nn.Module, window: KernelWindow, value: float) -> nn.Module:
     """The layer after the window's padding."""
     return Padded(layer, window.pads, value)
 
 
-def crop(layer: nn.Module, window: Window) -> nn.Module:
+def crop(layer: nn.Module, window: KernelWindow) -> nn.Module:
     """The layer with the window's padding cut off its result."""
     return Cropped(layer, window.pads)
 
 
-def _tails(op: Operation, window: Window) -> tuple[int, ...]:
+def _tails(op: Operation, window: KernelWindow) -> tuple[int, ...]:
     """How far the last windows stick out at the ends where sizes are rounded up.
 
     A window that would begin beyond the image and its padding at the beginning is left out.
@@ -135,17 +139,17 @@ def _tails(op: Operation, window: Window) -> tuple[int, ...]:
     return tuple(tails)
 
 
-def _pool_window(op: Operation) -> Window:
+def _pool_window(op: Operation) -> KernelWindow:
     rank = len(op.shape()) - 2
     if not 1 <= rank <= 3:
         raise op.fail(f"has {rank} spatial dimensions; 1 to 3 can be imported")
-    window = Window.of(op, op.attribute("kernel_shape"))
+    window = KernelWindow.of(op, op.attribute("kernel_shape"))
     if len(window.kernel) != rank:
         raise op.fail(f"its kernel_shape has {len(window.kernel)} entries, its input {rank}")
     return window
 
 
-def _within_torch(window: Window) -> bool:
+def _within_torch(window: KernelWindow) -> bool:
     """Whether torch's own pools take this padding."""
     pairs = zip(window.begins, window.kernel, strict=True)
     return window.symmetric and all(begin <= k // 2 for begin, k in pairs)
@@ -216,7 +220,7 @@ def convolution(op: Operation) -> Operand:
     rank = len(shape) - 2
     if not 1 <= rank <= 3:
         raise op.fail(f"has {rank} spatial dimensions; 1 to 3 can be imported")
-    window = Window.of(op, shape[2:])
+    window = KernelWindow.of(op, shape[2:])
     groups = op.attribute("group", 1)
     if weights is None:
         settings = (window.pads, window.strides, window.dilations, groups)
@@ -246,7 +250,7 @@ def transposed_convolution(op: Operation) -> Operand:
     if not 1 <= rank <= 3:
         raise op.fail(f"has {rank} spatial dimensions; 1 to 3 can be imported")
     extra = tuple(op.attribute("output_padding", [0] * rank))
-    window = Window.of_transposed(op, shape[2:], extra)
+    window = KernelWindow.of_transposed(op, shape[2:], extra)
     groups = op.attribute("group", 1)
     layer = _TRANSPOSED[rank - 1](
         shape[0],

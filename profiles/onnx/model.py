@@ -22,7 +22,7 @@ from torch import fx
 
 from ..errors import TargetError
 from .builder import GraphBuilder, Operation
-from .file import FileInput, FileNode, OnnxFile, read_file
+from .file import FileInput, OnnxFile, OnnxNode, read_file
 from .operators import OPERATORS
 
 
@@ -71,7 +71,7 @@ def import_onnx(path: str | Path, *, sizes: Mapping[str, int] | None = None) -> 
     return OnnxModel(builder.finish(), inputs)
 
 
-def _add(builder: GraphBuilder, file: OnnxFile, node: FileNode) -> None:
+def _add(builder: GraphBuilder, file: OnnxFile, node: OnnxNode) -> None:
     builder.begin(node)
     handler = OPERATORS.get(node.op_type) if node.domain == "" else None
     if handler is None:

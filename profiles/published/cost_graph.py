@@ -275,7 +275,7 @@ File = TypeVar("File", bound=msgspec.Struct)
 
 
 @dataclass(frozen=True)
-class Listed(Generic[File]):
+class ListedGraph(Generic[File]):
     """A JSON file with nodes and edges that was read and found to be in order.
 
     Attributes:
