@@ -306,10 +306,16 @@ class Operation:
     Attributes:
         opset: the version of the standard operators that the file uses.
         inputs: None where an optional one is left out.
+        call, module, fail: the builder's, whose node at hand this is.
+        call_many: a call of a function that gives a tuple.
     """
 
     def __init__(self, node: OnnxNode, builder: GraphBuilder) -> None:
         self.node, self.builder = node, builder
+        self.call: Callable[..., Operand] = builder.call
+        self.call_many: Callable[..., tuple[Operand, ...]] = builder.call
+        self.module: Callable[..., Operand] = builder.module
+        self.fail = builder.fail
         self.opset = builder.file.opset
         self._read: set[str] = set()
         for name in node.inputs:
@@ -392,30 +398,6 @@ class Operation:
         found = self.input(k)
         return found.batch.dim if isinstance(found, Dynamic) and found.batch else None
 
-    def call(
-        self,
-        function: Callable[..., Any],
-        *args: Any,
-        moves: bool = False,
-        reshapes: bool = False,
-        batch: BatchAxis | None = None,
-    ) -> Operand:
-        """A function call, or a constant: see GraphBuilder.call."""
-        result: Operand = self.builder.call(
-            function, *args, moves=moves, reshapes=reshapes, batch=batch
-        )
-        return result
-
-    def call_many(self, function: Callable[..., Any], *args: Any) -> tuple[Operand, ...]:
-        """A call of a function that gives a tuple."""
-        results: tuple[Operand, ...] = self.builder.call(function, *args)
-        return results
-
-    def module(self, module: nn.Module, *operands: Operand) -> Operand:
-        """A layer under this node's name: see GraphBuilder.module."""
-        result: Operand = self.builder.module(module, *operands)
-        return result
-
     def assign(self, module: nn.Module, name: str, value: Constant | None) -> None:
         """Give a module its weight: a parameter, or a buffer where it isn't trainable."""
         if name in module._parameters:
@@ -425,10 +407,6 @@ class Operation:
             module.register_parameter(name, state)
         else:
             module.register_buffer(name, state)
-
-    def fail(self, reason: str) -> TargetError:
-        """An error about this node."""
-        return self.builder.fail(reason)
 
     def finish(self, results: Operand | Sequence[Operand]) -> None:
         """Bind the results to the node's outputs.

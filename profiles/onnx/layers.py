@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
@@ -58,15 +58,10 @@ class KernelWindow:
             return window
         if mode not in ("SAME_UPPER", "SAME_LOWER"):
             raise op.fail(f"its auto_pad is {mode!r}, which isn't known")
-        begins, ends = [], []
+        totals = []
         for size, span, stride in zip(op.shape()[2:], window.spans, window.strides, strict=True):
-            total = max((-(-size // stride) - 1) * stride + span - size, 0)
-            small, large = total // 2, total - total // 2
-            begins.append(small if mode == "SAME_UPPER" else large)
-            ends.append(large if mode == "SAME_UPPER" else small)
-        return KernelWindow(
-            window.kernel, window.strides, window.dilations, tuple(begins), tuple(ends)
-        )
+            totals.append(max((-(-size // stride) - 1) * stride + span - size, 0))
+        return window._padded(totals, mode)
 
     @staticmethod
     def of_transposed(op: Operation, kernel: Sequence[int], extra: Sequence[int]) -> KernelWindow:
@@ -84,18 +79,20 @@ class KernelWindow:
         if mode not in ("NOTSET", "SAME_UPPER", "SAME_LOWER"):
             raise op.fail(f"its auto_pad is {mode!r} with an output_shape, which isn't known")
         wanted = wanted or [n * s for n, s in zip(sizes, window.strides, strict=True)]
-        begins, ends = [], []
+        totals = []
         for k, size in enumerate(sizes):
             full = window.strides[k] * (size - 1) + extra[k] + window.spans[k]
             total = full - wanted[-len(sizes) :][k]
             if total < 0:
                 raise op.fail("its result would be larger than the convolution's, unknown here")
-            small, large = total // 2, total - total // 2
-            begins.append(small if mode == "SAME_UPPER" else large)
-            ends.append(large if mode == "SAME_UPPER" else small)
-        return KernelWindow(
-            window.kernel, window.strides, window.dilations, tuple(begins), tuple(ends)
-        )
+            totals.append(total)
+        return window._padded(totals, mode)
+
+    def _padded(self, totals: Sequence[int], mode: str) -> KernelWindow:
+        """With so much padding in all along each axis; what is odd is at the end for SAME_UPPER."""
+        small, large = (tuple(t // 2 for t in totals), tuple(t - t // 2 for t in totals))
+        begins, ends = (small, large) if mode == "SAME_UPPER" else (large, small)
+        return replace(self, begins=begins, ends=ends)
 
     @staticmethod
     def _plain(op: Operation, kernel: Sequence[int]) -> KernelWindow:

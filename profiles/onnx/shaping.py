@@ -14,8 +14,6 @@ from .builder import Handler, Operation
 from .file import dtype_of
 from .values import Constant, Dynamic, Operand, Setting, follow_batch
 
-_LAST = 2**63 - 1
-
 
 def reshape(op: Operation) -> Operand:
     target = op.setting(1) if op.opset >= 5 else tuple(op.attribute("shape"))

@@ -13,6 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
@@ -319,7 +320,7 @@ class ListedGraph(Generic[File]):
         graph.add_edges_from(edges)
         return cls(found, edges, graph, topological_order(where, graph))
 
-    @property
+    @cached_property
     def names(self) -> list[str]:
         """Of the nodes."""
         return [name for _, name in self.graph.nodes(data="name")]

@@ -159,16 +159,20 @@ def _assumptions(found: PiperFile, plain: Sequence[PiperConfiguration]) -> Itera
             "file says is counted for them."
         )
     yield "A node's edges with the same bytes carry one tensor, with a gradient as large."
-    others = Counter(
+    for what, count in sorted(_left_out(found).items()):
+        yield f"Left out: {count} node configurations with {what}."
+    yield from _cluster(found)
+
+
+def _left_out(found: PiperFile) -> Counter[str]:
+    """Configurations besides the plain ones, by what they have."""
+    return Counter(
         "recomputation" if degree == "1" else "tensor parallelism"
         for node in found.nodes
         for degree, listed in node.configurations.items()
         for c in listed
         if degree != "1" or c.id != "vanilla"
     )
-    for what, count in sorted(others.items()):
-        yield f"Left out: {count} node configurations with {what}."
-    yield from _cluster(found)
 
 
 def _cluster(found: PiperFile) -> Iterator[str]:
@@ -211,7 +215,11 @@ def piper_workload(where: str, text: bytes) -> Workload:
         memory_bytes=found.max_memory_per_device,
         bandwidth_bytes_per_s=found.bandwidth,
         micro_batches=found.mbs_in_batch,
-        notes=tuple(_notes(found.nodes)),
+        notes=tuple(
+            f"Left out: {count} node configurations with {what}."
+            for what, count in _left_out(found).items()
+            if what == "tensor parallelism"
+        ),
     )
 
 
@@ -234,14 +242,3 @@ def _node(where: str, name: str, k: int, node: PiperNode) -> Node:
         flight_bytes=plain.memory_usage_a,
         recomputed=recomputed[0] if recomputed else None,
     )
-
-
-def _notes(nodes: list[PiperNode]) -> Iterator[str]:
-    left_out = sum(
-        len(listed)
-        for node in nodes
-        for degree, listed in node.configurations.items()
-        if degree != "1"
-    )
-    if left_out:
-        yield f"Left out: {left_out} node configurations with tensor parallelism."

@@ -85,11 +85,6 @@ class Placement(ListedGraph[PlacementFile]):
         """For each node, its class of nodes that must share a device."""
         return [node.color_class for node in self.found.nodes]
 
-    @property
-    def hosts(self) -> int:
-        """How many nodes aren't supported on accelerators."""
-        return sum(1 for node in self.found.nodes if not node.supported_on_fpga)
-
 
 def read_placement(where: str, text: bytes) -> Placement:
     """Read the file's JSON. Raises FileError naming the place that is wrong."""
@@ -150,11 +145,8 @@ def import_placement(
 
 def _costs(file: Placement, owner: Sequence[int]) -> list[Cost]:
     found, names = file.found, file.names
-    members: list[list[int]] = [[] for _ in range(max(owner) + 1)]
-    for k, layer in enumerate(owner):
-        members[layer].append(k)
     costs = []
-    for inside in members:
+    for inside in _members(owner):
         ahead = [k for k in inside if not found.nodes[k].is_backward_node]
         behind = [k for k in inside if found.nodes[k].is_backward_node]
         # The node that does the most work says best what the layer is.
@@ -170,6 +162,14 @@ def _costs(file: Placement, owner: Sequence[int]) -> list[Cost]:
             )
         )
     return costs
+
+
+def _members(owner: Sequence[int]) -> list[list[int]]:
+    """Nodes by what they go to."""
+    members: list[list[int]] = [[] for _ in range(max(owner) + 1)]
+    for k, at in enumerate(owner):
+        members[at].append(k)
+    return members
 
 
 def _uses(
@@ -231,11 +231,7 @@ def _assumptions(file: Placement, adopted: int, back_only: int) -> Iterator[str]
             f"{back_only} tensors pass between layers in the backward alone; they're counted in "
             "the forward too."
         )
-    if file.hosts:
-        yield (
-            f"{file.hosts} nodes aren't supported on accelerators; they are planned there all the "
-            "same, with fpgaLatency."
-        )
+    yield from _hosts(file)
     yield from _network(file)
     options = []
     if found.accelerators:
@@ -244,6 +240,15 @@ def _assumptions(file: Placement, adopted: int, back_only: int) -> Iterator[str]
         options.append(f"--memory {math.ceil(found.memory_bytes)}")
     if options:
         yield f"The file's own cluster is {' '.join(options)}; CPUs were left out."
+
+
+def _hosts(file: Placement) -> Iterator[str]:
+    hosts = sum(1 for node in file.found.nodes if not node.supported_on_fpga)
+    if hosts:
+        yield (
+            f"{hosts} nodes aren't supported on accelerators; they are planned there all the "
+            "same, with fpgaLatency."
+        )
 
 
 def _network(file: Placement) -> Iterator[str]:
@@ -287,10 +292,7 @@ def placement_workload(where: str, text: bytes) -> Workload:
 
 
 def _nodes(file: Placement, owner: Sequence[int]) -> Iterator[Node]:
-    members: list[list[int]] = [[] for _ in range(max(owner) + 1)]
-    for k, at in enumerate(owner):
-        members[at].append(k)
-    for inside in members:
+    for inside in _members(owner):
         nodes = [file.found.nodes[k] for k in inside]
         # The node that does the most work says best what the group is; a forward one, if any.
         main = max(inside, key=lambda k: (file.forward[k], file.found.nodes[k].fpga_latency, k))
@@ -326,9 +328,5 @@ def _notes(file: Placement, groups: int) -> Iterator[str]:
             "Edge costs are size / 2^31: they were taken to be seconds, beside latencies in ms. "
             "The published planner takes them for ms, a thousandth."
         )
-    if file.hosts:
-        yield (
-            f"{file.hosts} nodes aren't supported on accelerators; they are planned there all the "
-            "same, with fpgaLatency."
-        )
+    yield from _hosts(file)
     yield "CPUs were left out."

@@ -46,7 +46,15 @@ def _high(inside: int, outside: int, length: int) -> Unit:
     return Unit(inside, outside, (length, 1), padding=(length // 2, 0))
 
 
-class InceptionA(nn.Module):
+class Branches(nn.Module):
+    """Modules beside each other, in the sequence in which they are set."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The branches' channels, one behind the other."""
+        return torch.cat([branch(x) for branch in self.children()], 1)
+
+
+class InceptionA(Branches):
     """5×5 and pairs of 3×3 side by side (figure 5): → ``[m, 224 + pool, h, w]``."""
 
     def __init__(self, inside: int, pool: int) -> None:
@@ -58,13 +66,8 @@ class InceptionA(nn.Module):
         )
         self.branch_pool = nn.Sequential(nn.AvgPool2d(3, 1, 1), Unit(inside, pool, 1))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """The branches' channels, one behind the other."""
-        branches = [self.branch1x1(x), self.branch5x5(x), self.branch3x3(x), self.branch_pool(x)]
-        return torch.cat(branches, 1)
 
-
-class InceptionB(nn.Module):
+class InceptionB(Branches):
     """Half the side (figure 10): ``[m, inside, h, w]`` → ``[m, inside + 480, h', w']``."""
 
     def __init__(self, inside: int) -> None:
@@ -75,12 +78,8 @@ class InceptionB(nn.Module):
         )
         self.branch_pool = nn.MaxPool2d(3, 2)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """The branches' channels, one behind the other."""
-        return torch.cat([self.branch3x3(x), self.branch3x3dbl(x), self.branch_pool(x)], 1)
 
-
-class InceptionC(nn.Module):
+class InceptionC(Branches):
     """7×7 taken apart into 1×7 and 7×1 (figure 6): ``[m, 768, h, w]`` → the same."""
 
     def __init__(self, width: int) -> None:
@@ -98,13 +97,8 @@ class InceptionC(nn.Module):
         )
         self.branch_pool = nn.Sequential(nn.AvgPool2d(3, 1, 1), Unit(768, 192, 1))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """The branches' channels, one behind the other."""
-        branches = [self.branch1x1(x), self.branch7x7(x), self.branch7x7dbl(x), self.branch_pool(x)]
-        return torch.cat(branches, 1)
 
-
-class InceptionD(nn.Module):
+class InceptionD(Branches):
     """Half the side again: ``[m, 768, h, w]`` → ``[m, 1280, h', w']``."""
 
     def __init__(self) -> None:
@@ -115,12 +109,8 @@ class InceptionD(nn.Module):
         )
         self.branch_pool = nn.MaxPool2d(3, 2)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """The branches' channels, one behind the other."""
-        return torch.cat([self.branch3x3(x), self.branch7x7x3(x), self.branch_pool(x)], 1)
 
-
-class Fork(nn.Module):
+class Fork(Branches):
     """1×3 beside 3×1: ``[m, inside, h, w]`` → ``[m, 768, h, w]``."""
 
     def __init__(self, inside: int) -> None:
@@ -128,12 +118,8 @@ class Fork(nn.Module):
         self.wide = _wide(inside, 384, 3)
         self.high = _high(inside, 384, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """The two branches' channels, one behind the other."""
-        return torch.cat([self.wide(x), self.high(x)], 1)
 
-
-class InceptionE(nn.Module):
+class InceptionE(Branches):
     """Branches that fork at their end (figure 7): → ``[m, 2048, h, w]``."""
 
     def __init__(self, inside: int) -> None:
@@ -144,11 +130,6 @@ class InceptionE(nn.Module):
             Unit(inside, 448, 1), Unit(448, 384, 3, padding=1), Fork(384)
         )
         self.branch_pool = nn.Sequential(nn.AvgPool2d(3, 1, 1), Unit(inside, 192, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The branches' channels, one behind the other."""
-        branches = [self.branch1x1(x), self.branch3x3(x), self.branch3x3dbl(x), self.branch_pool(x)]
-        return torch.cat(branches, 1)
 
 
 class AuxiliaryHead(nn.Module):
