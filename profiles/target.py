@@ -1,4 +1,4 @@
-"""From what the user names (`digits`, `file.py:task`, `pkg.module:factory`) to a model."""
+"""Targets: from what the user names (`digits`, `file.py:task`, `pkg.module:factory`) to a model."""
 
 from __future__ import annotations
 

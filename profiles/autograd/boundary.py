@@ -1,4 +1,4 @@
-"""Where a tensor from elsewhere enters a graph of its own, and where its gradient leaves it."""
+"""Borders of autograd graphs: tensors that enter one, and bytes that it keeps for the backward."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from torch import Tensor
 
 
 class Inlet:
-    """One entry of a tensor; after the backward, `grad` holds the gradient for its producer.
+    """Where a tensor from elsewhere enters a graph, and its gradient leaves it.
+
+    After the backward, `grad` holds the gradient for the tensor's producer.
 
     `anchor` is the leaf behind it, for backwards that run to some leaves alone.
 
@@ -44,7 +46,7 @@ class _Admit(torch.autograd.Function):
         return None, None, None
 
 
-# Counting the bytes that autograd keeps for the backward, through saved-tensor hooks ------------
+# Bytes that autograd keeps for the backward, counted by saved-tensor hooks ----------------------
 
 
 def storage_key(tensor: Tensor) -> int:

@@ -1,4 +1,4 @@
-"""A target on the bench: every layer at every micro-batch size, bytes first and then times."""
+"""Measuring every layer at every micro-batch size: bytes first, then times until they are sure."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def worst_error(layers: Sequence[Sequence[float]]) -> float:
     return max((relative_error(times) for times in heavy), default=0.0)
 
 
-# A target on the bench: every layer at every micro-batch size, bytes first and then times -------
+# The bench --------------------------------------------------------------------------------------
 
 Progress = Callable[[str, float, float], None]
 """Called with what is at hand, how much is done and how much there is in all."""

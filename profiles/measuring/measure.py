@@ -74,7 +74,7 @@ def measure(
         platform: where; by default on the CPU.
         threads: torch's threads while measuring; a stage will run with as many.
         front_end: how to find the graph (profile.FRONT_ENDS); by default the first that can.
-        granularity: what makes a layer (grouping.py).
+        granularity: what makes a layer (tracing/layers.py).
         seconds: time to spend on timing; 3 rounds at least are made, 5 where they are short.
         error: relative standard error to reach for every layer with 1 % of the step or more;
             measuring ends when it is reached, or the seconds are over.

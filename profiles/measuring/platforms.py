@@ -1,4 +1,4 @@
-"""Where a model is profiled: on the CPU, on a GPU, or on a device that isn't there."""
+"""Where a model is profiled: the CPU, a GPU or a device that isn't there; its clock and bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..errors import TargetError, UserError
 from .device_specs import DeviceSpec, load_spec
 
-# Counting the bytes of all tensors alive at once, on any device, as operations run --------------
+# Bytes of all tensors alive at once, on any device ----------------------------------------------
 
 
 class LiveBytes(TorchDispatchMode):
@@ -70,9 +70,7 @@ class LiveBytes(TorchDispatchMode):
         self.peak = max(self.peak, self.live)
 
 
-# Where a model is profiled: on the CPU, on a GPU, or on a device that isn't there ---------------
-
-# Clocks to time layers with: the processor's, CUDA events, and one that computes time -----------
+# Clocks: the processor's, CUDA events, and one that computes time -------------------------------
 
 
 class Clock(Protocol):
@@ -138,7 +136,7 @@ class ComputedClock:
         return end - start
 
 
-# Where a model is profiled: on the CPU, on a GPU, or on a device that isn't there ---------------
+# Platforms --------------------------------------------------------------------------------------
 
 META = "meta"
 AUTOCAST = ("bfloat16", "float16")

@@ -1,4 +1,4 @@
-"""From a bench's measurements to a profile: names, bytes that are affine in the size, medians."""
+"""From a bench's measurements to a profile: names, sizes in bytes, medians of times."""
 
 from __future__ import annotations
 

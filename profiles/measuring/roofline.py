@@ -1,4 +1,4 @@
-"""A clock that reckons instead of measuring: the roofline of a device's data sheet.
+"""Times computed instead of measured: the roofline of a device's data sheet.
 
 Every operation takes the longer of its arithmetic at the device's peak and its memory traffic at
 the device's bandwidth (Williams, Waterman, Patterson, "Roofline", CACM 52(4), 2009), and a
@@ -23,7 +23,7 @@ from ..profile import OptimizerCost
 from ..tasks.hooks import call_hook
 from .device_specs import DeviceSpec
 
-# What an ATen operation costs: floating-point operations, and bytes moved from and to memory ----
+# What an operation of ATen costs: floating-point operations, and bytes from and to memory -------
 # Arithmetic is counted for matrix products, convolutions, attention and recurrent layers, by the
 # formulas of torch.utils.flop_counter; causal attention counts in full, as it does there. All else
 # is bound by memory, and its arithmetic isn't counted.
@@ -274,7 +274,7 @@ if hasattr(aten, "_grouped_mm"):
     _FLOPS[aten._grouped_mm] = _grouped
 
 
-# A clock that reckons instead of measuring: the roofline of a device's data sheet ---------------
+# The time of all operations, and of an optimizer's step -----------------------------------------
 
 
 class Roofline(TorchDispatchMode):

@@ -1,4 +1,4 @@
-"""One training step of a model layer by layer, each layer in an autograd graph of its own.
+"""A training step of a model layer by layer, each layer in an autograd graph of its own.
 
 All forwards come first and then all backwards, as in a real step: so caches and the allocator
 are as they will be in training, and every layer gets the gradient it really gets.

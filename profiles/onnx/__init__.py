@@ -1,1 +1,1 @@
-"""Importers: models from files as traceable torch modules."""
+"""ONNX files as torch modules that can be traced and trained."""

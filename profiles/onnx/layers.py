@@ -14,7 +14,7 @@ from .builder import Handler, Operation
 from .modules import AveragePool, ChannelNorm, Cropped, FlatSoftmax, Gemm, MatMul, Padded
 from .values import Constant, Operand
 
-# Windows that slide over an image: their padding, and the pooling operators ---------------------
+# Windows that slide over an image, and pooling --------------------------------------------------
 
 Layers: TypeAlias = "tuple[Callable[..., nn.Module], ...]"
 
@@ -181,7 +181,7 @@ def average_pool(op: Operation) -> Operand:
     return op.module(layer, op.input(0))
 
 
-# Operators that become layers: convolutions, pooling, products with weights, norms, dropout -----
+# Convolutions, products with weights, norms, dropout --------------------------------------------
 
 _CONVOLUTIONS: Layers = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED: Layers = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)

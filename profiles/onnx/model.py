@@ -5,10 +5,9 @@ Layer-like operators become modules, the others function calls; every fx node sa
 parameters where they are data of an operator, unless a `Constant` node holds them.
 
 The first dimension of every input is the batch. Files often fix it, mostly to 1: the imported
-graph takes any batch size all the same. Reshapes to fixed sizes follow the batch
-(``onnx_batch``), an Expand to the file's batch size leaves the batch as it is, a Concat repeats
-what the file has for its one sample; a node that can't follow, or that would mix samples, is
-refused with its name.
+graph takes any batch size all the same. Reshapes to fixed sizes follow the batch (`follow_batch`),
+an Expand to the file's batch size leaves the batch as it is, a Concat repeats what the file has
+for its one sample; a node that can't follow, or that would mix samples, is refused with its name.
 """
 
 from __future__ import annotations

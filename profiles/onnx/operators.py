@@ -1,4 +1,4 @@
-"""The table of operators: ONNX's name → what puts it into the graph; and the arithmetic ones."""
+"""All operators by their ONNX names; here those that resize and the arithmetic ones."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def _neighbours(
 RESIZING: dict[str, Handler] = {"Resize": resize, "Upsample": upsample}
 
 
-# The table of operators: ONNX's name → what puts it into the graph; and the arithmetic ones -----
+# Arithmetic, and the table of all operators -----------------------------------------------------
 
 
 def elementwise(function: Callable[..., Tensor]) -> Handler:

@@ -65,7 +65,7 @@ def _resolved(op: Operation, target: tuple[int, ...], allow_zero: bool) -> tuple
 
 
 def _reshape_with_batch(op: Operation, data: Dynamic, full: tuple[int, ...]) -> Operand:
-    """A reshape whose target the file gives for its fixed batch: see onnx_batch."""
+    """A reshape whose target the file gives for its fixed batch: see `follow_batch`."""
     batch = op.builder.batch
     found = follow_batch(op.shape(), data.batch, full, batch) if data.batch else None
     if found is None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-# Where the batch lies in a tensor, and how a reshape to fixed sizes follows it ------------------
+# Where the batch lies in a tensor ---------------------------------------------------------------
 # Many ONNX files fix the batch size, mostly to 1, and with it the targets of their reshapes.
 # A reshape keeps the order of elements. So if the batch is the factor between `outer` slower and
 # `inner` faster elements before a reshape, it is so after it, and this tells which dimension of
@@ -107,7 +107,7 @@ def follow_batch(
     return found[0]
 
 
-# The values of an ONNX graph while it is imported -----------------------------------------------
+# The values -------------------------------------------------------------------------------------
 
 _NO_WEIGHT = 1e30
 """Constants this large are masks, not something to train."""

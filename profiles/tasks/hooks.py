@@ -1,4 +1,4 @@
-"""What a task's hooks give, held against what they must give: mistakes are blamed on the hook."""
+"""Calling a task's hooks: what they give is checked, and their errors are told in one line."""
 
 from __future__ import annotations
 

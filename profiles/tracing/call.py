@@ -1,4 +1,4 @@
-"""How a model is called: its inputs for one micro-batch, by position or by name."""
+"""How a model is called: its inputs for one micro-batch; and a look that leaves it as it was."""
 
 from __future__ import annotations
 
@@ -30,9 +30,6 @@ class Call:
         positional = [t for t, name in zip(given, self.names, strict=True) if name is None]
         named = {name: t for t, name in zip(given, self.names, strict=True) if name is not None}
         return model(*positional, **named)
-
-
-# Leaving a model as it was: buffers and the random state are put back after a look at it --------
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""From a model to a graph of layers: the front ends, tried in order."""
+"""From a model to a graph of layers: the front ends, tried in order, and two small ones."""
 
 from __future__ import annotations
 
@@ -74,8 +74,6 @@ def _unpacked(graph: fx.Graph, node: fx.Node, value: Any, path: str) -> Any:
     )
 
 
-# From a model to a graph of layers: the front ends, tried in order ------------------------------
-
 # Front end: the graph of an ONNX file, as the importer made it ----------------------------------
 
 
@@ -100,7 +98,7 @@ def trace_onnx(model: nn.Module, call: Call, granularity: str) -> TracedModel:
     return TracedModel(fx.GraphModule(model, graph), layers, inputs, "onnx", granularity)
 
 
-# From a model to a graph of layers: the front ends, tried in order ------------------------------
+# All front ends, tried in order -----------------------------------------------------------------
 
 TRACE_SAMPLES = 2
 """Samples in the batch that a model is traced with; torch.export would take a 1 for fixed."""
@@ -137,7 +135,7 @@ def trace(
         call: inputs of a small batch; without them torch.fx alone is tried, with all
             arguments of the forward as inputs.
         front_end: take this one (profile.FRONT_ENDS) instead of trying them in order.
-        granularity: what makes a layer (grouping.py).
+        granularity: what makes a layer (layers.py).
         verify: hold the graph's result against the model's own on `call`; a front end whose
             graph computes something else is passed over.
 

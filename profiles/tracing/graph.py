@@ -39,7 +39,7 @@ class TracedModel:
         layers: in topological order.
         inputs: the placeholders, in the order of the model's arguments.
         front_end: how the graph was found (profile.FRONT_ENDS).
-        granularity: what makes a layer (grouping.py).
+        granularity: what makes a layer (layers.py).
         only_size: the only number of samples that the graph takes; None: any.
         refusals: why the front ends that were tried before couldn't take the model.
 

@@ -1,6 +1,7 @@
 """Cutting a traced model into pieces that run one after the other.
 
-The profiler makes a piece of every layer, the runtime one of every stage.
+The profiler makes a piece of every layer, the runtime one of every stage. Results in containers
+are taken apart into tensors, and put together again.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .arguments import check_heads, check_length, embedding, linear, normal, parse
-from .attention import SelfAttention
+from .arguments import check_heads, check_length, parse
+from .layers import SelfAttention, embedding, linear, normal
 from .synthetic import (
     Sampler,
     SyntheticTask,

@@ -7,7 +7,7 @@ from collections import OrderedDict
 import torch
 from torch import Tensor, nn
 
-from .arguments import convolution, linear
+from .layers import convolution, linear
 from .synthetic import SyntheticTask
 from .vision import image_task
 

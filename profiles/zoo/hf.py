@@ -33,7 +33,7 @@ from .synthetic import (
     sgd,
 )
 
-# Reading a target ``hf:NAME[,key=value...]``: which model, and its config -----------------------
+# Which model a target names, and its config -----------------------------------------------------
 # Nothing is downloaded: a config is made from its class, small unless its keys say otherwise.
 
 NAMES = ("gpt2", "bert", "vit", "resnet", "llama", "t5")
@@ -240,7 +240,7 @@ def _value(text: str) -> int | float | bool | str:
     return text
 
 
-# Hugging Face models with random weights: ``hf:NAME[,key=value...]`` ----------------------------
+# The task ---------------------------------------------------------------------------------------
 
 FIRST_ID = 2
 """First token id that isn't special in the samples."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .arguments import convolution, linear
+from .layers import convolution, linear
 from .synthetic import SyntheticTask, class_accuracy, class_loss
 from .vision import ImageSettings, image_task
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from .arguments import linear, parse
+from .arguments import parse
+from .layers import linear
 from .synthetic import SyntheticTask, class_accuracy, class_loss, sgd, vectors
 
 
