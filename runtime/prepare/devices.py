@@ -173,6 +173,11 @@ def clock_of(device: torch.device) -> Callable[[], float]:
     return clock
 
 
+def dense_bytes(tensor: Tensor) -> int:
+    """Bytes of a tensor; of a sparse one (a gradient) those that it would have if it were dense."""
+    return tensor.numel() * tensor.element_size()
+
+
 def peak_bytes(device: torch.device) -> int | None:
     """Most bytes that tensors have had on a GPU since the process began; None: on the CPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None

@@ -43,8 +43,7 @@ from .loss import LossKind, kind_of_loss
 from .tied_parameters import TiedParameters, first_names, give_copies
 from .workers import Worker, workers_of
 
-SMALL_MODEL_BYTES = 2**28
-"""A model that needs less in all is run once, for real, to learn its shapes."""
+_SMALL_BYTES = 2**28
 
 
 @dataclass(frozen=True)
@@ -189,6 +188,11 @@ def prepare(
     return prepared
 
 
+def is_small(plan: Plan) -> bool:
+    """Whether the whole model may be run for real, to learn its shapes; else on fake tensors."""
+    return sum(stage.memory_bytes for stage in plan.predicted.stages) <= _SMALL_BYTES
+
+
 def with_own_weights(prepared: Prepared, worker: Worker) -> Prepared:
     """The same, where the replicas of a stage in one process need weights of their own."""
     if worker.leads:
@@ -215,9 +219,8 @@ def _look(
     """Specs of what layers take from each other, for so many samples; the model's result, which
     may be of fake tensors; the target that belongs to it."""
     inputs, wanted = target.sample(samples)
-    whole_bytes = sum(stage.memory_bytes for stage in plan.predicted.stages)
     try:
-        specs, result = specs_and_result(traced, inputs, fake=whole_bytes > SMALL_MODEL_BYTES)
+        specs, result = specs_and_result(traced, inputs, fake=not is_small(plan))
     except TimeprestError:
         raise
     except Exception as error:  # the user's model runs here
@@ -266,10 +269,10 @@ def _check_padding(
     graph = traced[size]
     # A graph of one size alone is tried at that one.
     other = size if graph.only_size is not None else size + 1
-    fake = sum(stage.memory_bytes for stage in plan.predicted.stages) > SMALL_MODEL_BYTES
     try:
         shapes, others = (
-            result_shapes(graph, target.sample(samples)[0], fake=fake) for samples in (size, other)
+            result_shapes(graph, target.sample(samples)[0], fake=not is_small(plan))
+            for samples in (size, other)
         )
     except TraceError:
         raise

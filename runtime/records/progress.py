@@ -74,7 +74,7 @@ class Both:
             observer.epoch(record)
 
 
-class MetricsFile:
+class MetricsFile(Silent):
     """Writes progress as lines of JSON; of the mini-batches all losses, a few lines a second.
 
     Every line of kind "mini_batches" holds the losses since the last one.
@@ -87,12 +87,6 @@ class MetricsFile:
         self._losses: list[float] = []
         self._at = (0, 0, 0)
         self._written = 0.0
-
-    def starting(self, what: str) -> None:
-        """Nothing to note."""
-
-    def begin(self) -> None:
-        """Nothing to note."""
 
     def mini_batch(self, epoch: int, done: int, of: int, loss: float) -> None:
         """Note a loss."""

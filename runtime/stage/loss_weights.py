@@ -18,6 +18,7 @@ from ...planner.systems.operations import Op
 from ...profiles.tasks.task import Loss
 from ..communication.all_reduce import ALL_WORKERS, AllReducer, Pending
 from ..prepare.data import Segment
+from ..prepare.devices import dense_bytes
 from .finite import NotFinite
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class MiniBatchMeans:
         for p in self._parameters:
             if p.grad is not None:
                 self._aside[p], p.grad = p.grad, None
-        self.aside_bytes = sum(g.numel() * g.element_size() for g in self._aside.values())
+        self.aside_bytes = sum(map(dense_bytes, self._aside.values()))
 
 
 class LossWeights:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ...planner.costs.memory import MemoryByKind
+from ..prepare.devices import dense_bytes
 
 
 class MemoryAccount:
@@ -27,7 +28,7 @@ class MemoryAccount:
         self._gradients = 0
         self.aside_bytes = 0
         self._state = 0
-        self._weights = sum(_nbytes(t) for t in (*parameters, *buffers))
+        self._weights = sum(dense_bytes(t) for t in (*parameters, *buffers))
         self.peak: MemoryByKind | None = None
         self.now: MemoryByKind | None = None
         self.most_versions = 1
@@ -45,7 +46,7 @@ class MemoryAccount:
         """Account for this moment. `gradients_changed`: since the last time."""
         if gradients_changed:
             found = (p.grad for p in self.parameters)
-            self._gradients = sum(_nbytes(grad) for grad in found if grad is not None)
+            self._gradients = sum(dense_bytes(grad) for grad in found if grad is not None)
         now = self.now = MemoryByKind(
             weights_bytes=self._weights,
             versions_bytes=versions_bytes,
@@ -84,13 +85,9 @@ class MemoryAccount:
         return self._state
 
 
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
     return sum(
-        _nbytes(value)
+        dense_bytes(value)
         for values in optimizer.state.values()
         for value in values.values()
         if isinstance(value, Tensor) and value.dim()

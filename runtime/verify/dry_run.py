@@ -25,7 +25,7 @@ from ...profiles.units import format_bytes
 from ..checkpoint.start import telling_worker
 from ..communication.transport import between_processes, free_bytes, gpu_name, transport_of
 from ..prepare.devices import CPU, check_kind, device_kind, device_of, forward_context, gpu_count
-from ..prepare.prepare import SMALL_MODEL_BYTES, Prepared, prepare
+from ..prepare.prepare import Prepared, is_small, prepare
 from ..processes.environment import use_interface
 from ..processes.rendezvous import Meeting
 from ..records.run_dir import RunDir
@@ -170,7 +170,7 @@ def dry_run(
     prepared = prepare(plan, settings)
     check_updates(prepared)
     result, target = check_shapes(prepared)
-    if _is_small(prepared):
+    if is_small(prepared.plan):
         warnings = try_training(prepared)
     else:
         only = None if meeting is None else prepared.workers[meeting.rank].stage
@@ -205,12 +205,6 @@ def dry_run(
     return _findings(prepared, found, meets_at, one_host=launched.one_host, more=warnings)
 
 
-def _is_small(prepared: Prepared) -> bool:
-    """Whether the model may be run for real, for a look."""
-    whole_bytes = sum(stage.memory_bytes for stage in prepared.plan.predicted.stages)
-    return whole_bytes <= SMALL_MODEL_BYTES
-
-
 def check_shapes(prepared: Prepared) -> tuple[Any, Any]:
     """Run every stage's forward for one micro-batch, on what the cuts before it promise.
 
@@ -221,7 +215,7 @@ def check_shapes(prepared: Prepared) -> tuple[Any, Any]:
     Raises RunError where a stage makes something else.
     """
     target = resolve(prepared.settings.task)
-    fake, result, wanted = not _is_small(prepared), None, None
+    fake, result, wanted = not is_small(prepared.plan), None, None
     for worker in prepared.workers:
         if not worker.leads:
             continue

@@ -24,6 +24,7 @@ from torch.optim import SGD, Adam, Optimizer
 
 from ...planner.systems.variants import Prediction
 from ...profiles.errors import TargetError
+from ..prepare.devices import dense_bytes
 
 _Direction = Callable[["Predictor", nn.Parameter, dict[str, Any]], "Tensor | None"]
 
@@ -51,7 +52,7 @@ class Predictor:
     @property
     def kept_bytes(self) -> int:
         """Bytes of gradients kept after their update."""
-        return sum(g.numel() * g.element_size() for g in self.last.values())
+        return sum(map(dense_bytes, self.last.values()))
 
     def before_step(self) -> None:
         """The optimizer is about to step: keep what its state won't tell afterwards."""

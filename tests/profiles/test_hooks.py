@@ -159,7 +159,7 @@ TRIED = {
 def test_a_dry_run_tries_every_hook(name, large, plan, tmp_path, monkeypatch):
     """As a run does; of a large model on numbers that stand in for its results."""
     if large:
-        monkeypatch.setattr(dry_run_module, "SMALL_MODEL_BYTES", 0)
+        monkeypatch.setattr(dry_run_module, "is_small", lambda plan: False)
     with pytest.raises(TimeprestError, match=TRIED[name]):
         dry_run(plan, RunSettings(task=f"{TASKS}:{name}", steps=2), str(tmp_path / "run"))
     assert not list(tmp_path.iterdir())
@@ -177,7 +177,7 @@ def test_what_a_run_leaves_out_isnt_tried(name, plan, tmp_path):
     [("MetricsCount", ["metric 'right'"]), ("LossSum", ["loss"]), ("MLPTask", [])],
 )
 def test_sums_in_place_of_means_get_a_warning(name, sums, large, plan, tmp_path, monkeypatch):
-    monkeypatch.setattr(dry_run_module, "SMALL_MODEL_BYTES", 0 if large else 2**28)
+    monkeypatch.setattr(dry_run_module, "is_small", lambda plan: not large)
     task = f"{TASKS}:{name}"
     found = dry_run(plan, RunSettings(task=task, steps=2), str(tmp_path / "run")).warnings
     assert [line.split(" doubles where")[0] for line in found if " doubles where" in line] == [

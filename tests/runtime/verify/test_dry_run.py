@@ -54,7 +54,7 @@ def test_shapes_go_through_every_cut(task, fake, monkeypatch):
     name = f"{TESTS / task}"
     measured = measure(resolve(name), batch_size=8, micro_batch_sizes=[2, 4, 8], seconds=0)
     profile = with_times(measured)
-    monkeypatch.setattr(module, "SMALL_MODEL_BYTES", 0 if fake else 2**28)
+    monkeypatch.setattr(module, "is_small", lambda plan: not fake)
     for replicas in (None, (2, 1)):
         plan = plan_by_hand(profile, "timeprest", 2, 4, replicas=replicas)
         check_shapes(prepare(plan, RunSettings(task=name, steps=2)))
