@@ -73,14 +73,7 @@ else:
 
 _LONG_NUMBER = re.compile(rb"\d{60}")
 
-
-class TaggedFile(
-    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="format"
-):
-    """A file of ours; its `tag` is the name of its format."""
-
-
-T = TypeVar("T", bound=TaggedFile)
+T = TypeVar("T", bound=msgspec.Struct)
 
 
 def read_file(path: str | Path, kind: type[T]) -> T:

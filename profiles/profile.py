@@ -21,7 +21,6 @@ from .files import (
     Count,
     Factor,
     Seconds,
-    TaggedFile,
     Tally,
     Threads,
 )
@@ -172,7 +171,14 @@ class Totals(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     saved_bytes: Bytes
 
 
-class Profile(TaggedFile, frozen=True, kw_only=True, tag=FORMAT):
+class Profile(
+    msgspec.Struct,
+    frozen=True,
+    forbid_unknown_fields=True,
+    kw_only=True,
+    tag_field="format",
+    tag=FORMAT,
+):
     """A measured model. Layers are in topological order."""
 
     target: str

@@ -7,15 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from ..profiles.files import (
-    MAX_COUNT,
-    MAX_FACTOR,
-    MAX_SECONDS,
-    Count,
-    Factor,
-    TaggedFile,
-    Threads,
-)
+from ..profiles.files import MAX_COUNT, MAX_FACTOR, MAX_SECONDS, Count, Factor, Threads
 
 FORMAT = "timeprest-run/1"
 
@@ -38,7 +30,14 @@ class OptimizerChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """Of adam and adamw; None: torch's own."""
 
 
-class RunSettings(TaggedFile, frozen=True, kw_only=True, tag=FORMAT):
+class RunSettings(
+    msgspec.Struct,
+    frozen=True,
+    forbid_unknown_fields=True,
+    kw_only=True,
+    tag_field="format",
+    tag=FORMAT,
+):
     """A run's settings; workers read them from the run directory."""
 
     task: str

@@ -21,7 +21,6 @@ import timeprest
 import torch
 from click.testing import CliRunner
 from helpers.output.doc_pages import ROOT, Text, blocks, commands, pages, section, spans, tables
-from helpers.paths import SHIPPED_DEVICES
 from helpers.plans import chain_plan, plan_by_hand, with_times
 from rich.console import Console
 from timeprest.cli.plan import main as plan_main
@@ -31,8 +30,8 @@ from timeprest.cli.tables.stages import stage_table
 from timeprest.planner.cluster.cluster import read_cluster
 from timeprest.planner.plan import Plan, PlanStage, SolverReport, read_plan
 from timeprest.planner.systems.variants import VARIANTS
-from timeprest.profiles.files import RUN_OWN, read_toml, write_file
-from timeprest.profiles.measuring.device_specs import load_spec
+from timeprest.profiles.files import RUN_OWN, write_file
+from timeprest.profiles.measuring.device_specs import load_spec, shipped_specs
 from timeprest.profiles.profile import Layer, Measurement, Profile
 from timeprest.profiles.tasks.task import read_loss
 from timeprest.profiles.zoo import BUILT_IN
@@ -56,6 +55,7 @@ PLACES = {
     **dict.fromkeys(("K", "N", "X", "k"), "2"),
 }
 """What stands for something of the reader's own, and one such thing."""
+FOLDERS = ("profiles", "planner", "runtime", "cli", "tests")
 OF_OTHERS = {"--activation_compression_ratio", "--straight_pipeline", "--requeue"}
 """Options of other programs that pages name."""
 
@@ -222,15 +222,25 @@ def test_what_pages_point_at_is_there(name):
             anchors = [re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in heads]
             assert anchor in anchors, f"{name}: links to {target}"
     for span in spans(page):
-        if re.fullmatch(
-            r"(profiles|planner|runtime|cli|tests|docs|benchmarks)/[\w/.-]+", span.text
-        ):
+        if re.fullmatch(rf"({'|'.join(FOLDERS)}|docs)/[\w/.-]+", span.text):
             found = ROOT / span.text
             assert found.exists() or (ROOT / f"{span.text}.py").exists(), (
                 f"{span.where}: {span.text}"
             )
         if re.match(r"timeprest\.\w", span.text):
             check_name(span)
+
+
+@pytest.mark.parametrize("name", ["CONTRIBUTING.md", "docs/architecture.md"])
+def test_names_of_the_code_are_in_it(name):
+    """Files, functions, classes, fields and tables that pages about the code name alone."""
+    files = [path for folder in (*FOLDERS, "docs") for path in (ROOT / folder).rglob("*.py")]
+    known = {word for path in files for word in re.findall(r"\w+", path.read_text("utf-8"))}
+    known |= {path.name for path in files} | {path.name for path in ROOT.glob("*.py")}
+    for span in spans(PAGES[name]):
+        if re.fullmatch(r"\w+(\.py|\(.*\))?", span.text):
+            missing = set(re.findall(r"[A-Za-z_][\w.]*", span.text)) - known
+            assert not missing, f"{span.where}: {span.text}: nothing is called {missing}"
 
 
 def check_name(span):
@@ -539,7 +549,7 @@ def test_lists_of_models_devices_and_columns_are_whole():
     assert set(BUILT_IN) <= listed | {"hf"}, set(BUILT_IN) - listed
     assert {name for name in models.names() if ":" not in name} <= set(BUILT_IN)
     shipped = re.search(r"Specs shipped: (.*?)\. ", profiling.read_text("utf-8"), re.S)
-    assert set(re.findall(r"`([^`]+)`", shipped[1])) == set(read_toml(SHIPPED_DEVICES, ""))
+    assert set(re.findall(r"`([^`]+)`", shipped[1])) == set(shipped_specs())
     columns = [
         c.strip()
         for row in table("docs/reading_tables.md", "column").rows

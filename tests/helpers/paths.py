@@ -7,4 +7,3 @@ from pathlib import Path
 TESTS = Path(__file__).parents[1]
 TASKS = TESTS / "tasks"
 ROOT = TESTS.parent
-SHIPPED_DEVICES = ROOT / "profiles" / "measuring" / "device_specs.toml"

@@ -31,8 +31,8 @@ class Text:
 
 
 def pages() -> list[Path]:
-    """What users read. The heads of generated pages are read in those pages."""
-    every = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    """What people read. The heads of generated pages are read in those pages."""
+    every = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
     return [page for page in every if not page.name.endswith(".head.md")]
 
 
