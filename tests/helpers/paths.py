@@ -4,6 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 TESTS = Path(__file__).parents[1]
 TASKS = TESTS / "tasks"
 ROOT = TESTS.parent
+PUBLISHED = ROOT.resolve().parent / "shared" / "data"
+"""Other planners' own files, which aren't part of the repository."""
+
+
+def published(name):
+    """The path of a published file; skips the test where it isn't there."""
+    path = PUBLISHED / name
+    if not path.exists():
+        pytest.skip(f"a published file that isn't part of the repository: {path}")
+    return path

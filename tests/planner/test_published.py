@@ -1,4 +1,4 @@
-"""Published planners' cost models: their known optima, and loads of small workloads by hand."""
+"""Published planners' cost models: known optima, and loads of small workloads by hand."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import json
 import math
 
 import pytest
-from helpers.paths import ROOT
+from helpers.by_hand.best_cuts import pipedream_best, piper_best, placement_best
+from helpers.by_hand.workloads import SMALL, workload_file
+from helpers.paths import published
 from helpers.published_files import (
     GRAPH,
     PIPER,
@@ -31,15 +33,7 @@ from timeprest.planner.published import COST_MODELS, problem_of
 from timeprest.profiles.errors import FileError, UserError
 from timeprest.profiles.published.reader import read_workload
 
-DATA = ROOT.parent / "shared" / "data"
 GIB = 2**30
-
-
-def published(name):
-    path = DATA / name
-    if not path.exists():
-        pytest.skip(f"{path} isn't there")
-    return read_workload(path)
 
 
 def small(tmp_path, content, name="w.json"):
@@ -63,6 +57,89 @@ def solved(problem):
     return answer
 
 
+# Optima of small workloads -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [("small_convnet", 3e8), ("small_residual", 1.5e8), ("small_translator", 7e6)],
+)
+@pytest.mark.parametrize("replicas", [False, True])
+def test_pipedreams_model_has_no_better_cut(name, short, replicas, tmp_path):
+    """At 4 machines and 8, over slow links and fast ones, and where memory is short."""
+    name = f"pipedream/{name}.graph.txt"
+    workload = read_workload(workload_file(name, tmp_path))
+    found = []
+    for devices, bandwidth in [(d, b) for d in (4, 8) for b in (1e8, 1e9, 1e10)]:
+        for memory in (math.inf, short):
+            answer = solved(
+                problem_of(
+                    workload,
+                    devices=devices,
+                    bandwidth_bytes_per_s=bandwidth,
+                    replicas=replicas,
+                    memory_bytes=memory,
+                )
+            )
+            best_s = pipedream_best(
+                SMALL[name], devices, bandwidth, replicas=replicas, memory=memory
+            )
+            assert answer.optimal
+            assert answer.objective_s == pytest.approx(best_s, rel=1e-9)
+            found.append(best_s)
+    assert len(set(found)) >= 3
+
+
+@pytest.mark.parametrize("name", ["small_layers_training", "small_operators_training"])
+def test_the_placement_model_has_no_better_cut(name, tmp_path):
+    """Also though some nodes are put together before; with the file's memory and without limit."""
+    name = f"placement/{name}.json"
+    workload = read_workload(workload_file(name, tmp_path))
+    # The layers' costs are in seconds.
+    unit_s = 1.0 if "layers" in name else 1e-3
+    found = []
+    for scale in (1, 1e-3):
+        for memory in (None, math.inf):
+            answer = solved(problem_of(workload, transfer_scale=scale, memory_bytes=memory))
+            best_s = placement_best(SMALL[name], cost_s=scale * unit_s, memory=memory)
+            assert answer.optimal
+            assert answer.objective_s == pytest.approx(best_s, rel=1e-9)
+            found.append(best_s)
+    assert len(set(found)) >= 3
+
+
+@pytest.mark.parametrize("devices", [2, 4, 8, 12])
+def test_pipers_model_has_no_better_cut(devices, tmp_path):
+    """From memory that makes nearly all layers compute again to enough for all."""
+    name = "piper/small_transformer.json"
+    workload = read_workload(workload_file(name, tmp_path))
+    found = []
+    for memory in (5e8, 6e8, 8e8, 1e9, 1e12):
+        answer = solved(problem_of(workload, devices=devices, memory_bytes=memory))
+        best_s = piper_best(SMALL[name], devices, memory, bandwidth=1e10)
+        assert answer.optimal
+        assert answer.objective_s == pytest.approx(best_s, rel=1e-9)
+        found.append(best_s)
+    assert found == sorted(found, reverse=True)
+    assert len(set(found)) >= 4
+
+
+def test_small_contractions_are_kept(tmp_path):
+    """24 nodes make 10: words and cast go with the embedding, the weight with the query.
+
+    Both nodes of `dense` and `act`, forward and backward, are one. In order, these must follow one
+    another: embed, sum, then query and key in any order, attend, dense, attend2, head, loss. The
+    mask may come anywhere before attend. Up to there are 6 sets, each with the mask and without it;
+    after it 5.
+    """
+    from timeprest.planner.partition.dp.lattice import find_downsets
+
+    workload = read_workload(workload_file("placement/small_operators_training.json", tmp_path))
+    assert (workload.listed, len(workload.nodes)) == (24, 10)
+    assert find_downsets(problem_of(workload), 10_000).size == 6 * 2 + 5
+    assert find_downsets(problem_of(workload), 16) is None
+
+
 # The published optima --------------------------------------------------------------------------
 
 
@@ -79,7 +156,7 @@ def solved(problem):
 )
 def test_pipedreams_own_results(name, replicas, theirs_ms):
     """At 4 machines and 8, 1 GB/s and 10: as good, or better where a cut was charged twice."""
-    workload = published(f"pipedream/{name}.graph.txt")
+    workload = read_workload(published(f"pipedream/{name}.graph.txt"))
     machines = [(devices, bandwidth) for devices in (4, 8) for bandwidth in (1e9, 1e10)]
     for (devices, bandwidth), theirs in zip(machines, theirs_ms, strict=True):
         problem = problem_of(
@@ -102,7 +179,7 @@ def test_pipedreams_own_results(name, replicas, theirs_ms):
     ],
 )
 def test_the_placement_papers_own_results(name, scale, theirs_ms):
-    workload = published(f"placement/{name}_training.json")
+    workload = read_workload(published(f"placement/{name}_training.json"))
     answer = solved(problem_of(workload, transfer_scale=scale))
     assert answer.optimal
     assert answer.objective_s * 1e3 == pytest.approx(theirs_ms, abs=1e-4)
@@ -112,7 +189,7 @@ def test_the_placement_papers_own_results(name, scale, theirs_ms):
     ("devices", "theirs_s"), [(8, 0.165856), (32, 0.0415155), (128, 0.0101209), (1024, 0.00130318)]
 )
 def test_pipers_own_results(devices, theirs_s):
-    workload = published("piper/bert32a100.json")
+    workload = read_workload(published("piper/bert32a100.json"))
     problem = problem_of(
         workload, devices=devices, memory_bytes=8 * GIB, bandwidth_bytes_per_s=25 * GIB
     )
@@ -124,7 +201,7 @@ def test_their_contraction_is_kept():
     """600 nodes make 138, with as many downsets as their program counts."""
     from timeprest.planner.partition.dp.lattice import find_downsets
 
-    workload = published("placement/operator_bert_l-3_training.json")
+    workload = read_workload(published("placement/operator_bert_l-3_training.json"))
     assert (workload.listed, len(workload.nodes)) == (600, 138)
     assert find_downsets(problem_of(workload), 10_000).size == 2774
     assert find_downsets(problem_of(workload), 2773) is None
