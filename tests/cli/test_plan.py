@@ -7,13 +7,11 @@ import json
 import pytest
 from click.testing import CliRunner
 from helpers.by_hand.profiles import chain, profile_by_hand
-from helpers.paths import ROOT
+from helpers.by_hand.workloads import workload_file
 from timeprest.cli.plan import main
 from timeprest.planner.plan import read_plan
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.files import write_file
-
-DATA = ROOT.parent / "shared" / "data"
 
 
 @pytest.fixture
@@ -130,15 +128,23 @@ def test_the_ilp_is_a_choice(folder):
     assert read_plan(folder / "plan.json").solver.optimal
 
 
-@pytest.mark.skipif(not DATA.exists(), reason="published workloads aren't here")
-def test_a_published_workload_under_its_own_cost_model():
-    path = DATA / "placement" / "layer_bert24_training.json"
+@pytest.mark.parametrize(
+    ("name", "nodes", "best_ms", "scaled"),
+    [
+        # Blocks 2 to 4 compute for 29.25 ms, and 9.25 times 2^20 bytes cross their borders.
+        ("placement/small_layers_training.json", 8, 33.7666, "29.2545 ms"),
+        # Published.
+        ("placement/layer_bert24_training.json", 21, 46.6082, "41.7458 ms"),
+    ],
+)
+def test_a_workload_under_its_own_cost_model(name, nodes, best_ms, scaled, tmp_path):
+    path = workload_file(name, tmp_path)
     found = json.loads(call("published", path, "--json"))
-    assert found["objective_s"] == pytest.approx(46.6082e-3, rel=1e-5)
+    assert found["objective_s"] == pytest.approx(best_ms / 1e3, rel=1e-5)
     assert found["optimal"]
-    assert sum(len(stage["nodes"]) for stage in found["stages"]) > 20
+    assert sum(len(stage["nodes"]) for stage in found["stages"]) >= nodes
     text = call("published", path, "--transfer-scale", 0.001)
-    assert "41.7458 ms" in text
+    assert scaled in text
     assert max(map(len, text.splitlines())) <= 100
 
 
