@@ -66,6 +66,7 @@ def published(
         asked[name] = asked[name] == "auto"
     problem = problem_of(
         read_workload(path),
+        asked.pop("cost_model"),
         bandwidth_bytes_per_s=parse_bandwidth(bandwidth) if bandwidth else None,
         memory_bytes=parse_bytes(memory, "--memory") if memory else None,
         **asked,
