@@ -11,7 +11,15 @@ import msgspec
 from msgspec import Meta
 
 from ..profiles.errors import PlanError
-from ..profiles.files import Count, Factor, Predicted, Threads, TotalBytes, read_file
+from ..profiles.files import (
+    Count,
+    Factor,
+    Predicted,
+    TaggedFile,
+    Threads,
+    TotalBytes,
+    read_file,
+)
 from ..profiles.profile import Profile, check_front_end
 from .cluster.cluster import Cluster
 from .costs.layout import StageTimes, make_pipeline
@@ -134,14 +142,7 @@ class SolverReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     seconds: Predicted
 
 
-class Plan(
-    msgspec.Struct,
-    frozen=True,
-    forbid_unknown_fields=True,
-    kw_only=True,
-    tag_field="format",
-    tag=FORMAT,
-):
+class Plan(TaggedFile, frozen=True, kw_only=True, tag=FORMAT):
     """A plan that tp-run can execute."""
 
     variant: str

@@ -73,7 +73,14 @@ else:
 
 _LONG_NUMBER = re.compile(rb"\d{60}")
 
-T = TypeVar("T", bound=msgspec.Struct)
+
+class TaggedFile(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="format"
+):
+    """A file of ours; its `tag` is the name of its format."""
+
+
+T = TypeVar("T", bound=TaggedFile)
 
 
 def read_file(path: str | Path, kind: type[T]) -> T:

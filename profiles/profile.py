@@ -21,6 +21,7 @@ from .files import (
     Count,
     Factor,
     Seconds,
+    TaggedFile,
     Tally,
     Threads,
 )
@@ -171,14 +172,7 @@ class Totals(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     saved_bytes: Bytes
 
 
-class Profile(
-    msgspec.Struct,
-    frozen=True,
-    forbid_unknown_fields=True,
-    kw_only=True,
-    tag_field="format",
-    tag=FORMAT,
-):
+class Profile(TaggedFile, frozen=True, kw_only=True, tag=FORMAT):
     """A measured model. Layers are in topological order."""
 
     target: str

@@ -7,7 +7,15 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from ..profiles.files import MAX_COUNT, MAX_FACTOR, MAX_SECONDS, Count, Factor, Threads
+from ..profiles.files import (
+    MAX_COUNT,
+    MAX_FACTOR,
+    MAX_SECONDS,
+    Count,
+    Factor,
+    TaggedFile,
+    Threads,
+)
 
 FORMAT = "timeprest-run/1"
 
@@ -30,14 +38,7 @@ class OptimizerChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """Of adam and adamw; None: torch's own."""
 
 
-class RunSettings(
-    msgspec.Struct,
-    frozen=True,
-    forbid_unknown_fields=True,
-    kw_only=True,
-    tag_field="format",
-    tag=FORMAT,
-):
+class RunSettings(TaggedFile, frozen=True, kw_only=True, tag=FORMAT):
     """A run's settings; workers read them from the run directory."""
 
     task: str

@@ -43,11 +43,13 @@ def test_arrows_run_one_way(folder):
         "timeprest",
         "timeprest.planner",
         "timeprest.cli.plan",
+        "timeprest.cli.profile",
+        "timeprest.cli.run",
         "timeprest.profiles",
         "timeprest.profiles.published.reader",
     ],
 )
-def test_planning_never_imports_torch(module):
+def test_planning_and_help_never_import_torch(module):
     # networkx is imported where a graph is made, so that commands start in no time.
     code = f"import {module}, sys; assert not {{'torch', 'networkx'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

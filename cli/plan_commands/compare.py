@@ -13,7 +13,7 @@ from rich.text import Text
 
 from ...planner.plan import Plan, read_plan
 from ...profiles.errors import UserError
-from ...profiles.units import format_rate, format_seconds, short_bytes
+from ...profiles.units import format_seconds, short_bytes
 from ..errors import errors_as_lines, output, print_json
 from ..options import common_options
 from ..tables.layout import (
@@ -26,7 +26,7 @@ from ..tables.layout import (
     shortened,
     words,
 )
-from ..tables.plan import gap
+from ..tables.plan import bare_rate, gap
 from ..tables.stages import memory_limit
 
 # Figures of plans and of their stages, and layers that moved --------------------------------------
@@ -85,13 +85,7 @@ FIGURES: tuple[Figure, ...] = (
     Figure("devices", "devices", lambda p: sum(len(stage.devices) for stage in p.stages)),
     Figure("recomputed", "recomputed_stages", lambda p: len(_recomputed(p))),
     Figure("period", "period_s", lambda p: p.predicted.period_s, format_seconds, -1),
-    Figure(
-        "samples/s",
-        "samples_per_s",
-        lambda p: p.predicted.samples_per_s,
-        lambda v: format_rate(v, "").partition(" ")[0] if v else "-",
-        1,
-    ),
+    Figure("samples/s", "samples_per_s", lambda p: p.predicted.samples_per_s, bare_rate, 1),
     Figure("speed-up", "speedup", lambda p: p.predicted.speedup, lambda v: f"{v:.2f} ×", 1),
     Figure("most memory", "memory_bytes", _most("memory_bytes"), short_bytes, -1),
     Figure("of its limit", "memory_share", _limit, _percent, -1),

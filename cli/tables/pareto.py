@@ -9,9 +9,9 @@ from rich.text import Text
 
 from ...planner.plan import Plan, StagePrediction
 from ...planner.search.pareto import ParetoPoint, beaten
-from ...profiles.units import format_bytes, format_rate, format_seconds
+from ...profiles.units import format_bytes, format_seconds
 from .layout import counted, fitted, fixed, printable, words
-from .plan import gap
+from .plan import bare_rate, gap
 
 
 def comparison(
@@ -37,7 +37,7 @@ def comparison(
         fixed("devices", [str(sum(len(s.devices) for s in plan.stages)) for plan in found]),
         fixed("N", [str(plan.micro_batches) for plan in found]),
         fixed("period", marked_least(periods, format_seconds)),
-        fixed("samples/s", [_rate(plan) for plan in found]),
+        fixed("samples/s", [bare_rate(plan.predicted.samples_per_s) for plan in found]),
         fixed("memory", marked_least(memory, format_bytes)),
         fixed("ver", marked_least([_most(each, "versions_held") for each in stages], _whole)),
         fixed("d", marked_least(apart, _whole)),
@@ -97,11 +97,6 @@ def marked_least(values: Sequence[float], text: Callable[[float], str]) -> list[
         Text(f"{word} *", style="bold green") if word == least else Text(f"{word}  ")
         for word in shown
     ]
-
-
-def _rate(plan: Plan) -> str:
-    rate = plan.predicted.samples_per_s
-    return format_rate(rate, "").partition(" ")[0] if rate else "-"
 
 
 def _most(stages: Sequence[StagePrediction], field: str) -> int:

@@ -141,6 +141,11 @@ def rate(plan: Plan) -> str:
     return f"{format_rate(predicted.samples_per_s, 'samples')}, {speedup}"
 
 
+def bare_rate(samples_per_s: float) -> str:
+    """The rate without its unit; ``-`` where there is none."""
+    return format_rate(samples_per_s, "").partition(" ")[0] if samples_per_s else "-"
+
+
 def slower_than_one(plan: Plan) -> str | None:
     """A warning where the pipeline doesn't pay; None where it does, or nobody knows."""
     predicted = plan.predicted

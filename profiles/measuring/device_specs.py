@@ -69,13 +69,6 @@ class DeviceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Share of the bandwidth that kernels reach."""
 
 
-def shipped_specs() -> dict[str, DeviceSpec]:
-    """All devices that come with the package, by the name to call them by."""
-    return {
-        name: _spec(table, f"device {name!r}") for name, table in read_toml(_SHIPPED, "").items()
-    }
-
-
 def load_spec(name_or_path: str) -> DeviceSpec:
     """A shipped device by its name (in any case), or the spec in a TOML file of the user's.
 

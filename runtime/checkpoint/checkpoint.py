@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ...planner.plan import Plan
 from ...profiles.errors import FileError, TimeprestError, UserError
-from ...profiles.files import check_regular, read_file, write_bytes, write_file
+from ...profiles.files import TaggedFile, check_regular, read_file, write_bytes, write_file
 from ..communication.channel import PeerError
 from ..prepare.data import Segment
 from ..prepare.workers import Worker
@@ -65,14 +65,7 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     sha256: str
 
 
-class Checkpoint(
-    msgspec.Struct,
-    frozen=True,
-    forbid_unknown_fields=True,
-    kw_only=True,
-    tag_field="format",
-    tag=FORMAT,
-):
+class Checkpoint(TaggedFile, frozen=True, kw_only=True, tag=FORMAT):
     """What a checkpoint is of, and what is in it."""
 
     mini_batches: int

@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import msgspec
 from torch import Tensor, nn
 
 from ...profiles.errors import TargetError
+from ...profiles.files import TaggedFile
 from ..prepare.devices import put
 from ..prepare.tied_parameters import model_parameters
 from ..records.metrics import EpochSums
@@ -88,14 +88,7 @@ _RANDOM, _BUFFERS = "random", "buffers/"
 _STEP = "step"
 
 
-class WorkerState(
-    msgspec.Struct,
-    frozen=True,
-    forbid_unknown_fields=True,
-    kw_only=True,
-    tag_field="format",
-    tag=FORMAT,
-):
+class WorkerState(TaggedFile, frozen=True, kw_only=True, tag=FORMAT):
     """Numbers of a worker's state; its tensors are in a file beside it.
 
     What the optimizer keeps goes by the names that the whole model has for its parameters.

@@ -21,6 +21,7 @@ import timeprest
 import torch
 from click.testing import CliRunner
 from helpers.output.doc_pages import ROOT, Text, blocks, commands, pages, section, spans, tables
+from helpers.paths import SHIPPED_DEVICES
 from helpers.plans import chain_plan, plan_by_hand, with_times
 from rich.console import Console
 from timeprest.cli.plan import main as plan_main
@@ -30,8 +31,8 @@ from timeprest.cli.tables.stages import stage_table
 from timeprest.planner.cluster.cluster import read_cluster
 from timeprest.planner.plan import Plan, PlanStage, SolverReport, read_plan
 from timeprest.planner.systems.variants import VARIANTS
-from timeprest.profiles.files import RUN_OWN, write_file
-from timeprest.profiles.measuring.device_specs import load_spec, shipped_specs
+from timeprest.profiles.files import RUN_OWN, read_toml, write_file
+from timeprest.profiles.measuring.device_specs import load_spec
 from timeprest.profiles.profile import Layer, Measurement, Profile
 from timeprest.profiles.tasks.task import read_loss
 from timeprest.profiles.zoo import BUILT_IN
@@ -549,7 +550,7 @@ def test_lists_of_models_devices_and_columns_are_whole():
     assert set(BUILT_IN) <= listed | {"hf"}, set(BUILT_IN) - listed
     assert {name for name in models.names() if ":" not in name} <= set(BUILT_IN)
     shipped = re.search(r"Specs shipped: (.*?)\. ", profiling.read_text("utf-8"), re.S)
-    assert set(re.findall(r"`([^`]+)`", shipped[1])) == set(shipped_specs())
+    assert set(re.findall(r"`([^`]+)`", shipped[1])) == set(read_toml(SHIPPED_DEVICES, ""))
     columns = [
         c.strip()
         for row in table("docs/reading_tables.md", "column").rows

@@ -9,6 +9,7 @@ import pytest
 TESTS = Path(__file__).parents[1]
 TASKS = TESTS / "tasks"
 ROOT = TESTS.parent
+SHIPPED_DEVICES = ROOT / "profiles" / "measuring" / "device_specs.toml"
 PUBLISHED = ROOT.resolve().parent / "shared" / "data"
 """Other planners' own files, which aren't part of the repository."""
 

@@ -6,12 +6,13 @@ import math
 import msgspec
 import pytest
 import torch
+from helpers.paths import SHIPPED_DEVICES
 from timeprest.profiles.errors import TargetError, UserError
+from timeprest.profiles.files import read_toml
 from timeprest.profiles.measuring.device_specs import (
     DeviceSpec,
     PeakFlops,
     load_spec,
-    shipped_specs,
 )
 from timeprest.profiles.measuring.roofline import Roofline, optimizer_roofline
 from torch import nn
@@ -61,11 +62,11 @@ def costs(run, *made, spec=SPEC):
 # Specs ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", sorted(shipped_specs()))
+@pytest.mark.parametrize("name", sorted(read_toml(SHIPPED_DEVICES, "")))
 def test_shipped_spec_is_consistent(name):
     spec = load_spec(name.upper())
     peak = spec.peak_flops_per_s
-    assert spec == shipped_specs()[name]
+    assert spec == load_spec(name)
     assert "https://" in spec.source
     assert 8e9 <= spec.memory_bytes <= 1e12
     # Slower than the arithmetic of any dtype, and the dtypes in the order of their width.
