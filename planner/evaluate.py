@@ -14,6 +14,7 @@ from .costs.layout import StageTimes, make_pipeline
 from .costs.memory import Holdings, StageBytes, boundary_buffers, holdings
 from .costs.stage_costs import RECEIVES_AHEAD, Costs, StageCost, Transfer
 from .costs.tied_parameters import Tied, as_run_by, exchange_s, weights_s_per_byte
+from .partition.problem import SAME
 from .plan import (
     Plan,
     PlanEdge,
@@ -421,10 +422,12 @@ def make_plan(question: Question, found: Evaluation, report: SolverReport) -> Pl
     )
 
 
-# Which of two plans is the better one -----------------------------------------------------------
+def gap_between(period_s: float, bound_s: float) -> float:
+    """How far a period may be from the best one: over its bound, less 1; 1 without a bound."""
+    return max(ratio(period_s, bound_s) - 1, 0.0) if bound_s > 0 else 1.0
 
-SAME = 1 + 1e-9
-"""Periods within this factor are the same; rounding is no gain."""
+
+# Which of two plans is the better one -----------------------------------------------------------
 
 
 def better(found: Evaluation, best: Evaluation) -> bool:

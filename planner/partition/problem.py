@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,6 +24,12 @@ if TYPE_CHECKING:
     import networkx as nx
 
 Vector = NDArray[np.float64]
+
+SAME = 1 + 1e-9
+"""Periods and loads within this factor are the same; rounding is no gain."""
+
+FITS = 1 + 1e-12
+"""Rounding is forgiven where bytes are compared with a device's memory."""
 
 
 @dataclass(frozen=True)
@@ -312,7 +319,30 @@ def stage_bytes(problem: StageProblem, below: int, layers: int, option: int, k: 
 def fits(problem: StageProblem, below: int, layers: int, option: int, k: int) -> bool:
     """Whether the stage is within its devices' memory; rounding is forgiven."""
     limit = problem.place(option, k).memory_bytes
-    return stage_bytes(problem, below, layers, option, k) <= limit * (1 + 1e-12)
+    return stage_bytes(problem, below, layers, option, k) <= limit * FITS
+
+
+Step = tuple[int, int, int, int]
+"""Positions in a list of downsets of a stage's lower and upper one, its option, and k."""
+
+
+def cut_of(problem: StageProblem, downsets: Sequence[int], steps: Iterable[Step]) -> Cut:
+    """A chain of downsets, bit masks of layers, as an answer; its objective by `stage_load`."""
+    chosen, worst = [], 0.0
+    for below, above, option, k in steps:
+        layers = downsets[above] & ~downsets[below]
+        chosen.append(ChosenStage(layers, option, k))
+        worst = max(worst, stage_load(problem, downsets[below], layers, option, k))
+    return Cut(tuple(chosen), worst)
+
+
+def cut_on_last_devices(
+    problem: StageProblem, downsets: Sequence[int], chain: Sequence[tuple[int, int, int]]
+) -> Cut:
+    """As `cut_of`, of steps without k: on as many devices as they take, the last ones."""
+    replicas = [problem.options[option].replicas for _, _, option in chain]
+    needed = [*accumulate(reversed(replicas))][::-1]
+    return cut_of(problem, downsets, [(*step, k) for step, k in zip(chain, needed, strict=True)])
 
 
 def cut_load(problem: StageProblem, cut: Cut) -> float:

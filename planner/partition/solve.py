@@ -14,13 +14,11 @@ from .dp.lattice import Lattice, find_downsets
 from .dp.minimax import Answer, minimax_with_bound
 from .dp.sweep import OutOfTime
 from .ilp.search import solve_ilp
-from .problem import Cut, StageProblem
+from .problem import SAME, Cut, StageProblem
 from .warm_start import good_cut
 
 MOST_DOWNSETS = 300_000
 """With more, the ILP takes over."""
-
-SAME = 1 + 1e-9
 
 SOLVERS = ("auto", "dp", "ilp")
 
@@ -41,6 +39,25 @@ class Found:
     interrupted: bool = False
 
 
+@dataclass(frozen=True)
+class Enough:
+    """When a solver may stop looking for the best cut.
+
+    Attributes:
+        seconds: after so much time; None: no limit.
+        below: cuts with objectives from it on may be left out; the bound is at most it then.
+        within: a cut whose objective is at most so many times the bound will do.
+    """
+
+    seconds: float | None = None
+    below: float = float("inf")
+    within: float = 1.0
+
+
+ANY = Enough()
+"""When the best cut is proven."""
+
+
 class Source(Protocol):
     """A solver for all the problems of one graph.
 
@@ -52,20 +69,9 @@ class Source(Protocol):
     def method(self) -> str: ...
 
     def best(
-        self,
-        problem: StageProblem,
-        *,
-        seconds: float | None = None,
-        below: float = float("inf"),
-        within: float = 1.0,
-        progress: Progress | None = None,
+        self, problem: StageProblem, enough: Enough = ANY, progress: Progress | None = None
     ) -> Found:
-        """The best cut, and a bound on all cuts.
-
-        Args:
-            below: cuts with objectives from it on may be left out; the bound is at most it then.
-            within: a cut whose objective is at most so many times the bound will do.
-        """
+        """The best cut, or one that is good enough, and a bound on all cuts."""
 
     def each_below(
         self,
@@ -88,19 +94,14 @@ class DpSource:
     method: str = "dp"
 
     def best(
-        self,
-        problem: StageProblem,
-        *,
-        seconds: float | None = None,
-        below: float = float("inf"),
-        within: float = 1.0,
-        progress: Progress | None = None,
+        self, problem: StageProblem, enough: Enough = ANY, progress: Progress | None = None
     ) -> Found:
         """See `Source`."""
+        seconds, below = enough.seconds, enough.below
         deadline = None if seconds is None else time.monotonic() + seconds
         answer = (
             identical_minimax(problem, self.lattice, deadline=deadline)
-            or self._by_targets(problem, below, within, deadline)
+            or self._by_targets(problem, below, enough.within, deadline)
             or minimax_with_bound(problem, self.lattice, below=below, deadline=deadline)
         )
         return Found(answer.cut, answer.bound_s)
@@ -134,16 +135,10 @@ class IlpSource:
     """Time for those orders at most; a quarter of what there is, where that is less."""
 
     def best(
-        self,
-        problem: StageProblem,
-        *,
-        seconds: float | None = None,
-        below: float = float("inf"),
-        within: float = 1.0,
-        progress: Progress | None = None,
+        self, problem: StageProblem, enough: Enough = ANY, progress: Progress | None = None
     ) -> Found:
         """See `Source`."""
-        begin = time.monotonic()
+        begin, seconds = time.monotonic(), enough.seconds
         share = self.orders_s if seconds is None else min(self.orders_s, seconds / 4)
         warm = good_cut(problem, deadline=begin + share)
         left = None if seconds is None else max(seconds - (time.monotonic() - begin), 0.0)
@@ -231,7 +226,7 @@ def solve_cut(
     deadline = None if time_limit_s is None else begin + time_limit_s
     source = source_for(problem, solver, deadline)
     left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
-    found = source.best(problem, seconds=left, progress=progress)
+    found = source.best(problem, Enough(left), progress)
     objective = found.cut.objective_s if found.cut else float("inf")
     bound = min(found.bound_s, objective)
     optimal = objective <= bound * SAME

@@ -18,7 +18,7 @@ from ..partition.dp.blocks import Blocks, blocks
 from ..partition.dp.identical_devices_by_target import identical_by_targets
 from ..partition.dp.minimax import Answer
 from ..partition.problem import Cut, StageProblem
-from ..partition.solve import DpSource, Found
+from ..partition.solve import DpSource, Enough, Found
 from ..schedules.schedules import limit_ranges
 from .choices import Choice, capped, choice_of, in_flight_under
 from .places import Assumptions
@@ -97,7 +97,7 @@ class Fitting:
     def _cuts(self, problem: StageProblem) -> Iterator[Cut]:
         """The best cut; then a few others, where the graph is small enough to go on looking."""
         source = self.search.source
-        found = source.best(problem, seconds=self.seconds_left)
+        found = source.best(problem, Enough(self.seconds_left))
         if found.cut is None:
             self.cut_short |= found.bound_s < float("inf")
             return
@@ -225,7 +225,7 @@ class Fitting:
             found = identical_by_targets(coarse, lattice, within=enough, deadline=deadline)
             if found is not None and found.cut is not None:
                 return self._blocks.fine(found.cut)
-        found = found or source.best(problem, seconds=left, within=enough)
+        found = found or source.best(problem, Enough(left, within=enough))
         self.cut_short |= found.cut is None and found.bound_s < float("inf")
         return found.cut
 

@@ -18,7 +18,7 @@ from ...profiles.units import format_seconds
 from ..partition.dp.sweep import OutOfTime
 from ..partition.placings import Placings
 from ..partition.problem import Cut, StageProblem
-from ..partition.solve import DpSource, Found
+from ..partition.solve import DpSource, Enough, Found
 from .budget import CLOSE, OutOfBudget
 from .choices import Branch, Choice, InFlight, choice_of
 from .first_plans import try_blocks
@@ -255,8 +255,8 @@ def _solve(search: SearchState, problem: StageProblem, seconds: float | None) ->
         search.say(f"bound {format_seconds(bound_s)}, best {shown(best)}")
 
     # Cuts that can't beat the best plan are of no use.
-    below, within = (search.period_s, CLOSE) if search.large else (float("inf"), 1.0)
-    answer = search.source.best(problem, seconds=seconds, below=below, within=within, progress=tell)
+    enough = Enough(seconds, search.period_s, CLOSE) if search.large else Enough(seconds)
+    answer = search.source.best(problem, enough, tell)
     if answer.interrupted:
         raise KeyboardInterrupt
     return answer

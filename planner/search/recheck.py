@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from ...profiles.files import ratio
 from ...profiles.profile import Profile
 from ...profiles.units import format_bytes, format_seconds
-from ..evaluate import Question, evaluate, make_plan
+from ..evaluate import Question, evaluate, gap_between, make_plan
+from ..partition.problem import SAME
 from ..plan import Plan, check_against_profile
 
 
@@ -47,13 +47,13 @@ def recheck(plan: Plan, profile: Profile, where: str = "plan") -> Recheck:
     )
     found = evaluate(question, plan.stages, plan.micro_batches)
     period_s = found.prediction.period_s
-    bound_s = plan.solver.bound_s if plan.solver.bound_s <= period_s * (1 + 1e-9) else 0.0
-    optimal = plan.solver.optimal and period_s <= bound_s * (1 + 1e-9)
+    bound_s = plan.solver.bound_s if plan.solver.bound_s <= period_s * SAME else 0.0
+    optimal = plan.solver.optimal and period_s <= bound_s * SAME
     report = msgspec.structs.replace(
         plan.solver,
         objective_s=period_s,
         bound_s=bound_s,
-        gap=0.0 if optimal else (max(ratio(period_s, bound_s) - 1, 0.0) if bound_s else 1.0),
+        gap=0.0 if optimal else gap_between(period_s, bound_s),
         optimal=optimal,
     )
     fresh = make_plan(question, found, report)

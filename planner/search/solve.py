@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ...profiles.errors import InfeasibleError, PlanError
-from ...profiles.files import ratio
 from ...profiles.profile import Profile
 from ..cluster.cluster import Cluster
 from ..costs.layer_graph import held_together
 from ..costs.tied_parameters import Tied, check_tied
-from ..evaluate import SAME, Evaluation, Question, make_plan
+from ..evaluate import Evaluation, Question, gap_between, make_plan
+from ..partition.problem import SAME
 from ..partition.solve import SOLVERS, source_for
 from ..plan import Plan, SolverReport
 from ..systems.variants import variant_named
@@ -117,7 +117,7 @@ def _report(search: SearchState, stopped: str | None, begin: float) -> SolverRep
         method=search.source.method,
         objective_s=objective,
         bound_s=bound,
-        gap=0.0 if proven else (max(ratio(objective, bound) - 1, 0.0) if bound > 0 else 1.0),
+        gap=0.0 if proven else gap_between(objective, bound),
         optimal=proven,
         plans_tried=search.budget.tried,
         seconds=round(time.perf_counter() - begin, 3),

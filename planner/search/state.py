@@ -10,10 +10,10 @@ from functools import cached_property
 import msgspec
 
 from ...profiles.units import format_seconds
-from ..evaluate import SAME, Evaluation, Question, better, evaluate, lay_out
+from ..evaluate import Evaluation, Question, better, evaluate, lay_out
 from ..partition.dp.blocks import Blocks
 from ..partition.placings import pattern
-from ..partition.problem import Cut, StageProblem
+from ..partition.problem import SAME, Cut, StageProblem
 from ..partition.solve import Source
 from ..schedules.schedules import limit_ranges
 from ..simulator.timeline import least_period_s

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..problem import StageProblem, Vector, members
+from ..problem import FITS, StageProblem, Vector, members
 from .lattice import Containment, Lattice, Positions
 
 # What each option means at each place, as arrays: asked of the problem once, when needed --------
@@ -267,9 +267,6 @@ def _merged(
 
 # Loads and bytes of the stages from one downset to many that hold it, as arrays -----------------
 
-FITS = 1 + 1e-12
-"""Rounding is forgiven where bytes are compared with a device's memory."""
-
 
 class PairCosts:
     """What stages cost, as far as it doesn't depend on their lower downset.
@@ -279,6 +276,7 @@ class PairCosts:
         work: what the layers of a downset compute at the least, in any mode, with their serial
             work, in s at speed 1, [D]; never falls from a downset to one above it.
         before, after: what loads above and below a downset have besides, at the least, [D].
+        nothing_beside: those are all 0.
     """
 
     def __init__(self, problem: StageProblem, lattice: Lattice, places: Places) -> None:
@@ -294,6 +292,7 @@ class PairCosts:
         self.parameters, self.holders = self._sum(held, (held != 0).astype(np.float64))
         zeros = np.zeros(lattice.size)
         before, after = problem.before_s, problem.after_s
+        self.nothing_beside = before is None and after is None
         self.before = zeros if before is None else self._sum(before)[0]
         self.after = zeros if after is None else after.sum() - self._sum(after)[0]
         self.wires = self._crossing([(t.ends, [t.lower_s], [t.upper_s]) for t in problem.tensors])
@@ -342,6 +341,44 @@ class PairCosts:
         return self.summed(np.rint(values / step)) * step
 
 
+def stage_loads(
+    problem: StageProblem,
+    place: Callable[[str], Vector | float],
+    replicas: Positions | int,
+    compute: Vector,
+    serial: Vector | float,
+    holds: Flags,
+    parameters: Callable[[], Vector],
+    wires: tuple[Vector, Vector] | None,
+    others: Vector | float,
+) -> Vector:
+    """Loads in s of stages, [p], as `StageProblem` defines them.
+
+    Args:
+        place: field of `Place` → its value for each stage, or for all.
+        compute, serial: summed over their layers; `compute` is changed in place.
+        holds: whether they have parameters.
+        parameters: bytes of them.
+        wires: at lower and upper cuts.
+        others: what loads below and above have besides.
+    """
+    load = compute
+    load /= replicas
+    load += serial
+    load += problem.serial_fixed_s * holds
+    load /= place("speed")
+    load += place("sync_s") * holds
+    per_byte = place("sync_s_per_byte")
+    if np.any(per_byte):
+        load += per_byte * parameters()
+    if wires is not None:
+        wire = place("lower_scale") * wires[0]
+        wire += place("upper_scale") * wires[1]
+        load = np.maximum(load, wire) if problem.overlap else load + wire
+    load += others
+    return load
+
+
 class Stages:
     """The stages from a downset to each of B above it.
 
@@ -359,26 +396,18 @@ class Stages:
         """Loads in s, [p]."""
         costs, problem, below = self._costs, self._costs.problem, self._below
         places, above = costs.places, self._above[which]
-        mode = places.mode[option]
-        load: Vector = costs.compute[mode, above] - costs.compute[mode, below]
-        load /= places.replicas[option]
-        if costs.serial is not None:
-            load += costs.serial[above] - costs.serial[below]
-        fixed_s, sync_s = problem.serial_fixed_s, places.get("sync_s", option, k)
-        holds = costs.holders[above] > costs.holders[below]
-        load += fixed_s * holds
-        load /= places.get("speed", option, k)
-        load += sync_s * holds
-        per_byte = places.get("sync_s_per_byte", option, k)
-        if np.any(per_byte):
-            load += per_byte * (costs.parameters[above] - costs.parameters[below])
-        if costs.wires is not None:
-            wire = places.get("lower_scale", option, k) * self._lower[which]
-            wire += places.get("upper_scale", option, k) * self._upper[which]
-            load = np.maximum(load, wire) if problem.overlap else load + wire
-        if problem.before_s is not None or problem.after_s is not None:
-            load += costs.before[below] + costs.after[above]
-        return load
+        mode, serial = places.mode[option], costs.serial
+        return stage_loads(
+            problem,
+            lambda field: places.get(field, option, k),
+            places.replicas[option],
+            costs.compute[mode, above] - costs.compute[mode, below],
+            0.0 if serial is None else serial[above] - serial[below],
+            costs.holders[above] > costs.holders[below],
+            lambda: costs.parameters[above] - costs.parameters[below],
+            None if costs.wires is None else (self._lower[which], self._upper[which]),
+            0.0 if costs.nothing_beside else costs.before[below] + costs.after[above],
+        )
 
     def fit(self, which: Positions, option: Positions, k: Positions) -> Flags:
         """Whether stages are within their places' memory, [p]."""

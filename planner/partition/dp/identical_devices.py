@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from time import monotonic
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ..problem import ChosenStage, Cut, Option, Place, StageProblem, Vector, members, stage_load
-from .lattice import Lattice
+from ..problem import FITS, Option, Place, StageProblem, Vector, cut_on_last_devices, members
+from .cost_tables import stage_loads
+from .lattice import Flags, Lattice, Positions
 from .minimax import Answer
 
 # Places of devices that are all alike, where only what is in flight depends on the place --------
@@ -84,8 +84,6 @@ class IdenticalPlaces:
 
 # Devices all alike: the cut by how few of them do the rest of the model under a target load -----
 
-Positions = NDArray[np.intp]
-
 FEW = 2_000
 """Options × devices up to which `minimax` is as quick."""
 
@@ -150,7 +148,13 @@ class _Halving:
             best = list(self.chain(chosen))
             largest = max(self.stages[below].load[at] for below, at in best)
             high = int(np.searchsorted(loads, largest))
-        cut = self.cut(best) if best else None
+        cut = None
+        if best:
+            steps = [
+                (below, int(self.stages[below].above[at]), int(self.stages[below].option[at]))
+                for below, at in best
+            ]
+            cut = cut_on_last_devices(self.problem, self.lattice.masks, steps)
         if low < high:
             return Answer(cut, float(loads[low]), complete=False)
         return Answer(cut, cut.objective_s if cut else float("inf"), complete=True)
@@ -182,27 +186,9 @@ class _Halving:
             yield below, at
             below = int(self.stages[below].above[at])
 
-    def cut(self, chain: Sequence[tuple[int, int]]) -> Cut:
-        """A chain as an answer, on the last devices, its objective from the definition."""
-        masks = self.lattice.masks
-        k = sum(int(self.stages[below].replicas[at]) for below, at in chain)
-        chosen, worst = [], 0.0
-        for below, at in chain:
-            stages = self.stages[below]
-            layers, option = masks[stages.above[at]] & ~masks[below], int(stages.option[at])
-            chosen.append(ChosenStage(layers, option, k))
-            worst = max(worst, stage_load(self.problem, masks[below], layers, option, k))
-            k -= int(stages.replicas[at])
-        return Cut(tuple(chosen), worst)
-
 
 # All stages of a small lattice with the options worth having, where devices are alike -----------
 # The sums of `StageProblem`, for one lower downset, all upper ones and all options at a time.
-
-Flags = NDArray[np.bool_]
-
-FITS = 1 + 1e-12
-"""Rounding is forgiven where bytes are compared with a device's memory."""
 
 ROUNDING = 1e-13
 """Relative to a sum over all layers: what differences of such sums may be off by."""
@@ -312,19 +298,20 @@ class StageTable:
         self, below: int, above: Positions, at: Positions, which: Positions, compute: Vector
     ) -> Vector:
         """Of options by number in `at`, and upper downsets by number in `which`, [p]."""
-        problem, place = self._problem, {field: self._place[field][at] for field in PLACE}
-        parameters, serial, before, after = _rise(self._others, below, above)
-        busy = compute / self._replicas[at] + serial[which]
-        holds = parameters[which] > 0
-        busy += np.where(holds, problem.serial_fixed_s, 0.0)
-        busy = busy / place["speed"] + np.where(holds, place["sync_s"], 0.0)
-        busy += place["sync_s_per_byte"] * parameters[which]
+        parameters, serial = _rise(self._others[:2], below, above)[:, which]
         lower, upper = self._crossing(below, above, "lower_s", "upper_s")
-        wire = place["lower_scale"] * lower[which] + place["upper_scale"] * upper[which]
-        load: Vector = np.maximum(busy, wire) if problem.overlap else busy + wire
         before, after = self._others[2:]
-        load += before[below] + (after[-1] - after[above])[which]
-        return load
+        return stage_loads(
+            self._problem,
+            lambda field: self._place[field][at],
+            self._replicas[at],
+            compute,
+            serial,
+            parameters > 0,
+            lambda: parameters,
+            (lower[which], upper[which]),
+            before[below] + (after[-1] - after[above])[which],
+        )
 
     def _crossing(
         self, below: int, above: Positions, lower: str, upper: str

@@ -12,9 +12,9 @@ from time import monotonic
 
 import numpy as np
 
-from ..problem import ChosenStage, Cut, StageProblem, Vector, stage_load
-from .cost_tables import FITS, Flags, PairCosts
-from .identical_devices import IdenticalPlaces
+from ..problem import FITS, Cut, StageProblem, Vector, cut_on_last_devices
+from .cost_tables import Flags, PairCosts, stage_loads
+from .identical_devices import NEVER, IdenticalPlaces
 from .lattice import Lattice, Positions
 from .minimax import Answer
 from .program import SLACK, UNBOUNDED, Program, just_below
@@ -28,9 +28,6 @@ CLOSE = 1.001
 
 CHUNK = 256
 """Stages to look at first; then four times as many, and so on."""
-
-NEVER = 2**62
-"""A cost that no chain has."""
 
 
 @dataclass(frozen=True)
@@ -167,18 +164,18 @@ class IdenticalByTargets:
         most = rest * place.speed * r * (1 + SLACK) + compute[below]
         at = at[compute[found.above[at]] <= most]
         above = found.above[at]
-        busy: Vector = (compute[above] - compute[below]) / r
-        if costs.serial is not None:
-            busy += costs.serial[above] - costs.serial[below]
-        holds = costs.holders[above] > costs.holders[below]
-        busy += problem.serial_fixed_s * holds
-        busy /= place.speed
-        busy += place.sync_s * holds
-        if place.sync_s_per_byte:
-            busy += place.sync_s_per_byte * (costs.parameters[above] - costs.parameters[below])
-        wire = place.lower_scale * found.lower_s[at] + place.upper_scale * found.upper_s[at]
-        load = np.maximum(busy, wire) if problem.overlap else busy + wire
-        load += costs.before[below] + costs.after[above]
+        serial = costs.serial
+        load = stage_loads(
+            problem,
+            lambda field: getattr(place, field),
+            r,
+            compute[above] - compute[below],
+            0.0 if serial is None else serial[above] - serial[below],
+            costs.holders[above] > costs.holders[below],
+            lambda: costs.parameters[above] - costs.parameters[below],
+            (found.lower_s[at], found.upper_s[at]),
+            costs.before[below] + costs.after[above],
+        )
         within: Positions = at[load <= target]
         return within
 
@@ -200,21 +197,13 @@ class IdenticalByTargets:
 
     def _cut(self, how: dict[int, tuple[int, int]]) -> Cut:
         """A chain as an answer, on the last devices, its objective from the definition."""
-        problem, masks = self._problem, self._lattice.masks
         steps: list[tuple[int, int, int]] = []
         below = 0
         while below != self._program.top:
             above, option = how[below]
             steps.append((below, above, option))
             below = above
-        k = sum(problem.options[option].replicas for _, _, option in steps)
-        chosen, worst = [], 0.0
-        for below, above, option in steps:
-            layers = masks[above] & ~masks[below]
-            chosen.append(ChosenStage(layers, option, k))
-            worst = max(worst, stage_load(problem, masks[below], layers, option, k))
-            k -= problem.options[option].replicas
-        return Cut(tuple(chosen), worst)
+        return cut_on_last_devices(self._problem, self._lattice.masks, steps)
 
 
 def _above(program: Program, below: int) -> _Above:

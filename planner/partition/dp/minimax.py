@@ -6,22 +6,19 @@ the program under it goes over all chains within it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from time import monotonic
 
 import numpy as np
 
-from ..problem import ChosenStage, Cut, StageProblem, Vector, stage_load
+from ..problem import Cut, StageProblem, Step, Vector, cut_of
 from .lattice import Lattice, Positions
 from .program import Program, just_below
 from .sweep import CLOCK, OutOfTime, Sweep
 
 # From what a sweep knows to a chain: the one with the fewest devices, then the fewest stages ----
-
-Step = tuple[int, int, int, int]
-"""Positions of a stage's lower and upper downset, its option, and k."""
 
 
 class Reached:
@@ -99,7 +96,8 @@ def fewest_chain(sweep: Sweep, limit: float, deadline: float | None = None) -> C
             if below != program.top:
                 _advance(narrow, levels, level, below)
     steps = _traced(program, levels)
-    return cut_of(program, [(a, b, option, k + devices - first) for a, b, option, k in steps])
+    steps = [(a, b, option, k + devices - first) for a, b, option, k in steps]
+    return cut_of(program.problem, program.lattice.masks, steps)
 
 
 def _advance(sweep: Sweep, levels: list[Reached], level: int, below: int) -> None:
@@ -146,18 +144,7 @@ def any_chain(sweep: Sweep) -> Cut:
         row, column = np.unravel_index(int(reached.argmin()), reached.shape)
         steps.append((below, int(grid.above[row]), int(grid.option[row]), int(grid.k[column])))
         below, k, level = steps[-1][1], steps[-1][3] - int(grid.replicas[row]), beyond
-    return cut_of(program, steps)
-
-
-def cut_of(program: Program, steps: Iterable[Step]) -> Cut:
-    """A chain as an answer, its objective straight from the definition."""
-    masks = program.lattice.masks
-    chosen, worst = [], 0.0
-    for below, above, option, k in steps:
-        layers = masks[above] & ~masks[below]
-        chosen.append(ChosenStage(layers, option, k))
-        worst = max(worst, stage_load(program.problem, masks[below], layers, option, k))
-    return Cut(tuple(chosen), worst)
+    return cut_of(program.problem, program.lattice.masks, steps)
 
 
 # The cut with the smallest largest stage load, exactly ------------------------------------------
@@ -185,8 +172,8 @@ THINNED_STEP, SHARES, EACH = 2, 400, 6
 """On a large lattice, when so many targets have failed, the best cut on fewer downsets says where
 to look on: those cheapest to cut at, so many of each of so many shares of the work."""
 
-SAME = 1 + 1e-10
-"""Loads within this factor are the same."""
+TIED = 1 + 1e-10
+"""Loads within this factor are the best one as well."""
 
 
 @dataclass(frozen=True)
@@ -290,10 +277,10 @@ class _Search:
         self.found = search.answer(float("inf")).cut
         if self.found is not None:
             # Ties with it count: of those the one with the fewest devices is wanted.
-            self._limit = min(self._limit, self.found.objective_s * SAME)
+            self._limit = min(self._limit, self.found.objective_s * TIED)
 
     def _best(self, sweep: Sweep) -> Answer:
-        limit = min(sweep.best_s * SAME, sweep.target)
+        limit = min(sweep.best_s * TIED, sweep.target)
         try:
             cut, complete = fewest_chain(sweep, limit, self._deadline), True
         except OutOfTime:

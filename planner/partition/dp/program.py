@@ -7,8 +7,8 @@ from functools import cached_property
 
 import numpy as np
 
-from ..problem import StageProblem, Vector
-from .cost_tables import FITS, Flags, PairCosts, Places
+from ..problem import FITS, StageProblem, Vector
+from .cost_tables import Flags, PairCosts, Places
 from .lattice import Lattice
 
 # What memory rules out before any stage is looked at --------------------------------------------

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..problem import Cut, CutTensor, StageProblem, members
+from ..problem import FITS, SAME, Cut, CutTensor, StageProblem, members
 from .loads import SCALE, Linear, Seats, StageRows, busy_of, bytes_of, wire_of
 from .search import Search
 from .solver import Mip, Terms, difference, total
@@ -105,7 +105,7 @@ def _device_load(
 
     best = math.inf
     for choice in choices:
-        if value(bytes_of(problem, choice)) <= choice.place.memory_bytes * (1 + 1e-12):
+        if value(bytes_of(problem, choice)) <= choice.place.memory_bytes * FITS:
             busy, wire = value(busy_of(problem, choice)), value(wire_of(choice))
             best = min(best, max(busy, wire) if problem.overlap else busy + wire)
     return best
@@ -161,7 +161,7 @@ class AssignmentModel(Seats):
         forbidden: Sequence[Assignment] = (),
     ) -> None:
         self.problem, self.slots = problem, slots
-        self.limit_s = limit_s * (1 + 1e-9)
+        self.limit_s = limit_s * SAME
         least_s = least_load(problem, slots)
         self.possible = slots.count > 0 and least_s <= self.limit_s
         if not self.possible:
