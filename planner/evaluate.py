@@ -12,8 +12,15 @@ from ..profiles.profile import Profile
 from .cluster.cluster import Cluster
 from .costs.layout import StageTimes, make_pipeline
 from .costs.memory import Holdings, StageBytes, boundary_buffers, holdings
-from .costs.stage_costs import RECEIVES_AHEAD, Costs, StageCost, Transfer
-from .costs.tied_parameters import Tied, as_run_by, exchange_s, weights_s_per_byte
+from .costs.stage_costs import (
+    RECEIVES_AHEAD,
+    Costs,
+    StageCost,
+    Transfer,
+    as_run_by,
+    weights_s_per_byte,
+)
+from .costs.tied_parameters import Tied, exchange_s
 from .partition.problem import SAME
 from .plan import (
     Plan,

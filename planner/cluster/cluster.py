@@ -1,4 +1,4 @@
-"""The cluster: devices with their memory and speed, and the links between them."""
+"""The cluster and its file: devices with their memory and speed, and the links between them."""
 
 from __future__ import annotations
 

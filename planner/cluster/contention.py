@@ -1,4 +1,4 @@
-"""Devices that share a machine, and slow each other down: what a profile measured of it."""
+"""What devices share: cores, on which they slow each other down, and the sums of gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a stage costs: sums over its layers, and tensors shared among them counted once."""
+"""What a stage costs: sums over its layers, tensors shared among them, and its weight rules."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import msgspec
 
 from ...profiles.errors import PlanError
 from ...profiles.profile import Edge, Layer, Measurement, OperationCost, Profile
+from ..systems.variants import Variant
 from .tied_parameters import copied_bytes
 
 RECEIVES_AHEAD = {"F": 2, "B": 1}
@@ -309,3 +310,45 @@ class Costs:
                     edge.tensor, source, target, nbytes, edge.needs_grad, edge.storage
                 )
         return tuple(found.values())
+
+
+# What a system's weight rules cost: versions kept, mixed or predicted, by bytes of parameters ---
+
+
+def as_run_by(profile: Profile, variant: Variant) -> Profile:
+    """The profile with what operations cost in this system.
+
+    Where no update comes between a forward and its backward, weights needn't be kept out of
+    autograd's graphs, and there are no hooks. (Copies in another precision are, even so.)
+    """
+    if profile.operation is None or not variant.flushes or profile.autocast is not None:
+        return profile
+    operation = msgspec.structs.replace(profile.operation, pack_s=0.0, unpack_s=0.0)
+    return msgspec.structs.replace(profile, operation=operation)
+
+
+def weights_s_per_byte(
+    variant: Variant,
+    operation: OperationCost | None,
+    update_every: int,
+    *,
+    first: bool,
+    last: bool,
+) -> float:
+    """Seconds for each update and byte of a stage's parameters, besides the optimizer's step.
+
+    On the last stage no update comes between a mini-batch's forward and its backward: nothing is
+    kept there or made, but where forwards use the version that stage 0 had; that one is the latest
+    on the first stage, which keeps none for it. Elsewhere it's counted as if there always were
+    one. What is made counts once for each mini-batch.
+
+    Args:
+        operation: what a version costs; None: not measured, 0.
+    """
+    if operation is None or (last and (first or not variant.synchronises)):
+        return 0.0
+    keeps = variant.stashes or (variant.synchronises and not first)
+    kept = operation.keep_s_per_byte if keeps else 0.0
+    mixed = operation.mix_s_per_byte if variant.backward_weights == "intermediate" else 0.0
+    predicted = operation.predict_s_per_byte if variant.prediction else 0.0
+    return kept + update_every * (mixed + predicted)

@@ -1,6 +1,6 @@
 """The cut as its solvers see it: numbers for layers and tensors, and what makes a stage's load.
 
-A cut is a rising chain of downsets of the layer graph, from the empty one to the full one; the
+A cut is an ascending chain of downsets of the layer graph, from the empty one to the full one; the
 stage X between downsets a and b holds the layers of b less those of a. The solvers look for the
 chain, and an option for each of its stages, whose largest stage load is smallest, where every
 stage fits its devices' memory. Which system is trained, and by whose cost model, is all in the
@@ -220,7 +220,7 @@ def needs_of(graph: nx.DiGraph) -> tuple[int, ...]:
 
 
 def members(mask: int) -> Iterator[int]:
-    """Positions of the layers in a bit mask, rising."""
+    """Positions of the layers in a bit mask, ascending."""
     while mask:
         low = mask & -mask
         yield low.bit_length() - 1

@@ -1,4 +1,4 @@
-"""Good topological orders of the layers, for when there are too many downsets to list."""
+"""Good cuts to start from, where there are too many downsets to list."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class _GrowingOrder:
         return group
 
 
-# Good cuts where there are too many downsets to list: along a few orders of the layers ----------
+# Good cuts, first along a few topological orders of the layers ------------------------------------
 # The first layers of any topological order are a downset. A few orders, each good for a reason of
 # its own, give a lattice of a few thousand; the best cut on it is then made better on lattices of
 # what is cheap to cut at, and of what lies around its own downsets, as long as that helps.

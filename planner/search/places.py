@@ -14,7 +14,7 @@ import numpy as np
 
 from ..cluster.cluster import Cluster, Network
 from ..cluster.contention import AllReduceTimes
-from ..costs.tied_parameters import weights_s_per_byte
+from ..costs.stage_costs import weights_s_per_byte
 from ..evaluate import Question
 from ..partition.dp.identical_devices import IdenticalPlaces
 from ..partition.problem import Option, Place

@@ -18,8 +18,7 @@ from itertools import product
 import numpy as np
 
 from ..costs.layer_graph import LayerGraph, LayerVectors
-from ..costs.stage_costs import RECEIVES_AHEAD, sized
-from ..costs.tied_parameters import as_run_by
+from ..costs.stage_costs import RECEIVES_AHEAD, as_run_by, sized
 from ..evaluate import Question
 from ..partition.problem import CutTensor, Mode, Option, Shared, StageProblem, Vector
 from ..systems.variants import Variant

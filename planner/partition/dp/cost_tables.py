@@ -1,4 +1,4 @@
-"""Loads and bytes of the stages from one downset to many that hold it, as arrays."""
+"""What stages cost, as arrays: options at their places, sums over tensors, loads and bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ..problem import FITS, StageProblem, Vector, members
 from .lattice import Containment, Lattice, Positions
 
-# What each option means at each place, as arrays: asked of the problem once, when needed --------
+# What each option means at each place: asked of the problem once, when needed ---------------------
 
 
 WHOLE = 40_000
@@ -159,8 +159,6 @@ class Places:
         return counted
 
 
-# Loads and bytes of the stages from one downset to many that hold it, as arrays -----------------
-
 # What tensors add to a stage between two downsets, for one lower downset and many upper ones ----
 # A tensor that has no end in the lower downset a, or all, adds to a stage a difference of sums
 # over downsets: only tensors that are *open* at a, with some of their ends in it, have to be
@@ -265,7 +263,7 @@ def _merged(
     return merged
 
 
-# Loads and bytes of the stages from one downset to many that hold it, as arrays -----------------
+# Loads and bytes of the stages from one downset to many that hold it ------------------------------
 
 
 class PairCosts:
@@ -285,7 +283,7 @@ class PairCosts:
         self.inside = Containment(lattice)
         modes, serial = problem.modes, problem.serial_s
         least: Vector = np.min([mode.compute_s for mode in modes], axis=0)
-        self.work = self._rising(least if serial is None else least + serial)
+        self.work = self._never_falling(least if serial is None else least + serial)
         self.compute = self._sum(*(mode.compute_s for mode in modes))
         self.serial = None if serial is None or not serial.any() else self._sum(serial)[0]
         held = problem.parameter_bytes
@@ -334,7 +332,7 @@ class PairCosts:
         numbers = np.array([[v[group].sum() for v in values] for group in groups])
         return numbers.reshape(len(groups), len(values))
 
-    def _rising(self, values: Vector) -> Vector:
+    def _never_falling(self, values: Vector) -> Vector:
         """Sums in whole steps, so that no order of adding makes a larger set's sum smaller."""
         total = float(values.sum())
         step = total / 2.0**52 if total > 0 else 1.0

@@ -1,6 +1,6 @@
-"""Devices all alike: the cut by how few of them do the rest of the model under a target load.
+"""Identical devices: the cut by how few of them do the rest of the model under a target load.
 
-Where devices are alike, a stage's load is the same wherever it stands, and what it holds rises
+Where devices are identical, a stage's load is the same wherever it stands, and what it holds rises
 with the devices behind it: fewer of them for what follows are never worse. So a downset needs one
 number, the fewest devices that do the layers beyond it under the target, where `minimax` keeps one
 for each number of devices left. The best target is some stage's load, found by halving a sorted
@@ -20,7 +20,7 @@ from .cost_tables import stage_loads
 from .lattice import Flags, Lattice, Positions
 from .minimax import Answer
 
-# Places of devices that are all alike, where only what is in flight depends on the place --------
+# Places of identical devices, where only what is in flight depends on the place -------------------
 
 
 class IdenticalPlaces:
@@ -30,7 +30,7 @@ class IdenticalPlaces:
     first one to the end.
 
     Attributes:
-        alike: per option, its place with 1 unit in flight.
+        with_one: per option, its place with 1 unit in flight.
         copies_per_unit: of the parameters, that each further unit in flight needs.
         most: per option, units in flight at the most.
     """
@@ -45,7 +45,7 @@ class IdenticalPlaces:
     ) -> None:
         """Options with r replicas mean `place(r)`, with its units and copies for 1 in flight."""
         made = {r: place(r) for r in {option.replicas for option in options}}
-        self.alike = tuple(made[option.replicas] for option in options)
+        self.with_one = tuple(made[option.replicas] for option in options)
         self.copies_per_unit = copies_per_unit
         self.most = tuple(most(option.replicas) for option in options)
         self._replicas = tuple(option.replicas for option in options)
@@ -57,7 +57,7 @@ class IdenticalPlaces:
         key = (r, min(-(-k // r), self.most[option]))
         found = self._made.get(key)
         if found is None:
-            place, units = self.alike[option], key[1]
+            place, units = self.with_one[option], key[1]
             copies = place.copies + self.copies_per_unit * (units - 1)
             found = replace(place, units=place.units * units, copies=copies)
             self._made[key] = found
@@ -72,7 +72,7 @@ class IdenticalPlaces:
             options: those that these places were made for.
             change: leaves units and copies as they are.
         """
-        pairs = zip(options, self.alike, self.most, strict=True)
+        pairs = zip(options, self.with_one, self.most, strict=True)
         found = {o.replicas: (change(place, o.replicas), most) for o, place, most in pairs}
         return IdenticalPlaces(
             options,
@@ -82,7 +82,7 @@ class IdenticalPlaces:
         )
 
 
-# Devices all alike: the cut by how few of them do the rest of the model under a target load -----
+# The cut, by halving the list of all stages' loads ------------------------------------------------
 
 FEW = 2_000
 """Options × devices up to which `minimax` is as quick."""
@@ -187,7 +187,7 @@ class _Halving:
             below = int(self.stages[below].above[at])
 
 
-# All stages of a small lattice with the options worth having, where devices are alike -----------
+# All stages of a small lattice with the options worth having --------------------------------------
 # The sums of `StageProblem`, for one lower downset, all upper ones and all options at a time.
 
 ROUNDING = 1e-13
@@ -230,7 +230,7 @@ class StageTable:
         self._alike = [np.flatnonzero(self._replicas == r) for r in np.unique(self._replicas)]
         self._most = np.array(places.most)[self._usable]
         self._place = {
-            field: np.array([getattr(places.alike[o], field) for o in self._usable])
+            field: np.array([getattr(places.with_one[o], field) for o in self._usable])
             for field in (*PLACE, *COUNTS)
         }
 

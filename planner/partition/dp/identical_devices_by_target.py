@@ -1,4 +1,4 @@
-"""Devices all alike, on a lattice too large for a table of its stages: one target at a time.
+"""Identical devices, on a lattice too large for a table of its stages: one target at a time.
 
 As `identical_devices`, a downset needs one number under a target: the fewest devices that do the
 layers beyond it. Stages are made again for each target, the ones with the fewest devices first, and
@@ -36,7 +36,7 @@ class _Above:
 
     Attributes:
         above: positions of their upper downsets, [B].
-        fall: those downsets' work times −1, rising, [B].
+        fall: those downsets' work times −1, ascending, [B].
         lower_s, upper_s: on the wire, [B].
         once, flight: bytes held in any case, parameters left out, and per unit, [M, B]; empty
             without a limit.
@@ -58,7 +58,7 @@ class IdenticalByTargets:
         self._program = Program(problem, lattice)
         self._costs = self._program.costs
         order = sorted(self._program.options.tolist(), key=lambda o: problem.options[o].replicas)
-        self._options = [(o, problem.options[o], places.alike[o]) for o in order]
+        self._options = [(o, problem.options[o], places.with_one[o]) for o in order]
         self._known: dict[int, _Above] = {}
 
     def answer(self, below: float, within: float, deadline: float | None) -> Answer:
@@ -145,7 +145,7 @@ class IdenticalByTargets:
             beyond: cost of the devices beyond each stage in `found`.
         """
         at = self._within(below, found, at, option, target)
-        if not len(at) or self._places.alike[option].memory_bytes >= UNBOUNDED:
+        if not len(at) or self._places.with_one[option].memory_bytes >= UNBOUNDED:
             return at
         r = self._problem.options[option].replicas
         k = beyond[at] // (self._problem.layers + 1) + r
@@ -156,7 +156,7 @@ class IdenticalByTargets:
         self, below: int, found: _Above, at: Positions, option: int, target: float
     ) -> Positions:
         """Which of some stages have loads up to the target."""
-        problem, costs, place = self._problem, self._costs, self._places.alike[option]
+        problem, costs, place = self._problem, self._costs, self._places.with_one[option]
         mode, r = problem.options[option].mode, problem.options[option].replicas
         rest = target - costs.before[below]
         compute = costs.compute[mode]
@@ -181,7 +181,7 @@ class IdenticalByTargets:
 
     def _fits(self, below: int, found: _Above, at: Positions, option: int, units: Vector) -> Flags:
         """Which of some stages fit their devices with so many units in flight."""
-        place, mode = self._places.alike[option], self._problem.options[option].mode
+        place, mode = self._places.with_one[option], self._problem.options[option].mode
         parameters = self._costs.parameters
         held = parameters[found.above[at]] - parameters[below]
         copies = place.copies + self._places.copies_per_unit * (units - 1)

@@ -22,7 +22,7 @@ Positions = NDArray[np.intp]
 
 @dataclass(frozen=True, eq=False)
 class Lattice:
-    """Places to cut: downsets by rising size, the first empty, the last full.
+    """Places to cut: downsets by ascending size, the first empty, the last full.
 
     Attributes:
         words: membership, packed, [D, W] for n layers with W = ⌈n / 64⌉: layer j is bit j % 64
@@ -213,9 +213,9 @@ class Containment:
         largest = np.zeros(len(above))
         for chain, heights in zip(self.chains, self.heights, strict=True):
             start = int(heights[below])
-            rising = np.maximum.accumulate(values[chain[start:]], dtype=np.float64)
-            rising = np.concatenate([[0.0], rising])
-            np.maximum(largest, rising[heights[above] - start], out=largest)
+            so_far = np.maximum.accumulate(values[chain[start:]], dtype=np.float64)
+            so_far = np.concatenate([[0.0], so_far])
+            np.maximum(largest, so_far[heights[above] - start], out=largest)
         return largest
 
 

@@ -115,7 +115,7 @@ class Grid:
 
     Attributes:
         above, option, replicas: of each stage, [p]; `above` is a position in the lattice.
-        k: devices, rising, [m].
+        k: devices, ascending, [m].
         load: in s, infinite where a stage isn't allowed or is over the target, [p, m]; or
             [p, 1] where k makes no difference.
     """

@@ -1,4 +1,4 @@
-"""Solving a program under a limit on loads, and again under another, until the best is proven."""
+"""The best answer of an integer program: solved under ascending limits until it is proven."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class IntegerProgram(Protocol[Found]):
 
 @dataclass
 class Search(Generic[Found]):
-    """Solves programs for rising limits on the loads, until one holds the best answer.
+    """Solves programs for ascending limits on the loads, until one holds the best answer.
 
     A limit below the best load makes a small program that is soon proven to have no solution,
     and that is a bound. The limit just above it makes one that is little larger.
@@ -62,7 +62,7 @@ class Search(Generic[Found]):
         bound_s: no answer has a smaller load. Rises.
         below: only smaller loads are of interest.
         excluded: answers that aren't wanted.
-        limits: tried before the real one, rising, in s.
+        limits: tried before the real one, ascending, in s.
         best: what is known so far.
         status: how it ended, in the solver's words.
     """

@@ -1,4 +1,4 @@
-"""Where stages may stand and what they may be there: the slots of an integer program."""
+"""What an integer program decides on: slots for stages, units of layers, and which can be where."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def least_compute(problem: StageProblem, slots: Slots) -> Vector:
     return np.asarray(compute, dtype=np.float64)
 
 
-# What an integer program decides on: layers that must share a stage, taken together as units ----
+# Units: layers that must share a stage ------------------------------------------------------------
 
 
 @dataclass(frozen=True)
