@@ -83,7 +83,7 @@ class Evaluation:
     stages: tuple[PlanStage, ...]
     micro_batches: int
     pipeline: Pipeline
-    crossed: tuple[Transfer, ...]
+    transfers: tuple[Transfer, ...]
     prediction: Prediction
 
     @property
@@ -124,14 +124,14 @@ class LaidOut(NamedTuple):
 
     Attributes:
         costs: per stage.
-        crossed: what crosses the cuts, for each micro-batch.
+        transfers: what crosses the cuts, for each micro-batch.
         shares: per stage, the replicas that share a mini-batch's samples; else 1.
         size: samples in a micro-batch.
     """
 
     pipeline: Pipeline
     costs: tuple[StageCost, ...]
-    crossed: tuple[Transfer, ...]
+    transfers: tuple[Transfer, ...]
     shares: tuple[int, ...]
     size: int
 
@@ -154,10 +154,10 @@ def lay_out(question: Question, stages: Sequence[PlanStage], micro_batches: int)
     shares = tuple(len(stage.devices) if variant.whole_mini_batches else 1 for stage in stages)
     last = len(stages) - 1
     found = tuple(costs.stage(names, size // shares[s], s == last) for s, names in enumerate(nodes))
-    crossed = costs.crossings(nodes, size)
+    transfers = costs.transfers(nodes, size)
     devices = [stage.devices for stage in stages]
     exchanges = exchange_s(question.profile, cluster, nodes, devices)
-    returning = {c.target for c in crossed if c.needs_grad}
+    returning = {c.target for c in transfers if c.needs_grad}
     pipeline = make_pipeline(
         question.variant,
         micro_batches,
@@ -179,13 +179,13 @@ def lay_out(question: Question, stages: Sequence[PlanStage], micro_batches: int)
             )
             for s, (stage, cost) in enumerate(zip(stages, found, strict=True))
         ],
-        crossed,
+        transfers,
         cluster,
         devices,
         [stage.in_flight for stage in stages],
         question.update_every,
     )
-    return LaidOut(pipeline, found, crossed, shares, size)
+    return LaidOut(pipeline, found, transfers, shares, size)
 
 
 def evaluate(question: Question, stages: Sequence[PlanStage], micro_batches: int) -> Evaluation:
@@ -194,14 +194,14 @@ def evaluate(question: Question, stages: Sequence[PlanStage], micro_batches: int
     Raises as `lay_out`.
     """
     stages = tuple(stages)
-    pipeline, found, crossed, shares, size = lay_out(question, stages, micro_batches)
+    pipeline, found, transfers, shares, size = lay_out(question, stages, micro_batches)
     nodes = tuple(stage.nodes for stage in stages)
     steady = steady_state(pipeline)
     held = _holdings(pipeline, steady, [stage.recompute for stage in stages])
     idle = idle_shares(pipeline, steady.period_s)
     predicted = []
     for s, stage in enumerate(stages):
-        mine = crossed if shares[s] == 1 else question.costs.crossings(nodes, size // shares[s])
+        mine = transfers if shares[s] == 1 else question.costs.transfers(nodes, size // shares[s])
         needs = _bytes(question, pipeline, steady.clock, s, stage, found[s], mine)
         predicted.append(_predict_stage(pipeline, s, needs, held[s], steady, idle[s]))
     period_s = steady.period_s
@@ -212,7 +212,7 @@ def evaluate(question: Question, stages: Sequence[PlanStage], micro_batches: int
         sequence_distance=sequence_distance(steady),
         stages=tuple(predicted),
     )
-    return Evaluation(stages, micro_batches, pipeline, crossed, prediction)
+    return Evaluation(stages, micro_batches, pipeline, transfers, prediction)
 
 
 def _times(
@@ -310,20 +310,20 @@ def _bytes(
     s: int,
     stage: PlanStage,
     cost: StageCost,
-    crossed: Sequence[Transfer],
+    transfers: Sequence[Transfer],
 ) -> StageBytes:
-    """What there is to hold on a replica. `crossed`: tensors, as large as its part of them."""
+    """What there is to hold on a replica. `transfers`: tensors, as large as its part of them."""
     unit = pipeline.micro_batches_per_share(s)
     # What is computed again isn't kept; what is received is, whether a layer keeps it or not.
     kept_storages = frozenset[str]() if stage.recompute else cost.kept_storages
-    wait = {c.target for c in crossed if c.source == s and c.storage not in kept_storages}
+    wait = {c.target for c in transfers if c.source == s and c.storage not in kept_storages}
     waiting = {
         link.target: most_waiting(clock, link, RECEIVES_AHEAD[FORWARD])
         for link in pipeline.links
         if link.source == s and link.target in wait
     }
-    messages, gradients = boundary_buffers(s, crossed, unit, kept_storages, waiting)
-    received = sum(c.nbytes for c in crossed if c.target == s)
+    messages, gradients = boundary_buffers(s, transfers, unit, kept_storages, waiting)
+    received = sum(c.nbytes for c in transfers if c.target == s)
     return StageBytes(
         parameters=cost.parameter_bytes,
         buffers=cost.buffer_bytes,
@@ -336,16 +336,16 @@ def _bytes(
         messages=messages,
         gradients=gradients,
         workspace=cost.workspace_bytes,
-        postponed=_postponed_bytes(s, cost, crossed) if pipeline.weight_s else 0,
+        postponed=_postponed_bytes(s, cost, transfers) if pipeline.weight_s else 0,
     )
 
 
-def _postponed_bytes(s: int, cost: StageCost, crossed: Sequence[Transfer]) -> int:
+def _postponed_bytes(s: int, cost: StageCost, transfers: Sequence[Transfer]) -> int:
     """Gradients that wait with a micro-batch for its weight part."""
-    if any(c.target == s and c.needs_grad for c in crossed):
+    if any(c.target == s and c.needs_grad for c in transfers):
         return cost.postponed_bytes
     # Nothing goes back, so all of the backward waits, with the gradients that came.
-    return sum(c.nbytes for c in crossed if c.source == s and c.needs_grad)
+    return sum(c.nbytes for c in transfers if c.source == s and c.needs_grad)
 
 
 # The prediction ------------------------------------------------------------------------------
@@ -421,7 +421,7 @@ def make_plan(question: Question, found: Evaluation, report: SolverReport) -> Pl
                     bytes_per_micro_batch=c.nbytes,
                     needs_grad=c.needs_grad,
                 )
-                for c in found.crossed
+                for c in found.transfers
             ),
             predicted=found.prediction,
             solver=report,

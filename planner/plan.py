@@ -334,7 +334,7 @@ def check_cut(
 
 def pipeline_of(plan: Plan) -> Pipeline:
     """What the plan's schedules follow from: its own stage times, edges, devices and limits."""
-    crossed = [
+    transfers = [
         Transfer(e.tensor, e.source, e.target, e.bytes_per_micro_batch, e.needs_grad)
         for e in plan.edges
     ]
@@ -345,7 +345,7 @@ def pipeline_of(plan: Plan) -> Pipeline:
             StageTimes(p.forward_s, p.backward_s, p.update_s, p.all_reduce_s, p.weight_s)
             for p in plan.predicted.stages
         ],
-        crossed,
+        transfers,
         plan.cluster,
         [stage.devices for stage in plan.stages],
         [stage.in_flight for stage in plan.stages],

@@ -274,8 +274,8 @@ class Cluster(
         """The link between devices `a` and `b`, the same in both directions."""
         return self._link(self.devices[a].machine != self.devices[b].machine)
 
-    def _link(self, crossing: bool) -> Network:
-        return self.between_machines if crossing and self.between_machines else self.network
+    def _link(self, between: bool) -> Network:
+        return self.between_machines if between and self.between_machines else self.network
 
     def wire(self, a: int, b: int) -> Hashable:
         """What a message from device `a` to device `b` keeps busy: equal wires take turns.

@@ -30,7 +30,7 @@ def make_pipeline(
     variant: str,
     micro_batches: int,
     times: Sequence[StageTimes],
-    crossed: Sequence[Transfer],
+    transfers: Sequence[Transfer],
     cluster: Cluster,
     devices: Sequence[Sequence[int]],
     limits: Sequence[int],
@@ -47,7 +47,7 @@ def make_pipeline(
         forward_s=tuple(t.forward_s for t in times),
         backward_s=tuple(t.backward_s for t in times),
         update_s=tuple(t.update_s for t in times),
-        links=_links(system, crossed, cluster, devices),
+        links=_links(system, transfers, cluster, devices),
         limits=tuple(limits),
         paces=tuple(_paces(cluster, mine) for mine in devices) if replicated else (),
         all_reduce_s=sums if any(sums) else (),
@@ -82,13 +82,13 @@ def _paces(cluster: Cluster, devices: Sequence[int]) -> tuple[float, ...]:
 
 def _links(
     variant: Variant,
-    crossed: Sequence[Transfer],
+    transfers: Sequence[Transfer],
     cluster: Cluster,
     devices: Sequence[Sequence[int]],
 ) -> tuple[Link, ...]:
     sent: dict[tuple[int, int], int] = {}
     returned: dict[tuple[int, int], int] = {}
-    for c in crossed:
+    for c in transfers:
         pair = c.source, c.target
         sent[pair] = sent.get(pair, 0) + c.nbytes
         if c.needs_grad:

@@ -307,7 +307,7 @@ class StageBytes(
 
 def boundary_buffers(
     stage: int,
-    crossed: Sequence[Transfer],
+    transfers: Sequence[Transfer],
     gradient_micro_batches: int,
     kept_storages: frozenset[str],
     waiting: Mapping[int, int],
@@ -315,7 +315,7 @@ def boundary_buffers(
     """Bytes of messages around a replica of a stage.
 
     Args:
-        crossed: tensors that cross cuts, as large as the replica's part of them.
+        transfers: tensors that cross cuts, as large as the replica's part of them.
         gradient_micro_batches: how many of them one backward of the replica works through.
         kept_storages: a message made of one of these costs nothing more while it waits.
         waiting: for each receiving stage, forward messages that await their sending at once.
@@ -325,7 +325,7 @@ def boundary_buffers(
         gradients, received and made, that a backward has at hand.
     """
     always = working = 0
-    for c in crossed:
+    for c in transfers:
         if c.target == stage:
             always += RECEIVES_AHEAD[FORWARD] * c.nbytes
             if c.needs_grad:

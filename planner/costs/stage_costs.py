@@ -198,14 +198,14 @@ class Costs:
     Attributes:
         stage: (names of layers, micro-batch size, whether it is the last) → `StageCost`. Raises
             PlanError for a micro-batch size outside what was measured.
-        crossings: (names of each stage's layers, micro-batch size) → tensors that cross the cuts,
+        transfers: (names of each stage's layers, micro-batch size) → tensors that cross the cuts,
             each once for each receiving stage, in the graph's order.
     """
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
         self.stage = lru_cache(maxsize=20_000)(self._stage)
-        self.crossings = lru_cache(maxsize=1_000)(self._crossings)
+        self.transfers = lru_cache(maxsize=1_000)(self._find_transfers)
         self._layers = lru_cache(maxsize=None)(partial(layer_costs, profile))
         self._position = {layer.name: k for k, layer in enumerate(profile.layers)}
         self._needs: dict[str, list[Edge]] = {layer.name: [] for layer in profile.layers}
@@ -296,7 +296,7 @@ class Costs:
                     kept[name] = storages[name]
         return kept
 
-    def _crossings(
+    def _find_transfers(
         self, stages: tuple[tuple[str, ...], ...], micro_batch: int
     ) -> tuple[Transfer, ...]:
         stage_of = {name: s for s, names in enumerate(stages) for name in names}

@@ -284,7 +284,7 @@ def stage_load(problem: StageProblem, below: int, layers: int, option: int, k: i
     busy = busy / place.speed + (place.sync_s if parameters else 0.0)
     busy += place.sync_s_per_byte * parameters
     lower = upper = 0.0
-    for side, tensor in _crossing(problem, below, layers):
+    for side, tensor in _at_cuts(problem, below, layers):
         if side == "lower":
             lower += tensor.lower_s
         else:
@@ -304,7 +304,7 @@ def stage_bytes(problem: StageProblem, below: int, layers: int, option: int, k: 
     total = _total(mode.fixed_bytes, inside)
     total += place.copies * _total(problem.parameter_bytes, inside)
     flight = _total(mode.flight_bytes, inside) + mode.shared_in_flight * shared
-    for side, tensor in _crossing(problem, below, layers):
+    for side, tensor in _at_cuts(problem, below, layers):
         if side == "lower":
             total += tensor.lower_bytes
             flight += mode.inputs_kept * tensor.kept_bytes
@@ -357,7 +357,7 @@ def cut_load(problem: StageProblem, cut: Cut) -> float:
     return worst
 
 
-def _crossing(problem: StageProblem, below: int, layers: int) -> Iterator[tuple[str, CutTensor]]:
+def _at_cuts(problem: StageProblem, below: int, layers: int) -> Iterator[tuple[str, CutTensor]]:
     beyond = ~(below | layers)
     if below | layers == problem.full:
         beyond = 0

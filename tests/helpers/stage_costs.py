@@ -10,6 +10,6 @@ def stage_cost(profile, names, micro_batch, *, last):
     return Costs(profile).stage(tuple(names), micro_batch, last)
 
 
-def crossings(profile, stages, micro_batch):
+def transfers(profile, stages, micro_batch):
     """Tensors that cross the cuts, each once for each receiving stage, in the graph's order."""
-    return Costs(profile).crossings(tuple(tuple(names) for names in stages), micro_batch)
+    return Costs(profile).transfers(tuple(tuple(names) for names in stages), micro_batch)

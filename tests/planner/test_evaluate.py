@@ -10,7 +10,7 @@ from helpers.by_hand.profiles import chain, drawn_profiles, profile_by_hand
 from helpers.by_hand.unit_pipelines import unit_pipeline
 from helpers.drawn.plans import evaluated
 from helpers.plans import REPORT
-from helpers.stage_costs import crossings, stage_cost
+from helpers.stage_costs import stage_cost, transfers
 from hypothesis import given
 from hypothesis import strategies as st
 from timeprest.planner.cluster.cluster import Device, uniform_cluster
@@ -89,7 +89,7 @@ def test_replicas_of_whole_mini_batches_run_half_of_each():
     assert (first.forward_s, second.forward_s) == (pytest.approx(8e-3), pytest.approx(4e-3))
     assert found.prediction.period_s == pytest.approx(16e-3)
     # Its part of a message is half a mini-batch's: two receives posted by stage 1, in whole.
-    assert found.crossed[0].nbytes == 32
+    assert found.transfers[0].nbytes == 32
     assert first.memory.boundary_bytes == 16 + 16 + 16
     assert second.memory.boundary_bytes == 2 * 32 + 32 + 32
 
@@ -315,7 +315,7 @@ def test_costs_kept_are_costs_looked_up(profile, data):
         assert costs.stage(tuple(some), size, last) == stage_cost(profile, some, size, last=last)
         cut = data.draw(st.integers(1, len(names)))
         groups = (tuple(names[:cut]), tuple(names[cut:]))
-        assert costs.crossings(groups, size) == crossings(profile, groups, size)
+        assert costs.transfers(groups, size) == transfers(profile, groups, size)
 
 
 # Plans -------------------------------------------------------------------------------------------

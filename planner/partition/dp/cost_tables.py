@@ -293,7 +293,7 @@ class PairCosts:
         self.nothing_beside = before is None and after is None
         self.before = zeros if before is None else self._sum(before)[0]
         self.after = zeros if after is None else after.sum() - self._sum(after)[0]
-        self.wires = self._crossing([(t.ends, [t.lower_s], [t.upper_s]) for t in problem.tensors])
+        self.wires = self._sums_of([(t.ends, [t.lower_s], [t.upper_s]) for t in problem.tensors])
         if places.limited:
             self._sum_bytes()
 
@@ -301,10 +301,10 @@ class PairCosts:
         problem = self.problem
         self.fixed = self._sum(*(mode.fixed_bytes for mode in problem.modes))
         self.flight = self._sum(*(mode.flight_bytes for mode in problem.modes))
-        self.held = self._crossing(
+        self.held = self._sums_of(
             [(t.ends, [t.lower_bytes, t.kept_bytes], [t.upper_bytes]) for t in problem.tensors]
         )
-        self.shared = self._crossing([(s.ends, [s.nbytes], []) for s in problem.shared])
+        self.shared = self._sums_of([(s.ends, [s.nbytes], []) for s in problem.shared])
         self.shared_in_flight = np.array([mode.shared_in_flight for mode in problem.modes])
         self.shared_once = np.array([mode.shared_once for mode in problem.modes])
         self.inputs_kept = np.array([mode.inputs_kept for mode in problem.modes])
@@ -314,7 +314,7 @@ class PairCosts:
             groups = self.inside.groups
             self.workspace = np.array([max(needed[j] for j in members(g)) for g in groups])
 
-    def _crossing(self, tensors: Sequence[Counted]) -> TensorSums | None:
+    def _sums_of(self, tensors: Sequence[Counted]) -> TensorSums | None:
         costly = [t for t in tensors if any(t[1]) or any(t[2])]
         return TensorSums(self.inside, costly, 1 << self.problem.layers) if costly else None
 

@@ -299,7 +299,7 @@ class StageTable:
     ) -> Vector:
         """Of options by number in `at`, and upper downsets by number in `which`, [p]."""
         parameters, serial = _rise(self._others[:2], below, above)[:, which]
-        lower, upper = self._crossing(below, above, "lower_s", "upper_s")
+        lower, upper = self._tensors_at_cuts(below, above, "lower_s", "upper_s")
         before, after = self._others[2:]
         return stage_loads(
             self._problem,
@@ -313,7 +313,7 @@ class StageTable:
             before[below] + (after[-1] - after[above])[which],
         )
 
-    def _crossing(
+    def _tensors_at_cuts(
         self, below: int, above: Positions, lower: str, upper: str
     ) -> tuple[Vector, Vector]:
         """What tensors add up to over the stages' lower and upper cuts, [B] each."""
@@ -332,8 +332,8 @@ class StageTable:
         problem, modes = self._problem, self._problem.modes
         sizes = np.array([shared.nbytes for shared in problem.shared])
         shared = sizes @ (self._shared[:, above] > self._shared[:, below, None])
-        lower, upper = self._crossing(below, above, "lower_bytes", "upper_bytes")
-        kept, _ = self._crossing(below, above, "kept_bytes", "upper_bytes")
+        lower, upper = self._tensors_at_cuts(below, above, "lower_bytes", "upper_bytes")
+        kept, _ = self._tensors_at_cuts(below, above, "kept_bytes", "upper_bytes")
         once = _rise(self._fixed, below, above) + lower + upper
         once += np.outer([mode.shared_once for mode in modes], shared)
         flight = _rise(self._flight, below, above)

@@ -76,7 +76,7 @@ class StageSums:
     """Sums over the units and tensors of a slot, by name."""
 
     seats: Seats
-    _crossings: dict[tuple[int, str, int, tuple[int, ...]], Terms] = field(default_factory=dict)
+    _known_parted: dict[tuple[int, str, int, tuple[int, ...]], Terms] = field(default_factory=dict)
 
     def value(self, linear: Linear, slot: int, kind: tuple[int, ...]) -> Terms:
         """A number of the stage, if it is of this kind; zero otherwise."""
@@ -114,8 +114,8 @@ class StageSums:
         elif name in TENSOR_SUMS:
             for number, tensor in enumerate(units.tensors):
                 if amount := self._amount(name, tensor):
-                    crossing = self._crossing(number, TENSOR_SUMS[name][0], slot, kind)
-                    made.add(crossing, amount)
+                    parted = self._parted(number, TENSOR_SUMS[name][0], slot, kind)
+                    made.add(parted, amount)
         else:
             for u, value in enumerate(units.sums(self._values(name))):
                 if value:
@@ -151,12 +151,12 @@ class StageSums:
         places = [choice.place for choice in self.seats.slots.different]
         return all(place.lower_scale == place.upper_scale for place in places)
 
-    def _crossing(self, number: int, side: str, slot: int, kind: tuple[int, ...]) -> Terms:
+    def _parted(self, number: int, side: str, slot: int, kind: tuple[int, ...]) -> Terms:
         """Whether the stage has a tensor's end, but not all: the first, others, or any."""
         key = (number, side, slot, kind)
-        if key not in self._crossings:
-            self._crossings[key] = self._any(self._gaps(number, side, slot, kind))
-        return self._crossings[key]
+        if key not in self._known_parted:
+            self._known_parted[key] = self._any(self._gaps(number, side, slot, kind))
+        return self._known_parted[key]
 
     def _gaps(self, number: int, side: str, slot: int, kind: tuple[int, ...]) -> list[Terms]:
         seats = self.seats

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 from helpers.by_hand.profiles import chain, drawn_profiles, profile_by_hand
-from helpers.stage_costs import crossings, stage_cost
+from helpers.stage_costs import stage_cost, transfers
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from timeprest.planner.cluster.cluster import read_cluster, uniform_cluster
@@ -202,7 +202,7 @@ def test_a_tensor_is_sent_once_for_each_receiving_stage():
     layers = [(f"n{k}", 0, 1e-3, 1e-3, 0, []) for k in range(4)]
     edges = [("n0", "n1", "a", 8), ("n0", "n2", "a", 8), ("n0", "n3", "a", 8)]
     edges += [("n1", "n3", "b", 8), ("n2", "n3", "c", 8), ("n3", "output", "d", 8)]
-    found = crossings(profile_by_hand(layers, edges), [("n0",), ("n1", "n2"), ("n3",)], 2)
+    found = transfers(profile_by_hand(layers, edges), [("n0",), ("n1", "n2"), ("n3",)], 2)
     assert [(c.tensor, c.source, c.target, c.nbytes) for c in found] == [
         ("a", 0, 1, 16),
         ("a", 0, 2, 16),
