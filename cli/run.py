@@ -17,11 +17,11 @@ from .errors import errors_as_lines, naming
 from .options import CONTEXT, common_options, optimizer_choice, run_options, run_settings
 from .progress import Bar
 from .run_commands.export import WithOthers
-from .run_commands.rank import meeting_at_hand, one_rank_tells
+from .run_commands.rank import one_rank_tells, rendezvous_at_hand
 from .run_commands.resume import adjusted, check_resumable, read_run
 
 if TYPE_CHECKING:
-    from ..runtime.processes.rendezvous import Meeting
+    from ..runtime.processes.rendezvous import Rendezvous
 
 
 @click.command(
@@ -54,9 +54,9 @@ def main(
     Started by torchrun or srun, it is one of these processes, on one machine of many.
     """
     check_system()
-    meeting = meeting_at_hand()
+    rendezvous = rendezvous_at_hand()
     resume = resume or resume_at is not None
-    if not resume and meeting is not None and _restarted(meeting, run_dir):
+    if not resume and rendezvous is not None and _restarted(rendezvous, run_dir):
         # The launcher repeats the command with which the run was begun.
         resume, asked["epochs"], asked["steps"] = True, None, None
     elif resume:
@@ -82,16 +82,16 @@ def main(
         assert plan_path is not None
         plan = read_plan(plan_path)
         settings = run_settings(plan, optimizer, asked)
-    if meeting is not None:
-        check_world_size(meeting.launched, sum(len(stage.devices) for stage in plan.stages))
+    if rendezvous is not None:
+        check_world_size(rendezvous.launched, sum(len(stage.devices) for stage in plan.stages))
         if inline or checks:
             raise UserError(
                 f"--{'inline' if inline else 'check'}: not under "
-                f"{meeting.launched.by}: start tp-run by itself"
+                f"{rendezvous.launched.by}: start tp-run by itself"
             )
         if max_restarts:
             raise UserError("--max-restarts: is torchrun's own option there, or srun's --requeue")
-    with Bar(plan.variant, quiet=quiet or as_json or meeting is not None) as bar:
+    with Bar(plan.variant, quiet=quiet or as_json or rendezvous is not None) as bar:
         # Torch takes its time; bad options and plans needn't wait for it.
         bar.doing("loading torch")
         from .run_commands.checks import show_check, show_dry_run
@@ -101,20 +101,20 @@ def main(
             show_check(plan, settings, run_dir, inline=inline, as_json=as_json, quiet=quiet)
         return
     named = run_dir or f"runs/{plan.variant}-{time.strftime('%Y%m%d-%H%M%S')}"
-    if meeting is not None:
+    if rendezvous is not None:
         # Each host may name its own.
-        named = run_dir or meeting.share("run directory", named)
+        named = run_dir or rendezvous.share("run directory", named)
     if dry_run and resume:
         raise UserError("--dry-run: goes with neither --resume nor --check")
     with naming(plan_path or named):
         if dry_run:
-            show_dry_run(plan, settings, named, meeting, as_json=as_json, quiet=quiet)
+            show_dry_run(plan, settings, named, rendezvous, as_json=as_json, quiet=quiet)
             return
         job = TrainingJob(
             plan=plan,
             settings=settings,
             where=Path(named),
-            meeting=meeting,
+            rendezvous=rendezvous,
             inline=inline,
             resumed=resumed,
             max_restarts=max_restarts,
@@ -122,10 +122,10 @@ def main(
         train(job, as_json=as_json, quiet=quiet, verbose=verbose)
 
 
-def _restarted(meeting: Meeting, run_dir: str | None) -> bool:
+def _restarted(rendezvous: Rendezvous, run_dir: str | None) -> bool:
     """Whether the launcher restarted the workers of a run that has begun."""
     begun = run_dir is not None and (Path(run_dir) / "plan.json").exists()
-    return meeting.launched.attempt > 0 and begun
+    return rendezvous.launched.attempt > 0 and begun
 
 
 if __name__ == "__main__":

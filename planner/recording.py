@@ -445,7 +445,7 @@ def shifted(
 # Idle is what is left of a worker's time in training when computing and communicating are taken
 # out of it; its share of that time is what every table, page and figure calls idle
 # (docs/reading_tables.md). What a plan predicts is `timeline.idle_shares`, of the steady state;
-# what a run measured is `runtime.records.idle.measured_times`, of all training.
+# what a run measured is `runtime.records.metrics.measured_times`, of all training.
 
 
 class LaneTimes(NamedTuple):

@@ -299,7 +299,7 @@ RUN_FILES = (
 )
 RUN_FOLDERS = (
     *("stages", "operations", "recorded", "gradients", "checkpoints", "weights", "reports"),
-    *("errors", "status", "logs"),
+    *("status", "logs"),
 )
 RUN_OWN = RUN_FILES + RUN_FOLDERS
 """What a run directory holds (`runtime.records.run_dir`)."""

@@ -18,7 +18,7 @@ from ..tables.layout import compact_table, counted
 
 if TYPE_CHECKING:
     from ...planner.plan import Plan
-    from ...runtime.processes.rendezvous import Meeting
+    from ...runtime.processes.rendezvous import Rendezvous
     from ...runtime.settings import RunSettings
 
 
@@ -79,7 +79,7 @@ def show_dry_run(
     plan: Plan,
     settings: RunSettings,
     run_dir: str,
-    meeting: Meeting | None,
+    rendezvous: Rendezvous | None,
     *,
     as_json: bool,
     quiet: bool,
@@ -87,7 +87,7 @@ def show_dry_run(
     """Check and print what a run needs. Raises UserError when there is a problem."""
     from ...runtime.verify.dry_run import dry_run
 
-    found = dry_run(plan, settings, run_dir, meeting)
+    found = dry_run(plan, settings, run_dir, rendezvous)
     if found is None:
         return
     if as_json:

@@ -17,7 +17,7 @@ from ...runtime.processes.environment import launched_by
 from ..errors import OneLineCommand, tell, why_unprinted
 
 if TYPE_CHECKING:
-    from ...runtime.processes.rendezvous import Meeting
+    from ...runtime.processes.rendezvous import Rendezvous
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -56,32 +56,29 @@ def one_rank_tells(function: F) -> F:
             # srun looks after its tasks itself; of who else sets RANK nothing is known.
             end_with_parent(os.getppid())
         # Torch takes its time; who starts workers on this machine alone needn't wait for it.
-        from ...profiles.tasks.hooks import describe_error
-        from ...runtime.processes.rendezvous import Meeting
+        from ...runtime.processes.rendezvous import Rendezvous
 
-        meeting = Meeting(launched, tell)
-        click.get_current_context().obj = meeting
-        try:
-            function(*args, **kwargs)
-        except TimeprestError as error:
-            meeting.fail(error)
-            meeting.leave(error.exit_code)
-        except BaseException as error:  # the user's code runs here, too
-            why = why_unprinted(error)
-            if why is None and isinstance(error, Exception):
-                import traceback
+        rendezvous = Rendezvous(launched, tell)
+        rendezvous.end_when_asked()
+        click.get_current_context().obj = rendezvous
 
-                traceback.print_exc()
-            meeting.fail(RunError(f"rank {launched.rank}: {why or describe_error(error)}"))
-            meeting.leave(1)
-        return meeting.leave(0)
+        def work() -> None:
+            try:
+                function(*args, **kwargs)
+            except OSError as error:
+                why = why_unprinted(error)
+                if why is None:
+                    raise
+                raise RunError(f"rank {launched.rank}: {why}") from None
+
+        return rendezvous.run(work)
 
     return wrapped  # type: ignore[return-value]
 
 
-def meeting_at_hand() -> Meeting | None:
+def rendezvous_at_hand() -> Rendezvous | None:
     """The rendezvous with the other workers; None where this command starts the workers itself."""
-    found: Meeting | None = click.get_current_context().obj
+    found: Rendezvous | None = click.get_current_context().obj
     return found
 
 

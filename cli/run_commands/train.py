@@ -10,11 +10,11 @@ from typing import Any
 
 from ...planner.plan import Plan
 from ...profiles.measuring.process import keep_freed_memory
-from ...runtime.processes.rendezvous import Meeting
+from ...runtime.checkpoint.start import telling_worker
+from ...runtime.processes.rendezvous import Rendezvous
 from ...runtime.records.metrics import RunSummary
 from ...runtime.run import resume, run, with_restarts
 from ...runtime.settings import RunSettings
-from ...runtime.training.worker import resume_member, run_member
 from ..errors import Stopped, output, print_json, tell
 from ..progress import Bar
 from ..tables.plan import operations
@@ -31,7 +31,7 @@ class TrainingJob:
 
     Attributes:
         where: the run directory.
-        meeting: where torchrun or srun has started the workers; None: they are started here.
+        rendezvous: where torchrun or srun has started the workers; None: they are started here.
         inline: all stages in this process.
         resumed: arguments of `resume`; None: a new run.
         max_restarts: after failures.
@@ -40,7 +40,7 @@ class TrainingJob:
     plan: Plan
     settings: RunSettings
     where: Path
-    meeting: Meeting | None
+    rendezvous: Rendezvous | None
     inline: bool
     resumed: Mapping[str, Any] | None
     max_restarts: int
@@ -64,7 +64,7 @@ def train(job: TrainingJob, *, as_json: bool, quiet: bool, verbose: bool) -> Non
             summary = _trained(job, progress)
         except KeyboardInterrupt:
             raise Stopped(how_to_go_on(where)) from None
-    if summary is None:
+    if job.rendezvous is not None and job.rendezvous.rank != telling_worker(plan).rank:
         return
     if as_json:
         print_json(summary)
@@ -76,20 +76,20 @@ def train(job: TrainingJob, *, as_json: bool, quiet: bool, verbose: bool) -> Non
         console.print(f"weights, metrics and summary are in {where}")
 
 
-def _trained(job: TrainingJob, progress: TrainingProgress) -> RunSummary | None:
-    """The run's summary; None: another worker has it."""
+def _trained(job: TrainingJob, progress: TrainingProgress) -> RunSummary:
     plan, settings, where = job.plan, job.settings, job.where
-    resumed, meeting, inline = job.resumed, job.meeting, job.inline
-    if meeting is not None:
-        if resumed is None:
-            return run_member(plan, settings, str(where), meeting, progress)
-        return resume_member(str(where), meeting=meeting, observer=progress, **resumed)
-    go_on = partial(resume, where, inline=inline, observer=progress)
-    if resumed is None:
-        first, changes = partial(run, plan, settings, where, inline=inline, observer=progress), {}
+    how: dict[str, Any] = {
+        "inline": job.inline,
+        "observer": progress,
+        "rendezvous": job.rendezvous,
+    }
+    go_on = partial(resume, where, **how)
+    if job.resumed is None:
+        first, changes = partial(run, plan, settings, where, **how), {}
     else:
-        first, changes = partial(go_on, **resumed), resumed["changes"]
-    warn_of_memory(plan, settings)
+        first, changes = partial(go_on, **job.resumed), job.resumed["changes"]
+    if job.rendezvous is None:
+        warn_of_memory(plan, settings)
     return with_restarts(first, partial(go_on, changes=changes), job.max_restarts, tell)
 
 
@@ -102,7 +102,7 @@ def _opening(job: TrainingJob, *, verbose: bool) -> Iterator[Any]:
     if job.resumed is not None:
         line += f", from {place_of(job.where, job.resumed['at'])}"
     yield line
-    one_host = job.meeting is None or job.meeting.launched.one_host
+    one_host = job.rendezvous is None or job.rendezvous.launched.one_host
     yield from device_lines(plan, settings, workers, inline=inline, one_host=one_host)
     profiled = plan.profile.autocast or "off"
     if settings.autocast not in ("profiled", profiled):

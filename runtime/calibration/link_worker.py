@@ -1,14 +1,10 @@
 """A process that measures links.
 
-``python -m timeprest.runtime.calibration.link_worker FOLDER STORE LAUNCHER``
-
-Started by torch.distributed's launcher, which sets RANK and WORLD_SIZE.
+``python -m timeprest.runtime.calibration.link_worker FOLDER LAUNCHER``
 """
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 import time
 from contextlib import closing
@@ -22,12 +18,12 @@ import torch.distributed as dist
 
 from ...planner.cluster.link_fit import LinkPoint, error_of_median
 from ...profiles.files import write_bytes
-from ...profiles.measuring.process import end_with_parent
 from ...profiles.units import format_bytes
 from ..communication.channel import PeerError
-from ..processes.environment import loopback, use_loopback
+from ..processes.environment import use_interface
+from ..processes.rendezvous import Rendezvous
 from ..records.growing_file import GrowingFile
-from ..training.worker import leave, note_failure
+from ..training.worker import join
 from .links import ALL_REDUCE, LinkDir, LinkSettings, LinkTimes, Process, backend_of
 
 # Longest wait for the others to start. All load torch at once, on the cores that there are.
@@ -138,42 +134,33 @@ def _take_turns(
             left = [cell for cell in left if cell.share_done(settings.precision) < 1]
 
 
-def main(arguments: list[str]) -> int:
-    """Take part in a measurement. Returns the exit code; why it failed stands in the folder."""
-    where, store_path = LinkDir(arguments[0]), arguments[1]
-    end_with_parent(int(arguments[2]))
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    # Ctrl-C ends a worker at once, without a traceback; the launcher says that it was stopped.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        _work(where, store_path, rank, world_size)
-    except BaseException as error:
-        return leave(note_failure(error, where, rank, f"process {rank}"))
-    return leave(0)
+def main(arguments: list[str]) -> None:
+    """Take part in a measurement, and end the process."""
+    where, rendezvous = LinkDir(arguments[0]), join(int(arguments[1]), "process")
+    rendezvous.run(lambda: _work(where, rendezvous))
 
 
-def _work(where: LinkDir, store_path: str, rank: int, world_size: int) -> None:
+def _work(where: LinkDir, rendezvous: Rendezvous) -> None:
     settings = msgspec.json.decode(where.settings.read_bytes(), type=LinkSettings)
     torch.set_num_threads(1)
-    _join(settings.device, store_path, rank, world_size)
-    process = Process(rank, settings.device, settings.timeout_s)
-    if rank == 0:
-        lead(process, world_size, settings, where)
+    _join_group(settings.device, rendezvous)
+    process = Process(rendezvous.rank, settings.device, settings.timeout_s)
+    if rendezvous.rank == 0:
+        lead(process, rendezvous.launched.world_size, settings, where)
     else:
         process.follow()
 
 
-def _join(device: str, store_path: str, rank: int, world_size: int) -> None:
+def _join_group(device: str, rendezvous: Rendezvous) -> None:
     """Join the process group. Raises PeerError when the others don't come in time."""
-    # Local processes listen on the loopback device alone.
-    use_loopback()
-    os.environ["NCCL_SOCKET_IFNAME"] = loopback()
+    rank, world_size = rendezvous.rank, rendezvous.launched.world_size
+    use_interface(rendezvous.launched)
     backend = "gloo"
     if device == "cuda":
         torch.cuda.set_device(rank)
         # What the processes tell each other stays on the CPU.
         backend = f"cpu:gloo,cuda:{backend_of(device)}"
-    store = dist.FileStore(store_path, world_size)  # type: ignore[attr-defined]
+    store = dist.PrefixStore("links", rendezvous.store)  # type: ignore[attr-defined]
     timeout = timedelta(seconds=LOADING_S + LOADING_S_PER_PROCESS * world_size)
     try:
         dist.init_process_group(
@@ -184,4 +171,4 @@ def _join(device: str, store_path: str, rank: int, world_size: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

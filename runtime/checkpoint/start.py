@@ -1,4 +1,4 @@
-"""Where a run starts: at new weights, at a checkpoint of its own, or at what another run made."""
+"""How a run starts: checks before it begins, and the weights: new, or from a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from torch import Tensor, nn
 from ...planner.plan import Plan
 from ...profiles.errors import FileError, UserError
 from ...profiles.files import check_regular
+from ..prepare.devices import check_kind, device_kind, gpu_count
 from ..prepare.prepare import Prepared
 from ..prepare.workers import Worker, workers_of
 from ..records.metrics import EpochSums
-from ..records.operation_log import read_stage_epochs
+from ..records.operation_log import read_stage_epochs, record_named
 from ..records.progress import read_progress
 from ..records.run_dir import RunDir, load_weights, read_tensors
 from ..settings import RunSettings
+from ..stage.optimizer import check_choice
 from ..stage.runner import StageRunner
 from ..stage.stage import Stage
 from .checkpoint import (
@@ -29,6 +31,37 @@ from .checkpoint import (
     settings_checksum,
 )
 from .worker_state import WorkerState, give_kept, restore
+
+
+def check_settings(settings: RunSettings) -> RunSettings:
+    """The same, with paths made absolute. Raises UserError when they contradict each other."""
+    if settings.optimizer is not None:
+        check_choice(settings.optimizer)
+    record_named(settings.record)
+    if settings.warmup and settings.lr_schedule is None:
+        raise UserError("--warmup: goes with an --lr-schedule")
+    if settings.start_from is not None:
+        start = Path(settings.start_from).absolute()
+        settings = msgspec.structs.replace(settings, start_from=str(start))
+    return settings
+
+
+def check_device(plan: Plan, settings: RunSettings) -> None:
+    """Raise UserError where this host can't train on what the run is to be trained on."""
+    check_kind(device_kind(plan, settings), settings, gpu_count())
+
+
+def check_unfinished(prepared: Prepared, where: RunDir) -> None:
+    """Raise UserError when a run that is to be resumed has nothing left to do."""
+    settings = prepared.settings
+    done = settings.resume_at or 0
+    # One that was killed after its last checkpoint still has its weights and summary to write.
+    if prepared.segments[-1].end <= done and where.summary.exists():
+        raise UserError(
+            f"{where.path}: this run has ended, after {done} mini-batches"
+            + "; for more, give "
+            + (f"--steps above {done}" if settings.steps else f"--epochs above {settings.epochs}")
+        )
 
 
 def settings_to_resume(

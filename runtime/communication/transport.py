@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterable, Sequence
-from datetime import timedelta
 
 import msgspec
 import psutil
@@ -24,7 +23,7 @@ from ..prepare.prepare import Prepared
 from ..prepare.workers import Worker
 from ..records.status import Status
 from .all_reduce import LocalAllReduce, Pool, ProcessAllReduce, reduce_groups
-from .channel import LocalChannels, Mailbox, PeerError, ProcessChannels
+from .channel import LocalChannels, Mailbox, ProcessChannels
 from .gloo import GlooChannels
 from .nccl import NcclChannels
 from .pinned_memory import Copier, CudaCopier, PinnedMemoryChannels
@@ -92,21 +91,6 @@ def free_bytes(device: torch.device) -> int:
     if device.type != "cuda":
         return int(psutil.virtual_memory().available)
     return int(torch.cuda.mem_get_info(device)[0])
-
-
-def exchange_over(store: dist.Store, rank: int, workers: int, timeout: timedelta) -> Exchange:  # type: ignore[name-defined]
-    """An exchange among workers that share a store. It raises PeerError within the bound."""
-
-    def exchange(mine: bytes) -> list[bytes]:
-        keys = [f"place/{other}" for other in range(workers)]
-        try:
-            store.set(keys[rank], mine)
-            store.wait(keys, timeout)
-            return [bytes(store.get(key)) for key in keys]
-        except RuntimeError as error:
-            raise PeerError(f"rank {rank}: the workers didn't find each other: {error}") from error
-
-    return exchange
 
 
 def agree_on_transport(place: WorkerPlace, exchange: Exchange) -> str:

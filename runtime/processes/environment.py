@@ -1,12 +1,18 @@
-"""Workers that torchrun or srun started: who they are, as their environment says. No torch."""
+"""What a worker's environment says of it: who it is, where the others are, what to listen on.
+
+torchrun, srun and our own launcher (`launcher`) tell it by the same variables. No torch here.
+"""
 
 from __future__ import annotations
 
 import os
+import signal
 import socket
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -15,21 +21,17 @@ from ...profiles.errors import UserError
 DEFAULT_PORT = 29500
 """torchrun's own, where MASTER_PORT isn't set."""
 
-
-ENDING_SIGNALS = (
-    *("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2"),
-    *("SIGALRM", "SIGVTALRM", "SIGPROF", "SIGXCPU"),
-)
-"""Signals from outside that end a process which does nothing about them."""
+LOOPBACK = "127.0.0.1"
+"""Where the workers of one host meet and talk to each other."""
 
 
 @dataclass(frozen=True)
 class Launched:
-    """One worker of many, started from outside.
+    """One worker of many, as its launcher started it.
 
     Attributes:
         by: "torchrun" or "srun".
-        address: where the workers meet, a name or an address; `port` likewise.
+        address: of the store at which the workers meet, a name or an address; `port` likewise.
         one_host: all workers are on this one.
         agent_store: the launcher itself runs the store at that address; else rank 0 does.
         attempt: how often the launcher has started all workers anew.
@@ -80,6 +82,22 @@ def launched_by(environment: Mapping[str, str]) -> Launched | None:
     )
 
 
+def variables_of(launched: Launched) -> dict[str, str]:
+    """The environment variables by which torchrun tells a worker of a single host who it is."""
+    return {
+        "RANK": str(launched.rank),
+        "LOCAL_RANK": str(launched.local_rank),
+        "WORLD_SIZE": str(launched.world_size),
+        "LOCAL_WORLD_SIZE": str(launched.world_size),
+        "MASTER_ADDR": launched.address,
+        "MASTER_PORT": str(launched.port),
+        "TORCHELASTIC_USE_AGENT_STORE": str(launched.agent_store),
+        "TORCHELASTIC_RESTART_COUNT": str(launched.attempt),
+        # NCCL's own watchdog ends a process whose communication has failed.
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+    }
+
+
 def check_world_size(launched: Launched, workers: int) -> None:
     """Raise UserError unless there is a process for each worker of the plan."""
     if launched.world_size != workers:
@@ -102,7 +120,7 @@ def _number(environment: Mapping[str, str], name: str, default: int | None = Non
     return int(text)
 
 
-# Which network interface gloo is to use ---------------------------------------------------------
+# Network interfaces that gloo and NCCL listen on ------------------------------------------------
 
 VARIABLE = "GLOO_SOCKET_IFNAME"
 """gloo's own; what the user has set there stays."""
@@ -129,7 +147,7 @@ def use_interface(launched: Launched) -> str:
     """
     if launched.one_host:
         use_loopback()
-        return "127.0.0.1"
+        return LOOPBACK
     address = own_address(launched.address, launched.port)
     if VARIABLE in os.environ:
         return address
@@ -166,3 +184,27 @@ def interface_of(address: str) -> str | None:
         if any(found.address.split("%")[0] == address for found in addresses):
             return str(name)
     return None
+
+
+# Signals ----------------------------------------------------------------------------------------
+
+ENDING_SIGNALS = (
+    *("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2"),
+    *("SIGALRM", "SIGVTALRM", "SIGPROF", "SIGXCPU"),
+)
+"""Signals from outside that end a process which does nothing about them."""
+
+
+def take_signals(handler: Callable[[int, object], None]) -> dict[int, Any]:
+    """Have signals that would end this process call `handler` instead.
+
+    What the process ignores (nohup) or handles itself stays so; only a main thread takes signals.
+
+    Returns what was there before, by the signals' numbers.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+    numbers = [getattr(signal, name) for name in ENDING_SIGNALS if hasattr(signal, name)]
+    before = {number: signal.getsignal(number) for number in numbers}
+    ends = (signal.SIG_DFL, signal.default_int_handler)
+    return {n: signal.signal(n, handler) for n, found in before.items() if found in ends}

@@ -1,15 +1,20 @@
-"""Starting the worker processes of one machine with torch.distributed's own launcher."""
+"""Local runs: worker processes on this machine, started as torchrun starts them.
+
+Each process runs the same entry with the same environment variables as under torchrun, and meets
+the others at a store which the launcher holds (`rendezvous`); it listens on the loopback device
+alone. When one worker fails, the launcher ends the others within seconds; when the launcher dies,
+the system ends them.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import re
 import signal
+import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -17,19 +22,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 from ...profiles.errors import FileError, RunError, StoppedError, TimeprestError, UserError
 from ..records.progress import Observer, Tail
 from ..records.run_dir import RunDir
 from ..records.status import WorkerStatus, read_statuses
-from .environment import ENDING_SIGNALS
-from .rendezvous import blame, circumstances, stopped_ranks
+from .environment import LOOPBACK, Launched, take_signals, variables_of
+from .rendezvous import GRACE_S, LocalStore, circumstances
 
-GRACE_S = 3.0
-"""After the first failure, what the other workers have to end by themselves."""
-WORKER = f"{__package__.rpartition('.')[0]}.training.worker"
-"""The module that a worker's process runs."""
+LOOK_S = 0.1
+"""Between two looks at the workers."""
+
 WORKER = f"{__package__.rpartition('.')[0]}.training.worker"
 """The module that a worker's process runs."""
 
@@ -39,9 +41,9 @@ class Workers:
     """Local processes that are started together.
 
     Attributes:
-        module: what each one runs; its arguments are the directory, the store's file, and the
-            number of this process, with which it is to end.
-        where: their directory, with what they note of failures, and their logs.
+        module: what each one runs; its arguments are the directory and the number of this process,
+            with which it is to end.
+        where: their directory, with their statuses and logs.
         labels: how each is named in messages, by rank.
         logs_kept: the directory stays, so that a message may send the user to the logs; where
             it doesn't, the last line of a log stands in the message.
@@ -115,190 +117,114 @@ _OPERATION = re.compile(r"\d+[FBWU]\d")
 
 
 def run_workers(workers: Workers, poll: Callable[[], None]) -> None:
-    """Start workers and wait for their end, calling `poll` from a thread a few times a second.
+    """Start workers and wait for their end, calling `poll` a few times a second.
 
-    When one worker dies, the launcher ends the others within seconds; when the launcher dies, the
-    system ends them. Raises as `launch`.
+    Raises as `launch`, and what `poll` raises; all workers have ended then.
     """
-    # Sharing a TCP store between the launcher and its workers would listen on every address.
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    store, failure = LocalStore(), None
+    processes: list[subprocess.Popen[bytes]] = []
+    with _signals() as arrived:
+        try:
+            logs = _start(workers, store.port, processes)
+            while True:
+                codes = [process.poll() for process in processes]
+                failed = [rank for rank, code in enumerate(codes) if code]
+                if failed or arrived or None not in codes:
+                    break
+                poll()
+                time.sleep(LOOK_S)
+            if failed:
+                failure = store.failure()
+        finally:
+            _end(processes)
+        poll()
+    if arrived:
+        name = signal.Signals(arrived[0]).name
+        raise KeyboardInterrupt if name == "SIGINT" else StoppedError(f"stopped by {name}")
+    if failure is not None:
+        printed = f". What the workers printed is in {logs}" if failure.waited else ""
+        kind: type[TimeprestError] = UserError if failure.exit_code == 2 else RunError
+        raise kind(failure.message + (printed if workers.logs_kept else ""))
+    if failed:
+        rank = min(failed, key=lambda rank: codes[rank] or 0)
+        raise RunError(_how_it_ended(workers, rank, codes[rank] or 0, logs))
 
-    # What it logs of failures is told by the report; each of its modules has its own logger.
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed.elastic"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
 
-    watch = _Watch(workers.where, poll)
+def _start(workers: Workers, port: int, processes: list[subprocess.Popen[bytes]]) -> Path:
+    """Start all processes. Returns the folder of their logs. Raises FileError."""
+    logs, count = workers.where.path / "logs", len(workers.labels)
+    command = [sys.executable, "-m", workers.module, str(workers.where.path), str(os.getpid())]
     try:
-        with tempfile.TemporaryDirectory(prefix="timeprest-") as folder, _signals() as signals:
-            config = LaunchConfig(
-                min_nodes=1,
-                max_nodes=1,
-                nproc_per_node=len(workers.labels),
-                run_id="timeprest",
-                # Rendezvous and store are files: nothing listens but gloo, on the loopback device.
-                rdzv_backend="c10d",
-                rdzv_endpoint=str(Path(folder) / "rendezvous"),
-                rdzv_configs={"store_type": "file"},
-                local_addr="127.0.0.1",
-                max_restarts=0,
-                monitor_interval=0.1,
-                signals_to_handle=",".join(signals),
-                logs_specs=DefaultLogsSpecs(
-                    log_dir=str(workers.where.path / "logs"), redirects=Std.ALL, tee=Std.NONE
-                ),
+        logs.mkdir(parents=True, exist_ok=True)
+        # A run that is started again keeps the logs of before.
+        logs = Path(tempfile.mkdtemp(prefix="timeprest_", dir=logs))
+        for rank in range(count):
+            launched = Launched(
+                "torchrun", rank, count, LOOPBACK, port, agent_store=True, local_rank=rank
             )
-            where = [str(workers.where.path), str(Path(folder) / "store")]
-            command = ["-m", workers.module, *where, str(os.getpid())]
-            with watch:
-                elastic_launch(config, sys.executable)(*command)
-    except ChildFailedError as error:
-        raise watch.problem or _explain(workers, error, watch) from error
+            with (
+                _log(logs, rank, "stdout").open("wb") as out,
+                _log(logs, rank, "stderr").open("wb") as err,
+            ):
+                processes.append(
+                    subprocess.Popen(
+                        command,
+                        stdin=subprocess.DEVNULL,
+                        stdout=out,
+                        stderr=err,
+                        env={**os.environ, **variables_of(launched)},
+                        # Ctrl-C in the terminal is for the launcher.
+                        start_new_session=True,
+                    )
+                )
     except OSError as error:
         what = f"{error.filename}: can't be written" if error.filename else "the workers' files"
         raise FileError(f"{what}: {error.strerror}") from None
-    except SignalException as stopped:
-        if stopped.sigval == signal.SIGINT:
-            raise KeyboardInterrupt from stopped
-        raise StoppedError(f"stopped by {stopped.sigval.name}") from stopped
-    if watch.problem is not None:
-        raise watch.problem
+    return logs
+
+
+def _log(logs: Path, rank: int, stream: str) -> Path:
+    return logs / f"rank{rank}.{stream}"
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Ask all processes to end, and what they have started; a few seconds later, make them."""
+    for how in (signal.SIGTERM, signal.SIGKILL):
+        end = time.monotonic() + GRACE_S
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, how)
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, end - time.monotonic()))
 
 
 @contextmanager
-def _signals() -> Iterator[list[str]]:
-    """Names of the signals that torch's launcher is to handle; afterwards all is as it was.
+def _signals() -> Iterator[list[int]]:
+    """Numbers of the signals that arrived of those that would end this process.
 
-    Those that would end this process: what it ignores (nohup) or handles itself stays so.
+    Afterwards all is as it was.
     """
-    names = [name for name in ENDING_SIGNALS if hasattr(signal, name)]
-    before = {name: signal.getsignal(getattr(signal, name)) for name in names}
-    ends = (signal.SIG_DFL, signal.default_int_handler)
-    found = {name: handler for name, handler in before.items() if handler in ends}
+    arrived: list[int] = []
+    before = take_signals(lambda number, _: arrived.append(number))
     try:
-        yield list(found)
+        yield arrived
     finally:
-        if threading.current_thread() is threading.main_thread():
-            for name, handler in found.items():
-                signal.signal(getattr(signal, name), handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-class _Watch:
-    """Passes progress on from a thread while the launcher has the main one.
-
-    After a failure the launcher asks the other workers to end, and waits half a minute for
-    one that can't (stopped, or stuck in a call). Here it gets a few seconds.
-
-    Attributes:
-        killed: processes that were ended from here, which isn't a cause.
-        stopped: ranks whose processes stood still (SIGSTOP) at the first failure.
-        problem: what went wrong in here, so that the workers had to end.
-    """
-
-    def __init__(self, run_dir: RunDir, poll: Callable[[], None]) -> None:
-        self.run_dir = run_dir
-        self.poll = poll
-        self.killed: set[int] = set()
-        self.stopped: frozenset[int] = frozenset()
-        self.problem: BaseException | None = None
-        self._failed_at: float | None = None
-        self._looks = 0
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._work, daemon=True)
-
-    def _work(self) -> None:
-        while not self._stop.wait(0.1):
-            try:
-                if self.problem is None:
-                    self.poll()
-                    self._end_the_stuck()
-                else:
-                    self._kill_workers()
-            except BaseException as error:  # whoever is told of progress, and a full disk below
-                self.problem = error
-
-    def _end_the_stuck(self) -> None:
-        if self._failed_at is None:
-            self._looks += 1
-            noted = any(self.run_dir.errors.glob("*.json"))
-            # Those that stand elsewhere for want of room take longer to look for.
-            if noted or (not self._looks % 10 and self.run_dir.read_errors()):
-                self._failed_at = time.monotonic()
-                self.stopped = stopped_ranks(read_statuses(self.run_dir.statuses))
-        elif time.monotonic() - self._failed_at > GRACE_S:
-            self._kill_workers()
-
-    def _kill_workers(self) -> list[psutil.Process]:
-        found = []
-        for child in psutil.Process().children():
-            with contextlib.suppress(psutil.Error):
-                if str(self.run_dir.path) in child.cmdline():
-                    self.killed.add(child.pid)
-                    child.kill()
-                    found.append(child)
-        return found
-
-    def __enter__(self) -> _Watch:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._stop.set()
-        self._thread.join()
-        # A signal that comes while the launcher starts a worker can make it forget that one.
-        psutil.wait_procs(self._kill_workers(), timeout=GRACE_S)
-        if self.problem is None:
-            try:
-                self.poll()
-            except BaseException as error:
-                self.problem = error
-
-
-def _explain(workers: Workers, error: BaseException, watch: _Watch) -> TimeprestError:
-    """The first cause: a worker's own error before the errors of those who waited for it."""
-    noted = workers.where.read_errors()
-    statuses = read_statuses(workers.where.statuses)
-    failures = getattr(error, "failures", {})
-    silent = [
-        (rank, failure)
-        for rank, failure in failures.items()
-        if not any(e.rank == rank for e in noted)
-        and failure.exitcode != -signal.SIGTERM
-        and failure.pid not in watch.killed
-    ]
-    own = [e for e in noted if not e.from_peer]
-    if own:
-        kind: type[TimeprestError] = UserError if own[0].exit_code == 2 else RunError
-        return kind(own[0].message + circumstances(statuses, own[0].rank))
-    if silent:
-        rank, failure = min(silent, key=lambda item: item[1].timestamp)
-        how = (
-            f"was killed by {signal.Signals(-failure.exitcode).name}"
-            if failure.exitcode < 0
-            else f"ended with exit code {failure.exitcode}"
-        )
-        around = circumstances(statuses, rank)
-        if not statuses and noted:
-            around = f"; {noted[0].message}"
-        return RunError(
-            f"{workers.labels[rank]} {how}{around}{_printed(workers, 'Its output is', rank)}"
-        )
-    printed = _printed(workers, "What the workers printed is")
-    if noted:
-        return RunError(blame(statuses, noted[0].rank, noted[0].message, watch.stopped) + printed)
-    return RunError(f"the run failed: {error}{printed}")
-
-
-def _printed(workers: Workers, what: str, rank: int | None = None) -> str:
-    """Where the logs are; where they aren't kept, the last line of that rank's errors."""
-    logs = workers.where.path / "logs"
-    if workers.logs_kept:
-        return f". {what} in {logs}"
-    for path in logs.rglob(f"{rank}/stderr.log"):
-        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-        last = [line for line in lines if line.strip()][-1:]
-        return "".join(f". Its last words: {line.strip()[:200]}" for line in last)
-    return ""
+def _how_it_ended(workers: Workers, rank: int, code: int, logs: Path) -> str:
+    """Of a worker that couldn't say itself why it failed."""
+    how = (
+        f"was killed by {signal.Signals(-code).name}"
+        if code < 0
+        else f"ended with exit code {code}"
+    )
+    around = circumstances(read_statuses(workers.where.statuses), rank)
+    printed = f". Its output is in {logs}"
+    if not workers.logs_kept:
+        text = _log(logs, rank, "stderr").read_text(encoding="utf-8", errors="replace")
+        last = [line for line in text.split("\n") if line.strip()][-1:]
+        printed = "".join(f". Its last words: {line.strip()[:200]}" for line in last)
+    return f"{workers.labels[rank]} {how}{around}{printed}"

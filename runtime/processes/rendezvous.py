@@ -1,8 +1,10 @@
-"""Where the workers of a launched run meet: a store, over which they agree and tell of failures.
+"""Where the workers of a run meet: a store, over which they agree and tell of failures.
 
 Every worker has a thread that posts twice a second what it is at, and that ends the process when
-another worker has failed, or when the launcher asks it to end. A store behind a broken network
-answers nothing and fails nothing, for a quarter of an hour: no end of a worker waits for it.
+another worker has failed, or when the launcher asks it to end. Of all workers one says why the run
+failed: the one that knows the cause, or, where all have only waited in vain, the first of them,
+which follows the waits to the culprit. A store behind a broken network answers nothing and fails
+nothing, for a quarter of an hour: no end of a worker waits for it.
 """
 
 from __future__ import annotations
@@ -15,23 +17,23 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, NoReturn, TypeVar
 
 import msgspec
 import psutil
 import torch.distributed as dist
 
 from ...profiles.errors import RunError, TimeprestError, UserError
-from ...profiles.tasks.hooks import describe_error, from_users_code, is_ctrl_c
+from ...profiles.tasks.hooks import describe_error
 from ..communication.channel import PeerError
 from ..records.status import WorkerStatus, read_statuses
-from .environment import ENDING_SIGNALS, Launched
+from .environment import LOOPBACK, Launched, take_signals
 
-# What is said of a run that failed: which worker, where it was, and who waited for it -----------
+# Error messages of a failed run: which worker, where it was, and who waited for it --------------
 
 Statuses = Mapping[int, WorkerStatus]
 """By rank; those that are out of reach are missing."""
@@ -44,7 +46,7 @@ def blame(
     stopped: frozenset[int],
     silent: Sequence[int] = (),
 ) -> str:
-    """What to say when workers only waited in vain.
+    """The error message of a run whose workers only waited in vain.
 
     Args:
         complaining: who did so first; `message`: what it said.
@@ -68,10 +70,8 @@ def blame(
 
 def circumstances(statuses: Statuses, rank: int) -> str:
     """Where a worker was that failed, and who waited; nothing where it hadn't begun."""
-    status = statuses.get(rank)
-    if status is None or status.at == "start":
-        return ""
-    return where_it_was(status) + who_waited(statuses, rank)
+    where = where_it_was(statuses.get(rank))
+    return where and where + who_waited(statuses, rank)
 
 
 def stopped_ranks(statuses: Statuses) -> frozenset[int]:
@@ -114,8 +114,8 @@ MOST_NAMED = 3
 
 
 def where_it_was(status: WorkerStatus | None, how: str = "") -> str:
-    """ "; last finished 1U4, next 1F6.0", or nothing where that isn't known."""
-    if status is None:
+    """ "; last finished 1U4, next 1F6.0", or nothing where that isn't known, or it hadn't begun."""
+    if status is None or status.at == "start":
         return ""
     finished = f"last finished {status.finished}" if status.finished else "nothing finished yet"
     return f"; {how}{finished}, next {status.at or 'not begun'}"
@@ -141,30 +141,9 @@ def _names(statuses: Statuses, ranks: Sequence[int]) -> str:
     return " and ".join(known)
 
 
-@contextmanager
-def explained(who: str, at: Callable[[], str]) -> Iterator[None]:
-    """Turns whatever the user's code raises into a RunError that says who failed, and at what."""
-    try:
-        yield
-    except TimeprestError as error:
-        if str(error).startswith("stage "):
-            raise
-        raise type(error)(f"{who}, at {at()}: {error}") from error
-    except GeneratorExit as error:
-        # Mostly the operation was given up at a pause, since another worker's has failed.
-        if not from_users_code(error):
-            raise
-        raise RunError(f"{who}, at {at()}: {describe_error(error)}") from error
-    except BaseException as error:
-        if is_ctrl_c(error):
-            raise
-        raise RunError(f"{who}, at {at()}: {describe_error(error)}") from error
+# The rendezvous ---------------------------------------------------------------------------------
 
-
-# Where the workers of a launched run meet: a store, over which they agree and tell of
-# failures ---------------------------------------------------------------------------------------
-
-MEETING_S = 120.0
+ARRIVAL_S = 120.0
 """Longest wait for a worker to come at all: hosts may start one after another."""
 
 SILENCE_S = 30.0
@@ -173,7 +152,8 @@ SILENCE_S = 30.0
 BEAT_S = 0.5
 POLL_S = 0.05
 GRACE_S = 2.0
-"""What a worker that only waited in vain leaves to the one that knows the cause."""
+"""What a worker that only waited in vain leaves to the one that knows the cause, and what a
+process gets to end when it is asked to."""
 
 ENDING_S = 5.0
 """Longest way from a wait in vain to the end of the process."""
@@ -186,8 +166,20 @@ NAME = "timeprest"
 T = TypeVar("T")
 
 
-class Meeting:
-    """One worker's place in a launched run.
+class Failure(NamedTuple):
+    """Why a run failed, as the worker that tells says it.
+
+    Attributes:
+        waited: it only waited for another worker in vain.
+    """
+
+    message: str
+    exit_code: int = 1
+    waited: bool = False
+
+
+class Rendezvous:
+    """One worker's place among the workers of a run.
 
     Attributes:
         launched: how this worker was started.
@@ -196,8 +188,12 @@ class Meeting:
         silence_s: longest silence of the store that a run over several hosts bears.
     """
 
-    def __init__(self, launched: Launched, say: Callable[[str], None]) -> None:
-        """Join. `say` prints a line for the user.
+    def __init__(self, launched: Launched, say: Callable[[str], None], name: str = "rank") -> None:
+        """Join.
+
+        Args:
+            say: prints a line for the user.
+            name: what a process is called in messages until `begin`, its rank left out.
 
         Raises UserError when the address isn't one, PeerError when nobody is there.
         """
@@ -206,7 +202,7 @@ class Meeting:
         self.rank = launched.rank
         first = WorkerStatus(
             rank=self.rank,
-            name=f"rank {self.rank}",
+            name=f"{name} {self.rank}",
             host=socket.gethostname(),
             pid=os.getpid(),
         )
@@ -220,16 +216,35 @@ class Meeting:
         self.store = _connect(launched, serve=not launched.agent_store and self.rank == 0)
         # A wait of one thread on a store keeps the others from it.
         self._own = _connect(launched, serve=False)
-        self._asked, asked = os.pipe()
-        os.set_blocking(asked, False)
-        signal.set_wakeup_fd(asked)
-        take_signals()
         self._count = 0
         self._beat()
         threading.Thread(target=self._watch, daemon=True).start()
-        threading.Thread(target=self._end_when_asked, daemon=True).start()
         if not launched.one_host:
             threading.Thread(target=self._end_when_alone, daemon=True).start()
+
+    def end_when_asked(self) -> None:
+        """Have signals from torchrun or srun end this process, one worker saying why."""
+        self._asked, asked = os.pipe()
+        os.set_blocking(asked, False)
+        signal.set_wakeup_fd(asked)
+        take_signals(_wake)
+        threading.Thread(target=self._end_when_asked, daemon=True).start()
+
+    def run(self, work: Callable[[], object]) -> NoReturn:
+        """Do this worker's work, and end the process with its exit code. Of the errors of all
+        workers, one is told, by one of them."""
+        try:
+            work()
+        except TimeprestError as error:
+            self.fail(error)
+            self.leave(error.exit_code)
+        except BaseException as error:  # the user's code runs here, too
+            if isinstance(error, Exception):
+                with contextlib.suppress(OSError):
+                    traceback.print_exc()
+            self.fail(RunError(f"{self.status().name}: {describe_error(error)}"))
+            self.leave(1)
+        self.leave(0)
 
     def begin(self, status: Callable[[], WorkerStatus], statuses: Path, silence_s: float) -> None:
         """Training begins; the others are told at once who this worker is.
@@ -262,8 +277,8 @@ class Meeting:
     def _check_alive(self, rank: int, beats: dict[int, tuple[bytes, float]], what: str) -> None:
         now = time.monotonic()
         if not self.store.check([f"beat/{rank}"]):
-            if now - self._began > MEETING_S:
-                raise PeerError(f"rank {rank} didn't come within {MEETING_S:g} s")
+            if now - self._began > ARRIVAL_S:
+                raise PeerError(f"rank {rank} didn't come within {ARRIVAL_S:g} s")
             return
         beat = bytes(self.store.get(f"beat/{rank}"))
         seen, since = beats.setdefault(rank, (beat, now))
@@ -293,7 +308,7 @@ class Meeting:
 
     # Failures --------------------------------------------------------------------------------
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: TimeprestError) -> None:
         """Let all workers know, and tell the user if this one is to: one line from one of all."""
         self._failing.set()
         try:
@@ -303,18 +318,21 @@ class Meeting:
             line = f"rank {self.rank}: {self._line_alone(error)}"
         if line is not None:
             _note_for_torchrun(line)
-            self.say(line)
+            self.say(Failure(line, error.exit_code, isinstance(error, PeerError)))
             self._end_the_stopped()
 
-    def say(self, line: str) -> None:
-        """Print a line for the user; where that can't be, it is left to the others again."""
+    def say(self, failure: Failure) -> None:
+        """Tell the launcher, and print a line for the user; where that can't be, it is left to
+        the others again."""
+        with contextlib.suppress(RuntimeError):
+            self._within(STORE_S, lambda: self._own.set("said", msgspec.json.encode(failure)))
         try:
-            self._say(line)
+            self._say(failure.message)
         except OSError:
             with contextlib.suppress(RuntimeError):
                 self._within(STORE_S, lambda: self._own.add("told", -1))
 
-    def _line_of_all(self, error: Exception) -> str | None:
+    def _line_of_all(self, error: TimeprestError) -> str | None:
         """What to say of a failure here; None: another worker says what there is to say."""
         self._own.set(f"failing/{self.rank}", b"")
         self._own.add("failed", 1)
@@ -325,7 +343,7 @@ class Meeting:
             message += circumstances(self._statuses(), self.rank)
         return None if self._own.add("told", 1) > 1 else message
 
-    def _line_alone(self, error: Exception) -> str:
+    def _line_alone(self, error: TimeprestError) -> str:
         """The same where the store can't be reached."""
         here = self._here(read_statuses(self.statuses)) if self.statuses is not None else {}
         if isinstance(error, PeerError):
@@ -402,8 +420,10 @@ class Meeting:
             found.update(self._here(read_statuses(self.statuses)))
         return found
 
-    def leave(self, code: int) -> None:
-        """End this process. Where all went well, rank 0 stays until all have gone."""
+    def leave(self, code: int) -> NoReturn:
+        """End this process at once: whatever waits for another worker mustn't keep it alive, nor
+        crash it while the interpreter is taken down. Where all went well, a rank 0 that has the
+        store stays until all have gone."""
         self._leaving.set()
         serves = self.rank == 0 and not self.launched.agent_store
         patience_s = (GRACE_S if code else SILENCE_S) if serves else 0.0
@@ -455,7 +475,7 @@ class Meeting:
         except RuntimeError:
             line = f"rank {self.rank}: {how}; {self._no_store()}"
         if line is not None:
-            self.say(line)
+            self.say(Failure(line))
         self.leave(1)
 
     def _line_when_asked(self, line: str) -> str | None:
@@ -477,63 +497,78 @@ class Meeting:
             if silent_s > self.silence_s and not self._failing.is_set():
                 self._failing.set()
                 self._lost.set()
-                self.say(f"rank {self.rank}: {self._no_store()} Silent for {silent_s:.0f} s")
+                line = f"rank {self.rank}: {self._no_store()} Silent for {silent_s:.0f} s"
+                self.say(Failure(line))
                 self.leave(1)
-
-
-def take_signals() -> None:
-    """Have signals that would end this process do nothing but wake the one who reads of them.
-
-    What the process ignores or handles itself stays so.
-    """
-    for name in ENDING_SIGNALS:
-        number = getattr(signal, name, None)
-        if number and signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
-            signal.signal(number, _wake)
 
 
 def _wake(*_: object) -> None:
     """The number of the signal has been written into the pipe."""
 
 
+class LocalStore:
+    """The store of a local run, which its launcher holds; nothing beyond this host reaches it.
+
+    Attributes:
+        port: where it listens on the loopback device.
+    """
+
+    def __init__(self) -> None:
+        self._server = _serve(LOOPBACK, 0)
+        self.port = self._server.port
+        self._space = _name_space(self._server, 0)
+
+    def failure(self) -> Failure | None:
+        """Why the run failed, as a worker says; None: none does, and from now on none will."""
+        told_before = self._space.add("told", 1) > 1
+        end = time.monotonic() + GRACE_S
+        while told_before and time.monotonic() < end:
+            if self._space.check(["said"]):
+                return msgspec.json.decode(self._space.get("said"), type=Failure)
+            time.sleep(POLL_S)
+        return None
+
+
 def _connect(launched: Launched, *, serve: bool) -> dist.Store:  # type: ignore[name-defined]
     """The store, with a name space of this attempt."""
-    listening = _listen(launched) if serve else None
+    at, bound = (launched.address, launched.port), timedelta(seconds=ARRIVAL_S)
     try:
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            launched.address,
-            launched.port,
-            None,
-            serve,
-            timedelta(seconds=MEETING_S),
-            wait_for_workers=False,
-            master_listen_fd=listening,
+        store = (
+            _serve(*at) if serve else dist.TCPStore(*at, None, False, bound, wait_for_workers=False)  # type: ignore[attr-defined]
         )
     except RuntimeError as error:
         raise PeerError(
             f"rank {launched.rank}: nobody answers at {launched.address}:{launched.port} "
-            f"(MASTER_ADDR, MASTER_PORT) within {MEETING_S:g} s"
+            f"(MASTER_ADDR, MASTER_PORT) within {ARRIVAL_S:g} s"
         ) from error
-    prefix = f"{NAME}/{launched.attempt}"
-    return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+    return _name_space(store, launched.attempt)
 
 
-def _listen(launched: Launched) -> int:
-    """A socket that listens at the address of the meeting and at no other."""
+def _name_space(store: dist.Store, attempt: int) -> dist.Store:  # type: ignore[name-defined]
+    return dist.PrefixStore(f"{NAME}/{attempt}", store)  # type: ignore[attr-defined]
+
+
+def _serve(address: str, port: int) -> dist.TCPStore:  # type: ignore[name-defined]
+    """A store that listens at that address and at no other; port 0: at a free one."""
     try:
-        family, _, _, _, address = socket.getaddrinfo(
-            launched.address, launched.port, type=socket.SOCK_STREAM
-        )[0]
+        family, _, _, _, at = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
         listening = socket.socket(family, socket.SOCK_STREAM)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(address)
+        listening.bind(at)
         listening.listen(2048)
     except OSError as error:
         raise UserError(
-            f"rank 0 can't listen at {launched.address}:{launched.port} (MASTER_ADDR, "
-            f"MASTER_PORT): {error.strerror}"
+            f"rank 0 can't listen at {address}:{port} (MASTER_ADDR, MASTER_PORT): {error.strerror}"
         ) from None
-    return listening.detach()
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        address,
+        listening.getsockname()[1],
+        None,
+        True,
+        timedelta(seconds=ARRIVAL_S),
+        wait_for_workers=False,
+        master_listen_fd=listening.detach(),
+    )
 
 
 def _decode(beat: bytes) -> WorkerStatus:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any, TypeVar
 
 import msgspec
 import torch
+from msgspec.structs import replace
 
 from ...planner.costs.memory import MemoryByKind
+from ...planner.plan import Plan
 from ...planner.recording import LaneTimes, Recording, lane_times, mini_batches_in, of_wall
 from ...profiles.errors import RunError
 from ...profiles.tasks.hooks import call_hook, task_figures, task_metrics
@@ -201,11 +204,50 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     """Of all workers: stage by stage, and within a stage replica by replica."""
 
 
+def summarize(
+    plan: Plan,
+    segments: Sequence[Segment],
+    epochs: list[EpochRecord],
+    reports: Sequence[StageReport],
+    seconds: float,
+    *,
+    inline: bool,
+) -> RunSummary:
+    """The end summary of a run from its epochs and its workers' reports.
+
+    Args:
+        segments: of the whole run.
+        seconds: since training began, the workers' start included.
+    """
+    # Like the prediction, the measured period is the slowest stage's. Inline, stages take
+    # turns in one process: a period there says nothing about the pipeline.
+    periods = [] if inline else [median(r.periods_s) for r in reports if r.periods_s]
+    trained_s = sum(record.seconds for record in epochs)
+    samples = sum(segment.samples for segment in segments)
+    return RunSummary(
+        variant=plan.variant,
+        mode="inline" if inline else "processes",
+        mini_batch=plan.mini_batch,
+        micro_batches=plan.micro_batches,
+        mini_batches=sum(segment.mini_batches for segment in segments),
+        samples_per_s=samples / trained_s if trained_s else 0.0,
+        seconds=seconds,
+        predicted_period_s=plan.predicted.period_s,
+        measured_period_s=max(periods, default=None),
+        epochs=epochs,
+        stages=[replace(r, idle_share=None if inline else _idle_share(r)) for r in reports],
+    )
+
+
+def _idle_share(report: StageReport) -> float | None:
+    return LaneTimes(report.compute_s, report.communication_s, report.idle_s).idle_share
+
+
 # Metrics of an epoch so far, where checkpoints cut it into segments -----------------------------
 
 
 class EpochSums(msgspec.Struct, kw_only=True):
-    """AllReducer over the segments of an epoch that are done. Times in seconds."""
+    """Sums over the segments of an epoch that are done. Times in seconds."""
 
     mini_batches: int = 0
     samples: int = 0

@@ -27,7 +27,6 @@ from ...profiles.files import (
 from ..prepare.workers import Worker
 from ..settings import RunSettings
 from .metrics import RunSummary, StageReport, decode
-from .status import Failure, read_statuses
 
 _MEND = "put back what the run had there, or remove it"
 
@@ -46,7 +45,6 @@ class RunDir:
     weights/stage0.safetensors final weights, under the model's own names
     reports/stage0.json        each worker's own figures
     summary.json               the end of the run
-    errors/stage0.json         why a worker failed
     status/stage0.json         what each worker is at
     logs/                      what the workers printed
     lock, lock.workers         held while the run goes on (`locks`)
@@ -123,7 +121,7 @@ class RunDir:
     def reopen(self, settings: RunSettings) -> None:
         """Get the directory of a run that is resumed ready: it hasn't ended. Raises FileError."""
         write_file(self.path / "settings.json", settings)
-        for path in (self.summary, *self.errors.glob("*.json"), *self.statuses.glob("*.json")):
+        for path in (self.summary, *self.statuses.glob("*.json")):
             try:
                 path.unlink(missing_ok=True)
             except OSError as error:
@@ -169,11 +167,6 @@ class RunDir:
         return self.checkpoints / f"{mini_batches:08d}"
 
     @property
-    def errors(self) -> Path:
-        """Where workers note why they failed."""
-        return self.path / "errors"
-
-    @property
     def statuses(self) -> Path:
         """What each worker is at (`status`)."""
         return self.path / "status"
@@ -214,30 +207,6 @@ class RunDir:
     def write_summary(self, summary: RunSummary) -> None:
         """Write the end of the run."""
         self._write_json(self.summary, summary)
-
-    def write_error(self, failure: Failure, file: str | None = None) -> None:
-        """Note why a worker failed; the launcher reports the first cause.
-
-        Args:
-            file: what its files are called.
-
-        Raises FileError.
-        """
-        self._write_json(self.errors / f"{file or f'rank{failure.rank}'}.json", failure)
-
-    def read_errors(self) -> list[Failure]:
-        """What the workers noted, causes before their consequences, then by time."""
-        found = {}
-        for path in sorted(self.errors.glob("*.json")):
-            try:
-                failure = msgspec.json.decode(read_limited(path, ""), type=Failure)
-            except (FileError, msgspec.DecodeError, RecursionError):
-                continue
-            found[failure.rank] = failure
-        for rank, status in read_statuses(self.statuses).items():
-            if status.failure is not None:
-                found.setdefault(rank, status.failure)
-        return sorted(found.values(), key=lambda failure: (failure.from_peer, failure.time))
 
     def _report(self, worker: Worker) -> Path:
         return self.path / "reports" / f"{worker.file}.json"

@@ -15,23 +15,6 @@ from ...profiles.errors import FileError
 from ...profiles.files import check_regular, read_limited
 
 _BYTES = 4096
-_MOST_CHARACTERS = 500
-"""Of a failure; one takes up to 6 bytes."""
-
-
-class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a worker failed.
-
-    Attributes:
-        from_peer: it only waited for another one in vain.
-        time: by its host's clock.
-    """
-
-    rank: int
-    message: str
-    from_peer: bool
-    exit_code: int
-    time: float
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,8 +33,6 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Ranks whose message it waits for; empty: it computes."""
     since: float = 0.0
     """When it began to do so, by its host's clock."""
-    failure: Failure | None = None
-    """Why it failed, where that couldn't be written into a file of its own."""
 
     @property
     def label(self) -> str:
@@ -111,11 +92,6 @@ class StatusFile(Status):
     def go_on(self) -> None:
         """Note that it computes."""
         self._put(msgspec.structs.replace(self.now, waits_for=(), since=time.time()))
-
-    def fail(self, failure: Failure) -> None:
-        """Note why it failed."""
-        short = msgspec.structs.replace(failure, message=failure.message[:_MOST_CHARACTERS])
-        self._put(msgspec.structs.replace(self.now, failure=short))
 
     def _put(self, status: WorkerStatus) -> None:
         self.now = status

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from ...planner.recording import by_kind
 from ...planner.systems.operations import BACKWARD, FORWARD, UPDATE, WEIGHT, Op, Schedule, op_text
 from ...planner.systems.prediction import prediction_distances
 from ...planner.systems.versions import entry_versions
+from ...profiles.errors import RunError, TimeprestError
+from ...profiles.tasks.hooks import describe_error, from_users_code, is_ctrl_c
 from ...profiles.tasks.task import Loss
 from ..communication.all_reduce import ALL_WORKERS, AllReducer, GradientAllReduce, stage_group
 from ..communication.channel import Channels, LoggedChannels
@@ -30,7 +32,6 @@ from ..prepare.devices import CPU, clock_of, forward_context, put
 from ..prepare.messages import MessageRoute, MessageSeries, join, message_series
 from ..prepare.prepare import Prepared
 from ..prepare.tied_parameters import TiedParameters
-from ..processes.rendezvous import explained
 from ..records.metrics import EvaluationMetrics, SegmentMetrics, StageEpoch
 from ..records.operation_log import OperationLog, StageEpochFile, Use
 from ..records.status import Status
@@ -80,7 +81,7 @@ class StageRunner:
         self.channels = channels if log is None else LoggedChannels(channels, log)
         self.all_reduce = all_reduce
         self.log = log
-        self._epochs = epochs
+        self.epoch_file = epochs
         self.on_mini_batch = on_mini_batch
         self.device = device
         self.transport = ""
@@ -199,8 +200,8 @@ class StageRunner:
 
     def record(self, epoch: StageEpoch) -> None:
         """Write down the metrics of an epoch."""
-        if self._epochs is not None:
-            self._epochs.epoch(epoch)
+        if self.epoch_file is not None:
+            self.epoch_file.epoch(epoch)
 
     def finish(self) -> None:
         """The segment's operations are done: let the last messages go."""
@@ -503,8 +504,22 @@ class StageRunner:
         with self._explained():
             yield
 
-    def _explained(self) -> AbstractContextManager[None]:
-        return explained(self.worker.name, lambda: self.last_op)
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Turns whatever is raised into an error that says who failed, and at what."""
+        who = f"{self.worker.name}, at "
+        try:
+            yield
+        except TimeprestError as error:
+            if str(error).startswith("stage "):
+                raise
+            raise type(error)(f"{who}{self.last_op}: {error}") from error
+        except BaseException as error:
+            # Mostly an operation is given up at a pause since another worker's has failed.
+            given_up = isinstance(error, GeneratorExit) and not from_users_code(error)
+            if given_up or is_ctrl_c(error):
+                raise
+            raise RunError(f"{who}{self.last_op}: {describe_error(error)}") from error
 
 
 def _by_name(routes: Iterable[MessageRoute]) -> dict[str, list[MessageRoute]]:

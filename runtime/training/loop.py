@@ -1,6 +1,7 @@
 """The course of a run: segments of training, each drained and followed by an evaluation.
 
-The same course is followed by a worker in its own process and by all workers in one.
+The same course is followed by a worker in its own process (`worker`) and by all workers in one
+(`inline`).
 """
 
 from __future__ import annotations
@@ -8,16 +9,22 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import chain
 
 import torch
 
 from ...planner.schedules.schedules import make_schedule
 from ...planner.simulator.timeline import simulate
 from ...planner.systems.operations import UPDATE, Op, Schedule
-from ..checkpoint.checkpoint import CheckpointWriter
-from ..checkpoint.start import restore_worker
+from ..checkpoint.checkpoint import Agree, CheckpointWriter
+from ..checkpoint.gradients import keep_gradients
+from ..checkpoint.start import restore_worker, rewind_logs
+from ..communication.all_reduce import AllReducer
+from ..communication.channel import Channels
 from ..prepare.data import Segment
 from ..prepare.devices import peak_bytes, random_state, set_random_state
+from ..prepare.prepare import Prepared
+from ..prepare.workers import Worker
 from ..records.metrics import (
     EpochRecord,
     EpochSums,
@@ -27,14 +34,69 @@ from ..records.metrics import (
     StageReport,
     training_times,
 )
-from ..records.operation_log import read_stage_epochs
-from ..records.progress import Observer
+from ..records.operation_log import StageEpochFile, operation_log, read_stage_epochs
+from ..records.progress import Both, MetricsFile, Observer, Silent
 from ..records.run_dir import RunDir
 from ..stage.runner import EVALUATION_AHEAD, StageRunner
 from ..stage.same_data import compare_evaluation, compare_lengths, compare_training
 from .dropout import WithoutDropout
 
 Barrier = Callable[[], None]
+
+
+def stage_runner(
+    where: RunDir,
+    prepared: Prepared,
+    worker: Worker,
+    channels: Channels,
+    all_reduce: AllReducer,
+    device: torch.device,
+) -> StageRunner:
+    """A worker's runner. Its logs go on where they were at the checkpoint. Raises FileError."""
+    settings = prepared.settings
+    rewind_logs(where, prepared.plan, settings, worker)
+    log = operation_log(where, worker, settings)
+    own = StageEpochFile(where.stage_metrics(worker), more=settings.resumed)
+    return StageRunner(prepared, worker.rank, channels, all_reduce, log, own, device=device)
+
+
+def train(
+    where: RunDir,
+    runners: Sequence[StageRunner],
+    observer: Observer,
+    barrier: Barrier = lambda: None,
+    replica_barrier: Barrier = lambda: None,
+    agree: Agree = bool,
+) -> list[StageReport]:
+    """Take the workers of this process through the whole training, and write what they leave.
+
+    Args:
+        observer: is told of progress, where one of them is the worker that tells.
+        barrier, replica_barrier: as of `Course`.
+        agree: whether all workers say yes; by default, this process has all of them.
+    """
+    prepared = runners[0].prepared
+    more = prepared.settings.resumed
+    metrics = MetricsFile(where.metrics, more=more) if any(r.tells for r in runners) else None
+    files = {}
+    for runner in runners:
+        keep_gradients(where, runner)
+        written = (runner.log, runner.epoch_file, metrics if runner.tells else None)
+        files[runner.worker.rank] = [file for file in written if file is not None]
+    checkpoints = CheckpointWriter(where, prepared.plan, prepared.settings, agree, files)
+    told = Silent() if metrics is None else Both(metrics, observer)
+    try:
+        course = Course(runners, told, barrier, replica_barrier, checkpoints)
+        course.run()
+    finally:
+        for file in chain(*files.values()):
+            file.close()
+    reports = course.reports()
+    for runner, report in zip(runners, reports, strict=True):
+        if runner.worker.leads:
+            where.save_weights(runner.number, runner.state(), runner.tied_names())
+        where.write_report(runner.worker, report)
+    return reports
 
 
 class Course:

@@ -22,14 +22,13 @@ from ...profiles.tracing.call import unchanged
 from ...profiles.tracing.pieces import encode
 from ...profiles.tracing.shapes import ValueSpec
 from ...profiles.units import format_bytes
-from ..checkpoint.start import telling_worker
+from ..checkpoint.start import check_settings, telling_worker
 from ..communication.transport import between_processes, free_bytes, gpu_name, transport_of
 from ..prepare.devices import CPU, check_kind, device_kind, device_of, forward_context, gpu_count
 from ..prepare.prepare import Prepared, is_small, prepare
 from ..processes.environment import use_interface
-from ..processes.rendezvous import Meeting
+from ..processes.rendezvous import Rendezvous
 from ..records.run_dir import RunDir
-from ..run import check_settings
 from ..settings import RunSettings
 from ..stage.optimizer import check_updates, hook_warnings
 from .hooks import try_in_parts, try_training
@@ -149,7 +148,7 @@ class _HostView(msgspec.Struct, frozen=True):
 
 
 def dry_run(
-    plan: Plan, settings: RunSettings, run_dir: str, meeting: Meeting | None = None
+    plan: Plan, settings: RunSettings, run_dir: str, rendezvous: Rendezvous | None = None
 ) -> DryRun | None:
     """Check all that a run needs, and send a micro-batch's shapes through every cut.
 
@@ -166,14 +165,14 @@ def dry_run(
     where = RunDir(run_dir)
     where.check_new()
     check_writable(where.path / "plan.json")
-    address = "127.0.0.1" if meeting is None else use_interface(meeting.launched)
+    address = "127.0.0.1" if rendezvous is None else use_interface(rendezvous.launched)
     prepared = prepare(plan, settings)
     check_updates(prepared)
     result, target = check_shapes(prepared)
     if is_small(prepared.plan):
         warnings = try_training(prepared)
     else:
-        only = None if meeting is None else prepared.workers[meeting.rank].stage
+        only = None if rendezvous is None else prepared.workers[rendezvous.rank].stage
         warnings = try_in_parts(prepared, result, target, only)
     free = free_bytes(CPU)
 
@@ -191,16 +190,16 @@ def dry_run(
             gpu_free_bytes=free_bytes(device) if kind == "cuda" else 0,
         )
 
-    if meeting is None:
+    if rendezvous is None:
         every = [one(rank, rank) for rank in range(len(prepared.workers))]
         return _findings(prepared, every, "", more=warnings)
-    mine = one(meeting.rank, meeting.launched.local_rank)
-    texts = meeting.gather("dry run", msgspec.json.encode(mine))
-    _send_over_cuts(prepared, meeting)
-    if meeting.rank != telling_worker(plan).rank:
+    mine = one(rendezvous.rank, rendezvous.launched.local_rank)
+    texts = rendezvous.gather("dry run", msgspec.json.encode(mine))
+    _send_over_cuts(prepared, rendezvous)
+    if rendezvous.rank != telling_worker(plan).rank:
         return None
     found = [msgspec.json.decode(text, type=_HostView) for text in texts]
-    launched = meeting.launched
+    launched = rendezvous.launched
     meets_at = f"{launched.address}:{launched.port}"
     return _findings(prepared, found, meets_at, one_host=launched.one_host, more=warnings)
 
@@ -266,11 +265,11 @@ def _value_of(spec: ValueSpec) -> Any:
     return torch.zeros(spec.shape, dtype=spec.dtype)
 
 
-def _send_over_cuts(prepared: Prepared, meeting: Meeting) -> None:
+def _send_over_cuts(prepared: Prepared, rendezvous: Rendezvous) -> None:
     """One message over each route, so that a firewall between two hosts shows now."""
     bound = timedelta(seconds=prepared.settings.timeout_s)
-    rank = meeting.rank
-    store = dist.PrefixStore("gloo", meeting.store)  # type: ignore[attr-defined]
+    rank = rendezvous.rank
+    store = dist.PrefixStore("gloo", rendezvous.store)  # type: ignore[attr-defined]
     try:
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=len(prepared.workers), timeout=bound

@@ -266,7 +266,7 @@ def test_no_worker_outlives_torchrun(plan, tmp_path):
 SILENT = """
 import os, signal, time
 import torch.distributed as dist
-from timeprest.runtime.processes import rendezvous as meeting
+from timeprest.runtime.processes import rendezvous
 from timeprest.runtime.processes.environment import Launched
 ours, theirs = os.pipe()
 host = os.fork()
@@ -275,9 +275,9 @@ if not host:
     os.write(theirs, str(store.port).encode())
     time.sleep(100)
 port = int(os.read(ours, 10))
-meeting.SILENCE_S = 1.0
+rendezvous.SILENCE_S = 1.0
 launched = Launched("torchrun", 1, 2, "127.0.0.1", port, agent_store=True)
-meeting.Meeting(launched, lambda line: (print(line), os.kill(host, signal.SIGKILL)))
+rendezvous.Rendezvous(launched, lambda line: (print(line), os.kill(host, signal.SIGKILL)))
 os.kill(host, signal.SIGSTOP)
 time.sleep(100)
 """

@@ -264,7 +264,7 @@ def test_the_command_measures_writes_and_prints(tmp_path, monkeypatch, capsys):
     ("how", "message"),
     [
         (signal.SIGKILL, r"^process 1 was killed by SIGKILL(; process 0: .*)?$"),
-        (signal.SIGSTOP, r"^process 0: waiting for .*: nothing came for 2 s$"),
+        (signal.SIGSTOP, r"^process 1 .* is stopped .SIGSTOP.; process 0: waiting for .* 2 s$"),
     ],
 )
 def test_a_lost_worker_ends_the_measurement(how, message):

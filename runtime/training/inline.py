@@ -1,0 +1,38 @@
+"""All workers in one process, in simulated order, with the same weight versions as in many."""
+
+from __future__ import annotations
+
+import torch
+
+from ..communication.transport import local_transport
+from ..prepare.devices import own_device
+from ..prepare.prepare import Prepared, with_own_weights
+from ..records.metrics import StageReport
+from ..records.progress import Observer
+from ..records.run_dir import RunDir
+from .loop import stage_runner, train
+
+
+def run_inline(prepared: Prepared, where: RunDir, observer: Observer) -> list[StageReport]:
+    """Train in this process. Returns the workers' reports. Raises as `run`."""
+    observer.starting("loading the data")
+    device = own_device(prepared.plan, prepared.settings, 0)
+    runners = [
+        stage_runner(
+            where,
+            with_own_weights(prepared, worker),
+            worker,
+            channels,
+            all_reduce,
+            device,
+        )
+        for worker, (channels, all_reduce) in zip(
+            prepared.workers, local_transport(prepared), strict=True
+        )
+    ]
+    before = torch.get_rng_state()
+    for runner in runners:
+        # As in processes, where each has drawn as much before.
+        torch.set_rng_state(before)
+        runner.load_samples()
+    return train(where, runners, observer)
