@@ -496,10 +496,10 @@ def test_every_system_has_a_row(name):
         variant = VARIANTS[row[0].strip("`")]
         of = {"mini": "the mini-batch", "micro": "a micro-batch"}[variant.backward_unit]
         assert row[found.head.index("backward of")] == of
-        order = row[found.head.index("order")]
-        if not order.startswith(("as ", "the same")):
-            assert ("never flushed" in order) != variant.flushes, f"{name}: {row[0]}"
-            assert ("N = 1" in order) == variant.whole_mini_batches, f"{name}: {row[0]}"
+        schedule = row[found.head.index("schedule")]
+        if not schedule.startswith(("as ", "the same")):
+            assert ("never flushed" in schedule) != variant.flushes, f"{name}: {row[0]}"
+            assert ("N = 1" in schedule) == variant.whole_mini_batches, f"{name}: {row[0]}"
 
 
 @pytest.mark.parametrize("name", PAGES)
