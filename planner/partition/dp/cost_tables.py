@@ -344,11 +344,11 @@ def stage_loads(
     place: Callable[[str], Vector | float],
     replicas: Positions | int,
     compute: Vector,
-    serial: Vector | float,
+    serial: Vector | None,
     holds: Flags,
     parameters: Callable[[], Vector],
     wires: tuple[Vector, Vector] | None,
-    others: Vector | float,
+    others: Vector | None,
 ) -> Vector:
     """Loads in s of stages, [p], as `StageProblem` defines them.
 
@@ -362,18 +362,21 @@ def stage_loads(
     """
     load = compute
     load /= replicas
-    load += serial
+    if serial is not None:
+        load += serial
     load += problem.serial_fixed_s * holds
     load /= place("speed")
     load += place("sync_s") * holds
     per_byte = place("sync_s_per_byte")
-    if np.any(per_byte):
+    # Most problems have none: asking a number is quicker than adding.
+    if isinstance(per_byte, np.ndarray) or per_byte:
         load += per_byte * parameters()
     if wires is not None:
         wire = place("lower_scale") * wires[0]
         wire += place("upper_scale") * wires[1]
         load = np.maximum(load, wire) if problem.overlap else load + wire
-    load += others
+    if others is not None:
+        load += others
     return load
 
 
@@ -400,11 +403,11 @@ class Stages:
             lambda field: places.get(field, option, k),
             places.replicas[option],
             costs.compute[mode, above] - costs.compute[mode, below],
-            0.0 if serial is None else serial[above] - serial[below],
+            None if serial is None else serial[above] - serial[below],
             costs.holders[above] > costs.holders[below],
             lambda: costs.parameters[above] - costs.parameters[below],
             None if costs.wires is None else (self._lower[which], self._upper[which]),
-            0.0 if costs.nothing_beside else costs.before[below] + costs.after[above],
+            None if costs.nothing_beside else costs.before[below] + costs.after[above],
         )
 
     def fit(self, which: Positions, option: Positions, k: Positions) -> Flags:

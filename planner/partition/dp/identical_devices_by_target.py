@@ -170,7 +170,7 @@ class IdenticalByTargets:
             lambda field: getattr(place, field),
             r,
             compute[above] - compute[below],
-            0.0 if serial is None else serial[above] - serial[below],
+            None if serial is None else serial[above] - serial[below],
             costs.holders[above] > costs.holders[below],
             lambda: costs.parameters[above] - costs.parameters[below],
             (found.lower_s[at], found.upper_s[at]),
