@@ -199,17 +199,13 @@ def pipedream(workload: Workload, machines: Machines) -> StageProblem:
         )
 
     per_byte = 2 * machines.transfer_scale / bandwidth
-    return StageProblem(
-        names=tuple(node.name for node in workload.nodes),
-        needs=needs_of(workload.graph),
-        tensors=tensors_of(
-            workload, [(tensor.nbytes * per_byte, 0.0) for tensor in workload.tensors]
-        ),
-        modes=(mode_of(workload.nodes),),
-        options=options,
-        parameter_bytes=vector(node.parameter_bytes for node in workload.nodes),
-        devices=machines.devices,
-        place=IdenticalPlaces(options, place, copies_per_unit=1.0),
+    return _problem(
+        workload,
+        [(tensor.nbytes * per_byte, 0.0) for tensor in workload.tensors],
+        machines.devices,
+        options,
+        IdenticalPlaces(options, place, copies_per_unit=1.0),
+        overlap=True,
     )
 
 
@@ -227,17 +223,8 @@ def placement(workload: Workload, machines: Machines) -> StageProblem:
             raise UserError(f"{workload.where}: doesn't say what tensors cost; give a bandwidth")
         cost_s.append(seconds * machines.transfer_scale)
     here = Place(memory_bytes=machines.memory_bytes)
-    return StageProblem(
-        names=tuple(node.name for node in workload.nodes),
-        needs=needs_of(workload.graph),
-        tensors=tensors_of(workload, [(seconds, seconds) for seconds in cost_s]),
-        modes=(mode_of(workload.nodes),),
-        options=(Option(1),),
-        parameter_bytes=vector(node.parameter_bytes for node in workload.nodes),
-        devices=machines.devices,
-        place=lambda option, k: here,
-        overlap=False,
-    )
+    wire_s = [(seconds, seconds) for seconds in cost_s]
+    return _problem(workload, wire_s, machines.devices, (Option(1),), lambda option, k: here)
 
 
 def piper(workload: Workload, machines: Machines) -> StageProblem:
@@ -272,19 +259,37 @@ def piper(workload: Workload, machines: Machines) -> StageProblem:
         )
 
     per_byte = 2 * machines.transfer_scale / bandwidth
+    return _problem(
+        workload,
+        [(tensor.nbytes * per_byte, tensor.nbytes * per_byte) for tensor in workload.tensors],
+        devices,
+        options,
+        IdenticalPlaces(options, place),
+        modes=modes,
+    )
+
+
+def _problem(
+    workload: Workload,
+    wire_s: Sequence[tuple[float, float]],
+    devices: int,
+    options: tuple[Option, ...],
+    place: Callable[[int, int], Place],
+    *,
+    modes: Sequence[Mode] | None = None,
+    overlap: bool = False,
+) -> StageProblem:
+    """What the cost models share. `modes`: by default one, without recomputation."""
     return StageProblem(
         names=tuple(node.name for node in workload.nodes),
         needs=needs_of(workload.graph),
-        tensors=tensors_of(
-            workload,
-            [(tensor.nbytes * per_byte, tensor.nbytes * per_byte) for tensor in workload.tensors],
-        ),
-        modes=tuple(modes),
+        tensors=tensors_of(workload, wire_s),
+        modes=tuple(modes or [mode_of(workload.nodes)]),
         options=options,
         parameter_bytes=vector(node.parameter_bytes for node in workload.nodes),
         devices=devices,
-        place=IdenticalPlaces(options, place),
-        overlap=False,
+        place=place,
+        overlap=overlap,
     )
 
 

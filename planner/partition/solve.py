@@ -26,6 +26,10 @@ Progress = Callable[[float, float], None]
 """Told the lower bound and the best load so far, in s."""
 
 
+Target = Callable[[], float]
+"""In s; may fall while cuts below it are looked for."""
+
+
 @dataclass(frozen=True)
 class Found:
     """Attributes:
@@ -74,11 +78,7 @@ class Source(Protocol):
         """The best cut, or one that is good enough, and a bound on all cuts."""
 
     def each_below(
-        self,
-        problem: StageProblem,
-        target: Callable[[], float],
-        *,
-        deadline: float | None = None,
+        self, problem: StageProblem, target: Target, deadline: float | None = None
     ) -> Iterator[Cut]:
         """Every cut with an objective below the target, which may fall meanwhile.
 
@@ -116,11 +116,7 @@ class DpSource:
         )
 
     def each_below(
-        self,
-        problem: StageProblem,
-        target: Callable[[], float],
-        *,
-        deadline: float | None = None,
+        self, problem: StageProblem, target: Target, deadline: float | None = None
     ) -> Iterator[Cut]:
         """See `Source`."""
         return chains_below(problem, self.lattice, target, deadline=deadline)
@@ -146,11 +142,7 @@ class IlpSource:
         return Found(answer.cut, answer.bound_s, answer.interrupted)
 
     def each_below(
-        self,
-        problem: StageProblem,
-        target: Callable[[], float],
-        *,
-        deadline: float | None = None,
+        self, problem: StageProblem, target: Target, deadline: float | None = None
     ) -> Iterator[Cut]:
         """See `Source`."""
         seen: list[Cut] = []
