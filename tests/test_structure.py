@@ -3,38 +3,140 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
-from pathlib import Path
 
+import networkx as nx
 import pytest
+from helpers.paths import ROOT
 
-ROOT = Path(__file__).parent.parent
 RANK = {"profiles": 0, "planner": 1, "runtime": 2, "cli": 3}
 DATA_MODULES = {"errors", "units", "files", "profile", "published.workload"}
 
 
-def imports_of(path):
-    """(folder, module) of every import between the package's folders."""
-    package = path.relative_to(ROOT).parent.parts
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.level:
+MOST_ENTRIES = 12
+MOST_LINES = 600
+LISTS = {"profiles/zoo"}
+"""Folders that are lists by nature: a file for each model."""
+
+WORDS = {
+    "again": "recompute",
+    "absent": "missing",
+    "crossing": "message, or tensor",
+    "crowding": "contention",
+    "draws": "dropout, or random",
+    "listed": "the list schedule",
+    "meeting": "rendezvous",
+    "rising": "what rises",
+    "scores": "metrics",
+}
+"""Words that names of this code once had, and the field's words for them."""
+
+
+def module_of(path):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return parts[:-1] if parts[-1] == "__init__" else parts
+
+
+SOURCES = {module_of(path): path for folder in RANK for path in (ROOT / folder).rglob("*.py")}
+TREES = {module: ast.parse(path.read_text()) for module, path in SOURCES.items()}
+
+
+def imports_of(module):
+    """Every module of the package that this one imports, but for types alone."""
+    types = {
+        id(inside)
+        for node in ast.walk(TREES[module])
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for inside in ast.walk(node)
+    }
+    package = SOURCES[module].relative_to(ROOT).parent.parts
+    for node in ast.walk(TREES[module]):
+        if isinstance(node, ast.ImportFrom) and node.level and id(node) not in types:
             base = package[: len(package) - node.level + 1]
-            parts = (*base, *(node.module or "").split("."))
-            names = [a.name for a in node.names] if len(parts) == 1 else [".".join(parts[1:])]
-            for name in names:
-                if parts[0] != package[0]:
-                    yield parts[0], name
+            base += tuple(node.module.split(".")) if node.module else ()
+            for name in (alias.name for alias in node.names):
+                yield (*base, name) if (*base, name) in SOURCES else base
+
+
+IMPORTS = nx.DiGraph(
+    (module, other)
+    for module in SOURCES
+    for other in imports_of(module)
+    if other in SOURCES and other != module
+)
 
 
 @pytest.mark.parametrize("folder", RANK)
-def test_arrows_run_one_way(folder):
-    for path in (ROOT / folder).rglob("*.py"):
-        for other, module in imports_of(path):
-            if other in RANK:
-                assert RANK[other] < RANK[folder], f"{path}: imports {other}"
-            if folder == "planner" and other == "profiles":
-                assert module in DATA_MODULES, f"{path}: imports profiles.{module}"
+def test_packages_import_one_way(folder):
+    for module, other in IMPORTS.edges:
+        if module[0] == folder != other[0]:
+            assert RANK[other[0]] < RANK[folder], f"{SOURCES[module]}: imports {other}"
+            if folder == "planner":
+                data = ".".join(other[1:])
+                assert data in DATA_MODULES, f"{SOURCES[module]}: imports profiles.{data}"
+
+
+def folders():
+    return sorted({module[:n] for module in SOURCES for n in range(1, len(module))})
+
+
+@pytest.mark.parametrize("folder", folders(), ids="/".join)
+def test_rooms_of_a_folder_import_one_way(folder):
+    """No two of its files and folders need each other, by whatever way."""
+    rooms = nx.DiGraph()
+    depth = len(folder)
+    for module, other in IMPORTS.edges:
+        inside = module[:depth] == other[:depth] == folder
+        if inside and len(module) > depth < len(other) and module[depth] != other[depth]:
+            rooms.add_edge(module[depth], other[depth])
+    assert not list(nx.simple_cycles(rooms))
+
+
+def test_folders_can_be_taken_in_at_a_glance():
+    for top in [*RANK, "tests"]:
+        for folder in [ROOT / top, *(p for p in (ROOT / top).rglob("*") if p.is_dir())]:
+            entries = [
+                entry.name
+                for entry in folder.iterdir()
+                if entry.name not in ("__init__.py", "__pycache__")
+            ]
+            if str(folder.relative_to(ROOT)) not in LISTS and "__pycache__" not in folder.parts:
+                assert len(entries) <= MOST_ENTRIES, f"{folder}: {len(entries)} entries"
+
+
+def test_files_are_deep_but_not_endless():
+    for path in SOURCES.values():
+        assert len(path.read_text().splitlines()) <= MOST_LINES, path
+
+
+def test_a_class_name_has_one_meaning():
+    found = {}
+    for module, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                first = found.setdefault(node.name, module)
+                assert first == module, f"class {node.name} in {first} and in {module}"
+
+
+def test_names_are_the_fields():
+    for module, tree in TREES.items():
+        defined = [
+            node.name
+            for node in ast.walk(tree)
+            if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+        ]
+        for name in [*defined, module[-1]]:
+            for word in re.findall("[A-Z]?[a-z]+", name):
+                better = WORDS.get(word.lower().removesuffix("s"), WORDS.get(word.lower()))
+                assert not better, f"{SOURCES[module]}: {name}; say {better}"
+
+
+def test_architecture_has_a_line_for_each_folder():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    for folder in folders():
+        assert f"{folder[-1]}/" in text, f"docs/architecture.md: nothing of {'/'.join(folder)}"
 
 
 @pytest.mark.parametrize(
@@ -60,13 +162,13 @@ def test_systems_differ_in_their_table_alone():
     from timeprest.planner.systems.variants import VARIANTS
 
     names = tuple(VARIANTS)
-    for folder in RANK:
-        for path in (ROOT / folder).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.Compare):
-                    for part in ast.walk(node):
-                        if isinstance(part, ast.Constant) and part.value in names:
-                            raise AssertionError(f"{path}:{node.lineno}: compares with a system")
+    for module, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Compare):
+                for part in ast.walk(node):
+                    where = f"{SOURCES[module]}:{node.lineno}"
+                    named = isinstance(part, ast.Constant) and part.value in names
+                    assert not named, f"{where}: compares with a system"
 
 
 def test_public_names():
@@ -85,9 +187,3 @@ def test_public_names():
     assert dir(timeprest) == sorted(timeprest.__all__)
     with pytest.raises(AttributeError, match="nothing"):
         timeprest.nothing  # noqa: B018
-
-
-def test_no_file_of_the_package_has_grown_too_large():
-    for folder in RANK:
-        for path in (ROOT / folder).rglob("*.py"):
-            assert len(path.read_text().splitlines()) <= 600, path
