@@ -20,7 +20,6 @@ from rich.segment import Segment
 from rich.text import Text
 
 from ..profiles.errors import PlanError, TaskWarning, TimeprestError
-from .tables.layout import printable
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -28,6 +27,13 @@ _PLAIN_WIDTH = 100
 _MODULES = {f"{name}.py": f"tp-{name}" for name in ("profile", "plan", "run")}
 _LONGEST_LINE = 1000
 """Characters of an error; names in a broken file can be any length."""
+
+
+def printable(name: str) -> str:
+    """The name; what would move the cursor or can't be encoded is shown by its code."""
+    if name.isprintable():
+        return name
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in name)
 
 
 class PlainConsole(Console):

@@ -11,8 +11,7 @@ from typing import Any
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
-from .errors import PlainConsole, output, tell
-from .tables.layout import printable
+from .errors import PlainConsole, output, printable, tell
 
 _REFRESH_S = 0.1
 _FIRST_LINE_S = 30.0

@@ -20,7 +20,7 @@ from ... import __version__
 from ...planner.plan import Plan
 from ...planner.recording import MEMORY_KINDS, Message, Recording, Span, predicted
 from ...profiles.files import write_bytes
-from ..tables.layout import printable
+from ..errors import printable
 
 Event = dict[str, Any]
 

@@ -14,18 +14,9 @@ from rich.text import Text
 from ...planner.plan import Plan, read_plan
 from ...profiles.errors import UserError
 from ...profiles.units import format_seconds, short_bytes
-from ..errors import errors_as_lines, output, print_json
+from ..errors import errors_as_lines, output, print_json, printable
 from ..options import common_options
-from ..tables.layout import (
-    counted,
-    device_range,
-    first_to_last,
-    fitted,
-    fixed,
-    printable,
-    shortened,
-    words,
-)
+from ..tables.layout import counted, device_range, first_to_last, fitted, fixed, shortened, words
 from ..tables.plan import bare_rate, gap
 from ..tables.stages import memory_limit
 

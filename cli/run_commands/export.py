@@ -7,9 +7,8 @@ from typing import Any
 
 import click
 
-from ..errors import OneLineCommand, errors_as_lines
+from ..errors import OneLineCommand, errors_as_lines, printable
 from ..options import CONTEXT, quiet_option, version_option
-from ..tables.layout import printable
 from .rank import OneRankCommand
 from .report import report
 

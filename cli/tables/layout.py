@@ -13,18 +13,13 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from ..errors import printable
+
 # Short names of layers and devices, and of rows of them -------------------------------------------
 
 _NUMBERED = re.compile(r"(.*?)(\d{1,9})")
 _NUMBER = re.compile(r"\d+")
 _CUT = "…"
-
-
-def printable(name: str) -> str:
-    """The name; what would move the cursor or can't be encoded is shown by its code."""
-    if name.isprintable():
-        return name
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in name)
 
 
 def shortened(name: str, width: int) -> str:

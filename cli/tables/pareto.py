@@ -10,7 +10,8 @@ from rich.text import Text
 from ...planner.plan import Plan, StagePrediction
 from ...planner.search.pareto import ParetoPoint, beaten
 from ...profiles.units import format_bytes, format_seconds
-from .layout import counted, fitted, fixed, printable, words
+from ..errors import printable
+from .layout import counted, fitted, fixed, words
 from .plan import bare_rate, gap
 
 

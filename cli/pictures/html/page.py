@@ -53,8 +53,8 @@ from .... import __version__
 from ....planner.plan import Plan
 from ....planner.recording import MEMORY_KINDS, Recording, predicted
 from ....profiles.files import write_bytes
+from ...errors import printable
 from ...palette import LIGHTENED, LIMIT, MEMORY, OPERATIONS, SERIES
-from ...tables.layout import printable
 from ...tables.plan import core_use
 
 # A recording as packed columns of numbers: tens of thousands of operations stay small -------------

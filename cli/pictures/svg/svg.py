@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from xml.sax.saxutils import escape, quoteattr
 
+from ...errors import printable
 from ...palette import MEMORY, OPERATIONS, blended
-from ...tables.layout import printable
 
 POINTS_PER_MM = 72 / 25.4
 
