@@ -166,7 +166,7 @@ def resolve(name: str, inputs: Sequence[InputSpec] = ()) -> Target:
         raise TargetError(
             f"{name}: is a model, not a task: say what it takes with --input SHAPE:DTYPE for "
             "each input, like --input 3x32x32:float32"
-            + (f" (it has {_listed(there)}; a task isn't a torch.nn.Module)" if there else "")
+            + (f" (it has {_joined(there)}; a task isn't a torch.nn.Module)" if there else "")
         )
     if isinstance(found, nn.Module):
         return Target(name, None, lambda: found, tuple(inputs))
@@ -209,10 +209,10 @@ def _check_hooks(name: str, task: Any) -> None:
         meant = {hook: found[0] for hook in missing if (found := _alike(task, hook, _ALIKE))}
         mend = [f"rename {there!r} to {hook}" for hook, there in meant.items()]
         if len(meant) < len(missing):
-            mend.append(f"write {_listed([_HOOKS[hook] for hook in missing if hook not in meant])}")
+            mend.append(f"write {_joined([_HOOKS[hook] for hook in missing if hook not in meant])}")
         raise TargetError(
-            f"{name}: is a task without {_listed([_HOOKS[hook] for hook in missing])}: "
-            f"{_listed(mend)} (docs/tasks.md)"
+            f"{name}: is a task without {_joined([_HOOKS[hook] for hook in missing])}: "
+            f"{_joined(mend)} (docs/tasks.md)"
         )
     for hook, call in _HOOKS.items():
         found = getattr(task, hook)
@@ -239,7 +239,7 @@ def _alike(task: Any, hook: str, ratio: float) -> list[str]:
     return [by_name[name] for name in close]
 
 
-def _listed(words: Sequence[str]) -> str:
+def _joined(words: Sequence[str]) -> str:
     *before, last = words
     return f"{', '.join(before)} and {last}" if before else last
 

@@ -21,7 +21,7 @@ from .step import Phase
 
 
 @dataclass(frozen=True)
-class CrossingValue:
+class CutValue:
     """A value that goes between layers, or into the model, at one micro-batch size.
 
     Attributes:
@@ -49,7 +49,7 @@ class SavedByForward:
 
     by_layer: tuple[dict[str | int, int], ...]
     storages: dict[str, int]
-    crossings: dict[str, CrossingValue]
+    crossings: dict[str, CutValue]
     in_place: tuple[tuple[int, str], ...]
     tensors: tuple[int, ...]
 
@@ -176,11 +176,11 @@ def _describe(
                 labels[key] = label
                 storages[label] = storage_bytes(value)
             nbytes = value.numel() * value.element_size()
-            crossings[name] = CrossingValue(nbytes, labels[key], value.requires_grad)
+            crossings[name] = CutValue(nbytes, labels[key], value.requires_grad)
         else:
             # Numbers and sizes between layers travel as int64 tensors.
             storages[label] = storage_bytes(encode(value, name))
-            crossings[name] = CrossingValue(storages[label], label, False)
+            crossings[name] = CutValue(storages[label], label, False)
     saved = tuple({labels.get(key, key): n for key, n in found.items()} for found in saved_by)
     return SavedByForward(saved, storages, crossings, tuple(in_place), tuple(tensors))
 

@@ -276,7 +276,7 @@ File = TypeVar("File", bound=msgspec.Struct)
 
 
 @dataclass(frozen=True)
-class ListedGraph(Generic[File]):
+class FileGraph(Generic[File]):
     """A JSON file with nodes and edges that was read and found to be in order.
 
     Attributes:

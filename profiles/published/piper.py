@@ -21,7 +21,7 @@ from .cost_graph import (
     MAX_BYTES,
     MAX_SECONDS,
     Cost,
-    ListedGraph,
+    FileGraph,
     Tensor,
     choose_sizes,
     make_profile,
@@ -106,7 +106,7 @@ def import_piper(
         FileError: the file is malformed; names the place.
         TargetError: sizes that contradict each other.
     """
-    file = ListedGraph.read(where, text, PiperFile)
+    file = FileGraph.read(where, text, PiperFile)
     found, names, edges = file.found, file.names, file.edges
     sizes = choose_sizes(where, 1, batch_size, micro_batch_sizes)
     plain = [plain_of(where, k, node) for k, node in enumerate(found.nodes)]
@@ -196,7 +196,7 @@ def _cluster(found: PiperFile) -> Iterator[str]:
 
 def piper_workload(where: str, text: bytes) -> Workload:
     """Read the file's JSON. Raises FileError naming the place that is wrong."""
-    file = ListedGraph.read(where, text, PiperFile)
+    file = FileGraph.read(where, text, PiperFile)
     found, names = file.found, file.names
     place = {k: position for position, k in enumerate(file.order)}
     return Workload(

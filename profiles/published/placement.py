@@ -23,7 +23,7 @@ from .cost_graph import (
     MAX_BYTES,
     MAX_SECONDS,
     Cost,
-    ListedGraph,
+    FileGraph,
     Tensor,
     choose_sizes,
     make_profile,
@@ -72,7 +72,7 @@ class PlacementFile(msgspec.Struct, frozen=True):
     memory_bytes: _Amount | None = msgspec.field(name="maxSizePerFPGA", default=None)
 
 
-class Placement(ListedGraph[PlacementFile]):
+class Placement(FileGraph[PlacementFile]):
     """A file that was read and found to be in order; some nodes belong to the forward."""
 
     @cached_property
