@@ -81,7 +81,7 @@ class PlaceMaker:
 
     def places(self) -> Places:
         """As assumed."""
-        place: Places = self._identical() if self.assumed.identical else self._listed()
+        place: Places = self._identical() if self.assumed.identical else self._in_given_sequence()
         share = self.assumed.memory_share
         if share == 1.0:
             return place
@@ -146,7 +146,7 @@ class PlaceMaker:
 
         return IdenticalPlaces(self.options, place, copies_per_unit=per_unit, most=most)
 
-    def _listed(self) -> Places:
+    def _in_given_sequence(self) -> Places:
         """Places of devices as the cluster lists them."""
         question, in_flight, guess = self.question, self._in_flight, self.assumed.guess
         cluster, variant = question.cluster, question.system

@@ -52,7 +52,7 @@ SIZES = {
 }
 
 
-class BertLayer(nn.Module):
+class Layer(nn.Module):
     """A transformer layer, normalised behind each part: ``[m, length, width]`` → the same."""
 
     def __init__(self, settings: BertSettings) -> None:
@@ -94,7 +94,7 @@ class Bert(nn.Module):
         self.position_embeddings = embedding(settings.context, width, DEVIATION)
         self.norm = nn.LayerNorm(width, EPSILON)
         self.dropout = nn.Dropout(settings.dropout)
-        self.layer = nn.ModuleList([BertLayer(settings) for _ in range(settings.layers)])
+        self.layer = nn.ModuleList([Layer(settings) for _ in range(settings.layers)])
         self.pooler = linear(width, width, DEVIATION)
         self.tanh = nn.Tanh()
 

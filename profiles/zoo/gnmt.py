@@ -59,7 +59,7 @@ class Recurrent(nn.Module):
         return result
 
 
-class GnmtAttention(nn.Module):
+class Attention(nn.Module):
     """Additive attention (Bahdanau et al. 2015, appendix A.1.2)."""
 
     def __init__(self, width: int) -> None:
@@ -105,7 +105,7 @@ class Decoder(nn.Module):
         width, dropout = settings.width, settings.dropout
         self.embedding = nn.Embedding(settings.vocabulary, width)
         self.first = Recurrent(width, width, dropout)
-        self.attention = GnmtAttention(width)
+        self.attention = Attention(width)
         self.second = Recurrent(2 * width, width, dropout)
         self.rest = nn.ModuleList(
             [Recurrent(2 * width, width, dropout) for _ in range(settings.layers - 2)]

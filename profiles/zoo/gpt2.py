@@ -40,7 +40,7 @@ SIZES = {
 }
 
 
-class Gpt2Block(nn.Module):
+class Block(nn.Module):
     """A transformer layer, normalised before each part: ``[m, length, width]`` → the same."""
 
     def __init__(self, settings: GPT2Settings) -> None:
@@ -81,7 +81,7 @@ class GPT2(nn.Module):
         self.wte = embedding(settings.vocabulary, width, DEVIATION)
         self.wpe = embedding(settings.context, width, DEVIATION)
         self.drop = nn.Dropout(settings.dropout)
-        self.h = nn.Sequential(*[Gpt2Block(settings) for _ in range(settings.layers)])
+        self.h = nn.Sequential(*[Block(settings) for _ in range(settings.layers)])
         self.ln_f = nn.LayerNorm(width)
         self.lm_head = nn.Linear(width, settings.vocabulary, bias=False, device="meta")
         own = (settings.vocabulary, width)

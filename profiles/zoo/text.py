@@ -25,7 +25,7 @@ MAX_CHARACTERS = 2_000_000
 """A longer file is read up to here."""
 
 
-class CharAttention(nn.Module):
+class Attention(nn.Module):
     """Causal self-attention over ``[m, time, width]``."""
 
     def __init__(self, width: int, heads: int) -> None:
@@ -43,13 +43,13 @@ class CharAttention(nn.Module):
         return self.proj(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
-class CharBlock(nn.Module):
+class Block(nn.Module):
     """A pre-norm transformer block."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.ln1 = nn.LayerNorm(width)
-        self.attn = CharAttention(width, heads)
+        self.attn = Attention(width, heads)
         self.ln2 = nn.LayerNorm(width)
         self.fc = nn.Linear(width, 4 * width)
         self.gelu = nn.GELU()
@@ -68,7 +68,7 @@ class CharGPT(nn.Module):
         super().__init__()
         self.characters = nn.Embedding(vocabulary, width)
         self.positions = nn.Parameter(torch.randn(CONTEXT, width) * 0.02)
-        self.blocks = nn.Sequential(*[CharBlock(width, heads) for _ in range(depth)])
+        self.blocks = nn.Sequential(*[Block(width, heads) for _ in range(depth)])
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from timeprest.profiles.tasks.task import Split
 from timeprest.profiles.zoo.resnet import Bottleneck
-from timeprest.profiles.zoo.text import CharBlock
+from timeprest.profiles.zoo.text import Block
 from timeprest.profiles.zoo.vgg import CHANNELS, CONVOLUTIONS
 from torch import Tensor, nn
 from torch.nn import functional
@@ -56,7 +56,7 @@ class Recurrent(nn.Module):
 def gpt() -> nn.Sequential:
     """GPT shape: 8 layers, width 256, 8 heads, head with weights of its own."""
     width = 256
-    blocks = [CharBlock(width, heads=8) for _ in range(8)]
+    blocks = [Block(width, heads=8) for _ in range(8)]
     head = [nn.LayerNorm(width), nn.Linear(width, VOCABULARY)]
     return nn.Sequential(Embedding(width, LENGTH), *blocks, *head)
 
