@@ -80,9 +80,10 @@ class Relaxation:
         drains, returns = view != "cycle", view == "return"
         counts = [1] if assumed.unreplicated else self.replica_counts(n)
         counts = [r for r in counts if r % grain == 0 and r == (assumed.replicas or r)]
-        most = counts[-1]
+        # There may be none that are multiples of the grain.
+        most = max(counts, default=1)
         # What layers cost in each stage's micro-batches: by replicas.
-        sizes = {r: self._size(n, r) for r in {*counts, *((1,) if drains else ())}}
+        sizes = {r: self._size(n, r) for r in {*counts, most, *((1,) if drains else ())}}
         costs = {r: graph.costs(size) for r, size in sizes.items()}
         before, after = None, None
         if drains:

@@ -387,3 +387,9 @@ def test_a_bound_knows_that_a_stage_that_sends_nothing_back_does_not_split():
             problem = Relaxation(question, Freedom()).problem(Branch(1), Assumptions(view=view))
             load = stage_load(problem, 0, 0b111, 0, devices)
             assert load <= whole.prediction.period_s * (1 + 1e-9)
+
+
+def test_devices_taken_together_need_no_replicas_that_divide_into_them(monkeypatch):
+    monkeypatch.setattr(exploration, "_MOST_UNITS", 1)
+    plan = solve(chain(4), uniform_cluster(2), "gpipe", micro_batches=1, replicas=True)
+    assert plan.solver.optimal
