@@ -26,6 +26,7 @@ from timeprest.runtime.processes.environment import (
     launched_by,
     own_address,
     use_interface,
+    variables_of,
 )
 from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import run
@@ -73,6 +74,11 @@ def test_torchruns_variables():
     again = {**TORCHRUN, "MASTER_PORT": "7", "TORCHELASTIC_RESTART_COUNT": "2"}
     assert launched_by(again) == Launched("torchrun", 1, 4, "a", 7, attempt=2)
     assert launched_by({**TORCHRUN, "WORLD_SIZE": "2"}).one_host
+
+
+def test_our_own_launcher_tells_a_worker_what_torchrun_does():
+    local = Launched("torchrun", 1, 4, "127.0.0.1", 7, one_host=True, agent_store=True)
+    assert launched_by(variables_of(local)) == local
 
 
 def test_sruns_variables():

@@ -204,7 +204,7 @@ def test_both_ends_know_the_sequence_of_messages(
     plan = plan_by_hand(with_times(mlp_profile), variant, 3, n, replicas=replicas)
     monkeypatch.setattr(Watched, "sent", {}, raising=False)
     monkeypatch.setattr(Watched, "wanted", {}, raising=False)
-    monkeypatch.setattr(running, "LocalChannels", Watched)
+    monkeypatch.setattr("timeprest.runtime.communication.transport.LocalChannels", Watched)
     settings = RunSettings(task=mlp_target, steps=4, checkpoint_every=2)
     running.run(plan, settings, tmp_path / "run", inline=True)
     assert Watched.sent
@@ -220,7 +220,7 @@ def test_also_where_a_stage_sends_several_tensors(tmp_path, monkeypatch):
     for variant in ("timeprest", "gpipe", "pipedream-2bw"):
         monkeypatch.setattr(Watched, "sent", {}, raising=False)
         monkeypatch.setattr(Watched, "wanted", {}, raising=False)
-        monkeypatch.setattr(running, "LocalChannels", Watched)
+        monkeypatch.setattr("timeprest.runtime.communication.transport.LocalChannels", Watched)
         plan = plan_by_hand(with_times(profile), variant, 3, 4)
         running.run(plan, RunSettings(task=target, steps=2), tmp_path / variant, inline=True)
         assert any(len(set(numbers)) > 1 for numbers in Watched.sent.values())
