@@ -89,3 +89,12 @@ def without_chance(model):
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.0)
     return model
+
+
+def assert_learnt_alike(model, whole):
+    """The same gradients and buffers in both."""
+    gradients = {n: p.grad for n, p in whole.named_parameters()}
+    for n, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, gradients[n], rtol=1e-10, atol=1e-10)
+    for (n, got), (_, want) in zip(model.named_buffers(), whole.named_buffers(), strict=True):
+        torch.testing.assert_close(got, want, msg=n)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterator
+
 import numpy as np
 from hypothesis import strategies as st
 from timeprest.planner.partition.problem import (
@@ -19,26 +22,29 @@ from timeprest.planner.partition.problem import (
     stage_load,
 )
 
+INF = math.inf
 
-def brute_force(problem: StageProblem) -> Cut | None:
-    """The best cut by trying every chain of downsets with every option at every place."""
+
+def all_cuts(problem: StageProblem, enough: Callable[[], float] = lambda: INF) -> Iterator[Cut]:
+    """Every chain of downsets with every option at every place, straight from the definition.
+
+    Those whose load isn't under `enough` are left out; it may fall on the way.
+    """
     downsets = [d for d in range(problem.full + 1) if is_downset(problem, d)]
-    best: Cut | None = None
 
     def extend(below, k, stages, worst):
-        nonlocal best
-        if best is not None and worst >= best.objective_s:
+        if worst >= enough():
             return
         if below == problem.full:
             if problem.stages in (None, len(stages)):
-                best = Cut(tuple(stages), worst)
+                yield Cut(tuple(stages), worst)
             return
-        if problem.stages is not None and len(stages) == problem.stages:
+        if problem.stages == len(stages):
             return
         for above in downsets:
-            if below & ~above or above == below:
-                continue
             inside = above & ~below
+            if below & ~above or not inside:
+                continue
             if any((len(stages) == s) != bool(inside >> j & 1) for j, s in problem.pins):
                 continue
             for o, option in enumerate(problem.options):
@@ -46,10 +52,18 @@ def brute_force(problem: StageProblem) -> Cut | None:
                     if fits(problem, below, inside, o, here):
                         load = stage_load(problem, below, inside, o, here)
                         stage = ChosenStage(inside, o, here)
-                        extend(above, here - option.replicas, [*stages, stage], max(worst, load))
+                        left = here - option.replicas
+                        yield from extend(above, left, [*stages, stage], max(worst, load))
 
-    extend(0, problem.devices, [], 0.0)
-    return best
+    return extend(0, problem.devices, [], 0.0)
+
+
+def brute_force(problem: StageProblem) -> Cut | None:
+    """The best of all cuts."""
+    better: list[Cut] = []
+    for cut in all_cuts(problem, lambda: better[-1].objective_s if better else INF):
+        better.append(cut)
+    return better[-1] if better else None
 
 
 def numbers(draw, n, most):

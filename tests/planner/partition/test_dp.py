@@ -10,7 +10,7 @@ from operator import or_
 import numpy as np
 import pytest
 from helpers.drawn import lattices
-from helpers.drawn.problems import brute_force, drawn_problems
+from helpers.drawn.problems import all_cuts, brute_force, drawn_problems
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from timeprest.planner.partition.dp import cost_tables, minimax
@@ -19,20 +19,16 @@ from timeprest.planner.partition.dp.enumerate import chains_below
 from timeprest.planner.partition.dp.lattice import Containment, find_downsets, joined, lattice_of
 from timeprest.planner.partition.dp.minimax import minimax_with_bound
 from timeprest.planner.partition.dp.sweep import OutOfTime
+from timeprest.planner.partition.problem import CutTensor as Edge
 from timeprest.planner.partition.problem import (
-    ChosenStage,
-    Cut,
     Mode,
     Option,
     Place,
     StageProblem,
     cut_load,
-    fits,
     is_downset,
     members,
-    stage_load,
 )
-from timeprest.planner.partition.problem import CutTensor as Edge
 from timeprest.planner.partition.warm_start import (
     around,
     cheapest,
@@ -96,34 +92,6 @@ def same_places(problem):
     if all(place.memory_bytes == float("inf") for row in every for place in row):
         every = [[replace(place, units=1, copies=1) for place in row] for row in every]
     return all(len(set(row)) < 2 for row in every)
-
-
-def all_cuts(problem):
-    """Every chain of downsets with every option at every place, straight from the definition."""
-    downsets = [d for d in range(problem.full + 1) if is_downset(problem, d)]
-
-    def extend(below, k, stages, worst):
-        if below == problem.full:
-            if problem.stages in (None, len(stages)):
-                yield Cut(tuple(stages), worst)
-            return
-        if problem.stages == len(stages):
-            return
-        for above in downsets:
-            inside = above & ~below
-            if below & ~above or not inside:
-                continue
-            if any((len(stages) == s) != bool(inside >> j & 1) for j, s in problem.pins):
-                continue
-            for o, option in enumerate(problem.options):
-                for here in range(k, option.replicas - 1, -1):
-                    if fits(problem, below, inside, o, here):
-                        load = stage_load(problem, below, inside, o, here)
-                        stage = ChosenStage(inside, o, here)
-                        left = here - option.replicas
-                        yield from extend(above, left, [*stages, stage], max(worst, load))
-
-    return extend(0, problem.devices, [], 0.0)
 
 
 # Downsets --------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from helpers.drawn.problems import brute_force, drawn_problems
+from helpers.drawn.problems import all_cuts, brute_force, drawn_problems
 from hypothesis import given, settings
 from timeprest.planner.partition.ilp import search as ilp_search
 from timeprest.planner.partition.ilp import solver as mip
@@ -32,9 +32,6 @@ from timeprest.planner.partition.problem import (
     Place,
     StageProblem,
     cut_load,
-    fits,
-    is_downset,
-    stage_load,
 )
 
 INF = float("inf")
@@ -102,27 +99,9 @@ def balanced(count, devices):
 
 def every_cut(of):
     """Load of each cut, by its stages' layers and options: the least over their places."""
-    downsets = [d for d in range(of.full + 1) if is_downset(of, d)]
     found = {}
-
-    def extend(below, k, stages, worst):
-        if below == of.full:
-            if of.stages in (None, len(stages)):
-                found[stages] = min(worst, found.get(stages, INF))
-            return
-        for above in downsets:
-            inside = above & ~below
-            if below & ~above or not inside:
-                continue
-            if any((len(stages) == s) != bool(inside >> j & 1) for j, s in of.pins):
-                continue
-            for o, option in enumerate(of.options):
-                for here in range(option.replicas, k + 1):
-                    if fits(of, below, inside, o, here):
-                        load = max(worst, stage_load(of, below, inside, o, here))
-                        extend(above, here - option.replicas, (*stages, (inside, o)), load)
-
-    extend(0, of.devices, (), 0.0)
+    for cut in all_cuts(of):
+        found[key(cut)] = min(cut.objective_s, found.get(key(cut), INF))
     return found
 
 

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 import torch
-from helpers.by_hand.pieces import run_pieces
+from helpers.by_hand.pieces import assert_learnt_alike, run_pieces
 from helpers.models.any import flat
 from helpers.models.front_ends import CASES, Choice, Scores, WithChoice, doubles, positional
 from helpers.paths import TESTS
@@ -83,11 +83,7 @@ def test_pieces_equal_the_whole_for_every_front_end(name, data):
     torch.testing.assert_close(loss, wanted_loss, rtol=1e-12, atol=1e-12)
     for got, want in zip(leaves_of(result), leaves_of(wanted), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
-    gradients = {n: p.grad for n, p in whole.named_parameters()}
-    for n, p in model.named_parameters():
-        torch.testing.assert_close(p.grad, gradients[n], rtol=1e-10, atol=1e-10)
-    for (n, got), (_, want) in zip(model.named_buffers(), whole.named_buffers(), strict=True):
-        torch.testing.assert_close(got, want, msg=n)
+    assert_learnt_alike(model, whole)
 
 
 @pytest.mark.parametrize("name", CASES)

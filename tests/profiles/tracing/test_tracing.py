@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 from helpers.by_hand.cuts import places_to_cut
-from helpers.by_hand.pieces import run_pieces
+from helpers.by_hand.pieces import assert_learnt_alike, run_pieces
 from helpers.models.any import EXAMPLES, Branches, Tied, flat
 from helpers.paths import TESTS
 from helpers.stage_costs import stage_cost
@@ -64,11 +64,7 @@ def test_pieces_equal_the_whole_wherever_it_is_cut(name, data):
     torch.testing.assert_close(loss, wanted_loss, rtol=1e-12, atol=1e-12)
     for got, want in zip(flat(result), flat(wanted), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
-    gradients = {n: p.grad for n, p in whole.named_parameters()}
-    for n, p in model.named_parameters():
-        torch.testing.assert_close(p.grad, gradients[n], rtol=1e-10, atol=1e-10)
-    for (n, got), (_, want) in zip(model.named_buffers(), whole.named_buffers(), strict=True):
-        torch.testing.assert_close(got, want, msg=n)
+    assert_learnt_alike(model, whole)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
