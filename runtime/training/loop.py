@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import chain
 
 import torch
@@ -16,6 +16,7 @@ import torch
 from ...planner.schedules.schedules import make_schedule
 from ...planner.simulator.timeline import simulate
 from ...planner.systems.operations import UPDATE, Op, Schedule
+from ...profiles.errors import FileError
 from ..checkpoint.checkpoint import Agree, CheckpointWriter
 from ..checkpoint.gradients import keep_gradients
 from ..checkpoint.start import restore_worker, rewind_logs
@@ -88,9 +89,14 @@ def train(
     try:
         course = Course(runners, told, barrier, replica_barrier, checkpoints)
         course.run()
-    finally:
+    except BaseException:
         for file in chain(*files.values()):
-            file.close()
+            # Why the run failed is known, and mustn't be hidden by a second error of a full disk.
+            with suppress(FileError):
+                file.close()
+        raise
+    for file in chain(*files.values()):
+        file.close()
     reports = course.reports()
     for runner, report in zip(runners, reports, strict=True):
         if runner.worker.leads:
