@@ -1,4 +1,4 @@
-"""Running a plan: its workers in processes of this machine, in this one, or started by others."""
+"""Running a plan: workers in processes of this machine, inline, or started by torchrun or srun."""
 
 from __future__ import annotations
 

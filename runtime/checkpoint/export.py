@@ -1,4 +1,4 @@
-"""The whole model of a run in one file, for plain PyTorch."""
+"""Export of a run's whole model to one file, for plain PyTorch."""
 
 from __future__ import annotations
 

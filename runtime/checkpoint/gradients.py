@@ -1,4 +1,4 @@
-"""Gradients as files: what each update of a run stepped with."""
+"""Gradient files: what each update of a run stepped with."""
 
 from __future__ import annotations
 

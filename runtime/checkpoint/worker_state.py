@@ -1,4 +1,4 @@
-"""What a worker must remember besides its weights, to go on as if it had never stopped.
+"""State of a worker besides its weights: optimizer, scheduler, random numbers, sums of the epoch.
 
 The pipeline is drained: no messages, activations, stashed versions or gradients are left.
 """
@@ -20,7 +20,7 @@ from ..records.metrics import EpochSums
 from ..stage.optimizer import Scheduler
 from ..stage.stage import Stage
 
-# Nested state of optimizers and schedulers as JSON, its tensors apart ---------------------------
+# Nested optimizer and scheduler state as JSON, its tensors apart --------------------------------
 # JSON has no tuples, no keys that aren't strings and no infinities: those are written as objects
 # of one entry that says what they are, ``{"tuple": [...]}``; so are tensors, by the name that
 # they have in the file beside it. Numbers come back as they were, bit for bit.
@@ -81,7 +81,7 @@ _KINDS: dict[str, Callable[[Any, Mapping[str, Tensor]], Any]] = {
 }
 
 
-# What a worker must remember besides its weights, to go on as if it had never stopped -----------
+# State of a worker ------------------------------------------------------------------------------
 
 FORMAT = "timeprest-worker-state/1"
 _RANDOM, _BUFFERS = "random", "buffers/"

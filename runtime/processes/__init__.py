@@ -1,1 +1,1 @@
-"""Workers as processes: how they start, meet, watch each other and end."""
+"""Worker processes: launcher, rendezvous, heartbeats, error messages, locks."""

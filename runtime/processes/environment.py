@@ -1,6 +1,6 @@
-"""What a worker's environment says of it: who it is, where the others are, what to listen on.
+"""Environment variables, network interfaces and signals of a worker process. No torch here.
 
-torchrun, srun and our own launcher (`launcher`) tell it by the same variables. No torch here.
+torchrun, srun and our own launcher (`launcher`) tell a worker by the same variables who it is.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Local runs: worker processes on this machine, started as torchrun starts them.
+"""The local launcher: starts the worker processes of a run on this machine, as torchrun does.
 
 Each process runs the same entry with the same environment variables as under torchrun, and meets
 the others at a store which the launcher holds (`rendezvous`); it listens on the loopback device
@@ -68,17 +68,17 @@ def launch(run_dir: RunDir, labels: Sequence[str], observer: Observer) -> None:
         KeyboardInterrupt: the user stopped the run; all workers have ended.
     """
     workers = Workers(module=WORKER, where=run_dir, labels=tuple(labels))
-    tail, coming = Tail(run_dir.metrics, observer), _Coming(run_dir, len(labels), observer)
+    tail, start = Tail(run_dir.metrics, observer), _StartProgress(run_dir, len(labels), observer)
 
     def poll() -> None:
-        coming.over |= tail.poll()
-        coming.poll()
+        start.over |= tail.poll()
+        start.poll()
 
     run_workers(workers, poll)
 
 
-class _Coming:
-    """Says how far the workers have come, until they train."""
+class _StartProgress:
+    """How far the workers have come, until they train."""
 
     def __init__(self, run_dir: RunDir, count: int, observer: Observer) -> None:
         self.run_dir = run_dir

@@ -1,4 +1,4 @@
-"""One run at a time in a run directory: locks that the system drops when a process dies.
+"""Locks of a run directory: one run at a time. The system drops them when a process dies.
 
 Who starts the workers holds ``RUN/lock`` alone; the workers it starts share ``RUN/lock.workers``,
 so that workers which outlived it are seen too. Both say who holds them. On file systems without

@@ -1,9 +1,9 @@
-"""Where the workers of a run meet: a store, over which they agree and tell of failures.
+"""Rendezvous of a run's workers: a store, heartbeats over it, and the error message of a failure.
 
 Every worker has a thread that posts twice a second what it is at, and that ends the process when
 another worker has failed, or when the launcher asks it to end. Of all workers one says why the run
 failed: the one that knows the cause, or, where all have only waited in vain, the first of them,
-which follows the waits to the culprit. A store behind a broken network answers nothing and fails
+which follows the waits to the culprit (`blame`). A store behind a broken network answers nothing and fails
 nothing, for a quarter of an hour: no end of a worker waits for it.
 """
 

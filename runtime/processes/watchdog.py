@@ -1,4 +1,4 @@
-"""Ends a worker that stands still for good.
+"""A watchdog process: kills a worker that is stopped for good.
 
 ``python -m timeprest.runtime.processes.watchdog PID SECONDS``
 

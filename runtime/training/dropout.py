@@ -1,4 +1,4 @@
-"""What a model does in training that isn't a function of its inputs alone: dropout, batch norms.
+"""Training without dropout; whether a model has dropout, batch norms or other random numbers.
 
 A torch function mode sees every operation that a model's Python code calls, whether the model is
 the user's own, a piece cut from it, or a graph that torch.export made.

@@ -1,4 +1,4 @@
-"""All workers in one process, in simulated order, with the same weight versions as in many."""
+"""Inline training: all workers in one process, in simulated order, on the same weight versions."""
 
 from __future__ import annotations
 

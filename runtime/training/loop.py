@@ -1,6 +1,6 @@
-"""The course of a run: segments of training, each drained and followed by an evaluation.
+"""The training loop: segments of an epoch, each drained; evaluation, checkpoints, reports.
 
-The same course is followed by a worker in its own process (`worker`) and by all workers in one
+The same loop is run by a worker in its own process (`worker`) and by all workers in one
 (`inline`).
 """
 

@@ -1,4 +1,4 @@
-"""One worker of many: ``python -m timeprest.runtime.training.worker RUN_DIR LAUNCHER``.
+"""A worker process: ``python -m timeprest.runtime.training.worker RUN_DIR LAUNCHER``.
 
 That is the process which the launcher of a local run starts (`processes.launcher`). Under torchrun
 or srun, `runtime.run` calls `train_worker` in the process that they started. Which stage and
