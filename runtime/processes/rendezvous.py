@@ -3,8 +3,8 @@
 Every worker has a thread that posts twice a second what it is at, and that ends the process when
 another worker has failed, or when the launcher asks it to end. Of all workers one says why the run
 failed: the one that knows the cause, or, where all have only waited in vain, the first of them,
-which follows the waits to the culprit (`blame`). A store behind a broken network answers nothing and fails
-nothing, for a quarter of an hour: no end of a worker waits for it.
+which follows the waits to the culprit (`blame`). A store behind a broken network answers nothing
+and fails nothing, for a quarter of an hour: no end of a worker waits for it.
 """
 
 from __future__ import annotations
