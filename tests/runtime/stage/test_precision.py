@@ -127,7 +127,7 @@ def test_float16_is_refused(profile):
     plan = msgspec.structs.replace(plan, profile=half)
     with pytest.raises(PlanError, match=r"float16.*--autocast bf16 or off"):
         prepare(plan, RunSettings(task=TARGET))
-    assert prepare(plan, RunSettings(task=TARGET, autocast="off")).autocast is None
+    assert prepare(plan, RunSettings(task=TARGET, autocast="off")).model.autocast is None
 
 
 @pytest.mark.processes
