@@ -243,6 +243,7 @@ def test_usage_errors_have_code_2(digits):
         assert "--help)" in one_line(done.stderr)
 
 
+@pytest.mark.slow
 def test_a_published_profile_is_planned_and_says_that_it_cant_be_run(digits):
     (digits / "chain.graph.txt").write_text(CHAIN)
     done = call(

@@ -15,6 +15,7 @@ STEPS = 6
 FLUSH = ("pipedream-flush", "zb-h1")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [1, 2, 3])
 @pytest.mark.parametrize("n", [1, 2, 4])
 @pytest.mark.parametrize("variant", FLUSH)

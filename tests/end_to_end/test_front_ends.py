@@ -30,6 +30,7 @@ def plan_of(name, variant, stages, micro_batches, **options):
     return profile, plan_by_hand(with_times(profile), variant, stages, micro_batches)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TASKS)
 def test_gpipe_equals_plain_training(name, tmp_path):
     name, front_end = f"{FILE}:{name}", TASKS[name]

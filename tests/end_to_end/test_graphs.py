@@ -41,6 +41,7 @@ def test_something_skips_a_stage(graph_profile):
     assert any(not edge.needs_grad for edge in plan.edges)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variant", "stages"), [*(("gpipe", s) for s in (1, 2, 3, 4, 7)), ("zb-h1", 3), ("zb-h1", 7)]
 )
@@ -66,6 +67,7 @@ def test_flush_systems_on_a_graph_are_plain_training(variant, stages, graph_prof
     assert summary.epochs[-1].test["loss"] == pytest.approx(wanted, abs=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["timeprest", "v-timeprest", "pipedream"])
 def test_asynchronous_systems_train_a_graph(variant, graph_profile, tmp_path):
     plan = plan_by_hand(graph_profile, variant, 4, 1 if variant == "pipedream" else 4)

@@ -207,6 +207,7 @@ def graph_profile():
     return with_times(measure(target, batch_size=8, micro_batch_sizes=[2, 4, 8], seconds=0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["gpipe", "timeprest", "i-timeprest", "pipedream", "spectrain"])
 def test_tensors_that_skip_stages(variant, graph_profile, tmp_path, monkeypatch):
     """From 2 replicas over 4 to 2 and 1, with integers, sizes and samples in dimension 1."""

@@ -170,6 +170,7 @@ def test_inline_equals_the_oracle(variant, stages, n, optimizer, mlp_profile, ml
     train(plan, mlp_target, optimizer, tmp_path / "run")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["decayed sgd", "decayed momentum", "decayed adam", "adamw"])
 @pytest.mark.parametrize(
     ("variant", "stages", "n"),
@@ -185,6 +186,7 @@ def test_weight_decay(variant, stages, n, optimizer, mlp_profile, mlp_target, tm
     train(plan, mlp_target, optimizer, tmp_path / "run")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("variant", "stages", "n"), cases((4,), (4,)))
 def test_updates_after_several_mini_batches(variant, stages, n, mlp_profile, mlp_target, tmp_path):
     """12 mini-batches, an update after each fifth: the last takes the mean of two."""
@@ -192,6 +194,7 @@ def test_updates_after_several_mini_batches(variant, stages, n, mlp_profile, mlp
     train(plan, mlp_target, "momentum", tmp_path / "run")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("variant", "stages", "n"), cases((3,), (4,)))
 def test_one_epoch_after_another(variant, stages, n, mlp_profile, mlp_target, tmp_path):
     """Of 5, 5 and 2 mini-batches: each ends drained, with an update; versions go on."""
@@ -200,6 +203,7 @@ def test_one_epoch_after_another(variant, stages, n, mlp_profile, mlp_target, tm
     train(plan, target, "adam", tmp_path / "run")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("variant", "stages", "n"), cases((3,), (4,)))
 def test_an_epochs_last_mini_batch(variant, stages, n, mlp_profile, mlp_target, tmp_path):
     """Every sixth has 2 samples; with 4 micro-batches, two of them have none."""
@@ -208,6 +212,7 @@ def test_an_epochs_last_mini_batch(variant, stages, n, mlp_profile, mlp_target, 
     train(plan, target, "adam", tmp_path / "run", ragged="pad")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("variant", "stages", "n"), cases((3,), (4,)))
 def test_clipping_and_schedules(variant, stages, n, mlp_profile, mlp_target, tmp_path):
     """Predictions go by the learning rate to come; asynchronous stages clip their own part."""
@@ -216,6 +221,7 @@ def test_clipping_and_schedules(variant, stages, n, mlp_profile, mlp_target, tmp
     train(plan, mlp_target, "momentum", tmp_path / "run", **more)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("variant", "stages", "n"), cases((1, 3), (2, 4)))
 def test_weighted_losses(variant, stages, n, mlp_profile, mlp_target, tmp_path):
     """A mini-batch's loss is the sum over all that counts in it by how much that is."""
@@ -223,6 +229,7 @@ def test_weighted_losses(variant, stages, n, mlp_profile, mlp_target, tmp_path):
     train(plan, mlp_target.replace("MLPTask", "WeightedTask"), "momentum", tmp_path / "run")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["ShortEpochs", "ShortWeighted"])
 @pytest.mark.parametrize(("variant", "stages", "n"), cases((3,), (4,)))
 def test_everything_at_once(variant, stages, n, task, mlp_profile, mlp_target, tmp_path):
@@ -233,6 +240,7 @@ def test_everything_at_once(variant, stages, n, task, mlp_profile, mlp_target, t
     train(plan, target, "momentum", tmp_path / "run", **more)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [3, 5])
 @pytest.mark.parametrize(("variant", "stages"), [(v, s) for v, s, n in cases((3,), (4,)) if n > 1])
 def test_uneven_micro_batches(variant, stages, n, mlp_profile, mlp_target, tmp_path):
@@ -241,6 +249,7 @@ def test_uneven_micro_batches(variant, stages, n, mlp_profile, mlp_target, tmp_p
     train(plan, mlp_target, "adam", tmp_path / "run")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variant", "stages", "n"),
     [case for case in cases((3,), (2, 4)) if not VARIANTS[case[0]].recompute_refusal],
@@ -277,6 +286,7 @@ def test_micro_batches_on_several_versions(variant, recompute, mlp_profile, mlp_
     assert max(map(len, each)) == 2
 
 
+@pytest.mark.slow
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_odd_orders_equal_the_oracle(data, mlp_profile, mlp_target, tmp_path_factory):

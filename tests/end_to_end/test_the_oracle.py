@@ -172,6 +172,7 @@ def test_with_one_stage_every_system_is_plain_training(system, optimizer):
     assert set(oracle.differences[0]) == {0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [[6], [2, 2, 2], [3, 2, 1], [3, 3, 0]])
 @pytest.mark.parametrize("stages", [2, 3, 4])
 @pytest.mark.parametrize("system", ["gpipe", "pipedream-flush", "zb-h1"])
@@ -217,6 +218,7 @@ def test_an_update_takes_the_mean_gradient_since_the_last(system, stages, every)
     assert all(stage.latest == -(-STEPS // every) for stage in oracle.stages)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize(("system", "stages"), [("gpipe", 1), ("gpipe", 3), ("timeprest", 1)])
 def test_clipping_and_schedules(system, stages, every):

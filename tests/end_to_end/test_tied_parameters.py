@@ -47,6 +47,7 @@ def copies_of(run_dir, stages, name="wte.weight"):
     return [file[name] for file in files if name in file]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("variant", "stages"), ORDERS)
 @pytest.mark.parametrize("name", TASKS)
 def test_copies_train_as_one_parameter_does(name, stages, variant, tmp_path):
@@ -145,6 +146,7 @@ def test_plans_that_keep_them_together_are_refused_when_cut():
         prepare(plan, settings_for("TiedTask"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("front_end", ["fx", "export"])
 @pytest.mark.parametrize("name", TASKS)
 def test_copies_are_a_stages_own(name, front_end):

@@ -143,6 +143,7 @@ def test_small_contractions_are_kept(tmp_path):
 # The published optima --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "replicas", "theirs_ms"),
     [

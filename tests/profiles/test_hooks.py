@@ -146,6 +146,7 @@ TRIED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     # Of a large model, no checkpoint is put together.
     ("name", "large"),

@@ -74,6 +74,7 @@ def tensors(output):
     return [v for v in torch.utils._pytree.tree_leaves(output) if isinstance(v, torch.Tensor)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters_are_as_many_as_published(name):
     model = on_meta(name)
@@ -105,6 +106,7 @@ def test_mlp_has_the_size_of_its_description():
     assert count(on_meta("mlp", "depth=1,width=3,inputs=5,classes=2")) == 6 * 3 + 4 * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fake", [False, True])
 def test_the_shape_of_gpt3_can_be_built(fake):
     from torch._subclasses.fake_tensor import FakeTensorMode

@@ -157,6 +157,7 @@ def test_counts_along_chains_say_what_holds_what(problem, bits):
 # Against trying everything ---------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
 @settings(max_examples=100, deadline=None)
 @given(problem=drawn_problems())
@@ -363,6 +364,7 @@ def test_out_of_time_just_before_the_answer(monkeypatch):
 # Sizes -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("replicas", [(1,), (1, 2, 3, 4)])
 def test_a_large_lattice_has_the_same_answer_without_shortcuts(overlap, replicas, monkeypatch):

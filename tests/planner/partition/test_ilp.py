@@ -204,6 +204,7 @@ def test_good_starts_make_small_programs():
     assert len(small.values_of(best.cut)) < len(large.values_of(best.cut)) / 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sent", "overlap"), [(0.05, True), (0.1, False)])
 def test_larger_graphs_are_solved_from_any_start(sent, overlap):
     of = cells(12, 3, sent=sent, overlap=overlap)

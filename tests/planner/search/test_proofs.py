@@ -153,6 +153,7 @@ def check_case(case):
         assert plan.solver.plans_tried < 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", FALSE_PROOFS or ["false_proofs"], ids=str)
 def test_questions_once_answered_wrongly(path):
     """Each file has a question, and a plan that was better than the one called optimal."""
@@ -189,6 +190,7 @@ def asked_of(profile, cluster, variant):
     return Question(profile, cluster, variant, profile.batch_size, 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("homes", "network", "between"),
     [
@@ -274,6 +276,7 @@ def test_questions_like_those_once_answered_wrongly(make):
     check_case(json.loads(msgspec.json.encode(case)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["gpipe", "pipedream-flush", "zb-h1"])
 @pytest.mark.parametrize("dead", [("n0",), ("n1",), ("n2",), ("n0", "n2")])
 def test_a_cut_that_no_gradient_crosses_holds_nothing_up(variant, dead):
@@ -282,6 +285,7 @@ def test_a_cut_that_no_gradient_crosses_holds_nothing_up(variant, dead):
     check(all_of(asked_of(profile, on_machines("aaa", FAST), variant)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["gpipe", "pipedream-flush", "zb-h1"])
 def test_a_layer_beside_the_others_that_sends_no_gradients_holds_nothing_up(variant):
     layers = [(name, 0, 1e-3, 2e-3, 0, []) for name in ("first", "mask", "left", "last")]

@@ -172,12 +172,14 @@ def test_the_plan_is_the_best_of_all(drawn):
     check_best(*drawn, "dp")
 
 
+@pytest.mark.slow
 @settings(ALL, max_examples=25)
 @given(drawn_questions(most=12))
 def test_the_plan_is_the_best_of_all_on_larger_graphs(drawn):
     check_best(*drawn, "dp")
 
 
+@pytest.mark.slow
 @settings(ALL, max_examples=25)
 @given(drawn_questions(most=5))
 def test_the_ilp_finds_the_same(drawn):

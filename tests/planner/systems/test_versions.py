@@ -47,6 +47,7 @@ def test_every_order_obeys_its_rules(pipeline, mini_batches, every):
     check_schedule(pipeline, make_schedule(pipeline, mini_batches), mini_batches)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("system", SYSTEMS)
 @given(data=st.data())
 def test_what_is_used_and_held_is_the_oracles(system, data):
@@ -111,6 +112,7 @@ def test_fewer_updates_make_smaller_differences(stages, every):
         assert max(differences) == ceil((stages - 1 - s) / every)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("system", ["timeprest", "v-timeprest"])
 @pytest.mark.parametrize("n", [2, 4, 8, 16, 64])
 @pytest.mark.parametrize("stages", [2, 3, 5, 8, 16])

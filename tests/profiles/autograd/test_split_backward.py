@@ -288,6 +288,7 @@ def test_the_graph_is_let_go():
     assert alive == set()
 
 
+@pytest.mark.slow
 def test_a_run_leaves_no_graph_behind(mlp_profile, mlp_target, tmp_path):
     """Operations that save their own output (tanh) mustn't keep a graph alive: no backward frees
     what it saved, its graph being kept for the weight part."""

@@ -49,6 +49,7 @@ def test_computed_parts(computed):
     assert [m.backward_input_s for m in computed.loss] == [m.backward_s for m in computed.loss]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["resnet18", "gpt2"])
 def test_measured_parts(name):
     found = measure(resolve(ZOO[name]), batch_size=4, micro_batch_sizes=[2, 4], seconds=0)

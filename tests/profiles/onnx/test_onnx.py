@@ -442,6 +442,7 @@ def feeds_of(inputs, positive=False):
     return feeds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("op", "names", "inputs", "constants", "opset", "attributes"), CASES)
 def test_operator(op, names, inputs, constants, opset, attributes, tmp_path, request):
     path = save(

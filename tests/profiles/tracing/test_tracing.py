@@ -45,6 +45,7 @@ def as_target(name):
     return Target(name, None, lambda: make().double(), specs)
 
 
+@pytest.mark.slow
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.sampled_from([n for n in EXAMPLES if n not in ("tied", "changes")]), st.data())
 def test_pieces_equal_the_whole_wherever_it_is_cut(name, data):
@@ -158,6 +159,7 @@ def test_a_change_in_place_that_others_see_keeps_layers_together():
     assert not torch.allclose(apart, wanted)
 
 
+@pytest.mark.slow
 def test_fingerprint_survives_a_restart_and_changes_with_the_model():
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]);"
@@ -295,6 +297,7 @@ def test_bad_inputs_are_named(text):
         parse_input(text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["digits", "text"])
 def test_built_in_tasks_profile(name):
     profile = measure(resolve(name), batch_size=4, micro_batch_sizes=[2, 4], seconds=0)

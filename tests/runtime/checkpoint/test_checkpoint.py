@@ -66,6 +66,7 @@ def settings_for(target, **how):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [MOMENTUM, ADAM], ids=["momentum", "adam"])
 @pytest.mark.parametrize("variant", RUNNING)
 def test_every_system_goes_on_bit_for_bit(variant, optimizer, mlp_target, tmp_path):
@@ -81,6 +82,7 @@ TASKS = str(TESTS / "tasks/checkpoint_tasks.py")
 TIED = str(TESTS / "tasks/variety_tasks.py") + ":TiedTask"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variant", "task", "how", "options"),
     [
@@ -465,6 +467,7 @@ TREES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(tree=TREES)
 def test_plain_state_comes_back_as_it_was(tree):
     found = unpack(json.loads(json.dumps(pack(tree, {}, "state"))), {})
@@ -490,6 +493,7 @@ def plain_model(target, steps, optimizer=None, model=None):
     return model, optimizer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("one", "other"), [("gpipe", "zb-h1"), ("pipedream-flush", "gpipe")])
 @pytest.mark.parametrize("optimizer", [MOMENTUM, ADAM], ids=["momentum", "adam"])
 @pytest.mark.parametrize(("stages", "then"), [(3, 2), (1, 4)])

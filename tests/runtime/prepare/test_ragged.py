@@ -80,6 +80,7 @@ def compare(run_dir, losses, model):
         torch.testing.assert_close(state[key], weight, rtol=0, atol=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", [name for name, v in VARIANTS.items() if v.flushes])
 @pytest.mark.parametrize("stages", [1, 3])
 @pytest.mark.parametrize(

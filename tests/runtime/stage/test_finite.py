@@ -126,6 +126,7 @@ class BadOnce(MLPTask):
         return super().loss(output, target) * (math.inf if self.calls == 10 else 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["gpipe", "pipedream-flush", "timeprest", "zb-h1"])
 def test_with_skip_a_bad_update_is_left_out_everywhere(variant, mlp_profile, tmp_path):
     plan = plan_by_hand(with_times(mlp_profile), variant, 3, 4)

@@ -35,6 +35,7 @@ def plan_of(profile, variant="timeprest", **how):
     return plan_by_hand(with_times(profile), variant, 2, n, **how)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("update_every", [1, 2])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_an_epoch_ends_with_its_last_update(variant, update_every, mlp_profile, tmp_path):

@@ -132,6 +132,7 @@ def test_processes_clip_decay_and_schedule(mlp_profile, mlp_target, tmp_path):
     assert summary.epochs[-1].lr == pytest.approx(0.05 * last)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("variant", "n"), [("timeprest", 4), ("pipedream", 1)])
 def test_asynchronous_stages_clip_their_own_parts(variant, n, mlp_profile, tmp_path):
     plan = plan_by_hand(with_times(mlp_profile), variant, 3, n)

@@ -67,6 +67,7 @@ def furthest(found, wanted, first):
     return max(float((found[key] - wanted[key]).abs().max() / change) for key in first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", [name for name, v in VARIANTS.items() if v.flushes])
 @pytest.mark.parametrize("stages", [1, 4])
 @pytest.mark.parametrize("n", [1, 4])

@@ -101,6 +101,7 @@ def again(profile, plan, stages):
 RECOMPUTING = [name for name, variant in VARIANTS.items() if not variant.recompute_refusal]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", RECOMPUTING)
 def test_the_run_is_the_same(variant, drawn, tmp_path):
     target, profile = drawn

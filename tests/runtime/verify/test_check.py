@@ -61,6 +61,7 @@ def test_flush_systems_train_every_model_as_one_process_does(name, stages, varia
     assert all(d.absolute < 1e-14 for d in one_by_one.differences)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("variant", [n for n, v in VARIANTS.items() if not v.flushes])
 def test_the_other_systems_train_every_model(variant, name, tmp_path):
