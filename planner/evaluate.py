@@ -111,14 +111,6 @@ class Evaluation:
                 yield s, predicted.memory_bytes, limit
 
 
-def lone_stages(nodes: Sequence[Sequence[str]], limits: Sequence[int]) -> tuple[PlanStage, ...]:
-    """Stages of these layers with one device each, in the cluster's sequence."""
-    return tuple(
-        PlanStage(nodes=tuple(names), devices=(s,), in_flight=limit)
-        for s, (names, limit) in enumerate(zip(nodes, limits, strict=True))
-    )
-
-
 class LaidOut(NamedTuple):
     """Stages as a pipeline, not simulated yet.
 

@@ -9,14 +9,13 @@ is, on the stage's layers (`StageBytes`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
 
 from ...profiles.files import TotalBytes
-from ..simulator.timeline import Event
 from ..systems.operations import BACKWARD, FORWARD, UPDATE, WEIGHT, Op, in_rows
 from ..systems.variants import Variant
 from ..systems.versions import VersionWalk
@@ -339,21 +338,3 @@ def boundary_buffers(
                 always += RECEIVES_AHEAD[BACKWARD] * c.nbytes * gradient_micro_batches
                 working += c.nbytes * gradient_micro_batches
     return always, working
-
-
-def memory_steps(
-    walk: HoldingsWalk, events: Iterable[Event], held: StageBytes
-) -> Iterator[tuple[float, int]]:
-    """Bytes over time, as steps: from each time on so many, until the next.
-
-    Args:
-        walk: at the start of the stage's schedule.
-        events: the stage's, one after another (`timeline.Timeline.stages`). With replicas, of
-            each operation that of the one that holds most counts.
-
-    Yields:
-        (seconds, bytes), at the start and at the end of each event. The peak is `StageBytes.peak`.
-    """
-    for event in events:
-        yield event.start_s, held.total(walk.step(event.op))
-        yield event.end_s, held.total(walk.between())

@@ -266,13 +266,6 @@ def _joined(needs: Sequence[int], together: Sequence[int]) -> Iterator[int]:
 # A stage's load and bytes, straight from the definition: slow, for checks and for answers -------
 
 
-def is_downset(problem: StageProblem, mask: int) -> bool:
-    """Whether a set of layers holds all that its layers need, and no group in part."""
-    return all(not problem.needs[k] & ~mask for k in members(mask)) and all(
-        mask & group in (0, group) for group in problem.together
-    )
-
-
 def stage_load(problem: StageProblem, below: int, layers: int, option: int, k: int) -> float:
     """Load in s of the stage with these `layers` above the downset `below`."""
     chosen = problem.options[option]

@@ -5,11 +5,10 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple
 
 from ...profiles.errors import ScheduleError
-from ..systems.operations import FORWARD, FORWARDS, UPDATES, Op, Schedule, op_text
+from ..systems.operations import FORWARDS, UPDATES, Op, Schedule, op_text
 from .clock import NOT_YET, SimulatedClock, SimulatedMessage
 from .executor import Code, ContendedExecutor, ListExecutor, codes
 from .pipeline import Link, Pipeline
@@ -122,38 +121,6 @@ def warm_mini_batches(stages: int, micro_batches: int = 1) -> int:
     What fills a pipeline are micro-batches: where a mini-batch has many, few of them are enough.
     """
     return 12 + -(-6 * stages // micro_batches)
-
-
-def steady_period_s(timeline: Timeline) -> float:
-    """Seconds per mini-batch in the middle of the run, filling and draining left out.
-
-    That of the slowest stage: one that gets no gradients back may run ahead of the others.
-    Where updates come in a pattern that repeats every c mini-batches, the mean over whole
-    patterns; else the mean over the middle third.
-    """
-    return max(_period_s(_ends(events)) for events in timeline.stages)
-
-
-def _ends(events: Iterable[Event]) -> list[float]:
-    """When each mini-batch had left a stage: after its last backward and, if it has one, update."""
-    found: dict[int, float] = {}
-    for event in events:
-        if event.op.kind != FORWARD:
-            found[event.op.mini_batch] = event.end_s
-    return list(found.values())
-
-
-def _period_s(ends: Sequence[float]) -> float:
-    if len(ends) < 3:
-        return ends[-1] / len(ends) if ends else 0.0
-    gaps = [b - a for a, b in pairwise(ends)]
-    middle = gaps[len(gaps) // 3 : max(2 * len(gaps) // 3, len(gaps) // 3 + 1)]
-    scale = max(max(middle), 1e-30)
-    for cycle in range(1, len(middle) // 2 + 1):
-        pairs = zip(middle, middle[cycle:], strict=False)
-        if all(abs(a - b) <= 1e-9 * scale for a, b in pairs):
-            return sum(middle[:cycle]) / cycle
-    return sum(middle) / len(middle)
 
 
 def busy_s(pipeline: Pipeline, stage: int) -> float:

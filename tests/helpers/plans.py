@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import msgspec
 from helpers.by_hand.profiles import chain
 from timeprest.planner.cluster.cluster import uniform_cluster
-from timeprest.planner.evaluate import Question, evaluate, lone_stages, make_plan
-from timeprest.planner.plan import SolverReport
+from timeprest.planner.evaluate import Question, evaluate, make_plan
+from timeprest.planner.plan import PlanStage, SolverReport
 from timeprest.planner.schedules.schedules import limit_ranges
 from timeprest.planner.systems.variants import VARIANTS
 
@@ -111,3 +112,11 @@ def chain_plan(variant, stages=3, n=4, replicas=1):
         for s, one in enumerate(found)
     )
     return make_plan(asked, evaluate(asked, found, n), REPORT)
+
+
+def lone_stages(nodes: Sequence[Sequence[str]], limits: Sequence[int]) -> tuple[PlanStage, ...]:
+    """Stages of these layers with one device each, in the cluster's sequence."""
+    return tuple(
+        PlanStage(nodes=tuple(names), devices=(s,), in_flight=limit)
+        for s, (names, limit) in enumerate(zip(nodes, limits, strict=True))
+    )

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Iterator
 
 import msgspec
 import pytest
 from helpers.by_hand.profiles import chain, drawn_profiles, profile_by_hand
 from helpers.by_hand.unit_pipelines import unit_pipeline
 from helpers.drawn.plans import evaluated
-from helpers.plans import REPORT
+from helpers.plans import REPORT, lone_stages
 from helpers.stage_costs import stage_cost, transfers
 from hypothesis import given
 from hypothesis import strategies as st
 from timeprest.planner.cluster.cluster import Device, uniform_cluster
-from timeprest.planner.costs.memory import HoldingsWalk, StageBytes, holdings, memory_steps
+from timeprest.planner.costs.memory import HoldingsWalk, StageBytes, holdings
 from timeprest.planner.costs.stage_costs import Costs
-from timeprest.planner.evaluate import Question, evaluate, lone_stages, make_plan
+from timeprest.planner.evaluate import Question, evaluate, make_plan
 from timeprest.planner.plan import PlanStage, check_plan, pipeline_of
 from timeprest.planner.schedules.schedules import limit_ranges, make_schedule
 from timeprest.planner.search.recheck import recheck
-from timeprest.planner.simulator.timeline import simulate
+from timeprest.planner.simulator.timeline import Event, simulate
 from timeprest.planner.systems.operations import Op
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.planner.systems.versions import entry_versions
@@ -395,3 +396,21 @@ def test_op_is_still_what_orders_are_made_of():
         question(chain(1), uniform_cluster(1), "spectrain"), lone_stages([["n0"]], [1]), 1
     ).pipeline
     assert make_schedule(pipeline, 1) == ((Op("F", 0, 0), Op("B", 0), Op("U", 0)),)
+
+
+def memory_steps(
+    walk: HoldingsWalk, events: Iterable[Event], held: StageBytes
+) -> Iterator[tuple[float, int]]:
+    """Bytes over time, as steps: from each time on so many, until the next.
+
+    Args:
+        walk: at the start of the stage's schedule.
+        events: the stage's, one after another (`timeline.Timeline.stages`). With replicas, of
+            each operation that of the one that holds most counts.
+
+    Yields:
+        (seconds, bytes), at the start and at the end of each event. The peak is `StageBytes.peak`.
+    """
+    for event in events:
+        yield event.start_s, held.total(walk.step(event.op))
+        yield event.end_s, held.total(walk.between())

@@ -8,6 +8,7 @@ import math
 import pytest
 from helpers.by_hand.best_cuts import pipedream_best, piper_best, placement_best
 from helpers.by_hand.workloads import SMALL, workload_file
+from helpers.drawn.problems import is_downset
 from helpers.paths import published
 from helpers.published_files import (
     GRAPH,
@@ -20,14 +21,7 @@ from helpers.published_files import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
-from timeprest.planner.partition.problem import (
-    ChosenStage,
-    Cut,
-    cut_load,
-    is_downset,
-    stage_bytes,
-    stage_load,
-)
+from timeprest.planner.partition.problem import ChosenStage, Cut, cut_load, stage_bytes, stage_load
 from timeprest.planner.partition.solve import solve_cut
 from timeprest.planner.published import COST_MODELS, problem_of
 from timeprest.profiles.errors import FileError, UserError

@@ -8,10 +8,10 @@ import msgspec
 import pytest
 from helpers.by_hand.profiles import chain
 from helpers.drawn.plans import evaluated
-from helpers.plans import ALL, REPORT, chain_plan
+from helpers.plans import ALL, REPORT, chain_plan, lone_stages
 from hypothesis import given
 from timeprest.planner.cluster.cluster import uniform_cluster
-from timeprest.planner.evaluate import Question, evaluate, lone_stages, make_plan
+from timeprest.planner.evaluate import Question, evaluate, make_plan
 from timeprest.planner.plan import pipeline_of
 from timeprest.planner.recording import predicted, window
 from timeprest.planner.schedules.schedules import make_schedule

@@ -382,12 +382,3 @@ def solve_noncontiguous(
         search.status,
         search.interrupted,
     )
-
-
-def noncontiguous_load(problem: StageProblem, devices: tuple[int, ...]) -> float:
-    """Largest load in s of layers on devices, as in `NoncontiguousAnswer.devices`.
-
-    Straight from the definition; infinite where one doesn't fit its device.
-    """
-    made = parted(problem)
-    return assignment_load(made, device_slots(made), devices)

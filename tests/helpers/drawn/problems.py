@@ -17,7 +17,6 @@ from timeprest.planner.partition.problem import (
     Shared,
     StageProblem,
     fits,
-    is_downset,
     members,
     stage_load,
 )
@@ -164,4 +163,11 @@ def drawn_problems(draw, most=7, devices=4):
         overlap=draw(st.booleans()),
         stages=stages,
         pins=pins,
+    )
+
+
+def is_downset(problem: StageProblem, mask: int) -> bool:
+    """Whether a set of layers holds all that its layers need, and no group in part."""
+    return all(not problem.needs[k] & ~mask for k in members(mask)) and all(
+        mask & group in (0, group) for group in problem.together
     )

@@ -9,11 +9,11 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 from helpers.by_hand.profiles import profile_by_hand
-from helpers.plans import REPORT
+from helpers.plans import REPORT, lone_stages
 from timeprest.cli.plan import main
 from timeprest.planner.cluster.cluster import uniform_cluster
 from timeprest.planner.costs.tied_parameters import bound_groups, copied_bytes, exchange_s
-from timeprest.planner.evaluate import Question, evaluate, lone_stages, make_plan
+from timeprest.planner.evaluate import Question, evaluate, make_plan
 from timeprest.planner.plan import check_against_profile, check_plan, pipeline_of
 from timeprest.planner.search.recheck import recheck
 from timeprest.planner.search.solve import solve

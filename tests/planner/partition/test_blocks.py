@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from helpers.drawn.problems import drawn_problems
+from helpers.drawn.problems import drawn_problems, is_downset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from timeprest.planner.partition.dp.blocks import blocks
 from timeprest.planner.partition.dp.lattice import find_downsets
 from timeprest.planner.partition.dp.minimax import minimax
-from timeprest.planner.partition.problem import cut_load, is_downset
+from timeprest.planner.partition.problem import cut_load
 
 
 @settings(max_examples=80)

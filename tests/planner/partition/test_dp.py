@@ -10,7 +10,7 @@ from operator import or_
 import numpy as np
 import pytest
 from helpers.drawn import lattices
-from helpers.drawn.problems import all_cuts, brute_force, drawn_problems
+from helpers.drawn.problems import all_cuts, brute_force, drawn_problems, is_downset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from timeprest.planner.partition.dp import cost_tables, minimax
@@ -20,15 +20,7 @@ from timeprest.planner.partition.dp.lattice import Containment, find_downsets, j
 from timeprest.planner.partition.dp.minimax import minimax_with_bound
 from timeprest.planner.partition.dp.sweep import OutOfTime
 from timeprest.planner.partition.problem import CutTensor as Edge
-from timeprest.planner.partition.problem import (
-    Mode,
-    Option,
-    Place,
-    StageProblem,
-    cut_load,
-    is_downset,
-    members,
-)
+from timeprest.planner.partition.problem import Mode, Option, Place, StageProblem, cut_load, members
 from timeprest.planner.partition.warm_start import (
     around,
     cheapest,

@@ -8,14 +8,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from helpers.drawn import lattices
-from helpers.drawn.problems import brute_force, drawn_problems
+from helpers.drawn.problems import brute_force, drawn_problems, is_downset
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from timeprest.planner.partition.dp import identical_devices as rising
 from timeprest.planner.partition.dp.identical_devices import IdenticalPlaces
 from timeprest.planner.partition.dp.identical_devices_by_target import identical_by_targets
 from timeprest.planner.partition.dp.lattice import find_downsets
-from timeprest.planner.partition.problem import Mode, Option, Place, cut_load, is_downset
+from timeprest.planner.partition.problem import Mode, Option, Place, cut_load
 
 
 def alike(

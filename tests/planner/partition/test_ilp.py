@@ -18,7 +18,12 @@ from helpers.drawn.problems import all_cuts, brute_force, drawn_problems
 from hypothesis import given, settings
 from timeprest.planner.partition.ilp import search as ilp_search
 from timeprest.planner.partition.ilp import solver as mip
-from timeprest.planner.partition.ilp.assignment import noncontiguous_load, solve_noncontiguous
+from timeprest.planner.partition.ilp.assignment import (
+    assignment_load,
+    device_slots,
+    parted,
+    solve_noncontiguous,
+)
 from timeprest.planner.partition.ilp.search import solve_ilp
 from timeprest.planner.partition.ilp.solver import Mip, MipAnswer, SolverSettings, Terms
 from timeprest.planner.partition.ilp.stages import StageModel
@@ -512,3 +517,12 @@ def test_a_spent_time_limit_gives_the_start_as_sets():
     assert answer.devices == tuple(stage.layers for stage in cut.stages)
     assert (answer.objective_s, answer.bound_s, answer.optimal) == (9.5, 6, False)
     assert math.isfinite(ilp_search.SHARE)
+
+
+def noncontiguous_load(problem: StageProblem, devices: tuple[int, ...]) -> float:
+    """Largest load in s of layers on devices, as in `NoncontiguousAnswer.devices`.
+
+    Straight from the definition; infinite where one doesn't fit its device.
+    """
+    made = parted(problem)
+    return assignment_load(made, device_slots(made), devices)

@@ -8,13 +8,13 @@ from math import ceil
 
 import pytest
 from helpers.by_hand.nf1b import list_schedule
-from helpers.by_hand.unit_pipelines import unit_pipeline
+from helpers.by_hand.unit_pipelines import steady_period_s, unit_pipeline
 from helpers.drawn.pipelines import pipelines
 from hypothesis import given
 from hypothesis import strategies as st
 from timeprest.planner.schedules.check import check_schedule
 from timeprest.planner.schedules.schedules import limit_ranges, make_schedule
-from timeprest.planner.simulator.timeline import simulate, steady_period_s, warm_mini_batches
+from timeprest.planner.simulator.timeline import simulate, warm_mini_batches
 from timeprest.planner.systems.operations import (
     Op,
     op_text,

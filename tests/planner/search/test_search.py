@@ -10,11 +10,13 @@ from itertools import product
 import msgspec
 import pytest
 from helpers.by_hand.profiles import chain, drawn_profiles, profile_by_hand
+from helpers.drawn.problems import is_downset
+from helpers.plans import lone_stages
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 from timeprest.planner.cluster.cluster import Cluster, Device, Network, uniform_cluster
-from timeprest.planner.evaluate import Question, evaluate, lone_stages
-from timeprest.planner.partition.problem import is_downset, members, stage_bytes, stage_load
+from timeprest.planner.evaluate import Question, evaluate
+from timeprest.planner.partition.problem import members, stage_bytes, stage_load
 from timeprest.planner.schedules.schedules import limit_ranges
 from timeprest.planner.search import exploration, first_plans, state
 from timeprest.planner.search.budget import Budget, OutOfBudget

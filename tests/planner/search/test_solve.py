@@ -5,12 +5,13 @@ from __future__ import annotations
 import msgspec
 import pytest
 from helpers.by_hand.profiles import chain, drawn_profiles, profile_by_hand
+from helpers.plans import lone_stages
 from helpers.stage_costs import stage_cost, transfers
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from timeprest.planner.cluster.cluster import read_cluster, uniform_cluster
 from timeprest.planner.costs.stage_costs import at
-from timeprest.planner.evaluate import Question, evaluate, lone_stages
+from timeprest.planner.evaluate import Question, evaluate
 from timeprest.planner.plan import check_plan, read_plan
 from timeprest.planner.search.recheck import recheck
 from timeprest.planner.search.solve import solve

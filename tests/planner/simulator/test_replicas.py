@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from helpers.by_hand.unit_pipelines import steady_period_s
 from helpers.drawn.pipelines import laid_out
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,12 +17,7 @@ from timeprest.planner.schedules.steady_state import steady_state
 from timeprest.planner.simulator.clock import SimulatedClock
 from timeprest.planner.simulator.executor import ContendedExecutor, ListExecutor, codes
 from timeprest.planner.simulator.pipeline import Link, Pipeline, Route
-from timeprest.planner.simulator.timeline import (
-    least_period_s,
-    round_trip_s,
-    simulate,
-    steady_period_s,
-)
+from timeprest.planner.simulator.timeline import least_period_s, round_trip_s, simulate
 from timeprest.planner.systems.operations import FORWARDS, UPDATES
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.planner.systems.versions import entry_versions, version_use

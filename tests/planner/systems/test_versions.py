@@ -10,7 +10,7 @@ from math import ceil
 
 import numpy as np
 import pytest
-from helpers.by_hand.unit_pipelines import unit_pipeline
+from helpers.by_hand.unit_pipelines import steady_period_s, unit_pipeline
 from helpers.drawn.pipelines import pipelines
 from helpers.oracle import SGD, SYSTEMS, Oracle, distances, parse
 from hypothesis import given
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from timeprest.planner.schedules.check import check_schedule
 from timeprest.planner.schedules.schedules import make_schedule
 from timeprest.planner.schedules.steady_state import sequence_distance, steady_state
-from timeprest.planner.simulator.timeline import simulate, steady_period_s
+from timeprest.planner.simulator.timeline import simulate
 from timeprest.planner.systems.operations import schedule_text
 from timeprest.planner.systems.prediction import prediction_distances
 from timeprest.planner.systems.variants import VARIANTS

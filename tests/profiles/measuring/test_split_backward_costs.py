@@ -9,10 +9,11 @@ import pytest
 from click.testing import CliRunner
 from helpers.by_hand.profiles import chain
 from helpers.models.small import ZOO
+from helpers.plans import lone_stages
 from timeprest.cli.plan import main
 from timeprest.planner.cluster.cluster import uniform_cluster
 from timeprest.planner.costs.stage_costs import at, unmeasured_weight_parts
-from timeprest.planner.evaluate import Question, evaluate, lone_stages
+from timeprest.planner.evaluate import Question, evaluate
 from timeprest.planner.plan import PlanStage
 from timeprest.planner.search.solve import solve
 from timeprest.profiles.errors import PlanError

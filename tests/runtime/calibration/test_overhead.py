@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from helpers.plans import with_times
+from helpers.plans import lone_stages, with_times
 from helpers.stage_costs import stage_cost
 from timeprest.planner.cluster.cluster import uniform_cluster
-from timeprest.planner.evaluate import Question, evaluate, lone_stages
+from timeprest.planner.evaluate import Question, evaluate
 from timeprest.planner.search.solve import solve
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.profile import OperationCost
