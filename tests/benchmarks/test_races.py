@@ -12,14 +12,14 @@ import torch
 from helpers.by_hand.profiles import chain
 from hypothesis import given
 from hypothesis import strategies as st
-from timeprest.planner.cluster.cluster import AllReduce, Network, measured_cluster, read_cluster
 from timeprest.profiles.errors import FileError, UserError
 from timeprest.tests.benchmarks.speed import rounds as rounds_module
+from timeprest.tests.benchmarks.speed.__main__ import contestants_of
 from timeprest.tests.benchmarks.speed.contestants import ALL, contestant_named
 from timeprest.tests.benchmarks.speed.cuts import balanced, further, neighbours
 from timeprest.tests.benchmarks.speed.held import at_equal_limits, plan_for
 from timeprest.tests.benchmarks.speed.machine.machine import machine
-from timeprest.tests.benchmarks.speed.racing.ours import shared, window_of
+from timeprest.tests.benchmarks.speed.racing.ours import window_of
 from timeprest.tests.benchmarks.speed.racing.processes import (
     StuckError,
     last_words,
@@ -245,21 +245,14 @@ def test_names_and_counts():
             contestant_named(wrong)
 
 
-def test_more_processes_than_cores_take_turns(tmp_path):
-    three = contestant_named("timeprest@2/3").on(2)
+def test_processes_that_took_turns_are_read_and_not_raced():
+    three = contestant_named("timeprest@2/3")
     assert (three.variant, three.micro_batches) == ("timeprest", 2)
-    assert (three.processes, three.turns, three.file_name) == (3, 2, "timeprest-2-of-3")
-    assert contestant_named("tdp-1f1b/3").stages == 3
+    assert (three.processes, three.turns) == (3, True)
     assert contestant_named("timeprest@2").on(4).processes == 4
-    with pytest.raises(UserError, match="one process"):
-        contestant_named("two-threads/3")
-    network = Network(bandwidth_bytes_per_s=1e9, latency_s=1e-5)
-    summed = AllReduce(processes=2, latency_s=1e-4, bandwidth_bytes_per_s=1e9)
-    (tmp_path / "cluster.toml").write_text(measured_cluster("cpu", network, summed, ["measured"]))
-    cluster = read_cluster(shared(tmp_path, 3, 2))
-    assert (len(cluster.devices), cluster.cores) == (3, 2)
-    alone = read_cluster(tmp_path / "cluster.toml")
-    assert (cluster.network, cluster.all_reduce) == (alone.network, alone.all_reduce)
+    assert not any(contestant.turns for contestant in contestants_of("all"))
+    with pytest.raises(UserError, match="timeprest/3': plans have a core for each"):
+        contestants_of("gpipe,timeprest/3")
 
 
 def test_results_of_another_machine_are_refused(tmp_path):

@@ -25,14 +25,16 @@ from .tasks import RACES
 
 SAME_N = ("gpipe@4", "pipedream-flush@4", "tdp-gpipe@4", "tdp-1f1b@4")
 """Raced beside the best of each: the same schedules with as many micro-batches."""
-TURNS = ("timeprest/3", "pipedream/3", "tdp-1f1b/3")
-"""Raced besides: more processes than cores."""
 
 
 def contestants_of(text: str) -> list[Contestant]:
     """Those of a list with commas, and the one that all are held against. Raises UserError."""
-    names = [*ALL, *SAME_N, *TURNS] if text == "all" else [BASE, *text.split(",")]
-    return [contestant_named(name) for name in dict.fromkeys(names)]
+    names = [*ALL, *SAME_N] if text == "all" else [BASE, *text.split(",")]
+    found = [contestant_named(name) for name in dict.fromkeys(names)]
+    for contestant in found:
+        if contestant.turns:
+            raise UserError(f"contestant {contestant.name!r}: plans have a core for each process")
+    return found
 
 
 def models_of(text: str) -> list[str]:

@@ -1,7 +1,7 @@
 """Who is raced: one process, data parallelism, other pipelines, and the systems of ours.
 
-A name may end in @N: so many micro-batches, instead of the best number; and in /P: P processes,
-which take turns on the cores. Ours may then have up to P stages, rivals have P ranks.
+A name may end in @N: so many micro-batches, instead of the best number. Results of before have
+names that end in /P, too: P processes that took turns on two cores. They are read, not raced.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Contestant:
         schedule: of torch.distributed.pipelining, the class's name without "Schedule".
         stages_per_rank: of that, too.
         micro_batches: fixed; None: the best are looked for.
-        turns: on how many cores the processes take turns; 0: each has its own.
+        turns: the processes took turns on the cores.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Contestant:
     schedule: str = ""
     stages_per_rank: int = 1
     micro_batches: int | None = None
-    turns: int = 0
+    turns: bool = False
 
     @property
     def stages(self) -> int:
@@ -62,12 +62,10 @@ class Contestant:
     @property
     def file_name(self) -> str:
         """The name as a part of a file's."""
-        return self.name.replace("@", "-").replace("/", "-of-")
+        return self.name.replace("@", "-")
 
     def on(self, cores: int) -> Contestant:
         """With a process of one thread for each core; one process has as many threads, or one."""
-        if self.turns:
-            return replace(self, turns=cores)
         if self.kind != "plain":
             return replace(self, processes=cores)
         return replace(self, threads=cores) if self.threads > 1 else self
@@ -111,14 +109,12 @@ def contestant_named(text: str) -> Contestant:
     found = ALL.get(parts[1]) if parts else None
     if parts is None or found is None:
         known = ", ".join(ALL)
-        raise UserError(f"contestant {text!r}: choose of {known}, NAME@N, NAME/P or NAME@N/P")
-    if parts[3] and found.kind == "plain":
-        raise UserError(f"contestant {text!r}: one process has no others to take turns with")
+        raise UserError(f"contestant {text!r}: choose of {known}, or NAME@N")
     title = found.title
     if parts[2]:
         title += f", {parts[2]} micro-batches"
         found = replace(found, micro_batches=int(parts[2]))
     if parts[3]:
         title += f", {parts[3]} processes"
-        found = replace(found, processes=int(parts[3]), turns=2)
+        found = replace(found, processes=int(parts[3]), turns=True)
     return replace(found, name=text, title=title)

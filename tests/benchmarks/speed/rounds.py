@@ -85,11 +85,11 @@ class Racer:
     def _prepare(self, contestant: Contestant, model: str) -> None:
         folder = self.settings.folder
         if contestant.kind == "ours":
-            cores = contestant.turns or contestant.processes
-            self._alone(folder / "cluster.toml", lambda: linked(folder, cores))
+            processes = contestant.processes
+            self._alone(folder / "cluster.toml", lambda: linked(folder, processes))
             seconds = self.settings.profile_s
             profile = folder / model / "profile.json"
-            self._alone(profile, lambda: profiled(model, folder, seconds, cores))
+            self._alone(profile, lambda: profiled(model, folder, seconds, processes))
             planned(contestant, model, folder)
             return
         reason = why_not(contestant)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -61,28 +60,14 @@ def linked(folder: Path, processes: int) -> Path:
     return path
 
 
-def shared(folder: Path, processes: int, cores: int) -> Path:
-    """The same links between more processes, which take turns on the cores."""
-    path = folder / f"cluster-{processes}-on-{cores}.toml"
-    measured = (folder / "cluster.toml").read_text(encoding="utf-8")
-    text = re.sub(r"^count = .*$", f"count = {processes}", measured, flags=re.MULTILINE)
-    path.write_text(f"cores = {cores}\n{text}", encoding="utf-8")
-    return path
-
-
 def planned(contestant: Contestant, model: str, folder: Path) -> Path:
-    """The plan that tp-plan chooses: stages on a device each, cuts and micro-batches free.
-
-    Where processes take turns on the cores, so is the number of stages, up to theirs.
-    """
+    """The plan that tp-plan chooses: stages on a device each, cuts and micro-batches free."""
     path = folder / model / f"{contestant.file_name}.plan.json"
     if not path.exists():
         count = str(contestant.micro_batches or "auto")
         what = ["--variant", contestant.variant, "--micro-batches", count]
-        cluster, stages = folder / "cluster.toml", str(contestant.processes)
-        if contestant.turns:
-            cluster, stages = shared(folder, contestant.processes, contestant.turns), "auto"
-        where = ["--cluster", str(cluster), "--stages", stages, "--replicas", "off"]
+        cluster, stages = str(folder / "cluster.toml"), str(contestant.processes)
+        where = ["--cluster", cluster, "--stages", stages, "--replicas", "off"]
         profile = str(folder / model / "profile.json")
         command("plan", "solve", profile, *what, *where, "-q", "-o", str(path))
     return path

@@ -30,7 +30,8 @@ OVER_ONE_THREAD = {"gpt": 1.85, "vgg11": 1.80}
 OVER_1F1B = {"gpt": 1.25}
 OVER_BEST = {"gpt": 1.0, "vgg11": 1.5}
 SYSTEMS = ("timeprest", "pipedream", "timeprest/3", "pipedream/3")
-"""Those at the end have more stages than there are cores, as torch's V schedules have."""
+"""Those at the end have more stages than there are cores, as torch's V schedules have; they are in
+results of before alone."""
 IDLE, PERIOD, BYTES = 0.05, 0.10, 0.05
 FEWER_BYTES, FASTER = 0.90, 3.0
 FIRST, LOSS = 5, 1e-3
@@ -91,7 +92,7 @@ def _speeds(rounds: Sequence[Round]) -> Iterator[Goal]:
                 what = f"{model}: `{name}` over {title}"
                 reached = found.value >= least
                 yield Goal(f"{model}/{name}/{key}", what, f"≥ {least}", str(found), reached)
-        # Processes that take turns wait for cores, within operations and between them.
+        # Processes that took turns waited for cores, within operations and between them.
         if name in names_in(rounds, model) and not contestant_named(name).turns:
             idle = idle_of_bottleneck(rounds, model, name)
             what = f"{model}: `{name}`, idle share of the busiest stage"
