@@ -113,7 +113,6 @@ def plan(
     between_latency: str | None = None,
     half_duplex: bool = False,
     overlap: bool = True,
-    cores: int | None = None,
 ) -> Plan:
     """Find the best plan (`tp-plan solve`).
 
@@ -137,7 +136,6 @@ def plan(
             are of the links between machines then.
         half_duplex: a link carries one direction at a time.
         overlap: devices compute while they transfer.
-        cores: devices of a machine that compute at once; None: all.
 
     Raises:
         PlanError, InfeasibleError: the settings contradict each other, or nothing fits.
@@ -153,7 +151,6 @@ def plan(
         "between_latency": (between_latency, None),
         "half_duplex": (half_duplex, False),
         "overlap": (overlap, True),
-        "cores": (cores, None),
     }
     given = {name: value for name, (value, default) in described.items() if value != default}
     if cluster is not None and given:

@@ -110,7 +110,7 @@ _DEFAULT_DEVICES = 2
 
 _FLAGS = (
     *("devices", "memory", "bandwidth", "latency", "per_machine", "between_bandwidth"),
-    *("between_latency", "half_duplex", "no_overlap", "cores"),
+    *("between_latency", "half_duplex", "no_overlap"),
 )
 
 cluster_options = options(
@@ -134,11 +134,6 @@ cluster_options = options(
     click.option("--between-latency", help="Between machines.  [default: --latency]"),
     click.option("--half-duplex", is_flag=True, help="A link carries one direction at a time."),
     click.option("--no-overlap", is_flag=True, help="Devices don't compute while they transfer."),
-    click.option(
-        "--cores",
-        type=click.IntRange(1, MAX_DEVICES),
-        help="Devices of a machine that compute at once: they take turns.  [default: all]",
-    ),
 )
 """--cluster, or --devices and what they and their links are like; read by `cluster_of`."""
 

@@ -34,12 +34,11 @@ def device_lines(
     """
     from ...runtime.communication.transport import transport_here
     from ...runtime.prepare.devices import device_kind, gpu_count
-    from ...runtime.verify.dry_run import unplanned_turns, usable_cores
+    from ...runtime.verify.dry_run import turns_warning, usable_cores
 
     kind, lines = device_kind(plan, settings), []
     if kind == "cpu" and one_host and not inline:
-        cores, planned = usable_cores(), plan.cluster.cores
-        turns = unplanned_turns(workers, settings.threads, cores, planned)
+        turns = turns_warning(workers, settings.threads, usable_cores())
         if turns is not None:
             lines.append(turns)
     if kind == "cuda":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from itertools import islice
 
-import msgspec
 from rich.console import Group
 from rich.padding import Padding
 from rich.table import Table
@@ -14,7 +13,7 @@ from ...planner.costs.layer_graph import LayerGraph, held_together
 from ...planner.costs.stage_costs import UNMEASURED_WEIGHT_SHARE, unmeasured_weight_parts
 from ...planner.plan import Plan, pipeline_of
 from ...planner.schedules.schedules import make_schedule
-from ...planner.simulator.timeline import idle_cores, running_ahead
+from ...planner.simulator.timeline import running_ahead
 from ...planner.systems.operations import op_text
 from ...planner.systems.variants import variant_named
 from ...profiles.profile import Profile
@@ -22,33 +21,6 @@ from ...profiles.units import format_bytes, format_rate, format_seconds
 from ..errors import output, tell
 from .layout import counted, labelled
 from .stages import MOST_ROWS, memory_limit, memory_table, notes, stage_table
-
-# Use of the cores that devices take turns on ------------------------------------------------------
-
-
-class CoreUse(msgspec.Struct, frozen=True, kw_only=True):
-    """Use of the cores of all machines together."""
-
-    cores: int
-    devices: int
-    """That take turns on them."""
-    idle_share: float
-    """Of the cores' time in a steady period."""
-
-
-def core_use(plan: Plan) -> CoreUse | None:
-    """Use of the cores; None where every device has one of its own."""
-    pipeline = pipeline_of(plan)
-    idle = idle_cores(pipeline, plan.predicted.period_s)
-    if not idle:
-        return None
-    cores = sum(pipeline.cores)
-    return CoreUse(
-        cores=cores,
-        devices=sum(map(len, pipeline.pools)),
-        idle_share=sum(i * count for i, count in zip(idle, pipeline.cores, strict=True)) / cores,
-    )
-
 
 # Verdict, warnings and first operations -----------------------------------------------------------
 
@@ -95,7 +67,6 @@ def verdict(plan: Plan) -> Table:
             ("period", f"{format_seconds(predicted.period_s)} per mini-batch of {plan.mini_batch}"),
             ("rate", rate(plan)),
             ("busiest", busy),
-            *_cores(plan),
             ("memory", fullest(plan)),
             (
                 "staleness",
@@ -123,13 +94,6 @@ def _advice(plan: Plan) -> list[tuple[str, str]]:
     if plan.micro_batches >= least:
         advice = "N ≥ S − 1 avoids it with unit times; here backwards take longer"
     return [("sequences", f"{v} of updates side by side (v = {v}); {advice}")]
-
-
-def _cores(plan: Plan) -> list[tuple[str, str]]:
-    use = core_use(plan)
-    if use is None:
-        return []
-    return [("cores", f"{use.cores} for {use.devices} devices, {use.idle_share:.0%} idle")]
 
 
 def rate(plan: Plan) -> str:

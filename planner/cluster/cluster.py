@@ -25,6 +25,9 @@ MAX_DEVICES = 65536
 _DEVICE = {"name", "memory", "speed", "count", "machine", "per_machine"}
 _NETWORK = {"bandwidth", "latency", "half_duplex", "overlap"}
 
+_INSTEAD = {"cores": "plan several stages for a device instead: tp-plan solve --stages-per-device"}
+"""What to do instead of giving a field that there was once."""
+
 
 def read_fields(path: Path) -> dict[str, Any]:
     """The cluster in the file as plain fields, amounts in bytes, seconds and bytes per second.
@@ -32,10 +35,11 @@ def read_fields(path: Path) -> dict[str, Any]:
     Raises FileError or UserError naming the file and the field.
     """
     found = read_toml(path, "describe the cluster there, or use flags")
-    known = ("devices", "network", "between_machines", "all_reduce", "cores")
+    known = ("devices", "network", "between_machines", "all_reduce")
     unknown = sorted(set(found) - set(known))
     if unknown:
-        raise FileError(f"{path}: unknown table {unknown[0]!r}; known: {', '.join(known)}")
+        instead = _INSTEAD.get(unknown[0], f"known: {', '.join(known)}")
+        raise FileError(f"{path}: unknown table {unknown[0]!r}; {instead}")
     built: dict[str, Any] = {"devices": _devices(path, found.get("devices"))}
     network = _table(path, "network", found.get("network", {}), _NETWORK)
     defaults = {"bandwidth": DEFAULT_BANDWIDTH, "latency": DEFAULT_LATENCY}
@@ -45,8 +49,6 @@ def read_fields(path: Path) -> dict[str, Any]:
             raise FileError(f"{path}: between_machines: give each of [[devices]] its machine")
         table = _table(path, "between_machines", found["between_machines"], _NETWORK)
         built["between_machines"] = _network(path, "between_machines", table)
-    if "cores" in found:
-        built["cores"] = _whole(found["cores"], f"{path}: cores")
     if "all_reduce" in found:
         built["all_reduce"] = _all_reduce(path, found["all_reduce"])
     return built
@@ -228,8 +230,6 @@ class Cluster(
     """None: not measured."""
     between_machines: Network | None = None
     """Between devices of different machines. None: `network` is between any two devices."""
-    cores: Annotated[int, Meta(ge=1, le=MAX_DEVICES)] | None = None
-    """So many devices of a machine compute at once: they take turns. None: all of them do."""
 
     @property
     def flat(self) -> bool:
@@ -265,10 +265,6 @@ class Cluster(
     def fastest_bytes_per_s(self) -> float:
         """Bytes over the fastest link."""
         return max(link.bandwidth_bytes_per_s for link in self.links)
-
-    def at_once(self, devices: int) -> int:
-        """How many of a machine's `devices` compute at once."""
-        return devices if self.cores is None else min(devices, self.cores)
 
     def link(self, a: int, b: int) -> Network:
         """The link between devices `a` and `b`, the same in both directions."""
@@ -328,7 +324,6 @@ def uniform_cluster(
     between_latency: str | None = None,
     half_duplex: bool = False,
     overlap: bool = True,
-    cores: int | None = None,
 ) -> Cluster:
     """A cluster of equal devices, from amounts as people write them.
 
@@ -337,7 +332,6 @@ def uniform_cluster(
         between_bandwidth: between machines. None: `bandwidth`.
         between_latency: between machines. None: `latency`.
         half_duplex, overlap: of all links.
-        cores: devices of a machine that compute at once. None: all.
 
     Raises UserError naming the amount that can't be read.
     """
@@ -346,8 +340,6 @@ def uniform_cluster(
         raise FileError(f"memory: must be more than 0, not {memory!r}")
     if per_machine is not None and per_machine < 1:
         raise UserError(f"per_machine: give a whole number from 1, not {per_machine}")
-    if cores is not None and not 1 <= cores <= MAX_DEVICES:
-        raise UserError(f"cores: give a whole number from 1 to {MAX_DEVICES}, not {cores}")
     between = (between_bandwidth, between_latency) != (None, None)
     if between and per_machine is None:
         raise UserError("per_machine: say how many devices a machine has, to give links between")
@@ -370,7 +362,6 @@ def uniform_cluster(
         ),
         network=network,
         between_machines=far if between else None,
-        cores=cores,
     )
 
 

@@ -1,4 +1,4 @@
-"""What devices share: cores, on which they slow each other down, and the sums of gradients."""
+"""What devices share: a machine, in which they slow each other down, and sums of gradients."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def slowdown(together: Together | None, devices: int) -> float:
 
 
 def with_contention(cluster: Cluster, together: Together | None) -> Cluster:
-    """The cluster with devices as fast as they are when as many of a machine's compute as can."""
+    """The cluster with devices as fast as they are when all of a machine's compute at once."""
     if together is None:
         return cluster
     count = Counter(device.machine for device in cluster.devices)
-    slower = {home: slowdown(together, cluster.at_once(n)) for home, n in count.items()}
+    slower = {home: slowdown(together, n) for home, n in count.items()}
     devices = tuple(
         msgspec.structs.replace(device, speed=round(device.speed / slower[device.machine], 4))
         for device in cluster.devices

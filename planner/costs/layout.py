@@ -40,7 +40,6 @@ def make_pipeline(
     system = variant_named(variant)
     sums = tuple(t.all_reduce_s for t in times)
     replicated = any(len(mine) > 1 for mine in devices)
-    pools, cores = _pools_of(cluster, devices)
     return Pipeline(
         variant=system,
         micro_batches=micro_batches,
@@ -53,26 +52,7 @@ def make_pipeline(
         all_reduce_s=sums if any(sums) else (),
         update_every=update_every,
         weight_s=tuple(t.weight_s for t in times) if system.split_backward else (),
-        pools=pools,
-        cores=cores,
     )
-
-
-_Pools = tuple[tuple[int, ...], ...]
-
-
-def _pools_of(cluster: Cluster, devices: Sequence[Sequence[int]]) -> tuple[_Pools, tuple[int, ...]]:
-    """Per stage, the pool of cores of each of its devices; and how many each pool has.
-
-    Both are empty where no more of a machine's devices are used than compute at once.
-    """
-    homes = [[cluster.devices[d].machine or "" for d in mine] for mine in devices]
-    used = Counter(home for mine in homes for home in mine)
-    if all(cluster.at_once(count) == count for count in used.values()):
-        return (), ()
-    numbers = {home: k for k, home in enumerate(used)}
-    pools = tuple(tuple(numbers[home] for home in mine) for mine in homes)
-    return pools, tuple(cluster.at_once(count) for count in used.values())
 
 
 def _paces(cluster: Cluster, devices: Sequence[int]) -> tuple[float, ...]:

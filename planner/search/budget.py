@@ -59,13 +59,6 @@ class Budget:
             raise OutOfBudget("effort")
         self.check()
 
-    def glance(self, operations: int) -> None:
-        """Take so many for what needn't be simulated then. Raises as `spend`."""
-        self.effort -= operations
-        if self.effort < 0 and self.tried > _LEAST_TRIED:
-            raise OutOfBudget("effort")
-        self.check()
-
     def check(self) -> None:
         """Raises OutOfBudget when the time is over."""
         if self.deadline is not None and time.monotonic() > self.deadline:

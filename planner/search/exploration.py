@@ -23,7 +23,6 @@ from .budget import CLOSE, OutOfBudget
 from .choices import Branch, Choice, InFlight, choice_of
 from .first_plans import try_blocks
 from .places import Assumptions, fixed_in_flight
-from .relaxation import least_shared_s
 from .state import SearchState, shown
 
 _MOST_UNITS = 512
@@ -38,14 +37,9 @@ _ELSEWHERE = 0.125
 
 def run(search: SearchState) -> str | None:
     """Search until all is proven, or the budget is used up: says then what was."""
-    relaxation, most = search.relaxation, search.most_stages
     # A branch that isn't reached keeps the trivial bound.
     search.bounds = {
-        branch: max(
-            relaxation.round_trip_s(branch.micro_batches),
-            least_shared_s(relaxation, branch.micro_batches, branch.stages or most),
-        )
-        for branch in search.branches
+        branch: search.relaxation.round_trip_s(branch.micro_batches) for branch in search.branches
     }
     try:
         # Bounds are still worth looking for where more of these plans would take too long.
@@ -236,7 +230,7 @@ def _prove(search: SearchState) -> None:
 def _placed(search: SearchState, problem: StageProblem, cuts: Iterable[Cut]) -> Iterator[Cut]:
     """Cuts on all devices that make a difference; those that come on several come once.
 
-    Machines, and the cores of each, make one that loads needn't tell.
+    Machines make one that loads needn't tell.
     """
     seen: set[tuple[tuple[int, int], ...]] = set()
     for cut in cuts:

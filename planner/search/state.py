@@ -10,13 +10,12 @@ from functools import cached_property
 import msgspec
 
 from ...profiles.units import format_seconds
-from ..evaluate import Evaluation, Question, better, evaluate, lay_out
+from ..evaluate import Evaluation, Question, better, evaluate
 from ..partition.dp.blocks import Blocks
 from ..partition.placings import pattern
 from ..partition.problem import SAME, Cut, StageProblem
 from ..partition.solve import Source
 from ..schedules.schedules import limit_ranges
-from ..simulator.timeline import least_period_s
 from .budget import SOON_S, Budget, operations_of
 from .choices import Branch, Choice, InFlight, all_limits, capped, caps, choice_of, in_flight_under
 from .relaxation import Relaxation
@@ -25,9 +24,6 @@ Progress = Callable[[str, int, int], None]
 
 _LARGE = 20_000
 """With more layers × devices, guesses leave the number of stages open."""
-
-_GLANCE = 10
-"""What it takes to lay out a stage, as so many simulated operations."""
 
 _MOST_WIDENED = 16
 """With more stages, single limits aren't raised or lowered: each takes a simulation."""
@@ -135,8 +131,6 @@ class SearchState:
         if not self.relaxation.allows(choice.stages, micro_batches):
             return True
         ranges = limit_ranges(self.relaxation.variant, choice.stages)
-        if every_limit and self._cores_are_too_slow(choice, micro_batches):
-            return True
         vectors = all_limits(ranges)
         if vectors is not None and (every_limit or len(vectors) == 1):
             for limits in vectors:
@@ -153,19 +147,6 @@ class SearchState:
             widest = tuple(most for _, most in ranges)
             if self._evaluate(choice, micro_batches, widest) is None:
                 self._widen(found, choice, micro_batches)
-
-    def _cores_are_too_slow(self, choice: Choice, micro_batches: int) -> bool:
-        """Whether the cores that devices share have too much to do for a better plan than the best.
-
-        That is known without simulating, whatever the limits. Where devices have cores of their
-        own, the relaxed load of the cut says as much.
-        """
-        if self.question.cluster.cores is None:
-            return False
-        self.budget.glance(_GLANCE * choice.stages)
-        limits = [most for _, most in limit_ranges(self.relaxation.variant, choice.stages)]
-        found = lay_out(self.question, choice.with_limits(limits), micro_batches)
-        return least_period_s(found.pipeline) * SAME >= self.period_s
 
     def _first_that_fits(self, choice: Choice, micro_batches: int) -> Evaluation | None:
         """With a mini-batch in flight for each stage behind, or as many as memory allows."""

@@ -43,21 +43,20 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def unplanned_turns(workers: int, threads: int, cores: int, planned: int | None) -> str | None:
-    """A warning where a host's workers take turns and the plan doesn't know; None: no, or it does.
+def turns_warning(workers: int, threads: int, cores: int) -> str | None:
+    """A warning where a host's workers take turns, which plans don't know; None: they don't.
 
     Args:
         workers: that compute on the host's cores.
         threads: of each worker.
         cores: usable ones of the host.
-        planned: devices of a machine that compute at once, as the plan's cluster has it.
     """
     at_once = max(cores // threads, 1)
-    if workers <= at_once or (workers if planned is None else planned) <= at_once:
+    if workers <= at_once:
         return None
     return (
         f"{workers} processes take turns on {cores} {'core' if cores == 1 else 'cores'}: slower "
-        f"than planned; tp-plan solve --cores {at_once} plans for it"
+        f"than planned; tp-plan solve --devices {at_once} --stages-per-device auto plans for it"
     )
 
 
@@ -367,10 +366,9 @@ def _findings(
 
 def _warnings(prepared: Prepared, found: Sequence[_HostView]) -> Iterator[str]:
     yield from hook_warnings(prepared)
-    planned, threads = prepared.plan.cluster.cores, prepared.settings.threads
     for host, first in _first_of_each(found).items():
         workers = sum(mine.host == host and mine.device == "cpu" for mine in found)
-        turns = unplanned_turns(workers, threads, first.cores, planned)
+        turns = turns_warning(workers, prepared.settings.threads, first.cores)
         if turns is not None:
             yield f"{host}: {turns}"
 

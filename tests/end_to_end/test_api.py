@@ -86,8 +86,8 @@ def test_python_plans_as_the_command_does(mlp_profile, tmp_path):
         ([], {}),
         (["--replicas", "off", "--stages", "2"], {"replicas": False, "stages": 2}),
         (
-            ["--devices", "3", "--cores", "2", "--memory", "1GiB", "--pin", "l3=1"],
-            {"devices": 3, "cores": 2, "memory": "1GiB", "pins": {"l3": 1}},
+            ["--devices", "3", "--memory", "1GiB", "--pin", "l3=1"],
+            {"devices": 3, "memory": "1GiB", "pins": {"l3": 1}},
         ),
         (
             ["--variant", "gpipe", "--recompute", "on", "--update-every", "2", "--no-overlap"],

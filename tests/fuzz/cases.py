@@ -27,8 +27,6 @@ from timeprest.profiles.profile import Profile
 TASK = f"{TESTS / 'tasks/mlp_task.py'}:MLPTask"
 
 CLUSTER = """\
-cores = 2
-
 [[devices]]
 name = "big"
 memory = "16GiB"

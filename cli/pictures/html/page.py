@@ -55,7 +55,6 @@ from ....planner.recording import MEMORY_KINDS, Recording, predicted
 from ....profiles.files import write_bytes
 from ...errors import printable
 from ...palette import LIGHTENED, LIMIT, MEMORY, OPERATIONS, SERIES
-from ...tables.plan import core_use
 
 # A recording as packed columns of numbers: tens of thousands of operations stay small -------------
 
@@ -246,7 +245,6 @@ def plan_part(plan: Plan, name: str, mini_batches: int | None = None) -> dict[st
     return {
         "name": name,
         "plan": msgspec.to_builtins(plan),
-        "cores": msgspec.to_builtins(core_use(plan)),
         "recording": columns(recording),
         "mini_batches_shown": len(shown),
     }

@@ -14,9 +14,7 @@ from helpers.plans import plan_by_hand
 from timeprest.cli.pictures.html.page import page as page_text
 from timeprest.cli.pictures.html.page import plan_part, plan_report, script_text
 from timeprest.cli.plan import main
-from timeprest.planner.cluster.cluster import uniform_cluster
 from timeprest.planner.recording import predicted
-from timeprest.planner.search.solve import solve
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.files import write_file
 
@@ -294,25 +292,6 @@ def test_every_system_has_its_page(browser, tmp_path):
             "#stages data[data-path$='.memory_bytes']", "all => all.map((d) => Number(d.value))"
         )
         assert peaks == found, name
-    assert watched.complaints == []
-    page.context.close()
-
-
-def test_it_says_how_busy_shared_cores_are(opened, browser, tmp_path):
-    """Three devices on two cores: a tile with their idle share, which no other plan has."""
-    assert "idle cores" not in opened.locator("#summary").inner_text()
-    plan = solve(chain(3), uniform_cluster(3, cores=2), "gpipe")
-    assert len(plan.stages) == 3
-    plan_report(plan, "plan.json", str(tmp_path / "page.html"))
-    watched = Watched(browser.new_page(viewport=WIDE))
-    page = watched.open(tmp_path / "page.html")
-    tile = page.locator("#summary .tile", has_text="idle cores")
-    assert "3 devices take turns on 2 cores" in tile.inner_text()
-    share = float(tile.locator("data").get_attribute("value"))
-    per_device = [stage.idle_share for stage in plan.predicted.stages]
-    assert share == pytest.approx(1 - sum(1 - idle for idle in per_device) / 2, abs=1e-4)
-    assert share > 0.1
-    assert "2 of each machine" in page.locator("#provenance").inner_text()
     assert watched.complaints == []
     page.context.close()
 

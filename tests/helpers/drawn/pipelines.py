@@ -79,8 +79,7 @@ def clusters(draw, count):
         )
 
     between = network() if len(machines) > 1 else None
-    cores = draw(st.sampled_from([None, None, 1, 2]))
-    return Cluster(devices=devices, network=network(), between_machines=between, cores=cores)
+    return Cluster(devices=devices, network=network(), between_machines=between)
 
 
 @st.composite

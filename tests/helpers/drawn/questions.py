@@ -285,7 +285,6 @@ def drawn_cluster(rng: random.Random) -> Cluster:
         network=_network(rng),
         all_reduce=measured,
         between_machines=between,
-        cores=rng.choice([None, None, None, None, 1, 2]),
     )
 
 

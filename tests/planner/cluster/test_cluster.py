@@ -45,13 +45,12 @@ def clusters(draw, least=1):
         for k, home in enumerate(homes)
     )
     between = draw(st.none() | NETWORKS) if named else None
-    cores = draw(st.none() | st.integers(1, 4))
-    return Cluster(devices=devices, network=draw(NETWORKS), between_machines=between, cores=cores)
+    return Cluster(devices=devices, network=draw(NETWORKS), between_machines=between)
 
 
 def toml(cluster):
     """The cluster as a file, an entry for each device."""
-    lines = [] if cluster.cores is None else [f"cores = {cluster.cores}"]
+    lines = []
     for device in cluster.devices:
         lines += ["[[devices]]", f'name = "{device.name}"', f"speed = {device.speed!r}"]
         if device.memory_bytes is not None:
@@ -282,3 +281,8 @@ def test_what_is_wrong_with_machines_is_named(text, message, tmp_path):
         read_cluster(path)
     assert str(caught.value).startswith(f"{path}: ")
     assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_shares_cores_says_what_to_do_instead():
+    with pytest.raises(UserError, match=r"unknown table 'cores'; .+ --stages-per-device$"):
+        read_text("cores = 2\n[[devices]]\ncount = 3\n")

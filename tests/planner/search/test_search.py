@@ -97,8 +97,7 @@ def drawn_clusters(draw):
         half_duplex=draw(st.integers(0, 4)) == 0,
         overlap=draw(st.integers(0, 4)) != 0,
     )
-    cores = draw(st.sampled_from([None, None, 1, 2]))
-    return Cluster(devices=tuple(devices), network=network, cores=cores)
+    return Cluster(devices=tuple(devices), network=network)
 
 
 @st.composite

@@ -114,7 +114,7 @@ def test_waiting_for_wires_changes_nothing_where_none_are_shared(pipeline, mini_
         )
         for k, link in enumerate(pipeline.links)
     )
-    pipeline = replace(pipeline, links=links, pools=(), cores=())
+    pipeline = replace(pipeline, links=links)
     order = make_schedule(pipeline, mini_batches)
     clocks = SimulatedClock(pipeline), SimulatedClock(pipeline)
     for clock in clocks:

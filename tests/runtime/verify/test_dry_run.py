@@ -16,6 +16,7 @@ from click.testing import CliRunner
 from helpers.paths import TESTS
 from helpers.plans import plan_by_hand, with_times
 from timeprest.cli.run import main
+from timeprest.cli.run_commands.checks import device_lines
 from timeprest.profiles.errors import FileError, PlanError, RunError
 from timeprest.profiles.files import write_file
 from timeprest.profiles.measuring.measure import measure
@@ -81,7 +82,7 @@ def test_too_little_memory_is_a_problem(plan, mlp_target, tmp_path, monkeypatch)
 
 
 def test_workers_of_a_host_that_take_turns_are_a_warning(plan, mlp_target, tmp_path, monkeypatch):
-    """Only where the plan doesn't know; and the run is ready all the same."""
+    """And the run is ready all the same."""
     settings = RunSettings(task=mlp_target, steps=7)
     write_file(tmp_path / "plan.json", plan)
     monkeypatch.chdir(tmp_path)
@@ -89,15 +90,27 @@ def test_workers_of_a_host_that_take_turns_are_a_warning(plan, mlp_target, tmp_p
     found = dry_run(plan, settings, "run")
     (told,) = found.warnings
     assert "3 processes take turns on 2 cores" in told
-    assert told.endswith("tp-plan solve --cores 2 plans for it")
+    assert told.endswith("tp-plan solve --devices 2 --stages-per-device auto plans for it")
     assert found.problems == ()
     told = CliRunner().invoke(main, ["plan.json", "--dry-run", "--steps", "7"])
     assert told.exit_code == 0
     assert "warning: " in told.output
-    cluster = msgspec.structs.replace(plan.cluster, cores=2)
-    assert dry_run(msgspec.structs.replace(plan, cluster=cluster), settings, "run").warnings == ()
     monkeypatch.setattr(module, "usable_cores", lambda: 3)
     assert dry_run(plan, settings, "run").warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("cores", "threads", "devices"),
+    [(2, 1, 2), (1, 1, 1), (4, 2, 2), (1, 2, 1), (3, 1, None), (4, 1, None), (8, 2, None)],
+)
+def test_a_run_says_that_its_processes_take_turns(plan, monkeypatch, cores, threads, devices):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
+    settings = RunSettings(task="x", threads=threads)
+    told = [line for line in device_lines(plan, settings, 3) if "take turns" in line]
+    assert len(told) == (devices is not None)
+    assert all(f" --devices {devices} " in line for line in told)
+    assert not any("turns" in line for line in device_lines(plan, settings, 3, inline=True))
+    assert not any("turns" in line for line in device_lines(plan, settings, 3, one_host=False))
 
 
 def test_what_makes_a_run_impossible_is_an_error(plan, mlp_target, tmp_path):

@@ -19,7 +19,7 @@
     order: 10,
     when: (view) => view.plan !== null,
     build(host, view) {
-      const { plan, cores } = view.plan;
+      const { plan } = view.plan;
       const { predicted, solver } = plan;
       const most = (key) => predicted.stages.reduce((best, stage, s) => stage[key] > predicted.stages[best][key] ? s : best, 0);
       const fullest = most("memory_bytes"), stalest = most("version_difference");
@@ -33,8 +33,6 @@
           tile("period", TP.figure("predicted.period_s", predicted.period_s, TP.seconds(predicted.period_s)), "per mini-batch"),
           tile("throughput", TP.figure("predicted.samples_per_s", predicted.samples_per_s, TP.number(predicted.samples_per_s)), "samples/s"),
           tile("speed-up", TP.figure("predicted.speedup", predicted.speedup, `${TP.number(predicted.speedup)} ×`), "over one device"),
-          cores ? tile("idle cores", TP.el("data", { value: String(cores.idle_share) }, TP.share(cores.idle_share)),
-            `${TP.counted(cores.devices, "device takes", "devices take")} turns on ${TP.counted(cores.cores, "core", "cores")}`) : null,
           tile("most memory", stage(fullest, "memory_bytes", TP.bytes),
             `stage ${fullest}${limit ? `, ${TP.percent(predicted.stages[fullest].memory_bytes / limit)} of ${TP.bytes(limit)}` : ""}`),
           tile("staleness", stage(stalest, "version_difference", (d) => TP.counted(d, "update", "updates")),
@@ -143,7 +141,6 @@
         ["graph from", `${profile.front_end}, by ${profile.granularity}`],
         ["devices", devices(cluster)],
         ["network", networkText(cluster.network)],
-        cluster.cores ? ["cores", `${TP.number(cluster.cores)} of each machine compute at once`] : null,
         cluster.between_machines ? ["between machines", networkText(cluster.between_machines)] : null,
         ["optimizer state", `${TP.number(plan.optimizer_state_factor)} × the parameters' bytes`],
         plan.update_every > 1 ? ["updates", `every ${plan.update_every} mini-batches`] : null,
