@@ -246,10 +246,10 @@ def _joined(words: Sequence[str]) -> str:
 
 def _onnx(name: str, inputs: Sequence[InputSpec]) -> Target:
     """An ONNX file. Inputs given by hand, in its order, replace what it says of its own."""
+    from .onnx.file import read_file
     from .onnx.model import import_onnx
 
-    found = import_onnx(name)
-    own = tuple(InputSpec(spec.shape, spec.dtype) for spec in found.inputs)
+    own = tuple(InputSpec(spec.shape, spec.dtype) for spec in read_file(name).inputs)
     if inputs and len(inputs) != len(own):
         raise TargetError(f"{name}: takes {len(own)} inputs, but --input was given {len(inputs)}")
     given = tuple(replace(spec, name=None) for spec in inputs) or own

@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..errors import TargetError
-from .file import OnnxFile, OnnxNode
+from .file import OnnxFile, OnnxInput, OnnxNode
 from .functions import beside
 from .values import (
     BatchAxis,
@@ -46,11 +46,12 @@ class GraphBuilder:
     Attributes:
         batch: the batch size in the file, 1 where it is free.
         fixed: whether the file fixes it.
-        values: what the ONNX names stand for.
+        values: what the ONNX names stand for; at first the inputs and the constants.
     """
 
-    def __init__(self, file: OnnxFile, batch: int, fixed: bool) -> None:
-        self.file, self.batch, self.fixed = file, batch, fixed
+    def __init__(self, file: OnnxFile) -> None:
+        self.file, self.batch, self.fixed = file, file.batch or 1, file.batch is not None
+        batch = self.batch
         probe = PROBE_BATCH if batch != PROBE_BATCH else OTHER_PROBE_BATCH
         self.batches = (batch, probe)
         self.values: dict[str, Operand] = {}
@@ -62,21 +63,35 @@ class GraphBuilder:
         self._taken = {*dir(fx.GraphModule(nn.Module(), fx.Graph()))}
         self._attributes: dict[int, str] = {}
         self._origin: OnnxNode | None = None
+        for x in file.inputs:
+            self._add_input(x)
+        for name, tensor in file.initializers.items():
+            self.values[name] = self.constant(name, tensor, trainable=True)
 
-    def add_input(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
-        """A placeholder whose samples have this shape."""
-        node = self._graph.create_node("placeholder", identifier(name), name=identifier(name))
+    def _add_input(self, x: OnnxInput) -> None:
+        name = identifier(x.name)
+        node = self._graph.create_node("placeholder", name, name=name)
         with self._mode:
-            small, large = (torch.empty((m, *shape), dtype=dtype) for m in self.batches)
-        self.values[name] = Dynamic(node, (small, large), BatchAxis(0))
+            small, large = (torch.empty((m, *x.shape), dtype=x.dtype) for m in self.batches)
+        self.values[x.name] = Dynamic(node, (small, large), BatchAxis(0))
 
     def constant(self, name: str, tensor: Tensor, trainable: bool) -> Constant:
         """A constant under an ONNX name; only float tensors with dimensions can be trained."""
         return Constant(tensor, trainable and can_train(tensor), self.uses[name] > 1, name)
 
-    def begin(self, node: OnnxNode) -> None:
-        """All fx nodes from here on belong to this ONNX node."""
+    def add(self, node: OnnxNode, handler: Handler) -> None:
+        """Import the next ONNX node. Raises TargetError where it can't be imported."""
+        # All fx nodes from here on belong to it.
         self._origin = node
+        operation = Operation(node, self)
+        try:
+            results = handler(operation)
+        except TargetError:
+            raise
+        except Exception as error:  # a broken node: attributes missing or of another kind
+            reason = " ".join(str(error).split())[:200]
+            raise self.fail(f"can't be imported: {type(error).__name__}: {reason}") from error
+        operation.finish(results)
 
     def fail(self, reason: str) -> TargetError:
         """An error about the ONNX node at hand."""

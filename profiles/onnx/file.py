@@ -1,11 +1,12 @@
 """Reading an ONNX file into plain data: nodes, inputs, and constants as torch tensors.
 
-The only module that imports `onnx`, and only when a file is read.
+The first dimension of every input is the batch. The only module that imports `onnx`, and only when
+a file is read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -48,32 +49,41 @@ class OnnxNode:
 
 
 @dataclass(frozen=True)
-class FileInput:
-    """A graph input; `dims` are sizes, names of free dimensions, or None for nameless ones."""
+class OnnxInput:
+    """An input: the shape of one sample (without the batch dimension) and the dtype."""
 
     name: str
-    dims: tuple[int | str | None, ...]
+    shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 @dataclass(frozen=True)
 class OnnxFile:
-    """What a file says, without what its outputs don't need."""
+    """What a file says, without what its outputs don't need.
+
+    Attributes:
+        batch: the batch size that it fixes; None: it is free.
+    """
 
     path: str
     opset: int
     nodes: tuple[OnnxNode, ...]
-    inputs: tuple[FileInput, ...]
+    inputs: tuple[OnnxInput, ...]
+    batch: int | None
     outputs: tuple[str, ...]
     initializers: Mapping[str, Tensor]
 
 
-def read_file(path: str | Path) -> OnnxFile:
+def read_file(path: str | Path, sizes: Mapping[str, int] | None = None) -> OnnxFile:
     """Read the file and its external data.
+
+    Args:
+        sizes: sizes of its named free dimensions other than the batch, as {"sequence": 64}.
 
     Raises:
         FileError: it is missing, broken, too large, no ONNX, or its external data is missing.
-        TargetError: `onnx` isn't installed, or the graph holds what can't be imported.
+        TargetError: `onnx` isn't installed, the graph holds what can't be imported, or an input
+            has a free dimension without a size.
     """
     try:
         import onnx
@@ -89,13 +99,14 @@ def read_file(path: str | Path) -> OnnxFile:
     protos, needed = _live_nodes(graph.node, outputs)
     nodes = tuple(_node(str(path), proto, onnx) for proto in protos)
     constants = {proto.name for proto in graph.initializer}
+    inputs = [value for value in graph.input if value.name not in constants]
+    batch, described = _inputs(str(path), inputs, sizes or {})
     return OnnxFile(
         path=str(path),
         opset=_opset(str(path), model),
         nodes=nodes,
-        inputs=tuple(
-            _input(str(path), value) for value in graph.input if value.name not in constants
-        ),
+        inputs=described,
+        batch=batch,
         outputs=outputs,
         initializers={
             proto.name: _tensor(str(path), proto, onnx)
@@ -207,7 +218,51 @@ def _tensor(path: str, proto: Any, onnx: ModuleType) -> Tensor:
     return torch.tensor(array)
 
 
-def _input(path: str, value: Any) -> FileInput:
+# Inputs: their first dimension is the batch, and every other one must be known ------------------
+
+_Size = int | str | None
+"""A dimension as the file has it: a size, the name of a free one, or a free one without a name."""
+
+
+def _inputs(
+    path: str, values: Sequence[Any], sizes: Mapping[str, int]
+) -> tuple[int | None, tuple[OnnxInput, ...]]:
+    """The batch size that the file fixes, or None; and the inputs."""
+    if not values:
+        raise TargetError(f"{path}: has no inputs")
+    found = [(value.name, *_dims_and_dtype(path, value)) for value in values]
+    batch = _batch_size(path, {name: dims for name, dims, _ in found})
+    free = {d for _, dims, _ in found for d in dims[1:] if isinstance(d, str)}
+    for name, size in sizes.items():
+        if name not in free:
+            shown = ", ".join(sorted(free)) or "none"
+            raise TargetError(
+                f"{path}: has no free dimension {name!r} (besides the batch); it has {shown}"
+            )
+        if size < 1:
+            raise TargetError(f"{path}: the size of {name!r} must be at least 1, not {size}")
+
+    def known(name: str, k: int, size: _Size) -> int:
+        if isinstance(size, int):
+            return size
+        if size is None:
+            raise TargetError(
+                f"{path}: dimension {k} of input {name!r} is free and has no name; export the "
+                "model with a size for it, or a name"
+            )
+        if size not in sizes:
+            raise TargetError(
+                f"{path}: dimension {k} of input {name!r} is free: give a size for {size!r}"
+            )
+        return sizes[size]
+
+    return batch, tuple(
+        OnnxInput(name, tuple(known(name, k, d) for k, d in enumerate(dims[1:], 2)), dtype)
+        for name, dims, dtype in found
+    )
+
+
+def _dims_and_dtype(path: str, value: Any) -> tuple[tuple[_Size, ...], torch.dtype]:
     kind = value.type.tensor_type
     if not value.type.HasField("tensor_type"):
         raise TargetError(f"{path}: input {value.name!r} isn't a tensor")
@@ -218,10 +273,30 @@ def _input(path: str, value: Any) -> FileInput:
         raise TargetError(
             f"{path}: input {value.name!r} has no shape; export the model with its input shapes"
         )
-    dims: list[int | str | None] = []
+    dims: list[_Size] = []
     for dim in kind.shape.dim:
         if dim.HasField("dim_value"):
             dims.append(int(dim.dim_value))
         else:
             dims.append(dim.dim_param or None)
-    return FileInput(value.name, tuple(dims), dtype)
+    return tuple(dims), dtype
+
+
+def _batch_size(path: str, inputs: Mapping[str, Sequence[_Size]]) -> int | None:
+    fixed: dict[int, str] = {}
+    for name, dims in inputs.items():
+        if not dims:
+            raise TargetError(
+                f"{path}: input {name!r} has no dimensions; its first must be the batch"
+            )
+        if isinstance(dims[0], int):
+            fixed.setdefault(dims[0], name)
+    if len(fixed) > 1:
+        (one, first), (other, second) = list(fixed.items())[:2]
+        raise TargetError(
+            f"{path}: the first dimension of every input must be the batch, but it is {one} "
+            f"for {first!r} and {other} for {second!r}"
+        )
+    if 0 in fixed:
+        raise TargetError(f"{path}: input {fixed[0]!r} has a batch of 0")
+    return next(iter(fixed), None)

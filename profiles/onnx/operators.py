@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import TargetError
 from . import functions as functions
 from .builder import Handler, Operation
+from .file import OnnxNode
 from .layers import LAYERS
 from .modules import Resize
 from .shaping import SHAPING
@@ -318,3 +320,15 @@ OPERATORS: dict[str, Handler] = {
     "Xor": elementwise(torch.logical_xor),
 }
 """Operators of the standard domain that can be imported."""
+
+
+def handler_of(node: OnnxNode, path: str) -> Handler:
+    """What imports a node of the file at this path. Raises TargetError for an unknown operator."""
+    handler = OPERATORS.get(node.op_type) if node.domain == "" else None
+    if handler is None:
+        raise TargetError(
+            f"{path}: node {node.name!r} is a {node.op_type!r} (domain "
+            f"{node.domain or 'ai.onnx'}): this operator isn't known; the {len(OPERATORS)} known "
+            "ones are the keys of timeprest.profiles.onnx.operators.OPERATORS"
+        )
+    return handler
