@@ -151,7 +151,7 @@ def lay_out(question: Question, stages: Sequence[PlanStage], micro_batches: int)
     exchanges = exchange_s(question.profile, cluster, nodes, devices)
     returning = {c.target for c in transfers if c.needs_grad}
     pipeline = make_pipeline(
-        question.variant,
+        variant,
         micro_batches,
         [
             _times(

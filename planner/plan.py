@@ -183,11 +183,6 @@ def check_plan(plan: Plan, where: str = "plan") -> Plan:
     def fail(what: str) -> PlanError:
         return PlanError(f"{where}: {what}")
 
-    check_front_end(plan.profile.front_end, f"{where}: profile")
-    try:
-        variant = variant_named(plan.variant)
-    except PlanError as error:
-        raise fail(f"variant: {error}") from None
     if len(plan.predicted.stages) != len(plan.stages):
         raise fail(
             f"predicted.stages: {len(plan.predicted.stages)} entries for {len(plan.stages)} "
@@ -198,17 +193,22 @@ def check_plan(plan: Plan, where: str = "plan") -> Plan:
         twice = min(name for name, count in Counter(names).items() if count > 1)
         raise fail(f"stages: layer {twice!r} stands in two places")
     _check_devices(plan, fail)
-    try:
-        check_tied(variant, plan.tied)
-        check_stages(variant, plan.mini_batch, plan.micro_batches, plan.stages)
-    except PlanError as error:
-        raise fail(str(error)) from None
     for edge in plan.edges:
         if not edge.source < edge.target < len(plan.stages):
             raise fail(
                 f"edges: {edge.tensor!r} goes from stage {edge.source} to {edge.target}; "
                 "tensors go to later stages only"
             )
+    check_front_end(plan.profile.front_end, f"{where}: profile")
+    try:
+        variant = variant_named(plan.variant)
+    except PlanError as error:
+        raise fail(f"variant: {error}") from None
+    try:
+        check_tied(variant, plan.tied)
+        check_stages(variant, plan.mini_batch, plan.micro_batches, plan.stages)
+    except PlanError as error:
+        raise fail(str(error)) from None
     return plan
 
 
@@ -339,7 +339,7 @@ def pipeline_of(plan: Plan) -> Pipeline:
         for e in plan.edges
     ]
     return make_pipeline(
-        plan.variant,
+        variant_named(plan.variant),
         plan.micro_batches,
         [
             StageTimes(p.forward_s, p.backward_s, p.update_s, p.all_reduce_s, p.weight_s)

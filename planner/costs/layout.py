@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ..cluster.cluster import Cluster
 from ..simulator.pipeline import Link, Pipeline, Route
-from ..systems.variants import Variant, variant_named
+from ..systems.variants import Variant
 from .stage_costs import Transfer
 
 
@@ -27,7 +27,7 @@ class StageTimes(NamedTuple):
 
 
 def make_pipeline(
-    variant: str,
+    variant: Variant,
     micro_batches: int,
     times: Sequence[StageTimes],
     transfers: Sequence[Transfer],
@@ -37,21 +37,20 @@ def make_pipeline(
     update_every: int = 1,
 ) -> Pipeline:
     """A pipeline from stage times, what crosses the cuts, and each stage's devices."""
-    system = variant_named(variant)
     sums = tuple(t.all_reduce_s for t in times)
     replicated = any(len(mine) > 1 for mine in devices)
     return Pipeline(
-        variant=system,
+        variant=variant,
         micro_batches=micro_batches,
         forward_s=tuple(t.forward_s for t in times),
         backward_s=tuple(t.backward_s for t in times),
         update_s=tuple(t.update_s for t in times),
-        links=_links(system, transfers, cluster, devices),
+        links=_links(variant, transfers, cluster, devices),
         limits=tuple(limits),
         paces=tuple(_paces(cluster, mine) for mine in devices) if replicated else (),
         all_reduce_s=sums if any(sums) else (),
         update_every=update_every,
-        weight_s=tuple(t.weight_s for t in times) if system.split_backward else (),
+        weight_s=tuple(t.weight_s for t in times) if variant.split_backward else (),
     )
 
 

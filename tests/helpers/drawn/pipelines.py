@@ -102,7 +102,7 @@ def laid_out(draw, most_stages=4, variants=ALL):
         limits.insert(0, draw(st.integers(max(least, limits[0] if limits else 1), most)))
     seconds = st.sampled_from([0.5, 1.0, 1.25, 3.0])
     return make_pipeline(
-        variant.name,
+        variant,
         n,
         [
             StageTimes(
