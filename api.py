@@ -13,7 +13,7 @@ import msgspec
 
 from .planner.cluster.cluster import DEFAULT_BANDWIDTH, DEFAULT_LATENCY, Cluster, uniform_cluster
 from .planner.cluster.contention import with_contention
-from .planner.plan import Plan
+from .planner.plan import Plan, check_plan
 from .planner.search.solve import solve
 from .profiles.errors import PlanError, UserError
 from .profiles.profile import Profile
@@ -216,6 +216,7 @@ def run(
         "threads": plan.profile.threads,
         **settings,
     }
+    check_plan(plan)
     try:
         found = msgspec.convert({k: v for k, v in asked.items() if v is not None}, RunSettings)
     except msgspec.ValidationError as error:

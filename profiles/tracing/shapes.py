@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from .call import unchanged
 from .graph import TracedModel, values
-from .pieces import encode, kind_of, take_apart
+from .pieces import encode, kind_of
 
 
 @dataclass(frozen=True)
@@ -85,21 +85,7 @@ def specs_and_result(
     traced: TracedModel, inputs: Sequence[Tensor], *, fake: bool = True
 ) -> tuple[dict[str, ValueSpec], Any]:
     """The same, and the model's result: of fake tensors where the model ran on such."""
-    return _look(traced, inputs, {value.node.name for value in values(traced)}, fake=fake)
-
-
-def result_shapes(
-    traced: TracedModel, inputs: Sequence[Tensor], *, fake: bool = True
-) -> list[tuple[int, ...]]:
-    """Shapes of the tensors in the model's result, for inputs of this size; as `value_specs`."""
-    leaves, _ = take_apart(_look(traced, inputs, set(), fake=fake)[1])
-    return [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
-
-
-def _look(
-    traced: TracedModel, inputs: Sequence[Tensor], wanted: set[str], *, fake: bool
-) -> tuple[dict[str, ValueSpec], Any]:
-    """Specs of the wanted values, and the result."""
+    wanted = {value.node.name for value in values(traced)}
     with unchanged(traced.module):
         if fake:
             from torch._subclasses.fake_tensor import FakeTensorMode

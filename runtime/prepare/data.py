@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from ...profiles.tasks.hooks import RunLength, call_hook
 from ...profiles.tasks.task import Split, Task, dataset_size, fetch
 from ...profiles.tracing.pieces import map_tensors
 from ..settings import RunSettings
+from .tracing import ForwardLook, TracedTask
 
 
 @dataclass(frozen=True)
@@ -281,6 +282,48 @@ DIVIDE = "plan with --micro-batches that divide the mini-batch"
 NO_EVALUATION = "give test data that micro-batches divide, or train with --no-evaluate"
 
 
+def check_padding(
+    plan: Plan,
+    settings: RunSettings,
+    task: Task,
+    segments: Sequence[Segment],
+    samples: Sequence[int],
+    traced: TracedTask,
+    looks: Mapping[int, ForwardLook],
+) -> None:
+    """Check before a run that padding can be cut off the model's result, where there will be any.
+
+    Args:
+        samples: per stage, in a replica's micro-batch.
+        looks: by number of samples.
+
+    Raises TargetError.
+    """
+    size = samples[-1]
+    if plan.mini_batch % plan.micro_batches:
+        advice = DIVIDE
+    elif any(segment.samples % plan.mini_batch for segment in segments):
+        advice = DROP
+    elif settings.evaluate:
+        # What every stage has room for.
+        size = min(samples)
+        if not _test_size(task) % size:
+            return
+        advice = NO_EVALUATION
+    else:
+        return
+    shapes, graph = looks[size].result_shapes, traced.training[size]
+    # A graph of one size alone is tried at that one.
+    other = size if graph.only_size is not None else size + 1
+    try:
+        others = traced.look(other, graph).result_shapes
+    except TraceError:
+        raise
+    except Exception:  # the user's model, which needn't take that other size
+        return
+    check_result(shapes, others, size, other, advice)
+
+
 def check_result(
     shapes: Sequence[tuple[int, ...]],
     others: Sequence[tuple[int, ...]],
@@ -288,7 +331,7 @@ def check_result(
     other: int,
     advice: str,
 ) -> None:
-    """Check before a run that padding can be cut off the model's result.
+    """Check that padding can be cut off the model's result.
 
     Args:
         shapes: of the result's tensors for a micro-batch of `size` samples.
@@ -305,6 +348,14 @@ def check_result(
                 f"holds a tensor of shape {list(shape)} then, whose rows aren't of one sample "
                 f"each: what is real can't be told; {advice}"
             )
+
+
+def _test_size(task: Task) -> int:
+    """Samples in the test data; 0 where it can't be had, which the evaluation is to say."""
+    try:
+        return dataset_size(task.data("test"), "test")
+    except Exception:  # the user's code
+        return 0
 
 
 def real_part(result: Any, real: int, size: int, advice: str) -> Any:

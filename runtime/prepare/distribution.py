@@ -1,8 +1,4 @@
-"""How replicas share each mini-batch, and what workers have to send each other for that.
-
-Micro-batch i is replica i mod r's. In systems of whole mini-batches sample k is replica k mod r's
-instead. Both follow from the plan alone, the same on every worker.
-"""
+"""What workers have to send each other, for the share that each has of a mini-batch."""
 
 from __future__ import annotations
 
@@ -15,43 +11,12 @@ import torch
 from torch import Tensor
 
 from ...planner.simulator.pipeline import Pipeline
-from ...planner.systems.operations import Op
 from ...profiles.errors import PlanError
 from ...profiles.tracing.shapes import ValueSpec
 from .messages import MessageRoute, Rows
-from .workers import Worker, replicas_of
+from .workers import Share, Worker, replicas_of
 
 Specs = Mapping[str, ValueSpec]
-
-
-class Share(NamedTuple):
-    """What a worker has of each mini-batch.
-
-    Attributes:
-        micro_batches: those it runs, ascending.
-        samples: in each of them.
-        parts: how many such micro-batches make up the mini-batch, on all replicas together.
-        dealt: which samples of the plan's micro-batch they are.
-    """
-
-    micro_batches: tuple[int, ...]
-    samples: int
-    parts: int
-    dealt: slice
-
-    def of(self, op: Op) -> tuple[int, ...]:
-        """Those that an operation of the stage works through here; empty: it is another's."""
-        if op.micro_batch is None:
-            return self.micro_batches
-        return (op.micro_batch,) if op.micro_batch in self.micro_batches else ()
-
-
-def share_of(pipeline: Pipeline, micro_batch: int, worker: Worker) -> Share:
-    """A worker's share. `micro_batch`: samples in a micro-batch of the plan."""
-    n, r = pipeline.micro_batches, worker.replicas
-    if pipeline.variant.whole_mini_batches:
-        return Share(tuple(range(n)), micro_batch // r, n * r, slice(worker.replica, None, r))
-    return Share(tuple(range(worker.replica, n, r)), micro_batch, n, slice(None))
 
 
 class SentValue(NamedTuple):

@@ -14,7 +14,6 @@ from ...profiles.errors import TargetError
 from ...profiles.tasks.hooks import describe_error, is_ctrl_c
 from ...profiles.tasks.task import Loss, Task, read_loss
 from ...profiles.tracing.pieces import map_tensors
-from .devices import forward_context
 
 
 @dataclass(frozen=True)
@@ -42,10 +41,11 @@ class LossKind:
         return loss
 
 
-def kind_of_loss(task: Task, result: Any, target: Any, autocast: torch.dtype | None) -> LossKind:
+def kind_of_loss(task: Task, result: Any, target: Any) -> LossKind:
     """Whether a task's loss gives (sum, weight).
 
-    It is asked once, of a copy of the task, with a result of the right shapes.
+    It is asked once, of a copy of the task, with a result of the right shapes, under the autocast
+    that the caller has on.
 
     Args:
         result: the model's; fake tensors (of one mode) where it wasn't computed.
@@ -54,7 +54,7 @@ def kind_of_loss(task: Task, result: Any, target: Any, autocast: torch.dtype | N
         task = copy.copy(task)
     before = torch.random.get_rng_state()
     try:
-        with torch.no_grad(), forward_context(autocast):
+        with torch.no_grad():
             return LossKind(isinstance(_tried(task, result, target), tuple))
     except BaseException as error:  # the user's code
         if is_ctrl_c(error):

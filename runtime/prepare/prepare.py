@@ -5,45 +5,26 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...planner.plan import Plan, check_cut, check_plan, pipeline_of
+from ...planner.plan import Plan, check_cut, pipeline_of
 from ...planner.schedules.check import check_schedule
 from ...planner.schedules.schedules import make_schedule
 from ...planner.simulator.pipeline import Pipeline
-from ...profiles.errors import PlanError, TargetError, TimeprestError, TraceError
-from ...profiles.profile import IMPORTED
-from ...profiles.target import Target, resolve
-from ...profiles.tasks.hooks import describe_error
+from ...profiles.errors import PlanError
 from ...profiles.tasks.task import Task, dataset_size
-from ...profiles.tracing.front_ends import TRACE_SAMPLES, trace
-from ...profiles.tracing.graph import (
-    TracedModel,
-    fingerprint,
-    shared_parameters,
-    tied_layers,
-    values,
-)
+from ...profiles.tracing.graph import TracedModel, shared_parameters, tied_layers, values
 from ...profiles.tracing.pieces import Piece, cut
-from ...profiles.tracing.shapes import ValueSpec, result_shapes, specs_and_result
 from ..settings import RunSettings
-from .data import DIVIDE, DROP, NO_EVALUATION, Segment, check_result, segments
+from .data import Segment, check_padding, segments
 from .devices import autocast_of, forward_context
-from .distribution import (
-    Distribution,
-    SentValue,
-    Specs,
-    distribute,
-    share_of,
-)
+from .distribution import Distribution, SentValue, Specs, distribute
 from .loss import LossKind, kind_of_loss
 from .tied_parameters import TiedParameters, first_names, give_copies
-from .workers import Worker, workers_of
-
-_SMALL_BYTES = 2**28
+from .tracing import task_to_train, trace_for_run
+from .workers import Worker, share_of, workers_of
 
 
 @dataclass(frozen=True)
@@ -114,6 +95,7 @@ def prepare(
     """Build the model with its seed, check it against the plan and cut it.
 
     Args:
+        plan: consistent in itself (`check_plan`).
         tell: is told what is being done.
 
     Raises:
@@ -122,58 +104,48 @@ def prepare(
         PlanError: the plan is for another model, its stages don't fit together, or it has what
             can be planned but not run yet.
     """
-    check_plan(plan)
-    _check_profiled(plan)
     autocast = autocast_of(plan, settings)
-    tell(f"importing {settings.task}")
-    target = resolve(settings.task)
-    if target.task is None:
-        raise TargetError(
-            f"{settings.task}: is a model, not a task: training needs data, a loss and an "
-            "optimizer too (docs/tasks.md)"
-        )
-    torch.set_num_threads(settings.threads)
-    tell("building the model")
-    model = target.model(settings.seed)
-    model.train()
     pipeline = pipeline_of(plan)
     workers = workers_of(plan.stages)
     shares = tuple(share_of(pipeline, plan.micro_batch, worker) for worker in workers)
     samples = [share.samples for worker, share in zip(workers, shares, strict=True) if worker.leads]
-    tell("tracing the model and holding it against the plan")
-    traced = _trace_for_training(plan, model, target, samples)
-    with forward_context(autocast):
-        looked = {n: _look(plan, traced[n], target, n) for n in traced}
-    specs = {n: found for n, (found, _, _) in looked.items()}
-    _, result, wanted = looked[samples[-1]]
-    loss = kind_of_loss(target.task, result, wanted, autocast)
-    del looked, result
     # What every stage has room for.
     least = min(samples)
-    position = {layer.name: k for k, layer in enumerate(traced[least].layers)}
-    groups = [sorted(position[name] for name in stage.nodes) for stage in plan.stages]
-    pieces = {n: cut(of_size, groups) for n, of_size in traced.items()}
-    evaluated = _trace_for_evaluation(plan, model, target, traced[least])
+    tell(f"importing {settings.task}")
+    target, task = task_to_train(settings.task, plan.profile)
+    torch.set_num_threads(settings.threads)
+    tell("building the model")
+    model = target.model(settings.seed)
+    model.train()
+    tell("tracing the model and holding it against the plan")
+    traced = trace_for_run(model, target, plan, samples)
+    with forward_context(autocast):
+        looks = {n: traced.look(n) for n in traced.training}
+        loss = kind_of_loss(task, looks[samples[-1]].result, looks[samples[-1]].target)
+    specs = {n: look.specs for n, look in looks.items()}
+    groups, sent = _laid_on(plan, traced.training[least])
     tell("cutting the model into stages")
-    sent = _sent(plan, traced[least], groups)
     distribution = distribute(pipeline, workers, shares, sent, specs)
+    pieces = {n: cut(graph, groups) for n, graph in traced.training.items()}
     chosen = [pieces[n][s] for s, n in enumerate(samples)]
-    evaluation_pieces = cut(evaluated, groups)
+    evaluation_pieces = cut(traced.evaluation, groups)
     modes = zip(chosen, evaluation_pieces, strict=True)
     tied = give_copies([[piece.module for piece in both] for both in modes])
     stages = zip(chosen, evaluation_pieces, (specs[n] for n in samples), strict=True)
-    size = dataset_size(target.task.data("train"), "train")
+    size = dataset_size(task.data("train"), "train")
+    course = segments(plan, settings, size)
+    check_padding(plan, settings, task, course, samples, traced, looks)
     prepared = Prepared(
         plan=plan,
         settings=settings,
-        task=target.task,
+        task=task,
         samples=size,
-        segments=segments(plan, settings, size),
+        segments=course,
         pipeline=pipeline,
         workers=workers,
         model=PreparedModel(
             stages=tuple(PreparedStage(*stage) for stage in stages),
-            inputs=tuple(node.name for node in traced[least].inputs),
+            inputs=tuple(node.name for node in traced.training[least].inputs),
             names=first_names(model),
             tied=tied,
             unused=_unused(model, chosen),
@@ -182,15 +154,9 @@ def prepare(
         ),
         distribution=distribution,
     )
-    _check_padding(prepared, target, traced, samples[-1])
-    few = min(3, max(segment.mini_batches for segment in prepared.segments))
+    few = min(3, max(segment.mini_batches for segment in course))
     check_schedule(pipeline, make_schedule(pipeline, few), few)
     return prepared
-
-
-def is_small(plan: Plan) -> bool:
-    """Whether the whole model may be run for real, to learn its shapes; else on fake tensors."""
-    return sum(stage.memory_bytes for stage in plan.predicted.stages) <= _SMALL_BYTES
 
 
 def with_own_weights(prepared: Prepared, worker: Worker) -> Prepared:
@@ -213,180 +179,45 @@ def _unused(model: nn.Module, pieces: Sequence[Piece]) -> dict[str, Tensor]:
     }
 
 
-def _look(
-    plan: Plan, traced: TracedModel, target: Target, samples: int
-) -> tuple[dict[str, ValueSpec], Any, Any]:
-    """Specs of what layers take from each other, for so many samples; the model's result, which
-    may be of fake tensors; the target that belongs to it."""
-    inputs, wanted = target.sample(samples)
-    try:
-        specs, result = specs_and_result(traced, inputs, fake=not is_small(plan))
-    except TimeprestError:
-        raise
-    except Exception as error:  # the user's model runs here
-        raise TargetError(
-            f"{target.name}: the model failed on its own inputs: {describe_error(error)}"
-        ) from error
-    for node in traced.inputs:
-        specs.pop(node.name, None)
-    return specs, result, wanted
+def _laid_on(plan: Plan, traced: TracedModel) -> tuple[list[list[int]], list[SentValue]]:
+    """The plan's cut on the model: the layers of each stage, and what goes from stage to stage.
 
-
-def _check_profiled(plan: Plan) -> None:
-    """Refuse what a profile can be of, and a run can't."""
-    made_from = plan.profile
-    if made_from.front_end in IMPORTED:
-        raise PlanError(
-            f"plan: was made from {IMPORTED[made_from.front_end]} ({made_from.target}): costs "
-            "without a model, which can be planned and shown but not run. Profile a model of your "
-            "own with tp-profile"
-        )
-
-
-def _check_padding(
-    prepared: Prepared, target: Target, traced: Mapping[int, TracedModel], result_samples: int
-) -> None:
-    """Refuse results that padding can't be cut off, where there is going to be any.
-
-    Args:
-        traced: by number of samples.
-        result_samples: in a micro-batch of the last stage.
-
-    Raises TargetError.
+    Raises PlanError where the plan says otherwise, or separates layers that share parameters.
     """
-    plan, size = prepared.plan, result_samples
-    if plan.mini_batch % plan.micro_batches:
-        advice = DIVIDE
-    elif any(segment.samples % plan.mini_batch for segment in prepared.segments):
-        advice = DROP
-    elif prepared.settings.evaluate:
-        size = prepared.distribution.evaluation_samples
-        if not _test_size(prepared.task) % size:
-            return
-        advice = NO_EVALUATION
-    else:
-        return
-    graph = traced[size]
-    # A graph of one size alone is tried at that one.
-    other = size if graph.only_size is not None else size + 1
-    try:
-        shapes, others = (
-            result_shapes(graph, target.sample(samples)[0], fake=not is_small(plan))
-            for samples in (size, other)
-        )
-    except TraceError:
-        raise
-    except Exception:  # the user's model, which needn't take that other size
-        return
-    check_result(shapes, others, size, other, advice)
-
-
-def _test_size(task: Task) -> int:
-    """Samples in the test data; 0 where it can't be had, which the evaluation is to say."""
-    try:
-        return dataset_size(task.data("test"), "test")
-    except Exception:  # the user's code
-        return 0
-
-
-def _trace(plan: Plan, model: nn.Module, target: Target, samples: int) -> TracedModel:
-    """The graph as the profiler found it."""
-    return trace(
-        model,
-        target.name,
-        target.call(samples)[0],
-        front_end=plan.profile.front_end,
-        granularity=plan.profile.granularity,
-        verify=False,
-    )
-
-
-def _trace_for_training(
-    plan: Plan, model: nn.Module, target: Target, samples: Sequence[int]
-) -> dict[int, TracedModel]:
-    """The graph for each of these numbers of samples: the same one, where it is for any."""
-    first = _trace(plan, model, target, TRACE_SAMPLES)
-    _check_model(plan, first, target)
-    found = {
-        n: first if first.only_size in (None, n) else _trace(plan, model, target, n)
-        for n in sorted(set(samples))
-    }
-    if any(not _same_graph(traced, first) for traced in found.values()):
-        raise TraceError(
-            f"{target.name}: the model's forward has other layers for another number of samples; "
-            "it can't be cut into stages"
-        )
-    return found
-
-
-def _trace_for_evaluation(
-    plan: Plan, model: nn.Module, target: Target, traced: TracedModel
-) -> TracedModel:
-    """The model as it is in evaluation mode: tracing fixes what depends on `self.training`."""
-    model.eval()
-    try:
-        evaluation = _trace(plan, model, target, traced.only_size or TRACE_SAMPLES)
-    finally:
-        model.train()
-    if not _same_graph(evaluation, traced):
-        raise TraceError(
-            f"{target.name}: the model's forward has other layers in evaluation mode than in "
-            "training mode; it can't be evaluated with the pipeline it is trained with"
-        )
-    return evaluation
-
-
-def _same_graph(one: TracedModel, other: TracedModel) -> bool:
-    """Whether both have the same layers, with the same values between them."""
-    layers = [[layer.name for layer in traced.layers] for traced in (one, other)]
-    names = [[value.node.name for value in values(traced)] for traced in (one, other)]
-    return layers[0] == layers[1] and names[0] == names[1]
-
-
-def _check_model(plan: Plan, traced: TracedModel, target: Target) -> None:
-    found = fingerprint(traced)
-    if found != plan.profile.fingerprint:
-        raise PlanError(
-            f"plan: was made for another model: {plan.profile.target} with fingerprint "
-            f"{plan.profile.fingerprint}; {target.name} has {found}. Profile and solve again, or "
-            "name the right task with --task"
-        )
     names = [layer.name for layer in traced.layers]
-    owner = traced.owner()
-    edges = [
-        (names[owner[value.node]], names[consumer])
+    made = [
+        (value.node.name, value.producer, value.consumers)
         for value in values(traced)
-        if value.node in owner
-        for consumer in value.consumers
-        if consumer < len(names)
+        if value.producer is not None
+    ]
+    edges = [
+        (names[producer], names[k])
+        for _, producer, consumers in made
+        for k in consumers
+        if k < len(names)
     ]
     check_cut([stage.nodes for stage in plan.stages], names, edges)
-    stage_of = {name: s for s, stage in enumerate(plan.stages) for name in stage.nodes}
+    position = {name: k for k, name in enumerate(names)}
+    groups = [sorted(position[name] for name in stage.nodes) for stage in plan.stages]
+    stage_of = {k: s for s, group in enumerate(groups) for k in group}
     free = shared_parameters(traced) if plan.tied == "split" else {}
-    for group in tied_layers(traced):
-        if group not in free and len({stage_of[names[k]] for k in group}) > 1:
-            shared = ", ".join(repr(names[k]) for k in group)
+    for tied in tied_layers(traced):
+        if tied not in free and len({stage_of[k] for k in tied}) > 1:
+            shared = ", ".join(repr(names[k]) for k in tied)
             raise PlanError(f"plan: layers {shared} share parameters and must be on one stage")
-
-
-def _sent(plan: Plan, traced: TracedModel, groups: list[list[int]]) -> list[SentValue]:
-    """What goes from stage to stage. Raises PlanError when the plan says otherwise."""
-    stage_of = {layer: s for s, group in enumerate(groups) for layer in group}
-    stage_of[len(traced.layers)] = len(groups) - 1
-    found: list[SentValue] = []
-    for value in values(traced):
-        if value.producer is None:
-            continue
-        source = stage_of[value.producer]
-        for target in sorted({stage_of[k] for k in value.consumers} - {source}):
-            found.append(SentValue(value.node.name, source, target))
-    mine: set[tuple[str, int, int]] = set(found)
+    # The model's result.
+    stage_of[len(names)] = len(groups) - 1
+    sent = [
+        SentValue(name, stage_of[producer], target)
+        for name, producer, consumers in made
+        for target in sorted({stage_of[k] for k in consumers} - {stage_of[producer]})
+    ]
     planned = {(e.tensor, e.source, e.target) for e in plan.edges}
-    if mine != planned:
-        odd = sorted(mine ^ planned)[0]
+    if set(sent) != planned:
+        odd = sorted(set(sent) ^ planned)[0]
         raise PlanError(
             f"plan: edges: {odd[0]!r} from stage {odd[1]} to {odd[2]} "
-            f"{'is missing' if odd in mine else 'is not needed'} for these stages; after editing "
+            f"{'is missing' if odd in sent else 'is not needed'} for these stages; after editing "
             "stages, run tp-plan check PLAN --profile PROFILE -o PLAN"
         )
-    return found
+    return groups, sent

@@ -1,11 +1,18 @@
-"""Workers: numbered stage by stage, and within a stage replica by replica."""
+"""Workers, numbered stage by stage and within a stage replica by replica; what each has to do.
+
+Micro-batch i is replica i mod r's. In systems of whole mini-batches sample k is replica k mod r's
+instead. All of it follows from the plan alone, the same on every worker.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ...planner.plan import PlanStage
+from ...planner.simulator.pipeline import Pipeline
+from ...planner.systems.operations import Op
 
 
 @dataclass(frozen=True)
@@ -55,3 +62,33 @@ def workers_of(stages: Sequence[PlanStage]) -> tuple[Worker, ...]:
 def replicas_of(workers: Sequence[Worker], stage: int) -> tuple[Worker, ...]:
     """The workers of one stage."""
     return tuple(worker for worker in workers if worker.stage == stage)
+
+
+class Share(NamedTuple):
+    """What a worker has of each mini-batch.
+
+    Attributes:
+        micro_batches: those it runs, ascending.
+        samples: in each of them.
+        parts: how many such micro-batches make up the mini-batch, on all replicas together.
+        dealt: which samples of the plan's micro-batch they are.
+    """
+
+    micro_batches: tuple[int, ...]
+    samples: int
+    parts: int
+    dealt: slice
+
+    def of(self, op: Op) -> tuple[int, ...]:
+        """Those that an operation of the stage works through here; empty: it is another's."""
+        if op.micro_batch is None:
+            return self.micro_batches
+        return (op.micro_batch,) if op.micro_batch in self.micro_batches else ()
+
+
+def share_of(pipeline: Pipeline, micro_batch: int, worker: Worker) -> Share:
+    """A worker's share. `micro_batch`: samples in a micro-batch of the plan."""
+    n, r = pipeline.micro_batches, worker.replicas
+    if pipeline.variant.whole_mini_batches:
+        return Share(tuple(range(n)), micro_batch // r, n * r, slice(worker.replica, None, r))
+    return Share(tuple(range(worker.replica, n, r)), micro_batch, n, slice(None))

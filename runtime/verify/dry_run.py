@@ -25,7 +25,8 @@ from ...profiles.units import format_bytes
 from ..checkpoint.start import check_settings, telling_worker
 from ..communication.transport import between_processes, free_bytes, gpu_name, transport_of
 from ..prepare.devices import CPU, check_kind, device_kind, device_of, forward_context, gpu_count
-from ..prepare.prepare import Prepared, is_small, prepare
+from ..prepare.prepare import Prepared, prepare
+from ..prepare.tracing import is_small
 from ..processes.environment import use_interface
 from ..processes.rendezvous import Rendezvous
 from ..records.run_dir import RunDir

@@ -109,7 +109,7 @@ def test_a_loss_is_asked_before_a_run_which_it_gives(task, fake):
         result = torch.empty(4, 3, dtype=torch.float64)
     target = torch.randn(4, 3, dtype=torch.float64)
     before = torch.get_rng_state()
-    kind = kind_of_loss(task, result, target, None)
+    kind = kind_of_loss(task, result, target)
     assert kind == LossKind(weighted=isinstance(task, WeightedTask))
     assert torch.equal(torch.get_rng_state(), before)
 

@@ -1,0 +1,173 @@
+"""A task's model traced for a run: its graph at every number of samples, in both modes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...planner.plan import Plan, ProfileReference
+from ...profiles.errors import PlanError, TargetError, TimeprestError, TraceError
+from ...profiles.profile import IMPORTED
+from ...profiles.target import Target, resolve
+from ...profiles.tasks.hooks import describe_error
+from ...profiles.tasks.task import Task
+from ...profiles.tracing.front_ends import TRACE_SAMPLES, trace
+from ...profiles.tracing.graph import TracedModel, fingerprint, values
+from ...profiles.tracing.pieces import take_apart
+from ...profiles.tracing.shapes import ValueSpec, specs_and_result
+
+_SMALL_BYTES = 2**28
+
+
+def is_small(plan: Plan) -> bool:
+    """Whether the whole model may be run for real, to learn its shapes; else on fake tensors."""
+    return sum(stage.memory_bytes for stage in plan.predicted.stages) <= _SMALL_BYTES
+
+
+def task_to_train(name: str, made_from: ProfileReference) -> tuple[Target, Task]:
+    """Import the task.
+
+    Args:
+        made_from: the profile that the plan was made from.
+
+    Raises:
+        TargetError: it can't be imported or built, or is no task.
+        PlanError: the profile is one without a model.
+    """
+    if made_from.front_end in IMPORTED:
+        raise PlanError(
+            f"plan: was made from {IMPORTED[made_from.front_end]} ({made_from.target}): costs "
+            "without a model, which can be planned and shown but not run. Profile a model of your "
+            "own with tp-profile"
+        )
+    target = resolve(name)
+    if target.task is None:
+        raise TargetError(
+            f"{name}: is a model, not a task: training needs data, a loss and an "
+            "optimizer too (docs/tasks.md)"
+        )
+    return target, target.task
+
+
+@dataclass(frozen=True)
+class ForwardLook:
+    """What a forward of some number of samples shows.
+
+    Attributes:
+        specs: of what layers take from each other.
+        result: the model's, of fake tensors where it ran on such.
+        target: that belongs to it.
+    """
+
+    specs: Mapping[str, ValueSpec]
+    result: Any
+    target: Any
+
+    @property
+    def result_shapes(self) -> list[tuple[int, ...]]:
+        """Shapes of the tensors in the result."""
+        leaves, _ = take_apart(self.result)
+        return [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+@dataclass(frozen=True)
+class TracedTask:
+    """The model's graphs: the same layers in all, with the same values between them.
+
+    Attributes:
+        training: by number of samples.
+        evaluation: in evaluation mode: tracing fixes what depends on `self.training`.
+        fake: forwards run on fake tensors.
+    """
+
+    target: Target
+    training: Mapping[int, TracedModel]
+    evaluation: TracedModel
+    fake: bool
+
+    def look(self, samples: int, graph: TracedModel | None = None) -> ForwardLook:
+        """Run the model on so many samples.
+
+        Args:
+            graph: one of `training`; that for so many samples by default.
+
+        Raises:
+            TargetError: the model fails.
+            TraceError: what a layer gives can't cross a cut.
+        """
+        graph = graph or self.training[samples]
+        inputs, wanted = self.target.sample(samples)
+        try:
+            specs, result = specs_and_result(graph, inputs, fake=self.fake)
+        except TimeprestError:
+            raise
+        except Exception as error:  # the user's model runs here
+            raise TargetError(
+                f"{self.target.name}: the model failed on its own inputs: {describe_error(error)}"
+            ) from error
+        for node in graph.inputs:
+            specs.pop(node.name, None)
+        return ForwardLook(specs, result, wanted)
+
+
+def trace_for_run(
+    model: nn.Module, target: Target, plan: Plan, samples: Collection[int]
+) -> TracedTask:
+    """Trace the model as the profiler did, for each of these numbers of samples.
+
+    Args:
+        model: in training mode, as it is left.
+        plan: whose profile must have been of the same model.
+
+    Raises:
+        TraceError: the model can't be traced, or has other layers for another number of samples
+            or in evaluation mode.
+        PlanError: it is another model than the profile's.
+    """
+    made_from = plan.profile
+
+    def traced(n: int) -> TracedModel:
+        return trace(
+            model,
+            target.name,
+            target.call(n)[0],
+            front_end=made_from.front_end,
+            granularity=made_from.granularity,
+            verify=False,
+        )
+
+    first = traced(TRACE_SAMPLES)
+    found = fingerprint(first)
+    if found != made_from.fingerprint:
+        raise PlanError(
+            f"plan: was made for another model: {made_from.target} with fingerprint "
+            f"{made_from.fingerprint}; {target.name} has {found}. Profile and solve again, or "
+            "name the right task with --task"
+        )
+    training = {
+        n: first if first.only_size in (None, n) else traced(n) for n in sorted(set(samples))
+    }
+    model.eval()
+    try:
+        evaluation = traced(training[min(samples)].only_size or TRACE_SAMPLES)
+    finally:
+        model.train()
+    same = _layers_and_values(first)
+    if any(_layers_and_values(other) != same for other in training.values()):
+        raise TraceError(
+            f"{target.name}: the model's forward has other layers for another number of samples; "
+            "it can't be cut into stages"
+        )
+    if _layers_and_values(evaluation) != same:
+        raise TraceError(
+            f"{target.name}: the model's forward has other layers in evaluation mode than in "
+            "training mode; it can't be evaluated with the pipeline it is trained with"
+        )
+    return TracedTask(target, training, evaluation, fake=not is_small(plan))
+
+
+def _layers_and_values(traced: TracedModel) -> tuple[list[str], list[str]]:
+    return [layer.name for layer in traced.layers], [v.node.name for v in values(traced)]
