@@ -18,15 +18,14 @@ from ..planner.plan import Plan
 from ..profiles.errors import RunError, StoppedError
 from ..profiles.measuring.process import keep_freed_memory
 from .checkpoint.start import (
-    check_device,
     check_logs,
     check_settings,
     check_start,
     check_unfinished,
     rewind_logs,
     settings_to_resume,
-    telling_worker,
 )
+from .prepare.devices import devices_here
 from .prepare.prepare import Prepared, prepare
 from .prepare.workers import workers_of
 from .processes.environment import use_interface
@@ -126,11 +125,11 @@ def _run(
         keep_freed_memory()
         use_interface(rendezvous.launched)
         rendezvous.check_same(_versions(plan, settings))
-    tells = telling_worker(plan) in here
+    tells = any(worker.tells for worker in here)
     observer = observer if tells else Silent()
-    check_device(plan, settings)
+    devices_here(plan, settings)
     if settings.resumed:
-        check_logs(where, plan, settings, here)
+        check_logs(where, settings, here)
     prepared = prepare(plan, settings, observer.starting)
     check_updates(prepared)
     if settings.resumed:
@@ -170,7 +169,7 @@ def _train(
     inline: bool,
 ) -> list[StageReport]:
     """Train, in a run directory that is ready. Returns the reports of all workers, by rank."""
-    plan, settings, workers = prepared.plan, prepared.settings, prepared.workers
+    settings, workers = prepared.settings, prepared.workers
     if rendezvous is not None:
         status = tell_status(where, workers[rendezvous.rank], settings, rendezvous)
         report = train_worker(prepared, where, rendezvous, status, observer)
@@ -179,7 +178,9 @@ def _train(
     if inline:
         return run_inline(prepared, where, observer)
     # What is told of progress is read from its end on.
-    rewind_logs(where, plan, settings, telling_worker(plan))
+    for worker in workers:
+        if worker.tells:
+            rewind_logs(where, settings, worker)
     launch(where, [worker.label for worker in workers], observer)
     return where.read_reports(workers)
 

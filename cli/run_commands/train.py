@@ -10,7 +10,7 @@ from typing import Any
 
 from ...planner.plan import Plan
 from ...profiles.measuring.process import keep_freed_memory
-from ...runtime.checkpoint.start import telling_worker
+from ...runtime.prepare.workers import workers_of
 from ...runtime.processes.rendezvous import Rendezvous
 from ...runtime.records.metrics import RunSummary
 from ...runtime.run import resume, run, with_restarts
@@ -64,7 +64,7 @@ def train(job: TrainingJob, *, as_json: bool, quiet: bool, verbose: bool) -> Non
             summary = _trained(job, progress)
         except KeyboardInterrupt:
             raise Stopped(how_to_go_on(where)) from None
-    if job.rendezvous is not None and job.rendezvous.rank != telling_worker(plan).rank:
+    if job.rendezvous is not None and not workers_of(plan.stages)[job.rendezvous.rank].tells:
         return
     if as_json:
         print_json(summary)

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from ...planner.plan import Plan
 from ...profiles.errors import FileError, UserError
 from ...profiles.files import check_regular
-from ..prepare.devices import check_kind, device_kind, gpu_count
 from ..prepare.prepare import Prepared
-from ..prepare.workers import Worker, workers_of
+from ..prepare.workers import Worker
 from ..records.metrics import EpochSums
 from ..records.operation_log import read_stage_epochs, record_named
 from ..records.progress import read_progress
@@ -44,11 +43,6 @@ def check_settings(settings: RunSettings) -> RunSettings:
         start = Path(settings.start_from).absolute()
         settings = msgspec.structs.replace(settings, start_from=str(start))
     return settings
-
-
-def check_device(plan: Plan, settings: RunSettings) -> None:
-    """Raise UserError where this host can't train on what the run is to be trained on."""
-    check_kind(device_kind(plan, settings), settings, gpu_count())
 
 
 def check_unfinished(prepared: Prepared, where: RunDir) -> None:
@@ -124,7 +118,7 @@ def settings_to_resume(
     return msgspec.structs.replace(settings, resume_at=found.info.mini_batches)
 
 
-def check_logs(where: RunDir, plan: Plan, settings: RunSettings, workers: Sequence[Worker]) -> None:
+def check_logs(where: RunDir, settings: RunSettings, workers: Sequence[Worker]) -> None:
     """Refuse to go on with a run whose figures so far are damaged, before anything is changed.
 
     Args:
@@ -135,7 +129,7 @@ def check_logs(where: RunDir, plan: Plan, settings: RunSettings, workers: Sequen
     for worker in workers:
         noted = _noted_sizes(where, settings, worker)
         _check_log(where, where.stage_metrics(worker), noted, read_stage_epochs)
-        if worker == telling_worker(plan):
+        if worker.tells:
             _check_log(where, where.metrics, noted, read_progress)
 
 
@@ -165,7 +159,7 @@ def _noted_sizes(where: RunDir, settings: RunSettings, worker: Worker) -> Mappin
     return Saved(where.checkpoint(settings.resume_at)).worker_state(worker.file).logs
 
 
-def rewind_logs(where: RunDir, plan: Plan, settings: RunSettings, worker: Worker) -> None:
+def rewind_logs(where: RunDir, settings: RunSettings, worker: Worker) -> None:
     """Cut a worker's own logs to what they were at the checkpoint that a run is resumed from.
 
     Raises FileError.
@@ -174,7 +168,7 @@ def rewind_logs(where: RunDir, plan: Plan, settings: RunSettings, worker: Worker
         return
     noted = _noted_sizes(where, settings, worker)
     logs = [where.operations(worker), where.recorded(worker), where.stage_metrics(worker)]
-    if worker == telling_worker(plan):
+    if worker.tells:
         logs.append(where.metrics)
     for path in logs:
         size = noted.get(str(path.relative_to(where.path)), 0)
@@ -185,12 +179,6 @@ def rewind_logs(where: RunDir, plan: Plan, settings: RunSettings, worker: Worker
                 os.truncate(path, size)
         except OSError as error:
             raise FileError(f"{path}: can't be written: {error.strerror}") from None
-
-
-def telling_worker(plan: Plan) -> Worker:
-    """The one that tells of progress."""
-    last = len(plan.stages) - 1
-    return next(w for w in workers_of(plan.stages) if w.stage == last and w.leads)
 
 
 def restore_worker(

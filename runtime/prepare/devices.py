@@ -51,10 +51,19 @@ def device_of(kind: str, local_rank: int, gpus: int) -> torch.device:
     return torch.device("cuda", local_rank % gpus) if kind == "cuda" else CPU
 
 
-def own_device(plan: Plan, settings: RunSettings, local_rank: int) -> torch.device:
-    """The device of a worker of this host, made the current one. Raises UserError."""
+def devices_here(plan: Plan, settings: RunSettings) -> tuple[str, int]:
+    """The kind of device that a run trains on, and how many GPUs this host has.
+
+    Raises UserError where it can't train on such a device.
+    """
     kind, gpus = device_kind(plan, settings), gpu_count()
     check_kind(kind, settings, gpus)
+    return kind, gpus
+
+
+def own_device(plan: Plan, settings: RunSettings, local_rank: int) -> torch.device:
+    """The device of a worker of this host, made the current one. Raises UserError."""
+    kind, gpus = devices_here(plan, settings)
     device = device_of(kind, local_rank, gpus)
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -127,7 +127,7 @@ def trace_for_run(
             or in evaluation mode.
         PlanError: it is another model than the profile's.
     """
-    made_from = plan.profile
+    made_from, fake = plan.profile, not is_small(plan)
 
     def traced(n: int) -> TracedModel:
         return trace(
@@ -166,7 +166,7 @@ def trace_for_run(
             f"{target.name}: the model's forward has other layers in evaluation mode than in "
             "training mode; it can't be evaluated with the pipeline it is trained with"
         )
-    return TracedTask(target, training, evaluation, fake=not is_small(plan))
+    return TracedTask(target, training, evaluation, fake)
 
 
 def _layers_and_values(traced: TracedModel) -> tuple[list[str], list[str]]:

@@ -22,16 +22,18 @@ class Worker:
     Attributes:
         rank: among all workers.
         replica: among the `replicas` of its stage.
+        tells: whether it is the one of the run that tells of progress.
     """
 
     rank: int
     stage: int
     replica: int = 0
     replicas: int = 1
+    tells: bool = False
 
     @property
     def leads(self) -> bool:
-        """Whether it is the one of its stage that saves, evaluates and tells of progress."""
+        """Whether it is the one of its stage that saves and evaluates."""
         return self.replica == 0
 
     @property
@@ -54,8 +56,10 @@ def workers_of(stages: Sequence[PlanStage]) -> tuple[Worker, ...]:
     """All workers of a plan, by rank."""
     found: list[Worker] = []
     for s, stage in enumerate(stages):
-        replicas = len(stage.devices)
-        found += [Worker(len(found) + j, s, j, replicas) for j in range(replicas)]
+        replicas, last = len(stage.devices), s == len(stages) - 1
+        found += [
+            Worker(len(found) + j, s, j, replicas, tells=last and j == 0) for j in range(replicas)
+        ]
     return tuple(found)
 
 

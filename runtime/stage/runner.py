@@ -87,7 +87,7 @@ class StageRunner:
         self.transport = ""
         self._clock = clock_of(device)
         self.is_last = s == len(plan.stages) - 1
-        self.tells = self.is_last and worker.leads
+        self.tells = worker.tells
         self.stage = Stage(prepared, worker, device)
         self.own_inputs = [n for n in self.stage.piece.inputs if n in prepared.model.inputs]
         routes = prepared.distribution.routes

@@ -55,7 +55,7 @@ def stage_runner(
 ) -> StageRunner:
     """A worker's runner. Its logs go on where they were at the checkpoint. Raises FileError."""
     settings = prepared.settings
-    rewind_logs(where, prepared.plan, settings, worker)
+    rewind_logs(where, settings, worker)
     log = operation_log(where, worker, settings)
     own = StageEpochFile(where.stage_metrics(worker), more=settings.resumed)
     return StageRunner(prepared, worker.rank, channels, all_reduce, log, own, device=device)

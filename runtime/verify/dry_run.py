@@ -22,9 +22,9 @@ from ...profiles.tracing.call import unchanged
 from ...profiles.tracing.pieces import encode
 from ...profiles.tracing.shapes import ValueSpec
 from ...profiles.units import format_bytes
-from ..checkpoint.start import check_settings, telling_worker
+from ..checkpoint.start import check_settings
 from ..communication.transport import between_processes, free_bytes, gpu_name, transport_of
-from ..prepare.devices import CPU, check_kind, device_kind, device_of, forward_context, gpu_count
+from ..prepare.devices import CPU, device_of, devices_here, forward_context
 from ..prepare.prepare import Prepared, prepare
 from ..prepare.tracing import is_small
 from ..processes.environment import use_interface
@@ -160,8 +160,7 @@ def dry_run(
     Raises: as `run`, for what makes a run impossible.
     """
     settings = check_settings(settings)
-    kind, gpus = device_kind(plan, settings), gpu_count()
-    check_kind(kind, settings, gpus)
+    kind, gpus = devices_here(plan, settings)
     where = RunDir(run_dir)
     where.check_new()
     check_writable(where.path / "plan.json")
@@ -196,7 +195,7 @@ def dry_run(
     mine = one(rendezvous.rank, rendezvous.launched.local_rank)
     texts = rendezvous.gather("dry run", msgspec.json.encode(mine))
     _send_over_cuts(prepared, rendezvous)
-    if rendezvous.rank != telling_worker(plan).rank:
+    if not prepared.workers[rendezvous.rank].tells:
         return None
     found = [msgspec.json.decode(text, type=_HostView) for text in texts]
     launched = rendezvous.launched
