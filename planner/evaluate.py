@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -11,7 +11,15 @@ from ..profiles.files import ratio
 from ..profiles.profile import Profile
 from .cluster.cluster import Cluster
 from .costs.layout import StageTimes, make_pipeline
-from .costs.memory import Holdings, StageBytes, boundary_buffers, holdings
+from .costs.memory import (
+    Holdings,
+    HoldingsWalk,
+    StageBytes,
+    boundary_buffers,
+    device_peaks,
+    holdings,
+    together,
+)
 from .costs.stage_costs import (
     RECEIVES_AHEAD,
     Costs,
@@ -23,6 +31,7 @@ from .costs.stage_costs import (
 from .costs.tied_parameters import Tied, exchange_s
 from .partition.problem import SAME
 from .plan import (
+    DevicePrediction,
     Plan,
     PlanEdge,
     PlanStage,
@@ -33,12 +42,12 @@ from .plan import (
     check_plan,
     check_stages,
 )
-from .schedules.schedules import PATTERNS
+from .schedules.schedules import is_patterned
 from .schedules.steady_state import Steady, sequence_distance, steady_state
 from .simulator.clock import SimulatedClock
 from .simulator.pipeline import Pipeline
 from .simulator.timeline import idle_shares, most_waiting
-from .systems.operations import FORWARD, FORWARDS, numbered
+from .systems.operations import FORWARD, FORWARDS, Op, numbered, numbered_schedule
 from .systems.variants import Variant, variant_named
 from .systems.versions import entry_versions
 
@@ -101,14 +110,12 @@ class Evaluation:
         return [need / limit for _, need, limit in self._needs(cluster)]
 
     def _needs(self, cluster: Cluster) -> Iterator[tuple[int, int, int]]:
-        """Stage, the bytes it needs, and those of the smallest of its devices."""
-        for s, (stage, predicted) in enumerate(
-            zip(self.stages, self.prediction.stages, strict=True)
-        ):
+        """Stage, the bytes its device needs, and those of the smallest of its devices."""
+        for s, stage in enumerate(self.stages):
             limits = [cluster.devices[d].memory_bytes for d in stage.devices]
             limit = min((m for m in limits if m is not None), default=None)
             if limit is not None:
-                yield s, predicted.memory_bytes, limit
+                yield s, self.prediction.device_of(s).memory_bytes, limit
 
 
 class LaidOut(NamedTuple):
@@ -189,13 +196,16 @@ def evaluate(question: Question, stages: Sequence[PlanStage], micro_batches: int
     pipeline, found, transfers, shares, size = lay_out(question, stages, micro_batches)
     nodes = tuple(stage.nodes for stage in stages)
     steady = steady_state(pipeline)
-    held = _holdings(pipeline, steady, [stage.recompute for stage in stages])
+    again = [stage.recompute for stage in stages]
+    held = _holdings(pipeline, steady, again)
     idle = idle_shares(pipeline, steady.period_s)
-    predicted = []
-    for s, stage in enumerate(stages):
+    needs = []
+    for s in range(len(stages)):
         mine = transfers if shares[s] == 1 else question.costs.transfers(nodes, size // shares[s])
-        needs = _bytes(question, pipeline, steady.clock, s, stage, found[s], mine)
-        predicted.append(_predict_stage(pipeline, s, needs, held[s], steady, idle[s]))
+        needs.append(_bytes(question, pipeline, steady.clock, s, stages, found, mine))
+    predicted = [
+        _predict_stage(pipeline, s, needs[s], held[s], steady, idle[s]) for s in range(len(stages))
+    ]
     period_s = steady.period_s
     prediction = Prediction(
         period_s=period_s,
@@ -203,6 +213,7 @@ def evaluate(question: Question, stages: Sequence[PlanStage], micro_batches: int
         speedup=ratio(question.one_device_s, period_s),
         sequence_distance=sequence_distance(steady),
         stages=tuple(predicted),
+        devices=tuple(_predict_devices(pipeline, needs, predicted, steady, again)),
     )
     return Evaluation(stages, micro_batches, pipeline, transfers, prediction)
 
@@ -247,11 +258,7 @@ def _holdings(
 ) -> tuple[Holdings, ...]:
     """What each stage's schedule makes it hold. `recompute`: per stage."""
     variant, n, every = pipeline.variant, pipeline.micro_batches, pipeline.update_every
-    entries: tuple[int, ...] = ()
-    if variant.synchronises:
-        micro = variant.backward_unit == "micro"
-        ops = numbered(steady.kinds[0], n, micro=micro, update_every=every)
-        entries = entry_versions(variant, n, ops)
+    entries = _entries(pipeline, steady)
     found = tuple(
         (_kept_holdings if len(kinds) <= MOST_KEPT else holdings)(
             variant,
@@ -264,15 +271,33 @@ def _holdings(
         )
         for s, kinds in enumerate(steady.kinds)
     )
-    # Patterns are walked until all has been in flight, whatever was simulated of them.
-    whole = variant.schedule in PATTERNS or steady.mini_batches >= 2 * max(pipeline.limits)
-    if steady.cycle or whole:
+    if _all_seen(pipeline, steady):
         return found
     # The simulation may have ended before all was in flight that may be.
     return tuple(
         held.filled(pipeline.limits[s] * pipeline.micro_batches_per_replica(s))
         for s, held in enumerate(found)
     )
+
+
+def _entries(pipeline: Pipeline, steady: Steady) -> tuple[int, ...]:
+    """The versions that micro-batches enter with, in systems with vertical synchronisation."""
+    variant, n = pipeline.variant, pipeline.micro_batches
+    if not variant.synchronises:
+        return ()
+    micro = variant.backward_unit == "micro"
+    ops = numbered(steady.kinds[0], n, micro=micro, update_every=pipeline.update_every)
+    return entry_versions(variant, n, ops)
+
+
+def _all_seen(pipeline: Pipeline, steady: Steady) -> bool:
+    """Whether all that may be in flight at once has been.
+
+    Patterns are walked until then, whatever was simulated of them.
+    """
+    if steady.cycle or is_patterned(pipeline):
+        return True
+    return steady.mini_batches >= 2 * max(pipeline.limits)
 
 
 def _entered(kinds: bytes, forwards: int) -> bytes:
@@ -300,22 +325,36 @@ def _bytes(
     pipeline: Pipeline,
     clock: SimulatedClock,
     s: int,
-    stage: PlanStage,
-    cost: StageCost,
+    stages: Sequence[PlanStage],
+    costs: Sequence[StageCost],
     transfers: Sequence[Transfer],
 ) -> StageBytes:
     """What there is to hold on a replica. `transfers`: tensors, as large as its part of them."""
     unit = pipeline.micro_batches_per_share(s)
+    stage, cost = stages[s], costs[s]
+    beside = {t for t in pipeline.beside(s) if t != s}
     # What is computed again isn't kept; what is received is, whether a layer keeps it or not.
     kept_storages = frozenset[str]() if stage.recompute else cost.kept_storages
     wait = {c.target for c in transfers if c.source == s and c.storage not in kept_storages}
     waiting = {
-        link.target: most_waiting(clock, link, RECEIVES_AHEAD[FORWARD])
+        link.target: most_waiting(
+            clock, link, 0 if link.target in beside else RECEIVES_AHEAD[FORWARD]
+        )
         for link in pipeline.links
         if link.source == s and link.target in wait
     }
-    messages, gradients = boundary_buffers(s, transfers, unit, kept_storages, waiting)
+    messages, gradients = boundary_buffers(s, transfers, unit, kept_storages, waiting, beside)
     received = sum(c.nbytes for c in transfers if c.target == s)
+    storages = {c.storage: c.nbytes for c in transfers if c.target == s}
+    # Handed over without a copy: what its maker keeps longer isn't kept twice.
+    theirs = {
+        c.storage
+        for c in transfers
+        if c.target == s and c.source in beside and not stages[c.source].recompute
+        if c.storage in costs[c.source].kept_storages
+    }
+    mine = storages.keys() if stage.recompute else cost.kept_storages
+    once = sum(storages[storage] for storage in theirs & mine)
     return StageBytes(
         parameters=cost.parameter_bytes,
         buffers=cost.buffer_bytes,
@@ -323,7 +362,7 @@ def _bytes(
         scratch=cost.parameter_bytes
         * pipeline.variant.scratch_copies
         * pipeline.variant.predicts_on(s, pipeline.stages),
-        kept=received if stage.recompute else cost.kept_bytes,
+        kept=(received if stage.recompute else cost.kept_bytes) - once,
         rebuilt=unit * cost.kept_bytes if stage.recompute else 0,
         messages=messages,
         gradients=gradients,
@@ -374,6 +413,57 @@ def _predict_stage(
         holds=needs,
         accounted=needs.accounted_peak(held),
     )
+
+
+def _predict_devices(
+    pipeline: Pipeline,
+    needs: Sequence[StageBytes],
+    predicted: Sequence[StagePrediction],
+    steady: Steady,
+    recompute: Sequence[bool],
+) -> Iterator[DevicePrediction]:
+    """Of devices with several stages; none where there are no such."""
+    if not pipeline.placement:
+        return
+    variant, n, every = pipeline.variant, pipeline.micro_batches, pipeline.update_every
+    entries = _entries(pipeline, steady)
+    micro = variant.backward_unit == "micro"
+    schedule = numbered_schedule(steady.kinds, steady.turns, n, micro=micro, update_every=every)
+    for stages, ops in zip(pipeline.stages_of, schedule.on_devices(), strict=True):
+        walks = {
+            s: HoldingsWalk(
+                variant,
+                n,
+                pipeline.replicas(s),
+                entries,
+                recompute=recompute[s],
+                update_every=every,
+            )
+            for s in stages
+        }
+        known = list(_until_entered(ops, len(entries), n)) if variant.synchronises else ops
+        memory, accounted = device_peaks(walks, {s: needs[s] for s in stages}, known)
+        if not _all_seen(pipeline, steady):
+            # More may be in flight at once than was seen.
+            memory = together(predicted[s].memory for s in stages)
+            accounted = together(predicted[s].accounted_memory for s in stages)
+        yield DevicePrediction(
+            stages=stages,
+            memory_bytes=memory.total,
+            memory=memory,
+            accounted=accounted,
+            idle_share=predicted[stages[0]].idle_share,
+        )
+
+
+def _until_entered(
+    ops: Iterable[tuple[int, Op]], forwards: int, micro_batches: int
+) -> Iterator[tuple[int, Op]]:
+    """Until some stage would be ahead of the forwards that stage 0 has begun."""
+    for s, op in ops:
+        if op.kind == FORWARD and op.mini_batch * micro_batches + (op.micro_batch or 0) >= forwards:
+            return
+        yield s, op
 
 
 def _steady_difference(pipeline: Pipeline, held: Holdings, cycle: int) -> int:

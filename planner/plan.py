@@ -28,9 +28,10 @@ from .costs.stage_costs import Transfer
 from .costs.tied_parameters import Tied, bound_groups, check_tied, hint
 from .schedules.schedules import limit_ranges
 from .simulator.pipeline import Pipeline
+from .systems.placement import numbered_devices, pattern_of
 from .systems.variants import Variant, variant_named
 
-FORMAT = "timeprest-plan/1"
+FORMAT = "timeprest-plan/2"
 
 MAX_MICRO_BATCHES = 4096
 """A schedule lists every micro-batch: more in one mini-batch aren't planned or run."""
@@ -112,6 +113,18 @@ class StagePrediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         return self.accounted or msgspec.structs.replace(self.memory, workspace_bytes=0)
 
 
+class DevicePrediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a device that has several stages should hold and do; of replicas' devices, each."""
+
+    stages: tuple[Index, ...]
+    memory_bytes: TotalBytes
+    """At the peak of its own sequence of operations: not the sum of its stages' peaks."""
+    memory: MemoryByKind
+    accounted: MemoryByKind
+    """The peak of what a run accounts for (`StagePrediction.accounted`)."""
+    idle_share: Annotated[float, Meta(ge=0, le=1)]
+
+
 class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What the plan should cost, by simulation."""
 
@@ -124,6 +137,13 @@ class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """v: mini-batches from one to the next of the same sequence of updates, the largest in the
     steady state (`steady_state.sequence_distance`); None in plans of before it was counted."""
     stages: tuple[StagePrediction, ...]
+    devices: tuple[DevicePrediction, ...] = ()
+    """Where devices have several stages, in the sequence in which stages come to them. Empty:
+    each stage has devices of its own, and `stages` says it."""
+
+    def device_of(self, stage: int) -> StagePrediction | DevicePrediction:
+        """What the device that a stage is on should hold and do."""
+        return next((d for d in self.devices if stage in d.stages), self.stages[stage])
 
 
 class SolverReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -144,6 +164,8 @@ class SolverReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 class Plan(TaggedFile, frozen=True, kw_only=True, tag=FORMAT):
     """A plan that tp-run can execute."""
+
+    still_read = ("timeprest-plan/1",)
 
     variant: str
     mini_batch: Count
@@ -229,6 +251,7 @@ def check_stages(
         )
     if variant.whole_mini_batches and micro_batches != 1:
         raise PlanError(f"micro_batches: {variant.name} runs whole mini-batches; set it to 1")
+    _check_placement(variant, stages)
     least = variant.least_micro_batches(len(stages))
     if micro_batches < least:
         raise PlanError(
@@ -245,11 +268,30 @@ def check_stages(
             raise PlanError(
                 f"stages[{s}].devices: {len(stage.devices)} replicas don't divide {what} {parts}"
             )
-    _check_limits(variant, [stage.in_flight for stage in stages])
+    _check_limits(variant, stages)
 
 
-def _check_limits(variant: Variant, limits: Sequence[int]) -> None:
-    ranges = limit_ranges(variant, len(limits))
+def _check_placement(variant: Variant, stages: Sequence[PlanStage]) -> None:
+    placement = numbered_devices([stage.devices for stage in stages])
+    pattern, count = pattern_of(placement, len(stages)), len(stages)
+    if variant.placement == "any" or count == 1:
+        return
+    if variant.placement == "loop" and pattern != "loop":
+        raise PlanError(
+            f"stages: {variant.name} runs two or more stages on each device, stage s on device "
+            f"s mod D; these are placed {pattern}"
+        )
+    if variant.placement == "v" and (pattern != "v" or count != 2 * (max(placement) + 1)):
+        raise PlanError(
+            f"stages: {variant.name} runs two stages on each device, down the devices and back up; "
+            f"these {count} are placed {pattern}"
+        )
+
+
+def _check_limits(variant: Variant, stages: Sequence[PlanStage]) -> None:
+    limits = [stage.in_flight for stage in stages]
+    several = bool(numbered_devices([stage.devices for stage in stages]))
+    ranges = limit_ranges(variant, len(limits), several=several)
     for s, (limit, (least, most)) in enumerate(zip(limits, ranges, strict=True)):
         if s and limit > limits[s - 1]:
             raise PlanError(
@@ -273,9 +315,13 @@ def _check_devices(plan: Plan, fail: Callable[[str], PlanError]) -> None:
                 )
             if taken.get(device) == s:
                 raise fail(f"{where}: names device {device} twice")
-            if device in taken:
-                raise fail(f"{where}: device {device} runs two stages, {taken[device]} and {s}")
-            taken[device] = s
+            other = taken.setdefault(device, s)
+            if plan.stages[other].devices != stage.devices:
+                raise fail(
+                    f"{where}: device {device} runs stage {other}, too, and that one has devices "
+                    f"{list(plan.stages[other].devices)}; stages that share a device must share "
+                    "all their devices, in the same sequence"
+                )
 
 
 def check_against_profile(plan: Plan, profile: Profile, where: str = "plan") -> None:

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -79,6 +79,9 @@ class TaggedFile(
 ):
     """A file of ours; its `tag` is the name of its format."""
 
+    still_read: ClassVar[tuple[str, ...]] = ()
+    """Older formats, whose files are whole ones of this."""
+
 
 T = TypeVar("T", bound=TaggedFile)
 
@@ -98,6 +101,8 @@ def read_file(path: str | Path, kind: type[T]) -> T:
         raise FileError(f"{path}: not valid JSON: {error}") from None
     wanted = _format_of(kind)
     have = found.get("format") if isinstance(found, dict) else None
+    if have in kind.still_read:
+        found["format"] = have = wanted
     if have != wanted:
         shown = f"its format is {have!r}" if isinstance(have, str) else "it has no format name"
         raise FileError(

@@ -226,11 +226,13 @@ def operations(plan: Plan, count: int, *, every: bool = False) -> Group:
     letters = "F forward, B backward, U update"
     if pipeline.variant.split_backward:
         letters = "F forward, B backward to the stage's inputs, W to its weights, U update"
-    head = Text(f"first {count} operations of each stage ({letters}):")
+    each = "device" if pipeline.placement else "stage"
+    head = Text(f"first {count} operations of each {each} ({letters}):")
     lines = Table.grid()
-    shown = schedule if every else schedule[:MOST_ROWS]
-    for s, ops in enumerate(shown):
-        lines.add_row(" ".join(op_text(s, op) for op in islice(ops, count)))
-    if len(shown) < len(schedule):
-        lines.add_row(Text(f"… {len(schedule) - len(shown)} more stages (-v)", style="dim"))
+    found = schedule.on_devices()
+    shown = found if every else found[:MOST_ROWS]
+    for ops in shown:
+        lines.add_row(" ".join(op_text(s, op) for s, op in islice(ops, count)))
+    if len(shown) < len(found):
+        lines.add_row(Text(f"… {len(found) - len(shown)} more {each}s (-v)", style="dim"))
     return Group(head, Padding(lines, (0, 0, 0, 2)))

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from ..cluster.cluster import Cluster
 from ..simulator.pipeline import Link, Pipeline, Route
+from ..systems.placement import numbered_devices
 from ..systems.variants import Variant
 from .stage_costs import Transfer
 
@@ -51,6 +52,7 @@ def make_pipeline(
         all_reduce_s=sums if any(sums) else (),
         update_every=update_every,
         weight_s=tuple(t.weight_s for t in times) if variant.split_backward else (),
+        placement=numbered_devices([tuple(mine) for mine in devices]),
     )
 
 
@@ -117,7 +119,11 @@ def _link(
     routes = []
     for i, a in enumerate(here):
         for j, b in enumerate(there):
-            if (i - j) % gcd(len(here), len(there)) == 0:
+            if a == b:
+                # Handed over, without a copy or a wire.
+                own = ("hand-over", *pair, i)
+                routes.append(Route(i, j, 0.0, 0.0, 0.0, own, (*own, "back")))
+            elif (i - j) % gcd(len(here), len(there)) == 0:
                 network = cluster.link(a, b)
                 routes.append(
                     Route(

@@ -9,7 +9,7 @@ is, on the stage's layers (`StageBytes`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -304,12 +304,58 @@ class StageBytes(
         return msgspec.structs.replace(self, workspace=0).peak(found)
 
 
+def device_peaks(
+    walks: Mapping[int, HoldingsWalk],
+    needs: Mapping[int, StageBytes],
+    ops: Iterable[tuple[int, Op]],
+) -> tuple[MemoryByKind, MemoryByKind]:
+    """The most that a device with several stages holds at once, and the most of what a run accounts
+    for.
+
+    Args:
+        walks, needs: of each of its stages.
+        ops: (stage, operation), in the device's sequence.
+    """
+    between = {s: walk.between() for s, walk in walks.items()}
+    known: dict[tuple[int, Moment], int] = {}
+
+    def total(s: int, moment: Moment) -> int:
+        if (s, moment) not in known:
+            known[s, moment] = needs[s].total(moment)
+        return known[s, moment]
+
+    held = sum(total(s, moment) for s, moment in between.items())
+    most = [-1, -1]
+    moments = [between, between]
+    for s, op in ops:
+        meanwhile = walks[s].step(op)
+        held -= total(s, between[s])
+        now = held + total(s, meanwhile)
+        unseen = needs[s].workspace if meanwhile.kind in _WORKING else 0
+        for k, nbytes in enumerate((now, now - unseen)):
+            if nbytes > most[k]:
+                most[k], moments[k] = nbytes, {**between, s: meanwhile}
+        between[s] = walks[s].between()
+        held += total(s, between[s])
+    whole, accounted = (
+        together(needs[s].by_kind(moment) for s, moment in found.items()) for found in moments
+    )
+    return whole, msgspec.structs.replace(accounted, workspace_bytes=0)
+
+
+def together(parts: Iterable[MemoryByKind]) -> MemoryByKind:
+    """What several stages hold, by kind."""
+    sums = [sum(each) for each in zip(*map(msgspec.structs.astuple, parts), strict=True)]
+    return MemoryByKind(**dict(zip(MemoryByKind.__struct_fields__, sums, strict=True)))
+
+
 def boundary_buffers(
     stage: int,
     transfers: Sequence[Transfer],
     gradient_micro_batches: int,
     kept_storages: frozenset[str],
     waiting: Mapping[int, int],
+    beside: Collection[int] = (),
 ) -> tuple[int, int]:
     """Bytes of messages around a replica of a stage.
 
@@ -318,6 +364,8 @@ def boundary_buffers(
         gradient_micro_batches: how many of them one backward of the replica works through.
         kept_storages: a message made of one of these costs nothing more while it waits.
         waiting: for each receiving stage, forward messages that await their sending at once.
+        beside: stages on the same device, to which tensors are handed over: there are no receives,
+            and what waits counts where it was made.
 
     Returns:
         Posted receives and messages awaiting their sending, held all the time; and the
@@ -325,7 +373,11 @@ def boundary_buffers(
     """
     always = working = 0
     for c in transfers:
-        if c.target == stage:
+        if c.target == stage and c.source in beside:
+            # One gradient may still be waiting for its backward while the next is made.
+            always += c.nbytes * gradient_micro_batches * c.needs_grad
+            working += c.nbytes * gradient_micro_batches * c.needs_grad
+        elif c.target == stage:
             always += RECEIVES_AHEAD[FORWARD] * c.nbytes
             if c.needs_grad:
                 # One gradient may still be waiting for its sending while the next is made.
@@ -334,7 +386,7 @@ def boundary_buffers(
         if c.source == stage:
             if c.storage not in kept_storages:
                 always += c.nbytes * waiting.get(c.target, 1)
-            if c.needs_grad:
+            if c.needs_grad and c.target not in beside:
                 always += RECEIVES_AHEAD[BACKWARD] * c.nbytes * gradient_micro_batches
                 working += c.nbytes * gradient_micro_batches
     return always, working

@@ -22,6 +22,9 @@ def check_schedule(pipeline: Pipeline, schedule: Schedule, mini_batches: int) ->
         raise ScheduleError(f"the order has {len(schedule)} stages, the pipeline {pipeline.stages}")
     for s, ops in enumerate(schedule):
         _check_stage(pipeline, s, ops, mini_batches)
+    found = [tuple(sorted(set(turns))) for turns in schedule.turns]
+    if found != [*(pipeline.stages_of if pipeline.placement else ())]:
+        raise ScheduleError("the order's devices run other stages than the pipeline's")
     for link in pipeline.links:
         for kind in (FORWARD, BACKWARD):
             source, target = (

@@ -3,6 +3,11 @@
 At every step the operation that can start earliest runs; ties go to backwards, then to the
 lower stage. A forward of a new mini-batch needs room under the stage's in-flight limit. The
 backward of a stage's replicas can start when its last share can.
+
+Where devices have several stages, it is the operation of all of a device's stages that can start
+earliest; ties go to backwards, then to the stage nearer to the output. An update follows its
+stage's backward at once. (The rule is ours: no publication of such schedules without a flush was
+found.)
 """
 
 from __future__ import annotations
@@ -12,10 +17,10 @@ from math import inf
 
 from ..simulator.clock import SimulatedClock
 from ..simulator.pipeline import Pipeline
-from ..systems.operations import BACKWARDS, FORWARDS, UPDATES, Schedule, numbered
+from ..systems.operations import BACKWARDS, FORWARDS, UPDATES, Schedule, numbered_schedule
 
-_Entry = tuple[float, int, int]
-"""Start, 1 for forwards and 0 for what goes before them, stage."""
+_Entry = tuple[float, int, int, int]
+"""Start; -1 for updates, 0 for backwards, 1 for forwards; what ties go by, and the stage."""
 
 
 class ListScheduler:
@@ -23,6 +28,7 @@ class ListScheduler:
 
     Attributes:
         kinds: per stage, kinds of what it has run. Forwards and backwards follow their numbers.
+        turns: where devices have several stages: per device, the stages that they are of.
         forwards: per stage, micro-batches whose forward it has run.
         updates: per stage, mini-batches that it has updated after.
         now_s: all that starts before has been run.
@@ -34,6 +40,13 @@ class ListScheduler:
         self.clock.grow(mini_batches + 1)
         stages = range(pipeline.stages)
         self.kinds: list[list[int]] = [[] for _ in stages]
+        devices = pipeline.stages_of
+        several = len(devices) < len(stages)
+        self.turns: list[list[int]] = [[] for _ in devices] if several else []
+        self._rank = [-s if several else s for s in stages]
+        self._turns_of = [self.turns[d] for d in pipeline.placement] if several else []
+        # Stages that share a stage's device with it.
+        self._others = [tuple(t for t in pipeline.beside(s) if t != s) for s in stages]
         self.forwards = [0 for _ in stages]
         self.updates = [0 for _ in stages]
         self.now_s = 0.0
@@ -58,7 +71,6 @@ class ListScheduler:
     def run(self, mini_batches: int) -> bool:
         """Go on until every stage has updated after so many; False when nothing is left first."""
         clock, heap, current = self.clock, self._heap, self._current
-        shared = bool(clock.pipeline.pools)
         behind = sum(1 for count in self.updates if count < mini_batches)
         while behind:
             if not heap:
@@ -67,17 +79,16 @@ class ListScheduler:
                 self._deliver()
                 continue
             entry = heapq.heappop(heap)
-            start, rank, s = entry
+            start, rank, _, s = entry
             if current[s] is not entry:
                 continue
             if clock.sending and clock.sending[0][0] <= start:
                 heapq.heappush(heap, entry)
                 self._deliver()
                 continue
-            if shared and (core_s := clock.core_s(s, 0)) > start:
-                self._offer(s, core_s)
-                continue
-            if rank:
+            if self.turns:
+                self._turns_of[s].append(s)
+            if rank > 0:
                 f = self.forwards[s]
                 self.forwards[s] = f + 1
                 self.kinds[s].append(FORWARDS)
@@ -90,16 +101,21 @@ class ListScheduler:
             else:
                 self._backward(s)
             self._offer(s)
+            for t in self._others[s]:
+                self._offer(t)
             self.now_s = start
         return True
 
-    def _offer(self, s: int, earliest_s: float = 0.0) -> None:
-        """Put what the stage would run next into the heap. `earliest_s`: no core is free before."""
+    def _offer(self, s: int) -> None:
+        """Put what the stage would run next into the heap."""
         clock = self.clock
         free = clock.free_s[s]
         if self._update_due[s]:
-            self._current[s] = entry = (max(earliest_s, *free), 0, s)
+            self._current[s] = entry = (max(free), -1, self._rank[s], s)
             heapq.heappush(self._heap, entry)
+            return
+        if any(self._update_due[t] for t in self._others[s]):
+            self._current[s] = None
             return
         f = self.forwards[s]
         start, rank = inf, 1
@@ -108,8 +124,6 @@ class ListScheduler:
             busy = free[f % len(free)]
             if busy > start:
                 start = busy
-            if earliest_s > start:
-                start = earliest_s
         if f >= self._needed[s]:
             last_start = clock.ready_s[BACKWARDS][s][self.updates[s]]
             if len(free) > 1:
@@ -118,12 +132,10 @@ class ListScheduler:
                 busy = max(free)
                 if busy > last_start:
                     last_start = busy
-                if earliest_s > last_start:
-                    last_start = earliest_s
                 if last_start <= start:
                     start, rank = last_start, 0
         if start < inf:
-            self._current[s] = entry = (start, rank, s)
+            self._current[s] = entry = (start, rank, self._rank[s], s)
             heapq.heappush(self._heap, entry)
         else:
             self._current[s] = None
@@ -160,10 +172,18 @@ class ListScheduler:
         kind, s, complete = self.clock.deliver()
         self._arrived(kind, complete)
         # Where transfers don't overlap computing, they have moved what both stages do next.
-        self._offer(s)
-        for port in self.clock.ports[kind][s]:
-            self._offer(port.stage)
+        for t in (s, *(port.stage for port in self.clock.ports[kind][s])):
+            self._offer(t)
+            for other in self._others[t]:
+                self._offer(other)
 
-    def schedule(self) -> Schedule:
-        """Per stage, what it has run, with an update after every mini-batch."""
-        return tuple(numbered(kinds, self._micro_batches, micro=False) for kinds in self.kinds)
+    def schedule(self, mini_batches: int | None = None, update_every: int = 1) -> Schedule:
+        """What has been run; `mini_batches`, `update_every`: as of `numbered`."""
+        return numbered_schedule(
+            self.kinds,
+            self.turns,
+            self._micro_batches,
+            micro=False,
+            mini_batches=mini_batches,
+            update_every=update_every,
+        )

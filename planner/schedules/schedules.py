@@ -16,30 +16,40 @@ stage. What they mean differs from rule to rule, with D stages behind a stage:
 Where 1F1B goes by micro-batches and stages have replicas, each replica runs as many forwards before
 its first backward as there are devices from its stage on for each of its stage's, rounded up: the
 number that PipeDream keeps active (1806.03377, section 3.2), D + 1 where all stages have one.
+
+Where devices have several stages, systems without a flush go by the list schedule of `nf1b`, those
+whose backward takes a micro-batch by that of `list_schedule`, under the same limits; but those that
+say what devices do (`interleaved`, `v_shaped`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from ..simulator.pipeline import Pipeline
-from ..systems.operations import B, F, Schedule, U, W, numbered
+from ..systems.operations import B, F, Schedule, U, W, numbered_schedule
 from ..systems.variants import ScheduleRule, Variant
+from .interleaved import interleaved
+from .list_schedule import MicroBatchScheduler
 from .nf1b import ListScheduler
+from .v_shaped import v_shaped
 from .zero_bubble import postponed
 
 Ranges = tuple[tuple[int, int], ...]
 """Per stage, the least and the most."""
 
 
-def limit_ranges(variant: Variant, stages: int) -> Ranges:
+def limit_ranges(variant: Variant, stages: int, *, several: bool = False) -> Ranges:
     """The in-flight limits that make sense at each stage; equal where there is no choice.
 
     Within them limits must not rise along the pipeline.
+
+    Args:
+        several: devices have several stages, so that mini-batches wait at each for the others.
     """
     behind = range(stages - 1, -1, -1)
-    if variant.schedule == "nf1b":
+    if variant.schedule == "nf1b" or (several and variant.schedule == "1f1b"):
         return tuple((1, 1 + 2 * d) for d in behind)
     if variant.schedule == "1f1b":
         return tuple((1, 1 + d) for d in behind)
@@ -50,90 +60,183 @@ def limit_ranges(variant: Variant, stages: int) -> Ranges:
 
 def make_schedule(pipeline: Pipeline, mini_batches: int) -> Schedule:
     """The schedule of all stages for a run of `mini_batches`, from first forward to last update."""
-    variant, n = pipeline.variant, pipeline.micro_batches
-    if variant.schedule not in PATTERNS:
-        scheduler = ListScheduler(pipeline, mini_batches)
-        scheduler.run(mini_batches)
-        found: Iterable[Iterable[int]] = scheduler.kinds
+    variant = pipeline.variant
+    kinds: Sequence[Iterable[int]]
+    turns: Sequence[Iterable[int]] = ()
+    if is_patterned(pipeline):
+        patterns = schedule_patterns(pipeline)
+        kinds = kinds_by_stage(pipeline, patterns, mini_batches)
+        if pipeline.placement:
+            turns = [pattern.turns(mini_batches) for pattern in patterns]
     else:
-        found = (pattern.kinds(mini_batches) for pattern in schedule_patterns(pipeline))
-    return tuple(
-        numbered(
-            kinds,
-            n,
-            micro=variant.backward_unit == "micro",
-            mini_batches=mini_batches,
-            update_every=pipeline.update_every,
-        )
-        for kinds in found
+        scheduler = list_scheduler(pipeline, mini_batches)
+        scheduler.run(mini_batches)
+        kinds, turns = scheduler.kinds, scheduler.turns
+    return numbered_schedule(
+        kinds,
+        turns,
+        pipeline.micro_batches,
+        micro=variant.backward_unit == "micro",
+        mini_batches=mini_batches,
+        update_every=pipeline.update_every,
     )
 
 
-class Pattern(NamedTuple):
-    """Kinds of one stage's operations in a schedule that repeats: those up to its first update, and
-    those of each further mini-batch, up to its update."""
-
-    first: bytes
-    further: bytes
-
-    def kinds(self, updates: int) -> bytes:
-        """Up to so many updates, in a run without an end."""
-        return self.first + self.further * (updates - 1) if updates else b""
+# Schedules that don't repeat with every mini-batch ----------------------------------------------
 
 
-def schedule_patterns(pipeline: Pipeline) -> tuple[Pattern, ...]:
-    """Per stage its pattern, for the rules of `PATTERNS`."""
-    make, n = PATTERNS[pipeline.variant.schedule], pipeline.micro_batches
-    found: list[Pattern] = []
+def list_scheduler(pipeline: Pipeline, mini_batches: int) -> ListScheduler | MicroBatchScheduler:
+    """What makes the schedule, for pipelines that aren't patterned."""
+    if pipeline.variant.backward_unit == "mini":
+        return ListScheduler(pipeline, mini_batches)
+    return MicroBatchScheduler(pipeline, mini_batches, _ahead(pipeline, 1))
+
+
+def _ahead(pipeline: Pipeline, more: int = 0) -> list[int]:
+    """Per stage, the micro-batches that 1F1B runs ahead of the first backward, and so many more of
+    each replica."""
+    found = []
     devices = 0
     for s in range(pipeline.stages - 1, -1, -1):
         r = pipeline.replicas(s)
         devices += r
         # Falls from stage to stage, so that none waits for what comes after its own message there.
-        ahead = (-(-devices // r) - 1) * r
-        found.append(make(n, min(ahead, n - 1), pipeline.limits[s]))
-    found.reverse()
-    if pipeline.variant.split_backward:
-        rows = [pattern.further.replace(W, b"").replace(U, b"") for pattern in found]
-        found = [Pattern(kinds + U, kinds + U) for kinds in postponed(pipeline, rows)]
-    return tuple(found)
+        found.append((-(-devices // r) - 1 + more) * r)
+    return found[::-1]
 
 
-def _gpipe(n: int, ahead: int, limit: int) -> Pattern:
+# Schedules that do ------------------------------------------------------------------------------
+
+
+class Pattern(NamedTuple):
+    """A device's operations in a schedule that repeats.
+
+    Attributes:
+        first, further: kinds of those up to its first update (of all its stages), and of those of
+            each further mini-batch.
+        first_turns, further_turns: the stage of each.
+    """
+
+    first: bytes
+    further: bytes
+    first_turns: tuple[int, ...]
+    further_turns: tuple[int, ...]
+
+    def kinds(self, updates: int) -> bytes:
+        """Up to so many updates, in a run without an end."""
+        return self.first + self.further * (updates - 1) if updates else b""
+
+    def turns(self, updates: int) -> tuple[int, ...]:
+        """The stages of these."""
+        return self.first_turns + self.further_turns * (updates - 1) if updates else ()
+
+
+def is_patterned(pipeline: Pipeline) -> bool:
+    """Whether the schedule repeats with every mini-batch."""
+    variant = pipeline.variant
+    if not pipeline.placement:
+        return variant.schedule in PATTERNS or variant.schedule in ROWS
+    return variant.flushes
+
+
+def schedule_patterns(pipeline: Pipeline) -> tuple[Pattern, ...]:
+    """Per device its pattern. Of pipelines that are patterned."""
+    variant, n = pipeline.variant, pipeline.micro_batches
+    if pipeline.placement or variant.schedule in ROWS:
+        rows = ROWS.get(variant.schedule, _flushed)(pipeline)
+        return tuple(_with_updates(*row) for row in rows)
+    make = PATTERNS[variant.schedule]
+    found = [
+        make(n, min(ahead, n - 1), limit)
+        for ahead, limit in zip(_ahead(pipeline), pipeline.limits, strict=True)
+    ]
+    if variant.split_backward:
+        rows_of = [further.replace(W, b"").replace(U, b"") for _, further in found]
+        found = [(kinds + U, kinds + U) for kinds in postponed(pipeline, rows_of)]
+    return tuple(
+        Pattern(first, further, (s,) * len(first), (s,) * len(further))
+        for s, (first, further) in enumerate(found)
+    )
+
+
+def kinds_by_stage(
+    pipeline: Pipeline, patterns: Sequence[Pattern], updates: int
+) -> tuple[bytes, ...]:
+    """Per stage, kinds of its operations up to so many updates."""
+    if not pipeline.placement:
+        return tuple(pattern.kinds(updates) for pattern in patterns)
+    found = [bytearray() for _ in range(pipeline.stages)]
+    for pattern in patterns:
+        for kind, s in zip(pattern.kinds(updates), pattern.turns(updates), strict=True):
+            found[s].append(kind)
+    return tuple(map(bytes, found))
+
+
+_Row = tuple[bytes, tuple[int, ...]]
+"""Kinds of a device's operations in one mini-batch, without updates, and the stage of each."""
+
+
+def _with_updates(kinds: bytes, turns: tuple[int, ...]) -> Pattern:
+    """With those of all the device's stages at the end."""
+    stages = tuple(sorted(set(turns)))
+    row, of = kinds + U * len(stages), turns + stages
+    return Pattern(row, row, of, of)
+
+
+def _flushed(pipeline: Pipeline) -> tuple[_Row, ...]:
+    """A mini-batch of systems that flush, by the list schedule."""
+    variant, n = pipeline.variant, pipeline.micro_batches
+    keep = [n] * pipeline.stages if variant.forwards_first else _ahead(pipeline, 1)
+    if variant.split_backward:
+        # As much as its fullest stage keeps in 1F1B, as with a stage for each device.
+        keep = [max(keep)] * pipeline.stages
+    scheduler = MicroBatchScheduler(pipeline, 1, keep)
+    scheduler.run(1)
+    return scheduler.rows()
+
+
+def _gpipe(n: int, ahead: int, limit: int) -> tuple[bytes, bytes]:
     """All forwards of a mini-batch, then all its backwards."""
     mini_batch = F * n + B * n + U
-    return Pattern(mini_batch, mini_batch)
+    return mini_batch, mini_batch
 
 
-def _flushed_one_by_one(n: int, ahead: int, limit: int) -> Pattern:
+def _flushed_one_by_one(n: int, ahead: int, limit: int) -> tuple[bytes, bytes]:
     """1F1B within a mini-batch (PipeDream-Flush)."""
     mini_batch = F * ahead + (F + B) * (n - ahead) + B * ahead + U
-    return Pattern(mini_batch, mini_batch)
+    return mini_batch, mini_batch
 
 
-def _mini_one_by_one(n: int, ahead: int, limit: int) -> Pattern:
+def _mini_one_by_one(n: int, ahead: int, limit: int) -> tuple[bytes, bytes]:
     """Each stage fills up to its in-flight limit, then takes turns (PipeDream, section 3.2)."""
-    return Pattern(F * limit + B + U, F + B + U)
+    return F * limit + B + U, F + B + U
 
 
-def _micro_one_by_one(n: int, ahead: int, limit: int) -> Pattern:
+def _micro_one_by_one(n: int, ahead: int, limit: int) -> tuple[bytes, bytes]:
     """As deep as the pipeline behind the stage, in micro-batches (PipeDream-2BW)."""
     further = (F + B) * n + U
-    return Pattern(F * ahead + further, further)
+    return F * ahead + further, further
 
 
-def _split_one_by_one(n: int, ahead: int, limit: int) -> Pattern:
+def _split_one_by_one(n: int, ahead: int, limit: int) -> tuple[bytes, bytes]:
     """The same with backwards in two parts; `zero_bubble` moves the second ones."""
     mini_batch = F * ahead + (F + B + W) * (n - ahead) + (B + W) * ahead + U
-    return Pattern(mini_batch, mini_batch)
+    return mini_batch, mini_batch
 
 
-PATTERNS: dict[ScheduleRule, Callable[[int, int, int], Pattern]] = {
+PATTERNS: dict[ScheduleRule, Callable[[int, int, int], tuple[bytes, bytes]]] = {
     "gpipe": _gpipe,
     "1f1b": _mini_one_by_one,
     "1f1b-flush": _flushed_one_by_one,
     "1f1b-split": _split_one_by_one,
     "1f1b-micro": _micro_one_by_one,
 }
-"""Rules whose schedules repeat with every mini-batch: from N, the micro-batches that 1F1B has ahead
-of the first backward, and the stage's limit."""
+"""Where each stage has a device of its own, kinds up to the first update and of each further
+mini-batch: from N, the micro-batches that 1F1B has ahead of the first backward, and the stage's
+limit."""
+
+ROWS: dict[ScheduleRule, Callable[[Pipeline], tuple[_Row, ...]]] = {
+    "interleaved": interleaved,
+    "v-shaped": v_shaped,
+}
+"""Of systems that say what a device with several stages does: per device, a mini-batch's row."""

@@ -8,12 +8,21 @@ from typing import Protocol
 
 from ...profiles.errors import ScheduleError
 from ..simulator.clock import SimulatedClock
-from ..simulator.executor import Code, ContendedExecutor, ListExecutor, coded, codes
+from ..simulator.executor import ContendedExecutor, ListExecutor, Task, coded, codes
 from ..simulator.pipeline import Pipeline
 from ..simulator.timeline import least_period_s, round_trip_s
-from ..systems.operations import BACKWARDS, FORWARDS, UPDATES, WEIGHTS, B, F, Schedule, W
-from .nf1b import ListScheduler
-from .schedules import PATTERNS, schedule_patterns
+from ..systems.operations import (
+    BACKWARDS,
+    FORWARDS,
+    UPDATES,
+    WEIGHTS,
+    B,
+    F,
+    Schedule,
+    W,
+    numbered_schedule,
+)
+from .schedules import is_patterned, kinds_by_stage, list_scheduler, schedule_patterns
 
 MOST_OPERATIONS = 400_000
 """A simulation has about so many at most, settled or not."""
@@ -34,6 +43,7 @@ class Steady:
         clock: with the times.
         kinds: per stage, kinds of what it runs, in a run without an end, until everything that
             can happen has happened.
+        turns: where devices have several stages: per device, the stages of these.
     """
 
     period_s: float
@@ -41,6 +51,7 @@ class Steady:
     mini_batches: int
     clock: SimulatedClock
     kinds: tuple[bytes, ...]
+    turns: tuple[tuple[int, ...], ...] = ()
 
 
 def steady_state(pipeline: Pipeline) -> Steady:
@@ -48,18 +59,18 @@ def steady_state(pipeline: Pipeline) -> Steady:
 
     Raises ScheduleError for in-flight limits with which the stages wait for each other.
     """
-    run = _run_patterned if pipeline.variant.schedule in PATTERNS else _run_scheduled
-    clock, kinds, done, cycle = run(pipeline)
+    run = _run_patterned if is_patterned(pipeline) else _run_scheduled
+    clock, kinds, turns, done, cycle = run(pipeline)
     if not done:
         raise ScheduleError("deadlock: the stages wait for each other under these in-flight limits")
     period_s = max(_period_s(clock, done, cycle), least_period_s(pipeline))
     if not cycle:
         period_s = max(period_s, round_trip_s(pipeline))
-    return Steady(period_s, cycle, done, clock, kinds)
+    return Steady(period_s, cycle, done, clock, kinds, turns)
 
 
-_Run = tuple[SimulatedClock, tuple[bytes, ...], int, int]
-"""SimulatedClock, kinds run, mini-batches done, cycle."""
+_Run = tuple[SimulatedClock, tuple[bytes, ...], tuple[tuple[int, ...], ...], int, int]
+"""SimulatedClock, kinds run, turns, mini-batches done, cycle."""
 
 
 def sequence_distance(steady: Steady) -> int:
@@ -100,23 +111,28 @@ def _run_patterned(pipeline: Pipeline) -> _Run:
     while source.length < most and not cycle and source.clock.contended:
         source = _Patterned(pipeline, min(4 * source.length, most))
         done, cycle = _settle(source, source.length)
-    return source.clock, source.kinds(), done, cycle
+    return source.clock, source.kinds(), source.turns(), done, cycle
 
 
 def _run_scheduled(pipeline: Pipeline) -> _Run:
     most, horizon = _lengths(pipeline)
-    scheduler = ListScheduler(pipeline, horizon)
+    scheduler = list_scheduler(pipeline, horizon)
     done, cycle = _settle(scheduler, most)
     clock = scheduler.clock
     kinds = tuple(bytes(mine) for mine in scheduler.kinds)
+    turns = tuple(map(tuple, scheduler.turns))
     if clock.contended and max(clock.replicas) > 1:
         # The scheduler takes a stage's operations in turn, whichever replica is free first. Where
         # they wait for wires too, times come from running its lists as time goes by.
         scheduler.run(min(done + max(pipeline.limits), horizon))
-        replay = _replay(pipeline, scheduler.schedule())
+        micro = pipeline.variant.backward_unit == "micro"
+        ran = numbered_schedule(
+            scheduler.kinds, scheduler.turns, pipeline.micro_batches, micro=micro
+        )
+        replay = _replay(pipeline, ran)
         done, cycle = _settle(replay, done)
         clock = replay.clock
-    return clock, kinds, done, cycle
+    return clock, kinds, turns, done, cycle
 
 
 def _lengths(pipeline: Pipeline) -> tuple[int, int]:
@@ -162,10 +178,8 @@ class _Patterned:
         self._run: ListExecutor | ContendedExecutor = ListExecutor(clock)
         if clock.contended:
             clock.grow(length + 2 * self._ahead)
-            lists = [
-                coded(clock, s, pattern.kinds(length + self._ahead))
-                for s, pattern in enumerate(self._patterns)
-            ]
+            most = length + self._ahead
+            lists = [coded(clock, p.kinds(most), p.turns(most)) for p in self._patterns]
             self._run = ContendedExecutor(clock, lists)
 
     @property
@@ -178,34 +192,46 @@ class _Patterned:
 
     def kinds(self) -> tuple[bytes, ...]:
         """Until all that are in flight entered after the first one had left."""
-        pipeline = self.clock.pipeline
-        updates = 0 if pipeline.variant.flushes else 2 * self._ahead
-        updates += pipeline.update_every
-        return tuple(pattern.kinds(updates) for pattern in self._patterns)
+        return kinds_by_stage(self.clock.pipeline, self._patterns, self._updates)
 
-    def _block(self, s: int, b: int) -> list[Code]:
-        """What the stage runs from its b-th update to the next."""
-        first, further = self._patterns[s]
+    def turns(self) -> tuple[tuple[int, ...], ...]:
+        """Per device, the stages of these; empty where each has a device of its own."""
+        if not self.clock.pipeline.placement:
+            return ()
+        return tuple(pattern.turns(self._updates) for pattern in self._patterns)
+
+    @property
+    def _updates(self) -> int:
+        pipeline = self.clock.pipeline
+        return (0 if pipeline.variant.flushes else 2 * self._ahead) + pipeline.update_every
+
+    def _block(self, d: int, b: int) -> list[Task]:
+        """What a device runs from its b-th update to the next, or those of all its stages."""
+        pattern = self._patterns[d]
         if not b:
-            return coded(self.clock, s, first)
+            return coded(self.clock, pattern.first, pattern.first_turns)
+        # All stages of one device have run as many.
+        stages = len(self.clock.pipeline.stages_of[d])
         forwards, backwards, weights = (
-            first.count(kind) + (b - 1) * further.count(kind) for kind in (F, B, W)
+            (pattern.first.count(kind) + (b - 1) * pattern.further.count(kind)) // stages
+            for kind in (F, B, W)
         )
-        return coded(self.clock, s, further, (forwards, backwards, b, weights))
+        done = (forwards, backwards, b, weights)
+        return coded(self.clock, pattern.further, pattern.further_turns, done)
 
     def run(self, mini_batches: int) -> bool:
         if isinstance(self._run, ContendedExecutor):
             return self._run.run(mini_batches)
         self.clock.grow(mini_batches + self._ahead)
-        for s, ops in enumerate(self._run.lists):
-            ops += self._block(s, mini_batches - 1)
+        for d, ops in enumerate(self._run.lists):
+            ops += self._block(d, mini_batches - 1)
         return self._run.run()
 
 
 def _replay(pipeline: Pipeline, schedule: Schedule) -> ContendedExecutor:
     clock = SimulatedClock(pipeline)
     clock.grow(1 + max(op.mini_batch for ops in schedule for op in ops))
-    return ContendedExecutor(clock, [codes(clock, s, ops) for s, ops in enumerate(schedule)])
+    return ContendedExecutor(clock, codes(clock, schedule))
 
 
 # Whether it repeats --------------------------------------------------------------------------

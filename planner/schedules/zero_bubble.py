@@ -1,14 +1,15 @@
 """Where the weight parts of split backwards go: the schedule of ZB-H1 (2401.10241), for any stages.
 
-Forwards and backwards stay in the sequence of 1F1B. A weight part W may run at any time after its
-backward B, but until then the stage keeps the micro-batch's activations. No replica keeps more
-micro-batches at once than 1F1B makes its fullest one keep: S of them where stages have one device
-each. Index letters: s stage, N micro-batches.
+Forwards and backwards stay in the sequence that they have, in ZB-H1 that of 1F1B. A weight part W
+may run at any time after its backward B, but until then the stage keeps the micro-batch's
+activations. In ZB-H1 no replica keeps more micro-batches at once than 1F1B makes its fullest one
+keep: S of them where stages have one device each. Index letters: s stage, N micro-batches.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Sequence
 from math import inf
 
@@ -41,7 +42,9 @@ def postponed(pipeline: Pipeline, rows: Sequence[bytes]) -> tuple[bytes, ...]:
     if sum(map(len, late)) > _MOST_TRIED:
         return late
     at_once = tuple(row.replace(B, B + W) for row in rows)
-    found = [late, _Idle(pipeline, rows, most).place(), at_once]
+    turns = [(s,) * len(row) for s, row in enumerate(rows)]
+    idle = tuple(kinds for kinds, _ in WeightsWhenIdle(pipeline, rows, turns, most).place())
+    found = [late, idle, at_once]
     periods = [_period_s(pipeline, kinds) for kinds in found]
     # Rounding is no reason to take a later one.
     best = min(periods) * (1 + 1e-9)
@@ -80,7 +83,7 @@ def _period_s(pipeline: Pipeline, rows: Sequence[bytes]) -> float:
     """From update to update, on the slowest stage; the first mini-batches are like all others."""
     clock = SimulatedClock(pipeline)
     clock.grow(2)
-    lists = [coded(clock, s, (row + U) * 2) for s, row in enumerate(rows)]
+    lists = [coded(clock, (row + U) * 2, [s] * (2 * len(row) + 2)) for s, row in enumerate(rows)]
     if clock.contended:
         done = ContendedExecutor(clock, lists).run(2)
     else:
@@ -90,16 +93,28 @@ def _period_s(pipeline: Pipeline, rows: Sequence[bytes]) -> float:
     return max(b - a for a, b in clock.starts_s[UPDATES]) if done else inf
 
 
-class _Idle:
-    """Weight parts whenever the stage would be idle: a list schedule of one mini-batch.
+class WeightsWhenIdle:
+    """Weight parts whenever the device would be idle: a list schedule of one mini-batch.
 
     Times are those of one micro-batch over the stage's replicas, and messages never wait for a
     wire: what comes of it is a schedule, which the clock then times exactly.
     """
 
-    def __init__(self, pipeline: Pipeline, rows: Sequence[bytes], most: Sequence[int]) -> None:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        rows: Sequence[bytes],
+        turns: Sequence[Sequence[int]],
+        most: Sequence[int],
+    ) -> None:
+        """
+        Args:
+            rows, turns: per device, kinds of its forwards and backwards, and their stages.
+            most: per device, micro-batches that its stages may keep at once, all together.
+        """
         stages = range(pipeline.stages)
-        self._rows, self._most = rows, most
+        self._rows, self._turns, self._most = rows, turns, most
+        self._device_of = {s: d for d, mine in enumerate(turns) for s in mine}
         self._seconds = [
             [
                 seconds / pipeline.replicas(s)
@@ -126,48 +141,65 @@ class _Idle:
         # Per kind, stage and micro-batch: messages still to come, and when the last one is there.
         self._due = [[[count] * n for count in counts] for counts in due]
         self._ready_s = [[[0.0] * n for _ in stages] for _ in range(2)]
-        self._kinds: list[list[int]] = [[] for _ in stages]
-        self._position = [0 for _ in stages]
+        self._found: list[list[tuple[int, int]]] = [[] for _ in rows]
+        self._position = [0 for _ in rows]
         self._done = [[0, 0, 0, 0] for _ in stages]
-        self._free_s = [0.0 for _ in stages]
-        self._heap = [(0.0, s) for s in stages]
+        # Per device, stages whose weight parts wait, in the sequence of their backwards.
+        self._waiting: list[deque[int]] = [deque() for _ in rows]
+        self._kept = [0 for _ in rows]
+        self._free_s = [0.0 for _ in rows]
+        self._heap = [(0.0, d) for d in range(len(rows))]
 
-    def place(self) -> tuple[bytes, ...]:
-        """Per stage, the kinds of its operations."""
+    def place(self) -> tuple[tuple[bytes, tuple[int, ...]], ...]:
+        """Per device, the kinds of its operations, and their stages."""
         while self._heap:
-            now, s = heapq.heappop(self._heap)
-            if now >= self._free_s[s]:
-                self._decide(now, s)
-        return tuple(bytes(kinds) for kinds in self._kinds)
+            now, d = heapq.heappop(self._heap)
+            if now >= self._free_s[d]:
+                self._decide(now, d)
+        return tuple(
+            (bytes(kind for kind, _ in ran), tuple(s for _, s in ran)) for ran in self._found
+        )
 
-    def _decide(self, now: float, s: int) -> None:
-        done, row = self._done[s], self._rows[s]
-        waiting = done[BACKWARDS] - done[WEIGHTS]
-        kind, start = WEIGHTS, inf
-        if self._position[s] < len(row):
-            kind = row[self._position[s]]
-            if not self._due[kind][s][done[kind]]:
-                start = self._ready_s[kind][s][done[kind]]
-            full = done[FORWARDS] - done[WEIGHTS] == self._most[s]
-            if kind == FORWARDS and full and start <= now:
-                kind = WEIGHTS
+    @property
+    def complete(self) -> bool:
+        """Whether all has been placed: not so where a forward waits for room for ever."""
+        return all(p == len(row) for p, row in zip(self._position, self._rows, strict=True))
+
+    def _decide(self, now: float, d: int) -> None:
+        row, waiting = self._rows[d], self._waiting[d]
+        kind, start, s = WEIGHTS, inf, 0
+        if self._position[d] < len(row):
+            kind, s = row[self._position[d]], self._turns[d][self._position[d]]
+            number = self._done[s][kind]
+            if not self._due[kind][s][number]:
+                start = self._ready_s[kind][s][number]
+            if kind == FORWARDS and self._kept[d] == self._most[d]:
+                if not waiting:
+                    return
+                if start <= now:
+                    kind = WEIGHTS
         if start <= now and kind != WEIGHTS:
-            self._position[s] += 1
-            self._run(now, s, kind)
-        elif (waiting and start - now >= _GAP * self._seconds[s][WEIGHTS]) or start <= now:
-            self._run(now, s, WEIGHTS)
+            self._position[d] += 1
+            self._run(now, d, kind, s)
+        elif waiting and (start <= now or start - now >= _GAP * self._seconds[waiting[0]][WEIGHTS]):
+            self._run(now, d, WEIGHTS, waiting.popleft())
         elif start < inf:
-            heapq.heappush(self._heap, (start, s))
+            heapq.heappush(self._heap, (start, d))
 
-    def _run(self, now: float, s: int, kind: int) -> None:
+    def _run(self, now: float, d: int, kind: int, s: int) -> None:
         number = self._done[s][kind]
         self._done[s][kind] += 1
-        self._kinds[s].append(kind)
-        self._free_s[s] = end = now + self._seconds[s][kind]
-        heapq.heappush(self._heap, (end, s))
+        self._found[d].append((kind, s))
+        if kind == BACKWARDS:
+            self._waiting[d].append(s)
+        else:
+            self._kept[d] += 1 if kind == FORWARDS else -1
+        self._free_s[d] = end = now + self._seconds[s][kind]
+        heapq.heappush(self._heap, (end, d))
         for t, seconds in self._ways[kind][s]:
             self._due[kind][t][number] -= 1
             ready_s = self._ready_s[kind][t]
             ready_s[number] = max(ready_s[number], end + seconds)
             if not self._due[kind][t][number]:
-                heapq.heappush(self._heap, (max(ready_s[number], self._free_s[t]), t))
+                other = self._device_of[t]
+                heapq.heappush(self._heap, (max(ready_s[number], self._free_s[other]), other))

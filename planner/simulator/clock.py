@@ -7,17 +7,11 @@ slot k is replica k mod r's.
 
 Messages that share a wire follow each other in the sequence in which they are made. Where
 transfers don't overlap computing, they are the next thing that both devices do.
-
-Where more devices share a machine than it has cores, an operation waits for one of them, and keeps
-it to its end and while its messages are on the wire, as somebody has to copy them. An operating
-system gives each a share instead; then each takes longer and none waits, and as much is done in the
-same time.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import Counter
 from math import gcd, inf, lcm
 from typing import NamedTuple
 
@@ -82,14 +76,14 @@ class SimulatedClock:
     Attributes:
         width: per kind and stage, slots of one operation: 1, or r where all replicas take part.
         slots: per kind and stage, slots of a mini-batch.
-        free_s: per stage and replica, when it has finished what it was given so far.
+        free_s: per stage and replica, when its device has finished what it was given so far.
         ready_s: per kind, stage and slot, when its messages are all there; infinite while some
             aren't even sent.
         starts_s: per kind, stage and slot (of updates: mini-batch), when it started.
         blocking: whether some messages keep devices busy.
-        contended: whether messages wait for other stages' messages, or keep devices busy, or
-            devices share cores. Then `run` doesn't send: what is in `sending` is to be delivered in
-            its time's sequence, and operations are to be run in that of their starts.
+        contended: whether messages wait for other stages' messages, or keep devices busy. Then
+            `run` doesn't send: what is in `sending` is to be delivered in its time's sequence, and
+            operations are to be run in that of their starts.
         sent: where all messages are noted; None: they aren't.
     """
 
@@ -106,7 +100,9 @@ class SimulatedClock:
         self.width = [r if whole else ones, backward_width, ones, backward_width]
         self.slots = [r if whole else [n] * len(r), backward_slots, ones, backward_slots]
         self._messageless = (WEIGHTS,) if pipeline.variant.split_backward else ()
-        self.free_s = [[0.0] * count for count in r]
+        # Stages on one device share its list.
+        lanes = [[0.0] * r[mine[0]] for mine in pipeline.stages_of]
+        self.free_s = [lanes[pipeline.placement[s] if pipeline.placement else s] for s in stages]
         self.ready_s: list[list[list[float]]] = [[[] for _ in stages] for _ in range(4)]
         self.starts_s: list[list[list[float]]] = [[[] for _ in stages] for _ in range(4)]
         self.mini_batches = 0
@@ -115,9 +111,6 @@ class SimulatedClock:
         self._last_s: list[list[list[float]]] = [[[] for _ in stages] for _ in range(2)]
         self._due = [[0] * len(r), [0] * len(r)]
         self._wire_free: list[float] = []
-        # When each core of a pool is free, the earliest first; and each replica's pool.
-        self._pools = [[0.0] * count for count in pipeline.cores]
-        self._pool_of = [[self._pools[k] for k in mine] for mine in pipeline.pools]
         self.ports: list[list[list[_Port]]] = [[[] for _ in stages] for _ in range(4)]
         self.contended = self.blocking = False
         self.sending: list[tuple[float, int, int, int, int]] = []
@@ -131,7 +124,7 @@ class SimulatedClock:
             [pipeline.weight_op_s(s) for s in stages],
         )
         self.seconds = [[self._by_replica(s, times[s]) for s in stages] for times in seconds]
-        self.update_s = [pipeline.update_op_s(s) * self._turns(s) for s in stages]
+        self.update_s = [pipeline.update_op_s(s) for s in stages]
         self._lanes = [
             [
                 (
@@ -144,13 +137,6 @@ class SimulatedClock:
             ]
             for kind in range(4)
         ]
-
-    def _turns(self, stage: int) -> float:
-        """How much longer an update takes where replicas are more than their cores."""
-        if not self._pool_of:
-            return 1.0
-        used = Counter(self.pipeline.pools[stage])
-        return max(count / min(count, self.pipeline.cores[k]) for k, count in used.items())
 
     def _by_replica(self, stage: int, slowest_s: float) -> list[float]:
         paces = self.pipeline.paces[stage] if self.pipeline.paces else (1.0,)
@@ -170,7 +156,7 @@ class SimulatedClock:
             if link.has_gradient:
                 self._connect_kind(BACKWARDS, link, routes, wires)
         self._wire_free = [0.0] * len(wires)
-        self.contended = self.blocking or len(wires) < uses or bool(self._pools)
+        self.contended = self.blocking or len(wires) < uses
 
     def _connect_kind(
         self, kind: int, link: Link, routes: tuple[Route, ...], wires: dict[object, int]
@@ -231,15 +217,6 @@ class SimulatedClock:
 
     # Running -------------------------------------------------------------------------------
 
-    def core_s(self, s: int, j: int) -> float:
-        """When there is a core for a replica; 0 where it has one of its own."""
-        return self._pool_of[s][j][0] if self._pool_of else 0.0
-
-    def _copying_s(self, kind: int, s: int, slot: int) -> float:
-        """How long a core has to do with a share's messages, which the stage doesn't wait for."""
-        ports = self.ports[kind][s]
-        return sum(part.wire_s for port in ports for part in port.parts[slot % len(port.parts)])
-
     def run(self, kind: int, s: int, slot: int) -> list[tuple[int, int]]:
         """Run a share whose messages have all been sent.
 
@@ -251,10 +228,6 @@ class SimulatedClock:
         start = ready_s[slot]
         if free[j] > start:
             start = free[j]
-        if self._pool_of:
-            pool = self._pool_of[s][j]
-            start = max(start, pool[0])
-            heapq.heapreplace(pool, start + seconds[j] + self._copying_s(kind, s, slot))
         starts_s[slot] = start
         end = start + seconds[j]
         free[j] = end
@@ -274,24 +247,10 @@ class SimulatedClock:
         free = self.free_s[s]
         start = max(free)
         seconds = self.update_s[s] if self.pipeline.updates_after(mini_batch) else 0.0
-        if self._pool_of and seconds:
-            start = self._gather(s, start, seconds)
         self.starts_s[UPDATES][s][mini_batch] = start
         end = start + seconds
         for j in range(len(free)):
             free[j] = end
-
-    def _gather(self, s: int, start: float, seconds: float) -> float:
-        """Let all replicas compute at once, as many as have cores. Returns when they begin."""
-        taken = []
-        for k, replicas in Counter(self.pipeline.pools[s]).items():
-            pool = self._pools[k]
-            taken.append((pool, min(replicas, len(pool))))
-            start = max(start, heapq.nsmallest(taken[-1][1], pool)[-1])
-        for pool, count in taken:
-            for _ in range(count):
-                heapq.heapreplace(pool, start + seconds)
-        return start
 
     def _send(self, kind: int, s: int, slot: int, now: float) -> list[tuple[int, int]]:
         complete = []

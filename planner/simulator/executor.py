@@ -7,47 +7,61 @@ from collections.abc import Iterable, Sequence
 from math import inf
 
 from ..systems.operations import (
-    BACKWARD,
     BACKWARDS,
     FORWARD,
     FORWARDS,
+    UPDATE,
     UPDATES,
     WEIGHT,
     WEIGHTS,
     Op,
+    Schedule,
 )
 from .clock import SimulatedClock
 
-Code = tuple[int, int]
-"""Kind and first slot of an operation; of an update, kind and mini-batch."""
+Task = tuple[int, int, int]
+"""Kind and first slot of an operation, of an update its mini-batch; and its stage."""
 
 
-def codes(clock: SimulatedClock, s: int, ops: Iterable[Op]) -> list[Code]:
-    """A stage's operations as the clock numbers them."""
-    found = []
-    forwards, backwards = clock.slots[FORWARDS][s], clock.slots[BACKWARDS][s]
-    for kind, b, i in ops:
-        if kind == FORWARD:
-            found.append((FORWARDS, b * forwards + (i or 0)))
-        elif kind == BACKWARD:
-            found.append((BACKWARDS, b * backwards + (i or 0)))
-        elif kind == WEIGHT:
-            found.append((WEIGHTS, b * backwards + (i or 0)))
-        else:
-            found.append((UPDATES, b))
-    return found
+def codes(clock: SimulatedClock, schedule: Schedule) -> list[list[Task]]:
+    """What devices run, as the clock numbers it."""
+    return [[_task(clock, s, op) for s, op in ops] for ops in schedule.on_devices()]
+
+
+def _task(clock: SimulatedClock, s: int, op: Op) -> Task:
+    kind, b, i = op
+    if kind == FORWARD:
+        return FORWARDS, b * clock.slots[FORWARDS][s] + (i or 0), s
+    if kind == UPDATE:
+        return UPDATES, b, s
+    return (
+        WEIGHTS if kind == WEIGHT else BACKWARDS,
+        b * clock.slots[BACKWARDS][s] + (i or 0),
+        s,
+    )
 
 
 def coded(
-    clock: SimulatedClock, s: int, kinds: Iterable[int], done: Sequence[int] = (0, 0, 0, 0)
-) -> list[Code]:
-    """A stage's operations of these kinds, after so many of each, as the clock numbers them."""
-    counts = list(done)
-    widths = [width[s] for width in clock.width]
-    found = []
-    for kind in kinds:
-        found.append((kind, counts[kind] * widths[kind]))
-        counts[kind] += 1
+    clock: SimulatedClock,
+    kinds: Iterable[int],
+    turns: Iterable[int],
+    done: Sequence[int] = (0, 0, 0, 0),
+) -> list[Task]:
+    """A device's operations of these kinds, after so many of each, as the clock numbers them.
+
+    Args:
+        turns: the stage of each.
+        done: at each of its stages.
+    """
+    counts: dict[int, list[int]] = {}
+    found, last = [], -1
+    count, width = list(done), [1, 1, 1, 1]
+    for kind, s in zip(kinds, turns, strict=True):
+        if s != last:
+            count = counts.setdefault(s, list(done))
+            width, last = [each[s] for each in clock.width], s
+        found.append((kind, count[kind] * width[kind], s))
+        count[kind] += 1
     return found
 
 
@@ -55,27 +69,30 @@ class ListExecutor:
     """Runs lists in any sequence that respects messages, where none wait for one another.
 
     Attributes:
-        lists: per stage, what it runs; may be added to.
-        done: per stage, how much of it has run.
-        sequence: (stage, position) of all that has run.
+        lists: per device, what it runs; may be added to.
+        done: per device, how much of it has run.
+        sequence: (device, position) of all that has run.
     """
 
     def __init__(self, clock: SimulatedClock) -> None:
         self.clock = clock
-        self.lists: list[list[Code]] = [[] for _ in clock.replicas]
-        self.done = [0 for _ in clock.replicas]
+        devices = clock.pipeline.stages_of
+        self.lists: list[list[Task]] = [[] for _ in devices]
+        self.done = [0 for _ in devices]
         self.sequence: list[tuple[int, int]] = []
+        self._device_of = {s: d for d, mine in enumerate(devices) for s in mine}
 
     def run(self) -> bool:
         """Run as much as can be. Returns whether that was all."""
         clock, ready_s = self.clock, self.clock.ready_s
+        device_of = self._device_of
         pending = list(range(len(self.lists)))[::-1]
         waiting = [False] * len(pending)
         while pending:
-            s = pending.pop()
-            ops, p = self.lists[s], self.done[s]
+            d = pending.pop()
+            ops, p = self.lists[d], self.done[d]
             while p < len(ops):
-                kind, slot = ops[p]
+                kind, slot, s = ops[p]
                 if kind == UPDATES:
                     clock.update(s, slot)
                 else:
@@ -84,44 +101,45 @@ class ListExecutor:
                         break
                     while slot < end:
                         for t, _ in clock.run(kind, s, slot):
-                            if waiting[t]:
-                                waiting[t] = False
-                                pending.append(t)
+                            other = device_of[t]
+                            if waiting[other]:
+                                waiting[other] = False
+                                pending.append(other)
                         slot += 1
-                self.sequence.append((s, p))
+                self.sequence.append((d, p))
                 p += 1
-            self.done[s] = p
-            waiting[s] = True
+            self.done[d] = p
+            waiting[d] = True
         return all(done == len(ops) for done, ops in zip(self.done, self.lists, strict=True))
 
 
 class _Worker:
-    """One replica of a stage, which runs its own part of the stage's list.
+    """One replica of a device's stages, which runs its own part of the device's list.
 
     Attributes:
-        ops: kind, slot, and position in the stage's list.
+        ops: kind, slot, stage, and position in the device's list.
     """
 
-    def __init__(self, s: int, j: int) -> None:
-        self.stage, self.replica = s, j
-        self.ops: list[tuple[int, int, int]] = []
+    def __init__(self, d: int, j: int) -> None:
+        self.device, self.replica = d, j
+        self.ops: list[tuple[int, int, int, int]] = []
         self.done = 0
         self.entry: tuple[float, int, int, int] | None = None
 
 
-def _workers(clock: SimulatedClock, s: int, codes: Iterable[Code]) -> list[_Worker]:
-    """A stage's replicas, with its list dealt among them."""
-    r = clock.replicas[s]
-    found = [_Worker(s, j) for j in range(r)]
-    for position, (kind, slot) in enumerate(codes):
+def _workers(clock: SimulatedClock, d: int, tasks: Iterable[Task]) -> list[_Worker]:
+    """A device's replicas, with its list dealt among them."""
+    r = clock.replicas[clock.pipeline.stages_of[d][0]]
+    found = [_Worker(d, j) for j in range(r)]
+    for position, (kind, slot, s) in enumerate(tasks):
         if kind == UPDATES:
             for worker in found:
-                worker.ops.append((kind, slot, position))
+                worker.ops.append((kind, slot, s, position))
         elif clock.width[kind][s] > 1:
             for worker in found:
-                worker.ops.append((kind, slot + worker.replica, position))
+                worker.ops.append((kind, slot + worker.replica, s, position))
         else:
-            found[slot % r].ops.append((kind, slot, position))
+            found[slot % r].ops.append((kind, slot, s, position))
     return found
 
 
@@ -129,25 +147,26 @@ class ContendedExecutor:
     """Runs lists as time goes by, where messages of several stages wait for one another.
 
     Attributes:
-        done: per stage, operations that all replicas concerned have run.
-        sequence: (stage, position) in which they were run, each when its last share was.
+        done: per device, operations that all replicas concerned have run.
+        sequence: (device, position) in which they were run, each when its last share was.
         updates: per stage, mini-batches that it has updated after.
         ended: whether some replica has run all that it has to.
         now_s: all that starts before has been run.
     """
 
-    def __init__(self, clock: SimulatedClock, lists: list[list[Code]]) -> None:
+    def __init__(self, clock: SimulatedClock, lists: list[list[Task]]) -> None:
         self.clock = clock
         self.done = [0 for _ in lists]
-        self.updates = [0 for _ in lists]
+        self.updates = [0 for _ in clock.replicas]
         self.ended = False
         self.now_s = 0.0
         self.sequence: list[tuple[int, int]] = []
         self._shares: dict[tuple[int, int], int] = {}
         self._heap: list[tuple[float, int, int, int]] = []
-        # Per stage, replicas that have come to their next update.
+        # Per device, replicas that have come to their next update.
         self._arrived: list[set[int]] = [set() for _ in lists]
-        self._workers = [_workers(clock, s, codes) for s, codes in enumerate(lists)]
+        self._workers = [_workers(clock, d, tasks) for d, tasks in enumerate(lists)]
+        self._device_of = {s: d for d, mine in enumerate(clock.pipeline.stages_of) for s in mine}
         for workers in self._workers:
             for worker in workers:
                 self._offer(worker)
@@ -165,18 +184,13 @@ class ContendedExecutor:
             entry = heapq.heappop(heap)
             worker = self._workers[entry[2]][entry[3]]
             if worker.entry is entry:
-                core_s = clock.core_s(worker.stage, worker.replica)
-                if core_s > entry[0]:
-                    worker.entry = entry = (core_s, *entry[1:])
-                    heapq.heappush(heap, entry)
-                    continue
                 self.now_s = entry[0]
+                kind, _, s, _ = worker.ops[worker.done]
                 self._run(worker)
-                updated = worker.ops[worker.done - 1][0] == UPDATES
-                behind -= updated and self.updates[worker.stage] == mini_batches
+                behind -= kind == UPDATES and self.updates[s] == mini_batches
         return True
 
-    def _next(self, worker: _Worker) -> tuple[int, int, int] | None:
+    def _next(self, worker: _Worker) -> tuple[int, int, int, int] | None:
         return worker.ops[worker.done] if worker.done < len(worker.ops) else None
 
     def _offer(self, worker: _Worker) -> None:
@@ -186,51 +200,52 @@ class ContendedExecutor:
         if todo is None:
             self.ended = True
             return
-        s, j = worker.stage, worker.replica
-        kind, slot, _ = todo
+        d, j = worker.device, worker.replica
+        kind, slot, s, _ = todo
         if kind == UPDATES:
-            self._arrived[s].add(j)
-            if len(self._arrived[s]) < len(self._workers[s]):
+            self._arrived[d].add(j)
+            if len(self._arrived[d]) < len(self._workers[d]):
                 return
             start = max(self.clock.free_s[s])
         else:
             start = max(self.clock.free_s[s][j], self.clock.ready_s[kind][s][slot])
             if start == inf:
                 return
-        worker.entry = entry = (start, int(kind == FORWARDS), s, j)
+        worker.entry = entry = (start, int(kind == FORWARDS), d, j)
         heapq.heappush(self._heap, entry)
 
     def _run(self, worker: _Worker) -> None:
-        s = worker.stage
-        kind, slot, position = worker.ops[worker.done]
+        d = worker.device
+        kind, slot, s, position = worker.ops[worker.done]
         if kind == UPDATES:
             self.clock.update(s, slot)
             self.updates[s] += 1
-            self._finish(s, position)
-            self._arrived[s].clear()
-            for other in self._workers[s]:
+            self._finish(d, position)
+            self._arrived[d].clear()
+            for other in self._workers[d]:
                 other.done += 1
                 self._offer(other)
             return
         self.clock.run(kind, s, slot)
-        shares = self._shares[s, position] = self._shares.get((s, position), 0) + 1
+        shares = self._shares[d, position] = self._shares.get((d, position), 0) + 1
         if shares == self.clock.width[kind][s]:
-            self._finish(s, position)
+            self._finish(d, position)
         worker.done += 1
         self._offer(worker)
 
-    def _finish(self, s: int, position: int) -> None:
-        self.done[s] += 1
-        self.sequence.append((s, position))
-        self._shares.pop((s, position), None)
+    def _finish(self, d: int, position: int) -> None:
+        self.done[d] += 1
+        self.sequence.append((d, position))
+        self._shares.pop((d, position), None)
 
     def _deliver(self) -> None:
         kind, s, complete = self.clock.deliver()
         for t, slot in complete:
-            self._offer(self._workers[t][slot % self.clock.replicas[t]])
+            self._offer(self._workers[self._device_of[t]][slot % self.clock.replicas[t]])
         if not self.clock.blocking:
             return
         # Where transfers don't overlap computing, they have moved what both stages do next.
-        for t in (s, *(port.stage for port in self.clock.ports[kind][s])):
-            for worker in self._workers[t]:
+        moved = {self._device_of[t] for t in (s, *(p.stage for p in self.clock.ports[kind][s]))}
+        for d in sorted(moved):
+            for worker in self._workers[d]:
                 self._offer(worker)

@@ -82,9 +82,9 @@ class Pipeline:
         update_every: mini-batches per update; their gradients are summed up until then.
         weight_s: per stage, how much of the backward is its weight part, which runs by itself where
             the system splits it. Empty: 0 each.
-        pools: per stage, for each replica the number of the pool of cores that it computes on.
-            Empty: each has a core of its own.
-        cores: of each pool.
+        placement: per stage, the number of the device that runs it, or of the devices whose
+            replicas do; stages on one device have as many replicas each, one on each of these.
+            Empty: each stage has a device of its own.
     """
 
     variant: Variant
@@ -98,13 +98,27 @@ class Pipeline:
     all_reduce_s: tuple[float, ...] = ()
     update_every: int = 1
     weight_s: tuple[float, ...] = ()
-    pools: tuple[tuple[int, ...], ...] = ()
-    cores: tuple[int, ...] = ()
+    placement: tuple[int, ...] = ()
 
     @property
     def stages(self) -> int:
         """S, the number of stages."""
         return len(self.forward_s)
+
+    @property
+    def stages_of(self) -> tuple[tuple[int, ...], ...]:
+        """Per device, its stages."""
+        if not self.placement:
+            return tuple((s,) for s in range(self.stages))
+        devices = range(max(self.placement) + 1)
+        return tuple(tuple(s for s, d in enumerate(self.placement) if d == k) for k in devices)
+
+    def beside(self, stage: int) -> tuple[int, ...]:
+        """The stages on a stage's device, itself among them."""
+        if not self.placement:
+            return (stage,)
+        mine = self.placement[stage]
+        return tuple(s for s, d in enumerate(self.placement) if d == mine)
 
     @property
     def backwards_per_mini_batch(self) -> int:

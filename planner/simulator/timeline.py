@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from ...profiles.errors import ScheduleError
 from ..systems.operations import FORWARDS, UPDATES, Op, Schedule, op_text
 from .clock import NOT_YET, SimulatedClock, SimulatedMessage
-from .executor import Code, ContendedExecutor, ListExecutor, codes
+from .executor import ContendedExecutor, ListExecutor, Task, codes
 from .pipeline import Link, Pipeline
 
 
@@ -54,7 +54,7 @@ def simulate(
     clock = SimulatedClock(pipeline)
     clock.sent = sent
     clock.grow(1 + max((op.mini_batch for ops in schedule for op in ops), default=-1))
-    lists = [codes(clock, s, ops) for s, ops in enumerate(schedule)]
+    lists = codes(clock, schedule)
     run: ListExecutor | ContendedExecutor
     if clock.contended:
         run = ContendedExecutor(clock, lists)
@@ -63,10 +63,9 @@ def simulate(
         run = ListExecutor(clock)
         run.lists = lists
         run.run()
+    devices = schedule.on_devices()
     stuck = [
-        op_text(s, ops[done])
-        for s, (ops, done) in enumerate(zip(schedule, run.done, strict=True))
-        if done < len(ops)
+        op_text(*ops[done]) for ops, done in zip(devices, run.done, strict=True) if done < len(ops)
     ]
     if stuck:
         raise ScheduleError(f"deadlock: these operations wait for each other: {', '.join(stuck)}")
@@ -76,35 +75,42 @@ def simulate(
 def _timeline(
     clock: SimulatedClock,
     schedule: Schedule,
-    lists: Sequence[Sequence[Code]],
+    lists: Sequence[Sequence[Task]],
     sequence: list[tuple[int, int]],
 ) -> Timeline:
-    stages, replicas = [], []
-    last_starts: list[list[float]] = []
-    for s, (ops, numbers) in enumerate(zip(schedule, lists, strict=True)):
-        mine: list[list[Event]] = [[] for _ in range(clock.replicas[s])]
-        events, starts = [], []
-        for op, code in zip(ops, numbers, strict=True):
-            shares = list(_shares(clock, s, op, code))
+    stages: list[list[Event]] = [[] for _ in schedule]
+    replicas: list[list[list[Event]]] = [[[] for _ in range(r)] for r in clock.replicas]
+    last_starts: list[list[float]] = [[] for _ in schedule]
+    # Per device and position, the stage and the position in its list.
+    places: list[list[tuple[int, int]]] = []
+    for ops, tasks in zip(schedule.on_devices(), lists, strict=True):
+        mine = []
+        for (s, op), task in zip(ops, tasks, strict=True):
+            shares = list(_shares(clock, op, task))
             for j, event in shares:
-                mine[j].append(event)
+                replicas[s][j].append(event)
             first = shares[0][1]
             if len(shares) > 1:
                 start = min(event.start_s for _, event in shares)
                 first = Event(op, start, max(event.end_s for _, event in shares))
-            events.append(first)
-            starts.append(max(event.start_s for _, event in shares))
-        stages.append(tuple(events))
-        replicas.append(tuple(tuple(own) for own in mine))
-        last_starts.append(starts)
+            mine.append((s, len(stages[s])))
+            stages[s].append(first)
+            last_starts[s].append(max(event.start_s for _, event in shares))
+        places.append(mine)
     # By start time people see the pipeline's own sequence; the stable sort keeps causes first.
-    sequence = sorted(sequence, key=lambda key: last_starts[key[0]][key[1]])
-    return Timeline(tuple(stages), tuple(replicas), tuple(sequence))
+    order = sorted(
+        (places[d][p] for d, p in sequence), key=lambda place: last_starts[place[0]][place[1]]
+    )
+    return Timeline(
+        tuple(map(tuple, stages)),
+        tuple(tuple(map(tuple, own)) for own in replicas),
+        tuple(order),
+    )
 
 
-def _shares(clock: SimulatedClock, s: int, op: Op, code: Code) -> Iterable[tuple[int, Event]]:
+def _shares(clock: SimulatedClock, op: Op, task: Task) -> Iterable[tuple[int, Event]]:
     """Replica and event of each share of an operation that has run."""
-    kind, slot = code
+    kind, slot, s = task
     r = clock.replicas[s]
     if kind == UPDATES:
         start = clock.starts_s[UPDATES][s][slot]
@@ -124,24 +130,28 @@ def warm_mini_batches(stages: int, micro_batches: int = 1) -> int:
 
 
 def busy_s(pipeline: Pipeline, stage: int) -> float:
-    """Per mini-batch, what keeps a stage busy: operations, and transfers that keep devices busy.
+    """Per mini-batch, what keeps a stage's device busy: operations of all its stages, and transfers
+    that keep devices busy.
 
     That of the replica with most of it; all of them wait for it before the update.
     """
+    beside = pipeline.beside(stage)
     if all(not link.routes for link in pipeline.links):
-        return pipeline.work_s(stage)
-    paces = pipeline.paces[stage] if pipeline.paces else (1.0,)
-    each = pipeline.micro_batches_per_replica(stage)
-    busy = [
-        each * pace * (pipeline.forward_s[stage] + pipeline.backward_s[stage]) for pace in paces
-    ]
+        return sum(pipeline.work_s(s) for s in beside)
+    busy = [0.0] * pipeline.replicas(stage)
+    for s in beside:
+        paces = pipeline.paces[s] if pipeline.paces else (1.0,)
+        each = pipeline.micro_batches_per_replica(s)
+        for j, pace in enumerate(paces):
+            busy[j] += each * pace * (pipeline.forward_s[s] + pipeline.backward_s[s])
     for link in pipeline.links:
-        for route in link.routes if stage in (link.source, link.target) else ():
-            if not route.overlaps:
-                replica = route.source if stage == link.source else route.target
-                wire_s = route.forward_s + (route.backward_s if link.has_gradient else 0.0)
-                busy[replica] += wire_s * pipeline.messages_per_route(link)
-    return max(busy) + pipeline.update_op_s(stage) / pipeline.update_every
+        for s in {link.source, link.target} & {*beside}:
+            for route in link.routes:
+                if not route.overlaps:
+                    replica = route.source if s == link.source else route.target
+                    wire_s = route.forward_s + (route.backward_s if link.has_gradient else 0.0)
+                    busy[replica] += wire_s * pipeline.messages_per_route(link)
+    return max(busy) + sum(pipeline.update_op_s(s) / pipeline.update_every for s in beside)
 
 
 def least_period_s(pipeline: Pipeline) -> float:
@@ -156,33 +166,7 @@ def least_period_s(pipeline: Pipeline) -> float:
             ):
                 wires[wire] = wires.get(wire, 0.0) + count * wire_s
     devices = (busy_s(pipeline, s) for s in range(pipeline.stages))
-    return max(*devices, *wires.values(), *_pools_s(pipeline), 0.0)
-
-
-def _pools_s(pipeline: Pipeline) -> Iterator[float]:
-    """What each pool of cores needs per mini-batch, all of them busy: operations and messages."""
-    work = [0.0] * len(pipeline.cores)
-    for s, pools in enumerate(pipeline.pools):
-        update_s = pipeline.update_op_s(s) / pipeline.update_every
-        each_s = pipeline.work_s(s) - update_s
-        paces = pipeline.paces[s] if pipeline.paces else (1.0,)
-        for pool, pace in zip(pools, paces, strict=True):
-            work[pool] += each_s * pace + update_s
-    for link in pipeline.links if pipeline.pools else ():
-        count = pipeline.messages_per_route(link)
-        for route in link.all_routes():
-            work[pipeline.pools[link.source][route.source]] += count * route.forward_s
-            if link.has_gradient:
-                work[pipeline.pools[link.target][route.target]] += count * route.backward_s
-    for seconds, cores in zip(work, pipeline.cores, strict=True):
-        yield seconds / cores
-
-
-def idle_cores(pipeline: Pipeline, period_s: float) -> tuple[float, ...]:
-    """Share of the steady period in which the cores of each pool have nothing to do."""
-    if period_s <= 0:
-        return tuple(0.0 for _ in pipeline.cores)
-    return tuple(max(0.0, 1 - seconds / period_s) for seconds in _pools_s(pipeline))
+    return max(*devices, *wires.values(), 0.0)
 
 
 def round_trip_s(pipeline: Pipeline) -> float:
@@ -229,7 +213,8 @@ def _stay_s(pipeline: Pipeline, stage: int) -> float:
 
 
 def idle_shares(pipeline: Pipeline, period_s: float) -> tuple[float, ...]:
-    """Share of the steady period in which each stage's busiest replica has nothing to do."""
+    """Share of the steady period in which nothing is to be done by each stage's device, of
+    replicas' devices by the busiest."""
     if period_s <= 0:
         return tuple(0.0 for _ in range(pipeline.stages))
     return tuple(max(0.0, 1 - busy_s(pipeline, s) / period_s) for s in range(pipeline.stages))
@@ -282,7 +267,7 @@ def running_ahead(pipeline: Pipeline, period_s: float) -> list[tuple[Link, float
     }
     # What a stage's pace is at the least that of.
     follows = [holders[s] | {k.source for k in pipeline.links if k.target == s} for s in stages]
-    paces = [pipeline.work_s(s) for s in stages]
+    paces = [sum(pipeline.work_s(t) for t in pipeline.beside(s)) for s in stages]
     for _ in stages:
         paces = [max([paces[s], *(paces[other] for other in follows[s])]) for s in stages]
     return [

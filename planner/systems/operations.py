@@ -8,12 +8,15 @@ Index letters: s stage, b mini-batch, i micro-batch.
     1W0.2   gradients of the weights for micro-batch 2, in systems that split the backward:
             1B0.2 is then the gradients of what the stage received, alone
     1U0     optimizer step after mini-batch 0
+
+A device's operations are those of all its stages: `0F0.0 3F0.0 3B0 3U0 0B0 0U0`.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from ...profiles.errors import ScheduleError
@@ -31,8 +34,37 @@ class Op(NamedTuple):
     micro_batch: int | None = None
 
 
-Schedule = tuple[tuple[Op, ...], ...]
-"""For each stage, the operations it executes, first to last."""
+@dataclass(frozen=True)
+class Schedule:
+    """What a pipeline executes. As a sequence, it is that of its stages' operations.
+
+    Attributes:
+        stages: for each stage, the operations it executes, first to last.
+        turns: where devices have several stages: for each device, the stage of each of its
+            operations, first to last. Empty: every stage has a device of its own.
+    """
+
+    stages: tuple[tuple[Op, ...], ...]
+    turns: tuple[tuple[int, ...], ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.stages)
+
+    def __getitem__(self, stage: int) -> tuple[Op, ...]:
+        return self.stages[stage]
+
+    def __iter__(self) -> Iterator[tuple[Op, ...]]:
+        return iter(self.stages)
+
+    def on_devices(self) -> tuple[tuple[tuple[int, Op], ...], ...]:
+        """For each device, (stage, operation), first to last."""
+        if not self.turns:
+            return tuple(tuple((s, op) for op in ops) for s, ops in enumerate(self.stages))
+        found = []
+        for turns in self.turns:
+            upcoming = {s: iter(self.stages[s]) for s in turns}
+            found.append(tuple((s, next(upcoming[s])) for s in turns))
+        return tuple(found)
 
 
 def op_text(stage: int, op: Op) -> str:
@@ -50,25 +82,29 @@ def parse_op(text: str) -> tuple[int, Op]:
     return int(stage), Op(kind, int(mini), None if micro is None else int(micro))
 
 
-def schedule_text(schedule: Sequence[Iterable[Op]]) -> str:
-    """A schedule as text, a line for each stage."""
+def schedule_text(schedule: Schedule) -> str:
+    """A schedule as text, a line for each device."""
     return "\n".join(
-        " ".join(op_text(stage, op) for op in ops) for stage, ops in enumerate(schedule)
+        " ".join(op_text(stage, op) for stage, op in ops) for ops in schedule.on_devices()
     )
 
 
 def parse_schedule(text: str) -> Schedule:
     """The reverse of `schedule_text`. Raises ScheduleError."""
-    stages = []
-    for s, line in enumerate(text.splitlines()):
-        ops = []
-        for word in line.split():
-            stage, op = parse_op(word)
-            if stage != s:
-                raise ScheduleError(f"{word!r} stands in the line of stage {s}")
-            ops.append(op)
-        stages.append(tuple(ops))
-    return tuple(stages)
+    stages: dict[int, list[Op]] = {}
+    line_of: dict[int, int] = {}
+    turns = []
+    for number, line in enumerate(text.splitlines()):
+        found = [parse_op(word) for word in line.split()]
+        for stage, op in found:
+            if line_of.setdefault(stage, number) != number:
+                word = op_text(stage, op)
+                raise ScheduleError(f"{word!r} stands apart from the line of stage {stage}")
+            stages.setdefault(stage, []).append(op)
+        turns.append(tuple(stage for stage, _ in found))
+    ops = tuple(tuple(stages.get(s, ())) for s in range(max(stages, default=-1) + 1))
+    own = all(set(mine) <= {s} for s, mine in enumerate(turns))
+    return Schedule(ops, () if own else tuple(turns))
 
 
 # Schedules in short: a byte for each of a stage's operations, which says its kind ----------------
@@ -96,26 +132,61 @@ def numbered(
         mini_batches: forwards of further ones are left out.
         update_every: only each so many-th update stands, and that of the last mini-batch.
     """
+    every = _each(kinds, micro_batches, micro, mini_batches, update_every)
+    return tuple(op for op in every if op is not None)
+
+
+def numbered_schedule(
+    kinds: Sequence[Iterable[int]],
+    turns: Sequence[Iterable[int]],
+    micro_batches: int,
+    *,
+    micro: bool,
+    mini_batches: int | None = None,
+    update_every: int = 1,
+) -> Schedule:
+    """The schedule of all stages.
+
+    Args:
+        kinds: per stage.
+        turns: as of `Schedule`, of all `kinds`.
+        micro, mini_batches, update_every: as of `numbered`.
+    """
+    stages = [list(_each(k, micro_batches, micro, mini_batches, update_every)) for k in kinds]
+    standing = []
+    for mine in turns:
+        upcoming = {s: iter(stages[s]) for s in mine}
+        standing.append(tuple(s for s in mine if next(upcoming[s]) is not None))
+    found = (tuple(op for op in ops if op is not None) for ops in stages)
+    return Schedule(tuple(found), tuple(standing))
+
+
+def _each(
+    kinds: Iterable[int],
+    micro_batches: int,
+    micro: bool,
+    mini_batches: int | None,
+    update_every: int,
+) -> Iterator[Op | None]:
+    """The operation of each kind; None where it is left out."""
     n = micro_batches
     forwards = backwards = updates = weights = 0
-    ops = []
     for kind in kinds:
         if kind == FORWARDS:
-            if mini_batches is None or forwards < mini_batches * n:
-                ops.append(Op(FORWARD, forwards // n, forwards % n))
+            there = mini_batches is None or forwards < mini_batches * n
+            yield Op(FORWARD, forwards // n, forwards % n) if there else None
             forwards += 1
         elif kind == UPDATES:
-            if not (updates + 1) % update_every or updates + 1 == mini_batches:
-                ops.append(Op(UPDATE, updates))
+            due = not (updates + 1) % update_every or updates + 1 == mini_batches
+            yield Op(UPDATE, updates) if due else None
             updates += 1
         elif kind == WEIGHTS:
-            ops.append(Op(WEIGHT, weights // n, weights % n))
+            yield Op(WEIGHT, weights // n, weights % n)
             weights += 1
         else:
             b, i = divmod(backwards, n) if micro else (backwards, None)
-            ops.append(Op(BACKWARD, b, i))
+            yield Op(BACKWARD, b, i)
             backwards += 1
-    return tuple(ops)
 
 
 def in_rows(kinds: bytes, micro_batches: int, *, micro: bool) -> Iterator[tuple[Op, int]]:

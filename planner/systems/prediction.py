@@ -107,30 +107,32 @@ def _firsts(kind: str, ops: Mapping[Op, int]) -> list[Op]:
 
 def _clocked(schedule: Schedule) -> list[_StageTimes]:
     """Run the schedule on the unit clock."""
-    last = len(schedule) - 1
+    last, devices = len(schedule) - 1, schedule.on_devices()
+    device_of = {s: d for d, ops in enumerate(devices) for s, _ in ops}
     times = [_StageTimes() for _ in schedule]
     ends: list[dict[Op, int]] = [{} for _ in schedule]
-    done, now = [0] * len(schedule), [0] * len(schedule)
-    pending = list(range(len(schedule)))
+    done, now = [0] * len(devices), [0] * len(devices)
+    pending = list(range(len(devices)))
     while pending:
-        s = pending.pop()
-        while done[s] < len(schedule[s]):
-            op = schedule[s][done[s]]
+        d = pending.pop()
+        while done[d] < len(devices[d]):
+            s, op = devices[d][done[d]]
             if op.kind == UPDATE:
-                times[s].updates.append(now[s])
+                times[s].updates.append(now[d])
             else:
                 feeder = s - 1 if op.kind == FORWARD else s + 1
-                start = now[s]
+                start = now[d]
                 if 0 <= feeder <= last:
                     if op not in ends[feeder]:
                         break
                     start = max(start, ends[feeder][op])
                 times[s].starts[op] = start
                 times[s].versions[op] = len(times[s].updates)
-                ends[s][op] = now[s] = start + 1
-                pending += [t for t in (s - 1, s + 1) if 0 <= t <= last and t not in pending]
-            done[s] += 1
-    if any(count < len(ops) for count, ops in zip(done, schedule, strict=True)):
+                ends[s][op] = now[d] = start + 1
+                others = {device_of[t] for t in (s - 1, s + 1) if 0 <= t <= last} - {d}
+                pending += [other for other in others if other not in pending]
+            done[d] += 1
+    if any(count < len(ops) for count, ops in zip(done, devices, strict=True)):
         raise ScheduleError("deadlock: the order's stages wait for each other")
     return times
 

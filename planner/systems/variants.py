@@ -11,13 +11,16 @@ from typing import Literal
 
 from ...profiles.errors import PlanError
 
-ScheduleRule = Literal["gpipe", "1f1b", "1f1b-flush", "1f1b-micro", "1f1b-split", "nf1b"]
+ScheduleRule = Literal[
+    "gpipe", "1f1b", "1f1b-flush", "1f1b-micro", "1f1b-split", "nf1b", "interleaved", "v-shaped"
+]
 BackwardUnit = Literal["micro", "mini"]
 ForwardWeights = Literal["latest", "micro-batch-entry", "mini-batch-entry", "predicted"]
 BackwardWeights = Literal["latest", "forward", "predicted", "intermediate"]
 Prediction = Literal["", "smoothed-gradient", "optimizer-step"]
 Horizon = Literal["", "round-trip", "backward"]
 UpdateRule = Literal["optimizer", "nesterov"]
+Placement = Literal["any", "loop", "v"]
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,8 @@ class Variant:
         update_rule: the user's "optimizer"; or its "nesterov" form, the gradient discounted.
         split_backward: each backward has two parts, B for the gradients of what the stage received
             and W for those of its weights; W has no messages and may come later.
+        placement: which device runs which stage (`placement`); "any": as the plan says.
+        half_memory: devices keep about half the activations of 1F1B's fullest.
     """
 
     name: str
@@ -64,6 +69,8 @@ class Variant:
     horizon: Horizon = ""
     update_rule: UpdateRule = "optimizer"
     split_backward: bool = False
+    placement: Placement = "any"
+    half_memory: bool = False
 
     @property
     def recompute_refusal(self) -> str:

@@ -1,0 +1,231 @@
+"""The list schedule of systems whose backward takes a micro-batch, several stages on a device.
+
+At every step the operation that can start earliest runs, of all those of a device's stages; ties go
+to backwards, then to the stage nearer to the output. A stage keeps no more micro-batches than its
+part of the system's rule says. Weight parts of split backwards run when a device would be idle, or
+when a forward needs their room. (Our reading, where the system's own rule is for one stage per
+device.)
+
+Index letters: N micro-batches; f, b, w micro-batches that a stage has run forward, backward, and
+the weight part of.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+from ..simulator.clock import SimulatedClock
+from ..simulator.pipeline import Pipeline
+from ..systems.operations import BACKWARDS, FORWARDS, UPDATES, WEIGHTS
+
+_GAP = 0.5
+"""A weight part isn't begun when what comes next is there before so much of its time is over."""
+
+
+@dataclass
+class _StageState:
+    """How far a stage is."""
+
+    forwards: int = 0
+    backwards: int = 0
+    weights: int = 0
+    updates: int = 0
+    kinds: list[int] = field(default_factory=list)
+
+
+class MicroBatchScheduler:
+    """Makes the schedule of all stages, operation by operation, and the times with it.
+
+    Attributes:
+        turns: per device, the stages of what it has run.
+        now_s: all that starts before has been run.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        mini_batches: int,
+        keep: Sequence[int],
+        most_kept: Sequence[int] | None = None,
+    ) -> None:
+        """
+        Args:
+            keep: per stage, micro-batches that it may keep at once, all its replicas together.
+            most_kept: per device, those that all its stages together may; None: any.
+        """
+        self.pipeline = pipeline
+        self.clock = SimulatedClock(pipeline)
+        # One more: what comes after the last forward isn't ready.
+        self.clock.grow(mini_batches + 1)
+        self._stages = [_StageState() for _ in range(pipeline.stages)]
+        self._devices = pipeline.stages_of
+        self._device_of = {s: d for d, mine in enumerate(self._devices) for s in mine}
+        self.turns: list[list[int]] = [[] for _ in self._devices]
+        self.now_s = 0.0
+        self._n = pipeline.micro_batches
+        self._end = mini_batches * self._n
+        self._keep, self._most_kept = keep, most_kept
+        self._split = pipeline.variant.split_backward
+        self._heap: list[tuple[float, int, int, int]] = []
+        self._current: list[tuple[float, int, int, int] | None] = [None for _ in self._devices]
+        for d in range(len(self._devices)):
+            self._offer(d)
+
+    @property
+    def kinds(self) -> list[list[int]]:
+        """Per stage, kinds of what it has run."""
+        return [stage.kinds for stage in self._stages]
+
+    def rows(self) -> tuple[tuple[bytes, tuple[int, ...]], ...]:
+        """Per device, kinds and stages of what it has run, updates left out."""
+        found = []
+        for turns in self.turns:
+            upcoming = {s: iter(self._stages[s].kinds) for s in turns}
+            both = [(next(upcoming[s]), s) for s in turns]
+            left = [(kind, s) for kind, s in both if kind != UPDATES]
+            found.append((bytes(kind for kind, _ in left), tuple(s for _, s in left)))
+        return tuple(found)
+
+    @property
+    def ended(self) -> bool:
+        """Whether some stage has run forward all there is."""
+        return max(stage.forwards for stage in self._stages) == self._end
+
+    def run(self, mini_batches: int) -> bool:
+        """Go on until every stage has updated after so many; False when nothing is left first."""
+        clock, heap = self.clock, self._heap
+        while any(stage.updates < mini_batches for stage in self._stages):
+            if not heap:
+                if not clock.sending:
+                    return False
+                self._deliver()
+                continue
+            entry = heapq.heappop(heap)
+            start, kind, s, d = entry[0], *self._decode(entry)
+            if self._current[d] is not entry:
+                continue
+            if clock.sending and clock.sending[0][0] <= start:
+                heapq.heappush(heap, entry)
+                self._deliver()
+                continue
+            self._run(kind, s, d)
+            self.now_s = start
+        return True
+
+    @staticmethod
+    def _decode(entry: tuple[float, int, int, int]) -> tuple[int, int, int]:
+        """Kind, stage and device of an entry."""
+        return _KIND_OF[entry[1]], -entry[2], entry[3]
+
+    def _run(self, kind: int, s: int, d: int) -> None:
+        stage = self._stages[s]
+        stage.kinds.append(kind)
+        self.turns[d].append(s)
+        complete: list[tuple[int, int]] = []
+        if kind == FORWARDS:
+            complete = self.clock.run(FORWARDS, s, stage.forwards)
+            stage.forwards += 1
+        elif kind == BACKWARDS:
+            complete = self.clock.run(BACKWARDS, s, stage.backwards)
+            stage.backwards += 1
+        elif kind == WEIGHTS:
+            self.clock.run(WEIGHTS, s, stage.weights)
+            stage.weights += 1
+        else:
+            self.clock.update(s, stage.updates)
+            stage.updates += 1
+        for other in {d, *(self._device_of[t] for t, _ in complete)}:
+            self._offer(other)
+
+    def _offer(self, d: int) -> None:
+        """Put what the device would run next into the heap."""
+        found = [entry for s in self._devices[d] for entry in self._next(s, d)]
+        if self._split:
+            soonest = min((entry[0] for entry in found), default=inf)
+            found += [entry for s in self._devices[d] for entry in self._weight(s, d, soonest)]
+        self._current[d] = entry = min(found, default=None)
+        if entry is not None:
+            heapq.heappush(self._heap, entry)
+
+    def _next(self, s: int, d: int) -> list[tuple[float, int, int, int]]:
+        """A stage's update, or its next backward and forward, where they can be told to start."""
+        stage, n = self._stages[s], self._n
+        if self._update_due(s, d):
+            return [(max(self.clock.free_s[s]), _UPDATE, -s, d)]
+        found = []
+        f, b = stage.forwards, stage.backwards
+        if b < f and self._backward_may(stage):
+            start = self._start(BACKWARDS, s, b)
+            found.append((start, _BACKWARD, -s, d))
+        flushed = f < (stage.updates + 1) * n or not self.pipeline.variant.flushes
+        if f < self._end and flushed and self._room(s, d):
+            start = self._start(FORWARDS, s, f)
+            found.append((start, _FORWARD, -s, d))
+        return [entry for entry in found if entry[0] < inf]
+
+    def _start(self, kind: int, s: int, slot: int) -> float:
+        free = self.clock.free_s[s]
+        return max(self.clock.ready_s[kind][s][slot], free[slot % len(free)])
+
+    def _backward_may(self, stage: _StageState) -> bool:
+        if not self.pipeline.variant.forwards_first:
+            return True
+        return stage.forwards >= (stage.backwards // self._n + 1) * self._n
+
+    def _done(self, stage: _StageState) -> int:
+        return stage.weights if self._split else stage.backwards
+
+    def _update_due(self, s: int, d: int) -> bool:
+        """Where pipelines flush, a device's stages update together."""
+        flushes = self.pipeline.variant.flushes
+        own = self._stages[s]
+        together = self._devices[d] if flushes else (s,)
+        wanted = (own.updates + 1) * self._n
+        return all(
+            self._done(self._stages[t]) >= wanted or self._stages[t].updates > own.updates
+            for t in together
+        )
+
+    def _kept(self, s: int) -> int:
+        stage = self._stages[s]
+        return stage.forwards - self._done(stage)
+
+    def _room(self, s: int, d: int) -> bool:
+        """Whether a stage may keep one more micro-batch."""
+        if self._kept(s) >= self._keep[s]:
+            return False
+        if self._most_kept is None:
+            return True
+        kept = [self._kept(t) for t in self._devices[d]]
+        # One place for each other stage, so that what has begun can always go on.
+        reserved = sum(
+            not count
+            for t, count in zip(self._devices[d], kept, strict=True)
+            if t > s and self._stages[t].forwards < self._end
+        )
+        return sum(kept) + reserved < self._most_kept[d]
+
+    def _weight(self, s: int, d: int, soonest: float) -> list[tuple[float, int, int, int]]:
+        """A stage's next weight part; what else the device has next starts at `soonest`."""
+        stage = self._stages[s]
+        if stage.weights >= stage.backwards:
+            return []
+        free = self.clock.free_s[s]
+        start = free[stage.weights % len(free)]
+        if soonest - start < _GAP * self.clock.seconds[WEIGHTS][s][stage.weights % len(free)]:
+            # After what comes first.
+            start = max(start, soonest)
+        return [(start, _WEIGHT, -s, d)]
+
+    def _deliver(self) -> None:
+        kind, s, complete = self.clock.deliver()
+        moved = {self._device_of[t] for t in (s, *(p.stage for p in self.clock.ports[kind][s]))}
+        for d in sorted({*moved, *(self._device_of[t] for t, _ in complete)}):
+            self._offer(d)
+
+
+_UPDATE, _BACKWARD, _FORWARD, _WEIGHT = -1, 0, 1, 2
+_KIND_OF = {_UPDATE: UPDATES, _BACKWARD: BACKWARDS, _FORWARD: FORWARDS, _WEIGHT: WEIGHTS}

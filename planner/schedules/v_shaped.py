@@ -1,0 +1,102 @@
+"""Schedules of a V with split backwards: `zb-v` (2401.10241, 2405.15362) and `v-half` (2405.15362).
+
+Each device has two stages, one on the way down and one on the way back up, and keeps a stage's
+micro-batch from its forward to its weight part: at most 2·D of them in `zb-v`, what 1F1B's fullest
+device keeps; D + 1 in `v-half`. Forwards and backwards repeat a building block (2405.15362): the
+times of one micro-batch in a steady pipeline of equal stages, a micro-batch every six units. Weight
+parts run when a device would be idle, or when a forward needs their room.
+
+The papers' times are equal. Where they aren't, several blocks and the list schedule are tried under
+the same limit, and the one with the shortest period is taken (our reading).
+
+Index letters: D devices; S = 2·D stages; N micro-batches.
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+from ..simulator.clock import SimulatedClock
+from ..simulator.executor import ContendedExecutor, ListExecutor, coded
+from ..simulator.pipeline import Pipeline
+from ..systems.operations import BACKWARDS, FORWARDS, UPDATES, U
+from .list_schedule import MicroBatchScheduler
+from .zero_bubble import WeightsWhenIdle
+
+_Rows = tuple[tuple[bytes, tuple[int, ...]], ...]
+
+_UNITS = 6
+"""Between two micro-batches: a forward, a backward and a weight part of each of two stages."""
+
+_STEPS = ((1, 5), (2, 4), (3, 3), (1, 3), (1, 1))
+"""Units from one stage to the next: on the way down, and on the way back up."""
+
+_MOST_TRIED = 20_000
+"""Operations of a mini-batch, on all devices, for which all ways are tried."""
+
+
+def v_shaped(pipeline: Pipeline) -> _Rows:
+    """Per device, kinds and stages of a mini-batch's operations, updates left out."""
+    devices = len(pipeline.stages_of)
+    most = [_most_kept(pipeline, devices)] * devices
+    tried: tuple[tuple[int, int], ...] = _STEPS
+    if 3 * pipeline.stages * pipeline.micro_batches > _MOST_TRIED:
+        tried = _STEPS[:1]
+    found = []
+    for down, up in tried:
+        placed = WeightsWhenIdle(pipeline, *_in_blocks(pipeline, down, up), most)
+        rows = placed.place()
+        if placed.complete:
+            found.append(rows)
+    scheduler = MicroBatchScheduler(pipeline, 1, [pipeline.micro_batches] * pipeline.stages, most)
+    scheduler.run(1)
+    found.append(scheduler.rows())
+    periods = [_period_s(pipeline, rows) for rows in found]
+    # Rounding is no reason to take a later one.
+    best = min(periods) * (1 + 1e-9)
+    return next(rows for rows, seconds in zip(found, periods, strict=True) if seconds <= best)
+
+
+def _most_kept(pipeline: Pipeline, devices: int) -> int:
+    """Micro-batches that a device's stages may keep at once, all its replicas together."""
+    r = pipeline.replicas(0)
+    return r * (devices + 1 if pipeline.variant.half_memory else 2 * devices)
+
+
+def _in_blocks(pipeline: Pipeline, down: int, up: int) -> tuple[list[bytes], list[tuple[int, ...]]]:
+    """Per device, kinds of forwards and backwards in the sequence of a repeated block, and their
+    stages. `down`, `up`: units from one stage to the next."""
+    stages, n = pipeline.stages, pipeline.micro_batches
+    half = stages // 2
+    # Forwards go down and up again, and so do the backwards.
+    steps = [down] * (half - 1) + [1] + [up] * (half - 1)
+    forward_at = [sum(steps[:s]) for s in range(stages)]
+    backward_at = [forward_at[-1] + 1 + sum(steps[: stages - 1 - s]) for s in range(stages)]
+    kinds, turns = [], []
+    for mine in pipeline.stages_of:
+        row = sorted(
+            (at[s] + _UNITS * i, kind, s)
+            for kind, at in ((FORWARDS, forward_at), (BACKWARDS, backward_at))
+            for s in mine
+            for i in range(n)
+        )
+        kinds.append(bytes(kind for _, kind, _ in row))
+        turns.append(tuple(s for _, _, s in row))
+    return kinds, turns
+
+
+def _period_s(pipeline: Pipeline, rows: _Rows) -> float:
+    """From update to update, on the slowest stage; the first mini-batches are like all others."""
+    clock = SimulatedClock(pipeline)
+    clock.grow(2)
+    lists = [
+        coded(clock, (kinds + U * len(mine)) * 2, (turns + mine) * 2)
+        for (kinds, turns), mine in zip(rows, pipeline.stages_of, strict=True)
+    ]
+    if clock.contended:
+        done = ContendedExecutor(clock, lists).run(2)
+    else:
+        run = ListExecutor(clock)
+        run.lists = lists
+        done = run.run()
+    return max(b - a for a, b in clock.starts_s[UPDATES]) if done else inf
