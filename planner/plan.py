@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import Meta
 
-from ..profiles.errors import PlanError
+from ..profiles.errors import FileError, PlanError
 from ..profiles.files import (
     Count,
     Factor,
@@ -162,10 +162,21 @@ class SolverReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     seconds: Predicted
 
 
+def _without_cores(plan: Any) -> None:
+    """In the first format, devices could take turns on the cores of their machine."""
+    cluster = plan.get("cluster")
+    cores = cluster.pop("cores", None) if isinstance(cluster, dict) else None
+    if cores is not None:
+        raise FileError(
+            f"cluster.cores: its {cores} cores are shared by more devices, which isn't planned any "
+            "more; plan several stages for a device instead: tp-plan solve --stages-per-device"
+        )
+
+
 class Plan(TaggedFile, frozen=True, kw_only=True, tag=FORMAT):
     """A plan that tp-run can execute."""
 
-    still_read = ("timeprest-plan/1",)
+    older: ClassVar = {"timeprest-plan/1": _without_cores}
 
     variant: str
     mini_batch: Count

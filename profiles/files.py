@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
@@ -79,8 +79,9 @@ class TaggedFile(
 ):
     """A file of ours; its `tag` is the name of its format."""
 
-    still_read: ClassVar[tuple[str, ...]] = ()
-    """Older formats, whose files are whole ones of this."""
+    older: ClassVar[Mapping[str, Callable[[Any], None]]] = {}
+    """Formats that are still read, and what makes an object of this one of theirs; raises
+    FileError where it can't."""
 
 
 T = TypeVar("T", bound=TaggedFile)
@@ -101,7 +102,11 @@ def read_file(path: str | Path, kind: type[T]) -> T:
         raise FileError(f"{path}: not valid JSON: {error}") from None
     wanted = _format_of(kind)
     have = found.get("format") if isinstance(found, dict) else None
-    if have in kind.still_read:
+    if isinstance(have, str) and have in kind.older:
+        try:
+            kind.older[have](found)
+        except FileError as error:
+            raise FileError(f"{path}: {error}") from None
         found["format"] = have = wanted
     if have != wanted:
         shown = f"its format is {have!r}" if isinstance(have, str) else "it has no format name"

@@ -395,7 +395,7 @@ def test_op_is_still_what_orders_are_made_of():
     pipeline = evaluate(
         question(chain(1), uniform_cluster(1), "spectrain"), lone_stages([["n0"]], [1]), 1
     ).pipeline
-    assert make_schedule(pipeline, 1) == ((Op("F", 0, 0), Op("B", 0), Op("U", 0)),)
+    assert make_schedule(pipeline, 1).stages == ((Op("F", 0, 0), Op("B", 0), Op("U", 0)),)
 
 
 def memory_steps(

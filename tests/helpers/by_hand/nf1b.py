@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from timeprest.planner.systems.operations import Op
+from timeprest.planner.systems.operations import Op, Schedule
 
 
 def list_schedule(pipeline, mini_batches):
     """At every step the operation that can start earliest; ties to backwards, then lower stages.
 
-    For stages of one device each, links with wires of their own, and an update right after its
-    backward.
+    For stages without replicas, links with wires of their own, and an update right after its
+    backward. Where devices have several stages, ties go to the stage nearer to the output.
     """
     n, stages = pipeline.micro_batches, range(pipeline.stages)
+    device = pipeline.placement or tuple(stages)
     free = [0.0 for _ in stages]
     wire_free = {}
     arrivals = {}
     orders = [[] for _ in stages]
+    turns = [[] for _ in range(max(device) + 1)]
 
     def send(source, target, op, now, wire_s, latency_s):
         begin = max(now, wire_free.get((source, target), 0.0))
@@ -38,24 +40,28 @@ def list_schedule(pipeline, mini_batches):
 
     while True:
         found = [
-            (max(free[s], when), rank, s, op)
+            (max(free[device[s]], when), rank, -s if pipeline.placement else s, s, op)
             for s in stages
             for rank, op, due in options(s)
             if (when := ready(s, op, due)) is not None
         ]
         if not found:
-            return tuple(tuple(ops) for ops in orders)
-        start, _, s, op = min(found, key=lambda option: option[:3])
+            placed = tuple(map(tuple, turns)) if pipeline.placement else ()
+            return Schedule(tuple(map(tuple, orders)), placed)
+        start, _, _, s, op = min(found, key=lambda option: option[:3])
         orders[s].append(op)
+        d = device[s]
+        turns[d].append(s)
         if op.kind == "F":
-            free[s] = start + pipeline.forward_s[s]
+            free[d] = start + pipeline.forward_s[s]
             for link in pipeline.links:
                 if link.source == s:
-                    send(s, link.target, op, free[s], link.forward_s, link.latency_s)
+                    send(s, link.target, op, free[d], link.forward_s, link.latency_s)
         else:
-            free[s] = end = start + pipeline.backward_s[s] * n
+            end = start + pipeline.backward_s[s] * n
             for link in pipeline.links:
                 if link.target == s and link.has_gradient:
                     send(s, link.source, op, end, link.backward_s * n, link.latency_s)
             orders[s].append(Op("U", op.mini_batch))
-            free[s] = end + pipeline.update_s[s]
+            turns[d].append(s)
+            free[d] = end + pipeline.update_s[s]

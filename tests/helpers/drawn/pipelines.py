@@ -14,18 +14,24 @@ from timeprest.planner.costs.layout import StageTimes, make_pipeline
 from timeprest.planner.costs.stage_costs import Transfer
 from timeprest.planner.schedules.schedules import limit_ranges
 from timeprest.planner.simulator.pipeline import Link, Pipeline
+from timeprest.planner.systems.placement import numbered_devices
 from timeprest.planner.systems.variants import VARIANTS
 
-ALL = tuple(sorted(VARIANTS))
+ALL = tuple(sorted(name for name, variant in VARIANTS.items() if variant.placement == "any"))
+"""Systems that run with a device for each stage."""
 
 
 times = st.floats(0.01, 10, allow_nan=False)
 
 
 @st.composite
-def pipelines(draw, variants=ALL, most_stages=6, most_micro_batches=8):
+def pipelines(draw, variants=ALL, most_stages=6, most_micro_batches=8, *, placed=False):
+    """Chains with any times, and some links that skip stages. `placed`: devices have several."""
     variant = VARIANTS[draw(st.sampled_from(variants))]
-    stages = draw(st.integers(1, most_stages))
+    stages, placement = draw(st.integers(1, most_stages)), ()
+    if placed:
+        placement = draw(placements(variant.placement))
+        stages = len(placement)
     least = variant.least_micro_batches(stages)
     n = (
         1
@@ -37,7 +43,7 @@ def pipelines(draw, variants=ALL, most_stages=6, most_micro_batches=8):
         a = draw(st.integers(0, stages - 2))
         links.add((a, draw(st.integers(a + 1, stages - 1))))
     limits = []
-    for least, most in reversed(limit_ranges(variant, stages)):
+    for least, most in reversed(limit_ranges(variant, stages, several=placed)):
         low = max(least, limits[0]) if limits else least
         limits.insert(0, draw(st.integers(low, most)))
     backward_s = tuple(draw(times) for _ in range(stages))
@@ -54,7 +60,22 @@ def pipelines(draw, variants=ALL, most_stages=6, most_micro_batches=8):
             for a, b in sorted(links)
         ),
         limits=tuple(limits),
+        placement=placement,
     )
+
+
+@st.composite
+def placements(draw, kind="any"):
+    """Of more stages than devices; `kind`: as a system's `Variant.placement`."""
+    devices = tuple(range(draw(st.integers(1, 3))))
+    if kind == "v":
+        return devices + devices[::-1]
+    if kind == "loop" or draw(st.booleans()):
+        return devices * draw(st.integers(2, 3))
+    if draw(st.booleans()):
+        return devices + devices[::-1][draw(st.integers(0, len(devices) > 1)) :]
+    more = draw(st.lists(st.sampled_from(devices), min_size=1, max_size=4))
+    return numbered_devices(draw(st.permutations([*devices, *more])))
 
 
 @st.composite

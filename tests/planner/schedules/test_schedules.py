@@ -17,6 +17,7 @@ from timeprest.planner.schedules.schedules import limit_ranges, make_schedule
 from timeprest.planner.simulator.timeline import simulate, warm_mini_batches
 from timeprest.planner.systems.operations import (
     Op,
+    Schedule,
     op_text,
     parse_op,
     parse_schedule,
@@ -376,7 +377,7 @@ def test_a_stage_does_one_thing_at_a_time(pipeline, mini_batches):
 def _swapped(order, s, a, b):
     ops = list(order[s])
     ops[a], ops[b] = ops[b], ops[a]
-    return (*order[:s], tuple(ops), *order[s + 1 :])
+    return (*order.stages[:s], tuple(ops), *order.stages[s + 1 :])
 
 
 @pytest.mark.parametrize(
@@ -388,7 +389,7 @@ def _swapped(order, s, a, b):
         (lambda o: (o[0][:-1], o[1]), "0U3: is missing"),
         (lambda o: _swapped(o, 1, 0, 1), "1B0: runs before 1F0.0"),
         (lambda o: _swapped(o, 0, 0, 1), "same sequence"),
-        (lambda o: o[:1], "stages"),
+        (lambda o: o.stages[:1], "stages"),
     ],
 )
 def test_the_checker_names_what_is_wrong(change, message):
@@ -396,7 +397,7 @@ def test_the_checker_names_what_is_wrong(change, message):
     order = make_schedule(pipeline, 4)
     check_schedule(pipeline, order, 4)
     with pytest.raises(ScheduleError, match=message):
-        check_schedule(pipeline, change(order), 4)
+        check_schedule(pipeline, Schedule(change(order)), 4)
 
 
 def test_deadlock_is_named():
@@ -407,7 +408,7 @@ def test_deadlock_is_named():
         op for op in order[0] if op.kind == "F"
     )
     with pytest.raises(ScheduleError, match=r"deadlock.*0B0, 1F0\.0"):
-        simulate(pipeline, (stuck, order[1]))
+        simulate(pipeline, Schedule((stuck, order[1])))
 
 
 @given(st.integers(0, 99), st.sampled_from("FBU"), st.integers(0, 999), st.integers(0, 99))

@@ -15,7 +15,7 @@ from timeprest.planner.schedules.steady_state import steady_state
 from timeprest.planner.schedules.zero_bubble import postponed
 from timeprest.planner.simulator.pipeline import Link, Pipeline
 from timeprest.planner.simulator.timeline import least_period_s, simulate
-from timeprest.planner.systems.operations import Op, schedule_text
+from timeprest.planner.systems.operations import Op, Schedule, schedule_text
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import ScheduleError
 
@@ -169,16 +169,16 @@ def test_a_stage_keeps_its_order_where_rounding_leaves_nothing_of_a_first_part()
 def test_the_checker_knows_weight_parts():
     pipeline = equal_stages(1, 1)
     good = [Op("F", 0, 0), Op("B", 0, 0), Op("W", 0, 0), Op("U", 0)]
-    check_schedule(pipeline, (tuple(good),), 1)
+    check_schedule(pipeline, Schedule((tuple(good),)), 1)
     for order, message in [
         ([good[0], good[2], good[1], good[3]], "0W0.0: runs before 0B0.0"),
         ([good[0], good[1], good[3], good[2]], "0U0: runs before 0W0.0"),
         ([good[0], good[1], good[3]], "0U0: runs before 0W0.0"),
     ]:
         with pytest.raises(ScheduleError, match=message):
-            check_schedule(pipeline, (tuple(order),), 1)
+            check_schedule(pipeline, Schedule((tuple(order),)), 1)
     with pytest.raises(ScheduleError, match="not expected"):
-        check_schedule(unsplit(pipeline), (tuple(good),), 1)
+        check_schedule(unsplit(pipeline), Schedule((tuple(good),)), 1)
 
 
 def test_very_long_mini_batches_take_the_papers_way():

@@ -258,7 +258,7 @@ def edited(plan, path, change):
         (lambda d: d["stages"][0].update(nodes=[]), r"stages\[0\]\.nodes|\.nodes"),
         (lambda d: d["stages"][0].update(nodes=["n0", "n2"]), "two places"),
         (lambda d: d["stages"][1].update(in_flight=9), "must not rise"),
-        (lambda d: d["stages"][1].update(devices=[0]), "runs two stages"),
+        (lambda d: d["stages"][1].update(devices=[0, 1]), "must share all their devices"),
         (lambda d: d["stages"][1].update(devices=[7]), "isn't one of the 2 devices"),
         (lambda d: d["stages"][1].update(devices=[1, 1]), "names device 1 twice"),
         (
@@ -272,7 +272,7 @@ def edited(plan, path, change):
         (lambda d: d["edges"][0].update(source=1, target=0), "later stages only"),
         (lambda d: d.update(colour="red"), "unknown field `colour`"),
         (lambda d: d.update(mini_batch="many"), r"\$\.mini_batch"),
-        (lambda d: d.update(format="timeprest-plan/9"), "expected 'timeprest-plan/1'"),
+        (lambda d: d.update(format="timeprest-plan/9"), "expected 'timeprest-plan/2'"),
         (lambda d: d.pop("format"), "no format name"),
     ],
 )
@@ -338,3 +338,18 @@ def test_a_broken_cluster_file_is_named(text, message, tmp_path):
     with pytest.raises(UserError, match=message) as caught:
         read_cluster(path)
     assert str(path) in str(caught.value)
+
+
+def test_plans_of_the_first_format_are_read(tmp_path):
+    plan = solve(chain(4), uniform_cluster(2), stages=2, micro_batches=2)
+
+    def older(data):
+        data["format"] = "timeprest-plan/1"
+        data["cluster"]["cores"] = None
+        del data["predicted"]["devices"]
+
+    path = edited(plan, tmp_path / "plan.json", older)
+    assert read_plan(path) == plan
+    path = edited(plan, path, lambda d: (older(d), d["cluster"].update(cores=1)))
+    with pytest.raises(FileError, match=r"plan\.json: cluster\.cores: .*--stages-per-device"):
+        read_plan(path)

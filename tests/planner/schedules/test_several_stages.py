@@ -1,0 +1,122 @@
+"""Schedules of devices that have several stages."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from helpers.by_hand.nf1b import list_schedule
+from helpers.by_hand.unit_pipelines import unit_pipeline
+from helpers.drawn.pipelines import pipelines
+from hypothesis import given
+from hypothesis import strategies as st
+from timeprest.planner.schedules.check import check_schedule
+from timeprest.planner.schedules.interleaved import interleaved
+from timeprest.planner.schedules.schedules import limit_ranges, make_schedule
+from timeprest.planner.schedules.steady_state import steady_state
+from timeprest.planner.simulator.pipeline import Link, Pipeline
+from timeprest.planner.simulator.timeline import least_period_s, simulate
+from timeprest.planner.systems.operations import parse_schedule, schedule_text
+from timeprest.planner.systems.placement import numbered_devices, pattern_of, placements
+from timeprest.planner.systems.variants import VARIANTS
+
+
+def equal_stages(variant, placement, n, limits=None):
+    """Forward 1, backward 2, where it is split 1 and 1; messages take no time."""
+    system, stages = VARIANTS[variant], len(placement)
+    ranges = limit_ranges(system, stages, several=True)
+    return Pipeline(
+        variant=system,
+        micro_batches=n,
+        forward_s=(1.0,) * stages,
+        backward_s=(2.0,) * stages,
+        weight_s=(1.0,) * stages if system.split_backward else (),
+        update_s=(0.0,) * stages,
+        links=tuple(Link(s, s + 1, 0.0, 0.0, 0.0) for s in range(stages - 1)),
+        limits=limits or tuple(most for _, most in ranges),
+        placement=placement,
+    )
+
+
+def test_the_patterns_of_placements():
+    assert placements("loop", 6, 3) == [(0, 1, 2, 0, 1, 2)]
+    assert placements("v", 6, 3) == [(0, 1, 2, 2, 1, 0)]
+    assert placements("v", 5, 3) == [(0, 1, 2, 1, 0)]
+    assert placements("v", 3, 3) == placements("loop", 3, 3) == []
+    assert pattern_of(numbered_devices("abab"), 4) == "loop"
+    assert pattern_of(numbered_devices("abba"), 4) == "v"
+    assert pattern_of(numbered_devices("aba"), 3) == "v"
+    assert pattern_of(numbered_devices("abca"), 4) == "free"
+    assert pattern_of(numbered_devices("abc"), 3) == "straight"
+
+
+@given(pipelines(placed=True), st.integers(1, 4))
+def test_every_order_obeys_its_rules(pipeline, mini_batches):
+    order = make_schedule(pipeline, mini_batches)
+    check_schedule(pipeline, order, mini_batches)
+    assert parse_schedule(schedule_text(order)) == order
+    assert make_schedule(pipeline, mini_batches) == order
+
+
+@given(pipelines(("timeprest", "pipedream"), placed=True), st.integers(1, 5))
+def test_without_a_flush_orders_follow_the_rule(pipeline, mini_batches):
+    assert make_schedule(pipeline, mini_batches) == list_schedule(pipeline, mini_batches)
+
+
+@given(pipelines(placed=True), st.integers(1, 3))
+def test_a_device_runs_one_operation_at_a_time(pipeline, mini_batches):
+    timeline = simulate(pipeline, make_schedule(pipeline, mini_batches))
+    for stages in pipeline.stages_of:
+        events = sorted(
+            (event.start_s, event.end_s) for s in stages for event in timeline.stages[s]
+        )
+        for (_, end), (start, _) in pairwise(events):
+            assert start >= end - 1e-9 * end
+
+
+@given(pipelines(placed=True))
+def test_no_period_is_below_what_the_busiest_device_needs(pipeline):
+    steady = steady_state(pipeline)
+    assert steady.period_s >= least_period_s(pipeline) * (1 - 1e-9)
+    assert all(
+        len(turns) == sum(len(steady.kinds[s]) for s in stages)
+        for stages, turns in zip(pipeline.stages_of, steady.turns, strict=True)
+    )
+
+
+@pytest.mark.parametrize("placement", [(0, 1, 0), (0, 1, 0, 1, 0, 1), (0, 1, 2, 1, 0)])
+@pytest.mark.parametrize("variant", ["timeprest", "v-timeprest", "timeprest-stashed"])
+def test_equal_work_keeps_devices_busy_without_a_flush(variant, placement):
+    """Times are such that all devices have as much to do."""
+    pipeline = equal_stages(variant, placement, 4)
+    counts = [len(stages) for stages in pipeline.stages_of]
+    times = [6.0 / counts[d] for d in placement]
+    pipeline = Pipeline(
+        **{
+            **pipeline.__dict__,
+            "forward_s": tuple(t / 3 for t in times),
+            "backward_s": tuple(2 * t / 3 for t in times),
+        }
+    )
+    assert steady_state(pipeline).period_s == pytest.approx(4 * 6.0)
+
+
+def test_interleaved_1f1b_is_megatrons():
+    """Two devices, two stages each, four micro-batches (2104.04473, figure 4's rule)."""
+    rows = interleaved(equal_stages("pipedream-flush", (0, 1, 0, 1), 4))
+    shown = [
+        " ".join(f"{'FB'[kind]}{s}" for kind, s in zip(kinds, turns, strict=True))
+        for kinds, turns in rows
+    ]
+    assert shown == [
+        "F0 F0 F2 F2 F0 B2 F0 B2 F2 B0 F2 B0 B2 B2 B0 B0",
+        "F1 F1 F3 B3 F3 B3 F1 B1 F1 B1 F3 B3 F3 B3 B1 B1",
+    ]
+
+
+def test_a_stage_that_moves_breaks_the_order():
+    pipeline = equal_stages("timeprest", (0, 1, 0), 2)
+    order = make_schedule(pipeline, 2)
+    straight = unit_pipeline("timeprest", 3, 2, pipeline.limits)
+    with pytest.raises(Exception, match="other stages than the pipeline"):
+        check_schedule(straight, order, 2)
