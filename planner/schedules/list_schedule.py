@@ -24,6 +24,11 @@ from ..systems.operations import BACKWARDS, FORWARDS, UPDATES, WEIGHTS
 _GAP = 0.5
 """A weight part isn't begun when what comes next is there before so much of its time is over."""
 
+_FIRST, _SOONER, _BETWEEN, _LATER, _LAST = range(5)
+
+_Entry = tuple[float, int, int, int, int, int]
+"""Start; what ties go by, twice; kind, stage and device."""
+
 
 @dataclass
 class _StageState:
@@ -50,11 +55,15 @@ class MicroBatchScheduler:
         mini_batches: int,
         keep: Sequence[int],
         most_kept: Sequence[int] | None = None,
+        *,
+        forwards_first: bool = False,
     ) -> None:
         """
         Args:
             keep: per stage, micro-batches that it may keep at once, all its replicas together.
             most_kept: per device, those that all its stages together may; None: any.
+            forwards_first: ties go to forwards, then to weight parts that a forward waits for to
+                have room, then to backwards of the stage nearer to the input.
         """
         self.pipeline = pipeline
         self.clock = SimulatedClock(pipeline)
@@ -69,8 +78,9 @@ class MicroBatchScheduler:
         self._end = mini_batches * self._n
         self._keep, self._most_kept = keep, most_kept
         self._split = pipeline.variant.split_backward
-        self._heap: list[tuple[float, int, int, int]] = []
-        self._current: list[tuple[float, int, int, int] | None] = [None for _ in self._devices]
+        self._forwards_first = forwards_first
+        self._heap: list[_Entry] = []
+        self._current: list[_Entry | None] = [None for _ in self._devices]
         for d in range(len(self._devices)):
             self._offer(d)
 
@@ -104,7 +114,7 @@ class MicroBatchScheduler:
                 self._deliver()
                 continue
             entry = heapq.heappop(heap)
-            start, kind, s, d = entry[0], *self._decode(entry)
+            start, _, _, kind, s, d = entry
             if self._current[d] is not entry:
                 continue
             if clock.sending and clock.sending[0][0] <= start:
@@ -114,11 +124,6 @@ class MicroBatchScheduler:
             self._run(kind, s, d)
             self.now_s = start
         return True
-
-    @staticmethod
-    def _decode(entry: tuple[float, int, int, int]) -> tuple[int, int, int]:
-        """Kind, stage and device of an entry."""
-        return _KIND_OF[entry[1]], -entry[2], entry[3]
 
     def _run(self, kind: int, s: int, d: int) -> None:
         stage = self._stages[s]
@@ -150,21 +155,38 @@ class MicroBatchScheduler:
         if entry is not None:
             heapq.heappush(self._heap, entry)
 
-    def _next(self, s: int, d: int) -> list[tuple[float, int, int, int]]:
+    def _next(self, s: int, d: int) -> list[_Entry]:
         """A stage's update, or its next backward and forward, where they can be told to start."""
         stage, n = self._stages[s], self._n
         if self._update_due(s, d):
-            return [(max(self.clock.free_s[s]), _UPDATE, -s, d)]
+            return [(max(self.clock.free_s[s]), _FIRST, -s, UPDATES, s, d)]
         found = []
         f, b = stage.forwards, stage.backwards
         if b < f and self._backward_may(stage):
-            start = self._start(BACKWARDS, s, b)
-            found.append((start, _BACKWARD, -s, d))
+            rank, tie = (_LATER, s) if self._forwards_first else (_SOONER, -s)
+            found.append((self._start(BACKWARDS, s, b), rank, tie, BACKWARDS, s, d))
         flushed = f < (stage.updates + 1) * n or not self.pipeline.variant.flushes
-        if f < self._end and flushed and self._room(s, d):
+        if f < self._end and flushed:
             start = self._start(FORWARDS, s, f)
-            found.append((start, _FORWARD, -s, d))
+            if self._room(s, d):
+                rank = _SOONER if self._forwards_first else _LATER
+                found.append((start, rank, -s, FORWARDS, s, d))
+            elif self._forwards_first:
+                found += self._making_room(d, start)
         return [entry for entry in found if entry[0] < inf]
+
+    def _making_room(self, d: int, start: float) -> list[_Entry]:
+        """The device's oldest weight part, for a forward that could run but for room."""
+        waiting = [s for s in self._devices[d] if self._weights_left(s)]
+        if not waiting:
+            return []
+        s = min(waiting, key=lambda t: (self._stages[t].weights, t))
+        free = self.clock.free_s[s]
+        begin = max(start, free[self._stages[s].weights % len(free)])
+        return [(begin, _BETWEEN, -s, WEIGHTS, s, d)]
+
+    def _weights_left(self, s: int) -> bool:
+        return self._split and self._stages[s].weights < self._stages[s].backwards
 
     def _start(self, kind: int, s: int, slot: int) -> float:
         free = self.clock.free_s[s]
@@ -208,24 +230,19 @@ class MicroBatchScheduler:
         )
         return sum(kept) + reserved < self._most_kept[d]
 
-    def _weight(self, s: int, d: int, soonest: float) -> list[tuple[float, int, int, int]]:
+    def _weight(self, s: int, d: int, soonest: float) -> list[_Entry]:
         """A stage's next weight part; what else the device has next starts at `soonest`."""
-        stage = self._stages[s]
-        if stage.weights >= stage.backwards:
+        if not self._weights_left(s):
             return []
-        free = self.clock.free_s[s]
-        start = free[stage.weights % len(free)]
-        if soonest - start < _GAP * self.clock.seconds[WEIGHTS][s][stage.weights % len(free)]:
+        free, done = self.clock.free_s[s], self._stages[s].weights
+        start = free[done % len(free)]
+        if soonest - start < _GAP * self.clock.seconds[WEIGHTS][s][done % len(free)]:
             # After what comes first.
             start = max(start, soonest)
-        return [(start, _WEIGHT, -s, d)]
+        return [(start, _LAST, done, WEIGHTS, s, d)]
 
     def _deliver(self) -> None:
         kind, s, complete = self.clock.deliver()
         moved = {self._device_of[t] for t in (s, *(p.stage for p in self.clock.ports[kind][s]))}
         for d in sorted({*moved, *(self._device_of[t] for t, _ in complete)}):
             self._offer(d)
-
-
-_UPDATE, _BACKWARD, _FORWARD, _WEIGHT = -1, 0, 1, 2
-_KIND_OF = {_UPDATE: UPDATES, _BACKWARD: BACKWARDS, _FORWARD: FORWARDS, _WEIGHT: WEIGHTS}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from dataclasses import replace
+from itertools import accumulate, pairwise
 
 import pytest
 from helpers.by_hand.nf1b import list_schedule
@@ -91,12 +92,10 @@ def test_equal_work_keeps_devices_busy_without_a_flush(variant, placement):
     pipeline = equal_stages(variant, placement, 4)
     counts = [len(stages) for stages in pipeline.stages_of]
     times = [6.0 / counts[d] for d in placement]
-    pipeline = Pipeline(
-        **{
-            **pipeline.__dict__,
-            "forward_s": tuple(t / 3 for t in times),
-            "backward_s": tuple(2 * t / 3 for t in times),
-        }
+    pipeline = replace(
+        pipeline,
+        forward_s=tuple(t / 3 for t in times),
+        backward_s=tuple(2 * t / 3 for t in times),
     )
     assert steady_state(pipeline).period_s == pytest.approx(4 * 6.0)
 
@@ -120,3 +119,53 @@ def test_a_stage_that_moves_breaks_the_order():
     straight = unit_pipeline("timeprest", 3, 2, pipeline.limits)
     with pytest.raises(Exception, match="other stages than the pipeline"):
         check_schedule(straight, order, 2)
+
+
+def v_of(devices, n, **changes):
+    """Two stages on each of the devices of a V, all with equal forwards, backwards and weights."""
+    down = tuple(range(devices))
+    pipeline = equal_stages("zb-h1", down + down[::-1], n)
+    system = replace(pipeline.variant, schedule="v-shaped", placement="v", **changes)
+    return replace(pipeline, variant=system)
+
+
+def most_kept(pipeline):
+    """Micro-batches that the fullest device keeps at once, of all its stages."""
+    most = 0
+    for ops in make_schedule(pipeline, 1).on_devices():
+        steps = accumulate((op.kind == "F") - (op.kind == "W") for _, op in ops)
+        most = max(most, *steps)
+    return most
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3, 4, 6])
+def test_a_v_of_split_backwards_is_never_idle(devices):
+    """2405.15362: no bubble with N ≥ 2·D, and no more activations than 1F1B's fullest device."""
+    n = 2 * devices + 1
+    pipeline = v_of(devices, n)
+    check_schedule(pipeline, make_schedule(pipeline, 2), 2)
+    assert steady_state(pipeline).period_s - 6 * n <= (devices > 4)
+    assert most_kept(pipeline) == 2 * devices
+
+
+@pytest.mark.parametrize("devices", [2, 3, 4, 6])
+def test_half_the_activations_for_some_idle_time(devices):
+    n = 2 * devices
+    pipeline = v_of(devices, n, half_memory=True)
+    check_schedule(pipeline, make_schedule(pipeline, 2), 2)
+    assert most_kept(pipeline) <= devices + 1
+    # 1F1B's devices are idle for 6·(D − 1).
+    assert 0 < steady_state(pipeline).period_s - 6 * n < 0.75 * 6 * (devices - 1)
+
+
+@pytest.mark.parametrize(("devices", "stages"), [(2, 2), (3, 2), (2, 3)])
+def test_the_bubble_of_interleaved_1f1b(devices, stages):
+    """(D − 1) / (v·N) of the work (2104.04473, section 2.2)."""
+    n = 2 * devices
+    pipeline = equal_stages("pipedream-flush", tuple(range(devices)) * stages, n)
+    pipeline = replace(pipeline, variant=replace(pipeline.variant, schedule="interleaved"))
+    check_schedule(pipeline, make_schedule(pipeline, 2), 2)
+    work = 3.0 * stages * n
+    assert steady_state(pipeline).period_s == pytest.approx(
+        work * (1 + (devices - 1) / (stages * n))
+    )
