@@ -240,7 +240,20 @@ def test_names_and_counts():
     assert counts(contestant_named("tdp-1f1b"), 12) == [2, 3, 4, 6, 12]
     assert counts(contestant_named("tdp-1f1b@4"), 16) == [4]
     assert contestant_named("gpipe@4").variant == "gpipe"
-    for wrong in ("nobody", "gpipe@", "gpipe@0", "gpipe@x", "gpipe/", "gpipe/0", "gpipe/3@2"):
+    placed = contestant_named("timeprest@4+2")
+    assert (placed.variant, placed.micro_batches, placed.stages_per_rank) == ("timeprest", 4, 2)
+    for wrong in (
+        "tdp-1f1b+2",
+        "timeprest+",
+        "timeprest+2@4",
+        "nobody",
+        "gpipe@",
+        "gpipe@0",
+        "gpipe@x",
+        "gpipe/",
+        "gpipe/0",
+        "gpipe/3@2",
+    ):
         with pytest.raises(UserError, match="choose of"):
             contestant_named(wrong)
 

@@ -1,7 +1,8 @@
 """Who is raced: one process, data parallelism, other pipelines, and the systems of ours.
 
-A name may end in @N: so many micro-batches, instead of the best number. Results of before have
-names that end in /P, too: P processes that took turns on two cores. They are read, not raced.
+A name may end in @N: so many micro-batches, instead of the best number; and in +K: K stages on each
+device. Results of before have names that end in /P, too: P processes that took turns on two cores.
+They are read, not raced.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Contestant:
         kind: whose code it is.
         processes, threads: how many, and torch's threads in each.
         schedule: of torch.distributed.pipelining, the class's name without "Schedule".
-        stages_per_rank: of that, too.
+        stages_per_rank: of that, too; and of ours, where it isn't what the system has by default.
         micro_batches: fixed; None: the best are looked for.
         turns: the processes took turns on the cores.
     """
@@ -77,7 +78,7 @@ class Contestant:
 
 def bare_name(name: str) -> str:
     """The name without what it may end in."""
-    return re.split("[@/]", name)[0]
+    return re.split("[@+/]", name)[0]
 
 
 TDP = "torch.distributed.pipelining"
@@ -100,21 +101,24 @@ OURS = {name: Contestant(name, name, "ours") for name in VARIANTS}
 ALL = {**RIVALS, **OURS}
 
 
-_NAME = re.compile(r"([^@/]+)(?:@([1-9][0-9]*))?(?:/([1-9][0-9]*))?")
+_NAME = re.compile(r"([^@+/]+)(?:@([1-9][0-9]*))?(?:\+([1-9]))?(?:/([1-9][0-9]*))?")
 
 
 def contestant_named(text: str) -> Contestant:
-    """The contestant of a name, with @N and /P or without. Raises UserError."""
+    """The contestant of a name, with @N, +K and /P or without. Raises UserError."""
     parts = _NAME.fullmatch(text)
     found = ALL.get(parts[1]) if parts else None
-    if parts is None or found is None:
+    if parts is None or found is None or (parts[3] and found.kind != "ours"):
         known = ", ".join(ALL)
-        raise UserError(f"contestant {text!r}: choose of {known}, or NAME@N")
+        raise UserError(f"contestant {text!r}: choose of {known}, or NAME@N, or of ours NAME+K")
     title = found.title
     if parts[2]:
         title += f", {parts[2]} micro-batches"
         found = replace(found, micro_batches=int(parts[2]))
     if parts[3]:
-        title += f", {parts[3]} processes"
-        found = replace(found, processes=int(parts[3]), turns=True)
+        title += f", {parts[3]} stages a device"
+        found = replace(found, stages_per_rank=int(parts[3]))
+    if parts[4]:
+        title += f", {parts[4]} processes"
+        found = replace(found, processes=int(parts[4]), turns=True)
     return replace(found, name=text, title=title)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from timeprest.planner.plan import Plan, read_plan
 from timeprest.planner.recording import of_wall
 from timeprest.planner.systems.operations import UPDATE
+from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import UserError
 from timeprest.runtime.prepare.workers import workers_of
 from timeprest.runtime.records.metrics import RunSummary, StageReport, decode
@@ -61,13 +62,16 @@ def linked(folder: Path, processes: int) -> Path:
 
 
 def planned(contestant: Contestant, model: str, folder: Path) -> Path:
-    """The plan that tp-plan chooses: stages on a device each, cuts and micro-batches free."""
+    """The plan that tp-plan chooses for a device each: cuts and micro-batches free."""
     path = folder / model / f"{contestant.file_name}.plan.json"
     if not path.exists():
         count = str(contestant.micro_batches or "auto")
         what = ["--variant", contestant.variant, "--micro-batches", count]
-        cluster, stages = str(folder / "cluster.toml"), str(contestant.processes)
-        where = ["--cluster", cluster, "--stages", stages, "--replicas", "off"]
+        where = ["--cluster", str(folder / "cluster.toml"), "--replicas", "off"]
+        if contestant.stages_per_rank > 1:
+            where += ["--stages-per-device", str(contestant.stages_per_rank)]
+        elif VARIANTS[contestant.variant].placement == "any":
+            where += ["--stages", str(contestant.processes)]
         profile = str(folder / model / "profile.json")
         command("plan", "solve", profile, *what, *where, "-q", "-o", str(path))
     return path
