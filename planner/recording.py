@@ -1,26 +1,27 @@
 """What a schedule did or should do, operation by operation: for every picture of a plan or a run.
 
-A recording has a lane for each worker, what ran on it when and on which weight version, the
-messages between lanes, and the bytes that each lane held over time. Those of plans are made here by
-simulation; those of runs, from their logs, in `runtime.records.recording`.
+A recording has a lane for each worker, what ran on it when, of which of its stages and on which
+weight version, the messages between lanes, and the bytes that each lane held over time. Those of
+plans are made here by simulation; those of runs, from their logs, in `runtime.records.recording`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import lcm
 from typing import NamedTuple
 
 import msgspec
 
 from .costs.memory import HoldingsWalk, MemoryByKind, Moment, StageBytes
-from .plan import Plan, pipeline_of
+from .plan import Plan, PlanStage, pipeline_of
 from .schedules.schedules import make_schedule
 from .simulator.clock import SimulatedMessage
 from .simulator.pipeline import Pipeline
 from .simulator.timeline import Event, simulate, warm_mini_batches
 from .systems.operations import BACKWARD, FORWARD, FORWARDS, UPDATE, Op
+from .systems.placement import numbered_devices
 from .systems.versions import entry_versions, version_use
 
 MEMORY_KINDS = (
@@ -39,10 +40,14 @@ MOST_OPERATIONS = 60_000
 
 
 class Lane(NamedTuple):
-    """One worker: a stage, or one replica of it."""
+    """One worker: a device with its stages, or one replica of them.
+
+    Attributes:
+        stages: ascending; more than one where stages share the device.
+    """
 
     name: str
-    stage: int
+    stages: tuple[int, ...]
     replica: int
 
 
@@ -51,12 +56,14 @@ class Span(NamedTuple):
 
     Attributes:
         lane: position in `Recording.lanes`.
+        stage: the one of the lane's stages that it is of.
         kind: F, B, W or U (`operations`).
         version: that it used; of an update, the one it made.
         forward_version: of backwards: the version that their forward used.
     """
 
     lane: int
+    stage: int
     kind: str
     mini_batch: int
     micro_batch: int | None
@@ -73,10 +80,11 @@ class Span(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What crosses from lane to lane.
+    """What crosses from lane to lane; what one stage of a lane hands to another isn't any.
 
     Attributes:
         source, target: lanes.
+        source_stage, target_stage: those of their stages that send and receive it.
         tensor: its name; of several that go together, all of them.
         backward: a gradient.
         sent_s: made at the source.
@@ -86,6 +94,8 @@ class Message(NamedTuple):
 
     source: int
     target: int
+    source_stage: int
+    target_stage: int
     tensor: str
     mini_batch: int
     micro_batch: int | None
@@ -149,13 +159,36 @@ class Recording:
         return max([*ends, *(message.end_s for message in self.messages)], default=0.0)
 
 
-def lanes_of(replicas: Sequence[int]) -> tuple[Lane, ...]:
-    """The lanes of stages with so many replicas each, in the sequence of their ranks."""
-    return tuple(
-        Lane(f"stage {s}" + (f" replica {j}" if count > 1 else ""), s, j)
-        for s, count in enumerate(replicas)
-        for j in range(count)
-    )
+def lanes_of(stages: Sequence[PlanStage]) -> tuple[Lane, ...]:
+    """The lanes of a plan's stages, in the sequence of their workers' ranks: device by device as
+    the stages come to them, replica by replica."""
+    placement = numbered_devices([stage.devices for stage in stages])
+    on_device: dict[int, list[int]] = {}
+    for s in range(len(stages)):
+        on_device.setdefault(placement[s] if placement else s, []).append(s)
+    lanes = []
+    for mine in on_device.values():
+        devices = stages[mine[0]].devices
+        for j, device in enumerate(devices):
+            name = stages_text(mine)
+            if placement:
+                name = f"device {device}: {name}"
+            if len(devices) > 1:
+                name += f" replica {j}"
+            lanes.append(Lane(name, tuple(mine), j))
+    return tuple(lanes)
+
+
+_MOST_NAMED = 4
+
+
+def stages_text(stages: Sequence[int]) -> str:
+    """``stage 3``, ``stages 0, 3`` or ``stages 0, 4 … 28``."""
+    if len(stages) == 1:
+        return f"stage {stages[0]}"
+    if len(stages) <= _MOST_NAMED:
+        return f"stages {', '.join(map(str, stages))}"
+    return f"stages {stages[0]}, {stages[1]} … {stages[-1]}"
 
 
 def default_mini_batches(plan: Plan) -> int:
@@ -183,33 +216,31 @@ def predicted(
     schedule = make_schedule(pipeline, first + count + more)
     sent: list[SimulatedMessage] = []
     timeline = simulate(pipeline, schedule, sent)
-    lanes = lanes_of([len(stage.devices) for stage in plan.stages])
+    lanes = lanes_of(plan.stages)
     entries = entry_versions(pipeline.variant, plan.micro_batches, schedule[0])
+    used = []
+    for stage, own in zip(plan.stages, schedule, strict=True):
+        use = version_use(
+            pipeline.variant, plan.micro_batches, own, entries, recompute=stage.recompute
+        )
+        used.append(_uses(own, use.versions, use.differences))
     spans: list[Span] = []
     memory: list[MemoryPoint] = []
     lane = 0
-    for s, ops in enumerate(schedule):
-        again = plan.stages[s].recompute
-        n = plan.micro_batches
-        use = version_use(pipeline.variant, n, ops, entries, recompute=again)
-        used = _uses(ops, use.versions, use.differences)
-        replicas = timeline.replicas[s]
+    for mine, ops in zip(pipeline.stages_of, schedule.on_devices(), strict=True):
+        replicas = [
+            list(_in_turns(ops, {s: timeline.replicas[s][j] for s in mine}))
+            for j in range(pipeline.replicas(mine[0]))
+        ]
         for j, events in enumerate(replicas):
             spans += (
-                Span(lane + j, *event.op, event.start_s, event.end_s, *used[event.op])
-                for event in events
+                Span(lane + j, s, *event.op, event.start_s, event.end_s, *used[s][event.op])
+                for s, event in events
             )
-        holds = plan.predicted.stages[s].holds
-        if holds is not None:
-            walk = HoldingsWalk(
-                pipeline.variant,
-                n,
-                len(replicas),
-                entries,
-                recompute=again,
-                update_every=plan.update_every,
-            )
-            memory += _memory(walk, ops, replicas, lane, holds)
+        walks = {s: _walk_of(plan, pipeline, s, entries) for s in mine}
+        holds = {s: found for s in mine if (found := plan.predicted.stages[s].holds) is not None}
+        if len(holds) == len(mine):
+            memory += _memory(walks, ops, replicas, lane, holds)
         lane += len(replicas)
     recording = Recording(
         source="predicted",
@@ -219,7 +250,7 @@ def predicted(
         messages=tuple(_messages(plan, pipeline, lanes, sent)),
         memory=tuple(memory),
         period_s=plan.predicted.period_s,
-        idle_shares=tuple(plan.predicted.stages[lane.stage].idle_share for lane in lanes),
+        idle_shares=tuple(plan.predicted.device_of(lane.stages[0]).idle_share for lane in lanes),
     )
     return window(recording, first, first + count) if first or more else recording
 
@@ -235,28 +266,67 @@ def _uses(
     }
 
 
+_StageEvent = tuple[int, Event]
+"""The stage, and what ran."""
+
+
+def _in_turns(
+    ops: Iterable[tuple[int, Op]], events: Mapping[int, Iterable[Event]]
+) -> Iterator[_StageEvent]:
+    """A replica's events of all its stages, in its device's sequence."""
+    upcoming = {s: iter(mine) for s, mine in events.items()}
+    following = {s: next(mine, None) for s, mine in upcoming.items()}
+    for s, op in ops:
+        event = following[s]
+        if event is not None and event.op == op:
+            yield s, event
+            following[s] = next(upcoming[s], None)
+
+
 # Memory --------------------------------------------------------------------------------------
 
 
+def _walk_of(plan: Plan, pipeline: Pipeline, s: int, entries: Sequence[int]) -> HoldingsWalk:
+    return HoldingsWalk(
+        pipeline.variant,
+        plan.micro_batches,
+        pipeline.replicas(s),
+        entries,
+        recompute=plan.stages[s].recompute,
+        update_every=plan.update_every,
+    )
+
+
 def _memory(
-    walk: HoldingsWalk,
-    ops: Iterable[Op],
-    replicas: Sequence[Iterable[Event]],
+    walks: Mapping[int, HoldingsWalk],
+    ops: Iterable[tuple[int, Op]],
+    replicas: Sequence[Iterable[_StageEvent]],
     lane: int,
-    holds: StageBytes,
+    holds: Mapping[int, StageBytes],
 ) -> list[MemoryPoint]:
-    """Bytes over time of all replicas of a stage. `lane`: the first one's."""
+    """Bytes over time of all replicas of a device: the sum over its stages.
+
+    Args:
+        walks, holds: of each of its stages.
+        ops: (stage, operation), in the device's sequence.
+        lane: the first replica's.
+    """
     found: list[list[MemoryPoint]] = [[] for _ in replicas]
     upcoming = [iter(events) for events in replicas]
     following = [next(events, None) for events in upcoming]
-    known: dict[Moment, tuple[int, ...]] = {}
+    known: dict[tuple[int, Moment], tuple[int, ...]] = {}
     # Whether the last point of each is one between two operations.
     between = [False for _ in replicas]
+    # What each holds for each stage.
+    held = [{s: by_kind(holds[s].by_kind(walks[s].between())) for s in holds} for _ in replicas]
 
-    def note(j: int, at_s: float, moment: Moment) -> None:
-        nbytes = known.get(moment)
+    def note(j: int, at_s: float, s: int, moment: Moment) -> None:
+        nbytes = known.get((s, moment))
         if nbytes is None:
-            nbytes = known[moment] = by_kind(holds.by_kind(moment))
+            nbytes = known[s, moment] = by_kind(holds[s].by_kind(moment))
+        held[j][s] = nbytes
+        if len(holds) > 1:
+            nbytes = tuple(map(sum, zip(*held[j].values(), strict=True)))
         points = found[j]
         if moment.kind is not None and points and points[-1].at_s == at_s and between[j]:
             # One operation follows the other at once.
@@ -265,19 +335,19 @@ def _memory(
         if not points or points[-1].nbytes != nbytes:
             points.append(MemoryPoint(lane + j, at_s, nbytes))
 
-    # Replicas that share every mini-batch are walked as one.
-    counted = len(walk.kept)
-    for op in ops:
+    for s, op in ops:
+        walk = walks[s]
         before = tuple(walk.kept)
         gathered = walk.gradients
         at_hand = walk.step(op)
         for j, event in enumerate(following):
-            if event is None or event.op != op:
+            if event is None or event[0] != s or event[1].op != op:
                 continue
-            k = j % counted
-            note(j, event.start_s, _meanwhile(walk, at_hand, op, before, gathered, k))
+            # Replicas that share every mini-batch are walked as one.
+            k = j % len(before)
+            note(j, event[1].start_s, s, _meanwhile(walk, at_hand, op, before, gathered, k))
             after = Moment(None, walk.versions, walk.gradients, walk.kept[k], walk.postponed[k])
-            note(j, event.end_s, after)
+            note(j, event[1].end_s, s, after)
             following[j] = next(upcoming[j], None)
     return [point for points in found for point in points]
 
@@ -313,10 +383,12 @@ def by_kind(memory: MemoryByKind) -> tuple[int, ...]:
 def _messages(
     plan: Plan, pipeline: Pipeline, lanes: Sequence[Lane], sent: Iterable[SimulatedMessage]
 ) -> Iterator[Message]:
-    """The messages that the clock noted. Tensors that go together are one."""
+    """The messages that the clock noted, but for what goes from stage to stage of one device.
+    Tensors that go together are one."""
     first: dict[int, int] = {}
     for position, lane in enumerate(lanes):
-        first.setdefault(lane.stage, position)
+        for s in lane.stages:
+            first.setdefault(s, position)
     n, whole = pipeline.micro_batches, pipeline.variant.whole_mini_batches
     micro = pipeline.variant.backward_unit == "micro"
     between = {(link.source, link.target): link for link in pipeline.links}
@@ -333,6 +405,8 @@ def _messages(
         names[reverse] = ", ".join(edge.tensor for edge in back)
         nbytes[reverse] = round(sum(e.bytes_per_micro_batch for e in back) * held / parts)
     for m in sent:
+        if first[m.source] == first[m.target]:
+            continue
         r = pipeline.replicas(m.source)
         b: int
         i: int | None
@@ -344,6 +418,7 @@ def _messages(
         yield Message(
             first[m.source] + m.slot % r,
             first[m.target] + m.offset,
+            *pair,
             names[pair],
             b,
             i,
@@ -377,24 +452,17 @@ def window(recording: Recording, begin: int, end: int) -> Recording:
         low, high = times.get(lane, (0.0, -1.0))
         return low <= at_s <= high
 
-    return shifted(
-        Recording(
-            recording.source,
-            recording.variant,
-            recording.lanes,
-            tuple(spans),
-            tuple(
-                m
-                for m in recording.messages
-                if inside(m.source, m.sent_s) and inside(m.target, m.end_s)
-            ),
-            tuple(p for p in recording.memory if inside(p.lane, p.at_s)),
-            recording.period_s,
-            tuple(a for a in recording.activities if inside(a.lane, a.end_s)),
-            recording.idle_shares,
-        ),
-        -zero,
+    messages = (
+        m for m in recording.messages if inside(m.source, m.sent_s) and inside(m.target, m.end_s)
     )
+    part = replace(
+        recording,
+        spans=tuple(spans),
+        messages=tuple(messages),
+        memory=tuple(p for p in recording.memory if inside(p.lane, p.at_s)),
+        activities=tuple(a for a in recording.activities if inside(a.lane, a.end_s)),
+    )
+    return shifted(part, -zero)
 
 
 def shifted(
@@ -405,39 +473,35 @@ def shifted(
     def plus(version: int | None) -> int | None:
         return None if version is None else version + versions
 
-    return Recording(
-        recording.source,
-        recording.variant,
-        recording.lanes,
-        tuple(
-            Span(
-                s.lane,
-                s.kind,
-                s.mini_batch + mini_batches,
-                s.micro_batch,
-                s.start_s + seconds,
-                s.end_s + seconds,
-                plus(s.version),
-                plus(s.forward_version),
-            )
-            for s in recording.spans
-        ),
-        tuple(
-            m._replace(
-                mini_batch=m.mini_batch + mini_batches,
-                sent_s=m.sent_s + seconds,
-                start_s=m.start_s + seconds,
-                end_s=m.end_s + seconds,
-            )
-            for m in recording.messages
-        ),
-        tuple(p._replace(at_s=p.at_s + seconds) for p in recording.memory),
-        recording.period_s,
-        tuple(
-            a._replace(start_s=a.start_s + seconds, end_s=a.end_s + seconds)
-            for a in recording.activities
-        ),
-        recording.idle_shares,
+    spans = (
+        s._replace(
+            mini_batch=s.mini_batch + mini_batches,
+            start_s=s.start_s + seconds,
+            end_s=s.end_s + seconds,
+            version=plus(s.version),
+            forward_version=plus(s.forward_version),
+        )
+        for s in recording.spans
+    )
+    messages = (
+        m._replace(
+            mini_batch=m.mini_batch + mini_batches,
+            sent_s=m.sent_s + seconds,
+            start_s=m.start_s + seconds,
+            end_s=m.end_s + seconds,
+        )
+        for m in recording.messages
+    )
+    activities = (
+        a._replace(start_s=a.start_s + seconds, end_s=a.end_s + seconds)
+        for a in recording.activities
+    )
+    return replace(
+        recording,
+        spans=tuple(spans),
+        messages=tuple(messages),
+        memory=tuple(p._replace(at_s=p.at_s + seconds) for p in recording.memory),
+        activities=tuple(activities),
     )
 
 
@@ -483,13 +547,14 @@ def of_wall(wall_s: float, compute_s: float, communication_s: float) -> LaneTime
 
 
 def steady_times(plan: Plan) -> tuple[LaneTimes, ...]:
-    """What the plan predicts for a mini-batch in the steady state: of each stage's busiest
-    replica, in seconds."""
+    """What the plan predicts for a mini-batch in the steady state: of each stage's device, with
+    all that it runs; of replicas' devices, of the busiest. In seconds."""
     pipeline, period_s = pipeline_of(plan), plan.predicted.period_s
     found = []
     for s, stage in enumerate(plan.predicted.stages):
         idle_s = stage.idle_share * period_s
-        compute_s = min(pipeline.work_s(s), period_s - idle_s)
+        work_s = sum(pipeline.work_s(t) for t in pipeline.beside(s))
+        compute_s = min(work_s, period_s - idle_s)
         found.append(LaneTimes(compute_s, period_s - idle_s - compute_s, idle_s))
     return tuple(found)
 

@@ -199,11 +199,11 @@ def _message(m: Message) -> dict[str, Any]:
 
 def _flows(recording: Recording, first: int, flow: int) -> Iterator[Event]:
     """An arrow for each message, from the operation that made it to the one that needs it."""
-    places = {(s.lane, s.kind, s.mini_batch, s.micro_batch): s for s in recording.spans}
+    places = {(s.lane, s.stage, s.kind, s.mini_batch, s.micro_batch): s for s in recording.spans}
     for m in recording.messages:
         kind = "B" if m.backward else "F"
-        made = places.get((m.source, kind, m.mini_batch, m.micro_batch))
-        used = places.get((m.target, kind, m.mini_batch, m.micro_batch))
+        made = places.get((m.source, m.source_stage, kind, m.mini_batch, m.micro_batch))
+        used = places.get((m.target, m.target_stage, kind, m.mini_batch, m.micro_batch))
         if made is None or used is None:
             continue
         common = {

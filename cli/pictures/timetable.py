@@ -79,8 +79,9 @@ def timetable(
 def lane_name(lanes: Sequence[Lane], k: int) -> str:
     """``3``; ``3.1`` for replica 1 of stage 3."""
     lane = lanes[k]
-    beside = any(0 <= j < len(lanes) and lanes[j].stage == lane.stage for j in (k - 1, k + 1))
-    return f"{lane.stage}.{lane.replica}" if beside else str(lane.stage)
+    beside = any(0 <= j < len(lanes) and lanes[j].stages == lane.stages for j in (k - 1, k + 1))
+    name = ",".join(map(str, lane.stages))
+    return f"{name}.{lane.replica}" if beside else name
 
 
 def by_lane(spans: Iterable[Span], lanes: Iterable[int]) -> dict[int, list[Span]]:

@@ -85,6 +85,7 @@ class SimulatedClock:
             `run` doesn't send: what is in `sending` is to be delivered in its time's sequence, and
             operations are to be run in that of their starts.
         sent: where all messages are noted; None: they aren't.
+        last: the mini-batch that an update follows in any case; None: there is no such.
     """
 
     def __init__(self, pipeline: Pipeline) -> None:
@@ -115,6 +116,7 @@ class SimulatedClock:
         self.contended = self.blocking = False
         self.sending: list[tuple[float, int, int, int, int]] = []
         self.sent: list[SimulatedMessage] | None = None
+        self.last: int | None = None
         self._sent = 0
         self._connect()
         seconds = (
@@ -246,7 +248,8 @@ class SimulatedClock:
         """All replicas of a stage sum their gradients and update."""
         free = self.free_s[s]
         start = max(free)
-        seconds = self.update_s[s] if self.pipeline.updates_after(mini_batch) else 0.0
+        due = self.pipeline.updates_after(mini_batch) or mini_batch == self.last
+        seconds = self.update_s[s] if due else 0.0
         self.starts_s[UPDATES][s][mini_batch] = start
         end = start + seconds
         for j in range(len(free)):

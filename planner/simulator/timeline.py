@@ -53,7 +53,8 @@ def simulate(
     """
     clock = SimulatedClock(pipeline)
     clock.sent = sent
-    clock.grow(1 + max((op.mini_batch for ops in schedule for op in ops), default=-1))
+    clock.last = max((op.mini_batch for ops in schedule for op in ops), default=-1)
+    clock.grow(1 + clock.last)
     lists = codes(clock, schedule)
     run: ListExecutor | ContendedExecutor
     if clock.contended:

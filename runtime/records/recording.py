@@ -258,6 +258,7 @@ def _recording(plan: Plan, logs: _Logs, hosts: Mapping[int, str]) -> Recording:
     ahead = offsets(hosts.values(), delays)
     plus = {rank: ahead[host] for rank, host in hosts.items()}
     zero = min(lines[0][1].begin_s + plus[rank] for rank, lines in logs.items() if lines)
+    lanes = lanes_of(plan.stages)
     spans: list[Span] = []
     activities: list[Activity] = []
     memory: list[MemoryPoint] = []
@@ -266,6 +267,7 @@ def _recording(plan: Plan, logs: _Logs, hosts: Mapping[int, str]) -> Recording:
         for op, line in lines:
             span = Span(
                 rank,
+                lanes[rank].stages[0],
                 *op,
                 line.start_s + shift,
                 line.end_s + shift,
@@ -286,6 +288,8 @@ def _recording(plan: Plan, logs: _Logs, hosts: Mapping[int, str]) -> Recording:
                 Message(
                     key.source,
                     key.target,
+                    lanes[key.source].stages[0],
+                    lanes[key.target].stages[0],
                     key.tensor,
                     key.mini_batch,
                     key.micro_batch,
@@ -299,7 +303,7 @@ def _recording(plan: Plan, logs: _Logs, hosts: Mapping[int, str]) -> Recording:
     return Recording(
         source="measured",
         variant=plan.variant,
-        lanes=lanes_of([len(stage.devices) for stage in plan.stages]),
+        lanes=lanes,
         spans=tuple(spans),
         messages=tuple(messages),
         memory=tuple(memory),

@@ -100,16 +100,22 @@ def plan_by_hand(
 ALL = sorted(VARIANTS)
 
 
-def chain_plan(variant, stages=3, n=4, replicas=1):
-    """Equal stages with one layer each."""
-    system = VARIANTS[variant]
+def chain_plan(variant, stages=3, n=4, replicas=1, placement=()):
+    """Equal stages with one layer each.
+
+    Args:
+        placement: per stage, its device; replicas are of devices.
+    """
+    system, several = VARIANTS[variant], bool(placement)
     n = 1 if system.whole_mini_batches else n
-    limits = [most for _, most in limit_ranges(system, stages)]
-    asked = Question(chain(stages), uniform_cluster(stages * replicas), variant, 4, 1.0)
+    placement = placement or tuple(range(stages))
+    stages, devices = len(placement), max(placement) + 1
+    limits = [most for _, most in limit_ranges(system, stages, several=several)]
+    asked = Question(chain(stages), uniform_cluster(devices * replicas), variant, 4, 1.0)
     found = lone_stages([[f"n{s}"] for s in range(stages)], limits)
     found = tuple(
-        msgspec.structs.replace(one, devices=tuple(range(s * replicas, (s + 1) * replicas)))
-        for s, one in enumerate(found)
+        msgspec.structs.replace(one, devices=tuple(range(d * replicas, (d + 1) * replicas)))
+        for d, one in zip(placement, found, strict=True)
     )
     return make_plan(asked, evaluate(asked, found, n), REPORT)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 
 import msgspec
 import pytest
@@ -13,51 +14,64 @@ from hypothesis import given
 from timeprest.planner.cluster.cluster import uniform_cluster
 from timeprest.planner.evaluate import Question, evaluate, make_plan
 from timeprest.planner.plan import pipeline_of
-from timeprest.planner.recording import predicted, window
+from timeprest.planner.recording import predicted, stages_text, window
 from timeprest.planner.schedules.schedules import make_schedule
 from timeprest.planner.simulator.timeline import simulate
+from timeprest.planner.systems.operations import Op
 from timeprest.planner.systems.variants import VARIANTS
 
+DRAWN = evaluated() | evaluated(placed=True)
 
-@given(evaluated())
+
+@given(DRAWN)
 def test_a_recording_is_the_simulated_order(drawn):
     """What runs, when, on which replica: the simulator's; messages before what needs them."""
     asked, found = drawn
     plan = make_plan(asked, found, REPORT)
     recording = predicted(plan, 5)
     pipeline = pipeline_of(plan)
-    timeline = simulate(pipeline, make_schedule(pipeline, 5))
-    by_lane = [[s for s in recording.spans if s.lane == k] for k in range(len(recording.lanes))]
-    lanes = iter(by_lane)
-    for s, replicas in enumerate(timeline.replicas):
-        for j, events in enumerate(replicas):
-            mine = next(lanes)
-            lane = recording.lanes[mine[0].lane]
-            assert (lane.stage, lane.replica) == (s, j)
-            assert [(m.kind, m.mini_batch, m.micro_batch) for m in mine] == [e.op for e in events]
-            assert [m.start_s for m in mine] == [e.start_s for e in events]
-    starts = {(s.lane, s.kind, s.mini_batch, s.micro_batch): s.start_s for s in recording.spans}
-    ends = {(s.lane, s.kind, s.mini_batch, s.micro_batch): s.end_s for s in recording.spans}
+    schedule = make_schedule(pipeline, 5)
+    timeline = simulate(pipeline, schedule)
+    lanes = iter(range(len(recording.lanes)))
+    for stages, ops in zip(pipeline.stages_of, schedule.on_devices(), strict=True):
+        for j in range(pipeline.replicas(stages[0])):
+            k = next(lanes)
+            assert (recording.lanes[k].stages, recording.lanes[k].replica) == (stages, j)
+            row = [span for span in recording.spans if span.lane == k]
+            assert all(b.start_s >= a.end_s * (1 - 1e-12) for a, b in pairwise(row))
+            mine = [(m.stage, Op(m.kind, m.mini_batch, m.micro_batch)) for m in row]
+            assert mine == [place for place in ops if place in {*mine}]
+            for s in stages:
+                own, events = [m for m in row if m.stage == s], timeline.replicas[s][j]
+                assert [op for stage, op in mine if stage == s] == [e.op for e in events]
+                assert [m.start_s for m in own] == [e.start_s for e in events]
+    assert next(lanes, None) is None
+    spans = {(s.lane, s.stage, s.kind, s.mini_batch, s.micro_batch): s for s in recording.spans}
     for m in recording.messages:
         kind = "B" if m.backward else "F"
+        assert m.source != m.target
         assert m.sent_s <= m.start_s <= m.end_s
-        assert m.sent_s == ends[m.source, kind, m.mini_batch, m.micro_batch]
-        assert m.end_s <= starts[m.target, kind, m.mini_batch, m.micro_batch]
+        made = spans[m.source, m.source_stage, kind, m.mini_batch, m.micro_batch]
+        used = spans[m.target, m.target_stage, kind, m.mini_batch, m.micro_batch]
+        assert m.sent_s == made.end_s
+        assert m.end_s <= used.start_s
         assert m.nbytes > 0
         assert m.tensor
 
 
-@given(evaluated())
+@given(DRAWN)
 def test_all_bytes_that_cross_are_in_messages(drawn):
+    """Of devices: what a stage hands to another of its device is none."""
     asked, found = drawn
     plan = make_plan(asked, found, REPORT)
     recording = predicted(plan, 2)
     crossed = Counter()
     for m in recording.messages:
-        pair = recording.lanes[m.source].stage, recording.lanes[m.target].stage
-        crossed[pair] += m.nbytes
+        crossed[m.source_stage, m.target_stage] += m.nbytes
     expected = Counter()
     for edge in plan.edges:
+        if plan.stages[edge.source].devices == plan.stages[edge.target].devices:
+            continue
         expected[edge.source, edge.target] += 2 * plan.micro_batches * edge.bytes_per_micro_batch
         if edge.needs_grad:
             back = 2 * plan.micro_batches * edge.bytes_per_micro_batch
@@ -65,23 +79,24 @@ def test_all_bytes_that_cross_are_in_messages(drawn):
     assert crossed == expected
 
 
-@given(evaluated())
+@given(DRAWN)
 def test_memory_over_time_peaks_at_the_plans_figure(drawn):
     asked, found = drawn
     plan = make_plan(asked, found, REPORT)
     recording = predicted(plan, 4 * max(found.limits) + 4 * asked.update_every)
-    for s, stage in enumerate(plan.predicted.stages):
+    for stages in dict.fromkeys(lane.stages for lane in recording.lanes):
+        device = plan.predicted.device_of(stages[0])
         peaks = []
         for k, lane in enumerate(recording.lanes):
-            if lane.stage != s:
+            if lane.stages != stages:
                 continue
             points = [p for p in recording.memory if p.lane == k]
             assert [p.at_s for p in points] == sorted(p.at_s for p in points)
             peaks.append(max(points, key=lambda p: sum(p.nbytes)).nbytes)
         # Of replicas, that of the one which holds most is predicted.
-        assert max(map(sum, peaks)) == stage.memory_bytes
-        assert msgspec.structs.astuple(stage.memory) in {
-            p.nbytes for p in recording.memory if recording.lanes[p.lane].stage == s
+        assert max(map(sum, peaks)) == device.memory_bytes
+        assert msgspec.structs.astuple(device.memory) in {
+            p.nbytes for p in recording.memory if recording.lanes[p.lane].stages == stages
         }
 
 
@@ -140,6 +155,14 @@ def test_lanes_have_names():
         "stage 0 replica 1",
         "stage 1 replica 0",
     ]
+    placed = chain_plan("gpipe", placement=(0, 1, 0), replicas=2)
+    assert [lane.name for lane in predicted(placed, 1).lanes] == [
+        "device 0: stages 0, 2 replica 0",
+        "device 1: stages 0, 2 replica 1",
+        "device 2: stage 1 replica 0",
+        "device 3: stage 1 replica 1",
+    ]
+    assert stages_text(range(0, 12, 2)) == "stages 0, 2 … 10"
 
 
 def test_a_large_plan_is_bounded_by_itself():
@@ -150,3 +173,27 @@ def test_a_large_plan_is_bounded_by_itself():
     recording = predicted(plan)
     assert 30_000 < len(recording.spans) < 70_000
     assert len(recording.lanes) == 64
+
+
+@pytest.mark.parametrize("variant", ["timeprest", "pipedream", "pipedream-flush"])
+def test_replicas_of_a_device_share_its_stages(variant):
+    """Each lane runs its own part of all stages of its device; memory is the sum over them."""
+    plan = chain_plan(variant, placement=(0, 1, 0), replicas=2)
+    recording = predicted(plan, 6)
+    assert [(lane.stages, lane.replica) for lane in recording.lanes] == [
+        ((0, 2), 0),
+        ((0, 2), 1),
+        ((1,), 0),
+        ((1,), 1),
+    ]
+    forwards = Counter((s.lane, s.stage) for s in recording.spans if s.kind == "F")
+    each = 6 * max(plan.micro_batches // 2, 1)
+    assert forwards == dict.fromkeys([(0, 0), (0, 2), (1, 0), (1, 2), (2, 1), (3, 1)], each)
+    # Between stages of a device nothing is sent.
+    assert all(
+        recording.lanes[m.source].stages != recording.lanes[m.target].stages
+        for m in recording.messages
+    )
+    for k, lane in enumerate(recording.lanes):
+        peak = max(sum(p.nbytes) for p in recording.memory if p.lane == k)
+        assert peak <= plan.predicted.device_of(lane.stages[0]).memory_bytes

@@ -88,7 +88,7 @@ def columns(recording: Recording) -> dict[str, Any]:
         "tick_s": tick_s,
         "lanes": {
             "name": [lane.name for lane in recording.lanes],
-            "stage": [lane.stage for lane in recording.lanes],
+            "stage": [lane.stages[0] for lane in recording.lanes],
             "replica": [lane.replica for lane in recording.lanes],
         },
         "spans": {

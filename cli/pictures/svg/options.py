@@ -148,6 +148,6 @@ def recorded(plan: Plan, settings: FigureSettings) -> Recording:
 def limits(plan: Plan, recording: Recording) -> list[int | None]:
     """Each lane's limit: its device's memory."""
     return [
-        plan.cluster.devices[plan.stages[lane.stage].devices[lane.replica]].memory_bytes
+        plan.cluster.devices[plan.stages[lane.stages[0]].devices[lane.replica]].memory_bytes
         for lane in recording.lanes
     ]
