@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -332,7 +332,7 @@ def _bytes(
     """What there is to hold on a replica. `transfers`: tensors, as large as its part of them."""
     unit = pipeline.micro_batches_per_share(s)
     stage, cost = stages[s], costs[s]
-    beside = {t for t in pipeline.beside(s) if t != s}
+    beside = [t for t in pipeline.beside(s) if t != s]
     # What is computed again isn't kept; what is received is, whether a layer keeps it or not.
     kept_storages = frozenset[str]() if stage.recompute else cost.kept_storages
     wait = {c.target for c in transfers if c.source == s and c.storage not in kept_storages}
@@ -345,16 +345,9 @@ def _bytes(
     }
     messages, gradients = boundary_buffers(s, transfers, unit, kept_storages, waiting, beside)
     received = sum(c.nbytes for c in transfers if c.target == s)
-    storages = {c.storage: c.nbytes for c in transfers if c.target == s}
-    # Handed over without a copy: what its maker keeps longer isn't kept twice.
-    theirs = {
-        c.storage
-        for c in transfers
-        if c.target == s and c.source in beside and not stages[c.source].recompute
-        if c.storage in costs[c.source].kept_storages
-    }
-    mine = storages.keys() if stage.recompute else cost.kept_storages
-    once = sum(storages[storage] for storage in theirs & mine)
+    kept = received if stage.recompute else cost.kept_bytes
+    if beside:
+        kept -= _kept_by_makers(s, stages, costs, transfers, beside)
     return StageBytes(
         parameters=cost.parameter_bytes,
         buffers=cost.buffer_bytes,
@@ -362,13 +355,32 @@ def _bytes(
         scratch=cost.parameter_bytes
         * pipeline.variant.scratch_copies
         * pipeline.variant.predicts_on(s, pipeline.stages),
-        kept=(received if stage.recompute else cost.kept_bytes) - once,
+        kept=kept,
         rebuilt=unit * cost.kept_bytes if stage.recompute else 0,
         messages=messages,
         gradients=gradients,
         workspace=cost.workspace_bytes,
         postponed=_postponed_bytes(s, cost, transfers) if pipeline.weight_s else 0,
     )
+
+
+def _kept_by_makers(
+    s: int,
+    stages: Sequence[PlanStage],
+    costs: Sequence[StageCost],
+    transfers: Sequence[Transfer],
+    beside: Collection[int],
+) -> int:
+    """Of what a stage keeps of each micro-batch, bytes that it was handed over without a copy, and
+    that their maker on the same device keeps for longer."""
+    handed = {
+        c.storage: c.nbytes
+        for c in transfers
+        if c.target == s and c.source in beside and not stages[c.source].recompute
+        if c.storage in costs[c.source].kept_storages
+    }
+    mine = handed.keys() if stages[s].recompute else costs[s].kept_storages & handed.keys()
+    return sum(handed[storage] for storage in mine)
 
 
 def _postponed_bytes(s: int, cost: StageCost, transfers: Sequence[Transfer]) -> int:

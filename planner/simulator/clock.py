@@ -102,8 +102,11 @@ class SimulatedClock:
         self.slots = [r if whole else [n] * len(r), backward_slots, ones, backward_slots]
         self._messageless = (WEIGHTS,) if pipeline.variant.split_backward else ()
         # Stages on one device share its list.
-        lanes = [[0.0] * r[mine[0]] for mine in pipeline.stages_of]
-        self.free_s = [lanes[pipeline.placement[s] if pipeline.placement else s] for s in stages]
+        lanes: dict[int, list[float]] = {}
+        devices = pipeline.placement or stages
+        self.free_s = [
+            lanes.setdefault(d, [0.0] * count) for d, count in zip(devices, r, strict=True)
+        ]
         self.ready_s: list[list[list[float]]] = [[[] for _ in stages] for _ in range(4)]
         self.starts_s: list[list[list[float]]] = [[[] for _ in stages] for _ in range(4)]
         self.mini_batches = 0

@@ -54,14 +54,15 @@ def coded(
         done: at each of its stages.
     """
     counts: dict[int, list[int]] = {}
-    found, last = [], -1
-    count, width = list(done), [1, 1, 1, 1]
+    found: list[Task] = []
+    last, count, width = -1, list(done), [1, 1, 1, 1]
     for kind, s in zip(kinds, turns, strict=True):
         if s != last:
             count = counts.setdefault(s, list(done))
             width, last = [each[s] for each in clock.width], s
-        found.append((kind, count[kind] * width[kind], s))
-        count[kind] += 1
+        k = count[kind]
+        count[kind] = k + 1
+        found.append((kind, k * width[kind], s))
     return found
 
 
@@ -80,12 +81,12 @@ class ListExecutor:
         self.lists: list[list[Task]] = [[] for _ in devices]
         self.done = [0 for _ in devices]
         self.sequence: list[tuple[int, int]] = []
-        self._device_of = {s: d for d, mine in enumerate(devices) for s in mine}
+        self._device_of = clock.pipeline.placement or range(len(devices))
 
     def run(self) -> bool:
         """Run as much as can be. Returns whether that was all."""
         clock, ready_s = self.clock, self.clock.ready_s
-        device_of = self._device_of
+        device_of, widths = self._device_of, self.clock.width
         pending = list(range(len(self.lists)))[::-1]
         waiting = [False] * len(pending)
         while pending:
@@ -96,7 +97,7 @@ class ListExecutor:
                 if kind == UPDATES:
                     clock.update(s, slot)
                 else:
-                    end = slot + clock.width[kind][s]
+                    end = slot + widths[kind][s]
                     if inf in ready_s[kind][s][slot:end]:
                         break
                     while slot < end:

@@ -152,7 +152,7 @@ def numbered_schedule(
         turns: as of `Schedule`, of all `kinds`.
         micro, mini_batches, update_every: as of `numbered`.
     """
-    stages = [list(_each(k, micro_batches, micro, mini_batches, update_every)) for k in kinds]
+    stages = [_each(k, micro_batches, micro, mini_batches, update_every) for k in kinds]
     standing = []
     for mine in turns:
         upcoming = {s: iter(stages[s]) for s in mine}
@@ -167,26 +167,29 @@ def _each(
     micro: bool,
     mini_batches: int | None,
     update_every: int,
-) -> Iterator[Op | None]:
+) -> list[Op | None]:
     """The operation of each kind; None where it is left out."""
     n = micro_batches
     forwards = backwards = updates = weights = 0
+    last = None if mini_batches is None else mini_batches * n
+    found: list[Op | None] = []
     for kind in kinds:
         if kind == FORWARDS:
-            there = mini_batches is None or forwards < mini_batches * n
-            yield Op(FORWARD, forwards // n, forwards % n) if there else None
+            there = last is None or forwards < last
+            found.append(Op(FORWARD, forwards // n, forwards % n) if there else None)
             forwards += 1
         elif kind == UPDATES:
-            due = not (updates + 1) % update_every or updates + 1 == mini_batches
-            yield Op(UPDATE, updates) if due else None
             updates += 1
+            due = not updates % update_every or updates == mini_batches
+            found.append(Op(UPDATE, updates - 1) if due else None)
         elif kind == WEIGHTS:
-            yield Op(WEIGHT, weights // n, weights % n)
+            found.append(Op(WEIGHT, weights // n, weights % n))
             weights += 1
         else:
             b, i = divmod(backwards, n) if micro else (backwards, None)
-            yield Op(BACKWARD, b, i)
+            found.append(Op(BACKWARD, b, i))
             backwards += 1
+    return found
 
 
 def in_rows(kinds: bytes, micro_batches: int, *, micro: bool) -> Iterator[tuple[Op, int]]:
