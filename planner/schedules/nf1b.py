@@ -47,6 +47,9 @@ class ListScheduler:
         self._turns_of = [self.turns[d] for d in pipeline.placement] if several else []
         # Stages that share a stage's device with it.
         self._others = [tuple(t for t in pipeline.beside(s) if t != s) for s in stages]
+        # Where replicas share every mini-batch, each runs a part of every forward.
+        self._whole = pipeline.variant.whole_mini_batches
+        self._parts = self.clock.width[FORWARDS]
         self.forwards = [0 for _ in stages]
         self.updates = [0 for _ in stages]
         self.now_s = 0.0
@@ -92,9 +95,13 @@ class ListScheduler:
                 f = self.forwards[s]
                 self.forwards[s] = f + 1
                 self.kinds[s].append(FORWARDS)
-                for t, slot in clock.run(FORWARDS, s, f):
-                    if slot == self.forwards[t]:
-                        self._offer(t)
+                if self._whole:
+                    for k in range(f * self._parts[s], (f + 1) * self._parts[s]):
+                        self._arrived(FORWARDS, clock.run(FORWARDS, s, k))
+                else:
+                    for t, slot in clock.run(FORWARDS, s, f):
+                        if slot == self.forwards[t]:
+                            self._offer(t)
             elif self._update_due[s]:
                 self._update(s)
                 behind -= self.updates[s] == mini_batches
@@ -120,8 +127,12 @@ class ListScheduler:
         f = self.forwards[s]
         start, rank = inf, 1
         if f < self._room[s]:
-            start = clock.ready_s[FORWARDS][s][f]
-            busy = free[f % len(free)]
+            if self._whole:
+                parts = slice(f * self._parts[s], (f + 1) * self._parts[s])
+                start, busy = max(clock.ready_s[FORWARDS][s][parts]), max(free)
+            else:
+                start = clock.ready_s[FORWARDS][s][f]
+                busy = free[f % len(free)]
             if busy > start:
                 start = busy
         if f >= self._needed[s]:
@@ -164,8 +175,11 @@ class ListScheduler:
     def _arrived(self, kind: int, complete: list[tuple[int, int]]) -> None:
         """Offer anew what waits for one of these messages."""
         for t, slot in complete:
-            waits = self.forwards[t] if kind == FORWARDS else self.updates[t]
-            if waits == (slot if kind == FORWARDS else slot // self.clock.replicas[t]):
+            if kind == FORWARDS:
+                waits, number = self.forwards[t], slot // self._parts[t]
+            else:
+                waits, number = self.updates[t], slot // self.clock.replicas[t]
+            if waits == number:
                 self._offer(t)
 
     def _deliver(self) -> None:

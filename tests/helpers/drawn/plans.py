@@ -27,7 +27,7 @@ def evaluated(draw, *, placed=False):
     """A question with a plan for it: any system, replicas, recomputation, links.
 
     Args:
-        placed: devices have several stages, and no replicas.
+        placed: devices have several stages.
     """
     variant = VARIANTS[draw(st.sampled_from(ALL if placed else sorted(VARIANTS)))]
     profile = draw(drawn_profiles(most=5))
@@ -38,7 +38,7 @@ def evaluated(draw, *, placed=False):
     stages, devices = len(placement), max(placement) + 1
     cuts = sorted(draw(st.permutations(range(1, len(names))))[: stages - 1])
     groups = [names[a:b] for a, b in zip([0, *cuts], [*cuts, len(names)], strict=True)]
-    replicas = [1 if placed else draw(st.sampled_from([1, 1, 2])) for _ in range(devices)]
+    replicas = [draw(st.sampled_from([1, 1, 2])) for _ in range(devices)]
     n = 1 if variant.whole_mini_batches else draw(st.sampled_from([2, 4]))
     least = variant.least_micro_batches(stages)
     n = n if n >= least else least + least % 2

@@ -11,6 +11,9 @@ from helpers.by_hand.unit_pipelines import unit_pipeline
 from helpers.drawn.pipelines import pipelines
 from hypothesis import given
 from hypothesis import strategies as st
+from timeprest.planner.cluster.cluster import Cluster, Device, Network
+from timeprest.planner.costs.layout import StageTimes, make_pipeline
+from timeprest.planner.costs.stage_costs import Transfer
 from timeprest.planner.schedules.check import check_schedule
 from timeprest.planner.schedules.interleaved import interleaved
 from timeprest.planner.schedules.schedules import limit_ranges, make_schedule
@@ -98,6 +101,32 @@ def test_equal_work_keeps_devices_busy_without_a_flush(variant, placement):
         backward_s=tuple(2 * t / 3 for t in times),
     )
     assert steady_state(pipeline).period_s == pytest.approx(4 * 6.0)
+
+
+@pytest.mark.parametrize("variant", ["pipedream", "pipeoptim", "timeprest"])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_replicas_of_devices_with_several_stages(variant, overlap):
+    """What comes to one replica isn't taken for what comes to all of them: no operation is put
+    before those that it waits for."""
+    system = VARIANTS[variant]
+    placement, n = (0, 1, 1, 0), 1 if system.whole_mini_batches else 2
+    limits = (3, 1, 1, 1)
+    cluster = Cluster(
+        devices=tuple(Device(name=f"d{k}") for k in range(3)),
+        network=Network(bandwidth_bytes_per_s=8.0, latency_s=0.0, overlap=overlap),
+    )
+    pipeline = make_pipeline(
+        system,
+        n,
+        [StageTimes(1.0, 1.0, 0.5, 0.0, 0.0)] * 4,
+        [Transfer(f"t{a}{b}", a, b, 16, True) for a, b in ((0, 1), (1, 2), (2, 3), (0, 3))],
+        cluster,
+        [((0, 1), (2,))[d] for d in placement],
+        limits,
+    )
+    order = make_schedule(pipeline, 6)
+    check_schedule(pipeline, order, 6)
+    assert simulate(pipeline, order).stages
 
 
 def test_interleaved_1f1b_is_megatrons():
