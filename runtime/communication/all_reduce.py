@@ -214,7 +214,8 @@ class ProcessAllReduce(AllReducer):
         return [rank for rank in self._ranks[group] if rank != self._rank]
 
     def lost(self, group: str, error: BaseException) -> PeerError:
-        """The error of an all-reduce that failed."""
+        """The error of an all-reduce that failed; the status says for whom."""
+        self.status.wait(self.others(group))
         others = [self._names[rank] for rank in self.others(group)]
         whom = others[0] if len(others) == 1 else f"the others of {group}"
         return lost(whom, error, self.timeout)

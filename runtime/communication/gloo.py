@@ -127,6 +127,8 @@ class GlooChannels(ProcessChannels):
         return posted + sum(s.pending_bytes for s in list(self._senders.values()))
 
     def _lost(self, peer: int, error: BaseException) -> PeerError:
+        # Who finds out when it sends can go on no more than who waits.
+        self.status.wait((peer,))
         return lost(self.names[peer], error, self.timeout)
 
 

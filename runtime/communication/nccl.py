@@ -218,4 +218,6 @@ class NcclChannels(ProcessChannels):
             raise self._lost(peer, error) from error
 
     def _lost(self, peer: int, error: BaseException) -> PeerError:
+        # Who finds out when it sends can go on no more than who waits.
+        self.status.wait((peer,))
         return lost(self.names[peer], error, self.timeout)

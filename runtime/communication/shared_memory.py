@@ -453,6 +453,8 @@ class SharedMemoryChannels(ProcessChannels):
         try:
             yield
         except (GoneError, TimeoutError) as error:
+            # Who finds out when it sends can go on no more than who waits.
+            self.status.wait((peer,))
             raise lost(self.names[peer], error, timedelta(seconds=self._timeout_s)) from error
 
 

@@ -27,7 +27,8 @@ from ..records.progress import Observer, Tail
 from ..records.run_dir import RunDir
 from ..records.status import WorkerStatus, read_statuses
 from .environment import LOOPBACK, Launched, take_signals, variables_of
-from .rendezvous import GRACE_S, LocalStore, circumstances
+from .failures import circumstances, settled
+from .rendezvous import GRACE_S, Failure, LocalStore
 
 LOOK_S = 0.1
 """Between two looks at the workers."""
@@ -134,7 +135,8 @@ def run_workers(workers: Workers, poll: Callable[[], None]) -> None:
                 poll()
                 time.sleep(LOOK_S)
             if failed:
-                failure = store.failure()
+                # Before the others are ended: what they wait for tells where the run was.
+                failure = store.failure() or _how_it_ended(workers, codes, logs)
         finally:
             _end(processes)
         poll()
@@ -145,9 +147,6 @@ def run_workers(workers: Workers, poll: Callable[[], None]) -> None:
         printed = f". What the workers printed is in {logs}" if failure.waited else ""
         kind: type[TimeprestError] = UserError if failure.exit_code == 2 else RunError
         raise kind(failure.message + (printed if workers.logs_kept else ""))
-    if failed:
-        rank = min(failed, key=lambda rank: codes[rank] or 0)
-        raise RunError(_how_it_ended(workers, rank, codes[rank] or 0, logs))
 
 
 def _start(workers: Workers, port: int, processes: list[subprocess.Popen[bytes]]) -> Path:
@@ -214,17 +213,22 @@ def _signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _how_it_ended(workers: Workers, rank: int, code: int, logs: Path) -> str:
-    """Of a worker that couldn't say itself why it failed."""
+def _how_it_ended(workers: Workers, codes: Sequence[int | None], logs: Path) -> Failure:
+    """Of a worker that couldn't say itself why it failed.
+
+    Args:
+        codes: exit codes of those that have ended, by rank.
+    """
+    code, rank = min((code, rank) for rank, code in enumerate(codes) if code)
     how = (
         f"was killed by {signal.Signals(-code).name}"
         if code < 0
         else f"ended with exit code {code}"
     )
-    around = circumstances(read_statuses(workers.where.statuses), rank)
+    around = circumstances(settled(lambda: read_statuses(workers.where.statuses), rank), rank)
     printed = f". Its output is in {logs}"
     if not workers.logs_kept:
         text = _log(logs, rank, "stderr").read_text(encoding="utf-8", errors="replace")
         last = [line for line in text.split("\n") if line.strip()][-1:]
         printed = "".join(f". Its last words: {line.strip()[:200]}" for line in last)
-    return f"{workers.labels[rank]} {how}{around}{printed}"
+    return Failure(f"{workers.labels[rank]} {how}{around}{printed}")

@@ -18,13 +18,12 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple, NoReturn, TypeVar
 
 import msgspec
-import psutil
 import torch.distributed as dist
 
 from ...profiles.errors import RunError, TimeprestError, UserError
@@ -32,116 +31,7 @@ from ...profiles.tasks.hooks import describe_error
 from ..communication.channel import PeerError
 from ..records.status import WorkerStatus, read_statuses
 from .environment import LOOPBACK, Launched, take_signals
-
-# Error messages of a failed run: which worker, where it was, and who waited for it --------------
-
-Statuses = Mapping[int, WorkerStatus]
-"""By rank; those that are out of reach are missing."""
-
-
-def blame(
-    statuses: Statuses,
-    complaining: int,
-    message: str,
-    stopped: frozenset[int],
-    silent: Sequence[int] = (),
-) -> str:
-    """The error message of a run whose workers only waited in vain.
-
-    Args:
-        complaining: who did so first; `message`: what it said.
-        stopped: ranks whose processes stand still.
-        silent: ranks that no longer tell what they are at, so that their statuses are old.
-    """
-    # One that stands still is the cause even where its last words are that it waits itself.
-    certain = [*silent, *sorted(stopped)]
-    rank = certain[0] if certain else culprit(statuses, complaining)
-    if rank is None or rank == complaining:
-        return message + who_waited(statuses, complaining)
-    status = statuses.get(rank)
-    how = "is stopped (SIGSTOP)" if rank in stopped else "doesn't answer"
-    if message.endswith("it is gone"):
-        how = "is gone"
-    name = status.label if status is not None else f"rank {rank}"
-    others = {r: s for r, s in statuses.items() if r != complaining}
-    where = where_it_was(status, "last heard of: " if silent else "")
-    return f"{name} {how}{where}; {message}{who_waited(others, rank)}"
-
-
-def circumstances(statuses: Statuses, rank: int) -> str:
-    """Where a worker was that failed, and who waited; nothing where it hadn't begun."""
-    where = where_it_was(statuses.get(rank))
-    return where and where + who_waited(statuses, rank)
-
-
-def stopped_ranks(statuses: Statuses) -> frozenset[int]:
-    """Those whose processes, on this host, stand still."""
-    found = set()
-    for rank, status in statuses.items():
-        try:
-            if psutil.Process(status.pid).status() == psutil.STATUS_STOPPED:
-                found.add(rank)
-        except psutil.Error:
-            continue
-    return frozenset(found)
-
-
-def culprit(statuses: Statuses, complaining: int) -> int | None:
-    """Whom everybody waits for in the end: followed from one who waited in vain.
-
-    None: they wait for each other, so that a message was lost.
-    """
-    seen, next_ranks = {complaining}, [complaining]
-    found = []
-    while next_ranks:
-        status = statuses.get(next_ranks.pop())
-        if status is None:
-            continue
-        if not status.waits_for:
-            found.append(status)
-        fresh = [rank for rank in status.waits_for if rank not in seen]
-        # Nothing is known of it: it never came, or its host is out of reach.
-        unknown = [rank for rank in fresh if rank not in statuses]
-        if unknown:
-            return unknown[0]
-        seen.update(fresh)
-        next_ranks += fresh
-    return min(found, key=lambda s: s.since).rank if found else None
-
-
-MOST_NAMED = 3
-"""Workers that wait and are named in a report."""
-
-
-def where_it_was(status: WorkerStatus | None, how: str = "") -> str:
-    """ "; last finished 1U4, next 1F6.0", or nothing where that isn't known, or it hadn't begun."""
-    if status is None or status.at == "start":
-        return ""
-    finished = f"last finished {status.finished}" if status.finished else "nothing finished yet"
-    return f"; {how}{finished}, next {status.at or 'not begun'}"
-
-
-def who_waited(statuses: Statuses, but: int | None) -> str:
-    """ "; waiting: stage 0 at 0B5 for stage 1", or nothing."""
-    waiting = [s for s in statuses.values() if s.waits_for and s.rank != but]
-    if not waiting:
-        return ""
-    shown = [
-        f"{s.name} at {s.at or s.finished} for {_names(statuses, s.waits_for)}"
-        for s in waiting[:MOST_NAMED]
-    ]
-    more = len(waiting) - len(shown)
-    return f"; waiting: {', '.join(shown)}" + (f" and {more} more" if more else "")
-
-
-def _names(statuses: Statuses, ranks: Sequence[int]) -> str:
-    if len(ranks) > MOST_NAMED:
-        return f"{len(ranks)} others"
-    known = [statuses[rank].name if rank in statuses else f"rank {rank}" for rank in ranks]
-    return " and ".join(known)
-
-
-# The rendezvous ---------------------------------------------------------------------------------
+from .failures import Statuses, blame, circumstances, is_gone, settled, stopped_ranks
 
 ARRIVAL_S = 120.0
 """Longest wait for a worker to come at all: hosts may start one after another."""
@@ -213,6 +103,7 @@ class Rendezvous:
         self._leaving = threading.Event()
         self._failing = threading.Event()
         self._lost = threading.Event()
+        self._saying = threading.Lock()
         self.store = _connect(launched, serve=not launched.agent_store and self.rank == 0)
         # A wait of one thread on a store keeps the others from it.
         self._own = _connect(launched, serve=False)
@@ -340,7 +231,7 @@ class Rendezvous:
         if isinstance(error, PeerError):
             message = self._blame(message)
         else:
-            message += circumstances(self._statuses(), self.rank)
+            message += circumstances(settled(self._statuses, self.rank), self.rank)
         return None if self._own.add("told", 1) > 1 else message
 
     def _line_alone(self, error: TimeprestError) -> str:
@@ -398,7 +289,7 @@ class Rendezvous:
             # Of this host's workers, more is known than that.
             if after[rank] == beat and rank not in here and not self._has(f"failing/{rank}")
         ]
-        gone = [rank for rank, status in here.items() if _is_gone(status.pid)]
+        gone = [rank for rank, status in here.items() if is_gone(status.pid)]
         return blame(statuses, self.rank, message, stopped_ranks(here), silent or gone)
 
     def _has(self, key: str) -> bool:
@@ -409,7 +300,7 @@ class Rendezvous:
         keys = {rank: f"beat/{rank}" for rank in range(self.launched.world_size)}
         return {rank: bytes(self._own.get(key)) for rank, key in keys.items() if self._has(key)}
 
-    def _here(self, statuses: dict[int, WorkerStatus]) -> dict[int, WorkerStatus]:
+    def _here(self, statuses: Statuses) -> dict[int, WorkerStatus]:
         host = self.status().host
         return {rank: status for rank, status in statuses.items() if status.host == host}
 
@@ -425,6 +316,8 @@ class Rendezvous:
         crash it while the interpreter is taken down. Where all went well, a rank 0 that has the
         store stays until all have gone."""
         self._leaving.set()
+        # Another thread may be about to say why the run failed.
+        self._saying.acquire(timeout=2 * STORE_S)
         serves = self.rank == 0 and not self.launched.agent_store
         patience_s = (GRACE_S if code else SILENCE_S) if serves else 0.0
         with contextlib.suppress(RuntimeError):
@@ -470,12 +363,13 @@ class Rendezvous:
         if self._leaving.is_set():
             return
         self._failing.set()
-        try:
-            line = self._within(STORE_S, lambda: self._line_when_asked(how))
-        except RuntimeError:
-            line = f"rank {self.rank}: {how}; {self._no_store()}"
-        if line is not None:
-            self.say(Failure(line))
+        with self._saying:
+            try:
+                line = self._within(STORE_S, lambda: self._line_when_asked(how))
+            except RuntimeError:
+                line = f"rank {self.rank}: {how}; {self._no_store()}"
+            if line is not None:
+                self.say(Failure(line))
         self.leave(1)
 
     def _line_when_asked(self, line: str) -> str | None:
@@ -483,9 +377,10 @@ class Rendezvous:
         self._own.add("failed", 1)
         if self._own.add("told", 0):
             return None
-        statuses = self._statuses()
-        gone = [rank for rank, s in self._here(statuses).items() if _is_gone(s.pid)]
+        statuses: Statuses = self._statuses()
+        gone = [rank for rank, s in self._here(statuses).items() if is_gone(s.pid)]
         if gone:
+            statuses = settled(self._statuses, gone[0])
             label, around = statuses[gone[0]].label, circumstances(statuses, gone[0])
             line = f"{label} has died; {self.launched.by} says how{around}"
         return None if self._own.add("told", 1) > 1 else line
@@ -573,13 +468,6 @@ def _serve(address: str, port: int) -> dist.TCPStore:  # type: ignore[name-defin
 
 def _decode(beat: bytes) -> WorkerStatus:
     return msgspec.json.decode(beat.split(b" ", 1)[1], type=WorkerStatus)
-
-
-def _is_gone(pid: int) -> bool:
-    try:
-        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return True
 
 
 def _note_for_torchrun(message: str) -> None:

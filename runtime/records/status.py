@@ -30,7 +30,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     at: str = "start"
     """The operation at hand, or what it does before and after training."""
     waits_for: tuple[int, ...] = ()
-    """Ranks whose message it waits for; empty: it computes."""
+    """Ranks whose message it waits for, or that it found gone; empty: it computes."""
     since: float = 0.0
     """When it began to do so, by its host's clock."""
 
@@ -50,7 +50,7 @@ class Status:
         """It is done."""
 
     def wait(self, ranks: Sequence[int]) -> None:
-        """A wait for these begins."""
+        """A wait for these begins, or they turned out to be gone."""
 
     def go_on(self) -> None:
         """It has ended well. After a failure it stands."""

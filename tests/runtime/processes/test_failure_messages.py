@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import os
+import socket
+import time
 
+import msgspec
 import pytest
-from timeprest.runtime.processes.rendezvous import blame, circumstances, culprit, stopped_ranks
+from timeprest.runtime.processes.failures import (
+    blame,
+    circumstances,
+    culprit,
+    settled,
+    stopped_ranks,
+)
 from timeprest.runtime.records.status import StatusFile, WorkerStatus, read_statuses
 
 
@@ -77,6 +86,39 @@ def test_of_a_worker_that_tells_nothing_any_more_only_the_last_word_is_known():
     assert (
         said == f"stage 1 (rank 1) is gone; last heard of: last finished 1U1, next 1F3.0; {message}"
     )
+
+
+def test_of_one_that_hadnt_begun_when_it_last_told():
+    statuses = table(at(0, "0B3", 1), at(1, "start"))
+    message = "stage 0, at 0B3: waiting for stage 1: it is gone"
+    said = blame(statuses, 0, message, frozenset(), [1])
+    assert said == f"stage 1 (rank 1) is gone; last heard of: nothing finished yet; {message}"
+    assert circumstances(statuses, 1) == ""
+
+
+def test_others_get_to_come_to_their_waits():
+    failed, gone = (
+        at(1, "1U4"),
+        msgspec.structs.replace(at(2, "2F5.0"), pid=2**22, host=socket.gethostname()),
+    )
+    looks = [
+        table(at(0, "0F5.0"), failed, gone),
+        table(at(0, "0F5.1"), failed, gone),
+        table(at(0, "0B5", 1), failed, gone),
+    ]
+    left = iter(looks)
+    assert settled(lambda: next(left), 1) is looks[-1]
+
+
+def test_nobody_waits_for_what_cannot_be_told(monkeypatch):
+    """Where a worker hadn't begun, nothing is said of the others; and some compute for long."""
+    monkeypatch.setattr("timeprest.runtime.processes.failures.SETTLE_S", 0.2)
+    starting, computing = table(at(0, "0F5.0"), at(1, "start")), table(at(0, "0F5.0"), at(1, "1U4"))
+    left = iter([starting])
+    assert settled(lambda: next(left), 1) is starting
+    begin = time.monotonic()
+    assert settled(lambda: computing, 1) is computing
+    assert time.monotonic() - begin >= 0.2
 
 
 def test_only_some_of_many_that_wait_are_named():

@@ -84,6 +84,22 @@ def test_all_end_soon_and_the_cause_is_named(
     assert not workers(tmp_path / "run")
 
 
+@pytest.mark.processes
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("how", "transport"), [("SIGKILL", "auto"), ("raise", "gloo")])
+def test_others_that_come_late_to_their_wait_are_named(
+    how, transport, mlp_profile, tmp_path, monkeypatch
+):
+    """They still compute when the worker fails; some find out when they send to it."""
+    monkeypatch.setenv("TRAP", f"{how}:1")
+    monkeypatch.setenv("LATE_S", "0.4")
+    plan = plan_by_hand(with_times(mlp_profile), "gpipe", 2, 4)
+    settings = RunSettings(task=TRAP, steps=40, evaluate=False, timeout_s=3, transport=transport)
+    message = r"last finished 1B4\.\d, next 1U4; waiting: stage 0 at 0[FB]5\.\d for stage 1"
+    with pytest.raises(RunError, match=message):
+        run(plan, settings, tmp_path / "run")
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
 def test_what_cannot_be_written_is_said_once():
     """A failure of the disk isn't met again when the file is closed."""
