@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,13 @@ from ..errors import errors_as_lines, output, print_json, printable
 from ..options import common_options
 from ..tables.layout import counted, device_range, first_to_last, fitted, fixed, shortened, words
 from ..tables.plan import bare_rate, gap
-from ..tables.stages import memory_limit
+from ..tables.stages import (
+    device_count,
+    memory_limit,
+    on_devices,
+    placement_name,
+    shares_devices,
+)
 
 # Figures of plans and of their stages, and layers that moved --------------------------------------
 
@@ -41,6 +47,15 @@ class Figure:
     better: int = 0
 
 
+def _most_memory(plan: Plan) -> int:
+    return max(device.predicted.memory_bytes for device in on_devices(plan))
+
+
+def _mean_idle(plan: Plan) -> float:
+    idle = [device.predicted.idle_share for device in on_devices(plan)]
+    return sum(idle) / len(idle)
+
+
 def _most(field: str) -> Callable[[Plan], int]:
     return lambda plan: max(int(getattr(stage, field)) for stage in plan.predicted.stages)
 
@@ -54,11 +69,11 @@ def _recomputed(plan: Plan) -> tuple[int, ...]:
 
 
 def _limit(plan: Plan) -> float | None:
-    """The largest share of its limit that a stage needs."""
+    """The largest share of its limit that a device needs."""
     shares = [
-        stage.memory_bytes / limit
-        for s, stage in enumerate(plan.predicted.stages)
-        if (limit := memory_limit(plan, s))
+        device.predicted.memory_bytes / limit
+        for device in on_devices(plan)
+        if (limit := memory_limit(plan, device.stages[0]))
     ]
     return max(shares, default=None)
 
@@ -73,23 +88,18 @@ FIGURES: tuple[Figure, ...] = (
     Figure("micro-batches", "micro_batches", lambda p: p.micro_batches),
     Figure("update every", "update_every", lambda p: p.update_every),
     Figure("stages", "stages", lambda p: len(p.stages)),
-    Figure("devices", "devices", lambda p: sum(len(stage.devices) for stage in p.stages)),
+    Figure("devices", "devices", lambda p: device_count(p.stages)),
+    Figure("placement", "placement", placement_name),
     Figure("recomputed", "recomputed_stages", lambda p: len(_recomputed(p))),
     Figure("period", "period_s", lambda p: p.predicted.period_s, format_seconds, -1),
     Figure("samples/s", "samples_per_s", lambda p: p.predicted.samples_per_s, bare_rate, 1),
     Figure("speed-up", "speedup", lambda p: p.predicted.speedup, lambda v: f"{v:.2f} ×", 1),
-    Figure("most memory", "memory_bytes", _most("memory_bytes"), short_bytes, -1),
+    Figure("most memory", "memory_bytes", _most_memory, short_bytes, -1),
     Figure("of its limit", "memory_share", _limit, _percent, -1),
     Figure("most versions", "versions_held", _most("versions_held"), str, -1),
     Figure("most d", "version_difference", _most("version_difference"), str, -1),
     Figure("v", "sequence_distance", lambda p: p.predicted.sequence_distance, str, -1),
-    Figure(
-        "mean idle",
-        "idle_share",
-        lambda p: sum(s.idle_share for s in p.predicted.stages) / len(p.predicted.stages),
-        _percent,
-        -1,
-    ),
+    Figure("mean idle", "idle_share", _mean_idle, _percent, -1),
     Figure("solver", "method", lambda p: p.solver.method),
     Figure(
         "bound", "bound_s", lambda p: p.solver.bound_s, lambda v: format_seconds(v) if v else "-"
@@ -98,6 +108,12 @@ FIGURES: tuple[Figure, ...] = (
     Figure("proven", "optimal", lambda p: p.solver.optimal, _yes),
 )
 """Of a plan as a whole."""
+
+
+def figures_of(plans: Iterable[Plan]) -> list[Figure]:
+    """Those that tables show: of straight plans, their placement says nothing."""
+    placed = any(shares_devices(plan) for plan in plans)
+    return [figure for figure in FIGURES if placed or figure.key != "placement"]
 
 
 def shown(figure: Figure, plan: Plan) -> str:
@@ -242,11 +258,14 @@ def print_comparison(console: Console, plans: Mapping[str, Plan], *, every: bool
     else:
         console.print(_columns(plans, console.width))
         _print_stages(console, plans, every=every)
+    memory, idle = "", "stages"
+    if any(shares_devices(plan) for plan in plans.values()):
+        memory, idle = "most memory: of the device with most. ", "devices"
     console.print(
         Text(
-            f"{_DIFFERS}: not the same in all plans. *: the best. most memory, versions, d: of the "
-            "stage with most; d: version difference. mean idle: over the stages. Stages' times are "
-            "per micro-batch.",
+            f"{_DIFFERS}: not the same in all plans. *: the best. {memory}"
+            f"most {'' if memory else 'memory, '}versions, d: of the stage with most; d: version "
+            f"difference. mean idle: over the {idle}. Stages' times are per micro-batch.",
             style="dim",
         )
     )
@@ -256,15 +275,16 @@ def print_comparison(console: Console, plans: Mapping[str, Plan], *, every: bool
 def _columns(plans: Mapping[str, Plan], width: int) -> Group:
     """Plans beside each other, a row for each figure."""
     found = list(plans.values())
-    texts = [[shown(figure, plan) for plan in found] for figure in FIGURES]
+    figures = figures_of(found)
+    texts = [[shown(figure, plan) for plan in found] for figure in figures]
     signs = [_sign(row) for row in texts]
     columns = [fixed("", signs, left=True)]
     for k, name in enumerate(plans):
         cells = [
-            _marked(row[k], k in best(f, found)) for f, row in zip(FIGURES, texts, strict=True)
+            _marked(row[k], k in best(f, found)) for f, row in zip(figures, texts, strict=True)
         ]
         columns.append(fixed(shortened(name, _MOST_NAME), cells))
-    keys = fixed("", [figure.name for figure in FIGURES], left=True)
+    keys = fixed("", [figure.name for figure in figures], left=True)
     return fitted(f"{len(plans)} plans", keys, columns, width)
 
 
@@ -273,7 +293,7 @@ def _rows(plans: Mapping[str, Plan], width: int) -> Group:
     found = list(plans.values())
     columns = []
     alike = []
-    for figure in FIGURES:
+    for figure in figures_of(found):
         texts = [shown(figure, plan) for plan in found]
         if not str(_sign(texts)):
             alike.append(f"{figure.name} {texts[0]}")
@@ -375,6 +395,7 @@ def as_data(plans: Mapping[str, Plan]) -> dict[str, Any]:
                     {"nodes": stage.nodes, "devices": stage.devices, "predicted": predicted}
                     for stage, predicted in zip(plan.stages, plan.predicted.stages, strict=True)
                 ],
+                "devices_in_detail": plan.predicted.devices,
             }
             for name, plan in plans.items()
         },

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import click
 from rich.text import Text
 
-from ...planner.plan import pipeline_of, read_plan
+from ...planner.plan import Plan, pipeline_of, read_plan
 from ...planner.schedules.schedules import make_schedule
 from ...planner.schedules.steady_state import steady_state
 from ...planner.simulator.pipeline import Pipeline
@@ -15,7 +17,7 @@ from ...profiles.errors import UserError
 from ...profiles.units import format_seconds
 from ..errors import errors_as_lines, output, print_json
 from ..options import Whole, common_options
-from ..tables.layout import compact_table
+from ..tables.layout import compact_table, device_range
 
 _MOST_OPERATIONS = 200_000
 
@@ -45,12 +47,20 @@ def simulate_plan(
     timeline = simulate(pipeline, schedule)
     period_s = steady_state(pipeline).period_s
     if as_json:
-        print_json(_json(timeline, period_s))
+        print_json(_json(pipeline, schedule, timeline, period_s))
     elif not quiet:
-        _print(pipeline, schedule, timeline, period_s, count)
+        devices = [_devices(plan, stage.devices) for stage in plan.stages]
+        _print(pipeline, schedule, timeline, period_s, count, devices)
 
 
-def _json(timeline: Timeline, period_s: float) -> dict[str, object]:
+def _devices(plan: Plan, devices: Sequence[int]) -> str:
+    return device_range([plan.cluster.devices[d].name for d in devices])
+
+
+def _json(
+    pipeline: Pipeline, schedule: Schedule, timeline: Timeline, period_s: float
+) -> dict[str, object]:
+    sequences = schedule.on_devices() if pipeline.placement else ()
     return {
         "period_s": period_s,
         "stages": [
@@ -60,15 +70,23 @@ def _json(timeline: Timeline, period_s: float) -> dict[str, object]:
             ]
             for s, events in enumerate(timeline.stages)
         ],
+        # Where devices have several stages, what each runs after what.
+        "devices": [[op_text(s, op) for s, op in ops] for ops in sequences],
     }
 
 
 def _print(
-    pipeline: Pipeline, schedule: Schedule, timeline: Timeline, period_s: float, count: int
+    pipeline: Pipeline,
+    schedule: Schedule,
+    timeline: Timeline,
+    period_s: float,
+    count: int,
+    devices: Sequence[str],
 ) -> None:
+    """Print a row for each stage. `devices`: of each; shown where it shares them."""
     table = compact_table(
         f"{count} mini-batches from the first forward to the last update",
-        ["stage"],
+        ["stage", "device"] if pipeline.placement else ["stage"],
         ["operations", "first start", "last end", "busy", "idle, steady"],
     )
     idle = idle_shares(pipeline, period_s)
@@ -77,6 +95,7 @@ def _print(
         last_s = max(event.end_s for event in events)
         table.add_row(
             str(s),
+            *([devices[s]] if pipeline.placement else []),
             str(len(schedule[s])),
             format_seconds(events[0].start_s),
             format_seconds(last_s),
@@ -86,3 +105,5 @@ def _print(
     console = output()
     console.print(table)
     console.print(Text(f"period {format_seconds(period_s)} per mini-batch in the steady state"))
+    if pipeline.placement:
+        console.print(Text("idle, steady: of the stage's device, with all its stages", "dim"))

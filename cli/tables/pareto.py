@@ -13,6 +13,7 @@ from ...profiles.units import format_bytes, format_seconds
 from ..errors import printable
 from .layout import counted, fitted, fixed, words
 from .plan import bare_rate, gap
+from .stages import device_count, on_devices
 
 
 def comparison(
@@ -26,7 +27,8 @@ def comparison(
     found = list(plans.values())
     stages = [plan.predicted.stages for plan in found]
     periods = [plan.predicted.period_s for plan in found]
-    memory = [max(stage.memory_bytes for stage in each) for each in stages]
+    devices = [[device.predicted for device in on_devices(plan)] for plan in found]
+    memory = [max(device.memory_bytes for device in each) for each in devices]
     apart = [max(stage.version_difference for stage in each) for each in stages]
     marks = [
         Text("" if beaten(prices, points) else "●", style="green")
@@ -35,7 +37,7 @@ def comparison(
     columns = [
         fixed("", marks, left=True),
         fixed("S", [str(len(plan.stages)) for plan in found]),
-        fixed("devices", [str(sum(len(s.devices) for s in plan.stages)) for plan in found]),
+        fixed("devices", [str(device_count(plan.stages)) for plan in found]),
         fixed("N", [str(plan.micro_batches) for plan in found]),
         fixed("period", marked_least(periods, format_seconds)),
         fixed("samples/s", [bare_rate(plan.predicted.samples_per_s) for plan in found]),
@@ -43,7 +45,7 @@ def comparison(
         fixed("ver", marked_least([_most(each, "versions_held") for each in stages], _whole)),
         fixed("d", marked_least(apart, _whole)),
         fixed("v", [_or_dash(plan.predicted.sequence_distance) for plan in found]),
-        fixed("idle", [f"{min(stage.idle_share for stage in each):.0%}" for each in stages]),
+        fixed("idle", [f"{min(device.idle_share for device in each):.0%}" for each in devices]),
         fixed("gap", [gap(plan) for plan in found]),
     ]
     table = fitted("the best plan of each system", words("system", plans, 12), columns, width)
@@ -76,7 +78,7 @@ def pareto_table(points: Iterable[ParetoPoint], width: int) -> Group:
         fixed("d", [str(point.version_difference) for point in shown]),
         fixed("v", [_or_dash(each.prediction.sequence_distance) for each in found]),
         fixed("S", [str(len(each.stages)) for each in found]),
-        fixed("devices", [str(sum(len(s.devices) for s in each.stages)) for each in found]),
+        fixed("devices", [str(device_count(each.stages)) for each in found]),
         fixed("N", [str(each.micro_batches) for each in found]),
         fixed("L", [_limits([stage.in_flight for stage in each.stages]) for each in found]),
     ]

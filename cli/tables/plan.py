@@ -20,7 +20,18 @@ from ...profiles.profile import Profile
 from ...profiles.units import format_bytes, format_rate, format_seconds
 from ..errors import output, tell
 from .layout import counted, labelled
-from .stages import MOST_ROWS, memory_limit, memory_table, notes, stage_table
+from .stages import (
+    MOST_ROWS,
+    device_count,
+    device_name,
+    memory_limit,
+    memory_table,
+    notes,
+    on_devices,
+    placement_name,
+    shares_devices,
+    stage_table,
+)
 
 # Verdict, warnings and first operations -----------------------------------------------------------
 
@@ -46,14 +57,15 @@ def print_plan(plan: Plan, count: int, *, every: bool = False) -> None:
 def verdict(plan: Plan) -> Table:
     """Period, rate, what holds it back, and what the solver can prove."""
     predicted = plan.predicted
-    stages = predicted.stages
-    idle = [stage.idle_share for stage in stages]
-    busiest = min(range(len(stages)), key=idle.__getitem__)
+    stages, devices = predicted.stages, on_devices(plan)
+    idle = [device.predicted.idle_share for device in devices]
+    busiest = min(range(len(idle)), key=idle.__getitem__)
     stalest = max(range(len(stages)), key=lambda s: stages[s].version_difference)
-    busy = f"stage {busiest}, {idle[busiest]:.0%} idle"
-    if len(stages) > 1 and max(idle) < min(idle) + 0.005:
-        busy = f"all stages alike, {idle[busiest]:.0%} idle"
-    elif len(stages) > 1:
+    busy = f"{device_name(plan, devices[busiest])}, {idle[busiest]:.0%} idle"
+    if len(idle) > 1 and max(idle) < min(idle) + 0.005:
+        every = "devices" if shares_devices(plan) else "stages"
+        busy = f"all {every} alike, {idle[busiest]:.0%} idle"
+    elif len(idle) > 1:
         busy += f"; {sum(idle) / len(idle):.0%} on average"
     most = max(stage.versions_held for stage in stages)
     held = f"{counted(most, 'weight version', 'weight versions')} held"
@@ -66,6 +78,7 @@ def verdict(plan: Plan) -> Table:
         [
             ("period", f"{format_seconds(predicted.period_s)} per mini-batch of {plan.mini_batch}"),
             ("rate", rate(plan)),
+            *_placed(plan),
             ("busiest", busy),
             ("memory", fullest(plan)),
             (
@@ -76,6 +89,16 @@ def verdict(plan: Plan) -> Table:
             ("solver", f"{plan.solver.method}: {proof(plan)}"),
         ]
     )
+
+
+def _placed(plan: Plan) -> list[tuple[str, str]]:
+    """Which device has which stages, in short; nothing where each stage has its own."""
+    if not shares_devices(plan):
+        return []
+    stages = counted(len(plan.stages), "stage", "stages")
+    devices = counted(device_count(plan.stages), "device", "devices")
+    with_replicas = " with replicas" * any(len(stage.devices) > 1 for stage in plan.stages)
+    return [("placement", f"{placement_name(plan)}: {stages} on {devices}{with_replicas}")]
 
 
 def sequences(plan: Plan) -> str:
@@ -89,6 +112,8 @@ def _advice(plan: Plan) -> list[tuple[str, str]]:
     v, variant = plan.predicted.sequence_distance or 1, variant_named(plan.variant)
     if v < 2 or variant.whole_mini_batches:
         return []
+    if shares_devices(plan):
+        return [("sequences", f"{v} of updates side by side (v = {v})")]
     least = len(plan.stages) - 1
     advice = f"N ≥ S − 1 = {least} micro-batches would avoid it, with unit times (TiMePReSt)"
     if plan.micro_batches >= least:
@@ -113,7 +138,7 @@ def bare_rate(samples_per_s: float) -> str:
 def slower_than_one(plan: Plan) -> str | None:
     """A warning where the pipeline doesn't pay; None where it does, or nobody knows."""
     predicted = plan.predicted
-    devices = sum(len(stage.devices) for stage in plan.stages)
+    devices = device_count(plan.stages)
     # 0.995 is printed as 1.00.
     if not 0 < predicted.speedup < 0.995 or devices == 1:
         return None
@@ -147,22 +172,24 @@ def piling_up(plan: Plan) -> str | None:
 
 
 def fullest(plan: Plan) -> str:
-    """The stage that needs most of its limit, or, without limits, most."""
-    stages = plan.predicted.stages
-    limits = [memory_limit(plan, s) for s in range(len(stages))]
+    """The stage, or the device with several, that needs most of its limit, or, without limits,
+    most."""
+    devices = on_devices(plan)
+    held = [device.predicted.memory_bytes for device in devices]
+    limits = [memory_limit(plan, device.stages[0]) for device in devices]
     shares = [
-        (stage.memory_bytes / limit if limit else 0.0, stage.memory_bytes)
-        for stage, limit in zip(stages, limits, strict=True)
+        (nbytes / limit if limit else 0.0, nbytes)
+        for nbytes, limit in zip(held, limits, strict=True)
     ]
-    s = max(range(len(stages)), key=shares.__getitem__)
-    text = f"most on stage {s}: {format_bytes(stages[s].memory_bytes)}"
-    limit = limits[s]
+    k = max(range(len(held)), key=shares.__getitem__)
+    text = f"most on {device_name(plan, devices[k])}: {format_bytes(held[k])}"
+    limit = limits[k]
     if limit is None:
         return f"{text}; its device has no limit"
-    over = stages[s].memory_bytes - limit
+    over = held[k] - limit
     if over > 0:
         return f"{text}, {format_bytes(over)} over its limit of {format_bytes(limit)}"
-    return f"{text}, {shares[s][0]:.0%} of its limit of {format_bytes(limit)}"
+    return f"{text}, {shares[k][0]:.0%} of its limit of {format_bytes(limit)}"
 
 
 def proof(plan: Plan) -> str:

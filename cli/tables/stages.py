@@ -1,18 +1,67 @@
-"""Tables of a plan's stages: layers, devices and times; and memory by kind."""
+"""Tables of a plan's stages: layers, devices and times; and memory by kind, of each device."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from rich.console import Console, Group
 from rich.text import Text
 
-from ...planner.plan import Plan, StagePrediction
+from ...planner.plan import DevicePrediction, Plan, PlanStage, StagePrediction
+from ...planner.recording import lanes_of, stages_text
+from ...planner.systems.placement import numbered_devices, pattern_of
 from ...profiles.units import format_bytes, format_seconds, short_bytes
+from ..errors import printable
 from ..palette import LETTERS, LIMIT, MEMORY, memory_style
 from .layout import Cell, Column, counted, device_range, first_to_last, fitted, fixed, words
+
+# Devices and their stages ------------------------------------------------------------------------
+
+
+class OnDevice(NamedTuple):
+    """A device with its stages, or the devices of their replicas, which all hold as much."""
+
+    stages: tuple[int, ...]
+    predicted: StagePrediction | DevicePrediction
+
+
+def on_devices(plan: Plan) -> list[OnDevice]:
+    """A plan's devices, as stages come to them. Of a plan that was edited since it was predicted,
+    its stages, each by itself."""
+    known = {device.stages: device for device in plan.predicted.devices}
+    lanes = [lane.stages for lane in lanes_of(plan.stages) if lane.replica == 0]
+    if not known or any(stages not in known for stages in lanes):
+        return [OnDevice((s,), stage) for s, stage in enumerate(plan.predicted.stages)]
+    return [OnDevice(stages, known[stages]) for stages in lanes]
+
+
+def device_count(stages: Iterable[PlanStage]) -> int:
+    """How many devices they take, replicas' devices included."""
+    return len({device for stage in stages for device in stage.devices})
+
+
+def placement_name(plan: Plan) -> str:
+    """``straight``, ``loop``, ``v`` or ``free``."""
+    placement = numbered_devices([stage.devices for stage in plan.stages])
+    return pattern_of(placement, len(plan.stages))
+
+
+def shares_devices(plan: Plan) -> bool:
+    """Whether some device has several stages."""
+    return placement_name(plan) != "straight"
+
+
+def device_name(plan: Plan, found: OnDevice) -> str:
+    """``stage 1``; where devices have several, ``device0 (stages 0, 3)``."""
+    name = stages_text(found.stages)
+    devices = plan.stages[found.stages[0]].devices
+    if not shares_devices(plan) or len(devices) > 1:
+        return name
+    return f"{printable(plan.cluster.devices[devices[0]].name)} ({name})"
+
 
 # Rows of stages that are alike, with figures as ranges --------------------------------------------
 
@@ -53,16 +102,19 @@ class Folded:
 
 def folded(plan: Plan, *, most: int = MOST_ROWS, every: bool = False) -> Folded:
     """The plan's stages in rows: `most` of them or fewer. `every`: each has its own."""
-    stages = range(len(plan.stages))
-    alone = [range(s, s + 1) for s in stages]
-    if every or len(stages) <= most:
-        return Folded(tuple(alone), 0.0)
-    figures = [_figures(plan, s) for s in stages]
+    figures = [_figures(plan, s) for s in range(len(plan.stages))]
+    return _folded(figures, len(figures) if every else most)
+
+
+def _folded(figures: Sequence[_Figures], most: int) -> Folded:
+    count = len(figures)
+    if count <= most:
+        return Folded(tuple(range(k, k + 1) for k in range(count)), 0.0)
     for apart in _APART:
         rows = _alike(figures, apart)
         if len(rows) <= most:
             return Folded(tuple(rows), apart)
-    borders = [round(k * len(stages) / most) for k in range(most + 1)]
+    borders = [round(k * count / most) for k in range(most + 1)]
     return Folded(tuple(range(a, b) for a, b in pairwise(borders)), None)
 
 
@@ -76,6 +128,20 @@ def _figures(plan: Plan, s: int) -> _Figures:
     counts = len(stage.nodes), len(stage.devices), int(stage.recompute)
     # Idle shares are shares of a period already: 3 % and 4 % are near.
     return counts, (*times, float(predicted.memory_bytes), 1 + predicted.idle_share)
+
+
+def _device_rows(plan: Plan, found: Sequence[OnDevice], *, every: bool) -> tuple[range, ...]:
+    """Devices in rows, as stages are."""
+    if not shares_devices(plan):
+        return folded(plan, every=every).rows
+    figures = [
+        (
+            (len(each.stages), len(plan.stages[each.stages[0]].devices)),
+            (float(each.predicted.memory_bytes), 1 + each.predicted.idle_share),
+        )
+        for each in found
+    ]
+    return _folded(figures, len(figures) if every else MOST_ROWS).rows
 
 
 def _alike(figures: Sequence[_Figures], apart: float) -> list[range]:
@@ -146,7 +212,10 @@ def stage_table(plan: Plan, width: int, *, every: bool = False) -> Group:
         figures("forward", lambda p: p.forward_s, format_seconds),
         figures("backward", lambda p: p.backward_s, format_seconds),
         figures("transfer", lambda p: p.transfer_s, format_seconds),
-        figures("idle", lambda p: p.idle_share, _share),
+        # Where stages share devices, those are idle, and hold the memory of all.
+        figures("memory", lambda p: p.memory_bytes, short_bytes)
+        if shares_devices(plan)
+        else figures("idle", lambda p: p.idle_share, _share),
         limits(),
         figures("ver", lambda p: p.versions_held, _whole),
         figures("d", lambda p: p.version_difference, _whole),
@@ -155,50 +224,59 @@ def stage_table(plan: Plan, width: int, *, every: bool = False) -> Group:
 
 
 def memory_table(plan: Plan, console: Console, width: int, *, every: bool = False) -> Group:
-    """Table of each stage's peak memory: a bar against its limit, and by kind; fits `width`.
+    """Table of the peak memory of each stage, or of each device where they share those: a bar
+    against its limit, and by kind; fits `width`.
 
     Args:
         every: no rows are folded.
     """
-    rows = folded(plan, every=every).rows
-    stages = plan.predicted.stages
-    limits = [memory_limit(plan, s) for s in range(len(stages))]
-    most = max(stage.memory_bytes for stage in stages)
-    # The fullest stage stands for its row.
-    fullest = [max(row, key=lambda s: _full(stages[s], limits[s])) for row in rows]
+    found = on_devices(plan)
+    rows = _device_rows(plan, found, every=every)
+    held = [each.predicted for each in found]
+    limits = [memory_limit(plan, each.stages[0]) for each in found]
+    most = max(each.memory_bytes for each in held)
+    # The fullest stands for its row.
+    fullest = [max(row, key=lambda k: _full(held[k], limits[k])) for row in rows]
 
     def sizes(name: str, values: Callable[[int], float]) -> Column:
         return fixed(name, [ranged(map(values, row), short_bytes) for row in rows])
 
     def bars(columns: int) -> list[Cell]:
-        return [
-            memory_bar(console, by_kind(stages[s]), limits[s] or most, columns) for s in fullest
-        ]
+        return [memory_bar(console, by_kind(held[k]), limits[k] or most, columns) for k in fullest]
 
     of_limit = any(limit is not None for limit in limits)
-    columns = [
-        sizes("memory", lambda s: stages[s].memory_bytes),
+    key, columns = _keys(rows), []
+    if shares_devices(plan):
+        key = words("device", [_row_devices(plan, found, row) for row in rows], 14)
+        stages = [_row_stages(found, row) for row in rows]
+        idle = [ranged((held[k].idle_share for k in row), _share) for row in rows]
+        columns = [words("stages", stages, 8), fixed("idle", idle)]
+    columns += [
+        sizes("memory", lambda k: held[k].memory_bytes),
         Column("of its limit" if of_limit else "of the most", _MOST_BAR, _LEAST_BAR, bars, True),
     ]
     if of_limit:
-        columns.append(fixed("", [_percent(stages[s], limits[s]) for s in fullest]))
+        columns.append(fixed("", [_percent(held[k], limits[k]) for k in fullest]))
     if len({limit for limit in limits if limit}) > 1 or (of_limit and None in limits):
-        columns.append(fixed("limit", [_limits(limits[s] for s in row) for row in rows]))
+        columns.append(fixed("limit", [_limits(limits[k] for k in row) for row in rows]))
     for kind in MEMORY:
-        if any(by_kind(stage)[kind] for stage in stages):
-            columns.append(sizes(f"{kind}", lambda s, kind=kind: by_kind(stages[s])[kind]))  # type: ignore[misc]
-    return fitted(_memory_title(limits), _keys(rows), columns, width)
+        if any(by_kind(each)[kind] for each in held):
+            columns.append(sizes(f"{kind}", lambda k, kind=kind: by_kind(held[k])[kind]))  # type: ignore[misc]
+    return fitted(_memory_title(limits), key, columns, width)
 
 
 def notes(plan: Plan, *, every: bool = False) -> Text:
     """Legend of both tables."""
-    used = [kind for kind in MEMORY if any(by_kind(stage)[kind] for stage in plan.predicted.stages)]
+    held = [each.predicted for each in on_devices(plan)]
+    used = [kind for kind in MEMORY if any(by_kind(each)[kind] for each in held)]
     said = (
         "forward, backward, transfer: per micro-batch. L: mini-batches in flight at most. ver: "
         "weight versions held. d: version difference, backward less forward. v: mini-batches from "
         "one to the next of the same sequence of updates. In the bars: "
     )
     said += ", ".join(f"{LETTERS[kind]} {kind}" for kind in used) + "."
+    if shares_devices(plan):
+        said += " A device's peak isn't the sum of its stages' peaks: those come at other moments."
     if any(stage.recompute for stage in plan.stages):
         said += " ↻: activations are computed again."
     if any(len(stage.devices) > 1 for stage in plan.stages):
@@ -207,9 +285,9 @@ def notes(plan: Plan, *, every: bool = False) -> Text:
     return Text(f"{said} {more}".rstrip(), style="dim")
 
 
-def by_kind(stage: StagePrediction) -> dict[str, int]:
-    """A stage's bytes by the palette's kinds."""
-    return {kind: getattr(stage.memory, f"{kind}_bytes") for kind in MEMORY}
+def by_kind(held: StagePrediction | DevicePrediction) -> dict[str, int]:
+    """Bytes by the palette's kinds."""
+    return {kind: getattr(held.memory, f"{kind}_bytes") for kind in MEMORY}
 
 
 def memory_limit(plan: Plan, s: int) -> int | None:
@@ -244,8 +322,10 @@ def memory_bar(console: Console, kinds: dict[str, int], whole: int, width: int) 
 
 
 def _title(plan: Plan) -> str:
-    several = sum(len(stage.devices) for stage in plan.stages)
-    on = f" on {several} devices" if several > len(plan.stages) else ""
+    devices = device_count(plan.stages)
+    on = ""
+    if shares_devices(plan) or devices != len(plan.stages):
+        on = f" on {counted(devices, 'device', 'devices')}"
     text = (
         f"{plan.variant}: {counted(len(plan.stages), 'stage', 'stages')}{on}, mini-batch "
         f"{plan.mini_batch} in {counted(plan.micro_batches, 'micro-batch', 'micro-batches')} of "
@@ -287,14 +367,25 @@ def _devices(plan: Plan, row: range) -> str:
     return device_range([plan.cluster.devices[d].name for s in row for d in plan.stages[s].devices])
 
 
-def _full(stage: StagePrediction, limit: int | None) -> float:
-    return stage.memory_bytes / limit if limit else float(stage.memory_bytes)
+def _row_devices(plan: Plan, found: Sequence[OnDevice], row: range) -> str:
+    devices = [d for k in row for d in plan.stages[found[k].stages[0]].devices]
+    return device_range([plan.cluster.devices[d].name for d in devices])
 
 
-def _percent(stage: StagePrediction, limit: int | None) -> Text:
+def _row_stages(found: Sequence[OnDevice], row: range) -> str:
+    """``0, 3``; of several devices those of the first and of the last."""
+    first, last = (stages_text(found[k].stages).partition(" ")[2] for k in (row[0], row[-1]))
+    return first if len(row) == 1 else f"{first}; … {last}"
+
+
+def _full(held: StagePrediction | DevicePrediction, limit: int | None) -> float:
+    return held.memory_bytes / limit if limit else float(held.memory_bytes)
+
+
+def _percent(held: StagePrediction | DevicePrediction, limit: int | None) -> Text:
     if not limit:
         return Text("-")
-    share = stage.memory_bytes / limit
+    share = held.memory_bytes / limit
     if share > 1:
         return Text(f"{_share(share)}!", style=f"bold {LIMIT.rich}")
     return Text(_share(share))

@@ -31,7 +31,7 @@ def pareto_point(variant: str, found: Evaluation) -> ParetoPoint:
         variant=variant,
         evaluation=found,
         period_s=predicted.period_s,
-        memory_bytes=max(stage.memory_bytes for stage in predicted.stages),
+        memory_bytes=max(each.memory_bytes for each in predicted.devices or predicted.stages),
         version_difference=max(stage.version_difference for stage in predicted.stages),
     )
 

@@ -11,6 +11,7 @@ from ...profiles.units import format_bytes, format_seconds
 from ..evaluate import Question, evaluate, gap_between, make_plan
 from ..partition.problem import SAME
 from ..plan import Plan, check_against_profile
+from ..recording import stages_text
 
 
 @dataclass(frozen=True)
@@ -57,12 +58,20 @@ def recheck(plan: Plan, profile: Profile, where: str = "plan") -> Recheck:
         optimal=optimal,
     )
     fresh = make_plan(question, found, report)
-    over = [
-        f"stage {s} is {format_bytes(count)} over the limit of its device "
-        f"{_smallest_device(plan, s)!r} ({count} bytes)"
-        for s, count in found.over_limit(plan.cluster)
-    ]
-    return Recheck(fresh, tuple(_changes(plan, fresh)), "; ".join(over) or None)
+    over = {}
+    for s, count in found.over_limit(plan.cluster):
+        stages = _sharing(fresh, s)
+        over[stages] = (
+            f"{stages_text(stages)} {'is' if len(stages) == 1 else 'are'} {format_bytes(count)} "
+            f"over the limit of {'its' if len(stages) == 1 else 'their'} device "
+            f"{_smallest_device(plan, s)!r} ({count} bytes)"
+        )
+    return Recheck(fresh, tuple(_changes(plan, fresh)), "; ".join(over.values()) or None)
+
+
+def _sharing(plan: Plan, s: int) -> tuple[int, ...]:
+    """The stages on a stage's device."""
+    return next((d.stages for d in plan.predicted.devices if s in d.stages), (s,))
 
 
 def _smallest_device(plan: Plan, s: int) -> str:
@@ -83,6 +92,15 @@ def _changes(old: Plan, new: Plan) -> list[str]:
         if a.version_difference != b.version_difference:
             lines.append(
                 f"stage {s} version difference {a.version_difference} → {b.version_difference}"
+            )
+    known = {device.stages: device.memory_bytes for device in old.predicted.devices}
+    for device in new.predicted.devices:
+        was_bytes = known.get(device.stages)
+        if was_bytes != device.memory_bytes and len(device.stages) > 1:
+            first = "" if was_bytes is None else f"{format_bytes(was_bytes)} → "
+            lines.append(
+                f"{stages_text(device.stages)} on one device, its memory "
+                f"{first}{format_bytes(device.memory_bytes)}"
             )
     if old.predicted.sequence_distance != new.predicted.sequence_distance:
         was, now = (p.predicted.sequence_distance for p in (old, new))

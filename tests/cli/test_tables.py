@@ -10,12 +10,18 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 from helpers.by_hand.profiles import chain, profile_by_hand
+from helpers.drawn.plans import evaluated
 from helpers.output.width import byte_counts, check_fits
-from helpers.plans import plan_by_hand
+from helpers.plans import REPORT, plan_by_hand
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from timeprest.cli.plan import main
 from timeprest.cli.tables.layout import device_range, first_to_last, shortened
+from timeprest.planner.evaluate import make_plan
+from timeprest.planner.plan import pipeline_of, read_plan
+from timeprest.planner.schedules.schedules import make_schedule
+from timeprest.planner.systems.operations import schedule_text
+from timeprest.planner.systems.placement import numbered_devices, pattern_of
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.files import write_file
 from timeprest.profiles.units import format_bytes, format_rate, format_seconds, short_bytes
@@ -92,6 +98,59 @@ def large(tmp_path_factory):
     write_file(folder / "lone.json", with_limit(lone, 10**9))
     write_file(folder / "many.json", many)
     return folder
+
+
+@given(evaluated(placed=True), st.sampled_from([100, 80, 60]), st.sampled_from([None, 300, 10**6]))
+@settings(max_examples=25)
+def test_devices_with_several_stages_have_rows(tmp_path_factory, drawn, width, limit):
+    folder = tmp_path_factory.mktemp("placed")
+    plan = with_limit(make_plan(*drawn, REPORT), limit)
+    write_file(folder / "plan.json", plan)
+    text = call("show", folder / "plan.json", "--timeline", "--operations", 8, width=width)
+    # Such small layers don't pay for their transfers: warnings are lines as long as they are.
+    text = re.sub(r"^\S+: warning: .*$", "", text, flags=re.M)
+    check_fits(text, width, [*byte_counts(plan), *(d.memory_bytes for d in plan.predicted.devices)])
+    flat = " ".join(text.split())
+    assert f"placement {pattern(plan)}: {len(plan.stages)} stages on " in flat
+    for device in plan.predicted.devices:
+        stages = ", ".join(map(str, device.stages))
+        assert re.search(rf"^\S+( … \S+|, \S+)?( \(2\))? +{stages} ", text, re.M)
+        assert short_bytes(device.memory_bytes) in text
+    write_file(folder / "other.json", plan_by_hand(CHAIN, "gpipe", 2, 4, mini_batch=16))
+    text = call("compare", folder / "plan.json", folder / "other.json", width=width)
+    assert re.search(rf"^placement +≠ +{pattern(plan)} +straight", text, re.M)
+    text = call("simulate", folder / "plan.json", width=width)
+    assert "of the stage's device" in " ".join(text.split())
+    found = json.loads(call("simulate", folder / "plan.json", "--mini-batches", 2, "--json"))
+    pipeline = pipeline_of(plan)
+    assert "\n".join(map(" ".join, found["devices"])) == schedule_text(make_schedule(pipeline, 2))
+
+
+def pattern(plan):
+    return pattern_of(numbered_devices([s.devices for s in plan.stages]), len(plan.stages))
+
+
+def test_an_edited_placement_is_shown_and_checked(tmp_path, monkeypatch):
+    """People may put a stage on another's device: shown as was predicted, until it is checked."""
+    monkeypatch.chdir(tmp_path)
+    profile = chain(6)
+    write_file("profile.json", profile)
+    plan = with_limit(plan_by_hand(profile, "gpipe", 3, 4), 10**6)
+    stages = [*plan.stages[:2], msgspec.structs.replace(plan.stages[2], devices=(0,))]
+    write_file("edited.json", msgspec.structs.replace(plan, stages=tuple(stages)))
+    text = call("show", "edited.json")
+    assert "placement  v: 3 stages on 2 devices" in text
+    text = call("check", "edited.json", "--profile", "profile.json", "-o", "fresh.json")
+    device = read_plan("fresh.json").predicted.device_of(0)
+    held = format_bytes(device.memory_bytes)
+    assert f"changed: stages 0, 2 on one device, its memory {held}" in text
+    assert "the plan is what its profile says" in call(
+        "check", "fresh.json", "--profile", "profile.json"
+    )
+    small = with_limit(read_plan("fresh.json"), device.memory_bytes - 1)
+    write_file("small.json", small)
+    text = call("check", "small.json", "--profile", "profile.json", code=2)
+    assert text.count("stages 0, 2 are 1 B over the limit of their device 'device0'") == 1
 
 
 @pytest.mark.parametrize("width", [100, 60])
