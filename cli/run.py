@@ -11,6 +11,7 @@ import msgspec
 
 from ..planner.plan import read_plan
 from ..profiles.errors import UserError
+from ..runtime.prepare.workers import workers_of
 from ..runtime.processes.environment import check_world_size
 from ..runtime.processes.locks import check_system
 from .errors import errors_as_lines, naming
@@ -83,7 +84,7 @@ def main(
         plan = read_plan(plan_path)
         settings = run_settings(plan, optimizer, asked)
     if rendezvous is not None:
-        check_world_size(rendezvous.launched, sum(len(stage.devices) for stage in plan.stages))
+        check_world_size(rendezvous.launched, len(workers_of(plan.stages)))
         if inline or checks:
             raise UserError(
                 f"--{'inline' if inline else 'check'}: not under "

@@ -129,7 +129,7 @@ def _run(
     observer = observer if tells else Silent()
     devices_here(plan, settings)
     if settings.resumed:
-        check_logs(where, settings, here)
+        check_logs(where, settings, [replica for worker in here for replica in worker.replicas])
     prepared = prepare(plan, settings, observer.starting)
     check_updates(prepared)
     if settings.resumed:
@@ -168,21 +168,22 @@ def _train(
     *,
     inline: bool,
 ) -> list[StageReport]:
-    """Train, in a run directory that is ready. Returns the reports of all workers, by rank."""
+    """Train, in a run directory that is ready. Returns the reports of all replicas, by number."""
     settings, workers = prepared.settings, prepared.workers
     if rendezvous is not None:
         status = tell_status(where, workers[rendezvous.rank], settings, rendezvous)
-        report = train_worker(prepared, where, rendezvous, status, observer)
-        found = rendezvous.gather("reports", msgspec.json.encode(report))
-        return [decode(text, StageReport) for text in found]
+        reports = train_worker(prepared, where, rendezvous, status, observer)
+        found = rendezvous.gather("reports", msgspec.json.encode(reports))
+        every = [report for text in found for report in decode(text, list[StageReport])]
+        return sorted(every, key=lambda report: (report.stage, report.replica))
     if inline:
         return run_inline(prepared, where, observer)
     # What is told of progress is read from its end on.
-    for worker in workers:
-        if worker.tells:
-            rewind_logs(where, settings, worker)
+    for replica in prepared.replicas:
+        if replica.tells:
+            rewind_logs(where, settings, replica)
     launch(where, [worker.label for worker in workers], observer)
-    return where.read_reports(workers)
+    return where.read_reports(prepared.replicas)
 
 
 @contextmanager

@@ -143,9 +143,9 @@ def print_run(console: Console, run: RunFacts) -> None:
     steady = steady_times(plan)
     for worker in run.workers:
         predicted = plan.predicted.stages[worker.stage]
-        epochs = run.stage_epochs[worker.rank]
-        times, idle = run.times[worker.rank], run.idle_shares[worker.rank]
-        peak = _peak_bytes(run, worker.rank)
+        epochs = run.stage_epochs[worker.number]
+        times, idle = run.times[worker.number], run.idle_shares[worker.number]
+        peak = _peak_bytes(run, worker.number)
         held = max((epoch.versions_held for epoch in epochs), default=None)
         table.add_row(
             worker.name,

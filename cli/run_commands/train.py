@@ -96,7 +96,7 @@ def _trained(job: TrainingJob, progress: TrainingProgress) -> RunSummary:
 def _opening(job: TrainingJob, *, verbose: bool) -> Iterator[Any]:
     """What is printed when training begins."""
     plan, settings, inline = job.plan, job.settings, job.inline
-    workers = sum(len(stage.devices) for stage in plan.stages)
+    workers = len(workers_of(plan.stages))
     how = "inline" if inline else f"{workers} processes"
     line = f"training {settings.task} with {plan.variant}, {how}, in {job.where}"
     if job.resumed is not None:

@@ -202,7 +202,7 @@ def measure_operations(threads: int) -> OperationCost:
     settings = RunSettings(task=target, steps=STEPS, threads=threads, evaluate=False)
     prepared = prepare(plan, settings)
     transport = enumerate(local_transport(prepared))
-    runners = [StageRunner(prepared, rank, *local) for rank, local in transport]
+    runners = [StageRunner(prepared, number, *local) for number, local in transport]
     segment = prepared.segments[0]
     schedule = make_schedule(prepared.pipeline, segment.mini_batches)
     for runner in runners:

@@ -29,7 +29,7 @@ from ...profiles.errors import FileError, TimeprestError, UserError
 from ...profiles.files import TaggedFile, check_regular, read_file, write_bytes, write_file
 from ..communication.channel import PeerError
 from ..prepare.data import Segment
-from ..prepare.workers import Worker
+from ..prepare.workers import Replica
 from ..records.metrics import EpochSums
 from ..records.run_dir import RunDir, tensor_bytes, tensor_metadata
 from ..settings import STEADY, RunSettings
@@ -265,7 +265,7 @@ class CheckpointWriter:
         """
         Args:
             agree: by default, this process has all workers.
-            logs: by rank, what the workers of this process write.
+            logs: by the replicas' numbers, what those of this process write.
         """
         self.where = where
         self.variant = plan.variant
@@ -294,7 +294,7 @@ class CheckpointWriter:
         """
         target = self.where.checkpoint(segment.end)
         partial = target.with_name(f".{target.name}.partial")
-        first = any(runner.worker.rank == 0 for runner, _, _ in workers)
+        first = any(runner.replica.rank == 0 for runner, _, _ in workers)
         try:
             self._together(lambda: self._write_parts(partial, workers))
             # On a file system that workers share, one of them ends it for all.
@@ -321,25 +321,25 @@ class CheckpointWriter:
         self, partial: Path, workers: Sequence[tuple[StageRunner, Tensor, EpochSums]]
     ) -> None:
         for runner, random, sums in workers:
-            worker = runner.worker
-            state, tensors = capture(runner.stage, random, sums, self._sizes(worker))
+            replica = runner.replica
+            state, tensors = capture(runner.stage, random, sums, self._sizes(replica))
             contents = {
-                f"state/{worker.file}.json": msgspec.json.encode(state),
-                f"state/{worker.file}.safetensors": tensor_bytes(tensors),
+                f"state/{replica.file}.json": msgspec.json.encode(state),
+                f"state/{replica.file}.safetensors": tensor_bytes(tensors),
             }
-            if worker.leads:
+            if replica.leads:
                 weights = tensor_bytes(runner.state(), runner.tied_names())
-                contents[f"weights/{worker.file}.safetensors"] = weights
+                contents[f"weights/{replica.file}.safetensors"] = weights
             parts = {}
             for name, content in contents.items():
                 write_bytes(partial / name, content)
                 digest = hashlib.sha256(content).hexdigest()
                 parts[name] = Part(bytes=len(content), sha256=digest)
-            write_bytes(partial / _SUMS / worker.file, msgspec.json.encode(parts))
+            write_bytes(partial / _SUMS / replica.file, msgspec.json.encode(parts))
 
-    def _sizes(self, worker: Worker) -> dict[str, int]:
+    def _sizes(self, replica: Replica) -> dict[str, int]:
         found = {}
-        for log in self.logs.get(worker.rank, ()):
+        for log in self.logs.get(replica.number, ()):
             log.flush()
             found[str(log.path.relative_to(self.where.path))] = log.path.stat().st_size
         return found

@@ -52,7 +52,7 @@ class GradientFiles:
 
 def keep_gradients(where: RunDir, runner: StageRunner) -> None:
     """Write a stage's gradients to the run directory, where the settings ask for them."""
-    if runner.prepared.settings.keep_gradients and runner.worker.leads:
+    if runner.prepared.settings.keep_gradients and runner.replica.leads:
         GradientFiles(
             where.gradients(runner.number),
             runner.stage.module,

@@ -13,7 +13,7 @@ from ...planner.plan import Plan
 from ...profiles.errors import FileError, UserError
 from ...profiles.files import check_regular
 from ..prepare.prepare import Prepared
-from ..prepare.workers import Worker
+from ..prepare.workers import Replica
 from ..records.metrics import EpochSums
 from ..records.operation_log import read_stage_epochs, record_named
 from ..records.progress import read_progress
@@ -118,18 +118,18 @@ def settings_to_resume(
     return msgspec.structs.replace(settings, resume_at=found.info.mini_batches)
 
 
-def check_logs(where: RunDir, settings: RunSettings, workers: Sequence[Worker]) -> None:
+def check_logs(where: RunDir, settings: RunSettings, replicas: Sequence[Replica]) -> None:
     """Refuse to go on with a run whose figures so far are damaged, before anything is changed.
 
     Args:
-        workers: whose logs are looked at.
+        replicas: whose logs are looked at.
 
     Raises FileError that names the line.
     """
-    for worker in workers:
-        noted = _noted_sizes(where, settings, worker)
-        _check_log(where, where.stage_metrics(worker), noted, read_stage_epochs)
-        if worker.tells:
+    for replica in replicas:
+        noted = _noted_sizes(where, settings, replica)
+        _check_log(where, where.stage_metrics(replica), noted, read_stage_epochs)
+        if replica.tells:
             _check_log(where, where.metrics, noted, read_progress)
 
 
@@ -152,23 +152,23 @@ def _check_log(
 _GONE = "put the file back as it was, or start another run from the weights: tp-run PLAN --from RUN"
 
 
-def _noted_sizes(where: RunDir, settings: RunSettings, worker: Worker) -> Mapping[str, int]:
-    """Bytes of a worker's logs at the checkpoint that a run is resumed from, by their paths."""
+def _noted_sizes(where: RunDir, settings: RunSettings, replica: Replica) -> Mapping[str, int]:
+    """Bytes of a replica's logs at the checkpoint that a run is resumed from, by their paths."""
     if not settings.resume_at:
         return {}
-    return Saved(where.checkpoint(settings.resume_at)).worker_state(worker.file).logs
+    return Saved(where.checkpoint(settings.resume_at)).worker_state(replica.file).logs
 
 
-def rewind_logs(where: RunDir, settings: RunSettings, worker: Worker) -> None:
-    """Cut a worker's own logs to what they were at the checkpoint that a run is resumed from.
+def rewind_logs(where: RunDir, settings: RunSettings, replica: Replica) -> None:
+    """Cut a replica's own logs to what they were at the checkpoint that a run is resumed from.
 
     Raises FileError.
     """
     if settings.resume_at is None:
         return
-    noted = _noted_sizes(where, settings, worker)
-    logs = [where.operations(worker), where.recorded(worker), where.stage_metrics(worker)]
-    if worker.tells:
+    noted = _noted_sizes(where, settings, replica)
+    logs = [where.operations(replica), where.recorded(replica), where.stage_metrics(replica)]
+    if replica.tells:
         logs.append(where.metrics)
     for path in logs:
         size = noted.get(str(path.relative_to(where.path)), 0)
@@ -190,21 +190,21 @@ def restore_worker(
 
     Raises FileError for a file that is broken, or of another model.
     """
-    stage, worker = runner.stage, runner.worker
+    stage, replica = runner.stage, runner.replica
     if not settings.resume_at:
         if settings.start_from is not None:
             start_from(runner, Path(settings.start_from))
         return None
     saved = Saved(where.checkpoint(settings.resume_at))
-    name = f"weights/stage{worker.stage}.safetensors"
+    name = f"weights/stage{replica.stage}.safetensors"
     weights = saved.tensors(name)
     give_weights(stage, weights, str(saved.path / name))
     _give_unused(runner, weights)
-    state: WorkerState = saved.worker_state(worker.file)
+    state: WorkerState = saved.worker_state(replica.file)
     try:
-        random = restore(stage, state, saved.tensors(f"state/{worker.file}.safetensors"))
+        random = restore(stage, state, saved.tensors(f"state/{replica.file}.safetensors"))
     except (KeyError, ValueError, RuntimeError) as error:
-        raise FileError(f"{saved.path}: isn't a state of this {worker.name}: {error}") from error
+        raise FileError(f"{saved.path}: isn't a state of this {replica.name}: {error}") from error
     return random, state.sums
 
 

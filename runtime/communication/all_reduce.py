@@ -1,13 +1,14 @@
 """All-reduce: sums of tensors over workers, between processes and within one.
 
-Groups of workers have names, the same on every worker (`reduce_groups`). All workers of a group
+Groups of stages' replicas have names, the same on every worker (`reduce_groups`). All of a group
 start the same all-reduces in the same sequence, with tensors of the same shapes. One is started
-first and waited for later: an inline run has all workers start before the first one waits.
+first and waited for later: those in one process all start before the first of them waits. What the
+stages of a worker have is summed up first, then what the workers have.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Protocol
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from ...profiles.errors import RunError
 from ..prepare.tied_parameters import TiedParameters
-from ..prepare.workers import Worker
+from ..prepare.workers import Replica
 from ..records.status import Status
 from .channel import PeerError, lost, wait_until
 from .pinned_memory import Copier
@@ -29,6 +30,9 @@ ALL_WORKERS = "all stages"
 BUCKET_BYTES = 2**20
 """Tensors that are smaller go together, up to this size; larger ones go as they are."""
 
+Groups = Mapping[str, Sequence[Sequence[int]]]
+"""Replicas' numbers by the group's name: for each of its workers, of those that it runs."""
+
 RankGroups = Mapping[str, tuple[int, ...]]
 """Ranks by name, ascending."""
 
@@ -38,16 +42,30 @@ def stage_group(stage: int) -> str:
     return f"stage {stage}"
 
 
-def reduce_groups(
-    workers: Sequence[Worker], tied: Sequence[TiedParameters] = ()
-) -> dict[str, tuple[int, ...]]:
-    """All groups that a run of these workers reduces over; those of one worker left out."""
-    groups: dict[str, list[int]] = {ALL_WORKERS: [worker.rank for worker in workers]}
-    for worker in workers:
-        groups.setdefault(stage_group(worker.stage), []).append(worker.rank)
+def reduce_groups(replicas: Sequence[Replica], tied: Sequence[TiedParameters] = ()) -> Groups:
+    """All groups that a run reduces over; those of one replica left out."""
+    groups: dict[str, list[Replica]] = {ALL_WORKERS: list(replicas)}
+    for replica in replicas:
+        groups.setdefault(stage_group(replica.stage), []).append(replica)
     for shared in tied:
-        groups[shared.group] = [w.rank for w in workers if w.stage in shared.stages]
-    return {name: tuple(ranks) for name, ranks in groups.items() if len(ranks) > 1}
+        groups[shared.group] = [one for one in replicas if one.stage in shared.stages]
+    found = {}
+    for name, members in groups.items():
+        ranks = sorted({member.rank for member in members})
+        if len(members) > 1:
+            found[name] = tuple(
+                tuple(member.number for member in members if member.rank == rank) for rank in ranks
+            )
+    return found
+
+
+def rank_groups(replicas: Sequence[Replica], groups: Groups) -> RankGroups:
+    """The workers of each group; groups within one worker left out."""
+    rank_of = {replica.number: replica.rank for replica in replicas}
+    found = {
+        name: tuple(rank_of[numbers[0]] for numbers in members) for name, members in groups.items()
+    }
+    return {name: ranks for name, ranks in found.items() if len(ranks) > 1}
 
 
 class Pending:
@@ -58,7 +76,7 @@ class Pending:
 
 
 class AllReducer(Protocol):
-    """A worker's all-reduces over the groups that it is in."""
+    """A replica's all-reduces over the groups that it is in."""
 
     def start(self, group: str, tensors: Sequence[Tensor]) -> Pending:
         """Start to sum each tensor over the group, in place; a group of one has nothing to do.
@@ -72,36 +90,101 @@ class AllReducer(Protocol):
 
 @dataclass
 class _Offers:
-    """What the workers of a group have offered for one all-reduce, by rank."""
+    """What the replicas of a group have offered for one all-reduce, by number.
+
+    Attributes:
+        sums: of the parts of this process.
+        pending: their all-reduce with those of other processes.
+    """
 
     tensors: dict[int, Sequence[Tensor]] = field(default_factory=dict)
-    done: bool = False
+    sums: list[Tensor] = field(default_factory=list)
+    pending: Pending | None = None
 
 
 class Pool:
-    """All-reduces that workers of one process have started; shared by all of them."""
+    """All-reduces that replicas of one process have started; shared by all of them."""
 
-    def __init__(self, groups: RankGroups) -> None:
-        self.groups = groups
+    def __init__(
+        self, groups: Groups, others: AllReducer | None = None, here: Collection[int] = ()
+    ) -> None:
+        """
+        Args:
+            others: sums over processes; None: this one has all replicas.
+            here: numbers of those in this process, where there are others.
+        """
+        # What is summed up here, worker by worker.
+        self.groups = {
+            name: [mine for mine in members if others is None or mine[0] in here]
+            for name, members in groups.items()
+        }
+        self.others = others
         self.offers: dict[tuple[str, int], _Offers] = {}
+
+    def offer(self, key: tuple[str, int], number: int, tensors: Sequence[Tensor]) -> None:
+        """Take a replica's part. With the last one of this process the sum goes on its way."""
+        offers = self.offers.setdefault(key, _Offers())
+        offers.tensors[number] = tensors
+        if not self.missing(key):
+            with torch.no_grad():
+                workers = [
+                    [_sum(same) for same in zip(*(offers.tensors[k] for k in mine), strict=True)]
+                    for mine in self.groups[key[0]]
+                ]
+                offers.sums = [_sum(same) for same in zip(*workers, strict=True)]
+            offers.pending = (self.others or _Alone()).start(key[0], offers.sums)
+
+    def missing(self, key: tuple[str, int]) -> list[int]:
+        """Numbers of those in this process that haven't started it."""
+        offers = self.offers[key]
+        return [k for mine in self.groups[key[0]] for k in mine if k not in offers.tensors]
+
+    def take(self, key: tuple[str, int]) -> None:
+        """Give everyone the sum, if that hasn't been done yet. Raises PeerError."""
+        offers = self.offers.get(key)
+        if offers is None:
+            return
+        if offers.pending is None:
+            raise PeerError(f"a sum over {key[0]} waits for number {self.missing(key)[0]}")
+        offers.pending.wait()
+        with torch.no_grad():
+            for tensors in offers.tensors.values():
+                for tensor, total in zip(tensors, offers.sums, strict=True):
+                    tensor.copy_(total)
+        del self.offers[key]
+
+
+def _sum(tensors: Sequence[Tensor]) -> Tensor:
+    """In their sequence, so that runs repeat."""
+    total = tensors[0].clone()
+    for other in tensors[1:]:
+        total += other
+    return total
+
+
+class _Alone(AllReducer):
+    def start(self, group: str, tensors: Sequence[Tensor]) -> Pending:
+        return Pending()
 
 
 class LocalAllReduce(AllReducer):
-    """All-reduce within one process, for the inline run; one object for each worker."""
+    """All-reduce of one of several replicas in a process: all of an inline run, or a worker's."""
 
-    def __init__(self, rank: int, pool: Pool) -> None:
-        self.rank = rank
+    def __init__(self, number: int, pool: Pool) -> None:
+        self.number = number
         self._pool = pool
         self._started: dict[str, int] = {}
 
     def start(self, group: str, tensors: Sequence[Tensor]) -> Pending:
-        """Offer the tensors; whoever waits first sums up what all have offered."""
-        if group not in self._pool.groups:
+        """Offer the tensors."""
+        pool = self._pool
+        if group not in pool.groups:
             return Pending()
-        number = self._started[group] = self._started.get(group, 0) + 1
-        offers = self._pool.offers.setdefault((group, number), _Offers())
-        offers.tensors[self.rank] = tensors
-        return _LocalPending(self._pool, (group, number))
+        if pool.others is not None and pool.groups[group] == [(self.number,)]:
+            return pool.others.start(group, tensors)
+        count = self._started[group] = self._started.get(group, 0) + 1
+        pool.offer((group, count), self.number, tensors)
+        return _LocalPending(pool, (group, count))
 
 
 class _LocalPending(Pending):
@@ -110,22 +193,8 @@ class _LocalPending(Pending):
         self._key = key
 
     def wait(self) -> None:
-        """Sum in the sequence of ranks, so that runs repeat."""
-        offers = self._pool.offers.get(self._key)
-        if offers is None:
-            return
-        ranks = self._pool.groups[self._key[0]]
-        missing = [rank for rank in ranks if rank not in offers.tensors]
-        if missing:
-            raise PeerError(f"a sum over {self._key[0]} waits for rank {missing[0]}")
-        with torch.no_grad():
-            for same in zip(*(offers.tensors[rank] for rank in ranks), strict=True):
-                total = same[0].clone()
-                for other in same[1:]:
-                    total += other
-                for tensor in same:
-                    tensor.copy_(total)
-        del self._pool.offers[self._key]
+        """Whoever waits first gives the sums to all."""
+        self._pool.take(self._key)
 
 
 # Between processes ------------------------------------------------------------------------------

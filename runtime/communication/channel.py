@@ -97,15 +97,16 @@ class ProcessChannels(Channels, Protocol):
 
 
 class Mailbox:
-    """Messages within one process that wait to be received; shared by all its workers."""
+    """What waits within one process to be received; shared by all its workers."""
 
     def __init__(self) -> None:
-        self.queues: dict[tuple[int, str], deque[Tensor]] = {}
+        self.queues: dict[tuple[int, str], deque[tuple[Tensor, int]]] = {}
         self.waiting_bytes: dict[int, int] = {}
 
 
 class LocalChannels(Channels):
-    """Queues within one process, for the inline run; one object for each worker."""
+    """Queues within one process: between the workers of an inline run, and between the stages of
+    a worker. One object for each worker."""
 
     def __init__(self, rank: int, mailbox: Mailbox) -> None:
         self.rank = rank
@@ -115,21 +116,27 @@ class LocalChannels(Channels):
         """Nothing to prepare."""
 
     def send(self, route: MessageRoute, kind: str, tensor: Tensor, *, kept: bool = False) -> None:
-        """Copy, as between processes: a receiver may change what it gets.
+        """Hand it over to a stage of the same worker, which copies what it changes in place.
 
-        And lay it out anew: dropout takes random numbers in the sequence in memory.
+        For another worker copy it, as between processes; and lay it out anew: dropout takes random
+        numbers in the sequence in memory.
         """
-        copy = tensor.clone(memory_format=torch.contiguous_format)
-        self._mailbox.queues.setdefault((route.number, kind), deque()).append(copy)
-        self._count(route.ends(kind)[1], tensor.nbytes)
+        counted = tensor.nbytes
+        if not route.handed_over:
+            tensor = tensor.clone(memory_format=torch.contiguous_format)
+        elif kept:
+            counted = 0
+        waiting = self._mailbox.queues.setdefault((route.number, kind), deque())
+        waiting.append((tensor, counted))
+        self._count(route.ends(kind)[1], counted)
 
     def receive(self, route: MessageRoute, kind: str) -> Tensor:
         """Raises PeerError when nothing was sent: the sequence is wrong."""
         waiting = self._mailbox.queues.get((route.number, kind))
         if not waiting:
             raise PeerError(f"no {kind} message of {route.spec.name!r} has been sent")
-        tensor = waiting.popleft()
-        self._count(self.rank, -tensor.nbytes)
+        tensor, counted = waiting.popleft()
+        self._count(self.rank, -counted)
         return tensor
 
     def throttle(self, most: int) -> None:
@@ -141,8 +148,47 @@ class LocalChannels(Channels):
 
     @property
     def held_bytes(self) -> int:
-        """Messages that wait for this worker."""
+        """Messages that wait for this worker, but for what its stages keep anyway."""
         return self._mailbox.waiting_bytes.get(self.rank, 0)
+
+
+class SeveralStagesChannels(ProcessChannels):
+    """Channels of a worker that runs several stages: between these nothing is sent."""
+
+    def __init__(self, rank: int, others: ProcessChannels) -> None:
+        """
+        Args:
+            others: to and from other workers.
+        """
+        self._own = LocalChannels(rank, Mailbox())
+        self._others = others
+
+    def open(self, series: Sequence[MessageSeries]) -> None:
+        """Announce what comes from others."""
+        self._others.open([each for each in series if not each.routes[0].handed_over])
+
+    def send(self, route: MessageRoute, kind: str, tensor: Tensor, *, kept: bool = False) -> None:
+        """Hand it over, or send it."""
+        channels = self._own if route.handed_over else self._others
+        channels.send(route, kind, tensor, kept=kept)
+
+    def receive(self, route: MessageRoute, kind: str) -> Tensor:
+        """The next one."""
+        channels = self._own if route.handed_over else self._others
+        return channels.receive(route, kind)
+
+    def throttle(self, most: int) -> None:
+        """Passed on."""
+        self._others.throttle(most)
+
+    def end(self) -> None:
+        """Passed on."""
+        self._others.end()
+
+    @property
+    def held_bytes(self) -> int:
+        """Of both kinds."""
+        return self._own.held_bytes + self._others.held_bytes
 
 
 class LoggedChannels(Channels):
@@ -159,14 +205,14 @@ class LoggedChannels(Channels):
     def send(self, route: MessageRoute, kind: str, tensor: Tensor, *, kept: bool = False) -> None:
         """Send, and note the message when it is under way."""
         self._channels.send(route, kind, tensor, kept=kept)
-        if self._log.on:
-            self._log.sent(route.ends(kind)[1], route.spec.name, tensor)
+        if self._log.on and not route.handed_over:
+            self._log.sent(route.between(kind)[1].number, route.spec.name, tensor)
 
     def receive(self, route: MessageRoute, kind: str) -> Tensor:
         """Receive, and note the message when it is here."""
         tensor = self._channels.receive(route, kind)
-        if self._log.on:
-            self._log.received(route.ends(kind)[0], route.spec.name, tensor)
+        if self._log.on and not route.handed_over:
+            self._log.received(route.between(kind)[0].number, route.spec.name, tensor)
         return tensor
 
     def throttle(self, most: int) -> None:

@@ -1,9 +1,9 @@
 """Messages between workers with a GPU each, by NCCL, from device memory to device memory.
 
 NCCL knows no tags: what one worker sends to another arrives in the sequence it was sent. So every
-direction between two workers has a communicator of its own (and with it a stream), on which
-messages have one sequence that both ends know. Communicators are made ahead of training, in one
-sequence on all workers, so that no two wait for each other.
+direction between two stages' replicas has a communicator of its own (and with it a stream), on
+which messages have one sequence that both ends know. Communicators are made ahead of training, in
+one sequence on all workers, so that no two wait for each other.
 
 The host never waits inside NCCL, where a peer that is gone can't be told from a slow one: it polls
 for the message, within the bound.
@@ -22,11 +22,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..prepare.messages import MessageRoute, MessageSeries
+from ..prepare.workers import Replica
 from ..records.status import Status
 from .channel import PeerError, ProcessChannels, lost, wait_until
 
-Direction = tuple[int, int]
-"""Ranks of a sender and a receiver."""
+Direction = tuple[Replica, Replica]
+"""A sender and a receiver."""
 
 _SLACK_S = 30.0
 """NCCL's own watchdog kills the process: it gets so much more time than the bound."""
@@ -39,11 +40,13 @@ def directions(routes: Iterable[MessageRoute]) -> list[Direction]:
         found.add((route.source, route.target))
         if route.spec.needs_grad:
             found.add((route.target, route.source))
-    return sorted(found)
+    return sorted(found, key=lambda pair: (pair[0].number, pair[1].number))
 
 
-def sequence(series: Iterable[MessageSeries], source: int) -> Iterator[tuple[MessageRoute, str]]:
-    """The messages of one peer to this worker, in the sequence in which it sends them.
+def sequence(
+    series: Iterable[MessageSeries], direction: Direction
+) -> Iterator[tuple[MessageRoute, str]]:
+    """The messages of one direction, in the sequence in which they are sent.
 
     Micro-batch by micro-batch, as both schedules have them, and for each by the routes' numbers.
     """
@@ -52,7 +55,7 @@ def sequence(series: Iterable[MessageSeries], source: int) -> Iterator[tuple[Mes
     for each in series:
         seen: dict[int, int] = {}
         for route in each.routes:
-            if route.ends(each.kind)[0] != source:
+            if route.between(each.kind) != direction:
                 continue
             k = seen[route.number] = seen.get(route.number, -1) + 1
             once.append((route.micro_batches[k], route.number, route, each.kind))
@@ -89,24 +92,27 @@ class NcclChannels(ProcessChannels):
         self.status = status or Status()
         self.timeout = timedelta(seconds=timeout_s)
         self._groups: dict[Direction, Any] = {}
-        self._coming: dict[int, Iterator[tuple[MessageRoute, str]]] = {}
-        self._posted: dict[int, deque[tuple[MessageRoute, str, dist.Work, Tensor]]] = {}
+        self._coming: dict[Direction, Iterator[tuple[MessageRoute, str]]] = {}
+        self._posted: dict[Direction, deque[tuple[MessageRoute, str, dist.Work, Tensor]]] = {}
         self._there: dict[tuple[int, str], deque[Tensor]] = {}
         self._going: dict[int, deque[tuple[dist.Work, Tensor, int]]] = {}
         everywhere = directions(routes)
         for pair in everywhere:
             # Every process takes part in making every group.
             self._groups[pair] = dist.new_group(
-                sorted(pair), backend="nccl", timeout=timedelta(seconds=timeout_s + _SLACK_S)
+                sorted(end.rank for end in pair),
+                backend="nccl",
+                timeout=timedelta(seconds=timeout_s + _SLACK_S),
             )
-        for source, target in everywhere:
-            if rank in (source, target):
-                self._greet(source, target)
+        for pair in everywhere:
+            if rank in (end.rank for end in pair):
+                self._greet(pair)
 
-    def _greet(self, source: int, target: int) -> None:
+    def _greet(self, direction: Direction) -> None:
         """The first message of a direction makes its communicator; both ends wait for that."""
         greeting = torch.zeros(1, device=self.device)
-        group = self._groups[source, target]
+        group = self._groups[direction]
+        source, target = (end.rank for end in direction)
         peer = target if self.rank == source else source
         try:
             work = (
@@ -121,27 +127,28 @@ class NcclChannels(ProcessChannels):
 
     def open(self, series: Sequence[MessageSeries]) -> None:
         """Post the first receives."""
-        ahead: dict[int, int] = {}
+        ahead: dict[Direction, int] = {}
         for each in series:
-            sources = [route.ends(each.kind)[0] for route in each.routes]
-            for source in set(sources):
-                mine = -(-each.ahead * sources.count(source) // len(sources))
-                ahead[source] = ahead.get(source, 0) + mine
+            pairs = [route.between(each.kind) for route in each.routes]
+            for pair in set(pairs):
+                mine = -(-each.ahead * pairs.count(pair) // len(pairs))
+                ahead[pair] = ahead.get(pair, 0) + mine
         self._there = {}
-        self._coming = {source: sequence(series, source) for source in ahead}
-        self._posted = {source: deque() for source in ahead}
-        for source, most in ahead.items():
-            self._post(source, most)
+        self._coming = {pair: sequence(series, pair) for pair in ahead}
+        self._posted = {pair: deque() for pair in ahead}
+        for pair, most in ahead.items():
+            self._post(pair, most)
 
-    def _post(self, source: int, count: int) -> None:
-        for route, kind in islice(self._coming[source], count):
+    def _post(self, direction: Direction, count: int) -> None:
+        source = direction[0].rank
+        for route, kind in islice(self._coming[direction], count):
             buffer = torch.empty(route.shape(kind), dtype=route.spec.dtype, device=self.device)
             try:
-                work = dist.irecv(buffer, source, group=self._groups[source, self.rank])
+                work = dist.irecv(buffer, source, group=self._groups[direction])
             except RuntimeError as error:
                 raise self._lost(source, error) from error
             assert work is not None
-            self._posted[source].append((route, kind, work, buffer))
+            self._posted[direction].append((route, kind, work, buffer))
 
     def send(self, route: MessageRoute, kind: str, tensor: Tensor, *, kept: bool = False) -> None:
         """Hand the message to NCCL, behind what the current stream has to do."""
@@ -150,7 +157,7 @@ class NcclChannels(ProcessChannels):
         kept = kept and tensor.is_contiguous()
         tensor = tensor.contiguous()
         try:
-            work = dist.isend(tensor, peer, group=self._groups[self.rank, peer])
+            work = dist.isend(tensor, peer, group=self._groups[route.between(kind)])
         except RuntimeError as error:
             raise self._lost(peer, error) from error
         assert work is not None
@@ -159,15 +166,15 @@ class NcclChannels(ProcessChannels):
 
     def receive(self, route: MessageRoute, kind: str) -> Tensor:
         """Wait for the message, and for those that its sender sent before it."""
-        source = route.ends(kind)[0]
+        source, direction = route.ends(kind)[0], route.between(kind)
         wanted = (route.number, kind)
         self.status.wait((source,))
         while not self._there.get(wanted):
-            if not self._posted[source]:
-                self._post(source, 1)
-            if not self._posted[source]:
+            if not self._posted[direction]:
+                self._post(direction, 1)
+            if not self._posted[direction]:
                 raise PeerError(f"{self.names[source]} sends no more {route.spec.name!r}")
-            found, of_kind, work, buffer = self._posted[source].popleft()
+            found, of_kind, work, buffer = self._posted[direction].popleft()
             try:
                 self._wait(work.is_completed, source)
                 # Nothing is left to wait for; what is computed now comes behind it.
@@ -175,7 +182,7 @@ class NcclChannels(ProcessChannels):
             except RuntimeError as error:
                 raise self._lost(source, error) from error
             self._there.setdefault((found.number, of_kind), deque()).append(buffer)
-            self._post(source, 1)
+            self._post(direction, 1)
         self.status.go_on()
         return self._there[wanted].popleft()
 

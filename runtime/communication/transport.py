@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import msgspec
 import psutil
@@ -22,8 +23,15 @@ from ...profiles.units import format_bytes
 from ..prepare.prepare import Prepared
 from ..prepare.workers import Worker
 from ..records.status import Status
-from .all_reduce import LocalAllReduce, Pool, ProcessAllReduce, reduce_groups
-from .channel import LocalChannels, Mailbox, ProcessChannels
+from .all_reduce import (
+    AllReducer,
+    LocalAllReduce,
+    Pool,
+    ProcessAllReduce,
+    rank_groups,
+    reduce_groups,
+)
+from .channel import LocalChannels, Mailbox, ProcessChannels, SeveralStagesChannels
 from .gloo import GlooChannels
 from .nccl import NcclChannels
 from .pinned_memory import Copier, CudaCopier, PinnedMemoryChannels
@@ -60,7 +68,7 @@ class WorkerPlace(msgspec.Struct, frozen=True, kw_only=True):
 
 def place_of(plan: Plan, worker: Worker, device: torch.device) -> WorkerPlace:
     """The place of this worker."""
-    planned = plan.predicted.stages[worker.stage]
+    planned = plan.predicted.device_of(worker.stages[0])
     memory = planned.memory
     return WorkerPlace(
         rank=worker.rank,
@@ -189,6 +197,19 @@ def shortage_here(planned: Sequence[int], free: int) -> str | None:
 # What a worker gets for it ----------------------------------------------------------------------
 
 
+class WorkerTransport(NamedTuple):
+    """What a worker's process has of the transport.
+
+    Attributes:
+        sums: over processes.
+        shared: of each of its replicas.
+    """
+
+    channels: ProcessChannels
+    sums: ProcessAllReduce
+    shared: tuple[AllReducer, ...]
+
+
 def open_transport(
     transport: str,
     prepared: Prepared,
@@ -197,7 +218,7 @@ def open_transport(
     status: Status,
     store: dist.Store,  # type: ignore[name-defined]
     copier: Copier | None = None,
-) -> tuple[ProcessChannels, ProcessAllReduce]:
+) -> WorkerTransport:
     """Make a worker's channels and all-reduces: on all workers at once, after gloo's group.
 
     Args:
@@ -209,24 +230,44 @@ def open_transport(
     """
     rank, timeout_s = worker.rank, prepared.settings.timeout_s
     names = [other.name for other in prepared.workers]
-    groups = reduce_groups(prepared.workers, prepared.model.tied)
-    routes = (*prepared.distribution.routes, *prepared.distribution.evaluation_routes)
+    every = reduce_groups(prepared.replicas, prepared.model.tied)
+    groups = rank_groups(prepared.replicas, every)
+    distribution = prepared.distribution
+    routes = [
+        route
+        for route in (*distribution.routes, *distribution.evaluation_routes)
+        if not route.handed_over
+    ]
+    channels: ProcessChannels
     if transport == NCCL:
         channels = NcclChannels(rank, names, routes, device, timeout_s, status)
-        return channels, ProcessAllReduce(groups, names, rank, timeout_s, status, nccl=device)
-    if transport == PINNED:
+        sums = ProcessAllReduce(groups, names, rank, timeout_s, status, nccl=device)
+    elif transport == PINNED:
         copier = copier or CudaCopier(device)
         host = GlooChannels(names, timeout_s, status, copier.room)
         sums = ProcessAllReduce(groups, names, rank, timeout_s, status, copier=copier)
-        return PinnedMemoryChannels(host, copier, timeout_s), sums
-    sums = ProcessAllReduce(groups, names, rank, timeout_s, status)
-    if transport == SHARED:
-        return connect(rank, names, routes, store, timeout_s=timeout_s, status=status), sums
-    return GlooChannels(names, timeout_s, status), sums
+        channels = PinnedMemoryChannels(host, copier, timeout_s)
+    else:
+        sums = ProcessAllReduce(groups, names, rank, timeout_s, status)
+        channels = (
+            connect(rank, names, routes, store, timeout_s=timeout_s, status=status)
+            if transport == SHARED
+            else GlooChannels(names, timeout_s, status)
+        )
+    if len(worker.replicas) == 1:
+        return WorkerTransport(channels, sums, (sums,))
+    here = [replica.number for replica in worker.replicas]
+    pool = Pool(every, sums, here)
+    shared = tuple(LocalAllReduce(number, pool) for number in here)
+    return WorkerTransport(SeveralStagesChannels(rank, channels), sums, shared)
 
 
 def local_transport(prepared: Prepared) -> list[tuple[LocalChannels, LocalAllReduce]]:
-    """Channels and all-reduces of all workers in one process, by rank."""
-    mailbox, pool = Mailbox(), Pool(reduce_groups(prepared.workers, prepared.model.tied))
-    ranks = range(len(prepared.workers))
-    return [(LocalChannels(rank, mailbox), LocalAllReduce(rank, pool)) for rank in ranks]
+    """Channels and all-reduces of all workers in one process, by the replicas' numbers. Those of
+    one worker have the same channels."""
+    mailbox, pool = Mailbox(), Pool(reduce_groups(prepared.replicas, prepared.model.tied))
+    channels = [LocalChannels(worker.rank, mailbox) for worker in prepared.workers]
+    return [
+        (channels[replica.rank], LocalAllReduce(replica.number, pool))
+        for replica in prepared.replicas
+    ]

@@ -1,4 +1,4 @@
-"""What workers have to send each other, for the share that each has of a mini-batch."""
+"""What replicas have to send each other, for the share that each has of a mini-batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...planner.simulator.pipeline import Pipeline
 from ...profiles.errors import PlanError
 from ...profiles.tracing.shapes import ValueSpec
 from .messages import MessageRoute, Rows
-from .workers import Share, Worker, replicas_of
+from .workers import Replica, Share, replicas_of
 
 Specs = Mapping[str, ValueSpec]
 
@@ -29,10 +29,10 @@ class SentValue(NamedTuple):
 
 @dataclass(frozen=True)
 class Distribution:
-    """What each worker has of a mini-batch, and what goes between them.
+    """What each replica has of a mini-batch, and what goes between them.
 
     Attributes:
-        shares: by rank.
+        shares: by the replicas' numbers.
         routes: of training; the sequence is the same on every worker.
         known: per stage, values that aren't sent, since they follow from how many samples a
             replica has there: numbers and sizes.
@@ -49,12 +49,12 @@ class Distribution:
 
 def distribute(
     pipeline: Pipeline,
-    workers: Sequence[Worker],
+    replicas: Sequence[Replica],
     shares: Sequence[Share],
     sent: Sequence[SentValue],
     specs: Mapping[int, Specs],
 ) -> Distribution:
-    """Distribute training and evaluation over the workers.
+    """Distribute training and evaluation over the replicas.
 
     Args:
         specs: of all values, by number of samples.
@@ -62,14 +62,14 @@ def distribute(
     Raises:
         PlanError: a value whose samples can't be told apart would have to be dealt.
     """
-    leads = [worker for worker in workers if worker.leads]
-    samples = [shares[worker.rank].samples for worker in leads]
+    leads = [replica for replica in replicas if replica.leads]
+    samples = [shares[replica.number].samples for replica in leads]
     found: list[MessageRoute] = []
     known: list[dict[str, Tensor]] = [{} for _ in samples]
     whole = pipeline.variant.whole_mini_batches
     for value in sent:
         here, there = (specs[samples[s]][value.name] for s in (value.source, value.target))
-        sources, targets = (replicas_of(workers, s) for s in (value.source, value.target))
+        sources, targets = (replicas_of(replicas, s) for s in (value.source, value.target))
         dimension = None
         if whole and len(sources) != len(targets):
             if here.numbers != there.numbers:
@@ -79,13 +79,13 @@ def distribute(
             dimension = _sample_dimension(value, here, there, samples)
         for a in sources:
             for b in targets:
-                if (a.replica - b.replica) % gcd(a.replicas, b.replicas):
+                if (a.index - b.index) % gcd(a.count, b.count):
                     continue
                 if not whole:
                     found.append(_dealt(len(found), here, a, b, pipeline))
                 elif dimension is not None:
                     found.append(_part(len(found), here, a, b, dimension))
-                elif a.replica == b.replica % gcd(a.replicas, b.replicas):
+                elif a.index == b.index % gcd(a.count, b.count):
                     # As many replicas: each its own. Else it is the same for all samples, and
                     # the first that has it sends it.
                     found.append(_whole(len(found), here, a, b))
@@ -97,34 +97,36 @@ def distribute(
     return Distribution(tuple(shares), tuple(found), tuple(known), tuple(evaluation), least)
 
 
-def _whole(number: int, spec: ValueSpec, a: Worker, b: Worker) -> MessageRoute:
-    return MessageRoute(number, spec, a.rank, b.rank, (0,), 1)
+def _whole(number: int, spec: ValueSpec, a: Replica, b: Replica) -> MessageRoute:
+    return MessageRoute(number, spec, a, b, (0,), 1)
 
 
-def _dealt(number: int, spec: ValueSpec, a: Worker, b: Worker, pipeline: Pipeline) -> MessageRoute:
+def _dealt(
+    number: int, spec: ValueSpec, a: Replica, b: Replica, pipeline: Pipeline
+) -> MessageRoute:
     """For the micro-batches that both run."""
-    n, r = pipeline.micro_batches, lcm(a.replicas, b.replicas)
+    n, r = pipeline.micro_batches, lcm(a.count, b.count)
     both = tuple(range(_common(a, b), n, r))
     stacked = 1 if pipeline.variant.backward_unit == "micro" else len(both)
-    return MessageRoute(number, spec, a.rank, b.rank, both, stacked)
+    return MessageRoute(number, spec, a, b, both, stacked)
 
 
-def _part(number: int, spec: ValueSpec, a: Worker, b: Worker, dimension: int) -> MessageRoute:
+def _part(number: int, spec: ValueSpec, a: Replica, b: Replica, dimension: int) -> MessageRoute:
     """For the samples that both have."""
-    r, k = lcm(a.replicas, b.replicas), _common(a, b)
+    r, k = lcm(a.count, b.count), _common(a, b)
     shape = list(spec.shape)
-    shape[dimension] = shape[dimension] * a.replicas // r
+    shape[dimension] = shape[dimension] * a.count // r
     return replace(
         _whole(number, replace(spec, shape=tuple(shape)), a, b),
-        taken=Rows(dimension, k // a.replicas, r // a.replicas),
-        placed=Rows(dimension, k // b.replicas, r // b.replicas),
+        taken=Rows(dimension, k // a.count, r // a.count),
+        placed=Rows(dimension, k // b.count, r // b.count),
     )
 
 
-def _common(a: Worker, b: Worker) -> int:
+def _common(a: Replica, b: Replica) -> int:
     """The first micro-batch, or sample, that is dealt to both."""
-    both = range(a.replica, lcm(a.replicas, b.replicas), a.replicas)
-    return next(k for k in both if k % b.replicas == b.replica)
+    both = range(a.index, lcm(a.count, b.count), a.count)
+    return next(k for k in both if k % b.count == b.index)
 
 
 def _check_numbers(

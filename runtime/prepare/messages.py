@@ -16,6 +16,7 @@ from ...planner.costs.stage_costs import RECEIVES_AHEAD
 from ...planner.systems.operations import FORWARD
 from ...profiles.errors import RunError
 from ...profiles.tracing.shapes import ValueSpec
+from .workers import Replica
 
 # Missing gradients ------------------------------------------------------------------------------
 # Optimizers leave a parameter without a gradient alone; with a gradient of 0 they still apply
@@ -96,12 +97,11 @@ class Rows:
 
 @dataclass(frozen=True)
 class MessageRoute:
-    """What the messages of a tensor from one worker to another hold.
+    """What the messages of a tensor from one replica to another of a later stage hold.
 
     Attributes:
         number: its position among all routes; the same on every worker.
         spec: of the part that a message holds, for one micro-batch.
-        source, target: ranks.
         micro_batches: those of each mini-batch that they are for, ascending.
         gradient_micro_batches: how many of them one gradient message holds.
         taken, placed: which samples of the sender's, and of the receiver's tensor the part is;
@@ -110,8 +110,8 @@ class MessageRoute:
 
     number: int
     spec: ValueSpec
-    source: int
-    target: int
+    source: Replica
+    target: Replica
     micro_batches: tuple[int, ...]
     gradient_micro_batches: int
     taken: Rows | None = None
@@ -127,11 +127,21 @@ class MessageRoute:
         """Of a message."""
         return torch.Size(self.shape(kind)).numel() * self.spec.dtype.itemsize
 
-    def ends(self, kind: str) -> tuple[int, int]:
-        """Ranks of the sender and the receiver of a message of this kind."""
+    def between(self, kind: str) -> tuple[Replica, Replica]:
+        """The sender and the receiver of a message of this kind."""
         if kind == FORWARD:
             return self.source, self.target
         return self.target, self.source
+
+    def ends(self, kind: str) -> tuple[int, int]:
+        """The ranks of their workers."""
+        sender, receiver = self.between(kind)
+        return sender.rank, receiver.rank
+
+    @property
+    def handed_over(self) -> bool:
+        """Whether both are of one worker: then there is no message."""
+        return self.source.rank == self.target.rank
 
     def part(self, tensor: Tensor) -> Tensor:
         """What a forward message holds of the sender's tensor."""

@@ -24,7 +24,7 @@ from .distribution import Distribution, SentValue, Specs, distribute
 from .loss import LossKind, kind_of_loss
 from .tied_parameters import TiedParameters, first_names, give_copies
 from .tracing import task_to_train, trace_for_run
-from .workers import Worker, share_of, workers_of
+from .workers import Replica, Worker, all_replicas, share_of, workers_of
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,7 @@ class Prepared:
 
     Attributes:
         samples: in the training data.
+        replicas: of all stages, by number.
         workers: by rank.
     """
 
@@ -84,6 +85,7 @@ class Prepared:
     samples: int
     segments: tuple[Segment, ...]
     pipeline: Pipeline
+    replicas: tuple[Replica, ...]
     workers: tuple[Worker, ...]
     model: PreparedModel
     distribution: Distribution
@@ -106,9 +108,9 @@ def prepare(
     """
     autocast = autocast_of(plan, settings)
     pipeline = pipeline_of(plan)
-    workers = workers_of(plan.stages)
-    shares = tuple(share_of(pipeline, plan.micro_batch, worker) for worker in workers)
-    samples = [share.samples for worker, share in zip(workers, shares, strict=True) if worker.leads]
+    replicas = all_replicas(plan.stages)
+    shares = tuple(share_of(pipeline, plan.micro_batch, replica) for replica in replicas)
+    samples = [shares[replica.number].samples for replica in replicas if replica.leads]
     # What every stage has room for.
     least = min(samples)
     tell(f"importing {settings.task}")
@@ -125,12 +127,13 @@ def prepare(
     specs = {n: look.specs for n, look in looks.items()}
     groups, sent = _laid_on(plan, traced.training[least])
     tell("cutting the model into stages")
-    distribution = distribute(pipeline, workers, shares, sent, specs)
+    distribution = distribute(pipeline, replicas, shares, sent, specs)
     pieces = {n: cut(graph, groups) for n, graph in traced.training.items()}
     chosen = [pieces[n][s] for s, n in enumerate(samples)]
     evaluation_pieces = cut(traced.evaluation, groups)
     modes = zip(chosen, evaluation_pieces, strict=True)
     tied = give_copies([[piece.module for piece in both] for both in modes])
+    _check_tied(tied, pipeline)
     stages = zip(chosen, evaluation_pieces, (specs[n] for n in samples), strict=True)
     size = dataset_size(task.data("train"), "train")
     course = segments(plan, settings, size)
@@ -142,7 +145,8 @@ def prepare(
         samples=size,
         segments=course,
         pipeline=pipeline,
-        workers=workers,
+        replicas=replicas,
+        workers=workers_of(plan.stages),
         model=PreparedModel(
             stages=tuple(PreparedStage(*stage) for stage in stages),
             inputs=tuple(node.name for node in traced.training[least].inputs),
@@ -159,13 +163,26 @@ def prepare(
     return prepared
 
 
-def with_own_weights(prepared: Prepared, worker: Worker) -> Prepared:
+def _check_tied(tied: Sequence[TiedParameters], pipeline: Pipeline) -> None:
+    """Raise PlanError for stages of one device that share parameters."""
+    for shared in tied:
+        for s in shared.stages:
+            others = {*pipeline.beside(s), s} & {*shared.stages} - {s}
+            if others:
+                raise PlanError(
+                    f"plan: stages {s} and {min(others)} share parameters and a device, which "
+                    "can't be run yet; give them devices of their own, or move the layers to one "
+                    "stage"
+                )
+
+
+def with_own_weights(prepared: Prepared, replica: Replica) -> Prepared:
     """The same, where the replicas of a stage in one process need weights of their own."""
-    if worker.leads:
+    if replica.leads:
         return prepared
     stages = list(prepared.model.stages)
     # Together: both modes of a stage share their parameters.
-    stages[worker.stage] = copy.deepcopy(stages[worker.stage])
+    stages[replica.stage] = copy.deepcopy(stages[replica.stage])
     return replace(prepared, model=replace(prepared.model, stages=tuple(stages)))
 
 

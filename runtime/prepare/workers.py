@@ -1,4 +1,8 @@
-"""Workers, numbered stage by stage and within a stage replica by replica; what each has to do.
+"""Workers and the replicas of stages that they run; what each has to do.
+
+Replicas are numbered stage by stage and within a stage one by one; workers, which are processes,
+device by device. Where each stage has devices of its own, a replica's number is its worker's rank.
+Stages that share a device share all their devices, so a worker has one replica of each of them.
 
 Micro-batch i is replica i mod r's. In systems of whole mini-batches sample k is replica k mod r's
 instead. All of it follows from the plan alone, the same on every worker.
@@ -6,40 +10,81 @@ instead. All of it follows from the plan alone, the same on every worker.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from ...planner.plan import PlanStage
 from ...planner.simulator.pipeline import Pipeline
 from ...planner.systems.operations import Op
+from ...planner.systems.placement import numbered_devices
 
 
 @dataclass(frozen=True)
-class Worker:
+class Replica:
     """One replica of a stage.
 
     Attributes:
-        rank: among all workers.
-        replica: among the `replicas` of its stage.
+        number: among all replicas of all stages.
+        index: among the `count` of its stage.
+        rank: of the worker that runs it.
         tells: whether it is the one of the run that tells of progress.
     """
 
-    rank: int
+    number: int
     stage: int
-    replica: int = 0
-    replicas: int = 1
+    rank: int
+    index: int = 0
+    count: int = 1
     tells: bool = False
 
     @property
     def leads(self) -> bool:
         """Whether it is the one of its stage that saves and evaluates."""
-        return self.replica == 0
+        return self.index == 0
 
     @property
     def name(self) -> str:
         """For messages: "stage 1", or "stage 1, replica 0" where there are several."""
-        return f"stage {self.stage}" + (f", replica {self.replica}" if self.replicas > 1 else "")
+        return f"stage {self.stage}" + (f", replica {self.index}" if self.count > 1 else "")
+
+    @property
+    def file(self) -> str:
+        """How its files are called, their suffix left out: stage1, stage1.1, stage1.2, …"""
+        return f"stage{self.stage}" + (f".{self.index}" if self.index else "")
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A process of the run.
+
+    Attributes:
+        rank: among all workers.
+        replicas: those that it runs, of one stage each, ascending.
+    """
+
+    rank: int
+    replicas: tuple[Replica, ...]
+
+    @property
+    def tells(self) -> bool:
+        """Whether it is the one of the run that tells of progress."""
+        return any(replica.tells for replica in self.replicas)
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """Of which it runs a replica."""
+        return tuple(replica.stage for replica in self.replicas)
+
+    @property
+    def name(self) -> str:
+        """For messages: as its replica's, or "stages 0 and 3, replica 1"."""
+        first = self.replicas[0]
+        if len(self.replicas) == 1:
+            return first.name
+        *others, last = map(str, self.stages)
+        which = f", replica {first.index}" if first.count > 1 else ""
+        return f"stages {', '.join(others)} and {last}{which}"
 
     @property
     def label(self) -> str:
@@ -48,28 +93,46 @@ class Worker:
 
     @property
     def file(self) -> str:
-        """How its files are called, their suffix left out: stage1, stage1.1, stage1.2, …"""
-        return f"stage{self.stage}" + (f".{self.replica}" if self.replica else "")
+        """How its status is called: as its first replica's files."""
+        return self.replicas[0].file
 
 
-def workers_of(stages: Sequence[PlanStage]) -> tuple[Worker, ...]:
-    """All workers of a plan, by rank."""
-    found: list[Worker] = []
-    for s, stage in enumerate(stages):
-        replicas, last = len(stage.devices), s == len(stages) - 1
+def all_replicas(stages: Sequence[PlanStage]) -> tuple[Replica, ...]:
+    """All replicas of a plan's stages, by number."""
+    counts = [len(stage.devices) for stage in stages]
+    placement = numbered_devices([stage.devices for stage in stages]) or tuple(range(len(stages)))
+    # Per device, the rank of its first replica's worker.
+    firsts: dict[int, int] = {}
+    ranks = 0
+    for device, count in zip(placement, counts, strict=True):
+        if device not in firsts:
+            firsts[device] = ranks
+            ranks += count
+    found: list[Replica] = []
+    for s, count in enumerate(counts):
+        last = s == len(counts) - 1
         found += [
-            Worker(len(found) + j, s, j, replicas, tells=last and j == 0) for j in range(replicas)
+            Replica(len(found) + j, s, firsts[placement[s]] + j, j, count, tells=last and j == 0)
+            for j in range(count)
         ]
     return tuple(found)
 
 
-def replicas_of(workers: Sequence[Worker], stage: int) -> tuple[Worker, ...]:
-    """The workers of one stage."""
-    return tuple(worker for worker in workers if worker.stage == stage)
+def workers_of(stages: Sequence[PlanStage]) -> tuple[Worker, ...]:
+    """All workers of a plan, by rank."""
+    found: dict[int, list[Replica]] = {}
+    for replica in all_replicas(stages):
+        found.setdefault(replica.rank, []).append(replica)
+    return tuple(Worker(rank, tuple(mine)) for rank, mine in sorted(found.items()))
+
+
+def replicas_of(replicas: Iterable[Replica], stage: int) -> tuple[Replica, ...]:
+    """Those of one stage."""
+    return tuple(replica for replica in replicas if replica.stage == stage)
 
 
 class Share(NamedTuple):
-    """What a worker has of each mini-batch.
+    """What a replica has of each mini-batch.
 
     Attributes:
         micro_batches: those it runs, ascending.
@@ -90,9 +153,9 @@ class Share(NamedTuple):
         return (op.micro_batch,) if op.micro_batch in self.micro_batches else ()
 
 
-def share_of(pipeline: Pipeline, micro_batch: int, worker: Worker) -> Share:
-    """A worker's share. `micro_batch`: samples in a micro-batch of the plan."""
-    n, r = pipeline.micro_batches, worker.replicas
+def share_of(pipeline: Pipeline, micro_batch: int, replica: Replica) -> Share:
+    """A replica's share. `micro_batch`: samples in a micro-batch of the plan."""
+    n, r = pipeline.micro_batches, replica.count
     if pipeline.variant.whole_mini_batches:
-        return Share(tuple(range(n)), micro_batch // r, n * r, slice(worker.replica, None, r))
-    return Share(tuple(range(worker.replica, n, r)), micro_batch, n, slice(None))
+        return Share(tuple(range(n)), micro_batch // r, n * r, slice(replica.index, None, r))
+    return Share(tuple(range(replica.index, n, r)), micro_batch, n, slice(None))

@@ -56,16 +56,17 @@ class SegmentMetrics:
         self.communication_s += communication_s
 
     @property
-    def wall_s(self) -> float:
-        """From the first operation's begin to the last one's end."""
-        return self.last_s - (self.first_s if self.first_s is not None else self.last_s)
-
-    @property
     def period_s(self) -> float | None:
         """Mean time from update to update; filling and draining are left out."""
         if len(self.updates) < 2:
             return None
         return (self.updates[-1] - self.updates[0]) / (len(self.updates) - 1)
+
+
+def wall_s(stages: Iterable[SegmentMetrics]) -> float:
+    """From the begin of the first operation of a worker's stages to the end of the last one's."""
+    ran = [(each.first_s, each.last_s) for each in stages if each.first_s is not None]
+    return max(last for _, last in ran) - min(first for first, _ in ran) if ran else 0.0
 
 
 _FLOATS = frozenset({"train_loss", "weight_distance", "largest_weight_distance"})
@@ -138,12 +139,13 @@ class EpochRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StageEpoch(msgspec.Struct, frozen=True, kw_only=True):
-    """Metrics of one worker over one epoch."""
+    """Metrics of a stage's replica over one epoch."""
 
     epoch: int
     compute_s: float
     communication_s: float
     idle_s: float
+    """Of the worker that runs it."""
     versions_held: int
     """Most weight versions held at once."""
     version_differences: dict[int, int]
@@ -154,19 +156,24 @@ class StageEpoch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StageReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What one worker measured over the run: in all its epochs, evaluation left out."""
+    """What a stage's replica measured over the run: in all its epochs, evaluation left out."""
 
     stage: int
     replica: int = 0
+    worker: int | None = None
+    """Rank of the worker that runs it; None in reports of before workers ran several stages."""
     compute_s: float
     communication_s: float
     idle_s: float
+    """Of the worker: what is left of its time by all its stages."""
     wall_s: float
+    """Of the worker."""
     sent_bytes: int = 0
     """Outputs and gradients for other stages."""
     periods_s: list[float]
     """Per segment."""
     peak: MemoryByKind | None
+    """Of the worker, with all its stages."""
     rss_peak_bytes: int
     """Of the whole process, libraries and data included."""
     device: str = "cpu"
@@ -201,7 +208,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     measured_period_s: float | None
     epochs: list[EpochRecord]
     stages: list[StageReport]
-    """Of all workers: stage by stage, and within a stage replica by replica."""
+    """Of all replicas: stage by stage, and within a stage one by one."""
 
 
 def summarize(
@@ -240,7 +247,7 @@ def summarize(
 
 
 def _idle_share(report: StageReport) -> float | None:
-    return LaneTimes(report.compute_s, report.communication_s, report.idle_s).idle_share
+    return report.idle_s / report.wall_s if report.wall_s else 0.0
 
 
 # Metrics of an epoch so far, where checkpoints cut it into segments -----------------------------
@@ -257,8 +264,11 @@ class EpochSums(msgspec.Struct, kw_only=True):
     weight: float | None = None
     """Of all these mini-batches: their samples, or what counts in them. None: nothing yet."""
     wall_s: float = 0.0
+    """Of the worker."""
     compute_s: float = 0.0
     communication_s: float = 0.0
+    others_s: float = 0.0
+    """Of both, by the worker's other stages."""
     versions_held: int = 1
     version_differences: dict[int, int] = {}
     backwards: int = 0
@@ -270,15 +280,22 @@ class EpochSums(msgspec.Struct, kw_only=True):
         """The weighted loss as a number."""
         return math.nan if self.weighted_loss is None else self.weighted_loss
 
-    def add(self, segment: Segment, metrics: SegmentMetrics, seen: Staleness) -> None:
-        """A segment is done."""
+    def add(
+        self,
+        segment: Segment,
+        metrics: SegmentMetrics,
+        seen: Staleness,
+        beside: Sequence[SegmentMetrics] = (),
+    ) -> None:
+        """A segment is done. `beside`: metrics of the worker's other stages."""
         self.mini_batches += segment.mini_batches
         self.samples += segment.samples
         for loss, weight in zip(metrics.losses, metrics.weights, strict=True):
             if weight:
                 self.weighted_loss = self.loss + loss * weight
                 self.weight = (self.weight or 0.0) + weight
-        self.wall_s += metrics.wall_s
+        self.wall_s += wall_s((metrics, *beside))
+        self.others_s += sum(other.compute_s + other.communication_s for other in beside)
         self.compute_s += metrics.compute_s
         self.communication_s += metrics.communication_s
         self.versions_held = max(self.versions_held, seen.versions_held)
@@ -295,7 +312,9 @@ class EpochSums(msgspec.Struct, kw_only=True):
             epoch=epoch,
             compute_s=self.compute_s,
             communication_s=self.communication_s,
-            idle_s=of_wall(self.wall_s, self.compute_s, self.communication_s).idle_s,
+            idle_s=of_wall(
+                self.wall_s - self.others_s, self.compute_s, self.communication_s
+            ).idle_s,
             versions_held=self.versions_held,
             version_differences=dict(sorted(self.version_differences.items())),
             weight_distance=self.distances / self.backwards if self.backwards else 0.0,
@@ -327,12 +346,25 @@ class EpochSums(msgspec.Struct, kw_only=True):
 
 
 def training_times(epochs: Iterable[StageEpoch]) -> LaneTimes:
-    """A worker's times in all its epochs, in seconds."""
+    """A stage's times in all its epochs, in seconds, and how long its worker was idle."""
     each = [LaneTimes(e.compute_s, e.communication_s, e.idle_s) for e in epochs]
     return (
         LaneTimes(*(sum(seconds) for seconds in zip(*each, strict=True)))
         if each
         else LaneTimes(0.0, 0.0, 0.0)
+    )
+
+
+def worker_times(stages: Iterable[Iterable[StageEpoch]]) -> LaneTimes:
+    """A worker's times in all its epochs, in seconds. `stages`: the epochs of each of its stages.
+
+    Each of them says how long the worker was idle.
+    """
+    each = [training_times(epochs) for epochs in stages]
+    return LaneTimes(
+        sum(times.compute_s for times in each),
+        sum(times.communication_s for times in each),
+        max((times.idle_s for times in each), default=0.0),
     )
 
 

@@ -1,4 +1,4 @@
-"""A worker's own logs: operations with their weight versions, times and bytes; its epochs."""
+"""A stage's own logs: operations with their weight versions, times and bytes; its epochs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ...planner.systems.operations import Op
 from ...profiles.errors import FileError, UserError
 from ...profiles.files import read_lines
 from ..prepare.data import Segment
-from ..prepare.workers import Worker
+from ..prepare.workers import Replica
 from ..settings import RunSettings
 from .growing_file import GrowingFile
 from .metrics import StageEpoch, with_nan
@@ -156,13 +156,13 @@ class OperationLog:
         if op == self._first:
             self.on = True
 
-    def received(self, rank: int, tensor: str, message: Tensor) -> None:
-        """The operation at hand got a message."""
-        self._received.append((rank, tensor, message.nbytes, time.perf_counter()))
+    def received(self, number: int, tensor: str, message: Tensor) -> None:
+        """The operation at hand got a message. `number`: of the replica that sent it."""
+        self._received.append((number, tensor, message.nbytes, time.perf_counter()))
 
-    def sent(self, rank: int, tensor: str, message: Tensor) -> None:
-        """It sent one."""
-        self._sent.append((rank, tensor, message.nbytes, time.perf_counter()))
+    def sent(self, number: int, tensor: str, message: Tensor) -> None:
+        """It sent one. `number`: of the replica that it is for."""
+        self._sent.append((number, tensor, message.nbytes, time.perf_counter()))
 
     def write(
         self, op: Op, text: str, use: Use, held: Sequence[int] | None, left: Sequence[int]
@@ -208,13 +208,13 @@ class OperationLog:
         self._file.close()
 
 
-def operation_log(where: RunDir, worker: Worker, settings: RunSettings) -> OperationLog | None:
-    """A worker's log, of what the settings say; None: nothing is recorded."""
+def operation_log(where: RunDir, replica: Replica, settings: RunSettings) -> OperationLog | None:
+    """A replica's log, of what the settings say; None: nothing is recorded."""
     more = settings.resumed
     if settings.log_operations:
-        return OperationLog(where.operations(worker), ALL, more=more)
+        return OperationLog(where.operations(replica), ALL, more=more)
     record = record_named(settings.record)
-    return None if record == NONE else OperationLog(where.recorded(worker), record, more=more)
+    return None if record == NONE else OperationLog(where.recorded(replica), record, more=more)
 
 
 # Epochs -----------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from ...planner.recording import (
 from ...planner.systems.operations import FORWARD, UPDATE, Op, parse_op
 from ...profiles.errors import FileError, ScheduleError
 from ...profiles.files import MAX_LOG_BYTES, read_limited
-from ..prepare.workers import Worker, workers_of
+from ..prepare.workers import Replica, all_replicas
 from ..settings import STEADY
 from .operation_log import WARM, record_named
 from .run_dir import RunDir
@@ -133,17 +133,17 @@ def measured(run_dir: str | Path, mini_batches: tuple[int, int] | None = None) -
     """
     where = RunDir(run_dir)
     plan, settings = where.read()
-    workers = workers_of(plan.stages)
-    logs: _Logs = {worker.rank: _read(where, worker) for worker in workers}
+    replicas = all_replicas(plan.stages)
+    logs: _Logs = {replica.number: _read(where, replica) for replica in replicas}
     count = record_named(settings.record).count or record_named(STEADY).count
     chosen = mini_batches or _steady(logs, count)
-    logs = {rank: _cut(lines, *chosen) for rank, lines in logs.items()}
+    logs = {number: _cut(lines, *chosen) for number, lines in logs.items()}
     if not any(logs.values()):
         return None
     statuses = read_statuses(where.statuses)
     hosts = {
-        worker.rank: statuses[worker.rank].host if worker.rank in statuses else ""
-        for worker in workers
+        replica.number: statuses[replica.rank].host if replica.rank in statuses else ""
+        for replica in replicas
     }
     return _recording(plan, logs, hosts)
 
@@ -190,9 +190,9 @@ def _ends(recording: Recording, *, first: bool) -> Iterator[Span]:
 # Reading ----------------------------------------------------------------------------------------
 
 
-def _read(where: RunDir, worker: Worker) -> list[tuple[Op, Line]]:
-    """A worker's log; empty where there is none. Raises FileError."""
-    for path in (where.operations(worker), where.recorded(worker)):
+def _read(where: RunDir, replica: Replica) -> list[tuple[Op, Line]]:
+    """A replica's log; empty where there is none. Raises FileError."""
+    for path in (where.operations(replica), where.recorded(replica)):
         if not os.path.lexists(path):
             continue
         text = read_limited(path, "", most=MAX_LOG_BYTES)

@@ -24,7 +24,7 @@ from ...profiles.files import (
     write_bytes,
     write_file,
 )
-from ..prepare.workers import Worker
+from ..prepare.workers import Replica, Worker
 from ..settings import RunSettings
 from .metrics import RunSummary, StageReport, decode
 
@@ -36,21 +36,22 @@ class RunDir:
 
     plan.json, settings.json   what was run
     metrics.jsonl              progress: mini-batches and epochs
-    stages/stage0.jsonl        each worker's epochs: times, versions, distances
+    stages/stage0.jsonl        each stage's epochs: times, versions, distances
     operations/stage0.jsonl    every operation, where asked for
     recorded/stage0.jsonl      where not: those of a few mini-batches, for the report
     gradients/stage0/0.safetensors
                                what each update stepped with, where asked for
     checkpoints/00000120/      the run after so many mini-batches (`checkpoint`)
     weights/stage0.safetensors final weights, under the model's own names
-    reports/stage0.json        each worker's own figures
+    reports/stage0.json        each stage's own figures
     summary.json               the end of the run
     status/stage0.json         what each worker is at
     logs/                      what the workers printed
     lock, lock.workers         held while the run goes on (`locks`)
 
     What a stage's replica 0 writes is called stage0, what the others write stage0.1, stage0.2, …
-    Weights are written by replica 0 alone.
+    Weights are written by replica 0 alone. The status of a worker is called as its first stage's
+    files.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -137,17 +138,17 @@ class RunDir:
         """Progress, line by line."""
         return self.path / "metrics.jsonl"
 
-    def operations(self, worker: Worker) -> Path:
-        """A worker's log of operations."""
-        return self.path / "operations" / f"{worker.file}.jsonl"
+    def operations(self, replica: Replica) -> Path:
+        """A replica's log of operations."""
+        return self.path / "operations" / f"{replica.file}.jsonl"
 
-    def recorded(self, worker: Worker) -> Path:
-        """A worker's operations of a few mini-batches, where not all are logged."""
-        return self.path / "recorded" / f"{worker.file}.jsonl"
+    def recorded(self, replica: Replica) -> Path:
+        """A replica's operations of a few mini-batches, where not all are logged."""
+        return self.path / "recorded" / f"{replica.file}.jsonl"
 
-    def stage_metrics(self, worker: Worker) -> Path:
-        """A worker's epochs."""
-        return self.path / "stages" / f"{worker.file}.jsonl"
+    def stage_metrics(self, replica: Replica) -> Path:
+        """A replica's epochs."""
+        return self.path / "stages" / f"{replica.file}.jsonl"
 
     def gradients(self, stage: int) -> Path:
         """A stage's gradients, a file for each update."""
@@ -189,15 +190,15 @@ class RunDir:
         """
         save_tensors(self.weights(stage), state, tied)
 
-    def write_report(self, worker: Worker, report: StageReport) -> None:
-        """Write a worker's figures."""
-        self._write_json(self._report(worker), report)
+    def write_report(self, replica: Replica, report: StageReport) -> None:
+        """Write a replica's figures."""
+        self._write_json(self._report(replica), report)
 
-    def read_reports(self, workers: Sequence[Worker]) -> list[StageReport]:
-        """These workers' figures. Raises FileError."""
+    def read_reports(self, replicas: Sequence[Replica]) -> list[StageReport]:
+        """These replicas' figures. Raises FileError."""
         found = []
-        for worker in workers:
-            path = self._report(worker)
+        for replica in replicas:
+            path = self._report(replica)
             try:
                 found.append(decode(read_limited(path, ""), StageReport))
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -208,8 +209,8 @@ class RunDir:
         """Write the end of the run."""
         self._write_json(self.summary, summary)
 
-    def _report(self, worker: Worker) -> Path:
-        return self.path / "reports" / f"{worker.file}.json"
+    def _report(self, replica: Replica) -> Path:
+        return self.path / "reports" / f"{replica.file}.json"
 
     def _write_json(self, path: Path, value: Any) -> None:
         write_bytes(path, msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n")

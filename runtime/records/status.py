@@ -22,7 +22,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     rank: int
     name: str
-    """`Worker.name`."""
+    """`Replica.name` of the stage at hand; `Worker.name` at first."""
     host: str
     pid: int
     finished: str = ""
@@ -43,8 +43,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
 class Status:
     """Is told what a worker does; this one tells nobody."""
 
-    def begin(self, op: str) -> None:
-        """An operation is at hand."""
+    def begin(self, op: str, who: str = "") -> None:
+        """An operation is at hand. `who`: the name of the stage it is of; empty: as before."""
 
     def done(self) -> None:
         """It is done."""
@@ -77,9 +77,11 @@ class StatusFile(Status):
         self.now = WorkerStatus(rank=rank, name=name, host=socket.gethostname(), pid=os.getpid())
         self._put(self.now)
 
-    def begin(self, op: str) -> None:
+    def begin(self, op: str, who: str = "") -> None:
         """Note what is at hand."""
-        self._put(msgspec.structs.replace(self.now, at=op, waits_for=(), since=time.time()))
+        name = who or self.now.name
+        now = msgspec.structs.replace(self.now, name=name, at=op, waits_for=(), since=time.time())
+        self._put(now)
 
     def done(self) -> None:
         """Note it as finished."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +18,9 @@ class MemoryAccount:
     a prediction less its workspace.
 
     Attributes:
-        now: what was held at the last moment that was accounted for.
-        peak: the most there was.
+        now: what was held at the last moment that was accounted for, by all stages of the worker.
+        peak: the most there was at moments of this stage.
+        beside: tell what the worker's other stages hold between their operations, by kind.
         aside_bytes: of gradients that aren't their parameters' own.
     """
 
@@ -32,6 +33,7 @@ class MemoryAccount:
         self.peak: MemoryByKind | None = None
         self.now: MemoryByKind | None = None
         self.most_versions = 1
+        self.beside: Sequence[Callable[[], tuple[int, ...]]] = ()
 
     def note(
         self,
@@ -47,14 +49,15 @@ class MemoryAccount:
         if gradients_changed:
             found = (p.grad for p in self.parameters)
             self._gradients = sum(dense_bytes(grad) for grad in found if grad is not None)
+        self._count_state(optimizer)
         now = self.now = MemoryByKind(
-            weights_bytes=self._weights,
-            versions_bytes=versions_bytes,
-            gradients_bytes=self._gradients + self.aside_bytes,
-            optimizer_bytes=self._optimizer_bytes(optimizer),
-            activations_bytes=activations_bytes,
-            boundary_bytes=boundary_bytes,
-            workspace_bytes=0,
+            **dict(
+                zip(
+                    MemoryByKind.__struct_fields__,
+                    self.since(versions_bytes, activations_bytes, boundary_bytes),
+                    strict=True,
+                )
+            )
         )
         if self.peak is None or now.total > self.peak.total:
             self.peak = now
@@ -63,7 +66,17 @@ class MemoryAccount:
     def since(
         self, versions_bytes: int, activations_bytes: int, boundary_bytes: int
     ) -> tuple[int, ...]:
-        """Bytes by kind after the moment last accounted for; they don't count for the peak."""
+        """Bytes by kind of all stages of the worker, after the moment last accounted for; they
+        don't count for the peak."""
+        own = self.own(versions_bytes, activations_bytes, boundary_bytes)
+        if not self.beside:
+            return own
+        return tuple(map(sum, zip(own, *(held() for held in self.beside), strict=True)))
+
+    def own(
+        self, versions_bytes: int, activations_bytes: int, boundary_bytes: int = 0
+    ) -> tuple[int, ...]:
+        """The same of this stage alone."""
         return (
             self._weights,
             versions_bytes,
@@ -78,11 +91,10 @@ class MemoryAccount:
         """The gradients were let go after an update."""
         self._gradients = 0
 
-    def _optimizer_bytes(self, optimizer: torch.optim.Optimizer | None) -> int:
-        """Counted until the state is there; it doesn't grow after that."""
+    def _count_state(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Until the state is there; it doesn't grow after that."""
         if not self._state and optimizer is not None and optimizer.state:
             self._state = _state_bytes(optimizer)
-        return self._state
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:

@@ -1,10 +1,12 @@
-"""A worker: it follows its stage's schedule, receives, computes, sends, and keeps its metrics."""
+"""A stage's replica at work: it follows its schedule, receives, computes, sends, keeps metrics."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,12 +38,13 @@ from ..records.metrics import EvaluationMetrics, SegmentMetrics, StageEpoch
 from ..records.operation_log import OperationLog, StageEpochFile, Use
 from ..records.status import Status
 from .finite import SKIP, NotFinite
+from .handed_over import HandedOver
 from .loss_weights import LossWeights
 from .optimizer import clip, own_part, squared_norm, trained
 from .stage import Stage
 
 EVALUATION_AHEAD = 8
-"""Messages that a stage may have under way to each peer while it evaluates."""
+"""Messages that a worker of one stage may have under way to each peer while it evaluates."""
 
 OnMiniBatch = Callable[[Segment, int, float], None]
 """Called on the last stage with the segment, the mini-batch in it, and its mean loss, when the
@@ -49,10 +52,11 @@ mini-batch's update is due."""
 
 
 class StageRunner:
-    """One worker of a prepared plan: a stage, or one replica of it.
+    """A stage of a prepared plan, or one replica of it.
 
     Attributes:
-        worker: which one.
+        replica: which one.
+        number: its stage's.
         device: what its stage computes on.
         transport: how its messages go, for the report.
         tells: the one that tells of progress.
@@ -65,7 +69,7 @@ class StageRunner:
     def __init__(
         self,
         prepared: Prepared,
-        rank: int,
+        number: int,
         channels: Channels,
         all_reduce: AllReducer,
         log: OperationLog | None = None,
@@ -73,11 +77,16 @@ class StageRunner:
         on_mini_batch: OnMiniBatch | None = None,
         device: torch.device = CPU,
     ) -> None:
+        """
+        Args:
+            number: the replica's.
+            channels: of its worker.
+        """
         plan, settings = prepared.plan, prepared.settings
         self.prepared = prepared
-        self.worker = worker = prepared.workers[rank]
-        self.number = s = worker.stage
-        self.share = prepared.distribution.shares[rank]
+        self.replica = replica = prepared.replicas[number]
+        self.number = s = replica.stage
+        self.share = prepared.distribution.shares[number]
         self.channels = channels if log is None else LoggedChannels(channels, log)
         self.all_reduce = all_reduce
         self.log = log
@@ -87,12 +96,14 @@ class StageRunner:
         self.transport = ""
         self._clock = clock_of(device)
         self.is_last = s == len(plan.stages) - 1
-        self.tells = worker.tells
-        self.stage = Stage(prepared, worker, device)
+        self.tells = replica.tells
+        self.stage = Stage(prepared, replica, device)
         self.own_inputs = [n for n in self.stage.piece.inputs if n in prepared.model.inputs]
         routes = prepared.distribution.routes
-        self.incoming = _by_name(c for c in routes if c.target == rank)
-        self.outgoing = [c for c in routes if c.source == rank]
+        self.incoming = _by_name(c for c in routes if c.target == replica)
+        self.outgoing = [c for c in routes if c.source == replica]
+        returning = Counter(c.spec.name for c in self.outgoing if c.spec.needs_grad)
+        self._summed = {name for name, count in returning.items() if count > 1}
         self._tied = [tied for tied in prepared.model.tied if s in tied.stages]
         self._samples: dict[str, Samples] = {}
         self.metrics = SegmentMetrics()
@@ -107,10 +118,25 @@ class StageRunner:
             else None
         )
 
+    def stand_beside(self, others: Sequence[StageRunner]) -> None:
+        """The worker has these, too: what they make is handed over, what they hold counts."""
+        stages = {other.number: other.stage for other in others}
+        self.stage.account.beside = [stage.held_alone for stage in stages.values()]
+
+        def makers(routes: Iterable[MessageRoute]) -> HandedOver:
+            found = {c.spec.name: stages[c.source.stage] for c in routes if c.handed_over}
+            return HandedOver({name: partial(_kept, stage) for name, stage in found.items()})
+
+        self.stage.handed_over = makers(c for routes in self.incoming.values() for c in routes)
+        self.stage.evaluation_handed_over = makers(self._evaluated())
+
     # Training ------------------------------------------------------------------------------
 
     def begin(self, segment: Segment, schedule: Schedule) -> None:
-        """Get ready for a segment: receives posted, metrics at zero. `schedule`: of all stages."""
+        """Get ready for a segment, whose messages are announced then (`series`): metrics at zero.
+
+        `schedule`: of all stages.
+        """
         variant = self.prepared.pipeline.variant
         latest = self.stage.weights.latest
         entries = entry_versions(variant, self.prepared.plan.micro_batches, schedule[0], latest)
@@ -122,20 +148,18 @@ class StageRunner:
         if self.log is not None:
             own = [op for op in schedule[self.number] if op.kind == UPDATE or self.share.of(op)]
             self.log.choose(segment, own, self.prepared.segments[-1].end)
-        self.channels.open(self._series(segment.mini_batches))
 
-    def _series(self, mini_batches: int) -> list[MessageSeries]:
+    def series(self, mini_batches: int) -> list[MessageSeries]:
         """All messages that come in a segment."""
         mine = self.share.micro_batches
         series = []
         for routes in self.incoming.values():
             steps = [[c for c in routes if i in c.micro_batches] for i in mine]
             series.append(message_series(FORWARD, steps, mini_batches))
-        stage_of = self.prepared.workers
         back: dict[tuple[str, int], list[MessageRoute]] = {}
         for c in self.outgoing:
             if c.spec.needs_grad:
-                back.setdefault((c.spec.name, stage_of[c.target].stage), []).append(c)
+                back.setdefault((c.spec.name, c.target.stage), []).append(c)
         for routes in back.values():
             steps = [[c for c in routes if i in c.micro_batches] for i in mine]
             if self.prepared.pipeline.variant.backward_unit == "mini":
@@ -164,7 +188,7 @@ class StageRunner:
         self.last_op = op_text(
             self.number, Op(op.kind, self.segment.first + op.mini_batch, op.micro_batch)
         )
-        self.status.begin(self.last_op)
+        self.status.begin(self.last_op, self.replica.name)
         if self.log is not None:
             self.log.begin(op)
         with self._explained():
@@ -237,8 +261,10 @@ class StageRunner:
                 name = c.spec.name
                 kept = name in self.stage.kept_outputs
                 part_sent = c.part(outputs[name])
+                if c.handed_over and self.stage.lasts(part_sent):
+                    part_sent = part_sent.clone()
                 self.channels.send(c, FORWARD, part_sent, kept=kept)
-                self.metrics.sent_bytes += part_sent.nbytes
+                self.metrics.sent_bytes += 0 if c.handed_over else part_sent.nbytes
         sent = clock()
         self.metrics.add(
             begin, sent, compute_s=end - start + loaded - begin, communication_s=sent - end
@@ -254,6 +280,9 @@ class StageRunner:
             if c.spec.needs_grad and not set(mine).isdisjoint(c.micro_batches):
                 name = c.spec.name
                 message = self.channels.receive(c, BACKWARD)
+                if c.handed_over and name in self._summed:
+                    # Others may have the same memory, and this is going to be added to.
+                    message = message.clone()
                 shape = self.stage.specs[name].shape
                 grads[name] = c.add_gradient(grads.get(name), message, mine, shape)
         if self._loss_weights is not None and not self.prepared.pipeline.variant.split_backward:
@@ -266,7 +295,7 @@ class StageRunner:
                 if c.spec.needs_grad and not set(mine).isdisjoint(c.micro_batches):
                     part = c.gradient_part(back[c.spec.name], mine)
                     self.channels.send(c, BACKWARD, part)
-                    self.metrics.sent_bytes += part.nbytes
+                    self.metrics.sent_bytes += 0 if c.handed_over else part.nbytes
         sent = clock()
         self.metrics.add(begin, sent, compute_s=end - start, communication_s=sent - end)
         self._log(op, version, forward_version, start, end)
@@ -289,7 +318,7 @@ class StageRunner:
         losses = [self._losses.pop(b) for b in done]
         if self._loss_weights is not None:
             losses = self._loss_weights.means(done, losses)
-        shared = torch.tensor(losses, dtype=torch.float64) if self.worker.replicas > 1 else None
+        shared = torch.tensor(losses, dtype=torch.float64) if self.replica.count > 1 else None
         started = self._start_all_reduces(shared)
         skips = self.not_finite.policy == SKIP
         agrees = skips and self.prepared.pipeline.variant.flushes
@@ -365,7 +394,7 @@ class StageRunner:
         counted = [p for p in own if id(p) not in elsewhere]
         squared = torch.tensor([squared_norm(counted)], dtype=torch.float64)
         if self.prepared.pipeline.variant.flushes:
-            if not self.worker.leads:
+            if not self.replica.leads:
                 squared.zero_()
             summing = self.all_reduce.start(ALL_WORKERS, [squared])
             yield
@@ -416,23 +445,26 @@ class StageRunner:
         """Micro-batches in one evaluation."""
         return self.samples("test").evaluations
 
-    def begin_evaluation(self) -> None:
-        """Get ready for one pass over the test data."""
+    def begin_evaluation(self) -> list[MessageSeries]:
+        """Get ready for one pass over the test data. Returns all messages that come in it."""
         with self.doing(f"{self.number} evaluation"):
             count = self.evaluations
-            self.channels.open([message_series(FORWARD, [[c]], count) for c in self._evaluated()])
+            return [message_series(FORWARD, [[c]], count) for c in self._evaluated()]
 
     def _evaluated(self, *, outgoing: bool = False) -> list[MessageRoute]:
-        """Routes to this worker in evaluation, or from it."""
-        rank = self.worker.rank
+        """Routes to this replica in evaluation, or from it."""
         return [
             c
             for c in self.prepared.distribution.evaluation_routes
-            if (c.source if outgoing else c.target) == rank
+            if (c.source if outgoing else c.target) == self.replica
         ]
 
-    def evaluate(self, k: int, metrics: EvaluationMetrics) -> None:
-        """Forward of the k-th test micro-batch; the last stage adds its metrics."""
+    def evaluate(self, k: int, metrics: EvaluationMetrics, ahead: int) -> None:
+        """Forward of the k-th test micro-batch; the last stage adds its metrics.
+
+        Args:
+            ahead: messages that may be under way to each peer.
+        """
         with self.doing(f"{self.number} evaluation {k}"):
             values: dict[str, Tensor] = {}
             target: Any = None
@@ -442,7 +474,7 @@ class StageRunner:
                 values, target = self._named(inputs), self._target(target)
             for c in self._evaluated():
                 values[c.spec.name] = self.channels.receive(c, FORWARD)
-            self.channels.throttle(EVALUATION_AHEAD)
+            self.channels.throttle(ahead)
             outputs, result = self.stage.evaluate(values)
             for c in self._evaluated(outgoing=True):
                 self.channels.send(c, FORWARD, outputs[c.spec.name])
@@ -500,14 +532,14 @@ class StageRunner:
     def doing(self, what: str) -> Iterator[None]:
         """Something besides the operations of the schedule, for reports and errors."""
         self.last_op = what
-        self.status.begin(what)
+        self.status.begin(what, self.replica.name)
         with self._explained():
             yield
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
         """Turns whatever is raised into an error that says who failed, and at what."""
-        who = f"{self.worker.name}, at "
+        who = f"{self.replica.name}, at "
         try:
             yield
         except TimeprestError as error:
@@ -520,6 +552,11 @@ class StageRunner:
             if given_up or is_ctrl_c(error):
                 raise
             raise RunError(f"{who}{self.last_op}: {describe_error(error)}") from error
+
+
+def _kept(stage: Stage) -> set[str]:
+    """Outputs that a stage keeps for its backward."""
+    return stage.kept_outputs
 
 
 def _by_name(routes: Iterable[MessageRoute]) -> dict[str, list[MessageRoute]]:

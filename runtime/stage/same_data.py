@@ -36,7 +36,7 @@ _ADVICE = (
 )
 
 Row = Sequence[int]
-"""What a worker has to compare, as numbers; empty: nothing."""
+"""What a replica has to compare, as numbers; empty: nothing."""
 
 
 def compare_lengths(runners: Sequence[StageRunner]) -> None:
@@ -58,18 +58,18 @@ def compare_lengths(runners: Sequence[StageRunner]) -> None:
 
     rows = _gather_rows(runners, "the lengths of the data", 2 + len(splits[1:]), lengths)
     first, *others = rows
-    for rank, row in rows:
+    for number, row in rows:
         if row[0] != row[1]:
             raise TargetError(
-                f"data('train') has {row[0]} samples and then {row[1]} on {_name(runners, rank)}: "
-                f"{_ADVICE}"
+                f"data('train') has {row[0]} samples and then {row[1]} on "
+                f"{_name(runners, number)}: {_ADVICE}"
             )
-    for rank, row in others:
+    for number, row in others:
         for split, mine, wanted in zip(splits, row[1:], first[1][1:], strict=True):
             if mine != wanted:
                 raise TargetError(
                     f"data({split!r}) has {wanted} samples on {_name(runners, first[0])} and "
-                    f"{mine} on {_name(runners, rank)}: {_ADVICE}"
+                    f"{mine} on {_name(runners, number)}: {_ADVICE}"
                 )
 
 
@@ -116,18 +116,18 @@ _Take = Callable[[StageRunner], Iterator[tuple[Any, Any]]]
 
 def _compare(runners: Sequence[StageRunner], split: Split, what: str, take: _Take) -> None:
     prepared = runners[0].prepared
-    if len(prepared.workers) == 1:
+    if len(prepared.replicas) == 1:
         return
     own = set(prepared.model.inputs)
     taking = {s for s, piece in enumerate(prepared.model.pieces) if own & set(piece.inputs)}
     alone = taking <= {len(prepared.model.pieces) - 1}
 
     def digests(runner: StageRunner) -> Row:
-        if not runner.loads or (split == "test" and not runner.worker.leads):
+        if not runner.loads or (split == "test" and not runner.replica.leads):
             return []
         # What one stage alone takes may depend on random numbers (crops of an image): there all
         # have the same ones, so that other causes show. What several must have alike may not.
-        with _seeded(0 if alone else 1 + runner.worker.rank) as used:
+        with _seeded(0 if alone else 1 + runner.replica.number) as used:
             inputs, targets = _digests(take(runner))
             random_crops = used() and not alone and len(taking) == 1
         if random_crops:
@@ -139,27 +139,27 @@ def _compare(runners: Sequence[StageRunner], split: Split, what: str, take: _Tak
     if not rows:
         return
     wanted, first = rows[0]
-    for rank, row in rows[1:]:
+    for number, row in rows[1:]:
         for part, here in (("targets", slice(2, 4)), ("inputs", slice(0, 2))):
             if row[here] != first[here]:
                 raise TargetError(
-                    f"data({split!r}) gives other {part} for {what} on {_name(runners, rank)} than "
-                    f"on {_name(runners, wanted)}: {_ADVICE}"
+                    f"data({split!r}) gives other {part} for {what} on {_name(runners, number)} "
+                    f"than on {_name(runners, wanted)}: {_ADVICE}"
                 )
 
 
 def _gather_rows(
     runners: Sequence[StageRunner], what: str, width: int, row_of: Callable[[StageRunner], Row]
 ) -> list[tuple[int, list[int]]]:
-    """The rows of all workers that have one, with their ranks. Waits within the bound."""
-    workers = len(runners[0].prepared.workers)
+    """The rows of all replicas that have one, with their numbers. Waits within the bound."""
+    count = len(runners[0].prepared.replicas)
     started = []
     for runner in runners:
-        rows = torch.zeros((workers, 1 + width), dtype=torch.int64)
+        rows = torch.zeros((count, 1 + width), dtype=torch.int64)
         with runner.doing(f"comparing {what}"):
             row = row_of(runner)
             if row:
-                rows[runner.worker.rank] = torch.tensor([1, *row], dtype=torch.int64)
+                rows[runner.replica.number] = torch.tensor([1, *row], dtype=torch.int64)
             started.append((runner, rows, runner.all_reduce.start(ALL_WORKERS, [rows])))
     for runner, _, pending in started:
         with runner.doing(f"comparing {what}"):
@@ -167,11 +167,11 @@ def _gather_rows(
         # Nobody is at anything that an error would have to tell of.
         runner.status.begin("start")
     found = started[0][1].tolist()
-    return [(rank, row[1:]) for rank, row in enumerate(found) if row[0]]
+    return [(number, row[1:]) for number, row in enumerate(found) if row[0]]
 
 
-def _name(runners: Sequence[StageRunner], rank: int) -> str:
-    return runners[0].prepared.workers[rank].name
+def _name(runners: Sequence[StageRunner], number: int) -> str:
+    return runners[0].prepared.replicas[number].name
 
 
 def _digests(taken: Iterator[tuple[Any, Any]]) -> tuple[bytes, bytes]:

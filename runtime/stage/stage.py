@@ -26,12 +26,13 @@ from ..prepare.devices import CPU, forward_context, move, put
 from ..prepare.messages import check_agreed, mark_missing, missing_gradients
 from ..prepare.prepare import Prepared
 from ..prepare.tied_parameters import model_parameters
-from ..prepare.workers import Worker
+from ..prepare.workers import Replica
 from ..weights.policy import DECAYS, WeightPolicy
 from ..weights.prediction import Predictor
 from ..weights.staleness import Staleness, WeightDistances
 from ..weights.stash import WeightVersions
 from .batch_norm import DeferredBatchNorm
+from .handed_over import HandedOver
 from .memory import MemoryAccount
 from .optimizer import follow, make_optimizer, make_scheduler, step_optimizer
 from .recompute import ForwardInputs, Recomputation
@@ -65,21 +66,22 @@ class Stage:
         staleness: what its backwards saw since the segment began.
         predictor: of systems that predict weights, where there is something to train.
         kept_outputs: outputs of the last forward whose memory is kept for the backward anyway.
+        handed_over, evaluation_handed_over: inputs from other stages of the worker.
         lr: learning rate of the last update's first parameter group; None: nothing to train.
     """
 
-    def __init__(self, prepared: Prepared, worker: Worker, device: torch.device = CPU) -> None:
+    def __init__(self, prepared: Prepared, replica: Replica, device: torch.device = CPU) -> None:
         """
         Args:
             device: what everything of the stage is moved to.
         """
         plan, settings, model = prepared.plan, prepared.settings, prepared.model
-        stage = model.stages[worker.stage]
+        stage = model.stages[replica.stage]
         self.task = prepared.task
         self.variant = prepared.pipeline.variant
         self.micro_batches = plan.micro_batches
-        self.share = prepared.distribution.shares[worker.rank]
-        self.recomputes = plan.stages[worker.stage].recompute
+        self.share = prepared.distribution.shares[replica.number]
+        self.recomputes = plan.stages[replica.stage].recompute
         self.names = model.names
         self.loss = model.loss
         self.autocast = model.autocast
@@ -95,7 +97,7 @@ class Stage:
         self.weights = WeightVersions(parameters)
         # Copies of a parameter go by one name, so that parameter groups treat them alike.
         named = model_parameters(self.module, self.names)
-        made = make_optimizer(self.task, settings, named, f"stage {worker.stage}")
+        made = make_optimizer(self.task, settings, named, f"stage {replica.stage}")
         self.optimizer = None if made is None else follow(self.variant.update_rule, made)
         self.scheduler = make_scheduler(
             self.task, settings, self.optimizer, length_of(prepared.segments)
@@ -114,6 +116,9 @@ class Stage:
         self.account = MemoryAccount(parameters, list(self.module.buffers()))
         self.staleness = Staleness()
         self.kept_outputs: set[str] = set()
+        self.handed_over = HandedOver()
+        self.evaluation_handed_over = HandedOver()
+        self._buffers = {storage_key(buffer) for buffer in self.module.buffers()}
         self._distances = WeightDistances(parameters) if settings.distances else None
         self._recomputation = Recomputation(self.module, device) if self.recomputes else None
         self._batch_norm = DeferredBatchNorm(self.module) if settings.deferred_batch_norm else None
@@ -175,15 +180,16 @@ class Stage:
         tensors = self.policy.forward(op, version)
         if self._distances is not None:
             self._distances.forward(op.mini_batch, version, self.walk.latest, tensors)
+        values = self.handed_over.safe(values)
         known = self._saved_by_shape.get(shapes := self._shapes(values)) if self._settled else None
         if self._recomputation is None:
             with self._statistics(op, part):
                 hooks = known is None
                 micro, outputs, loss = self._compute(values, target, part, tensors, hooks=hooks)
         else:
-            inputs = self._recomputation.keep(
-                values, values.keys() & self.specs.keys(), target, part
-            )
+            received = values.keys() & self.specs.keys()
+            received -= self.handed_over.kept_elsewhere(received)
+            inputs = self._recomputation.keep(values, received, target, part)
             with torch.no_grad(), self._statistics(op, part):
                 _, outputs, loss = self._compute(values, target, part, tensors)
             self._recomputation.kept(inputs)
@@ -316,6 +322,7 @@ class Stage:
 
     def evaluate(self, values: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Any]:
         """Forward without gradients in evaluation mode: outputs by name, and the result."""
+        values = self.evaluation_handed_over.safe(values)
         self.evaluation_module.eval()
         try:
             with torch.no_grad(), forward_context(self.autocast, self.device.type):
@@ -325,7 +332,9 @@ class Stage:
                     else values[name]
                     for name in self.piece.inputs
                 ]
+                watched = self.evaluation_handed_over.watch(self.piece.inputs, arguments)
                 out = self.evaluation_module(*arguments)
+                self.evaluation_handed_over.check(watched)
         finally:
             self.module.train()
         return self._outputs(out), out[-1] if self.piece.has_result else None
@@ -354,7 +363,10 @@ class Stage:
         micro = _MicroBatch()
         precision = forward_context(self.autocast, self.device.type)
         with self.weights.forward(tensors, hooks=hooks), precision:
-            out = self.module(*[self._admit(name, values, micro) for name in self.piece.inputs])
+            arguments = [self._admit(name, values, micro) for name in self.piece.inputs]
+            watched = self.handed_over.watch(self.piece.inputs, arguments)
+            out = self.module(*arguments)
+            del arguments
             loss = self._loss(out[-1], target, part) if self.piece.has_result else None
             if loss is not None:
                 micro.loss = loss.value if self.loss.weighted else loss.value * part.weight
@@ -362,7 +374,10 @@ class Stage:
         for name, tensor in outputs.items():
             if tensor.requires_grad:
                 micro.outlets[name] = get_gradient_edge(tensor)
-        micro.saved_bytes = sum(self.weights.saved.values())
+        self.handed_over.check(watched)
+        elsewhere = self.handed_over.storages_kept_elsewhere(watched)
+        saved = self.weights.saved.items()
+        micro.saved_bytes = sum(nbytes for key, nbytes in saved if key not in elsewhere)
         return micro, outputs, loss
 
     def _shapes(self, values: Mapping[str, Tensor]) -> _Shapes:
@@ -463,8 +478,17 @@ class Stage:
                 mark_missing(slot)
         return gathered
 
+    def lasts(self, output: Tensor) -> bool:
+        """Whether an output is a parameter's or a buffer's memory, which is going to change."""
+        return storage_key(output) in self._buffers or self.weights.has(output)
+
+    def held_alone(self) -> tuple[int, ...]:
+        """Bytes that this stage holds between two operations, messages left out, by kind."""
+        return self.account.own(self._versions_bytes(), self._kept_bytes)
+
     def held(self, boundary_bytes: int) -> tuple[int, ...]:
-        """Bytes held between two operations, by kind (`recording.MEMORY_KINDS`).
+        """Bytes that all stages of the worker hold between two operations, by kind
+        (`recording.MEMORY_KINDS`).
 
         `boundary_bytes`: what the channels hold.
         """

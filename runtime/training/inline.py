@@ -2,37 +2,31 @@
 
 from __future__ import annotations
 
-import torch
-
 from ..communication.transport import local_transport
 from ..prepare.devices import own_device
 from ..prepare.prepare import Prepared, with_own_weights
 from ..records.metrics import StageReport
 from ..records.progress import Observer
 from ..records.run_dir import RunDir
-from .loop import stage_runner, train
+from .loop import load_samples, stage_runner, train
 
 
 def run_inline(prepared: Prepared, where: RunDir, observer: Observer) -> list[StageReport]:
-    """Train in this process. Returns the workers' reports. Raises as `run`."""
+    """Train in this process. Returns the replicas' reports. Raises as `run`."""
     observer.starting("loading the data")
     device = own_device(prepared.plan, prepared.settings, 0)
     runners = [
         stage_runner(
             where,
-            with_own_weights(prepared, worker),
-            worker,
+            with_own_weights(prepared, replica),
+            replica,
             channels,
             all_reduce,
             device,
         )
-        for worker, (channels, all_reduce) in zip(
-            prepared.workers, local_transport(prepared), strict=True
+        for replica, (channels, all_reduce) in zip(
+            prepared.replicas, local_transport(prepared), strict=True
         )
     ]
-    before = torch.get_rng_state()
-    for runner in runners:
-        # As in processes, where each has drawn as much before.
-        torch.set_rng_state(before)
-        runner.load_samples()
+    load_samples(runners)
     return train(where, runners, observer)

@@ -13,6 +13,7 @@ from itertools import chain
 
 import torch
 
+from ...planner.costs.memory import MemoryByKind
 from ...planner.schedules.schedules import make_schedule
 from ...planner.simulator.timeline import simulate
 from ...planner.systems.operations import UPDATE, Op, Schedule
@@ -24,8 +25,9 @@ from ..communication.all_reduce import AllReducer
 from ..communication.channel import Channels
 from ..prepare.data import Segment
 from ..prepare.devices import peak_bytes, random_state, set_random_state
+from ..prepare.messages import MessageSeries
 from ..prepare.prepare import Prepared
-from ..prepare.workers import Worker
+from ..prepare.workers import Replica
 from ..records.metrics import (
     EpochRecord,
     EpochSums,
@@ -34,6 +36,7 @@ from ..records.metrics import (
     StageEpoch,
     StageReport,
     training_times,
+    worker_times,
 )
 from ..records.operation_log import StageEpochFile, operation_log, read_stage_epochs
 from ..records.progress import Both, MetricsFile, Observer, Silent
@@ -48,17 +51,26 @@ Barrier = Callable[[], None]
 def stage_runner(
     where: RunDir,
     prepared: Prepared,
-    worker: Worker,
+    replica: Replica,
     channels: Channels,
     all_reduce: AllReducer,
     device: torch.device,
 ) -> StageRunner:
-    """A worker's runner. Its logs go on where they were at the checkpoint. Raises FileError."""
+    """A replica's runner. Its logs go on where they were at the checkpoint. Raises FileError."""
     settings = prepared.settings
-    rewind_logs(where, settings, worker)
-    log = operation_log(where, worker, settings)
-    own = StageEpochFile(where.stage_metrics(worker), more=settings.resumed)
-    return StageRunner(prepared, worker.rank, channels, all_reduce, log, own, device=device)
+    rewind_logs(where, settings, replica)
+    log = operation_log(where, replica, settings)
+    own = StageEpochFile(where.stage_metrics(replica), more=settings.resumed)
+    return StageRunner(prepared, replica.number, channels, all_reduce, log, own, device=device)
+
+
+def load_samples(runners: Sequence[StageRunner]) -> None:
+    """Have the runners of this process load what data they need."""
+    before = torch.get_rng_state()
+    for runner in runners:
+        # As in processes of their own, where each has drawn as much before.
+        torch.set_rng_state(before)
+        runner.load_samples()
 
 
 def train(
@@ -69,10 +81,10 @@ def train(
     replica_barrier: Barrier = lambda: None,
     agree: Agree = bool,
 ) -> list[StageReport]:
-    """Take the workers of this process through the whole training, and write what they leave.
+    """Take the runners of this process through the whole training, and write what they leave.
 
     Args:
-        observer: is told of progress, where one of them is the worker that tells.
+        observer: is told of progress, where one of them is the one that tells.
         barrier, replica_barrier: as of `Course`.
         agree: whether all workers say yes; by default, this process has all of them.
     """
@@ -83,7 +95,7 @@ def train(
     for runner in runners:
         keep_gradients(where, runner)
         written = (runner.log, runner.epoch_file, metrics if runner.tells else None)
-        files[runner.worker.rank] = [file for file in written if file is not None]
+        files[runner.replica.number] = [file for file in written if file is not None]
     checkpoints = CheckpointWriter(where, prepared.plan, prepared.settings, agree, files)
     told = Silent() if metrics is None else Both(metrics, observer)
     try:
@@ -99,14 +111,14 @@ def train(
         file.close()
     reports = course.reports()
     for runner, report in zip(runners, reports, strict=True):
-        if runner.worker.leads:
+        if runner.replica.leads:
             where.save_weights(runner.number, runner.state(), runner.tied_names())
-        where.write_report(runner.worker, report)
+        where.write_report(runner.replica, report)
     return reports
 
 
 class Course:
-    """Runs the runners of this process (one, or all of them) through the whole training."""
+    """Takes the runners of this process, a worker's or all, through the whole training."""
 
     def __init__(
         self,
@@ -119,7 +131,7 @@ class Course:
         """
         Args:
             barrier: waits for all workers.
-            replica_barrier: waits for the other replicas of this process's stage.
+            replica_barrier: waits for the other replicas of this process's stages.
             checkpoints: writes those that the segments ask for; None: there are none.
 
         Raises FileError when the run starts from a checkpoint or weights that can't be used.
@@ -138,9 +150,16 @@ class Course:
         self._orders: dict[int, Schedule] = {}
         # Every worker draws from a random stream of its own, inline as in processes.
         self._random: list[torch.Tensor] = []
+        self._beside = [
+            [r for r in runners if r is not runner and r.replica.rank == runner.replica.rank]
+            for runner in runners
+        ]
+        for runner, others in zip(runners, self._beside, strict=True):
+            if others:
+                runner.stand_beside(others)
         stages = len(self.prepared.plan.stages)
         for runner in runners:
-            stream = runner.number + runner.worker.replica * stages
+            stream = runner.number + runner.replica.index * stages
             torch.manual_seed(self.prepared.settings.seed * 1_000_003 + stream)
             self._random.append(random_state(runner.device))
         if checkpoints is not None:
@@ -155,7 +174,7 @@ class Course:
         self.done = settings.resume_at or 0
         for position, runner in enumerate(self.runners):
             if settings.resumed:
-                before = read_stage_epochs(where.stage_metrics(runner.worker))
+                before = read_stage_epochs(where.stage_metrics(runner.replica))
                 self.stage_epochs[position] += before
             found = restore_worker(where, settings, runner)
             if found is not None:
@@ -179,9 +198,12 @@ class Course:
                 compare_training(self.runners, segment)
                 compared = segment.epoch
             self._train(segment)
-            for runner, metrics, sums in zip(self.runners, self.metrics, self.sums, strict=True):
+            for runner, others, metrics, sums in zip(
+                self.runners, self._beside, self.metrics, self.sums, strict=True
+            ):
                 metrics.append(runner.metrics)
-                sums.add(segment, runner.metrics, runner.stage.staleness)
+                beside = [other.metrics for other in others]
+                sums.add(segment, runner.metrics, runner.stage.staleness, beside)
             if not segment.rest:
                 self._end_epoch(segment)
             self.done = segment.end
@@ -216,6 +238,7 @@ class Course:
         order = self._orders[segment.mini_batches]
         for runner in self.runners:
             runner.begin(segment, order)
+        self._announce([runner.series(segment.mini_batches) for runner in self.runners])
         if len(self.runners) == 1:
             runner = self.runners[0]
             with self._stream(0):
@@ -226,15 +249,33 @@ class Course:
         for runner in self.runners:
             runner.finish()
 
-    def _take_turns(self, order: Schedule) -> None:
-        """All workers in one process, in simulated sequence."""
-        sequence = simulate(self.prepared.pipeline, order).sequence
-        if self.prepared.pipeline.variant.flushes:
+    def _announce(self, series: Sequence[Sequence[MessageSeries]]) -> None:
+        """Tell each worker's channels of all messages to come. `series`: of each runner."""
+        by_rank: dict[int, list[MessageSeries]] = {}
+        for runner, mine in zip(self.runners, series, strict=True):
+            by_rank.setdefault(runner.replica.rank, []).extend(mine)
+        for runner in self.runners:
+            coming = by_rank.pop(runner.replica.rank, None)
+            if coming is not None:
+                runner.channels.open(coming)
+
+    def _sequence(self, order: Schedule) -> Sequence[tuple[int, Op]]:
+        """The operations of this process with their stages: of its worker, or in simulated
+        sequence of all workers."""
+        pipeline, first = self.prepared.pipeline, self.runners[0].replica
+        if all(runner.replica.rank == first.rank for runner in self.runners):
+            device = pipeline.placement[first.stage] if pipeline.placement else first.stage
+            return order.on_devices()[device]
+        sequence = [(s, order[s][k]) for s, k in simulate(pipeline, order).sequence]
+        if pipeline.variant.flushes:
             # Any stage may wait for sums with any other before it updates.
-            sequence = tuple(sorted(sequence, key=lambda at: _after_flush(order[at[0]][at[1]])))
+            sequence.sort(key=lambda at: _after_flush(at[1]))
+        return sequence
+
+    def _take_turns(self, order: Schedule) -> None:
+        """Several runners in one process."""
         updates: list[tuple[int, Iterator[None]]] = []
-        for s, k in sequence:
-            op = order[s][k]
+        for s, op in self._sequence(order):
             if op.kind != UPDATE:
                 self._advance(updates)
                 updates = []
@@ -258,15 +299,27 @@ class Course:
             running = paused
 
     def _evaluate(self) -> dict[str, float]:
-        """A stage's replica 0 evaluates; the others wait for it."""
+        """A stage's replica 0 evaluates; the others wait for it.
+
+        Where workers have several stages, each stage is a micro-batch behind the one before it, so
+        that all of them compute at once.
+        """
         metrics = EvaluationMetrics()
-        evaluating = [runner for runner in self.runners if runner.worker.leads]
-        for runner in self.runners:
-            runner.begin_evaluation()
+        evaluating = [runner for runner in self.runners if runner.replica.leads]
+        self._announce([runner.begin_evaluation() for runner in self.runners])
         compare_evaluation(self.runners)
-        for k in range(self.runners[0].evaluations):
+        placed, count = bool(self.prepared.pipeline.placement), self.runners[0].evaluations
+        behind, ahead = 0, EVALUATION_AHEAD
+        if placed:
+            behind = len(self.prepared.plan.stages) - 1
+            # Nobody waits for room for what is taken so many steps later.
+            routes = self.prepared.distribution.evaluation_routes
+            ahead = max(ahead, sum(1 + c.target.stage - c.source.stage for c in routes))
+        for k in range(count + behind):
             for runner in evaluating:
-                runner.evaluate(k, metrics)
+                at = k - runner.number if placed else k
+                if 0 <= at < count:
+                    runner.evaluate(at, metrics, ahead)
             if not k % EVALUATION_AHEAD:
                 # So that nobody's wait is as long as the whole evaluation.
                 self.replica_barrier()
@@ -289,29 +342,36 @@ class Course:
         self.observer.mini_batch(segment.epoch, done, segment.of_epoch, loss)
 
     def reports(self) -> list[StageReport]:
-        """What each worker of this process measured."""
+        """What each runner of this process measured."""
         found = []
         for runner, metrics, epochs in zip(
             self.runners, self.metrics, self.stage_epochs, strict=True
         ):
             times = training_times(epochs)
+            rank = runner.replica.rank
+            together = worker_times(
+                each
+                for other, each in zip(self.runners, self.stage_epochs, strict=True)
+                if other.replica.rank == rank
+            )
             found.append(
                 StageReport(
                     stage=runner.number,
-                    replica=runner.worker.replica,
+                    replica=runner.replica.index,
+                    worker=rank,
                     compute_s=times.compute_s,
                     communication_s=times.communication_s,
                     idle_s=times.idle_s,
-                    wall_s=times.wall_s,
+                    wall_s=together.wall_s,
                     sent_bytes=sum(m.sent_bytes for m in metrics),
                     periods_s=[m.period_s for m in metrics if m.period_s is not None],
-                    peak=runner.stage.account.peak,
+                    peak=self._peak(rank),
                     rss_peak_bytes=_rss_peak_bytes(),
                     device=str(runner.device),
                     transport=runner.transport,
                     device_peak_bytes=peak_bytes(runner.device),
                     versions_held=runner.stage.account.most_versions,
-                    version_differences=_together(e.version_differences for e in epochs),
+                    version_differences=_sum_of_counts(e.version_differences for e in epochs),
                     weight_distance=max((e.weight_distance for e in epochs), default=0.0),
                     not_finite=runner.not_finite.mini_batches,
                     epochs=epochs,
@@ -319,8 +379,13 @@ class Course:
             )
         return found
 
+    def _peak(self, rank: int) -> MemoryByKind | None:
+        """The most that a worker held, at moments of any of its stages."""
+        peaks = [r.stage.account.peak for r in self.runners if r.replica.rank == rank]
+        return max((p for p in peaks if p is not None), key=lambda peak: peak.total, default=None)
 
-def _together(counts: Iterable[dict[int, int]]) -> dict[int, int]:
+
+def _sum_of_counts(counts: Iterable[dict[int, int]]) -> dict[int, int]:
     total: dict[int, int] = {}
     for counted in counts:
         for difference, count in counted.items():

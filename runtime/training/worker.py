@@ -1,8 +1,8 @@
 """A worker process: ``python -m timeprest.runtime.training.worker RUN_DIR LAUNCHER``.
 
 That is the process which the launcher of a local run starts (`processes.launcher`). Under torchrun
-or srun, `runtime.run` calls `train_worker` in the process that they started. Which stage and
-replica a rank is, `workers_of` says.
+or srun, `runtime.run` calls `train_worker` in the process that they started. Which stages' replicas
+a rank runs, `workers_of` says.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from ..records.progress import Observer, Silent
 from ..records.run_dir import RunDir
 from ..records.status import StatusFile
 from ..settings import RunSettings
-from .loop import stage_runner, train
+from .loop import load_samples, stage_runner, train
 
 LOADING = "loading its data"
 MEETING = "meeting the others"
@@ -98,7 +98,7 @@ def train_worker(
     rendezvous: Rendezvous,
     status: StatusFile,
     observer: Observer | None = None,
-) -> StageReport:
+) -> list[StageReport]:
     """Train as one worker of many; gloo listens where its environment variable says.
 
     Args:
@@ -129,14 +129,16 @@ def train_worker(
             settings.transport,
             one_host=launched.one_host,
         )
-        channels, all_reduce = open_transport(transport, prepared, worker, device, status, store)
+        opened = open_transport(transport, prepared, worker, device, status, store)
     except RuntimeError as error:
         raise PeerError(f"{worker.name}: the workers didn't find each other: {error}") from error
     status.go_on()
-    runner = stage_runner(where, prepared, worker, channels, all_reduce, device)
-    runner.status, runner.transport = status, transport
+    runners = []
+    for replica, shared in zip(worker.replicas, opened.shared, strict=True):
+        runners.append(stage_runner(where, prepared, replica, opened.channels, shared, device))
+        runners[-1].status, runners[-1].transport = status, transport
     status.begin(LOADING)
-    runner.load_samples()
+    load_samples(runners)
     status.begin(MEETING)
     status.wait(others)
     try:
@@ -147,19 +149,21 @@ def train_worker(
 
     def agree(yes: bool) -> bool:
         against = torch.tensor([float(not yes)])
-        _reduce(worker, all_reduce, ALL_WORKERS, against)
+        _reduce(worker, opened.sums, ALL_WORKERS, against)
         return not against.item()
 
     def barrier(group: str) -> None:
-        _reduce(worker, all_reduce, group, torch.zeros(1))
+        _reduce(worker, opened.sums, group, torch.zeros(1))
 
-    of_all, of_stage = partial(barrier, ALL_WORKERS), partial(barrier, stage_group(worker.stage))
-    (report,) = train(where, [runner], observer or Silent(), of_all, of_stage, agree)
+    # Those that share one of its stages share all of them.
+    of_stage = partial(barrier, stage_group(worker.stages[0]))
+    of_all = partial(barrier, ALL_WORKERS)
+    reports = train(where, runners, observer or Silent(), of_all, of_stage, agree)
     status.begin("the end")
     of_all()
-    channels.end()
+    opened.channels.end()
     dist.destroy_process_group()
-    return report
+    return reports
 
 
 def _reduce(worker: Worker, all_reduce: ProcessAllReduce, group: str, tensor: torch.Tensor) -> None:

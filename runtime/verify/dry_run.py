@@ -171,7 +171,8 @@ def dry_run(
     if is_small(prepared.plan):
         warnings = try_training(prepared)
     else:
-        only = None if rendezvous is None else prepared.workers[rendezvous.rank].stage
+        every_stage = range(len(plan.stages))
+        only = every_stage if rendezvous is None else prepared.workers[rendezvous.rank].stages
         warnings = try_in_parts(prepared, result, target, only)
     free = free_bytes(CPU)
 
@@ -214,11 +215,11 @@ def check_shapes(prepared: Prepared) -> tuple[Any, Any]:
     """
     target = resolve(prepared.settings.task)
     fake, result, wanted = not is_small(prepared.plan), None, None
-    for worker in prepared.workers:
-        if not worker.leads:
+    for replica in prepared.replicas:
+        if not replica.leads:
             continue
-        s = worker.stage
-        inputs, wanted = target.sample(prepared.distribution.shares[worker.rank].samples)
+        s = replica.stage
+        inputs, wanted = target.sample(prepared.distribution.shares[replica.number].samples)
         named = dict(zip(prepared.model.inputs, inputs, strict=False))
         specs = prepared.model.stages[s].specs
         arguments = [
@@ -230,12 +231,14 @@ def check_shapes(prepared: Prepared) -> tuple[Any, Any]:
         except TimeprestError:
             raise
         except Exception as error:  # the user's model
-            raise RunError(f"{worker.name}: its forward failed: {describe_error(error)}") from error
+            raise RunError(
+                f"{replica.name}: its forward failed: {describe_error(error)}"
+            ) from error
         for name, value in zip(prepared.model.pieces[s].outputs, made, strict=False):
             tensor, spec = encode(value, name), specs[name]
             if (tuple(tensor.shape), tensor.dtype) != (spec.shape, spec.dtype):
                 raise RunError(
-                    f"{worker.name} makes {name!r} as {tuple(tensor.shape)} {tensor.dtype}, and "
+                    f"{replica.name} makes {name!r} as {tuple(tensor.shape)} {tensor.dtype}, and "
                     f"what follows takes {spec.shape} {spec.dtype}"
                 )
         result = made[-1] if prepared.model.pieces[s].has_result else None
@@ -275,11 +278,13 @@ def _send_over_cuts(prepared: Prepared, rendezvous: Rendezvous) -> None:
         )
         works = []
         for route in prepared.distribution.routes:
+            if route.handed_over:
+                continue
             message = torch.zeros(route.spec.shape, dtype=route.spec.dtype)
-            if route.source == rank:
-                works.append(dist.isend(message, route.target, tag=route.number))
-            elif route.target == rank:
-                works.append(dist.irecv(message, route.source, tag=route.number))
+            if route.source.rank == rank:
+                works.append(dist.isend(message, route.target.rank, tag=route.number))
+            elif route.target.rank == rank:
+                works.append(dist.irecv(message, route.source.rank, tag=route.number))
         for work in works:
             assert work is not None
             work.wait(bound)
@@ -307,8 +312,8 @@ def _findings(
     devices = plan.cluster.devices
     workers = []
     for worker, mine in zip(prepared.workers, found, strict=True):
-        stage = worker.stage
-        device = devices[plan.stages[stage].devices[worker.replica]]
+        first = worker.replicas[0]
+        device = devices[plan.stages[first.stage].devices[first.index]]
         workers.append(
             WorkerCheck(
                 rank=worker.rank,
@@ -316,7 +321,7 @@ def _findings(
                 device=device.name,
                 computes_on=mine.device,
                 host=mine.host,
-                planned_bytes=plan.predicted.stages[stage].memory_bytes,
+                planned_bytes=plan.predicted.device_of(first.stage).memory_bytes,
                 limit_bytes=device.memory_bytes,
             )
         )
@@ -351,8 +356,8 @@ def _findings(
         cuts=tuple(
             CutCheck(
                 tensor=c.spec.name,
-                source=prepared.workers[c.source].name,
-                target=prepared.workers[c.target].name,
+                source=c.source.name,
+                target=c.target.name,
                 shape=c.spec.shape,
                 dtype=str(c.spec.dtype).removeprefix("torch."),
                 bytes=c.spec.numel * c.spec.dtype.itemsize,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any, cast
 
@@ -49,8 +50,8 @@ def try_training(prepared: Prepared) -> list[str]:
     device = own_device(prepared.plan, settings, 0)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         runners = [
-            StageRunner(with_own_weights(few, worker), worker.rank, *local, device=device)
-            for worker, local in zip(few.workers, local_transport(few), strict=True)
+            StageRunner(with_own_weights(few, replica), replica.number, *local, device=device)
+            for replica, local in zip(few.replicas, local_transport(few), strict=True)
         ]
         Course(runners, Silent(), lambda: None, lambda: None).run()
         if settings.checkpoint_every != 0:
@@ -59,15 +60,15 @@ def try_training(prepared: Prepared) -> list[str]:
         return try_figures(prepared.task, *trial.latest, metrics=settings.evaluate)
 
 
-def try_in_parts(prepared: Prepared, result: Any, target: Any, only: int | None) -> list[str]:
+def try_in_parts(prepared: Prepared, result: Any, target: Any, only: Collection[int]) -> list[str]:
     """The same for a model that is too large to train for a look: loss and metrics on numbers that
     stand in for its result, and optimizers and schedulers on gradients of zero.
 
     Args:
         result: of the last stage for one micro-batch, which may be without numbers.
         target: of that micro-batch.
-        only: the stage to step the optimizer of; None: all, one after another. Where there isn't
-            memory for it, or the run is to be on GPUs, it isn't stepped.
+        only: the stages to step the optimizers of, one after another. Where there isn't memory for
+            it, or the run is to be on GPUs, it isn't stepped.
 
     Returns and raises as `try_training`.
     """
@@ -84,7 +85,7 @@ def try_in_parts(prepared: Prepared, result: Any, target: Any, only: int | None)
             parameters = [p for p in piece.module.parameters() if p.requires_grad]
             needed = _HELD * sum(p.nbytes for p in parameters)
             on_gpu = device_kind(prepared.plan, settings) != "cpu"
-            if only not in (None, s) or on_gpu or needed > free_bytes(CPU):
+            if s not in only or on_gpu or needed > free_bytes(CPU):
                 continue
             optimizer = optimizer_of(prepared, s)
             if optimizer is None:

@@ -91,6 +91,10 @@ class WeightVersions:
         """Bytes of the copies, the scratch copy among them."""
         return sum(self._bytes[version] for version in self._older) + self._scratch_bytes
 
+    def has(self, tensor: Tensor) -> bool:
+        """Whether a tensor has the memory of a parameter, or of a version of one."""
+        return storage_key(tensor) in self._index
+
     # Making weights -----------------------------------------------------------------------
 
     def at(self, version: int) -> list[Tensor] | None:

@@ -22,7 +22,7 @@ from timeprest.profiles.errors import PlanError, RunError
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
 from timeprest.runtime.prepare.prepare import prepare
-from timeprest.runtime.prepare.workers import workers_of
+from timeprest.runtime.prepare.workers import all_replicas
 from timeprest.runtime.records.progress import read_losses
 from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import run
@@ -71,11 +71,11 @@ def compare(plan, where):
     losses = [read_losses(where / name / "metrics.jsonl") for name in ("replicated", "alone")]
     np.testing.assert_allclose(*losses, rtol=0, atol=1e-10)
     whole = VARIANTS[plan.variant].whole_mini_batches
-    for worker in workers_of(plan.stages):
+    for worker in all_replicas(plan.stages):
         mine = []
         for text, version in logged(where / "alone", f"stage{worker.stage}"):
             i = parse_op(text)[1].micro_batch
-            if i is None or whole or i % worker.replicas == worker.replica:
+            if i is None or whole or i % worker.count == worker.index:
                 mine.append((text, version))
         assert logged(where / "replicated", worker.file) == mine
 
@@ -278,10 +278,8 @@ def processes_equal_inline(plan, how, where):
     inline, processes = (load_weights(where / mode) for mode in ("inline", "processes"))
     for key, weight in inline.items():
         torch.testing.assert_close(processes[key], weight, rtol=0, atol=1e-10)
-    workers = workers_of(plan.stages)
-    assert [(r.stage, r.replica) for r in ended[1].stages] == [
-        (w.stage, w.replica) for w in workers
-    ]
+    workers = all_replicas(plan.stages)
+    assert [(r.stage, r.replica) for r in ended[1].stages] == [(w.stage, w.index) for w in workers]
     for report in ended[1].stages:
         predicted = plan.predicted.stages[report.stage]
         assert report.versions_held == predicted.versions_held

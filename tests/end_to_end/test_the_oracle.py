@@ -300,8 +300,17 @@ def test_unit_clock():
     """S = 2: stage 0 waits for the gradient, stage 1 for the activation."""
     order = parse("0F0.0 0F1.0 0B0 0U0 0B1 0U1\n1F0.0 1B0 1U0 1F1.0 1B1 1U1")
     starts = unit_clock(order)
-    assert [starts[0][op] for op in order[0]] == [0, 1, 3, 4, 5, 6]
-    assert [starts[1][op] for op in order[1]] == [1, 2, 3, 3, 4, 5]
+    assert [starts[0][op[1:]] for op in order[0]] == [0, 1, 3, 4, 5, 6]
+    assert [starts[1][op[1:]] for op in order[1]] == [1, 2, 3, 3, 4, 5]
+
+
+def test_unit_clock_of_devices_with_several_stages():
+    """Stages 0 and 2 take turns on one device."""
+    order = parse("0F0.0 0F1.0 2F0.0 2B0 2U0 0B0 0U0\n1F0.0 1B0 1U0")
+    starts = unit_clock(order)
+    assert list(starts[0].values()) == [0, 1, 5, 6]
+    assert list(starts[1].values()) == [1, 4, 5]
+    assert list(starts[2].values()) == [2, 3, 4]
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])

@@ -155,34 +155,50 @@ WORD = re.compile(r"(\d+)([FBWU])(\d+)(?:\.(\d+))?")
 
 
 def parse(text, first=0):
-    """Per stage, its operations as (kind, b, i); mini-batches are counted from `first`."""
-    found = []
-    for s, line in enumerate(text.splitlines()):
+    """Per device, its operations as (s, kind, b, i); mini-batches are counted from `first`.
+
+    A line is a device's. All operations of a stage stand in one line.
+    """
+    found, line_of = [], {}
+    for d, line in enumerate(text.splitlines()):
         found.append([])
         for word in line.split():
             stage, kind, b, i = WORD.fullmatch(word).groups()
-            assert int(stage) == s
-            found[s].append((kind, int(b) + first, None if i is None else int(i)))
+            assert line_of.setdefault(int(stage), d) == d
+            op = kind, int(b) + first, None if i is None else int(i)
+            found[d].append((int(stage), *op))
+    return found
+
+
+def by_stage(order):
+    """Per stage, its operations as (kind, b, i), in the sequence of its device's."""
+    found = [[] for _ in range(1 + max(op[0] for ops in order for op in ops))]
+    for s, *op in (op for ops in order for op in ops):
+        found[s].append(tuple(op))
     return found
 
 
 def unit_clock(order):
-    """When each operation starts: F, B and W take one unit, U and messages none."""
-    starts = [{} for _ in order]
+    """Per stage, when each operation starts: F, B and W keep the device for one unit, U and
+    messages take no time."""
+    starts = [{} for _ in by_stage(order)]
     now = [0 for _ in order]
-    while any(len(begun) < len(ops) for begun, ops in zip(starts, order, strict=True)):
+    left = [list(ops) for ops in order]
+    while any(left):
         moved = False
-        for s, ops in enumerate(order):
-            if len(starts[s]) == len(ops):
+        for d, ops in enumerate(left):
+            if not ops:
                 continue
-            op = ops[len(starts[s])]
+            s, *op = ops[0]
+            op = tuple(op)
             before = {"F": s - 1, "B": s + 1}.get(op[0], -1)
-            if 0 <= before < len(order):
+            if 0 <= before < len(starts):
                 if op not in starts[before]:
                     continue
-                now[s] = max(now[s], starts[before][op] + 1)
-            starts[s][op] = now[s]
-            now[s] += op[0] != "U"
+                now[d] = max(now[d], starts[before][op] + 1)
+            starts[s][op] = now[d]
+            now[d] += op[0] != "U"
+            ops.pop(0)
             moved = True
         assert moved, "the order can't be executed"
     return starts
@@ -192,7 +208,7 @@ def distances(order, aim):
     """Per stage {b: k}: updates from the version at F(s,b), and at B(s,b), to the one aimed at."""
     starts = unit_clock(order)
     forward, backward = [], []
-    for s, ops in enumerate(order):
+    for s, ops in enumerate(by_stage(order)):
         at = {"F": {}, "B": {}}
         updates = []
         for op in ops:
@@ -299,7 +315,7 @@ class Oracle:
         self.weight_distances = [[] for _ in stages]
 
     def run(self, text, first=0):
-        """Run an order, a line of operations for each stage; then it is drained.
+        """Run an order, a line of operations for each device; then it is drained.
 
         Args:
             first: what its mini-batch 0 is in the whole run.
@@ -310,9 +326,9 @@ class Oracle:
         )
         while any(todo):
             moved = False
-            for s, ops in enumerate(todo):
-                if ops and self._ready(s, *ops[0]):
-                    self._execute(s, *ops.pop(0))
+            for ops in todo:
+                if ops and self._ready(*ops[0]):
+                    self._execute(*ops.pop(0))
                     moved = True
             assert moved, "the order can't be executed"
         assert not self.activations

@@ -67,31 +67,36 @@ def plan_by_hand(
     recompute=(),
     replicas=None,
     tied="together",
+    placement=(),
 ):
     """A plan with a given cut and in-flight limits (S − s by default).
 
     Args:
         recompute: per stage; nowhere by default.
-        replicas: per stage; one each by default.
+        replicas: per stage; one each by default. Of the first stage of each device, where
+            there is a placement.
+        placement: per stage, the number of its device; one for each by default.
     """
     names = [layer.name for layer in profile.layers]
     groups = cut or split_evenly(names, stages)
     if limits is None:
-        ranges = limit_ranges(VARIANTS[variant], stages)
+        ranges = limit_ranges(VARIANTS[variant], stages, several=bool(placement))
         limits = [min(most, stages - s) for s, (_, most) in enumerate(ranges)]
     factor = profile.optimizer.state_bytes_per_parameter_byte
-    replicas = replicas or [1] * stages
-    cluster = uniform_cluster(sum(replicas))
+    placement = placement or range(stages)
+    counts = replicas or [1] * (max(placement) + 1)
+    cluster = uniform_cluster(sum(counts))
     question = Question(profile, cluster, variant, mini_batch, factor, update_every, tied)
-    first = itertools.accumulate(replicas, initial=0)
+    firsts = list(itertools.accumulate(counts, initial=0))
     stages_ = [
-        msgspec.structs.replace(stage, recompute=again, devices=tuple(range(a, a + r)))
-        for stage, again, a, r in zip(
+        msgspec.structs.replace(
+            stage, recompute=again, devices=tuple(range(firsts[d], firsts[d] + counts[d]))
+        )
+        for stage, again, d in zip(
             lone_stages(groups, limits),
             [*recompute, *[False] * (stages - len(recompute))],
-            first,
-            replicas,
-            strict=False,
+            placement,
+            strict=True,
         )
     ]
     return make_plan(question, evaluate(question, stages_, micro_batches), REPORT)

@@ -14,7 +14,7 @@ from ....planner.plan import Plan
 from ....planner.recording import MEMORY_KINDS, LaneTimes, Recording, by_kind, steady_times
 from ....profiles.errors import FileError, ScheduleError
 from ....profiles.files import read_limited
-from ....runtime.prepare.workers import Worker, workers_of
+from ....runtime.prepare.workers import Replica, all_replicas
 from ....runtime.records.metrics import (
     EpochRecord,
     RunSummary,
@@ -49,7 +49,7 @@ class RunFacts:
     name: str
     plan: Plan
     settings: RunSettings
-    workers: tuple[Worker, ...]
+    workers: tuple[Replica, ...]
     losses: tuple[tuple[float, ...], ...]
     of_epoch: int | None
     epochs: tuple[EpochRecord, ...]
@@ -91,7 +91,7 @@ def read_facts(run_dir: str | Path, name: str | None = None) -> RunFacts:
     if not (where.path / "settings.json").exists():
         raise FileError(f"{run_dir}: is no run of this version: it has no settings.json")
     plan, settings = where.read()
-    workers = workers_of(plan.stages)
+    workers = all_replicas(plan.stages)
     losses, of_epoch, epochs = _progress(where.metrics)
     missing = []
     summary_path = where.path / "summary.json"
@@ -101,7 +101,7 @@ def read_facts(run_dir: str | Path, name: str | None = None) -> RunFacts:
         missing.append(f"The run hasn't ended: {done} mini-batches are done so far.")
     stage_epochs = tuple(
         read_stage_epochs(where.stage_metrics(worker))
-        or tuple(summary.stages[worker.rank].epochs if summary is not None else ())
+        or tuple(summary.stages[worker.number].epochs if summary is not None else ())
         for worker in workers
     )
     found = measured(run_dir)
@@ -113,14 +113,15 @@ def read_facts(run_dir: str | Path, name: str | None = None) -> RunFacts:
             beside = counterpart(plan, found, of_epoch)
         except ScheduleError as error:
             missing.append(f"No predicted timeline: {error}.")
-        absent = [w.name for w in workers if not any(s.lane == w.rank for s in found.spans)]
+        absent = [w.name for w in workers if not any(s.lane == w.number for s in found.spans)]
         if absent:
             missing.append(
                 f"No operations of {', '.join(absent)}: where hosts keep files of their own, "
                 "gather their recorded/ or operations/ folders in one run directory."
             )
     times = tuple(
-        measured_times(worker.rank, stage_epochs[worker.rank], epochs, found) for worker in workers
+        measured_times(worker.number, stage_epochs[worker.number], epochs, found)
+        for worker in workers
     )
     facts = RunFacts(
         name or where.path.name or str(run_dir),
@@ -263,18 +264,18 @@ def _epochs(facts: RunFacts) -> list[dict[str, Any]]:
     return found
 
 
-def _worker(facts: RunFacts, worker: Worker) -> dict[str, Any]:
+def _worker(facts: RunFacts, worker: Replica) -> dict[str, Any]:
     predicted = facts.plan.predicted.stages[worker.stage]
-    epochs = facts.stage_epochs[worker.rank]
-    report = None if facts.summary is None else facts.summary.stages[worker.rank]
+    epochs = facts.stage_epochs[worker.number]
+    report = None if facts.summary is None else facts.summary.stages[worker.number]
     peak = _peak(facts, worker)
-    total, each = training_times(epochs), facts.times[worker.rank]
+    total, each = training_times(epochs), facts.times[worker.number]
     return {
         "name": worker.name,
         "stage": worker.stage,
-        "replica": worker.replica,
+        "replica": worker.index,
         **total._asdict(),
-        "idle_share": facts.idle_shares[worker.rank],
+        "idle_share": facts.idle_shares[worker.number],
         "idle_share_predicted": predicted.idle_share,
         "per_mini_batch": {
             "measured": None if each is None else each._asdict(),
@@ -307,14 +308,14 @@ def _worker(facts: RunFacts, worker: Worker) -> dict[str, Any]:
     }
 
 
-def _peak(facts: RunFacts, worker: Worker) -> list[int] | None:
+def _peak(facts: RunFacts, worker: Replica) -> list[int] | None:
     """Bytes by kind at the fullest moment: of the run, or of what was recorded of it so far."""
     if facts.summary is not None:
-        peak = facts.summary.stages[worker.rank].peak
+        peak = facts.summary.stages[worker.number].peak
         return None if peak is None else list(by_kind(peak))
     if facts.measured is None:
         return None
-    points = [p.nbytes for p in facts.measured.memory if p.lane == worker.rank]
+    points = [p.nbytes for p in facts.measured.memory if p.lane == worker.number]
     return list(max(points, key=sum)) if points else None
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import click
 import msgspec
 from timeprest.planner.plan import read_plan
-from timeprest.runtime.prepare.workers import workers_of
+from timeprest.runtime.prepare.workers import all_replicas
 from timeprest.runtime.records.run_dir import RunDir
 from timeprest.tests.helpers.processes.two_hosts import TwoHosts, why_not
 
@@ -81,7 +81,7 @@ def ours(system: str, rate: str, folder: Path, length: Length) -> LinkRun:
         sent = sum(hosts.sent_bytes(host) for host in (0, 1))
         windows = [
             window_of(RunDir(f"{runs}/{worker.rank}").operations(worker), length)
-            for worker in workers_of(plan.stages)
+            for worker in all_replicas(plan.stages)
         ]
     return LinkRun(
         rate=rate,

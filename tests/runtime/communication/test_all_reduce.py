@@ -14,14 +14,16 @@ from timeprest.runtime.communication.all_reduce import (
     LocalAllReduce,
     Pool,
     ProcessAllReduce,
+    rank_groups,
     reduce_groups,
     stage_group,
 )
 from timeprest.runtime.communication.channel import PeerError
-from timeprest.runtime.prepare.workers import Worker
+from timeprest.runtime.prepare.workers import Replica
 from torch import nn
 
-PAIR = {"pair": (0, 1)}
+PAIR = {"pair": ((0,), (1,))}
+RANKS = {"pair": (0, 1)}
 
 
 def both():
@@ -30,16 +32,31 @@ def both():
 
 
 def test_groups_of_stages_and_of_all():
-    workers = [Worker(0, 0, 0, 2), Worker(1, 0, 1, 2), Worker(2, 1)]
-    assert reduce_groups(workers) == {"all stages": (0, 1, 2), stage_group(0): (0, 1)}
-    assert reduce_groups([Worker(0, 0)]) == {}
+    replicas = [Replica(0, 0, 0, 0, 2), Replica(1, 0, 1, 1, 2), Replica(2, 1, 2)]
+    groups = reduce_groups(replicas)
+    assert groups == {"all stages": ((0,), (1,), (2,)), stage_group(0): ((0,), (1,))}
+    assert rank_groups(replicas, groups) == {"all stages": (0, 1, 2), stage_group(0): (0, 1)}
+    assert reduce_groups([Replica(0, 0, 0)]) == {}
+
+
+def test_groups_where_a_worker_has_several_stages():
+    """Stages 0 and 2 on one device, twice; stage 1 on another one."""
+    replicas = [Replica(0, 0, 0, 0, 2), Replica(1, 0, 1, 1, 2), Replica(2, 1, 2)]
+    replicas += [Replica(3, 2, 0, 0, 2), Replica(4, 2, 1, 1, 2)]
+    groups = reduce_groups(replicas)
+    assert groups["all stages"] == ((0, 3), (1, 4), (2,))
+    assert groups[stage_group(2)] == ((3,), (4,))
+    assert rank_groups(replicas, groups)[stage_group(2)] == (0, 1)
+    alone = [Replica(0, 0, 0), Replica(1, 1, 0)]
+    assert reduce_groups(alone) == {"all stages": ((0, 1),)}
+    assert rank_groups(alone, reduce_groups(alone)) == {}
 
 
 def test_a_sum_within_one_process_is_made_when_all_have_come():
     first, second = both()
     mine, other = torch.tensor([1.0, 2.0]), torch.tensor([10.0, 20.0])
     begun = first.start("pair", [mine])
-    with pytest.raises(PeerError, match="waits for rank 1"):
+    with pytest.raises(PeerError, match="waits for number 1"):
         begun.wait()
     second.start("pair", [other]).wait()
     begun.wait()
@@ -120,7 +137,7 @@ def test_every_tensor_is_summed_once_in_few_messages(drawn):
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(sums_module.dist, "all_reduce", all_reduce)
-        sums = ProcessAllReduce(PAIR, ["stage 0, replica 0", "stage 0, replica 1"], 0, 1.0)
+        sums = ProcessAllReduce(RANKS, ["stage 0, replica 0", "stage 0, replica 1"], 0, 1.0)
         sums.start("pair", tensors).wait()
     for k, tensor in enumerate(tensors):
         assert bool((tensor == 2 * (k + 1)).all())

@@ -26,6 +26,7 @@ from timeprest.runtime.communication.shared_memory import (
 )
 from timeprest.runtime.communication.transport import GLOO, NCCL, SHARED
 from timeprest.runtime.prepare.messages import MessageRoute, message_series
+from timeprest.runtime.prepare.workers import Replica
 
 LARGE = (SLOT_BYTES // 4, 2)
 """Shape whose messages have no slots but those posted ahead."""
@@ -33,7 +34,7 @@ LARGE = (SLOT_BYTES // 4, 2)
 
 def route(number=0, shape=(2, 3), dtype=torch.float32, needs_grad=True):
     spec = ValueSpec(f"t{number}", "tensor", tuple(shape), dtype, needs_grad)
-    return MessageRoute(number, spec, 0, 1, (0,), 1)
+    return MessageRoute(number, spec, Replica(0, 0, 0), Replica(1, 1, 1), (0,), 1)
 
 
 def both(*routes, timeout_s=5.0, count=1000):

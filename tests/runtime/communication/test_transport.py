@@ -184,13 +184,15 @@ class Watched(LocalChannels):
     wanted: dict
 
     def open(self, series):
-        for source in {c.ends(each.kind)[0] for each in series for c in each.routes}:
-            expected = self.wanted.setdefault((source, self.rank), [])
-            expected += [(c.number, kind) for c, kind in nccl_channels.sequence(series, source)]
+        remote = [each for each in series if not each.routes[0].handed_over]
+        for direction in {c.between(each.kind) for each in remote for c in each.routes}:
+            expected = self.wanted.setdefault(direction, [])
+            expected += [(c.number, kind) for c, kind in nccl_channels.sequence(remote, direction)]
 
     def send(self, route, kind, tensor, *, kept=False):
         super().send(route, kind, tensor, kept=kept)
-        self.sent.setdefault(route.ends(kind), []).append((route.number, kind))
+        if not route.handed_over:
+            self.sent.setdefault(route.between(kind), []).append((route.number, kind))
 
 
 @pytest.mark.slow

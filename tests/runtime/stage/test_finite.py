@@ -11,7 +11,7 @@ import torch
 from helpers.plans import plan_by_hand, with_times
 from mlp_task import MLPTask
 from timeprest.profiles.errors import RunError
-from timeprest.runtime.prepare.workers import workers_of
+from timeprest.runtime.prepare.workers import all_replicas
 from timeprest.runtime.records.progress import Silent, Tail, read_losses
 from timeprest.runtime.records.run_dir import RunDir, load_weights
 from timeprest.runtime.run import run
@@ -90,7 +90,7 @@ def test_with_warn_the_run_goes_on_and_says_where(mlp_profile, tmp_path):
     losses = read_losses(tmp_path / "metrics.jsonl")
     assert [math.isnan(loss) for loss in losses] == [False, False, True, True]
     # NaN is null in JSON; what reads it back finds NaN again.
-    reports = RunDir(tmp_path).read_reports(workers_of(plan.stages))
+    reports = RunDir(tmp_path).read_reports(all_replicas(plan.stages))
     assert [r.not_finite for r in reports] == [r.not_finite for r in summary.stages]
     tail.poll()
     assert math.isnan(records[0].train_loss)

@@ -15,7 +15,7 @@ from timeprest.planner.recording import of_wall
 from timeprest.planner.systems.operations import UPDATE
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import UserError
-from timeprest.runtime.prepare.workers import workers_of
+from timeprest.runtime.prepare.workers import all_replicas
 from timeprest.runtime.records.metrics import RunSummary, StageReport, decode
 from timeprest.runtime.records.progress import read_losses
 from timeprest.runtime.records.run_dir import RunDir
@@ -93,7 +93,7 @@ def race_ours(contestant: Contestant, model: str, folder: Path, length: Length) 
 def figures_of(where: RunDir, plan: Plan, length: Length) -> Figures:
     """What a run left behind: times from its operations, bytes from its own account."""
     summary = decode((where.path / "summary.json").read_bytes(), RunSummary)
-    windows = [window_of(where.operations(w), length) for w in workers_of(plan.stages)]
+    windows = [window_of(where.operations(w), length) for w in all_replicas(plan.stages)]
     period = max(window.period_s for window in windows)
     sent = [report.sent_bytes / summary.mini_batches for report in summary.stages]
     stages = [
