@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from end_to_end.test_systems_equal_oracle import STEPS, train
+from helpers.against_oracle import STEPS, train
 from helpers.plans import plan_by_hand, with_times
 from timeprest.planner.systems.placement import placements
 from timeprest.planner.systems.variants import VARIANTS

@@ -3,46 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
-from itertools import combinations, count
+from itertools import combinations
 
 import numpy as np
 import pytest
-import torch
-from helpers.oracle import SGD, SYSTEMS, Adam, Oracle
+from helpers.against_oracle import STEPS, ask_oracle, settings_of, train
+from helpers.oracle import SYSTEMS
 from helpers.plain_training import train_plainly
 from helpers.plans import plan_by_hand, with_times
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from timeprest.planner.plan import pipeline_of
-from timeprest.planner.schedules.schedules import limit_ranges, make_schedule
-from timeprest.planner.systems.operations import schedule_text
+from timeprest.planner.schedules.schedules import limit_ranges
 from timeprest.planner.systems.variants import VARIANTS
-from timeprest.profiles.target import resolve
 from timeprest.runtime.records.progress import read_losses
 from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import run
-from timeprest.runtime.settings import OptimizerChoice, RunSettings
-
-STEPS = 12
-OPTIMIZERS = {
-    "sgd": ({"name": "sgd"}, SGD, {}),
-    "momentum": ({"name": "sgd", "momentum": 0.9}, SGD, {"momentum": 0.9}),
-    "adam": ({"name": "adam"}, Adam, {}),
-    "decayed sgd": ({"name": "sgd", "weight_decay": 0.1}, SGD, {"weight_decay": 0.1}),
-    "decayed momentum": (
-        {"name": "sgd", "momentum": 0.8, "weight_decay": 0.1},
-        SGD,
-        {"momentum": 0.8, "weight_decay": 0.1},
-    ),
-    "decayed adam": ({"name": "adam", "weight_decay": 0.1}, Adam, {"weight_decay": 0.1}),
-    "adamw": (
-        {"name": "adamw", "weight_decay": 0.1},
-        Adam,
-        {"weight_decay": 0.1, "decoupled": True},
-    ),
-}
-"""What tp-run is asked for, the oracle's own, and what that one is given."""
+from timeprest.runtime.settings import RunSettings
 
 
 def cases(stages, counts):
@@ -54,102 +30,6 @@ def cases(stages, counts):
         for n in ((1,) if variant.whole_mini_batches else counts)
         if n >= variant.least_micro_batches(s)
     ]
-
-
-def settings_of(target, optimizer, **more):
-    asked, _, _ = OPTIMIZERS[optimizer]
-    choice = OptimizerChoice(**asked, lr=0.05)
-    return RunSettings(
-        task=target, steps=STEPS, optimizer=choice, log_operations=True, evaluate=False, **more
-    )
-
-
-def ask_oracle(plan, asked, optimizer):
-    """What the oracle makes of the plan's own orders, epoch by epoch."""
-    task = resolve(asked.task).task
-    torch.manual_seed(0)
-    weights = {name: w.numpy().copy() for name, w in task.model().state_dict().items()}
-    _, make, given_ = OPTIMIZERS[optimizer]
-    epochs = list(batches_by_epoch(task, plan.mini_batch, plan.micro_batches, asked.ragged))
-    updates = sum(-(-len(epoch) // plan.update_every) for epoch in epochs)
-    oracle = Oracle(
-        plan.variant,
-        [list(s.nodes) for s in plan.stages],
-        weights,
-        lambda: make(lr=0.05, **given_),
-        [batch for epoch in epochs for batch in epoch],
-        decay=asked.decay,
-        rate=asked.decay_rate,
-        schedule=warmed_up(updates) if asked.warmup else lambda update: 1.0,
-        clip=asked.clip_norm,
-        counts=getattr(task, "counts", np.ones_like),
-    )
-    first = 0
-    for epoch in epochs:
-        oracle.run(schedule_text(make_schedule(pipeline_of(plan), len(epoch))), first)
-        first += len(epoch)
-    return oracle
-
-
-def batches_by_epoch(task, mini_batch, n, ragged):
-    """Mini-batches of N micro-batches that differ by one sample at most; 12 in all."""
-    x, y = (part.numpy() for part in task.data("train").tensors)
-    left = STEPS
-    for epoch in count():
-        shuffle = torch.Generator().manual_seed(epoch)
-        shuffled = torch.randperm(len(x), generator=shuffle).numpy()
-        each = len(x) // mini_batch + (ragged == "pad" and len(x) % mini_batch > 0)
-        parts = [
-            np.array_split(shuffled[b * mini_batch :][:mini_batch], n)
-            for b in range(min(each, left))
-        ]
-        yield [[(x[k], y[k]) for k in micro_batches] for micro_batches in parts]
-        left -= len(parts)
-        if not left:
-            return
-
-
-def warmed_up(updates):
-    """--lr-schedule linear --warmup 4, for so many updates."""
-    return lambda k: (k + 1) / 4 if k < 4 else 1 - (k - 4) / (updates - 4)
-
-
-def compare(run_dir, plan, oracle, summary):
-    state = load_weights(run_dir)
-    wanted = oracle.weights()
-    assert state.keys() == wanted.keys()
-    for name, weight in wanted.items():
-        np.testing.assert_allclose(state[name].numpy(), weight, rtol=0, atol=1e-10, err_msg=name)
-    np.testing.assert_allclose(
-        read_losses(run_dir / "metrics.jsonl"), oracle.losses, rtol=0, atol=1e-10
-    )
-    for s, stage in enumerate(plan.stages):
-        lines = (run_dir / "operations" / f"stage{s}.jsonl").read_text().splitlines()
-        logged = [(line["op"], line["version"]) for line in map(json.loads, lines)]
-        assert logged == oracle.log[s]
-        report = summary.stages[s]
-        assert report.versions_held == oracle.most_held(s, recompute=stage.recompute)
-        assert report.version_differences == Counter(oracle.differences[s])
-        compare_staleness(report.epochs, oracle.differences[s], oracle.weight_distances[s])
-
-
-def compare_staleness(epochs, differences, distances):
-    done = 0
-    for epoch in epochs:
-        begin, done = done, done + sum(epoch.version_differences.values())
-        assert epoch.version_differences == Counter(differences[begin:done])
-        seen = distances[begin:done]
-        assert epoch.weight_distance == pytest.approx(np.mean(seen), abs=1e-10)
-        assert epoch.largest_weight_distance == pytest.approx(max(seen), abs=1e-10)
-    assert done == len(differences)
-
-
-def train(plan, target, optimizer, run_dir, *, inline=True, **more):
-    """Run the plan, compare with the oracle, return the summary."""
-    asked = settings_of(target, optimizer, **more)
-    summary = run(plan, asked, run_dir, inline=inline)
-    compare(run_dir, plan, ask_oracle(plan, asked, optimizer), summary)
-    return summary
 
 
 # Inline ------------------------------------------------------------------------------------
@@ -368,6 +248,43 @@ def test_gpipe_is_plain_training_loss_by_loss(inline, mlp_profile, mlp_target, t
     np.testing.assert_allclose(
         read_losses(tmp_path / "run" / "metrics.jsonl"), losses, rtol=0, atol=1e-10
     )
+    state = load_weights(tmp_path / "run")
+    for name, weight in model.state_dict().items():
+        np.testing.assert_allclose(state[name], weight, rtol=0, atol=1e-10)
+
+
+# Systems that flush are plain training, loss by loss ----------------------------------------
+
+FLUSH_STEPS = 6
+FLUSH = ("pipedream-flush", "zb-h1")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("variant", FLUSH)
+def test_flush_systems_are_plain_training(variant, stages, n, mlp_profile, mlp_target, tmp_path):
+    """Loss by loss and weight by weight."""
+    plan = plan_by_hand(with_times(mlp_profile), variant, stages, n)
+    settings = RunSettings(task=mlp_target, steps=FLUSH_STEPS, evaluate=False)
+    summary = run(plan, settings, tmp_path / "run", inline=True)
+    losses, model = train_plainly(mlp_target, plan.mini_batch, FLUSH_STEPS)
+    measured = read_losses(tmp_path / "run" / "metrics.jsonl")
+    np.testing.assert_allclose(measured, losses, rtol=0, atol=1e-10)
+    state = load_weights(tmp_path / "run")
+    for name, weight in model.state_dict().items():
+        np.testing.assert_allclose(state[name], weight, rtol=0, atol=1e-10)
+    assert [report.versions_held for report in summary.stages] == [1] * stages
+    for report, predicted in zip(summary.stages, plan.predicted.stages, strict=True):
+        assert report.peak.total <= predicted.memory_bytes
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("variant", "stages"), [(FLUSH[0], 3), (FLUSH[1], 2), (FLUSH[1], 3)])
+def test_flush_systems_in_processes(variant, stages, mlp_profile, mlp_target, tmp_path):
+    plan = plan_by_hand(with_times(mlp_profile), variant, stages, 4)
+    run(plan, RunSettings(task=mlp_target, steps=FLUSH_STEPS, evaluate=False), tmp_path / "run")
+    _, model = train_plainly(mlp_target, plan.mini_batch, FLUSH_STEPS)
     state = load_weights(tmp_path / "run")
     for name, weight in model.state_dict().items():
         np.testing.assert_allclose(state[name], weight, rtol=0, atol=1e-10)
