@@ -24,7 +24,7 @@ from ...planner.recording import (
 from ...planner.systems.operations import FORWARD, UPDATE, Op, parse_op
 from ...profiles.errors import FileError, ScheduleError
 from ...profiles.files import MAX_LOG_BYTES, read_limited
-from ..prepare.workers import Replica, all_replicas
+from ..prepare.workers import Replica, Worker, all_replicas, workers_of
 from ..settings import STEADY
 from .operation_log import WARM, record_named
 from .run_dir import RunDir
@@ -83,7 +83,7 @@ def _ahead(there: float | None, back: float | None) -> float | None:
 # A run and its plan as recordings ---------------------------------------------------------------
 
 _LoggedMessage = tuple[int, str, int, float]
-"""The other worker's rank, the tensor, bytes, and when."""
+"""The other replica's number, the tensor, bytes, and when."""
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,7 +105,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Key(NamedTuple):
-    """Which message."""
+    """Which message. `source`, `target`: the replicas' numbers."""
 
     source: int
     target: int
@@ -115,8 +115,16 @@ class _Key(NamedTuple):
     micro_batch: int | None
 
 
-_Logs = Mapping[int, Sequence[tuple[Op, Line]]]
-"""By rank, what the worker ran."""
+class _Logged(NamedTuple):
+    """An operation that a replica of a stage ran."""
+
+    replica: Replica
+    op: Op
+    line: Line
+
+
+_Logs = Mapping[int, Sequence[_Logged]]
+"""By rank, what the worker ran of all its stages, in its sequence."""
 
 
 def measured(run_dir: str | Path, mini_batches: tuple[int, int] | None = None) -> Recording | None:
@@ -133,17 +141,17 @@ def measured(run_dir: str | Path, mini_batches: tuple[int, int] | None = None) -
     """
     where = RunDir(run_dir)
     plan, settings = where.read()
-    replicas = all_replicas(plan.stages)
-    logs: _Logs = {replica.number: _read(where, replica) for replica in replicas}
+    workers = workers_of(plan.stages)
+    logs: _Logs = {worker.rank: _read_all(where, worker) for worker in workers}
     count = record_named(settings.record).count or record_named(STEADY).count
     chosen = mini_batches or _steady(logs, count)
-    logs = {number: _cut(lines, *chosen) for number, lines in logs.items()}
+    logs = {rank: _cut(lines, *chosen) for rank, lines in logs.items()}
     if not any(logs.values()):
         return None
     statuses = read_statuses(where.statuses)
     hosts = {
-        replica.number: statuses[replica.rank].host if replica.rank in statuses else ""
-        for replica in replicas
+        worker.rank: statuses[worker.rank].host if worker.rank in statuses else ""
+        for worker in workers
     }
     return _recording(plan, logs, hosts)
 
@@ -190,6 +198,18 @@ def _ends(recording: Recording, *, first: bool) -> Iterator[Span]:
 # Reading ----------------------------------------------------------------------------------------
 
 
+def _read_all(where: RunDir, worker: Worker) -> list[_Logged]:
+    """The logs of a worker's stages as one. Raises FileError."""
+    found = [
+        _Logged(replica, op, line)
+        for replica in worker.replicas
+        for op, line in _read(where, replica)
+    ]
+    if len(worker.replicas) > 1:
+        found.sort(key=lambda each: each.line.begin_s)
+    return found
+
+
 def _read(where: RunDir, replica: Replica) -> list[tuple[Op, Line]]:
     """A replica's log; empty where there is none. Raises FileError."""
     for path in (where.operations(replica), where.recorded(replica)):
@@ -230,7 +250,9 @@ def _is_old(line: bytes) -> bool:
 def _steady(logs: _Logs, count: int) -> tuple[int, int]:
     """So many mini-batches of those that all workers have run, warm ones if possible."""
     done = [
-        {op.mini_batch for op, _ in lines if op.kind == UPDATE} for lines in logs.values() if lines
+        {each.op.mini_batch for each in own if each.op.kind == UPDATE}
+        for lines in logs.values()
+        for own in _by_stage(lines)
     ]
     every = sorted(set.intersection(*done)) if done else []
     if not every:
@@ -239,9 +261,16 @@ def _steady(logs: _Logs, count: int) -> tuple[int, int]:
     return first, min(first + count, every[-1] + 1)
 
 
-def _cut(lines: Sequence[tuple[Op, Line]], begin: int, end: int) -> Sequence[tuple[Op, Line]]:
+def _by_stage(lines: Iterable[_Logged]) -> Iterable[Sequence[_Logged]]:
+    found: dict[int, list[_Logged]] = {}
+    for each in lines:
+        found.setdefault(each.replica.stage, []).append(each)
+    return found.values()
+
+
+def _cut(lines: Sequence[_Logged], begin: int, end: int) -> Sequence[_Logged]:
     """From the first operation of mini-batch `begin` to the last one before `end`."""
-    chosen = [k for k, (op, _) in enumerate(lines) if begin <= op.mini_batch < end]
+    chosen = [k for k, each in enumerate(lines) if begin <= each.op.mini_batch < end]
     return lines[chosen[0] : chosen[-1] + 1] if chosen else []
 
 
@@ -250,24 +279,26 @@ def _cut(lines: Sequence[tuple[Op, Line]], begin: int, end: int) -> Sequence[tup
 
 def _recording(plan: Plan, logs: _Logs, hosts: Mapping[int, str]) -> Recording:
     sent, received = _messages_of(logs, sent=True), _messages_of(logs, sent=False)
+    replicas = all_replicas(plan.stages)
+    host_of = [hosts[replica.rank] for replica in replicas]
     delays = (
-        Delay(hosts[key.source], hosts[key.target], received[key][1] - at_s)
+        Delay(host_of[key.source], host_of[key.target], received[key][1] - at_s)
         for key, (_, at_s, _) in sent.items()
         if key in received
     )
     ahead = offsets(hosts.values(), delays)
     plus = {rank: ahead[host] for rank, host in hosts.items()}
-    zero = min(lines[0][1].begin_s + plus[rank] for rank, lines in logs.items() if lines)
+    zero = min(lines[0].line.begin_s + plus[rank] for rank, lines in logs.items() if lines)
     lanes = lanes_of(plan.stages)
     spans: list[Span] = []
     activities: list[Activity] = []
     memory: list[MemoryPoint] = []
     for rank, lines in sorted(logs.items()):
         shift = plus[rank] - zero
-        for op, line in lines:
+        for replica, op, line in lines:
             span = Span(
                 rank,
-                lanes[rank].stages[0],
+                replica.stage,
                 *op,
                 line.start_s + shift,
                 line.end_s + shift,
@@ -280,16 +311,17 @@ def _recording(plan: Plan, logs: _Logs, hosts: Mapping[int, str]) -> Recording:
     messages = []
     for key, (nbytes, at_s, made_s) in sent.items():
         if key in received:
-            there_s = received[key][1] + plus[key.target] - zero
-            shift = plus[key.source] - zero
+            source, target = replicas[key.source], replicas[key.target]
+            there_s = received[key][1] + plus[target.rank] - zero
+            shift = plus[source.rank] - zero
             # The call that sends may return when the message is there already.
             start_s = min(max(made_s, min(at_s, there_s - shift)) + shift, there_s)
             messages.append(
                 Message(
-                    key.source,
-                    key.target,
-                    lanes[key.source].stages[0],
-                    lanes[key.target].stages[0],
+                    source.rank,
+                    target.rank,
+                    source.stage,
+                    target.stage,
                     key.tensor,
                     key.mini_batch,
                     key.micro_batch,
@@ -315,10 +347,10 @@ def _recording(plan: Plan, logs: _Logs, hosts: Mapping[int, str]) -> Recording:
 def _messages_of(logs: _Logs, *, sent: bool) -> dict[_Key, tuple[int, float, float]]:
     """Bytes, when it was sent or received, and when its operation ended, of each message."""
     found = {}
-    for rank, lines in logs.items():
-        for op, line in lines:
+    for lines in logs.values():
+        for replica, op, line in lines:
             for other, tensor, nbytes, at_s in line.sent if sent else line.received:
-                ends = (rank, other) if sent else (other, rank)
+                ends = (replica.number, other) if sent else (other, replica.number)
                 key = _Key(*ends, tensor, op.kind != FORWARD, op.mini_batch, op.micro_batch)
                 found[key] = nbytes, at_s, line.end_s
     return found
@@ -340,9 +372,9 @@ def _around(span: Span, line: Line, shift: float) -> Iterator[Activity]:
     yield Activity(span.lane, "send", span.name, end, sent)
 
 
-def _held(rank: int, lines: Iterable[tuple[Op, Line]], shift: float) -> Iterator[MemoryPoint]:
+def _held(rank: int, lines: Iterable[_Logged], shift: float) -> Iterator[MemoryPoint]:
     last: tuple[int, ...] = ()
-    for _, line in lines:
+    for _, _, line in lines:
         for at_s, nbytes in ((line.start_s, line.held), (line.end_s, line.left)):
             if nbytes is not None and nbytes != last:
                 last = tuple(nbytes)
@@ -350,11 +382,11 @@ def _held(rank: int, lines: Iterable[tuple[Op, Line]], shift: float) -> Iterator
 
 
 def _period_s(spans: Iterable[Span]) -> float:
-    """From update to update, on the slowest lane; 0 where there is only one."""
-    ends: dict[int, list[float]] = defaultdict(list)
+    """From update to update, at the slowest replica of a stage; 0 where there is only one."""
+    ends: dict[tuple[int, int], list[float]] = defaultdict(list)
     for span in spans:
         if span.kind == UPDATE:
-            ends[span.lane].append(span.end_s)
+            ends[span.lane, span.stage].append(span.end_s)
     return max(
         ((own[-1] - own[0]) / (len(own) - 1) for own in ends.values() if len(own) > 1),
         default=0.0,

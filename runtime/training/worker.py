@@ -159,7 +159,7 @@ def train_worker(
     of_stage = partial(barrier, stage_group(worker.stages[0]))
     of_all = partial(barrier, ALL_WORKERS)
     reports = train(where, runners, observer or Silent(), of_all, of_stage, agree)
-    status.begin("the end")
+    status.begin("the end", worker.name)
     of_all()
     opened.channels.end()
     dist.destroy_process_group()

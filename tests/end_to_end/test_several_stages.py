@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from helpers.against_oracle import STEPS, train
 from helpers.plans import plan_by_hand, with_times
+from timeprest.planner.recording import predicted
 from timeprest.planner.systems.placement import placements
 from timeprest.planner.systems.variants import VARIANTS
+from timeprest.runtime.records.recording import measured
 from timeprest.runtime.records.run_dir import load_weights
+from timeprest.runtime.run import run
+from timeprest.runtime.settings import RunSettings
 
 
 def layouts(variant, devices):
@@ -64,3 +70,36 @@ def test_processes_are_the_inline_run(variant, placement, n, mlp_profile, mlp_ta
     inline = load_weights(tmp_path / "inline")
     for name, weight in load_weights(tmp_path / "processes").items():
         assert torch.equal(weight, inline[name]), name
+
+
+# Records -----------------------------------------------------------------------------------
+
+
+def test_a_lane_is_a_worker_with_its_stages(mlp_profile, mlp_target, tmp_path):
+    """Spans don't overlap, messages go between lanes alone, memory is the worker's."""
+    plan = plan_by_hand(with_times(mlp_profile), "timeprest", 4, 4, placement=(0, 1, 1, 0))
+    summary = train(plan, mlp_target, "momentum", tmp_path / "run")
+    found = measured(tmp_path / "run", (0, STEPS))
+    assert [lane.stages for lane in found.lanes] == [(0, 3), (1, 2)]
+    for k, lane in enumerate(found.lanes):
+        spans = [span for span in found.spans if span.lane == k]
+        assert {span.stage for span in spans} == {*lane.stages}
+        assert all(a.end_s <= b.start_s for a, b in pairwise(spans))
+        most = max(sum(point.nbytes) for point in found.memory if point.lane == k)
+        assert most == summary.stages[lane.stages[0]].peak.total
+    between = {(m.source_stage, m.target_stage, m.backward) for m in found.messages}
+    assert between == {(0, 1, False), (1, 0, True), (2, 3, False), (3, 2, True)}
+    wanted = predicted(plan, STEPS)
+    assert len(found.messages) == len(wanted.messages)
+
+
+def test_times_of_a_worker_are_of_all_its_stages(mlp_profile, mlp_target, tmp_path):
+    plan = plan_by_hand(with_times(mlp_profile), "gpipe", 4, 2, placement=(0, 1, 0, 1))
+    settings = RunSettings(task=mlp_target, steps=4)
+    summary = run(plan, settings, tmp_path / "run", inline=True)
+    for first, second in (summary.stages[::2], summary.stages[1::2]):
+        assert first.wall_s == second.wall_s
+        assert first.idle_s == pytest.approx(second.idle_s, abs=1e-9)
+        busy_s = sum(r.compute_s + r.communication_s for r in (first, second))
+        assert first.wall_s == pytest.approx(busy_s + first.idle_s)
+        assert first.sent_bytes > 0
