@@ -97,6 +97,8 @@ def plan(
     micro_batches: int | None = None,
     stages: int | None = None,
     replicas: bool | Literal["auto", "off"] = True,
+    stages_per_device: int | Literal["auto"] = 1,
+    placement: str = "auto",
     recompute: Literal["off", "on", "auto"] = "off",
     tied: Tied = "together",
     pins: Mapping[str, int] | None = None,
@@ -123,6 +125,8 @@ def plan(
         mini_batch: samples per update; the profile's batch size by default.
         micro_batches, stages: how many; None: what is best.
         replicas: stages may take several devices.
+        stages_per_device: "auto": more than 1 where that makes the period shorter.
+        placement: which device runs which stage: "straight", "loop", "v" or "auto".
         recompute: stages compute activations again instead of keeping them.
         tied: layers that share parameters are on one stage "together", or "split" over several.
         pins: stage of each layer that is pinned, by the layer's name; 0 is the first.
@@ -172,6 +176,8 @@ def plan(
         micro_batches=micro_batches,
         stages=stages,
         replicas=replicas not in (False, "off"),
+        stages_per_device=None if stages_per_device == "auto" else stages_per_device,
+        placement=placement,
         recompute=recompute,
         pins=tuple((pins or {}).items()),
         solver=solver,

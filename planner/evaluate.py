@@ -535,12 +535,11 @@ def better(found: Evaluation, best: Evaluation) -> bool:
     """A shorter period; at the same period fewer devices, stages, staleness, then less memory."""
 
     def rank(e: Evaluation) -> tuple[int, int, int, int]:
-        predicted = e.prediction.stages
         return (
-            sum(len(stage.devices) for stage in e.stages),
+            len({d for stage in e.stages for d in stage.devices}),
             len(e.stages),
-            max(stage.version_difference for stage in predicted),
-            max(stage.memory_bytes for stage in predicted),
+            max(stage.version_difference for stage in e.prediction.stages),
+            max(e.prediction.device_of(s).memory_bytes for s in range(len(e.stages))),
         )
 
     mine, its = found.prediction.period_s, best.prediction.period_s

@@ -16,6 +16,7 @@ from ...planner.partition.solve import SOLVERS
 from ...planner.plan import Plan
 from ...planner.search.choices import RECOMPUTE
 from ...planner.search.pareto import ParetoFront, pareto_point
+from ...planner.search.placed import PLACEMENTS
 from ...planner.search.solve import solve as solve_plan
 from ...planner.systems.variants import VARIANTS, variant_named
 from ...profiles.errors import InfeasibleError, PlanError, UserError
@@ -67,6 +68,13 @@ def _pin(text: str) -> tuple[str, int]:
 @click.option("--micro-batches", default="auto")
 @click.option("--stages", default="auto")
 @choice("--replicas", ("auto", "off"), "auto", "Stages may take several devices, or not.")
+@click.option(
+    "--stages-per-device",
+    default="1",
+    metavar="V",
+    help="1, 2, …: so many on each; auto: more than 1 where that makes the period shorter.",
+)
+@choice("--placement", PLACEMENTS, "auto", "Which device runs which stage.")
 @choice(
     "--recompute", RECOMPUTE, "off", "Stages compute activations again instead of keeping them."
 )
@@ -122,7 +130,7 @@ def solve(
     if own:
         # A cluster file says itself how fast its devices are.
         cluster = with_contention(cluster, profile.together)
-    for name in ("micro_batches", "stages"):
+    for name in ("micro_batches", "stages", "stages_per_device"):
         asked[name] = _count_or_auto(asked[name], f"--{name.replace('_', '-')}")
     asked["replicas"] = asked["replicas"] == "auto"
     asked["pins"] = tuple(map(_pin, asked["pins"]))

@@ -13,6 +13,12 @@ EFFORT = 1_000_000
 _LEAST_TRIED = 24
 """Plans that may be tried whatever they take."""
 
+_PER_STEP = 3
+"""Simulated operations that take as long as a step of listing cuts, about."""
+
+_PER_PLACED = 250
+"""What it takes to lay out a plan whose devices have several stages, and to look at its memory."""
+
 _MINI_BATCHES = 8
 """What it takes a simulation to become steady, about."""
 
@@ -59,6 +65,13 @@ class Budget:
             raise OutOfBudget("effort")
         self.check()
 
+    def spend_steps(self, steps: int) -> None:
+        """Take what so many steps of listing cuts take. Raises OutOfBudget as `spend`."""
+        self.effort -= _PER_STEP * steps
+        if self.effort < 0:
+            raise OutOfBudget("effort")
+        self.check()
+
     def check(self) -> None:
         """Raises OutOfBudget when the time is over."""
         if self.deadline is not None and time.monotonic() > self.deadline:
@@ -84,6 +97,11 @@ def operations_of(variant: Variant, stages: int, micro_batches: int) -> int:
     each = 3 * 3 if variant.split_backward else 2
     operations = stages * (each * micro_batches + 1)
     return operations * (_FLUSHED if variant.flushes else _MINI_BATCHES)
+
+
+def placed_operations(variant: Variant, stages: int, micro_batches: int) -> int:
+    """The same where devices have several stages: making the schedule takes as long."""
+    return 2 * operations_of(variant, stages, micro_batches) + _PER_PLACED
 
 
 def is_late(until: float | None) -> bool:

@@ -12,6 +12,7 @@ from ..evaluate import Question
 from ..partition.problem import Cut, StageProblem, members
 from ..plan import MAX_MICRO_BATCHES, PlanStage
 from ..schedules.schedules import limit_ranges
+from ..systems.placement import numbered_devices
 from ..systems.variants import Variant
 
 MOST_VECTORS = 64
@@ -49,6 +50,22 @@ class Branch:
 
 
 @dataclass(frozen=True)
+class PlacedBranch:
+    """The part of the search with so many micro-batches, and several stages on each device.
+
+    Attributes:
+        placement: per stage, which of the `devices`; empty: those that aren't looked at.
+        devices: positions in the cluster's list.
+        recompute: of all stages.
+    """
+
+    micro_batches: int
+    placement: tuple[int, ...] = ()
+    devices: tuple[int, ...] = ()
+    recompute: bool = False
+
+
+@dataclass(frozen=True)
 class Choice:
     """A cut with the devices of its stages and the stages that compute again.
 
@@ -64,6 +81,11 @@ class Choice:
     def stages(self) -> int:
         """S."""
         return len(self.nodes)
+
+    def limit_ranges(self, variant: Variant) -> tuple[tuple[int, int], ...]:
+        """The in-flight limits that make sense."""
+        several = bool(numbered_devices(self.devices))
+        return limit_ranges(variant, self.stages, several=several)
 
     def with_limits(self, limits: Sequence[int]) -> tuple[PlanStage, ...]:
         """The plan's stages with these in-flight limits."""

@@ -276,6 +276,28 @@ def diagnose(search: SearchState, stopped: str | None) -> Evaluation | Infeasibl
     )
 
 
+def lacking(search: SearchState, stopped: str | None) -> InfeasibleError:
+    """Why no plan with several stages on each device fits: what the closest one lacks.
+
+    Args:
+        stopped: as of `diagnose`.
+    """
+    nothing = "no plan fits" if stopped is None else f"no plan that fits was found ({stopped})"
+    closest, cluster = search.closest, search.question.cluster
+    if closest is None:
+        return InfeasibleError(f"{nothing}: the graph can't be cut as asked")
+    stage, missing = max(closest.over_limit(cluster), key=lambda item: item[1])
+    device = cluster.devices[closest.stages[stage].devices[0]].name
+    needed = closest.prediction.device_of(stage).memory_bytes
+    return InfeasibleError(
+        f"{nothing}: the closest ({len(closest.stages)} stages, {closest.micro_batches} "
+        f"micro-batches) lacks {missing} bytes ({format_bytes(missing)}) on device {device!r}: its "
+        f"stages need {format_bytes(needed)} of {format_bytes(needed - missing)}{_smaller(search)}",
+        stage=stage,
+        missing_bytes=missing,
+    )
+
+
 def _advice(search: SearchState) -> str:
     question, graph = search.question, search.relaxation.graph
     tie = None

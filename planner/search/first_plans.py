@@ -47,7 +47,7 @@ _REPAIRS, _REPAIR = 3, 1.002
 
 def try_blocks(search: SearchState) -> None:
     """Where there is much to look at: a plan early, from guesses with fewer places to cut."""
-    if not search.large or not isinstance(search.source, DpSource):
+    if not search.large or not search.branches or not isinstance(search.source, DpSource):
         return
     if min(_least_devices(search, branch) for branch in search.branches) > len(
         search.question.cluster.devices

@@ -44,7 +44,7 @@ class Relaxation:
         self.variant: Variant = question.system
         self.graph = graph or LayerGraph(as_run_by(question.profile, self.variant), question.tied)
         refused = self.variant.recompute_refusal
-        self._recompute = (False,) if refused else RECOMPUTE[freedom.recompute]
+        self.recompute = (False,) if refused else RECOMPUTE[freedom.recompute]
         self._overlap = question.cluster.overlap
 
     @cached_property
@@ -93,7 +93,7 @@ class Relaxation:
         inputs_only = drains and not guess and self.variant.split_backward
         modes: dict[tuple[int, float | None], Mode] = {}
         options: list[Option] = []
-        for r, recompute in product(counts, self._recompute):
+        for r, recompute in product(counts, self.recompute):
             share = r if self.variant.whole_mini_batches else 1
             key = share, self._unit(n, r) if recompute else None
             if key not in modes:

@@ -16,10 +16,11 @@ from ..partition.problem import SAME
 from ..partition.solve import SOLVERS, source_for
 from ..plan import Plan, SolverReport
 from ..systems.variants import variant_named
-from .budget import EFFORT, Budget
+from .budget import EFFORT, Budget, OutOfBudget
 from .choices import RECOMPUTE, Branch, Freedom, micro_batch_counts
-from .diagnosis import diagnose
+from .diagnosis import diagnose, lacking
 from .exploration import run
+from .placed import PlacedSearch, no_branches, stages_asked
 from .relaxation import Relaxation
 from .state import Progress, SearchState
 
@@ -31,7 +32,10 @@ class SearchRequest:
     Attributes:
         micro_batches: N; None: every divisor of the mini-batch whose size the profile measured.
         stages: S; None: every count up to the number of devices.
-        replicas: stages may take several devices.
+        replicas: stages may take several devices; none that share theirs with other stages.
+        stages_per_device: v; None: any number, more only where they make the period shorter.
+            Systems that place their stages themselves have 2 at least, or one stage in all.
+        placement: one of `PLACEMENTS`; "auto": any that so many stages can have.
         recompute: "off", "on" or "auto": stages compute their activations again.
         pins: (layer's name, stage), 0 the first.
         solver: one of SOLVERS; "auto": dynamic programming where the downsets can be listed,
@@ -43,6 +47,8 @@ class SearchRequest:
     micro_batches: int | None = None
     stages: int | None = None
     replicas: bool = False
+    stages_per_device: int | None = 1
+    placement: str = "auto"
     recompute: str = "off"
     pins: tuple[tuple[str, int], ...] = ()
     solver: str = "auto"
@@ -93,15 +99,16 @@ def solve(
     question = Question(profile, cluster, variant, mini_batch, factor, update_every, tied)
     request = SearchRequest(**asked)  # type: ignore[arg-type]
     search = explore(question, request, progress or (lambda *_: None), seen)
+    placed = _placed(search, request)
     try:
-        stopped = run(search)
+        stopped = _run(search, placed)
     except KeyboardInterrupt:
         # Once there is a plan to keep, Ctrl-C ends the search alone.
         if search.best is None:
             raise
         stopped = "interrupted"
     if search.best is None:
-        found = diagnose(search, stopped)
+        found = diagnose(search, stopped) if placed is None else lacking(search, stopped)
         if isinstance(found, InfeasibleError):
             raise found
         search.best = found
@@ -109,12 +116,53 @@ def solve(
     return make_plan(question, search.best, _report(search, stopped, begin))
 
 
+def _placed(search: SearchState, request: SearchRequest) -> PlacedSearch | None:
+    """The search for plans with several stages on each device; None where there can be none.
+
+    Raises PlanError where all that was asked for are such plans, and there can be none.
+    """
+    question, stages = search.question, request.stages
+    asked = stages_asked(
+        question.system, request.stages_per_device, request.placement, request.stages
+    )
+    if not asked.per_device or (search.branches and len(question.cluster.devices) == 1):
+        return None
+    counts = micro_batch_counts(question, request.micro_batches)
+    most = max(asked.per_device) * len(question.cluster.devices)
+    pins = _pins(search.relaxation, request.pins, stages or most)
+    placed = PlacedSearch(search, asked, counts, stages, pins)
+    if any(placed.branches):
+        return placed
+    if search.branches:
+        return None
+    raise no_branches(search.relaxation, asked, stages)
+
+
+def _run(search: SearchState, placed: PlacedSearch | None) -> str | None:
+    """Search until all is proven, or the budget is used up: says then what was."""
+    if placed is None:
+        return run(search)
+    stopped, budget = None, search.budget
+    if search.branches:
+        # Half of it is for plans with a stage for each device.
+        deadline, left, rest = budget.deadline, budget.seconds_left, budget.effort // 2
+        budget.effort -= rest
+        budget.deadline = None if left is None else time.monotonic() + left / 2
+        stopped = run(search)
+        budget.effort, budget.deadline = max(budget.effort, 0) + rest, deadline
+    try:
+        placed.run()
+    except OutOfBudget as reason:
+        return str(reason)
+    return stopped
+
+
 def _report(search: SearchState, stopped: str | None, begin: float) -> SolverReport:
     objective = search.period_s
     bound = min(search.bound_s, objective)
     proven = objective <= bound * SAME
     return SolverReport(
-        method=search.source.method,
+        method="loads" if search.best and search.best.pipeline.placement else search.source.method,
         objective_s=objective,
         bound_s=bound,
         gap=0.0 if proven else gap_between(objective, bound),
@@ -144,13 +192,21 @@ def explore(
     counts = micro_batch_counts(question, request.micro_batches)
     relaxation = Relaxation(question, freedom)
     source = source_for(relaxation.problem(Branch(counts[0])), request.solver, deadline)
-    most = _most_stages(question, relaxation, request.stages)
-    pins = _pins(relaxation, request.pins, most)
-    stage_counts: Sequence[int | None] = [request.stages]
-    if pins and request.stages is None:
-        # Stages are counted from the input side; only with their number known does the
-        # program, which runs from the other, know which one it is at.
-        stage_counts = range(max(stage for _, stage in pins) + 1, most + 1)
+    asked = stages_asked(
+        question.system, request.stages_per_device, request.placement, request.stages
+    )
+    devices, wanted = len(question.cluster.devices), 1 if asked.one_stage else request.stages
+    most, stage_counts = devices, list[int | None]()
+    pins: tuple[tuple[int, int], ...] = ()
+    # More stages than devices may still be several on each.
+    if asked.straight and not (asked.per_device and (wanted or 1) > devices):
+        most = _most_stages(question, relaxation, wanted)
+        pins = _pins(relaxation, request.pins, most)
+        stage_counts = [wanted]
+        if pins and wanted is None:
+            # Stages are counted from the input side; only with their number known does the
+            # program, which runs from the other, know which one it is at.
+            stage_counts = [*range(max(stage for _, stage in pins) + 1, most + 1)]
     return SearchState(
         relaxation=relaxation,
         source=source,

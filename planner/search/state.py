@@ -9,15 +9,28 @@ from functools import cached_property
 
 import msgspec
 
+from ...profiles.errors import ScheduleError
 from ...profiles.units import format_seconds
-from ..evaluate import Evaluation, Question, better, evaluate
+from ..evaluate import Evaluation, Question, better, evaluate, lay_out
 from ..partition.dp.blocks import Blocks
 from ..partition.placings import pattern
 from ..partition.problem import SAME, Cut, StageProblem
 from ..partition.solve import Source
 from ..schedules.schedules import limit_ranges
-from .budget import SOON_S, Budget, operations_of
-from .choices import Branch, Choice, InFlight, all_limits, capped, caps, choice_of, in_flight_under
+from ..simulator.timeline import least_period_s
+from ..systems.placement import numbered_devices
+from .budget import SOON_S, Budget, operations_of, placed_operations
+from .choices import (
+    Branch,
+    Choice,
+    InFlight,
+    PlacedBranch,
+    all_limits,
+    capped,
+    caps,
+    choice_of,
+    in_flight_under,
+)
 from .relaxation import Relaxation
 
 Progress = Callable[[str, int, int], None]
@@ -43,6 +56,7 @@ class SearchState:
         least_over: per choice, of the largest share of a device's memory that it takes, the least
             so far.
         blocks: of layers, by their number, for first plans.
+        closest: of all plans, the one that needs the smallest share of some device's memory.
     """
 
     relaxation: Relaxation
@@ -53,11 +67,13 @@ class SearchState:
     progress: Progress = lambda *_: None
     seen: Callable[[Evaluation], None] = lambda _: None
     best: Evaluation | None = None
-    bounds: dict[Branch, float] = field(default_factory=dict)
+    bounds: dict[Branch | PlacedBranch, float] = field(default_factory=dict)
     sharper_views: dict[Branch, str] = field(default_factory=dict)
     least_over: dict[Choice, float] = field(default_factory=dict)
     blocks: dict[int, Blocks] = field(default_factory=dict)
-    _tried: dict[Hashable, Evaluation] = field(default_factory=dict)
+    closest: Evaluation | None = None
+    _least_share: float = float("inf")
+    _tried: dict[Hashable, Evaluation | None] = field(default_factory=dict)
 
     @property
     def question(self) -> Question:
@@ -130,7 +146,7 @@ class SearchState:
         choice = choice_of(problem, cut, grain)
         if not self.relaxation.allows(choice.stages, micro_batches):
             return True
-        ranges = limit_ranges(self.relaxation.variant, choice.stages)
+        ranges = choice.limit_ranges(self.relaxation.variant)
         vectors = all_limits(ranges)
         if vectors is not None and (every_limit or len(vectors) == 1):
             for limits in vectors:
@@ -143,14 +159,46 @@ class SearchState:
         """Evaluate a choice under some limits; under more while its relaxed load is less."""
         found = self._first_that_fits(choice, micro_batches)
         if found is not None and self.period_s > objective_s * SAME:
-            ranges = limit_ranges(self.relaxation.variant, choice.stages)
+            ranges = choice.limit_ranges(self.relaxation.variant)
             widest = tuple(most for _, most in ranges)
             if self._evaluate(choice, micro_batches, widest) is None:
                 self._widen(found, choice, micro_batches)
 
+    def try_placed(self, choice: Choice, micro_batches: int, load_s: float) -> float:
+        """Evaluate a choice whose devices have several stages, under the usual limits and the
+        widest. Returns the least period that other limits may lead to; infinite: to none.
+
+        Args:
+            load_s: no schedule of it has a shorter period.
+        """
+        ranges = choice.limit_ranges(self.relaxation.variant)
+        widest = tuple(most for _, most in ranges)
+        laid = lay_out(self.question, choice.with_limits(widest), micro_batches)
+        floor_s = max(load_s, least_period_s(laid.pipeline))
+        if floor_s * SAME >= self.period_s:
+            return float("inf")
+        found = self._first_that_fits(choice, micro_batches)
+        if found is not None and found.prediction.period_s > floor_s * SAME:
+            self._evaluate(choice, micro_batches, widest)
+        only = all(least == most for least, most in ranges)
+        return float("inf") if only or self.period_s <= floor_s * SAME else floor_s
+
+    def try_every_limit(self, choice: Choice, micro_batches: int, floor_s: float) -> bool:
+        """Evaluate a choice under all limits, until the period is the least there can be. Returns
+        whether all were looked at; of too many, some are."""
+        vectors = all_limits(choice.limit_ranges(self.relaxation.variant))
+        if vectors is None:
+            self.try_choice(choice, micro_batches, floor_s)
+            return self.period_s <= floor_s * SAME
+        for limits in vectors:
+            if self.period_s <= floor_s * SAME:
+                break
+            self._evaluate(choice, micro_batches, limits)
+        return True
+
     def _first_that_fits(self, choice: Choice, micro_batches: int) -> Evaluation | None:
         """With a mini-batch in flight for each stage behind, or as many as memory allows."""
-        ranges = limit_ranges(self.relaxation.variant, choice.stages)
+        ranges = choice.limit_ranges(self.relaxation.variant)
         behind = range(choice.stages - 1, -1, -1)
         usual = [
             (low, max(low, min(high, 1 + d))) for (low, high), d in zip(ranges, behind, strict=True)
@@ -163,7 +211,7 @@ class SearchState:
 
     def _widen(self, found: Evaluation, choice: Choice, micro_batches: int) -> None:
         """Raise single limits, while memory allows and the period gets shorter."""
-        ranges = limit_ranges(self.relaxation.variant, choice.stages)
+        ranges = choice.limit_ranges(self.relaxation.variant)
         limits = [stage.in_flight for stage in found.stages]
         if choice.stages > _MOST_WIDENED:
             return
@@ -181,16 +229,22 @@ class SearchState:
         """The plan, if it fits the devices; the best one is kept."""
         used = pattern([d for mine in choice.devices for d in mine], *self.device_kinds)
         each = tuple(map(len, choice.devices))
-        key = (choice.nodes, choice.recompute, each, used, micro_batches, limits)
+        shared = numbered_devices(choice.devices)
+        key = (choice.nodes, choice.recompute, each, used, shared, micro_batches, limits)
         if key not in self._tried:
-            operations = operations_of(self.relaxation.variant, choice.stages, micro_batches)
+            count = placed_operations if shared else operations_of
+            operations = count(self.relaxation.variant, choice.stages, micro_batches)
             self.budget.spend(operations, needed=self.best is None)
             begin = time.monotonic()
-            self._tried[key] = evaluate(self.question, choice.with_limits(limits), micro_batches)
+            self._tried[key] = self._simulated(choice, micro_batches, limits)
             self.budget.took(operations, time.monotonic() - begin)
         found = self._tried[key]
+        if found is None:
+            return None
         over = max(found.memory_shares(self.question.cluster), default=0.0)
         self.least_over[choice] = min(over, self.least_over.get(choice, over))
+        if over < self._least_share:
+            self.closest, self._least_share = found, over
         if found.over_limit(self.question.cluster):
             return None
         self.seen(found)
@@ -198,11 +252,22 @@ class SearchState:
             self.best = found
         return found
 
+    def _simulated(
+        self, choice: Choice, micro_batches: int, limits: tuple[int, ...]
+    ) -> Evaluation | None:
+        try:
+            return evaluate(self.question, choice.with_limits(limits), micro_batches)
+        except ScheduleError:
+            # Where a graph's parts have nothing to do with each other, stages of one device that
+            # may keep only so much together can wait for each other.
+            return None
+
     def tighten(self) -> None:
         """Lower the best plan's in-flight limits as far as its period stays, and there is time."""
         if self.best is None or len(self.best.stages) > _MOST_WIDENED:
             return
-        ranges = limit_ranges(self.relaxation.variant, len(self.best.stages))
+        several = bool(numbered_devices([stage.devices for stage in self.best.stages]))
+        ranges = limit_ranges(self.relaxation.variant, len(self.best.stages), several=several)
         for s in range(len(self.best.stages)):
             while True:
                 limits = list(self.best.limits)

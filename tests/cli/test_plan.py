@@ -153,3 +153,20 @@ def test_a_published_workload_with_no_room_says_so(folder):
     profile_by_hand([(n, p, 1, 1, 0, []) for n, p in nodes], [("small", "large", "a", 1)])
     (folder / "w.json").write_text('{"nodes": []}')
     assert "w.json" in call("published", "w.json", code=2)
+
+
+def test_several_stages_on_each_device(folder):
+    how = ["--devices", 2, "--stages-per-device", 2, "--placement", "v"]
+    text = call("solve", "profile.json", *how, "-o", "placed.json")
+    assert "loads: " in text
+    plan = read_plan(folder / "placed.json")
+    assert [stage.devices[0] for stage in plan.stages] in ([0, 1, 1, 0], [0, 1, 0])
+    assert "of each device" in call("show", "placed.json")
+    checked = call("check", "placed.json", "--profile", "profile.json")
+    assert "the plan is what its profile says" in checked
+    call("solve", "profile.json", "--stages-per-device", "auto", "-o", "auto.json")
+    assert read_plan(folder / "auto.json").variant == "timeprest"
+    refused = call("solve", "profile.json", "--placement", "v", code=2)
+    assert "give --stages-per-device 2 or auto" in refused
+    refused = call("solve", "profile.json", "--stages-per-device", "some", code=2)
+    assert "--stages-per-device 'some': give auto or a whole number from 1" in refused

@@ -9,17 +9,20 @@ devices in the cluster's order, all N, limits and ways to run a stage.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise, product
 
 import msgspec
+from helpers.drawn.pipelines import ALL
 from timeprest.planner.cluster.cluster import AllReduce, Cluster, Device, Network
 from timeprest.planner.evaluate import Evaluation, Question, evaluate
 from timeprest.planner.plan import PlanStage
 from timeprest.planner.schedules.schedules import limit_ranges
 from timeprest.planner.search.choices import RECOMPUTE, Freedom
 from timeprest.planner.systems.variants import VARIANTS
+from timeprest.profiles.errors import ScheduleError
 from timeprest.profiles.profile import (
     Edge,
     Layer,
@@ -67,7 +70,7 @@ def drawn(seed: int, most_plans: int = 600) -> Drawn | None:
     """The question with this number; None where it has more plans than `most_plans`, or none, as
     the profile has no such micro-batches."""
     rng = random.Random(seed)
-    variant = VARIANTS[rng.choice(sorted(VARIANTS))]
+    variant = VARIANTS[rng.choice(ALL)]
     profile = drawn_profile(rng)
     tied = rng.choice(["together", "split"]) if variant.flushes else "together"
     every = rng.choice([1, 1, 1, 2])
@@ -330,8 +333,12 @@ def counts_of(question: Question, asked: int | None) -> list[int]:
     return [n for n in wanted if sizes[0] <= -(-batch // n) <= sizes[-1]]
 
 
-def cuts(question: Question) -> Iterator[tuple[tuple[str, ...], ...]]:
-    """Every way to give layers stage numbers that never fall along an edge, none unused."""
+def cuts(question: Question, counts: Iterable[int]) -> Iterator[tuple[tuple[str, ...], ...]]:
+    """Every way to give layers stage numbers that never fall along an edge, none unused.
+
+    Args:
+        counts: numbers of stages.
+    """
     profile = question.profile
     names = [layer.name for layer in profile.layers]
     position = {name: k for k, name in enumerate(names)}
@@ -342,8 +349,7 @@ def cuts(question: Question) -> Iterator[tuple[tuple[str, ...], ...]]:
     ]
     free = [set(s.layers) for s in profile.shared] if question.tied == "split" else []
     bound = [group for group in profile.tied if set(group) not in free]
-    most = min(len(names), len(question.cluster.devices))
-    for count in range(1, most + 1):
+    for count in (count for count in counts if count <= len(names)):
         for stage in product(range(count), repeat=len(names)):
             if (
                 len(set(stage)) == count
@@ -379,7 +385,7 @@ def all_plans(
     variant, devices = VARIANTS[question.variant], len(question.cluster.devices)
     batch, sizes = question.mini_batch, question.profile.micro_batch_sizes
     ways = RECOMPUTE[freedom.recompute]
-    found = list(cuts(question))
+    found = list(cuts(question, range(1, devices + 1)))
     for n in counts_of(question, asked):
         replicas = [1]
         if freedom.replicas and variant.whole_mini_batches:
@@ -391,12 +397,7 @@ def all_plans(
             count = len(nodes)
             if variant.micro_batch_per_stage and n < count:
                 continue
-            ranges = limit_ranges(variant, count)
-            vectors = [
-                v
-                for v in product(*(range(low, high + 1) for low, high in ranges))
-                if all(a >= b for a, b in pairwise(v))
-            ]
+            vectors = falling(limit_ranges(variant, count))
             for lay, again, limits in product(
                 layouts(count, devices, replicas), product(ways, repeat=count), vectors
             ):
@@ -411,4 +412,106 @@ def all_plans(
                         )
                         for s in range(count)
                     ),
+                )
+
+
+def falling(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, ...]]:
+    """Every vector of limits that doesn't rise along the pipeline."""
+    each = (range(low, high + 1) for low, high in ranges)
+    return [v for v in product(*each) if all(a >= b for a, b in pairwise(v))]
+
+
+# Several stages on each device -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DrawnPlaced:
+    """A question with several stages on each device, and all plans.
+
+    Attributes:
+        per_device, placement: as `SearchRequest` has them.
+        plans: with at most as many stages on each device as are looked at.
+    """
+
+    question: Question
+    recompute: str
+    asked: int
+    per_device: int | None
+    placement: str
+    plans: list[Evaluation]
+
+    @property
+    def best_s(self) -> float | None:
+        """The shortest period there is; None where nothing fits."""
+        fitting = [e for e in self.plans if not e.over_limit(self.question.cluster)]
+        return min((found.prediction.period_s for found in fitting), default=None)
+
+
+def drawn_placed(seed: int, most_plans: int = 250) -> DrawnPlaced | None:
+    """The question with this number; None where it has too many plans, or none."""
+    rng = random.Random(seed)
+    variant = VARIANTS[rng.choice(sorted(VARIANTS))]
+    profile, cluster = drawn_profile(rng), drawn_cluster(rng)
+    cluster = msgspec.structs.replace(cluster, devices=cluster.devices[:3])
+    tied = rng.choice(["together", "split"]) if variant.flushes else "together"
+    question = Question(
+        profile,
+        cluster,
+        variant.name,
+        profile.batch_size,
+        rng.choice([0.0, 1.0]),
+        rng.choice([1, 1, 2]),
+        tied,
+    )
+    again = "off" if variant.recompute_refusal else rng.choice(["off", "off", "on", "auto"])
+    placement = rng.choice(["auto", "loop", "v"]) if variant.placement == "any" else "auto"
+    per_device = rng.choice([2, 2, None])
+    counts = counts_of(question, None)
+    if not counts:
+        return None
+    n = rng.choice(counts)
+    plans = []
+    for stages in placed_plans(question, n, again, per_device, placement):
+        if len(plans) == most_plans:
+            return None
+        # Parts of a graph that nothing connects may wait for each other on one device.
+        with suppress(ScheduleError):
+            plans.append(evaluate(question, stages, n))
+    if not plans:
+        return None
+    cluster = with_memory(rng, cluster, plans)
+    return DrawnPlaced(replace(question, cluster=cluster), again, n, per_device, placement, plans)
+
+
+def placed_plans(
+    question: Question, n: int, again: str, per_device: int | None, placement: str
+) -> Iterator[tuple[PlanStage, ...]]:
+    """Every plan with several stages on each device; with one, too, where any number may be."""
+    variant, devices = VARIANTS[question.variant], len(question.cluster.devices)
+    kinds = ["loop", "v"] if placement == "auto" else [placement]
+    if variant.placement != "any":
+        kinds = [variant.placement]
+    lays = set()
+    for used in (c for d in range(1, devices + 1) for c in combinations(range(devices), d)):
+        if "loop" in kinds:
+            lays |= {used * v for v in ([per_device] if per_device else range(2, 5))}
+        if "v" in kinds and (len(used) > 1 or variant.placement == "any"):
+            lays.add(used + used[::-1])
+            if len(used) > 1 and variant.placement == "any":
+                lays.add(used + used[-2::-1])
+        if per_device is None and placement == "auto":
+            if variant.placement == "any":
+                lays.add(used)
+            lays.add(used[:1])
+    for nodes in cuts(question, sorted(set(map(len, lays)))):
+        if variant.micro_batch_per_stage and n < len(nodes):
+            continue
+        for lay in (lay for lay in lays if len(lay) == len(nodes)):
+            several = len(set(lay)) < len(lay)
+            for every, limits in product(
+                RECOMPUTE[again], falling(limit_ranges(variant, len(lay), several=several))
+            ):
+                yield tuple(
+                    PlanStage(nodes=mine, devices=(d,), in_flight=limit, recompute=every)
+                    for mine, d, limit in zip(nodes, lay, limits, strict=True)
                 )

@@ -1,0 +1,315 @@
+"""Cuts whose devices have several stages, listed by what the busiest device has to do.
+
+A cut is a chain of downsets as in `problem`; a placement says which device runs which of its S
+stages. A device's load is the sum of its stages', which lie apart in the chain: no program over the
+chain alone finds the best. So cuts are listed: stage by stage, none that can't stay below a target
+any more, on the stage's device or on all together that are still to get stages.
+
+Index letters: D downsets; S stages; s stage; d device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from math import inf
+from time import monotonic
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .dp.lattice import Lattice, Positions, joined
+from .problem import FITS, StageProblem, Vector, members
+
+MOST_STEPS = 60_000
+"""Stages that are begun while cuts below one target are listed; with more, not all are."""
+
+_ROUNDING = 1 + 1e-12
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceCount:
+    """What layers add to the device they are on, whichever stage; one of several ways to count.
+
+    Attributes:
+        each: per layer, [n]: in s on a device of speed 1, or in bytes.
+        fixed: for each stage with parameters.
+        before: of layers before the first stage of a device, what runs besides all its work, in s;
+            [n].
+        after: the same of layers behind its last one.
+        in_bytes: held against devices' memory; else against their speed times a target.
+    """
+
+    each: Vector
+    fixed: float = 0.0
+    before: Vector | None = None
+    after: Vector | None = None
+    in_bytes: bool = False
+
+
+class _Sums:
+    """A `DeviceCount` over each downset, [D]."""
+
+    def __init__(self, places: StageEnds, count: DeviceCount) -> None:
+        self.fixed, self.in_bytes = count.fixed, count.in_bytes
+        self.inside = places.sums(count.each)
+        none = np.zeros(places.lattice.size)
+        self.before = none if count.before is None else places.sums(count.before)
+        self.after = none
+        if count.after is not None:
+            below = places.sums(count.after)
+            self.after = below[-1] - below
+
+
+@dataclass(frozen=True)
+class PlacedCut:
+    """Attributes:
+    downsets: bit masks of the S + 1 downsets, the empty one first.
+    load_s: of the busiest device.
+    """
+
+    downsets: tuple[int, ...]
+    load_s: float
+
+
+class StageEnds:
+    """The downsets of a graph between which stages lie.
+
+    Attributes:
+        lattice: those there are, or some of them.
+        groups: bit masks of layers that no downset takes apart, in topological order.
+    """
+
+    def __init__(self, problem: StageProblem, lattice: Lattice) -> None:
+        self.lattice, self.groups = lattice, joined(problem)
+        self.layers, self._needs = problem.layers, problem.needs
+        self.parameters = self.sums(problem.parameter_bytes)
+        heads = np.zeros(problem.layers)
+        heads[[next(members(group)) for group in self.groups]] = 1.0
+        self.ranks = self.sums(heads)
+        self.above = lru_cache(maxsize=4096)(self._above)
+
+    @property
+    def top(self) -> int:
+        """Position of the full downset."""
+        return self.lattice.size - 1
+
+    def sums(self, values: Vector) -> Vector:
+        """Of a value for each layer, over each downset, [D]."""
+        total = np.zeros(self.lattice.size)
+        for layer in np.flatnonzero(values).tolist():
+            total += self.lattice.column(layer) * values[layer]
+        return total
+
+    def _above(self, below: int) -> Positions:
+        """The downsets that hold this one and more, by position."""
+        words = self.lattice.words
+        holds = (words & words[below] == words[below]).all(axis=1)
+        holds[below] = False
+        return np.flatnonzero(holds)
+
+    def shifted(self, downsets: Sequence[int]) -> Iterator[tuple[int, ...]]:
+        """Every cut that has one group of layers on the stage before or behind its own."""
+        for s in range(1, len(downsets) - 1):
+            low, mine, high = downsets[s - 1 : s + 2]
+            for group in self.groups:
+                moved = mine ^ group
+                if group & ~high or group & low or moved in (low, high):
+                    continue
+                if group & mine:
+                    stays = all(not self._needs[j] & group for j in members(mine & ~low & ~group))
+                else:
+                    stays = all(not self._needs[j] & ~moved for j in members(group))
+                if stays:
+                    yield (*downsets[:s], moved, *downsets[s + 1 :])
+
+
+class Counted:
+    """Where stages may end, with what layers add to devices, made once for all placements."""
+
+    def __init__(self, places: StageEnds, counts: Sequence[DeviceCount]) -> None:
+        """`counts`: the first is that of shares of the work."""
+        self.places = places
+        self.sums = tuple(_Sums(places, count) for count in counts)
+
+    def least_s(self, speeds: Sequence[float]) -> float:
+        """No cut over these devices has a smaller load, whatever the placement."""
+        return max(
+            max(float(c.inside[-1]) / sum(speeds), float(c.before[-1]))
+            for c in self.sums
+            if not c.in_bytes
+        )
+
+
+class PlacedCuts:
+    """The cuts of a graph into stages with a given placement.
+
+    Args:
+        speeds: of the devices.
+        placement: per stage, its device.
+        pins: (layer, stage).
+        memory: of the devices, in bytes; None: not limited.
+    """
+
+    def __init__(
+        self,
+        counted: Counted,
+        speeds: Sequence[float],
+        placement: Sequence[int],
+        pins: Sequence[tuple[int, int]] = (),
+        memory: Sequence[int | None] = (),
+    ) -> None:
+        limits = memory or [None] * len(speeds)
+        # A byte for what is rounded.
+        self._memory = [inf if m is None else m * FITS + len(placement) for m in limits]
+        self.places, self.counts = counted.places, counted.sums
+        self.speeds, self.placement, self._pins = speeds, tuple(placement), tuple(pins)
+        self.least_s, self.stages = counted.least_s(speeds), len(self.placement)
+        self._opens = [d not in self.placement[:s] for s, d in enumerate(self.placement)]
+        self._open_after = [tuple(sorted(set(self.placement[s + 1 :]))) for s in range(self.stages)]
+
+    @cached_property
+    def most_s(self) -> float:
+        """No load is larger."""
+        return max(
+            float(c.inside[-1] + self.stages * c.fixed) / min(self.speeds)
+            + float(c.before[-1] + c.after[0])
+            for c in self.counts
+            if not c.in_bytes
+        )
+
+    @cached_property
+    def _allowed(self) -> list[NDArray[np.bool_]]:
+        """Per stage, the downsets that it may end at: layers are left for what comes behind."""
+        places, found = self.places, []
+        for s in range(self.stages):
+            behind = self.stages - 1 - s
+            allowed = places.ranks[-1] - places.ranks >= behind
+            if not behind:
+                allowed &= places.ranks == places.ranks[-1]
+            for layer, stage in self._pins:
+                column = places.lattice.column(layer)
+                allowed &= column if stage <= s else ~column
+            found.append(allowed)
+        return found
+
+    def below(
+        self,
+        target_s: float,
+        over_s: float = -1.0,
+        deadline: float | None = None,
+        most: int = MOST_STEPS,
+    ) -> tuple[list[PlacedCut], bool, int]:
+        """Cuts with loads up to a target and over another one, by ascending load.
+
+        Args:
+            deadline: on the clock of `time.monotonic`.
+            most: stages to begin.
+
+        Returns:
+            The cuts, whether they are all there are, and stages that were begun.
+        """
+        found: list[PlacedCut] = []
+        room = [
+            self._memory if c.in_bytes else [target_s * speed for speed in self.speeds]
+            for c in self.counts
+        ]
+        used = [[0.0] * len(self.speeds) for _ in self.counts]
+        steps = [most]
+
+        def extend(s: int, chain: tuple[int, ...], used: list[list[float]]) -> bool:
+            steps[0] -= 1
+            if steps[0] < 0 or (deadline is not None and monotonic() > deadline):
+                return False
+            d = self.placement[s]
+            positions, loads = self._ends(s, chain[-1], used, room)
+            for k, position in enumerate(positions.tolist()):
+                mine = [list(row) for row in used]
+                for row, load in zip(mine, loads, strict=True):
+                    row[d] = float(load[k])
+                if s == self.stages - 1:
+                    load_s = self._load_s(mine)
+                    if load_s > over_s:
+                        masks = self.places.lattice.masks
+                        downsets = tuple(masks[p] for p in (*chain, position))
+                        found.append(PlacedCut(downsets, load_s))
+                elif not extend(s + 1, (*chain, position), mine):
+                    return False
+            return True
+
+        complete = extend(0, (0,), used)
+        found.sort(key=lambda cut: (cut.load_s, cut.downsets))
+        return found, complete, most - max(steps[0], 0)
+
+    def _ends(
+        self, s: int, below: int, used: list[list[float]], room: list[list[float]]
+    ) -> tuple[Positions, list[Vector]]:
+        """The downsets at which stage s may end, and what its device then has, by each count."""
+        places, d = self.places, self.placement[s]
+        ends = places.above(below)
+        ends = ends[self._allowed[s][ends]]
+        has = places.parameters[ends] > places.parameters[below]
+        open_after, keep, loads = self._open_after[s], np.ones(len(ends), dtype=bool), []
+        for count, row, most in zip(self.counts, used, room, strict=True):
+            load = row[d] + count.inside[ends] - count.inside[below] + count.fixed * has
+            if self._opens[s]:
+                load += count.before[below] * self.speeds[d]
+            if d not in open_after:
+                load += count.after[ends] * self.speeds[d]
+            keep &= load <= most[d]
+            left = sum(most[e] - row[e] for e in open_after if e != d)
+            rest = (count.inside[-1] - count.inside[ends]) / _ROUNDING
+            keep &= rest <= left + (most[d] - load if d in open_after else 0.0)
+            loads.append(load)
+        return ends[keep], [load[keep] for load in loads]
+
+    def _load_s(self, used: list[list[float]]) -> float:
+        return max(
+            max(load / speed for load, speed in zip(row, self.speeds, strict=True))
+            for count, row in zip(self.counts, used, strict=True)
+            if not count.in_bytes
+        )
+
+    def keeps_pins(self, downsets: Sequence[int]) -> bool:
+        """Whether pinned layers are on their stages."""
+        return all(
+            downsets[stage + 1] & ~downsets[stage] & 1 << layer for layer, stage in self._pins
+        )
+
+    def even(self) -> tuple[int, ...] | None:
+        """A cut with about as much work for each stage as its device has time for; None where none
+        is found: a pin may be in its way."""
+        shares = [self.speeds[d] / self.placement.count(d) for d in self.placement]
+        inside = self.counts[0].inside
+        downsets, wanted, at = [0], 0.0, 0
+        for s in range(self.stages - 1):
+            wanted += shares[s] / sum(shares) * float(inside[-1])
+            ends = self.places.above(at)
+            ends = ends[self._allowed[s][ends]]
+            if not len(ends):
+                return None
+            at = int(ends[np.argmin(np.abs(inside[ends] - wanted))])
+            downsets.append(self.places.lattice.masks[at])
+        top = self.places.top
+        if top not in self.places.above(at) or not self._allowed[-1][top]:
+            return None
+        return (*downsets, self.places.lattice.masks[top])
+
+
+def improved(
+    places: StageEnds,
+    downsets: tuple[int, ...],
+    cost: Callable[[tuple[int, ...]], float],
+) -> tuple[int, ...]:
+    """The cut after moves of groups of layers to neighbouring stages, each to a lower cost."""
+    best = cost(downsets)
+    moved = True
+    while moved:
+        moved = False
+        for other in places.shifted(downsets):
+            seconds = cost(other)
+            if seconds < best:
+                downsets, best, moved = other, seconds, True
+                break
+    return downsets

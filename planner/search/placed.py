@@ -1,0 +1,489 @@
+"""Plans whose devices have several stages: which placements there are, and the search over each.
+
+No program over the chain of stages knows a device's load, as its stages lie apart. So cuts are
+listed by the load of their busiest device (`partition.device_loads`), a little further each time,
+and each is evaluated by its real schedule. When the next load isn't below the best plan's period,
+that is proven best of this placement. Where there are too many cuts, the bound is the load below
+which all were tried.
+
+Index letters: S stages; D devices; v stages of each; N micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate, combinations, pairwise
+
+import numpy as np
+
+from ...profiles.errors import PlanError
+from ..cluster.cluster import Cluster
+from ..costs.layer_graph import held_together
+from ..evaluate import Evaluation
+from ..partition.device_loads import Counted, DeviceCount, PlacedCuts, StageEnds, improved
+from ..partition.dp.lattice import Lattice, joined, lattice_of
+from ..partition.placings import pattern
+from ..partition.problem import SAME, StageProblem, members
+from ..partition.solve import DpSource
+from ..systems.placement import Pattern, placements
+from ..systems.variants import Variant
+from .choices import Branch, Choice, PlacedBranch
+from .places import Assumptions
+from .relaxation import Relaxation
+from .state import SearchState
+
+PLACEMENTS = ("auto", "straight", "loop", "v")
+"""Which device runs which stage."""
+
+MOST_PER_DEVICE = 4
+"""Stages of a device that are looked at where any number was asked for."""
+
+_MOST_DOWNSETS = 3_000
+"""Of graphs with more, cuts are tried in one topological order alone, between so many places."""
+
+_MOST_PLACES = 128
+
+_MOST_SUBSETS = 32
+"""Of the ways to leave devices out, so many are looked at."""
+
+_STEP, _FASTER = 1.0005, 2.0
+"""How much further loads are listed the first time, and how much faster each further time."""
+
+_MOST_MOVES = 120
+"""Tries to move layers of a plan."""
+
+
+@dataclass(frozen=True)
+class StagesAsked:
+    """How many stages a request allows on a device, and how they may lie.
+
+    Attributes:
+        straight: plans with a stage for each device are asked for.
+        one_stage: of these, only those with one stage in all.
+        per_device: numbers of stages above 1, in the sequence in which they are looked at.
+        patterns: how they may be placed.
+        open_end: more of them are looked at only while they pay.
+    """
+
+    straight: bool
+    one_stage: bool
+    per_device: tuple[int, ...]
+    patterns: tuple[Pattern, ...]
+    open_end: bool
+
+    @property
+    def placed(self) -> bool:
+        """Whether devices may have several stages."""
+        return bool(self.per_device)
+
+
+def stages_asked(
+    variant: Variant, per_device: int | None, placement: str, stages: int | None
+) -> StagesAsked:
+    """What a request means for a system. Raises PlanError where it contradicts itself.
+
+    Args:
+        per_device: stages of each device; None: any number.
+        placement: one of PLACEMENTS.
+        stages: S; None: any.
+    """
+    if placement not in PLACEMENTS:
+        raise PlanError(f"--placement {placement}: give one of {', '.join(PLACEMENTS)}")
+    if per_device is not None and per_device < 1:
+        raise PlanError(f"--stages-per-device {per_device}: give at least 1")
+    own = variant.placement
+    if own != "any":
+        if placement not in ("auto", own):
+            raise PlanError(
+                f"--placement {placement}: {variant.name} places its stages in a {own} itself"
+            )
+        if own == "v" and per_device not in (None, 1, 2):
+            raise PlanError(
+                f"--stages-per-device {per_device}: {variant.name} runs two stages on each device"
+            )
+        one = per_device in (None, 1) and stages in (None, 1)
+        several = (2,) if per_device == 1 else _numbers(per_device, (own,))
+        return StagesAsked(one, True, several if stages != 1 else (), (own,), per_device is None)
+    patterns: tuple[Pattern, ...] = ("loop", "v") if placement == "auto" else ()
+    if placement == "straight":
+        if per_device not in (None, 1):
+            raise PlanError(
+                f"--stages-per-device {per_device}: --placement straight has one on each"
+            )
+        per_device = 1
+    elif placement in ("loop", "v"):
+        if per_device == 1:
+            raise PlanError(
+                f"--placement {placement}: devices have several stages then; give "
+                "--stages-per-device 2 or auto"
+            )
+        if placement == "v" and per_device not in (None, 2):
+            raise PlanError(f"--stages-per-device {per_device}: --placement v has two on each")
+        patterns = ("loop",) if placement == "loop" else ("v",)
+    straight = per_device == 1 or (per_device is None and placement == "auto")
+    return StagesAsked(
+        straight,
+        False,
+        () if per_device == 1 else _numbers(per_device, patterns),
+        patterns,
+        per_device is None,
+    )
+
+
+def _numbers(per_device: int | None, patterns: tuple[Pattern, ...]) -> tuple[int, ...]:
+    if per_device is not None:
+        return (per_device,)
+    return (2,) if patterns == ("v",) else tuple(range(2, MOST_PER_DEVICE + 1))
+
+
+# Which branches there are ------------------------------------------------------------------------
+
+
+def placed_branches(
+    relaxation: Relaxation,
+    asked: StagesAsked,
+    per_device: int,
+    counts: Sequence[int],
+    stages: int | None,
+) -> list[PlacedBranch]:
+    """All with so many stages on each device; there may be none."""
+    cluster, variant = relaxation.question.cluster, relaxation.variant
+    most = relaxation.graph.most_stages
+    found = []
+    for number in range(len(cluster.devices), 0, -1):
+        if number == 1 and asked.straight:
+            # Several stages on a device of their own are no better than one.
+            continue
+        placed = {
+            placement: None
+            for name in asked.patterns
+            for size in sorted(
+                {number * per_device, 2 * number - (per_device == 2 and name == "v")}
+            )
+            for placement in placements(name, size, number)
+            if _has(placement, per_device, variant) and size <= most and stages in (None, size)
+        }
+        for placement in placed:
+            found += [
+                PlacedBranch(n, placement, devices, recompute)
+                for devices in _subsets(cluster, number)
+                for n in counts
+                if relaxation.allows(len(placement), n)
+                for recompute in relaxation.recompute
+            ]
+    return found
+
+
+def _has(placement: tuple[int, ...], per_device: int, variant: Variant) -> bool:
+    """Whether devices have so many stages; the one at a V's bottom may have one."""
+    devices = max(placement) + 1
+    if variant.placement == "v" and (len(placement) != 2 * devices or devices == 1):
+        return False
+    return max(placement.count(d) for d in range(devices)) == per_device
+
+
+def _subsets(cluster: Cluster, number: int) -> Iterator[tuple[int, ...]]:
+    """Devices to use, so many, one choice of those that make no difference."""
+    homes = [d.machine for d in cluster.devices]
+    kinds = [(d.memory_bytes, d.speed) for d in cluster.devices]
+    seen = set()
+    for devices in combinations(range(len(cluster.devices)), number):
+        key = pattern(devices, homes, kinds)
+        if key not in seen:
+            seen.add(key)
+            yield devices
+        if len(seen) == _MOST_SUBSETS or (cluster.uniform and cluster.flat):
+            return
+
+
+def no_branches(relaxation: Relaxation, asked: StagesAsked, stages: int | None) -> PlanError:
+    """Why there are none: no placement has so many stages, or the model too few layers."""
+    question, most = relaxation.question, relaxation.graph.most_stages
+    devices, least = len(question.cluster.devices), min(asked.per_device)
+    where = f"--stages-per-device {least}" if stages is None else f"--stages {stages}"
+    if most < (least if stages is None else stages):
+        tie = held_together(question.profile, relaxation.variant, question.tied)
+        count = "1 stage" if most == 1 else f"{most} stages"
+        return PlanError(
+            f"{where}: the model can be cut into {count} at most "
+            f"({len(question.profile.layers)} layers)" + (f": {tie}" if tie else "")
+        )
+    several = " or ".join(map(str, asked.per_device))
+    names = " or ".join(asked.patterns)
+    return PlanError(
+        f"{where}: {relaxation.variant.name} can't have that with {several} stages on each of up "
+        f"to {devices} {'device' if devices == 1 else 'devices'} (placement {names}), a model of "
+        f"{most} stages at most, and the micro-batches asked for"
+    )
+
+
+# The search over them ----------------------------------------------------------------------------
+
+
+@dataclass
+class _Course:
+    """How far one branch is.
+
+    Attributes:
+        below_s: all cuts with smaller loads were looked at.
+        listed_s: all cuts with loads up to it were listed.
+        step: how much further the next time.
+        stuck: there are too many cuts.
+        open: cuts that other limits may still make better: their least periods, and choices.
+    """
+
+    branch: PlacedBranch
+    cuts: PlacedCuts
+    below_s: float
+    listed_s: float = -1.0
+    step: float = _STEP
+    stuck: bool = False
+    open: list[tuple[float, Choice]] = field(default_factory=list)
+
+    @property
+    def bound_s(self) -> float:
+        """No plan of the branch has a shorter period."""
+        return min([self.below_s, *(floor_s for floor_s, _ in self.open)])
+
+
+class PlacedSearch:
+    """Adds plans with several stages on each device to a search.
+
+    Args:
+        counts: N to look at.
+        stages: S; None: any.
+        pins: (layer, stage).
+    """
+
+    def __init__(
+        self,
+        search: SearchState,
+        asked: StagesAsked,
+        counts: Sequence[int],
+        stages: int | None,
+        pins: Sequence[tuple[int, int]],
+    ) -> None:
+        self.search, self.asked, self._pins = search, asked, pins
+        self._counts = counts
+        relaxation = search.relaxation
+        self.branches = [
+            placed_branches(relaxation, asked, v, counts, stages) for v in asked.per_device
+        ]
+        self._counted: dict[tuple[int, bool], Counted] = {}
+
+    def run(self) -> None:
+        """Look for the best plan. Raises OutOfBudget when the budget is used up; the search's
+        bounds are true then, too."""
+        search = self.search
+        beyond = [PlacedBranch(n) for n in self._counts]
+        for branch in beyond:
+            search.bounds[branch] = self._least_s(branch.micro_batches)
+        for number, branches in enumerate(self.branches):
+            before_s = search.period_s
+            self._look(branches)
+            if not self._more(number):
+                break
+            if search.period_s * SAME >= before_s:
+                return
+        for branch in beyond:
+            del search.bounds[branch]
+
+    def _more(self, number: int) -> bool:
+        """Whether more stages on each device were asked for, and are possible."""
+        if not self.asked.open_end or self.asked.patterns == ("v",):
+            return number + 1 < len(self.branches)
+        return 2 * (self.asked.per_device[number] + 1) <= self.search.relaxation.graph.most_stages
+
+    def _look(self, branches: Sequence[PlacedBranch]) -> None:
+        courses = []
+        for branch in branches:
+            cuts = self._cuts(branch)
+            courses.append(_Course(branch, cuts, cuts.least_s))
+            self.search.bounds[branch] = cuts.least_s
+        try:
+            self._explore(courses)
+            self._prove(courses)
+        finally:
+            for course in courses:
+                self.search.bounds[course.branch] = course.bound_s
+
+    # Problems --------------------------------------------------------------------------------
+
+    @cached_property
+    def _places(self) -> StageEnds:
+        """Where stages may end: everywhere, or, where that is too much, along one order."""
+        problem = self.search.relaxation.problem(Branch(self._counts[0]))
+        source = self.search.source
+        if isinstance(source, DpSource) and source.lattice.size <= _MOST_DOWNSETS:
+            return StageEnds(problem, source.lattice)
+        return StageEnds(problem, _along_one_order(problem))
+
+    def _count(self, micro_batches: int, *, recompute: bool) -> Counted:
+        key = micro_batches, recompute
+        if key not in self._counted:
+            counts = list(_counts(self.search.relaxation, micro_batches, recompute=recompute))
+            self._counted[key] = Counted(self._places, counts)
+        return self._counted[key]
+
+    def _cuts(self, branch: PlacedBranch) -> PlacedCuts:
+        devices = self.search.question.cluster.devices
+        speeds = [devices[d].speed for d in branch.devices]
+        counted = self._count(branch.micro_batches, recompute=branch.recompute)
+        room = [devices[d].memory_bytes for d in branch.devices]
+        return PlacedCuts(counted, speeds, branch.placement, self._pins, room)
+
+    def _least_s(self, micro_batches: int) -> float:
+        """No plan with so many micro-batches has a shorter period, whatever the placement."""
+        search = self.search
+        speeds = [device.speed for device in search.question.cluster.devices]
+        return min(
+            self._count(micro_batches, recompute=recompute).least_s(speeds)
+            for recompute in search.relaxation.recompute
+        )
+
+    # Cuts ------------------------------------------------------------------------------------
+
+    def _explore(self, courses: Sequence[_Course]) -> None:
+        """Try cuts from the lowest loads on, a little further in one branch after another."""
+        search = self.search
+        for course in sorted(courses, key=lambda c: (c.below_s, c.cuts.stages)):
+            downsets = course.cuts.even() if self._may_gain(course) else None
+            if downsets is not None:
+                self._try(course, downsets)
+        self._move(courses)
+        while going := [c for c in courses if not c.stuck and self._may_gain(c)]:
+            self._go_on(min(going, key=lambda c: (c.below_s, c.cuts.stages)))
+        if any(course.stuck for course in courses):
+            self._move(courses)
+        for course in courses:
+            if not course.stuck:
+                course.below_s = max(course.below_s, search.period_s)
+
+    def _may_gain(self, course: _Course) -> bool:
+        return course.below_s * SAME < self.search.period_s
+
+    def _go_on(self, course: _Course) -> None:
+        """Try the cuts of a branch with loads up to a little more than before."""
+        search, budget = self.search, self.search.budget
+        count = len(course.branch.devices)
+        search.say(f"{search.standing}; {course.cuts.stages} stages on {count} devices")
+        target_s = min(max(course.below_s, 1e-12) * course.step, search.period_s / SAME)
+        course.step = 1 + (course.step - 1) * _FASTER
+        found, complete, steps = course.cuts.below(target_s, course.listed_s, budget.deadline)
+        budget.spend_steps(steps)
+        course.stuck = not complete
+        for cut in found:
+            if cut.load_s * SAME >= search.period_s:
+                break
+            if complete:
+                course.below_s = max(course.below_s, cut.load_s)
+            floor_s, choice = self._try(course, cut.downsets, cut.load_s)
+            if floor_s * SAME < search.period_s:
+                course.open.append((floor_s, choice))
+            budget.check()
+        if complete:
+            course.listed_s = target_s
+            course.below_s = max(course.below_s, target_s)
+            if target_s >= course.cuts.most_s:
+                course.below_s = float("inf")
+
+    def _try(
+        self, course: _Course, downsets: Sequence[int], load_s: float = 0.0
+    ) -> tuple[float, Choice]:
+        """Evaluate a cut under some limits. Returns the least period that others may lead to, and
+        the choice; infinite: to none."""
+        branch, names = course.branch, self.search.relaxation.graph.names
+        choice = Choice(
+            tuple(tuple(names[j] for j in members(b & ~a)) for a, b in pairwise(downsets)),
+            tuple((branch.devices[d],) for d in branch.placement),
+            (branch.recompute,) * len(branch.placement),
+        )
+        return self.search.try_placed(choice, branch.micro_batches, load_s), choice
+
+    def _move(self, courses: Sequence[_Course]) -> None:
+        """Move layers of the best plan between neighbouring stages, while that makes it better."""
+        search = self.search
+        course = next((c for c in courses if _is_of(c, search.best)), None)
+        if course is None or search.best is None:
+            return
+        position = search.relaxation.graph.position
+        downsets = [0]
+        for stage in search.best.stages:
+            downsets.append(downsets[-1] | sum(1 << position[name] for name in stage.nodes))
+        tries = [_MOST_MOVES]
+
+        def cost(moved: tuple[int, ...]) -> float:
+            tries[0] -= 1
+            if tries[0] < 0 or not course.cuts.keeps_pins(moved):
+                return float("inf")
+            before_s = search.period_s
+            self._try(course, moved)
+            better = search.period_s * SAME < before_s
+            return search.period_s if better or moved == tuple(downsets) else float("inf")
+
+        improved(self._places, tuple(downsets), cost)
+
+    def _prove(self, courses: Sequence[_Course]) -> None:
+        """Try all limits of the cuts that others than the usual ones may make better."""
+        search = self.search
+        left = [
+            (floor_s, number, choice, course)
+            for course in courses
+            for number, (floor_s, choice) in enumerate(course.open)
+        ]
+        for floor_s, _, choice, course in sorted(left, key=lambda item: item[:2]):
+            gone = floor_s * SAME >= search.period_s
+            if not gone:
+                search.say(search.standing)
+            if gone or search.try_every_limit(choice, course.branch.micro_batches, floor_s):
+                course.open.remove((floor_s, choice))
+
+
+def _is_of(course: _Course, found: Evaluation | None) -> bool:
+    """Whether a plan is one of a branch's."""
+    branch = course.branch
+    return (
+        found is not None
+        and found.micro_batches == branch.micro_batches
+        and [stage.devices for stage in found.stages]
+        == [(branch.devices[d],) for d in branch.placement]
+        and all(stage.recompute == branch.recompute for stage in found.stages)
+    )
+
+
+def _counts(
+    relaxation: Relaxation, micro_batches: int, *, recompute: bool
+) -> Iterator[DeviceCount]:
+    """What layers cost at the least, whatever the schedule, by each view of `Relaxation.views`; and
+    the bytes that are always there."""
+    name = "recompute" if recompute else "plain"
+    for view in relaxation.views:
+        if view == "return":
+            continue
+        assumed = Assumptions(view=view, unreplicated=True)
+        problem = relaxation.problem(Branch(micro_batches), assumed)
+        (option,) = [
+            o for o, each in enumerate(problem.options) if problem.modes[each.mode].name == name
+        ]
+        place = problem.place(option, problem.devices)
+        each = problem.modes[problem.options[option].mode].compute_s
+        each = each + place.speed * place.sync_s_per_byte * problem.parameter_bytes
+        if problem.serial_s is not None:
+            each = each + problem.serial_s
+        yield DeviceCount(each, problem.serial_fixed_s, problem.before_s, problem.after_s)
+    graph = relaxation.graph
+    always = (1 + relaxation.question.optimizer_state_factor) * graph.parameter_bytes
+    yield DeviceCount(always + graph.buffer_bytes, in_bytes=True)
+
+
+def _along_one_order(problem: StageProblem) -> Lattice:
+    """Some downsets, each with all before a place in a topological order."""
+    masks = list(accumulate(joined(problem), int.__or__))
+    work = problem.modes[0].compute_s
+    done = np.cumsum([sum(work[j] for j in members(group)) for group in joined(problem)])
+    if len(masks) > _MOST_PLACES:
+        wanted = np.linspace(0, done[-1], _MOST_PLACES)
+        masks = [masks[k] for k in sorted({*np.searchsorted(done, wanted[:-1]).tolist()})]
+    return lattice_of(problem, masks)

@@ -1,0 +1,128 @@
+"""Plans with several stages on each device: no plan at all is better than a proven one."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from helpers.by_hand.profiles import chain, profile_by_hand
+from helpers.drawn.questions import drawn_placed
+from timeprest.planner.cluster.cluster import uniform_cluster
+from timeprest.planner.search.solve import solve
+from timeprest.planner.systems.placement import pattern_of
+from timeprest.planner.systems.variants import VARIANTS
+from timeprest.profiles.errors import InfeasibleError, PlanError
+
+
+def found_plan(drawn):
+    question = drawn.question
+    return solve(
+        question.profile,
+        question.cluster,
+        question.variant,
+        mini_batch=question.mini_batch,
+        optimizer_state_factor=question.optimizer_state_factor,
+        update_every=question.update_every,
+        tied=question.tied,
+        micro_batches=drawn.asked,
+        recompute=drawn.recompute,
+        stages_per_device=drawn.per_device,
+        placement=drawn.placement,
+        time_limit_s=None,
+        effort=10**9,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, 160, 40))
+def test_no_plan_beats_a_proven_one(first):
+    seen = proven = 0
+    for seed in range(first, first + 40):
+        drawn = drawn_placed(seed)
+        if drawn is None:
+            continue
+        seen += 1
+        try:
+            plan = found_plan(drawn)
+        except InfeasibleError:
+            assert drawn.best_s is None, seed
+            continue
+        assert drawn.best_s is not None, seed
+        assert plan.solver.bound_s <= drawn.best_s * (1 + 1e-8), seed
+        if len(plan.stages) <= 4 * len(plan.cluster.devices):
+            assert plan.predicted.period_s >= drawn.best_s * (1 - 1e-8), seed
+        if plan.solver.optimal:
+            assert plan.predicted.period_s == pytest.approx(drawn.best_s, rel=1e-8), seed
+        limits = max(len(found.stages) for found in drawn.plans) <= 4
+        if drawn.per_device and (limits or VARIANTS[plan.variant].flushes):
+            assert plan.solver.optimal, seed
+        proven += plan.solver.optimal
+    assert seen > 5, first
+    assert proven > seen / 3
+
+
+def small(**how):
+    """Six equal layers on two devices."""
+    return solve(chain(6), uniform_cluster(2), **{"stages_per_device": 2, **how})
+
+
+def test_a_placement_is_as_asked():
+    pairs = [(stage.devices, len(stage.nodes)) for stage in small(placement="loop").stages]
+    assert [devices for devices, _ in pairs] == [(0,), (1,), (0,), (1,)]
+    assert pattern_of([d for ((d,), _) in pairs], 4) == "loop"
+    found = small(placement="v", stages=4, pins=[("n1", 1), ("n4", 3)])
+    assert [stage.devices[0] for stage in found.stages] == [0, 1, 1, 0]
+    assert "n1" in found.stages[1].nodes
+    assert "n4" in found.stages[3].nodes
+    found = small(placement="v", stages=3)
+    assert [stage.devices[0] for stage in found.stages] == [0, 1, 0]
+    assert small(placement="loop", stages_per_device=3).solver.method == "loads"
+    assert all(stage.recompute for stage in small(recompute="on").stages)
+
+
+def test_auto_takes_more_stages_only_where_they_pay():
+    layers = [(f"n{k}", 0, 1e-3 * t, 2e-3 * t, 0, []) for k, t in enumerate((2, 3, 1))]
+    edges = [("n0", "n1", "a", 8), ("n1", "n2", "b", 8), ("n2", "output", "c", 8)]
+    fast = uniform_cluster(2, bandwidth="1000TB/s", latency="0s")
+    asked = {"micro_batches": 1, "stages_per_device": None}
+    # A cut can't balance them; the V whose bottom is the second layer does.
+    plan = solve(profile_by_hand(layers, edges), fast, **asked)
+    assert [stage.devices[0] for stage in plan.stages] == [0, 1, 0]
+    assert plan.predicted.period_s == pytest.approx(4 * 9e-3)
+    assert plan.solver.optimal
+    plan = solve(chain(6), fast, **asked)
+    assert [stage.devices[0] for stage in plan.stages] == [0, 1]
+    assert plan.solver.optimal
+    assert plan == msgspec.structs.replace(
+        solve(chain(6), fast, micro_batches=1), solver=plan.solver
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"placement": "ring"}, "--placement ring: give one of auto, straight, loop, v"),
+        ({"stages_per_device": 0}, "--stages-per-device 0: give at least 1"),
+        ({"placement": "straight"}, "--stages-per-device 2: --placement straight has one on each"),
+        ({"placement": "v", "stages_per_device": 3}, "--placement v has two on each"),
+        ({"placement": "v", "stages_per_device": 1}, "give --stages-per-device 2 or auto"),
+        ({"stages": 5}, "--stages 5: timeprest can't have that with 2 stages"),
+        ({"stages": 7}, "cut into 6 stages at most"),
+        ({"stages_per_device": 7, "placement": "loop"}, "cut into 6 stages at most"),
+        ({"variant": "pipedream-2bw", "micro_batches": 1}, "pipedream-2bw can't have that"),
+    ],
+)
+def test_contradictions_are_said_in_one_line(asked, words):
+    with pytest.raises(PlanError) as info:
+        small(**asked)
+    assert words in str(info.value)
+    assert "\n" not in str(info.value)
+
+
+def test_what_does_not_fit_says_what_lacks():
+    profile = chain(6, parameters=1000, saved=100)
+    with pytest.raises(InfeasibleError, match=r"\d stages, .*lacks \d+ bytes .*on device 'device"):
+        solve(profile, uniform_cluster(2, "7kB"), stages_per_device=2)
+    found = solve(profile, uniform_cluster(2, "40kB"), stages_per_device=2)
+    assert not any(
+        found.predicted.device_of(s).memory_bytes > 40_000 for s in range(len(found.stages))
+    )
