@@ -4,17 +4,34 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 from helpers.against_oracle import STEPS, train
+from helpers.paths import TESTS
+from helpers.plain_training import train_plainly
 from helpers.plans import plan_by_hand, with_times
+from helpers.processes.stopped_runs import assert_same, check_resumed, run_and_stop
+from timeprest.planner.plan import pipeline_of
 from timeprest.planner.recording import predicted
+from timeprest.planner.schedules.schedules import make_schedule
 from timeprest.planner.systems.placement import placements
 from timeprest.planner.systems.variants import VARIANTS
+from timeprest.profiles.autograd.boundary import storage_key
+from timeprest.profiles.errors import PlanError, RunError
+from timeprest.profiles.measuring.measure import measure
+from timeprest.profiles.target import resolve
+from timeprest.runtime.prepare.prepare import prepare
+from timeprest.runtime.records.progress import read_losses
 from timeprest.runtime.records.recording import measured
 from timeprest.runtime.records.run_dir import load_weights
-from timeprest.runtime.run import run
-from timeprest.runtime.settings import RunSettings
+from timeprest.runtime.run import resume, run
+from timeprest.runtime.settings import OptimizerChoice, RunSettings
+from timeprest.runtime.stage.handed_over import HandedOver
+from timeprest.runtime.training import loop as training
+from timeprest.runtime.verify.check import check
+from timeprest.runtime.verify.dry_run import dry_run
 
 
 def layouts(variant, devices):
@@ -47,16 +64,197 @@ def test_inline_equals_the_oracle(variant, placement, n, mlp_profile, mlp_target
     assert summary.mini_batches == STEPS
 
 
-# In processes ------------------------------------------------------------------------------
+# All that runs may have ------------------------------------------------------------------------
+
+FLUSH = [name for name, variant in VARIANTS.items() if variant.flushes]
+V = (0, 1, 1, 0)
+
+
+def fit(variant, placement=V):
+    """The placement, or one that the system takes."""
+    return placement if placement in layouts(variant, 2) else layouts(variant, 2)[0]
+
+
+def n_of(variant):
+    return 1 if VARIANTS[variant].whole_mini_batches else 4
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_everything_at_once(variant, mlp_profile, mlp_target, tmp_path):
+    """Weighted losses, updates after two mini-batches, an epoch's rest, clipping, a warm-up."""
+    profile, placement = with_times(mlp_profile, backward_s=0.25e-3), fit(variant)
+    how = {"update_every": 2, "placement": placement}
+    if not VARIANTS[variant].recompute_refusal:
+        how["recompute"] = (True, False, True, False)
+    plan = plan_by_hand(profile, variant, 4, n_of(variant), **how)
+    more = {"clip_norm": 0.3, "lr_schedule": "linear", "warmup": 4, "ragged": "pad"}
+    target = mlp_target.replace("MLPTask", "ShortWeighted")
+    train(plan, target, "adam", tmp_path / "run", **more)
+
+
+@pytest.mark.parametrize("variant", FLUSH)
+def test_systems_that_flush_are_plain_training(variant, mlp_profile, mlp_target, tmp_path):
+    placement = fit(variant)
+    plan = plan_by_hand(with_times(mlp_profile), variant, 4, 4, placement=placement)
+    run(plan, RunSettings(task=mlp_target, steps=6, evaluate=False), tmp_path / "run", inline=True)
+    losses, model = train_plainly(mlp_target, plan.mini_batch, 6)
+    measured_ = read_losses(tmp_path / "run" / "metrics.jsonl")
+    np.testing.assert_allclose(measured_, losses, rtol=0, atol=1e-10)
+    state = load_weights(tmp_path / "run")
+    for name, weight in model.state_dict().items():
+        np.testing.assert_allclose(state[name], weight, rtol=0, atol=1e-10)
+
+
+_profiles = {}
+
+
+def plan_for(file, name, variant, placement, n=4, **more):
+    target = f"{TESTS / 'tasks' / file}:{name}"
+    if target not in _profiles:
+        found = measure(resolve(target), batch_size=8, micro_batch_sizes=[2, 4, 8], seconds=0)
+        _profiles[target] = with_times(found)
+    profile = _profiles[target]
+    return target, plan_by_hand(profile, variant, len(placement), n, placement=placement, **more)
+
+
+@pytest.mark.parametrize(
+    ("name", "variant", "placement"),
+    [
+        ("SkipsTask", "gpipe", V),
+        ("SkipsTask", "zb-h1", (0, 1, 0)),
+        ("MaskedTask", "pipedream-flush", (0, 1, 0, 1)),
+        ("ResNetTask", "gpipe", (0, 1, 0)),
+        ("GPTTask", "pipedream-flush", V),
+        ("FrozenTask", "gpipe", (0, 1, 0)),
+    ],
+)
+def test_check_finds_plain_training(name, variant, placement):
+    """Several tensors at a cut, over a stage, with and without gradients; batch norms, dropout."""
+    target, plan = plan_for("variety_tasks.py", name, variant, placement)
+    report = check(plan, RunSettings(task=target), inline=True)
+    assert report.verdict == "same"
+
+
+@pytest.mark.parametrize("variant", ["timeprest", "pipedream", "zb-h1", "gpipe"])
+def test_replicas_equal_one_worker(variant, mlp_profile, mlp_target, tmp_path, monkeypatch):
+    """Two devices with stages 0 and 2 each, one with stage 1."""
+    n = 1 if VARIANTS[variant].whole_mini_batches else 4
+    how = {"placement": (0, 1, 0)}
+    plan = plan_by_hand(with_times(mlp_profile), variant, 3, n, replicas=(2, 1), **how)
+    alone = plan_by_hand(with_times(mlp_profile), variant, 3, n, **how)
+    settings = RunSettings(task=mlp_target, steps=6, clip_norm=0.3, evaluate=False)
+    summary = run(plan, settings, tmp_path / "replicated", inline=True)
+    pipeline = pipeline_of(plan)
+    with monkeypatch.context() as patched:
+        patched.setattr(training, "make_schedule", lambda _, count: make_schedule(pipeline, count))
+        run(alone, settings, tmp_path / "alone", inline=True)
+    assert [report.worker for report in summary.stages] == [0, 1, 2, 0, 1]
+    wanted = load_weights(tmp_path / "alone")
+    for name, weight in load_weights(tmp_path / "replicated").items():
+        torch.testing.assert_close(weight, wanted[name], rtol=0, atol=1e-10)
+
+
+def test_stages_that_share_parameters_and_a_device_are_refused():
+    target, plan = plan_for("variety_tasks.py", "TiedTask", "gpipe", (0, 1, 0), tied="split")
+    with pytest.raises(PlanError, match="stages 0 and 2 share parameters and a device") as error:
+        prepare(plan, RunSettings(task=target))
+    assert "\n" not in str(error.value)
+
+
+def test_a_dry_run_knows_the_workers(mlp_profile, mlp_target, tmp_path):
+    plan = plan_by_hand(with_times(mlp_profile), "timeprest", 4, 4, placement=V)
+    found = dry_run(plan, RunSettings(task=mlp_target, steps=7), str(tmp_path / "run"))
+    assert [worker.name for worker in found.workers] == ["stages 0 and 3", "stages 1 and 2"]
+    planned = [device.memory_bytes for device in plan.predicted.devices]
+    assert [worker.planned_bytes for worker in found.workers] == planned
+    assert [(cut.source, cut.target) for cut in found.cuts] == [
+        (f"stage {s}", f"stage {s + 1}") for s in range(3)
+    ]
+
+
+# Hand-over --------------------------------------------------------------------------------------
+
+
+def test_what_is_handed_over_is_copied_where_a_piece_changes_it():
+    x = torch.ones(3)
+    handed = HandedOver({"x": lambda: {"x"}})
+    first = handed.safe({"x": x, "y": x})
+    assert first["x"] is not x
+    assert first["y"] is x
+    watched = handed.watch(["x", "y"], [first["x"], first["y"]])
+    handed.check(watched)
+    # It is left as it was: the next one is the maker's own, which keeps it anyway.
+    again = handed.safe({"x": x})["x"]
+    assert again is x
+    watched = handed.watch(["x"], [again])
+    assert handed.storages_kept_elsewhere(watched) == {storage_key(x)}
+    again.add_(1)
+    with pytest.raises(RunError, match="'x' is changed in place, and wasn't in the first run"):
+        handed.check(watched)
+    changing = HandedOver({"x": lambda: {"x"}})
+    for _ in range(2):
+        copy = changing.safe({"x": x})["x"]
+        watched = changing.watch(["x"], [copy])
+        copy.zero_()
+        changing.check(watched)
+        assert copy is not x
+        assert not changing.storages_kept_elsewhere(watched)
+
+
+# Checkpoints ------------------------------------------------------------------------------------
+
+SHAKEN = {"steps": None, "epochs": 3, "checkpoint_every": 4}
+"""Epochs of five mini-batches: checkpoints at 4, 8, 12 and 15."""
+
+
+@pytest.mark.parametrize("variant", ["timeprest", "zb-h1"])
+def test_runs_go_on_bit_for_bit(variant, tmp_path):
+    """Random numbers of each stage of a worker, running statistics, what was seen before."""
+    target, plan = plan_for("checkpoint_tasks.py", "ShakenTask", variant, V)
+    summary = check_resumed(plan, RunSettings(task=target, **SHAKEN), tmp_path, 14, 15)
+    assert [len(report.epochs) for report in summary.stages] == [3] * 4
+
+
+def test_a_checkpoint_starts_a_run_under_another_placement(mlp_profile, mlp_target, tmp_path):
+    """As under the same: gpipe is plain training, wherever its stages are."""
+    settings = RunSettings(
+        task=mlp_target,
+        steps=6,
+        optimizer=OptimizerChoice(name="sgd", lr=0.05, momentum=0.9),
+        evaluate=False,
+    )
+    profile = with_times(mlp_profile)
+    plans = [
+        plan_by_hand(profile, "gpipe", len(placement) or 3, 2, placement=placement)
+        for placement in (V, (0, 1, 0, 1), (0, 1, 0), ())
+    ]
+    run(plans[0], settings, tmp_path / "first", inline=True)
+    settings = msgspec.structs.replace(settings, start_from=str(tmp_path / "first"))
+    states = []
+    for k, plan in enumerate(plans):
+        run(plan, settings, tmp_path / str(k), inline=True)
+        states.append(load_weights(tmp_path / str(k)))
+    for state in states[1:]:
+        for name, weight in states[0].items():
+            torch.testing.assert_close(state[name], weight, rtol=0, atol=1e-10)
+
+
+# In processes -----------------------------------------------------------------------------------
+
+
+def same_weights(one, other):
+    """Bit for bit."""
+    found, wanted = load_weights(one), load_weights(other)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("variant", "placement", "n"),
     [
-        ("timeprest", (0, 1, 1, 0), 4),
+        ("timeprest", V, 4),
         ("pipedream-2bw", (0, 1, 0, 1), 4),
-        ("zb-h1", (0, 1, 0), 2),
         ("i-timeprest", (0, 1, 2, 0, 1, 2), 2),
         ("timeprest", (0, 0), 2),
     ],
@@ -65,11 +263,55 @@ def test_processes_are_the_inline_run(variant, placement, n, mlp_profile, mlp_ta
     """Bit for bit, and what the oracle says."""
     stages = len(placement)
     plan = plan_by_hand(with_times(mlp_profile), variant, stages, n, placement=placement)
-    train(plan, mlp_target, "momentum", tmp_path / "processes", inline=False)
+    summary = train(plan, mlp_target, "momentum", tmp_path / "processes", inline=False)
     train(plan, mlp_target, "momentum", tmp_path / "inline")
+    same_weights(tmp_path / "processes", tmp_path / "inline")
+    for report in summary.stages:
+        predicted_ = plan.predicted.device_of(report.stage)
+        assert report.peak.total <= predicted_.accounted.total
+        assert report.idle_share is not None
+
+
+@pytest.mark.processes
+def test_dropout_statistics_and_evaluation_in_processes(tmp_path):
+    """As inline, through gloo, from a checkpoint on."""
+    target, plan = plan_for("checkpoint_tasks.py", "ShakenTask", "timeprest", V)
+    settings = RunSettings(task=target, transport="gloo", **SHAKEN)
+    whole = run(plan, settings, tmp_path / "whole", inline=True)
+    run_and_stop(plan, settings, tmp_path / "stopped", 9)
+    summary = resume(tmp_path / "stopped")
+    assert_same(tmp_path / "whole", tmp_path / "stopped", 15)
+    assert [e.test for e in summary.epochs] == [e.test for e in whole.epochs]
+
+
+@pytest.mark.processes
+def test_replicas_with_sums_over_all_workers_in_processes(mlp_profile, mlp_target, tmp_path):
+    """Clipped by the norm of the whole model, of losses with weights of their own."""
+    plan = plan_by_hand(
+        with_times(mlp_profile), "gpipe", 3, 4, replicas=(2, 1), placement=(0, 1, 0)
+    )
+    target = mlp_target.replace("MLPTask", "WeightedTask")
+    settings = RunSettings(task=target, steps=4, clip_norm=0.1, on_nan="skip")
+    run(plan, settings, tmp_path / "processes")
+    run(plan, settings, tmp_path / "inline", inline=True)
     inline = load_weights(tmp_path / "inline")
     for name, weight in load_weights(tmp_path / "processes").items():
-        assert torch.equal(weight, inline[name]), name
+        torch.testing.assert_close(weight, inline[name], rtol=0, atol=1e-12)
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(120)
+def test_who_failed_is_named_with_its_stages(mlp_profile, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRAP", "SIGKILL:1")
+    plan = plan_by_hand(with_times(mlp_profile), "gpipe", 4, 2, placement=V)
+    target = f"{TESTS / 'tasks/failing_tasks.py'}:TrapTask"
+    settings = RunSettings(task=target, steps=40, evaluate=False, timeout_s=3)
+    message = (
+        r"stages 1 and 2 \(rank 1\) was killed by SIGKILL; last finished 1B4\.1, next 1U4; "
+        r"waiting: stage \d at \d\S+ for stage 1"
+    )
+    with pytest.raises(RunError, match=message):
+        run(plan, settings, tmp_path / "run")
 
 
 # Records -----------------------------------------------------------------------------------
