@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from helpers.drawn.pipelines import ALL
 from helpers.paths import TESTS
 from helpers.plans import plan_by_hand, with_times
 from timeprest.planner.systems.variants import VARIANTS
@@ -37,7 +38,7 @@ def assert_close(one, other, tolerance=1e-9):
 
 
 @one_gpu
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ALL)
 def test_inline_on_a_gpu_is_inline_on_the_cpu(variant, mlp_profile, mlp_target, tmp_path):
     plan = plan_for(mlp_profile, variant, 3)
     for device in ("cpu", "cuda"):
@@ -63,7 +64,7 @@ def test_stages_that_share_a_gpu(variant, replicas, mlp_profile, mlp_target, tmp
 
 @pytest.mark.processes
 @two_gpus
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ALL)
 def test_stages_with_a_gpu_each(variant, mlp_profile, mlp_target, tmp_path):
     plan = plan_for(mlp_profile, variant)
     settings = RunSettings(task=mlp_target, steps=6, device="cuda", clip_norm=1.0)

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from helpers.drawn.pipelines import ALL
 from helpers.paths import TESTS
 from helpers.plain_training import train_plainly
 from helpers.plans import plan_by_hand, with_times
@@ -33,7 +34,7 @@ GRAPH = TESTS / "tasks/graph_task.py"
 STEPS = 7
 ADAM = OptimizerChoice(name="adam", lr=0.05)
 MOMENTUM = OptimizerChoice(name="sgd", lr=0.05, momentum=0.9)
-RUNNING = list(VARIANTS)
+RUNNING = list(ALL)
 WHOLE = [name for name in RUNNING if VARIANTS[name].whole_mini_batches]
 
 

@@ -22,13 +22,14 @@ from timeprest.runtime.settings import RunSettings
 
 
 def cases(stages, counts):
-    """(system, S, N) of all systems that train, with these N where there are micro-batches."""
+    """(system, S, N) of all systems that train so many stages on a device each, with these N where
+    there are micro-batches."""
     return [
         (name, s, n)
         for name, variant in VARIANTS.items()
         for s in stages
         for n in ((1,) if variant.whole_mini_batches else counts)
-        if n >= variant.least_micro_batches(s)
+        if n >= variant.least_micro_batches(s) and (s == 1 or variant.placement == "any")
     ]
 
 

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from helpers.by_hand.profiles import chain, drawn_profiles, profile_by_hand
 from helpers.by_hand.unit_pipelines import unit_pipeline
+from helpers.drawn.pipelines import ALL
 from helpers.drawn.plans import evaluated
 from helpers.plans import REPORT, lone_stages
 from helpers.stage_costs import stage_cost, transfers
@@ -52,7 +53,7 @@ def question(profile, cluster, variant, mini_batch=4, factor=1.0):
 # Replicas ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ALL)
 def test_one_stage_on_two_devices_is_data_parallelism(variant):
     """N/2 micro-batches each, an all-reduce, an update; or half of every mini-batch's samples."""
     profile = chain(1, parameters=1000)
@@ -236,7 +237,7 @@ AMOUNTS = st.integers(0, 1000)
 
 
 @given(
-    st.sampled_from(sorted(VARIANTS)),
+    st.sampled_from(ALL),
     st.integers(1, 4),
     st.integers(1, 2),
     st.builds(StageBytes, **dict.fromkeys(StageBytes.__annotations__, AMOUNTS)),

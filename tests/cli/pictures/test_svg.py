@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 from helpers.drawn.plans import evaluated
-from helpers.plans import REPORT, chain_plan
+from helpers.plans import ALL, REPORT, chain_plan
 from hypothesis import given, settings
 from timeprest.cli.palette import MEMORY
 from timeprest.cli.pictures.svg import FigureSettings, memory_svg, timeline_svg, timelines_svg
@@ -29,12 +29,10 @@ from timeprest.cli.pictures.svg.svg import SHADES, has_pattern, memory_shade, sh
 from timeprest.cli.plan import main
 from timeprest.planner.evaluate import make_plan
 from timeprest.planner.recording import Lane, MemoryPoint, Recording, Span, predicted, steady_times
-from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import UserError
 from timeprest.profiles.files import write_file
 from timeprest.profiles.units import format_bytes
 
-ALL = sorted(VARIANTS)
 SVG = "{http://www.w3.org/2000/svg}"
 KINDS = ("F", "B", "W", "U")
 

@@ -150,7 +150,7 @@ def test_what_ties_keep_together_names_the_ways_out(tmp_path):
     assert "layers 'embed', 'head' share parameters and stay on one stage" in line
     systems = re.search(r"--tied split .*\(--variant (.*?)\)", line)[1].split(", ")
     assert systems == [name for name, v in VARIANTS.items() if v.flushes]
-    for variant in systems:
+    for variant in (name for name in systems if VARIANTS[name].placement == "any"):
         words = [*solve_it, "--stages", "2", "--variant", variant, "-q"]
         done = CliRunner().invoke(main, words)
         assert "; --tied split gives copies to several stages, 4 at most; or" in done.output

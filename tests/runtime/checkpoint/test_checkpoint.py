@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 from click.testing import CliRunner
+from helpers.drawn.pipelines import ALL
 from helpers.paths import TESTS
 from helpers.plans import plan_by_hand, with_times
 from helpers.processes.stopped_runs import (
@@ -39,7 +40,7 @@ from timeprest.runtime.records.run_dir import RunDir, load_weights
 from timeprest.runtime.run import resume, run
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
 
-RUNNING = list(VARIANTS)
+RUNNING = list(ALL)
 WHOLE = [name for name in RUNNING if VARIANTS[name].whole_mini_batches]
 MOMENTUM = OptimizerChoice(name="sgd", lr=0.05, momentum=0.9)
 PLAIN = OptimizerChoice(name="sgd", lr=0.05)

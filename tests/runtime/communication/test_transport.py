@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import torch
+from helpers.drawn.pipelines import ALL
 from helpers.paths import TESTS
 from helpers.plans import plan_by_hand, with_times
 from helpers.processes.pinned_memory_worker import LateCopier
@@ -196,7 +197,7 @@ class Watched(LocalChannels):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ALL)
 @pytest.mark.parametrize("replicas", [[1, 1, 1], [2, 1, 2], [1, 2, 1]])
 def test_both_ends_know_the_sequence_of_messages(
     variant, replicas, mlp_profile, mlp_target, tmp_path, monkeypatch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.drawn.pipelines import ALL
 from helpers.paths import TESTS
 from helpers.plans import plan_by_hand, with_times
 from helpers.processes.pretend_device import DEVICE, Elsewhere, MixedDevicesError
@@ -26,7 +27,7 @@ def test_mixing_devices_is_noticed(elsewhere):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ALL)
 def test_nothing_of_a_stage_stays_on_the_cpu(variant, elsewhere, mlp_profile, mlp_target, tmp_path):
     """Training, a checkpoint, going on from it, and evaluation."""
     whole = VARIANTS[variant].whole_mini_batches

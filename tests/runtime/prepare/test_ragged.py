@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from helpers.drawn.pipelines import ALL
 from helpers.oracle import SGD, Oracle
 from helpers.paths import TESTS
 from helpers.plans import plan_by_hand, with_times
@@ -81,7 +82,7 @@ def compare(run_dir, losses, model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", [name for name, v in VARIANTS.items() if v.flushes])
+@pytest.mark.parametrize("variant", [name for name in ALL if VARIANTS[name].flushes])
 @pytest.mark.parametrize("stages", [1, 3])
 @pytest.mark.parametrize(
     ("n", "mini_batch", "ragged"),
@@ -147,7 +148,7 @@ def train_with_everything(name, mini_batch, steps, *, reading="ours"):
     return model
 
 
-@pytest.mark.parametrize("variant", [name for name, v in VARIANTS.items() if v.flushes])
+@pytest.mark.parametrize("variant", [name for name in ALL if VARIANTS[name].flushes])
 # Of 21 samples: 5, 5, 5, 5 and 1, which is alone in its update; 6, 6, 6 and 3, which isn't.
 @pytest.mark.parametrize(("mini_batch", "steps", "n"), [(5, 14, 3), (6, 14, 4)])
 def test_everything_at_once_is_a_plain_loop(variant, mini_batch, steps, n, few_profile, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 import torch
+from helpers.drawn.pipelines import ALL
 from helpers.paths import TESTS
 from helpers.plans import plan_by_hand, with_times
 from helpers.processes.stopped_runs import assert_same, run_and_stop
@@ -37,7 +38,7 @@ def plan_of(profile, variant="timeprest", **how):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("update_every", [1, 2])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ALL)
 def test_an_epoch_ends_with_its_last_update(variant, update_every, mlp_profile, tmp_path):
     """At every stage, in every system; checkpoints in mid-epoch, and the run's end, don't count."""
     plan = plan_of(mlp_profile, variant, update_every=update_every)

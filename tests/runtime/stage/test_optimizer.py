@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from helpers.drawn.pipelines import ALL
 from helpers.plans import plan_by_hand, with_times
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import RunError, TargetError, UserError
@@ -77,7 +78,7 @@ def settings_of(task, **options):
 # Clipping ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("variant", [name for name, v in VARIANTS.items() if v.flushes])
+@pytest.mark.parametrize("variant", [name for name in ALL if VARIANTS[name].flushes])
 @pytest.mark.parametrize(("stages", "n"), [(1, 2), (3, 1), (3, 4), (7, 3)])
 def test_clipping_in_flush_systems_is_that_of_one_process(
     variant, stages, n, mlp_profile, mlp_target, tmp_path

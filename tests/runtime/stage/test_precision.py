@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 import torch
+from helpers.drawn.pipelines import ALL
 from helpers.paths import TESTS
 from helpers.plans import plan_by_hand, with_times
 from timeprest.planner.systems.variants import VARIANTS
@@ -68,7 +69,7 @@ def furthest(found, wanted, first):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", [name for name, v in VARIANTS.items() if v.flushes])
+@pytest.mark.parametrize("variant", [name for name in ALL if VARIANTS[name].flushes])
 @pytest.mark.parametrize("stages", [1, 4])
 @pytest.mark.parametrize("n", [1, 4])
 def test_flush_systems_are_plain_training_under_autocast(variant, stages, n, profile, tmp_path):

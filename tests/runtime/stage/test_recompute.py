@@ -8,6 +8,7 @@ import msgspec
 import pytest
 import torch
 from graph_task import GraphTask
+from helpers.drawn.pipelines import ALL
 from helpers.plans import REPORT, plan_by_hand, with_times
 from timeprest.planner.evaluate import Question, evaluate, make_plan
 from timeprest.planner.systems.variants import VARIANTS
@@ -98,7 +99,7 @@ def again(profile, plan, stages):
     return make_plan(question, evaluate(question, changed, plan.micro_batches), REPORT)
 
 
-RECOMPUTING = [name for name, variant in VARIANTS.items() if not variant.recompute_refusal]
+RECOMPUTING = [name for name in ALL if not VARIANTS[name].recompute_refusal]
 
 
 @pytest.mark.slow

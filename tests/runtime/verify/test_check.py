@@ -10,6 +10,7 @@ import pytest
 import torch
 import variety_tasks
 from click.testing import CliRunner
+from helpers.drawn.pipelines import ALL
 from helpers.paths import TESTS
 from helpers.plans import plan_by_hand, with_times
 from timeprest.cli.run import main
@@ -100,7 +101,7 @@ def test_a_loss_that_is_no_mean_over_samples_is_named():
     assert "the loss isn't a mean over the samples" in report.notes[0]
 
 
-@pytest.mark.parametrize("variant", [name for name, v in VARIANTS.items() if v.flushes])
+@pytest.mark.parametrize("variant", [name for name in ALL if VARIANTS[name].flushes])
 @pytest.mark.parametrize(
     ("n", "more"), [(3, {}), (4, {"replicas": (1, 2)}), (2, {"update_every": 2})]
 )
