@@ -124,6 +124,11 @@ class DevicePrediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     """The peak of what a run accounts for (`StagePrediction.accounted`)."""
     idle_share: Annotated[float, Meta(ge=0, le=1)]
 
+    @property
+    def accounted_memory(self) -> MemoryByKind:
+        """What to hold a run's account against."""
+        return self.accounted
+
 
 class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What the plan should cost, by simulation."""

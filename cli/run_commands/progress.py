@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from ...planner.plan import Plan
 from ...profiles.errors import StoppedError
 from ...profiles.units import format_rate
+from ...runtime.prepare.workers import workers_of
 from ...runtime.records.metrics import EpochRecord
 from ...runtime.records.status import WorkerStatus, read_statuses
 from ...runtime.settings import RunSettings
@@ -69,8 +70,10 @@ class TrainingProgress:
         self._first: int | None = None
         self._busy: BusyShares | None = None
         if run_dir is not None:
-            stages = [s for s, stage in enumerate(plan.stages) for _ in stage.devices]
-            self._busy = BusyShares(run_dir / "status", stages)
+            workers = workers_of(plan.stages)
+            lanes = sorted({worker.stages for worker in workers})
+            devices = [lanes.index(worker.stages) for worker in workers]
+            self._busy = BusyShares(run_dir / "status", devices)
 
     @_stopping
     def starting(self, what: str) -> None:
@@ -119,16 +122,16 @@ class Rate:
 
 
 class BusyShares:
-    """Busy shares of the stages: in how many samples of their workers' status these compute.
+    """Busy shares of the devices: in how many samples of their workers' status these compute.
 
     Workers note what they do and whom they wait for where others can read it
     (`runtime.records.status`): looking costs them nothing.
     """
 
-    def __init__(self, statuses: Path, stages: Sequence[int]) -> None:
-        """`stages`: of each rank."""
+    def __init__(self, statuses: Path, devices: Sequence[int]) -> None:
+        """`devices`: the number of each rank's; replicas of a stage have one."""
         self._folder = statuses
-        self._stages = stages
+        self._devices = devices
         self._looks: deque[tuple[float, dict[int, bool]]] = deque()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._work, daemon=True)
@@ -146,14 +149,14 @@ class BusyShares:
                 self._looks.popleft()
 
     def shares(self) -> list[float]:
-        """Per stage; empty before all of them have been seen."""
-        counts = [[0, 0] for _ in range(1 + max(self._stages))]
+        """Per device; empty before all of them have been seen."""
+        counts = [[0, 0] for _ in range(1 + max(self._devices))]
         with self._lock:
             for _, look in self._looks:
                 for rank, busy in look.items():
-                    if rank < len(self._stages):
-                        counts[self._stages[rank]][0] += busy
-                        counts[self._stages[rank]][1] += 1
+                    if rank < len(self._devices):
+                        counts[self._devices[rank]][0] += busy
+                        counts[self._devices[rank]][1] += 1
         if not all(seen for _, seen in counts):
             return []
         return [busy / seen for busy, seen in counts]

@@ -20,6 +20,7 @@ from ..tables.layout import compact_table, counted
 
 if TYPE_CHECKING:
     from ...planner.recording import Recording
+    from ...runtime.prepare.workers import Worker
     from ..pictures.html.run_data import RunFacts
 
 
@@ -142,21 +143,23 @@ def print_run(console: Console, run: RunFacts) -> None:
     )
     steady = steady_times(plan)
     for worker in run.workers:
-        predicted = plan.predicted.stages[worker.stage]
-        epochs = run.stage_epochs[worker.number]
-        times, idle = run.times[worker.number], run.idle_shares[worker.number]
-        peak = _peak_bytes(run, worker.number)
+        first = worker.stages[0]
+        predicted = plan.predicted.device_of(first)
+        versions = max(plan.predicted.stages[s].versions_held for s in worker.stages)
+        epochs = run.worker_epochs[worker.rank]
+        times, idle = run.times[worker.rank], run.idle_shares[worker.rank]
+        peak = _peak_bytes(run, worker)
         held = max((epoch.versions_held for epoch in epochs), default=None)
         table.add_row(
             worker.name,
             "-" if times is None else format_seconds(times.compute_s),
-            format_seconds(steady[worker.stage].compute_s),
+            format_seconds(steady[first].compute_s),
             "-" if times is None else format_seconds(times.communication_s),
             "-" if idle is None else f"{idle:.0%}",
             f"{predicted.idle_share:.0%}",
             "-" if peak is None else format_bytes(peak),
             format_bytes(predicted.accounted_memory.total),
-            "-" if held is None else f"{held} ({predicted.versions_held})",
+            "-" if held is None else f"{held} ({versions})",
         )
     console.print(table)
     of = "all training"
@@ -191,13 +194,13 @@ def _period_line(run: RunFacts) -> Text:
     return Text(text)
 
 
-def _peak_bytes(run: RunFacts, rank: int) -> int | None:
+def _peak_bytes(run: RunFacts, worker: Worker) -> int | None:
     if run.summary is not None:
-        peak = run.summary.stages[rank].peak
+        peak = run.summary.stages[worker.replicas[0].number].peak
         return None if peak is None else peak.total
     if run.measured is None:
         return None
-    return max((sum(p.nbytes) for p in run.measured.memory if p.lane == rank), default=None)
+    return max((sum(p.nbytes) for p in run.measured.memory if p.lane == worker.rank), default=None)
 
 
 def _overview(runs: Sequence[RunFacts]) -> Any:

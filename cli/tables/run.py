@@ -7,6 +7,7 @@ from rich.text import Text
 
 from ...planner.plan import Plan
 from ...profiles.units import format_bytes, format_seconds
+from ...runtime.prepare.workers import workers_of
 from ...runtime.records.metrics import EpochRecord, RunSummary, StageReport
 from .layout import compact_table, counted
 
@@ -24,16 +25,18 @@ def epoch_line(record: EpochRecord) -> str:
 
 
 def summary_table(plan: Plan, summary: RunSummary) -> Table:
-    """One row per worker: measured beside predicted."""
+    """One row per stage's replica: measured beside predicted; idle time, peak and RSS are its
+    worker's."""
     table = compact_table(
         f"{summary.variant}, {_workers(plan)}, {summary.mode}",
         ["stage"],
         ["compute", "comm.", "idle", "(pred.)", "peak", "(pred.)", "RSS", "versions", "(pred.)"],
     )
     for report in summary.stages:
-        predicted = plan.predicted.stages[report.stage]
+        predicted = plan.predicted.device_of(report.stage)
         # What the runtime can't see (scratch memory inside operations) isn't compared.
         accounted = predicted.accounted_memory.total
+        versions = plan.predicted.stages[report.stage].versions_held
         table.add_row(
             _which(plan, report),
             format_seconds(report.compute_s),
@@ -44,7 +47,7 @@ def summary_table(plan: Plan, summary: RunSummary) -> Table:
             format_bytes(accounted),
             format_bytes(report.rss_peak_bytes),
             str(report.versions_held),
-            str(predicted.versions_held),
+            str(versions),
         )
     return table
 
@@ -64,7 +67,7 @@ def _device_lines(plan: Plan, summary: RunSummary) -> list[Text]:
 
 
 def _workers(plan: Plan) -> str:
-    stages, workers = len(plan.stages), sum(len(stage.devices) for stage in plan.stages)
+    stages, workers = len(plan.stages), len(workers_of(plan.stages))
     text = counted(stages, "stage", "stages")
     return text if workers == stages else f"{text} on {workers} workers"
 

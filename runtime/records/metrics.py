@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -346,7 +347,7 @@ class EpochSums(msgspec.Struct, kw_only=True):
 
 
 def training_times(epochs: Iterable[StageEpoch]) -> LaneTimes:
-    """A stage's times in all its epochs, in seconds, and how long its worker was idle."""
+    """A worker's times in all its epochs, in seconds."""
     each = [LaneTimes(e.compute_s, e.communication_s, e.idle_s) for e in epochs]
     return (
         LaneTimes(*(sum(seconds) for seconds in zip(*each, strict=True)))
@@ -355,16 +356,34 @@ def training_times(epochs: Iterable[StageEpoch]) -> LaneTimes:
     )
 
 
-def worker_times(stages: Iterable[Iterable[StageEpoch]]) -> LaneTimes:
-    """A worker's times in all its epochs, in seconds. `stages`: the epochs of each of its stages.
+def worker_epochs(stages: Sequence[Sequence[StageEpoch]]) -> tuple[StageEpoch, ...]:
+    """A worker's epochs that all its stages have done.
 
-    Each of them says how long the worker was idle.
+    Args:
+        stages: the epochs of each.
     """
-    each = [training_times(epochs) for epochs in stages]
-    return LaneTimes(
-        sum(times.compute_s for times in each),
-        sum(times.communication_s for times in each),
-        max((times.idle_s for times in each), default=0.0),
+    if len(stages) == 1:
+        return tuple(stages[0])
+    return tuple(map(_of_worker, zip(*stages, strict=False)))
+
+
+def _of_worker(stages: Sequence[StageEpoch]) -> StageEpoch:
+    """An epoch on all stages of a worker, each of which says how long that was idle."""
+    differences: Counter[int] = Counter()
+    for epoch in stages:
+        differences.update(epoch.version_differences)
+    backwards = [sum(epoch.version_differences.values()) for epoch in stages]
+    pairs = zip(stages, backwards, strict=True)
+    distance = sum(epoch.weight_distance * count for epoch, count in pairs)
+    return StageEpoch(
+        epoch=stages[0].epoch,
+        compute_s=sum(epoch.compute_s for epoch in stages),
+        communication_s=sum(epoch.communication_s for epoch in stages),
+        idle_s=max(epoch.idle_s for epoch in stages),
+        versions_held=max(epoch.versions_held for epoch in stages),
+        version_differences=dict(sorted(differences.items())),
+        weight_distance=distance / max(sum(backwards), 1),
+        largest_weight_distance=max(epoch.largest_weight_distance for epoch in stages),
     )
 
 

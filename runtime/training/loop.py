@@ -36,7 +36,7 @@ from ..records.metrics import (
     StageEpoch,
     StageReport,
     training_times,
-    worker_times,
+    worker_epochs,
 )
 from ..records.operation_log import StageEpochFile, operation_log, read_stage_epochs
 from ..records.progress import Both, MetricsFile, Observer, Silent
@@ -349,11 +349,8 @@ class Course:
         ):
             times = training_times(epochs)
             rank = runner.replica.rank
-            together = worker_times(
-                each
-                for other, each in zip(self.runners, self.stage_epochs, strict=True)
-                if other.replica.rank == rank
-            )
+            every = zip(self.runners, self.stage_epochs, strict=True)
+            together = worker_epochs([each for r, each in every if r.replica.rank == rank])
             found.append(
                 StageReport(
                     stage=runner.number,
@@ -362,7 +359,7 @@ class Course:
                     compute_s=times.compute_s,
                     communication_s=times.communication_s,
                     idle_s=times.idle_s,
-                    wall_s=together.wall_s,
+                    wall_s=training_times(together).wall_s,
                     sent_bytes=sum(m.sent_bytes for m in metrics),
                     periods_s=[m.period_s for m in metrics if m.period_s is not None],
                     peak=self._peak(rank),

@@ -149,10 +149,10 @@ def test_memory_is_that_of_the_account(runs):
     found = measured(runs / "one")
     facts = read_facts(runs / "one")
     for worker in facts.workers:
-        points = [p for p in found.memory if p.lane == worker.number]
-        most = facts.summary.stages[worker.number].peak.total
+        points = [p for p in found.memory if p.lane == worker.rank]
+        most = facts.summary.stages[worker.rank].peak.total
         assert 0.5 * most < max(sum(p.nbytes) for p in points) <= most
-        weights = facts.plan.predicted.stages[worker.stage].parameter_bytes
+        weights = facts.plan.predicted.stages[worker.stages[0]].parameter_bytes
         assert all(p.nbytes[0] == weights for p in points)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import pairwise
 
 import msgspec
@@ -13,6 +14,8 @@ from helpers.paths import TESTS
 from helpers.plain_training import train_plainly
 from helpers.plans import plan_by_hand, with_times
 from helpers.processes.stopped_runs import assert_same, check_resumed, run_and_stop
+from timeprest.cli.pictures.html.run_data import read_facts, run_figures
+from timeprest.cli.tables.run import summary_table
 from timeprest.planner.plan import pipeline_of
 from timeprest.planner.recording import predicted
 from timeprest.planner.schedules.schedules import make_schedule
@@ -103,6 +106,18 @@ def test_systems_that_flush_are_plain_training(variant, mlp_profile, mlp_target,
     state = load_weights(tmp_path / "run")
     for name, weight in model.state_dict().items():
         np.testing.assert_allclose(state[name], weight, rtol=0, atol=1e-10)
+
+
+def test_evaluation_is_that_of_a_stage_per_device(mlp_profile, mlp_target, tmp_path):
+    """Each stage a micro-batch behind the one before it."""
+    tests = []
+    for k, placement in enumerate([V, (0, 1, 0, 1), ()]):
+        plan = plan_by_hand(with_times(mlp_profile), "gpipe", 4, 4, placement=placement)
+        settings = RunSettings(task=mlp_target, epochs=2)
+        summary = run(plan, settings, tmp_path / str(k), inline=True)
+        tests.append([epoch.test["loss"] for epoch in summary.epochs])
+    for found in tests[:-1]:
+        assert found == pytest.approx(tests[-1], abs=1e-10)
 
 
 _profiles = {}
@@ -345,3 +360,27 @@ def test_times_of_a_worker_are_of_all_its_stages(mlp_profile, mlp_target, tmp_pa
         busy_s = sum(r.compute_s + r.communication_s for r in (first, second))
         assert first.wall_s == pytest.approx(busy_s + first.idle_s)
         assert first.sent_bytes > 0
+
+
+def test_a_report_has_a_row_for_each_worker(mlp_profile, mlp_target, tmp_path):
+    plan = plan_by_hand(with_times(mlp_profile), "timeprest", 4, 4, placement=V)
+    settings = RunSettings(task=mlp_target, steps=12, evaluate=False)
+    summary = run(plan, settings, tmp_path / "run", inline=True)
+    facts = read_facts(tmp_path / "run")
+    assert [worker.name for worker in facts.workers] == ["stages 0 and 3", "stages 1 and 2"]
+    assert not any("No operations" in line for line in facts.missing)
+    page = run_figures(facts)
+    for worker, row in zip(facts.workers, page["workers"], strict=True):
+        of_stages = [summary.stages[s] for s in worker.stages]
+        assert row["compute_s"] == pytest.approx(sum(report.compute_s for report in of_stages))
+        assert row["idle_s"] == pytest.approx(of_stages[0].idle_s, abs=1e-9)
+        assert sum(row["memory"]["measured"]) == of_stages[0].peak.total
+        assert sum(row["memory"]["predicted"]) >= of_stages[0].peak.total
+        (epoch,) = row["epochs"]
+        counts = [Counter(report.version_differences) for report in of_stages]
+        assert sum(counts, Counter()) == {
+            int(d): count for d, count in epoch["version_differences"].items()
+        }
+    table = summary_table(plan, summary)
+    assert table.row_count == 4
+    assert table.title == "timeprest, 4 stages on 2 workers, inline"

@@ -14,7 +14,7 @@ from ....planner.plan import Plan
 from ....planner.recording import MEMORY_KINDS, LaneTimes, Recording, by_kind, steady_times
 from ....profiles.errors import FileError, ScheduleError
 from ....profiles.files import read_limited
-from ....runtime.prepare.workers import Replica, all_replicas
+from ....runtime.prepare.workers import Replica, Worker, workers_of
 from ....runtime.records.metrics import (
     EpochRecord,
     RunSummary,
@@ -22,6 +22,7 @@ from ....runtime.records.metrics import (
     decode,
     measured_times,
     training_times,
+    worker_epochs,
 )
 from ....runtime.records.operation_log import read_stage_epochs
 from ....runtime.records.progress import read_progress
@@ -38,7 +39,7 @@ class RunFacts:
     Attributes:
         name: what the report calls the run. losses: per epoch that was begun, of each mini-batch in
         it; NaN where it wasn't a number. of_epoch: mini-batches of an epoch; None: not known yet.
-        stage_epochs: per worker, of each epoch that it has done. summary: None: the run hasn't
+        worker_epochs: per worker, of each epoch that it has done. summary: None: the run hasn't
         ended. times: per worker, of a mini-batch (`runtime.records.metrics.measured_times`); None:
         not known
             yet.
@@ -49,11 +50,11 @@ class RunFacts:
     name: str
     plan: Plan
     settings: RunSettings
-    workers: tuple[Replica, ...]
+    workers: tuple[Worker, ...]
     losses: tuple[tuple[float, ...], ...]
     of_epoch: int | None
     epochs: tuple[EpochRecord, ...]
-    stage_epochs: tuple[tuple[StageEpoch, ...], ...]
+    worker_epochs: tuple[tuple[StageEpoch, ...], ...]
     summary: RunSummary | None
     times: tuple[LaneTimes | None, ...]
     measured: Recording | None
@@ -91,7 +92,7 @@ def read_facts(run_dir: str | Path, name: str | None = None) -> RunFacts:
     if not (where.path / "settings.json").exists():
         raise FileError(f"{run_dir}: is no run of this version: it has no settings.json")
     plan, settings = where.read()
-    workers = all_replicas(plan.stages)
+    workers = workers_of(plan.stages)
     losses, of_epoch, epochs = _progress(where.metrics)
     missing = []
     summary_path = where.path / "summary.json"
@@ -99,9 +100,8 @@ def read_facts(run_dir: str | Path, name: str | None = None) -> RunFacts:
     if summary is None:
         done = sum(len(each) for each in losses)
         missing.append(f"The run hasn't ended: {done} mini-batches are done so far.")
-    stage_epochs = tuple(
-        read_stage_epochs(where.stage_metrics(worker))
-        or tuple(summary.stages[worker.number].epochs if summary is not None else ())
+    by_worker = tuple(
+        worker_epochs([_epochs_of(where, replica, summary) for replica in worker.replicas])
         for worker in workers
     )
     found = measured(run_dir)
@@ -113,15 +113,14 @@ def read_facts(run_dir: str | Path, name: str | None = None) -> RunFacts:
             beside = counterpart(plan, found, of_epoch)
         except ScheduleError as error:
             missing.append(f"No predicted timeline: {error}.")
-        absent = [w.name for w in workers if not any(s.lane == w.number for s in found.spans)]
+        absent = [w.name for w in workers if not any(s.lane == w.rank for s in found.spans)]
         if absent:
             missing.append(
                 f"No operations of {', '.join(absent)}: where hosts keep files of their own, "
                 "gather their recorded/ or operations/ folders in one run directory."
             )
     times = tuple(
-        measured_times(worker.number, stage_epochs[worker.number], epochs, found)
-        for worker in workers
+        measured_times(worker.rank, by_worker[worker.rank], epochs, found) for worker in workers
     )
     facts = RunFacts(
         name or where.path.name or str(run_dir),
@@ -131,7 +130,7 @@ def read_facts(run_dir: str | Path, name: str | None = None) -> RunFacts:
         losses,
         of_epoch,
         epochs,
-        stage_epochs,
+        by_worker,
         summary,
         times,
         found,
@@ -264,22 +263,29 @@ def _epochs(facts: RunFacts) -> list[dict[str, Any]]:
     return found
 
 
-def _worker(facts: RunFacts, worker: Replica) -> dict[str, Any]:
-    predicted = facts.plan.predicted.stages[worker.stage]
-    epochs = facts.stage_epochs[worker.number]
-    report = None if facts.summary is None else facts.summary.stages[worker.number]
+def _epochs_of(where: RunDir, replica: Replica, summary: RunSummary | None) -> Sequence[StageEpoch]:
+    known = read_stage_epochs(where.stage_metrics(replica))
+    return known or (() if summary is None else summary.stages[replica.number].epochs)
+
+
+def _worker(facts: RunFacts, worker: Worker) -> dict[str, Any]:
+    stages = [facts.plan.predicted.stages[s] for s in worker.stages]
+    predicted = facts.plan.predicted.device_of(worker.stages[0])
+    epochs = facts.worker_epochs[worker.rank]
+    number = worker.replicas[0].number
+    report = None if facts.summary is None else facts.summary.stages[number]
     peak = _peak(facts, worker)
-    total, each = training_times(epochs), facts.times[worker.number]
+    total, each = training_times(epochs), facts.times[worker.rank]
     return {
         "name": worker.name,
-        "stage": worker.stage,
-        "replica": worker.index,
+        "stage": worker.stages[0],
+        "replica": worker.replicas[0].index,
         **total._asdict(),
-        "idle_share": facts.idle_shares[worker.number],
+        "idle_share": facts.idle_shares[worker.rank],
         "idle_share_predicted": predicted.idle_share,
         "per_mini_batch": {
             "measured": None if each is None else each._asdict(),
-            "predicted": steady_times(facts.plan)[worker.stage]._asdict(),
+            "predicted": steady_times(facts.plan)[worker.stages[0]]._asdict(),
         },
         "memory": {
             "measured": peak,
@@ -288,9 +294,9 @@ def _worker(facts: RunFacts, worker: Replica) -> dict[str, Any]:
         },
         "versions_held": {
             "measured": max((epoch.versions_held for epoch in epochs), default=None),
-            "predicted": predicted.versions_held,
+            "predicted": max(stage.versions_held for stage in stages),
         },
-        "version_difference_predicted": predicted.version_difference,
+        "version_difference_predicted": max(stage.version_difference for stage in stages),
         "epochs": [
             {
                 "epoch": epoch.epoch,
@@ -308,14 +314,14 @@ def _worker(facts: RunFacts, worker: Replica) -> dict[str, Any]:
     }
 
 
-def _peak(facts: RunFacts, worker: Replica) -> list[int] | None:
+def _peak(facts: RunFacts, worker: Worker) -> list[int] | None:
     """Bytes by kind at the fullest moment: of the run, or of what was recorded of it so far."""
     if facts.summary is not None:
-        peak = facts.summary.stages[worker.number].peak
+        peak = facts.summary.stages[worker.replicas[0].number].peak
         return None if peak is None else list(by_kind(peak))
     if facts.measured is None:
         return None
-    points = [p.nbytes for p in facts.measured.memory if p.lane == worker.number]
+    points = [p.nbytes for p in facts.measured.memory if p.lane == worker.rank]
     return list(max(points, key=sum)) if points else None
 
 

@@ -214,6 +214,21 @@ def test_both_ends_know_the_sequence_of_messages(
     assert Watched.sent == Watched.wanted
 
 
+@pytest.mark.parametrize("variant", ["timeprest", "gpipe", "zb-h1", "pipedream-2bw"])
+def test_also_where_workers_have_several_stages(
+    variant, mlp_profile, mlp_target, tmp_path, monkeypatch
+):
+    """Of two stages of a worker, each sends and receives apart from the other."""
+    plan = plan_by_hand(with_times(mlp_profile), variant, 4, 4, placement=(0, 1, 1, 0))
+    monkeypatch.setattr(Watched, "sent", {}, raising=False)
+    monkeypatch.setattr(Watched, "wanted", {}, raising=False)
+    monkeypatch.setattr("timeprest.runtime.communication.transport.LocalChannels", Watched)
+    running.run(plan, RunSettings(task=mlp_target, steps=4), tmp_path / "run", inline=True)
+    between = {(source.stage, target.stage) for source, target in Watched.sent}
+    assert between == {(0, 1), (1, 0), (2, 3), (3, 2)}
+    assert Watched.sent == Watched.wanted
+
+
 def test_also_where_a_stage_sends_several_tensors(tmp_path, monkeypatch):
     from timeprest.profiles.measuring.measure import measure
     from timeprest.profiles.target import resolve
