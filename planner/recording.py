@@ -158,6 +158,11 @@ class Recording:
         ends = [span.end_s for span in self.spans]
         return max([*ends, *(message.end_s for message in self.messages)], default=0.0)
 
+    def name(self, span: Span) -> str:
+        """``F3.1``; ``2F3.1`` of stage 2 on a lane with several."""
+        stage = str(span.stage) if len(self.lanes[span.lane].stages) > 1 else ""
+        return stage + span.name
+
 
 def lanes_of(stages: Sequence[PlanStage]) -> tuple[Lane, ...]:
     """The lanes of a plan's stages, in the sequence of their workers' ranks: device by device as

@@ -1,7 +1,8 @@
 """Recordings as Chrome-trace JSON, for Perfetto and chrome://tracing.
 
 A process for each rank; on it threads for computing, communication and waiting, arrows for
-messages, and a counter of the memory held, by kind. Where there are several recordings, each has
+messages, and a counter of the memory held, by kind. Operations of ranks with several stages begin
+with the stage's number. Where there are several recordings, each has
 processes of its own on the same axis.
 """
 
@@ -120,6 +121,8 @@ def _thread(pid: int, tid: int, name: str) -> Iterator[Event]:
 def _spans(recording: Recording, first: int) -> Iterator[Event]:
     for span in recording.spans:
         args: dict[str, Any] = {"mini_batch": span.mini_batch}
+        if len(recording.lanes[span.lane].stages) > 1:
+            args["stage"] = span.stage
         if span.micro_batch is not None:
             args["micro_batch"] = span.micro_batch
         if span.version is not None:
@@ -130,7 +133,7 @@ def _spans(recording: Recording, first: int) -> Iterator[Event]:
         yield _slice(
             first + span.lane,
             COMPUTE,
-            span.name,
+            recording.name(span),
             span.start_s,
             span.end_s,
             cat=_CATEGORIES[span.kind],
@@ -154,7 +157,7 @@ def _besides(recording: Recording, first: int) -> Iterator[Event]:
             yield _slice(
                 first + span.lane,
                 WAITING,
-                f"wait {span.name}",
+                f"wait {recording.name(span)}",
                 before.end_s,
                 span.start_s,
                 cat="wait",

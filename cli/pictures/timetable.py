@@ -7,7 +7,7 @@ stage |0 s        |5 ms       |10 ms
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -17,7 +17,7 @@ from rich.style import Style
 from rich.text import Text
 
 from ...planner.plan import Plan
-from ...planner.recording import Lane, Recording, Span, predicted
+from ...planner.recording import Lane, Recording, Span, predicted, stages_text
 from ...planner.systems.operations import BACKWARD, FORWARD, UPDATE, WEIGHT
 from ...planner.systems.variants import variant_named
 from ...profiles.errors import UserError
@@ -55,7 +55,7 @@ def timetable(
         lanes: positions of the lanes to draw.
     """
     names = [lane_name(recording.lanes, k) for k in lanes]
-    head = "stage"
+    head = "stages" if _several(recording) else "stage"
     label = 1 + max(len(head), *map(len, names))
     columns = max(console.width - label, _LEAST_COLUMNS)
     longest = max(panel.length_s for panel in panels)
@@ -67,9 +67,10 @@ def timetable(
         width = min(columns, max(1, round(panel.length_s / column_s)))
         lines.append(Text(panel.title, style="bold"))
         lines.append(Text(head.ljust(label)).append(_scale(width, column_s), "dim"))
-        for name, k in zip(names, lanes, strict=True):
-            line = Text(name.ljust(label))
-            for text, style in _lane(console, spans[k], panel.begin_s, column_s, width):
+        for words, k in zip(names, lanes, strict=True):
+            line = Text(words.ljust(label))
+            name = recording.name if len(recording.lanes[k].stages) > 1 else None
+            for text, style in _lane(console, spans[k], panel.begin_s, column_s, width, name):
                 line.append(text, style)
             line.no_wrap = True
             lines.append(line)
@@ -77,10 +78,10 @@ def timetable(
 
 
 def lane_name(lanes: Sequence[Lane], k: int) -> str:
-    """``3``; ``3.1`` for replica 1 of stage 3."""
+    """``3``; ``3.1`` for replica 1 of stage 3; ``0,3`` for a device with both."""
     lane = lanes[k]
     beside = any(0 <= j < len(lanes) and lanes[j].stages == lane.stages for j in (k - 1, k + 1))
-    name = ",".join(map(str, lane.stages))
+    name = stages_text(lane.stages).partition(" ")[2].replace(", ", ",")
     return f"{name}.{lane.replica}" if beside else name
 
 
@@ -114,19 +115,39 @@ def _round_up(seconds: float) -> float:
     return next(digit * power for digit in (1, 2, 5, 10) if digit * power >= seconds * (1 - 1e-9))
 
 
+def _several(recording: Recording) -> bool:
+    """Whether some lane has several stages."""
+    return any(len(lane.stages) > 1 for lane in recording.lanes)
+
+
+_Namer = Callable[[Span], str]
+
+
 def _lane(
-    console: Console, spans: Sequence[Span], begin_s: float, column_s: float, columns: int
+    console: Console,
+    spans: Sequence[Span],
+    begin_s: float,
+    column_s: float,
+    columns: int,
+    staged: _Namer | None,
 ) -> Iterator[tuple[str, Style | str]]:
-    """Pieces of a lane's line with their styles."""
+    """Pieces of a lane's line with their styles.
+
+    Args:
+        staged: names operations with their stage, where the lane has several.
+    """
     shown = _shown(spans, begin_s, column_s, columns)
     colours = has_colours(console)
     several = any(span.micro_batch for span in spans)
-    for piece in _pieces(shown):
+    for piece in _pieces(shown, staged or _own_name):
         if piece.span is None:
             yield _IDLE * piece.width, "dim"
         else:
             span = piece.span
-            text = _label(span, piece.width, micro=several and not piece.many)
+            micro = several and not piece.many
+            text = _label(span, piece.width, micro=micro)
+            if staged:
+                text = _staged_label(span, piece.width, micro=micro, colours=colours)
             text = text.ljust(piece.width, " " if colours else _FILL[span.kind])
             yield text, operation_style(console, span.kind, span.mini_batch)
 
@@ -152,11 +173,11 @@ def _shown(
                 best[x], most[x] = span, share
     found = [span if busy[x] >= 0.5 else None for x, span in enumerate(best)]
     # What is short amid idle time has a column all the same, one for each kind and mini-batch.
-    drawn = {(span.kind, span.mini_batch) for span in found if span is not None}
+    drawn = {_alike(span) for span in found if span is not None}
     for x, short in enumerate(best):
-        if short is not None and found[x] is None and (short.kind, short.mini_batch) not in drawn:
+        if short is not None and found[x] is None and _alike(short) not in drawn:
             found[x] = short
-            drawn.add((short.kind, short.mini_batch))
+            drawn.add(_alike(short))
     for b, span in updates:
         # Too short for a column: it has the last one of what went before, if that has others.
         at = int(b - 1e-6 * max(b, 1.0))
@@ -169,6 +190,10 @@ def _shown(
     return found
 
 
+def _alike(span: Span) -> tuple[int, str, int]:
+    return span.stage, span.kind, span.mini_batch
+
+
 @dataclass(frozen=True)
 class _Piece:
     """Columns of one operation, or of several of a kind and mini-batch (`many`); or idle ones."""
@@ -178,12 +203,16 @@ class _Piece:
     many: bool = False
 
 
-def _pieces(shown: Sequence[Span | None]) -> Iterator[_Piece]:
+def _own_name(span: Span) -> str:
+    return span.name
+
+
+def _pieces(shown: Sequence[Span | None], name: _Namer) -> Iterator[_Piece]:
     runs = [(span, len(list(group))) for span, group in groupby(shown)]
-    for _, group in groupby(runs, key=lambda run: run[0] and (run[0].kind, run[0].mini_batch)):
+    for _, group in groupby(runs, key=lambda run: run[0] and _alike(run[0])):
         several = list(group)
         # Where no micro-batch has room for its name, all of a mini-batch in a row share one.
-        if any(span is None or len(span.name) <= width for span, width in several):
+        if any(span is None or len(name(span)) <= width for span, width in several):
             yield from (_Piece(span, width) for span, width in several)
         else:
             yield _Piece(several[0][0], sum(width for _, width in several), many=True)
@@ -195,6 +224,14 @@ def _label(span: Span, width: int, *, micro: bool) -> str:
     if micro and len(span.name) <= width:
         return span.name
     return whole if len(whole) <= width else span.kind
+
+
+def _staged_label(span: Span, width: int, *, micro: bool, colours: bool) -> str:
+    """``2F3.1``, or as much of it as there is room for: the kind where colours don't say it."""
+    whole = f"{span.stage}{span.kind}{span.mini_batch}"
+    names = [f"{span.stage}{span.name}"] if micro else []
+    names += [whole, f"{span.stage}{span.kind}", str(span.stage) if colours else span.kind]
+    return next((name for name in names if len(name) <= width), span.kind)
 
 
 # tp-plan show --timeline --------------------------------------------------------------------------
@@ -333,12 +370,14 @@ def _legend(console: Console, plan: Plan, recording: Recording, lanes: list[int]
     text.append("· idle")
     if plan.micro_batches > 1:
         text.append(f"  {FORWARD}3.1: micro-batch 1 of mini-batch 3")
+    if _several(recording):
+        text.append(f"  2{FORWARD}3: of stage 2")
     said = [text]
     period = format_seconds(plan.predicted.period_s)
     note = f"period {period} per mini-batch in the steady state; messages aren't drawn"
     if len(lanes) < len(recording.lanes):
         note += f"; {len(lanes)} of {len(recording.lanes)} lanes (-v: all)"
     elif any("." in lane_name(recording.lanes, k) for k in lanes):
-        note += "; 1.0: replica 0 of stage 1"
+        note += "; 1.0: replica 0 of stage 1" + "; 0,3.1: replica 1 of both" * _several(recording)
     said.append(Text(note, style="dim"))
     return Group(*said)

@@ -52,6 +52,7 @@ import numpy as np
 from .... import __version__
 from ....planner.plan import Plan
 from ....planner.recording import MEMORY_KINDS, Recording, predicted
+from ....planner.systems.placement import numbered_devices, pattern_of
 from ....profiles.files import write_bytes
 from ...errors import printable
 from ...palette import LIGHTENED, LIMIT, MEMORY, OPERATIONS, SERIES
@@ -67,7 +68,9 @@ def columns(recording: Recording) -> dict[str, Any]:
     """A recording as columns of numbers, which the script's `TP.Recording` decodes.
 
     A column is ``"u4:…"``: the type, then its numbers in base64, the lowest byte first. Indices
-    that may be missing are -1 there. Memory points refer to the table of distinct states.
+    that may be missing are -1 there. Memory points refer to the table of distinct states. Where
+    lanes have several stages, "stages" of "lanes" has them all, "stage" the first, and columns say
+    which of them each operation and both ends of each message are of.
     """
     end_s = recording.end_s
     tick_s = end_s / _TICKS if end_s > 0 else 1.0
@@ -80,7 +83,7 @@ def columns(recording: Recording) -> dict[str, Any]:
     states: dict[tuple[int, ...], int] = {}
     tensor = [tensors.setdefault(m.tensor, len(tensors)) for m in messages]
     state = [states.setdefault(p.nbytes, len(states)) for p in recording.memory]
-    return {
+    found: dict[str, Any] = {
         "source": recording.source,
         "variant": recording.variant,
         "period_s": recording.period_s,
@@ -125,6 +128,12 @@ def columns(recording: Recording) -> dict[str, Any]:
             "state": packed("u4", state),
         },
     }
+    if any(len(lane.stages) > 1 for lane in recording.lanes):
+        found["lanes"]["stages"] = [list(lane.stages) for lane in recording.lanes]
+        found["spans"]["stage"] = packed("u4", (s.stage for s in spans))
+        found["messages"]["source_stage"] = packed("u4", (m.source_stage for m in messages))
+        found["messages"]["target_stage"] = packed("u4", (m.target_stage for m in messages))
+    return found
 
 
 def _index(number: int | None) -> int:
@@ -245,9 +254,16 @@ def plan_part(plan: Plan, name: str, mini_batches: int | None = None) -> dict[st
     return {
         "name": name,
         "plan": msgspec.to_builtins(plan),
+        **placed_part(plan),
         "recording": columns(recording),
         "mini_batches_shown": len(shown),
     }
+
+
+def placed_part(plan: Plan) -> dict[str, Any]:
+    """The name of the plan's placement; nothing where each stage has a device of its own."""
+    placement = numbered_devices([stage.devices for stage in plan.stages])
+    return {"placement": pattern_of(placement, len(plan.stages))} if placement else {}
 
 
 def plan_report(plan: Plan, name: str, path: str) -> None:

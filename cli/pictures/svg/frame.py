@@ -61,14 +61,14 @@ class TimeWindow:
 
 
 def filling(recording: Recording) -> int:
-    """Mini-batches that begin on the first lane before the first of them comes back."""
+    """Mini-batches that begin on the first lane before the first of them comes back to it."""
     begun: set[int] = set()
     for span in recording.spans:
         if span.lane:
             break
         if span.kind == "F":
             begun.add(span.mini_batch)
-        elif span.kind == "B":
+        elif span.kind == "B" and span.stage == recording.lanes[0].stages[0]:
             break
     return max(1, len(begun))
 
@@ -108,7 +108,10 @@ def left_margin(lanes: Iterable[Lane]) -> float:
 
 
 def name_lines(lane: Lane) -> list[str]:
-    """A lane's name in one or two lines."""
+    """A lane's name in one or two lines: replicas of several stages are told by their devices."""
+    device, _, stages = lane.name.partition(": ")
+    if stages:
+        return [device, stages.partition(" replica")[0]]
     at = lane.name.find(" replica")
     return [lane.name] if at < 0 else [lane.name[:at], lane.name[at + 1 :]]
 
@@ -191,6 +194,29 @@ def lane_names(drawing: Drawing, lanes: Sequence[tuple[Lane, float]], pitch: flo
     drawing.close()
 
 
+# Stages of a lane ---------------------------------------------------------------------------------
+# A rule along the upper edge of what its second stage runs, two for the third's, and so on: they
+# are to be seen in grey, and on every fill and pattern.
+
+MOST_RULES = 3
+"""Where a lane has more stages, it begins anew."""
+
+
+def rules_of(lane: Lane, stage: int) -> int:
+    """How many rules mark a stage of a lane."""
+    return lane.stages.index(stage) % (MOST_RULES + 1)
+
+
+def rule_heights(rules: int, top: float, height: float) -> list[float]:
+    """Where they are in a box."""
+    return [top + height * (0.09 + 0.17 * k) for k in range(rules)]
+
+
+def rule_width(height: float) -> float:
+    """How thick they are in a box of this height."""
+    return max(0.45, 0.1 * height)
+
+
 # Legends ------------------------------------------------------------------------------------------
 
 
@@ -202,12 +228,14 @@ class Entry:
         fills: one or two, side by side.
         stroke: of a line instead of a box.
         dashes: of the line.
+        rules: lines at the top of the box.
     """
 
     label: str
     fills: tuple[str, ...] = ()
     stroke: str = ""
     dashes: str = ""
+    rules: int = 0
 
 
 def legend(drawing: Drawing, entries: Sequence[Entry], left: float, y: float) -> float:
@@ -220,6 +248,8 @@ def legend(drawing: Drawing, entries: Sequence[Entry], left: float, y: float) ->
             x, row = left, row + 10
         for k, fill in enumerate(entry.fills):
             drawing.rect(x + 9 * k, row, 9, high, fill=fill, stroke=INK, stroke_width=0.25)
+        for y_rule in rule_heights(entry.rules, row, high):
+            drawing.line(x, y_rule, x + 9, y_rule, stroke=INK, stroke_width=rule_width(high))
         if entry.stroke:
             middle = row + high / 2
             more = {"stroke_dasharray": entry.dashes} if entry.dashes else {}

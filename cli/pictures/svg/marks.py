@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
 from typing import NamedTuple
 
 from ....planner.recording import Recording, Span
@@ -26,12 +27,14 @@ class Mark(NamedTuple):
     """A box of a lane.
 
     Attributes:
+        stage: where the lane has several.
         spans: the operations that it stands for.
         cut: the window ends within it.
         version, forward_version: of the weights, as in `Span`.
     """
 
     lane: int
+    stage: int | None
     kind: str
     mini_batch: int
     micro_batch: int | None
@@ -49,7 +52,8 @@ def marks_of(recording: Recording, window: TimeWindow, scale: Scale, most: int) 
     lanes: dict[int, list[Mark]] = defaultdict(list)
     for span in recording.spans:
         if span.start_s < window.end_s and span.end_s > window.begin_s:
-            lanes[span.lane].append(_mark(span, window, scale))
+            several = len(recording.lanes[span.lane].stages) > 1
+            lanes[span.lane].append(_mark(span, window, scale, several=several))
     tiny = TINY
     while True:
         found = [mark for marks in lanes.values() for mark in _joined(_merged(marks, tiny))]
@@ -58,11 +62,12 @@ def marks_of(recording: Recording, window: TimeWindow, scale: Scale, most: int) 
         tiny *= 2
 
 
-def _mark(span: Span, window: TimeWindow, scale: Scale) -> Mark:
+def _mark(span: Span, window: TimeWindow, scale: Scale, *, several: bool) -> Mark:
     x = scale(span.start_s)
     cut = span.start_s < window.begin_s or span.end_s > window.end_s
     return Mark(
         span.lane,
+        span.stage if several else None,
         span.kind,
         span.mini_batch,
         span.micro_batch,
@@ -76,7 +81,8 @@ def _mark(span: Span, window: TimeWindow, scale: Scale) -> Mark:
 
 
 def _merged(marks: Iterable[Mark], tiny: float) -> Iterator[Mark]:
-    """A lane's marks with tiny neighbours as one; of each kind as long as all of them together."""
+    """A lane's marks with tiny neighbours as one; of each stage and kind as long as all of them
+    together."""
     few: list[Mark] = []
     for mark in marks:
         small = mark.width < tiny
@@ -93,8 +99,9 @@ def _merged(marks: Iterable[Mark], tiny: float) -> Iterator[Mark]:
 
 def _as_one(few: Sequence[Mark]) -> Iterator[Mark]:
     x = few[0].x
-    for kind in _KIND_ORDER:
-        same = [mark for mark in few if mark.kind == kind]
+    stages = sorted({-1 if mark.stage is None else mark.stage for mark in few})
+    for kind, stage in product(_KIND_ORDER, stages):
+        same = [mark for mark in few if mark.kind == kind and mark.stage in (None, stage)]
         if same:
             width = sum(mark.width for mark in same)
             yield same[0]._replace(x=x, width=width, spans=sum(mark.spans for mark in same))
@@ -108,7 +115,7 @@ def _joined(marks: Iterable[Mark]) -> Iterator[Mark]:
         if (
             last is not None
             and min(last.spans, mark.spans) > 1
-            and last[:3] == mark[:3]
+            and last[:4] == mark[:4]
             and mark.x - (last.x + last.width) < _TOUCHING
         ):
             width = mark.x + mark.width - last.x
@@ -147,12 +154,14 @@ class Lettering(NamedTuple):
     Attributes:
         micro: how micro-batches are named: "line" 3.1, "stack" 3 above 1, or "" not at all.
         lifted: room below for versions.
+        stage: the last of those that labels begin with; None: none does.
     """
 
     size: float
     micro: str
     labels: tuple[Label, ...]
     lifted: float = 0.0
+    stage: int | None = None
 
 
 VERSION_SIZE = 5.0
@@ -169,6 +178,12 @@ def lettering(marks: Sequence[Mark], height: float, versions: bool = False) -> L
     lifted = VERSION_SIZE + 0.5 if versions and height > 2.4 * VERSION_SIZE else 0.0
     height -= lifted
     size, form = _size_and_form(marks, height)
+    if form == "row" and any(mark.stage is not None for mark in marks):
+        # Rather no stages than no micro-batches: stages have rules, too.
+        without = [mark._replace(stage=None) for mark in marks]
+        size_without, form_without = _size_and_form(without, height)
+        if form_without != "row":
+            marks, size, form = without, size_without, form_without
     if size < SMALLEST:
         return Lettering(size, "", ())
     if form == "row":
@@ -177,7 +192,10 @@ def lettering(marks: Sequence[Mark], height: float, versions: bool = False) -> L
         labels = _each(marks, form, size)
     if lifted:
         labels = (_with_version(label, marks) for label in labels)
-    return Lettering(size, form if form in ("line", "stack") else "", tuple(labels), lifted)
+    shown = tuple(labels)
+    stages = (label.mark.stage for label in shown if label.mark.stage is not None)
+    micro = form if form in ("line", "stack") else ""
+    return Lettering(size, micro, shown, lifted, max(stages, default=None))
 
 
 def _size_and_form(marks: Sequence[Mark], height: float) -> tuple[float, str]:
@@ -199,11 +217,17 @@ def _size_and_form(marks: Sequence[Mark], height: float) -> tuple[float, str]:
 
 
 def _lines(mark: Mark, form: str) -> tuple[str, ...]:
+    mini = _mini_batch(mark)
     if mark.micro_batch is None or form == "whole":
-        return (str(mark.mini_batch),)
+        return (mini,)
     if form == "stack":
-        return str(mark.mini_batch), str(mark.micro_batch)
-    return (f"{mark.mini_batch}.{mark.micro_batch}",)
+        return mini, str(mark.micro_batch)
+    return (f"{mini}.{mark.micro_batch}",)
+
+
+def _mini_batch(mark: Mark) -> str:
+    """``3``; with its stage ``2:3``."""
+    return f"{'' if mark.stage is None else f'{mark.stage}:'}{mark.mini_batch}"
 
 
 def _fits(mark: Mark, form: str, size: float) -> bool:
@@ -255,11 +279,11 @@ def _rows(marks: Sequence[Mark], size: float) -> Iterator[Label]:
             last = marks[end]
             end += 1
         width = last.x + last.width - first.x
-        text = str(first.mini_batch)
+        text = _mini_batch(first)
         if first.kind != "U" and text_width(text, size) + 1.2 <= width:
             yield Label((text,), first, first.x + width / 2, end - k)
         k = end
 
 
 def _same(one: Mark, other: Mark) -> bool:
-    return one[:3] == other[:3] and other.x - (one.x + one.width) < 0.6
+    return one[:4] == other[:4] and other.x - (one.x + one.width) < 0.6

@@ -9,6 +9,7 @@ from ....planner.recording import Recording
 from ....profiles.units import format_seconds
 from ...palette import OPERATIONS
 from .frame import (
+    MOST_RULES,
     RIGHT,
     SIZE,
     SMALL,
@@ -19,10 +20,13 @@ from .frame import (
     lane_names,
     left_margin,
     legend,
+    rule_heights,
+    rule_width,
+    rules_of,
     time_axis,
     window_of,
 )
-from .marks import VERSION_SIZE, Lettering, Mark, lettering, marks_of
+from .marks import TINY, VERSION_SIZE, Lettering, Mark, lettering, marks_of
 from .svg import IDLE, INK, Drawing, has_pattern, operation_fill, shade, text_width
 
 _TALLEST, _GAP, _WIDE_GAP, _MOST_HEIGHT = 14.0, 3.0, 9.0, 560.0
@@ -63,8 +67,10 @@ def timelines_svg(
     height = pitch - min(gap, pitch * gap / (_TALLEST + gap))
 
     kinds = {span.kind for _, recording in recordings for span in recording.spans}
+    ruled = max(len(lane.stages) for _, recording in recordings for lane in recording.lanes)
     gaps = "idle or communicating" if any(r.activities for _, r in recordings) else "idle"
-    y = legend(drawing, list(_entries(drawing, kinds, gaps, settings)), left, 1) + 5
+    entries = [*_entries(drawing, kinds, gaps, settings), *_stage_entries(ruled)]
+    y = legend(drawing, entries, left, 1) + 5
     facts: list[str] = []
     told: list[Lettering] = []
     for (words, recording), window in zip(recordings, windows, strict=True):
@@ -94,6 +100,19 @@ def _entries(
         yield Entry("message of gradients", stroke=INK, dashes="2 1")
 
 
+_ORDINALS = ("1st", "2nd", "3rd", "4th")
+
+
+def _stage_entries(most: int) -> Iterable[Entry]:
+    """What rules say, where lanes have several stages. `most`: of any lane."""
+    if most < 2:
+        return
+    for k in range(min(most, MOST_RULES + 1)):
+        later = f", {k + MOST_RULES + 2}th" * (k + MOST_RULES + 1 < most)
+        words = "stage of a device" if k == 0 else "stage"
+        yield Entry(f"{_ORDINALS[k]}{later} {words}", ("#ffffff",), rules=k)
+
+
 def _lanes(
     drawing: Drawing,
     recording: Recording,
@@ -116,6 +135,7 @@ def _lanes(
     for top in tops:
         drawing.rect(scale.left, top, end - scale.left, height, fill=IDLE)
     _boxes(drawing, marks, tops, height)
+    _rules(drawing, recording, marks, tops, height)
     if settings.messages:
         _messages(drawing, recording, window, scale, tops, height)
     letters = lettering(marks, height, settings.versions)
@@ -176,6 +196,24 @@ def _boxes(drawing: Drawing, marks: Sequence[Mark], tops: Sequence[float], heigh
                 for mark in those:
                     drawing.rect(mark.x, tops[mark.lane], mark.width, height)
                 drawing.close()
+
+
+def _rules(
+    drawing: Drawing,
+    recording: Recording,
+    marks: Sequence[Mark],
+    tops: Sequence[float],
+    height: float,
+) -> None:
+    """Draw what tells the stages of a lane apart."""
+    for kind, paint in OPERATIONS.items():
+        same = [m for m in marks if m.kind == kind and m.stage is not None and m.width >= TINY]
+        drawing.open(stroke=paint.light_ink, stroke_width=rule_width(height), **{"class": "stages"})
+        for mark in same:
+            rules = rules_of(recording.lanes[mark.lane], mark.stage or 0)
+            for y in rule_heights(rules, tops[mark.lane], height):
+                drawing.line(mark.x, y, mark.x + mark.width, y)
+        drawing.close()
 
 
 def _write(drawing: Drawing, letters: Lettering, tops: Sequence[float], height: float) -> None:
@@ -264,6 +302,9 @@ def _how_labelled(told: Sequence[Lettering]) -> str:
         )
         if form in forms
     ]
+    staged = next((letters.stage for letters in told if letters.stage is not None), None)
+    if staged is not None:
+        notes.append(f"{staged}:3: stage {staged}, mini-batch 3")
     below = [label.below for letters in told for label in letters.labels if label.below]
     if below:
         notes.append("v: weight version")

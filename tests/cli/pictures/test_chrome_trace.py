@@ -14,7 +14,7 @@ from timeprest.planner.evaluate import make_plan
 from timeprest.planner.recording import MEMORY_KINDS, lane_times, predicted
 
 
-@given(evaluated())
+@given(evaluated() | evaluated(placed=True))
 @settings(max_examples=30)
 def test_traces_of_drawn_plans_follow_the_format(drawn):
     asked, found = drawn
@@ -48,6 +48,32 @@ def test_every_operation_and_message_is_in_the_trace(variant, tmp_path):
     counters = [e for e in found["traceEvents"] if e["ph"] == "C"]
     assert len(counters) == len(recording.memory)
     assert all(tuple(e["args"]) == MEMORY_KINDS for e in counters)
+
+
+def test_ranks_with_several_stages_say_the_stage():
+    recording = predicted(chain_plan("timeprest", placement=(0, 1, 0)), 3)
+    found = trace([("", recording)])
+    slices = check_trace(found)
+    for k, stages in enumerate([(0, 2), (1,)]):
+        spans = [span for span in recording.spans if span.lane == k]
+        staged = len(stages) > 1
+        wanted = [f"{span.stage}{span.name}" if staged else span.name for span in spans]
+        assert [e["name"] for e in slices[k, COMPUTE]] == wanted
+        told = [e["args"].get("stage") for e in slices[k, COMPUTE]]
+        assert told == [span.stage if staged else None for span in spans]
+    # An arrow for each message: from the stage that made it to the one that it is for.
+    ends = {e["id"]: e for e in found["traceEvents"] if e["ph"] == "f"}
+    arrows = [(e, ends[e["id"]]) for e in found["traceEvents"] if e["ph"] == "s"]
+    assert len(arrows) == len(recording.messages)
+    for start, end in arrows:
+        assert start["pid"] != end["pid"]
+        (made,) = (
+            e["name"]
+            for e in slices[start["pid"], COMPUTE]
+            if e["ts"] <= start["ts"] <= e["ts"] + e["dur"] and e["name"][-1:].isdigit()
+            if start["ts"] >= e["ts"] + e["dur"] - 0.002
+        )
+        assert ("F" if start["name"] == "activation" else "B") in made
 
 
 def test_two_recordings_stand_beside_each_other():

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 from helpers.by_hand.profiles import chain, profile_by_hand
 from helpers.output.browser import Watched, chromium
-from helpers.plans import ALL, plan_by_hand
+from helpers.plans import ALL, chain_plan, plan_by_hand
 from timeprest.cli.pictures.html.page import page as page_text
 from timeprest.cli.pictures.html.page import plan_part, plan_report, script_text
 from timeprest.cli.plan import main
@@ -272,6 +272,57 @@ def test_a_phone_shows_it_without_scrolling_sideways(browser, path):
     assert page.evaluate(RANGE) == pytest.approx(before / 3, rel=1e-6)
     assert watched.complaints == []
     context.close()
+
+
+def test_devices_with_several_stages(browser, tmp_path):
+    """A row for each device; stages are told apart, by rules, labels and in words."""
+    plan = chain_plan("timeprest", placement=(0, 1, 0))
+    plan_report(plan, "plan.json", str(tmp_path / "page.html"))
+    watched = Watched(browser.new_page(viewport=WIDE, color_scheme="light"))
+    page = watched.open(tmp_path / "page.html")
+    assert "3 stages on 2 devices (placement: v)" in page.locator("#summary").inner_text()
+    recording = predicted(plan)
+    devices = plan.predicted.devices
+    assert page.evaluate("() => TP.timeline.recording.laneCount") == 2
+    names = page.evaluate(
+        "() => Array.from(TP.timeline.recording.spans.kind, "
+        "(_, k) => TP.timeline.recording.name(k))"
+    )
+    assert names == [recording.name(span) for span in recording.spans]
+    assert page.evaluate("() => TP.timeline.memory.peaks") == [d.memory_bytes for d in devices]
+    # What the second stage of the first device runs has a rule; messages are of the right stage.
+    ruled = """() => {
+        TP.timeline.gantt.draw();
+        return TP.timeline.gantt.ruled.filter((_, k) => k % 6 === 0);
+    }"""
+    assert page.evaluate(ruled) == [
+        k for k, s in enumerate(recording.spans) if s.stage == 2 and s.end_s > s.start_s
+    ]
+    for k, span in enumerate(recording.spans):
+        found = page.evaluate(
+            """(k) => { const { received, sent } = TP.timeline.recording.messagesOf(k);
+                return [received.length, sent.length]; }""",
+            k,
+        )
+        mine = [
+            m
+            for m in recording.messages
+            if (m.mini_batch, m.backward, span.kind in "FB")
+            == (span.mini_batch, span.kind == "B", True)
+            and (None in (m.micro_batch, span.micro_batch) or m.micro_batch == span.micro_batch)
+        ]
+        assert found == [
+            sum(m.target_stage == span.stage for m in mine),
+            sum(m.source_stage == span.stage for m in mine),
+        ]
+    page.mouse.move(*page.evaluate(PLACE, [0, "B", 1]))
+    text = page.locator(".tip").inner_text()
+    assert "2B1 · backward · stage 2 · device 0: stages 0, 2" in text
+    assert "2nd stage" in page.locator("#timeline .legend").first.inner_text()
+    rows = page.locator("#bytes .bar-row .name").all_inner_texts()
+    assert rows == ["device0 (stages 0, 2)", "device1 (stage 1)"]
+    assert watched.complaints == []
+    page.context.close()
 
 
 @pytest.mark.slow

@@ -196,6 +196,44 @@ def test_words_of_a_timeline_are_the_plans_figures(variant):
     assert [word for word in words if word.startswith("period ")]
 
 
+@pytest.mark.parametrize("placement", [(0, 1, 0), (0, 1, 0, 1), (0, 1, 0, 1, 0, 1, 0, 1, 0, 1)])
+def test_stages_of_a_device_are_told_apart(placement):
+    """By rules along the upper edges of their operations, in grey as in colour, and by labels."""
+    plan = chain_plan("timeprest", placement=placement, n=2)
+    recording = predicted(plan, 4)
+    figure = Figure(timeline_svg(recording, FigureSettings(width=1500, mini_batches=4)))
+    check_inside(figure)
+    rules = Counter(
+        (round(float(found["x1"]), 2), round(float(found["x2"]) - float(found["x1"]), 1))
+        for found, _ in figure.of("line")
+        if found.get("class") == "stages"
+    )
+    tops = [y for _, y, _ in figure.lanes()]
+    by_lane = [sorted(m for m in figure.marks() if m[2] == top) for top in tops]
+    assert len(by_lane) == max(placement) + 1
+    wanted = Counter()
+    for k, marks in enumerate(by_lane):
+        spans = [span for span in recording.spans if span.lane == k and span.end_s > span.start_s]
+        by_time = sorted((m for m in marks if m[3]), key=lambda mark: mark[1])
+        assert len(by_time) == len(spans)
+        for (kind, x, _, width, _), span in zip(by_time, spans, strict=True):
+            assert kind == span.kind
+            count = recording.lanes[k].stages.index(span.stage) % 4
+            if count:
+                wanted[x, round(width, 1)] += count
+    assert rules == wanted
+    words = [text[-1] for text in figure.texts()]
+    assert "1st stage of a device" in words or "1st, 5th stage of a device" in words
+    assert "2nd stage" in words
+    # Five stages of a device are too short for labels here.
+    for s, device in enumerate(placement if len(placement) < 5 else ()):
+        alone = placement.count(device) == 1
+        assert any(re.fullmatch(r"\d+\.\d" if alone else rf"{s}:\d+\.\d", word) for word in words)
+    assert not {"1st stage of a device", "2nd stage"} & {
+        text[-1] for text in Figure(timeline_svg(predicted(chain_plan("timeprest")))).texts()
+    }
+
+
 @pytest.mark.parametrize("variant", ["timeprest", "gpipe"])
 def test_predicted_idle_has_one_answer(variant, tmp_path):
     """Table, simulation, page, figure and the times beside a run say the same."""
@@ -244,7 +282,7 @@ def test_a_limit_far_away_is_told_in_words():
 
 
 @settings(max_examples=25)
-@given(evaluated())
+@given(evaluated() | evaluated(placed=True))
 def test_nothing_stands_outside_or_over_another(drawn):
     """Any system, replicas, links; on a column and on a page; as text, without scripts."""
     recording = predicted(make_plan(*drawn, REPORT), 6)

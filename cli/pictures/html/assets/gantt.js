@@ -28,6 +28,7 @@
       this.drawn = { operations: 0, merged: 0, highlighted: 0, arrows: 0 };
       this.fills = [];
       this.wide = [];
+      this.ruled = [];
       for (let lane = first; lane < end; lane++) this.place(lane);
       const followed = this.group.followed;
       this.fills.forEach((boxes, style) => {
@@ -96,6 +97,7 @@
           put();
           const gap = width > 5 ? 1 : 0;
           this.add(styled(kinds[k], minis[k] % shades, shown, 4), x, y, width - gap, height);
+          if (recording.several(lane) && recording.rules(k)) this.ruled.push(k, x, y, width - gap, height, shown ? 1 : DIM);
           if (width > 9 && (shown || followed < 0)) this.wide.push(k, x, y, width - gap, height);
         } else {
           this.drawn.merged++;
@@ -110,12 +112,27 @@
       put();
     }
 
+    /** Rules along the upper edge tell the stages of a lane apart: none of its first, one of its second. */
+    rules(context) {
+      const { spans } = this.recording;
+      for (let k = 0; k < this.ruled.length; k += 6) {
+        const [span, x, y, width, height, alpha] = this.ruled.slice(k, k + 6);
+        context.fillStyle = TP.opInk(TP.KINDS[spans.kind[span]], spans.mini[span]);
+        context.globalAlpha = alpha;
+        for (let rule = 0; rule < this.recording.rules(span); rule++) {
+          context.fillRect(x, y + height * (0.05 + 0.17 * rule), width, Math.max(1, height * 0.1));
+        }
+      }
+      context.globalAlpha = 1;
+    }
+
     /** Patterns and labels of operations that have room for them. */
     details(context) {
       const { spans } = this.recording;
       context.globalAlpha = 1;
       context.textAlign = "center";
       context.textBaseline = "middle";
+      this.rules(context);
       const tall = this.wide.length && this.wide[4] >= 11;
       for (let k = 0; k < this.wide.length; k += 5) {
         const span = this.wide[k], x = this.wide[k + 1], y = this.wide[k + 2];
@@ -129,7 +146,9 @@
         const from = Math.max(x, this.left), to = Math.min(x + width, this.right);
         const micro = spans.micro[span];
         const numbers = `${spans.mini[span]}${micro < 0 ? "" : `.${micro}`}`;
-        const text = [`${kind}${numbers}`, numbers, `${spans.mini[span]}`].find((t) => t.length * 6.3 + 5 <= to - from);
+        const stage = this.recording.several(spans.lane[span]) ? this.recording.stage(span) : null;
+        const staged = stage === null ? [] : [`${stage}${kind}${numbers}`, `${stage}:${numbers}`, `${stage}:${spans.mini[span]}`];
+        const text = [...staged, `${kind}${numbers}`, numbers, `${spans.mini[span]}`].find((t) => t.length * 6.3 + 5 <= to - from);
         if (!text) continue;
         if (pattern) {
           context.fillStyle = TP.opFill(kind, spans.mini[span]);
@@ -220,22 +239,24 @@
         rows.push(["forward's", `version ${used}: ${apart ? `${TP.counted(apart, "update", "updates")} older` : "the same"}`]);
       }
       const { received, sent } = recording.messagesOf(span);
-      const told = (list, word, other) => {
+      const other = (lane, stages, m) => stages && recording.several(lane) ? `stage ${stages[m]} (${lanes.name[lane]})` : lanes.name[lane];
+      const told = (list, word, ends, stages) => {
         for (const m of list.slice(0, 3)) {
           const way = (messages.end[m] - messages.sent[m]) * tick_s;
           rows.push([word, `${TP.bytes(messages.nbytes[m])} ${word === "receives" ? "from" : "to"} ` +
-            `${lanes.name[other[m]]}, ${TP.seconds(way)} on the way (${tensors[messages.tensor[m]]})`]);
+            `${other(ends[m], stages, m)}, ${TP.seconds(way)} on the way (${tensors[messages.tensor[m]]})`]);
         }
         if (list.length > 3) {
           const bytes = list.slice(3).reduce((sum, m) => sum + messages.nbytes[m], 0);
           rows.push([word, `${TP.bytes(bytes)} in ${list.length - 3} more`]);
         }
       };
-      told(received, "receives", messages.source);
-      told(sent, "sends", messages.target);
+      told(received, "receives", messages.source, messages.source_stage);
+      told(sent, "sends", messages.target, messages.target_stage);
       const row = recording.memoryAt(lane, start);
       if (row >= 0) rows.push(["holds", TP.bytes(recording.stateTotals[recording.memory.state[row]])]);
-      return [`${recording.name(span)} · ${LABELS[kind]} · ${lanes.name[lane]}`, rows];
+      const stage = recording.several(lane) ? `stage ${recording.stage(span)} · ` : "";
+      return [`${recording.name(span)} · ${LABELS[kind]} · ${stage}${lanes.name[lane]}`, rows];
     },
 
     hover(x, y, event) {

@@ -134,7 +134,8 @@
       } }, svg, cards);
       host.append(
         TP.el("p", { class: "lead" }, `${TP.counted(plan.stages.reduce((n, stage) => n + stage.nodes.length, 0), "layer", "layers")} in ` +
-          `${TP.counted(plan.stages.length, "stage", "stages")}. Arrows: what crosses for each micro-batch of ${TP.counted(Math.ceil(plan.mini_batch / plan.micro_batches), "sample", "samples")}.`),
+          `${TP.counted(plan.stages.length, "stage", "stages")}. Arrows: what crosses for each micro-batch of ${TP.counted(Math.ceil(plan.mini_batch / plan.micro_batches), "sample", "samples")}.` +
+          (view.plan.placement ? " What goes from stage to stage of one device is handed over without a message." : "")),
         TP.el("div", { class: "scroll wide", tabindex: "0", role: "region", "aria-label": "Stages" }, row));
       new ResizeObserver(() => draw(svg, cards, near, far, depth)).observe(row);
       if (plan.edges.length) {

@@ -149,6 +149,9 @@
       for (let lane = first; lane < end; lane++) {
         if (lane % every) continue;
         let text = lanes.name[lane].replace(" replica ", ".");
+        // Of devices with their stages, those.
+        if (lanes.stages) text = text.slice(text.indexOf(": ") + 2);
+        if (context.measureText(text).width > this.left - 10) text = text.replace("stages ", "s");
         if (context.measureText(text).width > this.left - 10) text = text.replace("stage ", "s");
         context.fillText(text, this.left - 8, this.nameY(lane));
       }
@@ -308,9 +311,14 @@
 
   TP.operationLegend = (recording) => {
     const seen = new Set(recording.spans.kind);
-    return TP.legend(Object.entries(TP.data.palette.operations)
+    const kinds = Object.entries(TP.data.palette.operations)
       .filter(([kind]) => seen.has(TP.KINDS.indexOf(kind)))
-      .map(([kind, [label, pattern]]) => [`${kind} ${label}`, `var(--op-${kind})`, pattern]));
+      .map(([kind, [label, pattern]]) => [`${kind} ${label}`, `var(--op-${kind})`, pattern]);
+    const most = recording.mostStages;
+    if (most < 2) return TP.legend(kinds);
+    const stages = ["1st stage of a device", "2nd stage", "3rd stage", "4th stage"].slice(0, most)
+      .map((label, k) => [label, "var(--band)", `rules rules-${k}`]);
+    return TP.legend([...kinds, ...stages]);
   };
 
   TP.memoryLegend = (kinds, limit) => TP.legend([

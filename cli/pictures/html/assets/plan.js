@@ -12,6 +12,19 @@
     return sizes.length ? Math.min(...sizes) : null;
   });
 
+  /** Devices with their stages, as far as stages share them; else stages. Paths as of `TP.figure`. */
+  TP.onDevices = (plan) => {
+    const { stages, devices } = plan.predicted;
+    const limits = TP.limitsOf(plan);
+    if (!devices || !devices.length) {
+      return stages.map((held, s) => ({ name: `stage ${s}`, stages: [s], held, path: `predicted.stages.${s}`, limit: limits[s] }));
+    }
+    return devices.map((held, k) => {
+      const own = held.stages, words = own.length > 1 ? `stages ${own.join(", ")}` : `stage ${own[0]}`;
+      return { name: `${TP.devicesText(plan, plan.stages[own[0]])} (${words})`, stages: own, held, path: `predicted.devices.${k}`, limit: limits[own[0]] };
+    });
+  };
+
   TP.section({
     name: "summary",
     title: "At a glance",
@@ -22,19 +35,21 @@
       const { plan } = view.plan;
       const { predicted, solver } = plan;
       const most = (key) => predicted.stages.reduce((best, stage, s) => stage[key] > predicted.stages[best][key] ? s : best, 0);
-      const fullest = most("memory_bytes"), stalest = most("version_difference");
-      const limit = TP.limitsOf(plan)[fullest];
+      const stalest = most("version_difference");
+      const { name, held, path, limit } = TP.onDevices(plan).reduce((best, one) => one.held.memory_bytes > best.held.memory_bytes ? one : best);
+      const devices = new Set(plan.stages.flatMap((each) => each.devices)).size;
+      const placed = view.plan.placement ? ` (placement: ${view.plan.placement})` : "";
       const stage = (s, key, text) => TP.figure(`predicted.stages.${s}.${key}`, predicted.stages[s][key], text(predicted.stages[s][key]));
       host.append(
         TP.el("p", { class: "lead" }, TP.el("strong", {}, plan.variant), ` on ${plan.profile.target}: `,
-          `${TP.counted(plan.stages.length, "stage", "stages")} on ${TP.counted(plan.stages.reduce((n, s) => n + s.devices.length, 0), "device", "devices")}, `,
+          `${TP.counted(plan.stages.length, "stage", "stages")} on ${TP.counted(devices, "device", "devices")}${placed}, `,
           `mini-batches of ${TP.counted(plan.mini_batch, "sample", "samples")} in ${TP.counted(plan.micro_batches, "micro-batch", "micro-batches")}.`),
         TP.el("dl", { class: "tiles" },
           tile("period", TP.figure("predicted.period_s", predicted.period_s, TP.seconds(predicted.period_s)), "per mini-batch"),
           tile("throughput", TP.figure("predicted.samples_per_s", predicted.samples_per_s, TP.number(predicted.samples_per_s)), "samples/s"),
           tile("speed-up", TP.figure("predicted.speedup", predicted.speedup, `${TP.number(predicted.speedup)} ×`), "over one device"),
-          tile("most memory", stage(fullest, "memory_bytes", TP.bytes),
-            `stage ${fullest}${limit ? `, ${TP.percent(predicted.stages[fullest].memory_bytes / limit)} of ${TP.bytes(limit)}` : ""}`),
+          tile("most memory", TP.figure(`${path}.memory_bytes`, held.memory_bytes, TP.bytes(held.memory_bytes)),
+            `${name}${limit ? `, ${TP.percent(held.memory_bytes / limit)} of ${TP.bytes(limit)}` : ""}`),
           tile("staleness", stage(stalest, "version_difference", (d) => TP.counted(d, "update", "updates")),
             `stage ${stalest}, at most${predicted.sequence_distance ? `; v = ${predicted.sequence_distance}` : ""}`),
           solver.optimal ? tile("solver", "optimal", "proven")
@@ -58,15 +73,18 @@
         `${TP.counted(recording.spans.count, "operation", "operations")}. `,
         "Point at an operation for its times, bytes and weights; click it to follow its mini-batch through all stages."));
       const group = new TP.TimeGroup(host, recording.end_s);
-      TP.timeline = { group, recording, gantt: new TP.Gantt(group, recording, { title: "What each stage does" }) };
+      const one = view.plan.placement ? "device" : "stage";
+      TP.timeline = { group, recording, gantt: new TP.Gantt(group, recording, { title: `What each ${one} does` }) };
       if (recording.memory.count) {
-        const full = recording.lanes.stage.every((stage, lane) => recording.lanePeak(lane) >= plan.predicted.stages[stage].memory_bytes);
+        // Of replicas with several stages, the plan has no more than a bound.
+        const full = TP.onDevices(plan).every(({ stages, held }) => (stages.length > 1 && plan.stages[stages[0]].devices.length > 1) ||
+          recording.lanes.stage.every((stage, lane) => stage !== stages[0] || recording.lanePeak(lane) >= held.memory_bytes));
         if (!full) {
           host.insertBefore(TP.el("p", { class: "lead warning" },
-            "The pipeline is still filling in this time: not every stage reaches the memory that the plan needs once it is full (see below)."), group.box.previousSibling.previousSibling);
+            `The pipeline is still filling in this time: not every ${one} reaches the memory that the plan needs once it is full (see below).`), group.box.previousSibling.previousSibling);
         }
         TP.timeline.memory = new TP.Memory(group, recording, {
-          title: "What each stage holds",
+          title: `What each ${one} holds`,
           limits: recording.lanes.stage.map((stage) => limits[stage]),
         });
       }
@@ -165,8 +183,8 @@
     when: (view) => view.plan !== null,
     build(host, view) {
       const { plan } = view.plan;
-      const { stages } = plan.predicted;
-      const limits = TP.limitsOf(plan);
+      const found = TP.onDevices(plan), one = view.plan.placement ? "device" : "stage";
+      const stages = found.map(({ held }) => held), limits = found.map(({ limit }) => limit);
       const peak = Math.max(...stages.map((stage) => stage.memory_bytes), 1);
       const least = Math.min(...limits.filter((limit) => limit !== null));
       const shown = Number.isFinite(least) && least < 2.5 * peak;
@@ -182,19 +200,20 @@
         }),
         shown && limits[s] !== null && limits[s] <= most ? TP.el("i", { class: "limit", title: `limit: ${TP.bytes(limits[s])}`, style: { left: `${100 * limits[s] / most}%` } }) : null);
       host.append(
-        TP.el("p", { class: "lead" }, "At each stage's fullest moment, on the replica that holds most.",
+        TP.el("p", { class: "lead" }, `At each ${one}'s fullest moment, on the replica that holds most.`,
+          view.plan.placement ? " It isn't the sum of its stages' peaks: those come at other moments." : "",
           Number.isFinite(least) && !shown ? ` The limit, ${TP.bytes(least)}, lies far to the right of these bars.` : ""),
         TP.memoryLegend(KINDS.filter((kind) => stages.some((stage) => stage.memory[`${kind}_bytes`])), shown),
-        TP.el("div", { class: "bars", tabindex: stages.length > 24 ? "0" : null, role: "group", "aria-label": "Bytes of each stage" },
+        TP.el("div", { class: "bars", tabindex: stages.length > 24 ? "0" : null, role: "group", "aria-label": `Bytes of each ${one}` },
           stages.map((stage, s) => TP.el("div", { class: "bar-row" },
-            TP.el("span", { class: "name" }, `stage ${s}`), bar(s),
+            TP.el("span", { class: "name" }, found[s].name), bar(s),
             TP.el("span", { class: "value" }, TP.bytes(stage.memory_bytes),
               limits[s] ? TP.el("small", {}, ` ${TP.percent(stage.memory_bytes / limits[s])}`) : null)))),
-        TP.asTable("Bytes of each stage, as a table", () => TP.table("Bytes of each stage",
-          ["stage", ...KINDS.map((kind) => TP.data.palette.memory[kind][0]), "total", "limit"],
-          stages.map((stage, s) => [`stage ${s}`,
-            ...KINDS.map((kind) => figure(s, `memory.${kind}_bytes`, stage.memory[`${kind}_bytes`], TP.bytes)),
-            figure(s, "memory_bytes", stage.memory_bytes, TP.bytes), limits[s] === null ? "–" : TP.bytes(limits[s])]))));
+        TP.asTable(`Bytes of each ${one}, as a table`, () => TP.table(`Bytes of each ${one}`,
+          [one, ...KINDS.map((kind) => TP.data.palette.memory[kind][0]), "total", "limit"],
+          stages.map((stage, s) => [found[s].name,
+            ...KINDS.map((kind) => TP.figure(`${found[s].path}.memory.${kind}_bytes`, stage.memory[`${kind}_bytes`], TP.bytes(stage.memory[`${kind}_bytes`]))),
+            TP.figure(`${found[s].path}.memory_bytes`, stage.memory_bytes, TP.bytes(stage.memory_bytes)), limits[s] === null ? "–" : TP.bytes(limits[s])]))));
     },
   });
 
@@ -215,7 +234,7 @@
           ? "Version difference: how many updates lie between the weights of a mini-batch's forward and those of its backward, at most, once the pipeline is full. Versions held: copies of the weights that the stage keeps."
           : `None: every backward uses the very weights that its forward used${most > 1 ? "; older versions are kept for that" : ""}.`),
         v ? TP.el("p", { class: "lead" }, "v = ", TP.figure("predicted.sequence_distance", v, String(v)), v > 1
-          ? `: when a mini-batch's backward begins on the last stage, those of the ${v - 1} before it are still on their way, so that mini-batches make ${v} sequences of updates. TiMePReSt's paper advises N ≥ S − 1.`
+          ? `: when a mini-batch's backward begins on the last stage, those of the ${v - 1} before it are still on their way, so that mini-batches make ${v} sequences of updates.${view.plan.placement ? "" : " TiMePReSt's paper advises N ≥ S − 1."}`
           : ": all mini-batches make one sequence of updates.") : null,
         TP.el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Staleness of each stage" }, TP.el("table", { class: "stale" },
           TP.el("caption", { class: "hidden" }, "Version difference and versions held of each stage"),
@@ -247,7 +266,8 @@
         TP.el("span", { class: "meter", "aria-hidden": "true" }, TP.el("i", { style: { width: `${100 * stages[s].idle_share}%` } })),
         figure(s, "idle_share", stages[s].idle_share, TP.share));
       host.append(
-        TP.el("p", { class: "lead" }, "Times are for one micro-batch; idle: the share of the period in which the stage's busiest replica has nothing to do."),
+        TP.el("p", { class: "lead" }, "Times are for one micro-batch; idle: the share of the period in which the stage's busiest replica has nothing to do.",
+          view.plan.placement ? " Stages of one device are idle together." : ""),
         TP.table("All figures of each stage",
           ["stage", "layers", "device", ...columns.map(([head]) => head), "in flight", "micro-batches kept", "idle"],
           stages.map((stage, s) => [String(s), TP.counted(plan.stages[s].nodes.length, "layer", "layers"), TP.devicesText(plan, plan.stages[s]),

@@ -36,6 +36,8 @@
   };
 
   TP.KINDS = ["F", "B", "W", "U"];
+  /** Where a lane has more stages than this and one, their marks begin anew. */
+  TP.MOST_RULES = 3;
 
   TP.Recording = class {
     constructor(columns) {
@@ -63,7 +65,14 @@
     }
 
     get laneCount() { return this.lanes.name.length; }
-    get stageCount() { return new Set(this.lanes.stage).size; }
+    /** The stages of a lane, ascending. */
+    stagesOf(lane) { return this.lanes.stages ? this.lanes.stages[lane] : [this.lanes.stage[lane]]; }
+    /** Whether a lane has several stages. */
+    several(lane) { return this.stagesOf(lane).length > 1; }
+    get mostStages() { return this.lanes.name.reduce((most, _, lane) => Math.max(most, this.stagesOf(lane).length), 1); }
+    stage(span) { return this.spans.stage ? this.spans.stage[span] : this.lanes.stage[this.spans.lane[span]]; }
+    /** How many rules mark an operation's stage among those of its lane. */
+    rules(span) { return this.stagesOf(this.spans.lane[span]).indexOf(this.stage(span)) % (TP.MOST_RULES + 1); }
     start(span) { return this.spans.start[span] * this.tick_s; }
     end(span) { return this.spans.end[span] * this.tick_s; }
 
@@ -100,16 +109,17 @@
 
     kind(span) { return TP.KINDS[this.spans.kind[span]]; }
 
-    /** "F3.1": forward of mini-batch 3's micro-batch 1. */
+    /** "F3.1": forward of mini-batch 3's micro-batch 1; "2F3.1" of stage 2 on a lane with several. */
     name(span) {
       const micro = this.spans.micro[span];
-      return `${this.kind(span)}${this.spans.mini[span]}${micro < 0 ? "" : `.${micro}`}`;
+      const stage = this.several(this.spans.lane[span]) ? this.stage(span) : "";
+      return `${stage}${this.kind(span)}${this.spans.mini[span]}${micro < 0 ? "" : `.${micro}`}`;
     }
 
     /** What a mini-batch does: spans, messages, counts; all a page says of one that is followed. */
     follow(mini) {
       if (this.followed && this.followed.mini === mini) return this.followed;
-      const { lane, kind, mini: minis } = this.spans;
+      const { kind, mini: minis } = this.spans;
       const found = { mini, spans: [], messages: [], forwards: 0, backwards: 0, t0: Infinity, t1: -Infinity };
       const forward = new Set(), backward = new Set();
       for (let k = 0; k < this.spans.count; k++) {
@@ -117,7 +127,7 @@
         found.spans.push(k);
         found.t0 = Math.min(found.t0, this.start(k));
         found.t1 = Math.max(found.t1, this.end(k));
-        const stage = this.lanes.stage[lane[k]];
+        const stage = this.stage(k);
         if (kind[k] === 0) { found.forwards++; forward.add(stage); }
         if (kind[k] === 1) { found.backwards++; backward.add(stage); }
       }
@@ -132,8 +142,9 @@
 
     /** Messages that a span waits for and those it makes. */
     messagesOf(span) {
-      const { mini, micro, source, target, backward } = this.messages;
+      const { micro, source, target, source_stage: from, target_stage: to, backward } = this.messages;
       const { spans } = this;
+      const stage = this.stage(span);
       const back = this.kind(span) === "B" ? 1 : 0;
       const received = [], sent = [];
       if (this.kind(span) !== "F" && this.kind(span) !== "B") return { received, sent };
@@ -142,8 +153,8 @@
         if (backward[k] !== back) continue;
         const same = micro[k] === spans.micro[span] || micro[k] < 0 || spans.micro[span] < 0;
         if (!same) continue;
-        if (target[k] === spans.lane[span]) received.push(k);
-        if (source[k] === spans.lane[span]) sent.push(k);
+        if (target[k] === spans.lane[span] && (!to || to[k] === stage)) received.push(k);
+        if (source[k] === spans.lane[span] && (!from || from[k] === stage)) sent.push(k);
       }
       return { received, sent };
     }
