@@ -55,6 +55,19 @@ def test_inline_on_a_gpu_is_inline_on_the_cpu(variant, mlp_profile, mlp_target, 
 @pytest.mark.parametrize("variant", ["timeprest", "pipedream-2bw", "gpipe"])
 def test_stages_that_share_a_gpu(variant, replicas, mlp_profile, mlp_target, tmp_path):
     plan = plan_for(mlp_profile, variant, replicas=replicas)
+    check_shared_gpu(plan, mlp_target, tmp_path)
+
+
+@pytest.mark.processes
+@one_alone
+@pytest.mark.parametrize("variant", ["timeprest", "pipedream-2bw", "zb-h1"])
+def test_workers_of_several_stages_that_share_a_gpu(variant, mlp_profile, mlp_target, tmp_path):
+    plan = plan_for(mlp_profile, variant, 4, placement=(0, 1, 1, 0))
+    check_shared_gpu(plan, mlp_target, tmp_path)
+
+
+def check_shared_gpu(plan, mlp_target, tmp_path):
+    """Through pinned memory, with the inline run's weights."""
     settings = RunSettings(task=mlp_target, steps=6, device="cuda")
     summary = run(plan, settings, tmp_path / "processes")
     assert {report.transport for report in summary.stages} == {PINNED}
@@ -71,6 +84,19 @@ def test_stages_with_a_gpu_each(variant, mlp_profile, mlp_target, tmp_path):
     summary = run(plan, settings, tmp_path / "processes")
     assert {report.transport for report in summary.stages} == {NCCL}
     assert [report.device for report in summary.stages] == ["cuda:0", "cuda:1"]
+    run(plan, settings, tmp_path / "inline", inline=True)
+    assert_close(tmp_path / "processes", tmp_path / "inline")
+
+
+@pytest.mark.processes
+@two_gpus
+@pytest.mark.parametrize("variant", ["timeprest", "pipedream-2bw", "zb-h1"])
+def test_workers_of_several_stages_with_a_gpu_each(variant, mlp_profile, mlp_target, tmp_path):
+    plan = plan_for(mlp_profile, variant, 4, placement=(0, 1, 1, 0))
+    settings = RunSettings(task=mlp_target, steps=6, device="cuda", clip_norm=1.0)
+    summary = run(plan, settings, tmp_path / "processes")
+    assert {report.transport for report in summary.stages} == {NCCL}
+    assert [report.device for report in summary.stages] == ["cuda:0", "cuda:1", "cuda:1", "cuda:0"]
     run(plan, settings, tmp_path / "inline", inline=True)
     assert_close(tmp_path / "processes", tmp_path / "inline")
 
