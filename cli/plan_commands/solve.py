@@ -70,7 +70,8 @@ def _pin(text: str) -> tuple[str, int]:
 @choice("--replicas", ("auto", "off"), "auto", "Stages may take several devices, or not.")
 @click.option(
     "--stages-per-device",
-    default="1",
+    type=str,
+    default=1,
     metavar="V",
     help="1, 2, …: so many on each; auto: more than 1 where that makes the period shorter.",
 )

@@ -11,8 +11,8 @@ Index letters: S stages; D devices; v stages of each; N micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, combinations, pairwise
 
@@ -24,11 +24,13 @@ from ..costs.layer_graph import held_together
 from ..evaluate import Evaluation
 from ..partition.device_loads import Counted, DeviceCount, PlacedCuts, StageEnds, improved
 from ..partition.dp.lattice import Lattice, joined, lattice_of
+from ..partition.ilp.assignment import solve_noncontiguous
 from ..partition.placings import pattern
-from ..partition.problem import SAME, StageProblem, members
+from ..partition.problem import SAME, Place, StageProblem, members
 from ..partition.solve import DpSource
 from ..systems.placement import Pattern, placements
 from ..systems.variants import Variant
+from .budget import OutOfBudget
 from .choices import Branch, Choice, PlacedBranch
 from .places import Assumptions
 from .relaxation import Relaxation
@@ -50,6 +52,9 @@ _MOST_SUBSETS = 32
 
 _STEP, _FASTER = 1.0005, 2.0
 """How much further loads are listed the first time, and how much faster each further time."""
+
+_BOUND_S, _BOUND_GAP = 2.0, 1e-3
+"""For a bound on any number of stages on each device: time, and what is close enough."""
 
 _MOST_MOVES = 120
 """Tries to move layers of a plan."""
@@ -280,21 +285,52 @@ class PlacedSearch:
         beyond = [PlacedBranch(n) for n in self._counts]
         for branch in beyond:
             search.bounds[branch] = self._least_s(branch.micro_batches)
-        for number, branches in enumerate(self.branches):
-            before_s = search.period_s
-            self._look(branches)
-            if not self._more(number):
-                break
-            if search.period_s * SAME >= before_s:
-                return
+        try:
+            all_looked_at = self._look_at_more()
+        except OutOfBudget:
+            self._bound(beyond)
+            raise
+        if not all_looked_at:
+            self._bound(beyond)
+            return
         for branch in beyond:
             del search.bounds[branch]
 
-    def _more(self, number: int) -> bool:
-        """Whether more stages on each device were asked for, and are possible."""
-        if not self.asked.open_end or self.asked.patterns == ("v",):
-            return number + 1 < len(self.branches)
-        return 2 * (self.asked.per_device[number] + 1) <= self.search.relaxation.graph.most_stages
+    def _look_at_more(self) -> bool:
+        """Look at 2, 3, … stages on each device while they pay. Returns whether that were all that
+        were asked for, and are possible."""
+        search, asked = self.search, self.asked
+        open_end = asked.open_end and asked.patterns != ("v",)
+        most = search.relaxation.graph.most_stages
+        for per_device, branches in zip(asked.per_device, self.branches, strict=True):
+            before_s = search.period_s
+            self._look(branches)
+            if open_end and 2 * (per_device + 1) > most:
+                return True
+            if search.period_s * SAME >= before_s:
+                break
+        return not open_end
+
+    def _bound(self, beyond: Sequence[PlacedBranch]) -> None:
+        """Bound plans with more stages on each device than were looked at: layers as they are, no
+        part of one, whichever device has them."""
+        search = self.search
+        for branch in sorted(beyond, key=search.bounds.__getitem__):
+            left = search.budget.seconds_left
+            if search.bounds[branch] * SAME >= search.period_s or left == 0:
+                continue
+            search.say(f"{search.standing}; bound for {branch.micro_batches} micro-batches")
+            assumed = Assumptions(view="cycle", unreplicated=True)
+            problem = search.relaxation.problem(Branch(branch.micro_batches), assumed)
+            # Which layers exchange what over one wire, and what is kept at once, depends on more.
+            work = replace(
+                problem, tensors=(), shared=(), workspace_bytes=None, place=_without_limit(problem)
+            )
+            seconds = _BOUND_S if left is None else min(_BOUND_S, left / 4)
+            found = solve_noncontiguous(work, gap=_BOUND_GAP, time_limit_s=seconds)
+            if found.interrupted:
+                raise KeyboardInterrupt
+            search.bounds[branch] = max(search.bounds[branch], found.bound_s)
 
     def _look(self, branches: Sequence[PlacedBranch]) -> None:
         courses = []
@@ -476,6 +512,10 @@ def _counts(
     graph = relaxation.graph
     always = (1 + relaxation.question.optimizer_state_factor) * graph.parameter_bytes
     yield DeviceCount(always + graph.buffer_bytes, in_bytes=True)
+
+
+def _without_limit(problem: StageProblem) -> Callable[[int, int], Place]:
+    return lambda option, k: replace(problem.place(option, k), memory_bytes=float("inf"))
 
 
 def _along_one_order(problem: StageProblem) -> Lattice:

@@ -447,7 +447,7 @@ class DrawnPlaced:
         return min((found.prediction.period_s for found in fitting), default=None)
 
 
-def drawn_placed(seed: int, most_plans: int = 250) -> DrawnPlaced | None:
+def drawn_placed(seed: int, most_plans: int = 150) -> DrawnPlaced | None:
     """The question with this number; None where it has too many plans, or none."""
     rng = random.Random(seed)
     variant = VARIANTS[rng.choice(sorted(VARIANTS))]
