@@ -199,13 +199,11 @@ class PlacedCuts:
         target_s: float,
         over_s: float = -1.0,
         deadline: float | None = None,
-        most: int = MOST_STEPS,
     ) -> tuple[list[PlacedCut], bool, int]:
         """Cuts with loads up to a target and over another one, by ascending load.
 
         Args:
             deadline: on the clock of `time.monotonic`.
-            most: stages to begin.
 
         Returns:
             The cuts, whether they are all there are, and stages that were begun.
@@ -216,7 +214,7 @@ class PlacedCuts:
             for c in self.counts
         ]
         used = [[0.0] * len(self.speeds) for _ in self.counts]
-        steps = [most]
+        steps = [MOST_STEPS]
 
         def extend(s: int, chain: tuple[int, ...], used: list[list[float]]) -> bool:
             steps[0] -= 1
@@ -240,7 +238,7 @@ class PlacedCuts:
 
         complete = extend(0, (0,), used)
         found.sort(key=lambda cut: (cut.load_s, cut.downsets))
-        return found, complete, most - max(steps[0], 0)
+        return found, complete, MOST_STEPS - max(steps[0], 0)
 
     def _ends(
         self, s: int, below: int, used: list[list[float]], room: list[list[float]]

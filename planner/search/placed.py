@@ -30,7 +30,6 @@ from ..partition.problem import SAME, Place, StageProblem, members
 from ..partition.solve import DpSource
 from ..systems.placement import Pattern, placements
 from ..systems.variants import Variant
-from .budget import OutOfBudget
 from .choices import Branch, Choice, PlacedBranch
 from .places import Assumptions
 from .relaxation import Relaxation
@@ -232,6 +231,7 @@ class _Course:
     """How far one branch is.
 
     Attributes:
+        whole: all places to cut at are known to it.
         below_s: all cuts with smaller loads were looked at.
         listed_s: all cuts with loads up to it were listed.
         step: how much further the next time.
@@ -241,6 +241,7 @@ class _Course:
 
     branch: PlacedBranch
     cuts: PlacedCuts
+    whole: bool
     below_s: float
     listed_s: float = -1.0
     step: float = _STEP
@@ -250,7 +251,8 @@ class _Course:
     @property
     def bound_s(self) -> float:
         """No plan of the branch has a shorter period."""
-        return min([self.below_s, *(floor_s for floor_s, _ in self.open)])
+        known_s = self.below_s if self.whole else self.cuts.least_s
+        return min([known_s, *(floor_s for floor_s, _ in self.open)])
 
 
 class PlacedSearch:
@@ -286,15 +288,11 @@ class PlacedSearch:
         for branch in beyond:
             search.bounds[branch] = self._least_s(branch.micro_batches)
         try:
-            all_looked_at = self._look_at_more()
-        except OutOfBudget:
-            self._bound(beyond)
-            raise
-        if not all_looked_at:
-            self._bound(beyond)
-            return
-        for branch in beyond:
-            del search.bounds[branch]
+            if self._look_at_more():
+                for branch in beyond:
+                    del search.bounds[branch]
+        finally:
+            self._bound()
 
     def _look_at_more(self) -> bool:
         """Look at 2, 3, … stages on each device while they pay. Returns whether that were all that
@@ -311,17 +309,23 @@ class PlacedSearch:
                 break
         return not open_end
 
-    def _bound(self, beyond: Sequence[PlacedBranch]) -> None:
-        """Bound plans with more stages on each device than were looked at: layers as they are, no
-        part of one, whichever device has them."""
-        search = self.search
-        for branch in sorted(beyond, key=search.bounds.__getitem__):
+    def _bound(self) -> None:
+        """Bound what couldn't all be looked at: layers as they are, no part of one, whichever
+        device has them."""
+        search, bounds = self.search, self.search.bounds
+        for n in self._counts:
+            mine = [
+                branch
+                for branch, bound_s in bounds.items()
+                if isinstance(branch, PlacedBranch) and branch.micro_batches == n
+                if bound_s * SAME < search.period_s
+            ]
             left = search.budget.seconds_left
-            if search.bounds[branch] * SAME >= search.period_s or left == 0:
+            if not mine or left == 0:
                 continue
-            search.say(f"{search.standing}; bound for {branch.micro_batches} micro-batches")
+            search.say(f"{search.standing}; bound for {n} micro-batches")
             assumed = Assumptions(view="cycle", unreplicated=True)
-            problem = search.relaxation.problem(Branch(branch.micro_batches), assumed)
+            problem = search.relaxation.problem(Branch(n), assumed)
             # Which layers exchange what over one wire, and what is kept at once, depends on more.
             work = replace(
                 problem, tensors=(), shared=(), workspace_bytes=None, place=_without_limit(problem)
@@ -330,13 +334,14 @@ class PlacedSearch:
             found = solve_noncontiguous(work, gap=_BOUND_GAP, time_limit_s=seconds)
             if found.interrupted:
                 raise KeyboardInterrupt
-            search.bounds[branch] = max(search.bounds[branch], found.bound_s)
+            for branch in mine:
+                bounds[branch] = max(bounds[branch], found.bound_s)
 
     def _look(self, branches: Sequence[PlacedBranch]) -> None:
         courses = []
         for branch in branches:
             cuts = self._cuts(branch)
-            courses.append(_Course(branch, cuts, cuts.least_s))
+            courses.append(_Course(branch, cuts, self._places.lattice.complete, cuts.least_s))
             self.search.bounds[branch] = cuts.least_s
         try:
             self._explore(courses)

@@ -7,6 +7,7 @@ import pytest
 from helpers.by_hand.profiles import chain, profile_by_hand
 from helpers.drawn.questions import drawn_placed
 from timeprest.planner.cluster.cluster import uniform_cluster
+from timeprest.planner.partition import device_loads
 from timeprest.planner.search.solve import solve
 from timeprest.planner.systems.placement import pattern_of
 from timeprest.planner.systems.variants import VARIANTS
@@ -119,10 +120,29 @@ def test_contradictions_are_said_in_one_line(asked, words):
 
 
 def test_what_does_not_fit_says_what_lacks():
-    profile = chain(6, parameters=1000, saved=100)
-    with pytest.raises(InfeasibleError, match=r"\d stages, .*lacks \d+ bytes .*on device 'device"):
-        solve(profile, uniform_cluster(2, "7kB"), stages_per_device=2)
-    found = solve(profile, uniform_cluster(2, "40kB"), stages_per_device=2)
+    profile, asked = chain(4, parameters=1000, saved=100), {"stages_per_device": 2, "stages": 4}
+    lacks = r"\(4 stages, .*lacks \d+ bytes .*on device 'device"
+    with pytest.raises(InfeasibleError, match=lacks):
+        solve(profile, uniform_cluster(2, "5kB"), micro_batches=1, **asked)
+    found = solve(profile, uniform_cluster(2, "40kB"), **asked)
     assert not any(
         found.predicted.device_of(s).memory_bytes > 40_000 for s in range(len(found.stages))
     )
+
+
+@pytest.mark.parametrize("how", ["ilp", "many"])
+def test_of_cuts_that_were_not_listed_nothing_is_claimed(how, monkeypatch):
+    """Along one order alone, or not all of those below a load."""
+    layers = [(f"n{k}", 0, 1e-3 * t, 2e-3 * t, 0, []) for k, t in enumerate((4, 1, 3, 5, 2, 6))]
+    ends = [(0, 1), (0, 2), (0, 3), (1, 4), (2, 4), (3, 5), (4, 5)]
+    edges = [(f"n{a}", f"n{b}", f"t{a}", 8) for a, b in ends] + [("n5", "output", "t5", 8)]
+    profile, fast = profile_by_hand(layers, edges), uniform_cluster(2, latency="0s")
+    asked = {"micro_batches": 2, "stages_per_device": 2, "variant": "pipedream-flush"}
+    best = solve(profile, fast, **asked, effort=10**9)
+    assert best.solver.optimal
+    if how == "many":
+        monkeypatch.setattr(device_loads, "MOST_STEPS", 4)
+    plan = solve(profile, fast, **asked, solver="ilp" if how == "ilp" else "auto")
+    assert plan.solver.bound_s <= best.predicted.period_s * (1 + 1e-9)
+    assert plan.solver.bound_s > 0
+    assert not plan.solver.optimal
