@@ -50,14 +50,17 @@ class MemoryAccount:
             found = (p.grad for p in self.parameters)
             self._gradients = sum(dense_bytes(grad) for grad in found if grad is not None)
         self._count_state(optimizer)
+        weights, versions, gradients, state, activations, boundary, workspace = self.since(
+            versions_bytes, activations_bytes, boundary_bytes
+        )
         now = self.now = MemoryByKind(
-            **dict(
-                zip(
-                    MemoryByKind.__struct_fields__,
-                    self.since(versions_bytes, activations_bytes, boundary_bytes),
-                    strict=True,
-                )
-            )
+            weights_bytes=weights,
+            versions_bytes=versions,
+            gradients_bytes=gradients,
+            optimizer_bytes=state,
+            activations_bytes=activations,
+            boundary_bytes=boundary,
+            workspace_bytes=workspace,
         )
         if self.peak is None or now.total > self.peak.total:
             self.peak = now

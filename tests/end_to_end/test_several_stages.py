@@ -150,20 +150,31 @@ def test_check_finds_plain_training(name, variant, placement):
     assert report.verdict == "same"
 
 
-@pytest.mark.parametrize("variant", ["timeprest", "pipedream", "zb-h1", "gpipe"])
-def test_replicas_equal_one_worker(variant, mlp_profile, mlp_target, tmp_path, monkeypatch):
-    """Two devices with stages 0 and 2 each, one with stage 1."""
-    n = 1 if VARIANTS[variant].whole_mini_batches else 4
-    how = {"placement": (0, 1, 0)}
-    plan = plan_by_hand(with_times(mlp_profile), variant, 3, n, replicas=(2, 1), **how)
-    alone = plan_by_hand(with_times(mlp_profile), variant, 3, n, **how)
+@pytest.mark.parametrize(
+    ("variant", "placement", "replicas", "workers"),
+    [
+        ("timeprest", (0, 1, 0), (2, 1), [0, 1, 2, 0, 1]),
+        ("pipedream", (0, 1, 0), (2, 1), [0, 1, 2, 0, 1]),
+        ("gpipe", (0, 1, 0), (1, 2), [0, 1, 2, 0]),
+        ("interleaved-1f1b", (0, 1, 0, 1), (2, 1), [0, 1, 2, 0, 1, 2]),
+        ("zb-v", V, (2, 2), [0, 1, 2, 3, 2, 3, 0, 1]),
+    ],
+)
+def test_replicas_equal_one_worker(
+    variant, placement, replicas, workers, mlp_profile, mlp_target, tmp_path, monkeypatch
+):
+    """The devices of stages that share them have a replica of each."""
+    n, stages = n_of(variant), len(placement)
+    how = {"placement": placement}
+    plan = plan_by_hand(with_times(mlp_profile), variant, stages, n, replicas=replicas, **how)
+    alone = plan_by_hand(with_times(mlp_profile), variant, stages, n, **how)
     settings = RunSettings(task=mlp_target, steps=6, clip_norm=0.3, evaluate=False)
     summary = run(plan, settings, tmp_path / "replicated", inline=True)
     pipeline = pipeline_of(plan)
     with monkeypatch.context() as patched:
         patched.setattr(training, "make_schedule", lambda _, count: make_schedule(pipeline, count))
         run(alone, settings, tmp_path / "alone", inline=True)
-    assert [report.worker for report in summary.stages] == [0, 1, 2, 0, 1]
+    assert [report.worker for report in summary.stages] == workers
     wanted = load_weights(tmp_path / "alone")
     for name, weight in load_weights(tmp_path / "replicated").items():
         torch.testing.assert_close(weight, wanted[name], rtol=0, atol=1e-10)
