@@ -84,6 +84,7 @@ def report(
 def page_data(runs: Sequence[RunFacts]) -> dict[str, Any]:
     """Data of the page of these runs, as `html.page` takes it."""
     from ... import __version__
+    from ..pictures.html.page import placed_part
     from ..pictures.html.run_data import run_part
 
     title = " and ".join(run.name for run in runs) if len(runs) < 3 else f"{len(runs)} runs"
@@ -92,6 +93,7 @@ def page_data(runs: Sequence[RunFacts]) -> dict[str, Any]:
         part = {
             "name": f"plan of {run.name}",
             "plan": msgspec.to_builtins(run.plan),
+            **placed_part(run.plan),
             "recording": None,
             "mini_batches_shown": 0,
         }

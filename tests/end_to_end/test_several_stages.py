@@ -15,6 +15,7 @@ from helpers.plain_training import train_plainly
 from helpers.plans import plan_by_hand, with_times
 from helpers.processes.stopped_runs import assert_same, check_resumed, run_and_stop
 from timeprest.cli.pictures.html.run_data import read_facts, run_figures
+from timeprest.cli.run_commands.report import page_data
 from timeprest.cli.tables.run import summary_table
 from timeprest.planner.plan import pipeline_of
 from timeprest.planner.recording import predicted
@@ -393,6 +394,8 @@ def test_a_report_has_a_row_for_each_worker(mlp_profile, mlp_target, tmp_path):
         assert sum(counts, Counter()) == {
             int(d): count for d, count in epoch["version_differences"].items()
         }
+    (of_plan,) = page_data([facts])["plans"]
+    assert of_plan["placement"] == "v"
     table = summary_table(plan, summary)
     assert table.row_count == 4
     assert table.title == "timeprest, 4 stages on 2 workers, inline"
