@@ -166,7 +166,8 @@ class MicroBatchScheduler:
             rank, tie = (_LATER, s) if self._forwards_first else (_SOONER, -s)
             found.append((self._start(BACKWARDS, s, b), rank, tie, BACKWARDS, s, d))
         flushed = f < (stage.updates + 1) * n or not self.pipeline.variant.flushes
-        if f < self._end and flushed:
+        flying = f // n - b // n < self.pipeline.limits[s]
+        if f < self._end and flushed and flying:
             start = self._start(FORWARDS, s, f)
             if self._room(s, d):
                 rank = _SOONER if self._forwards_first else _LATER

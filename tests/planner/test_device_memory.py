@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from timeprest.planner.cluster.cluster import uniform_cluster
 from timeprest.planner.costs.memory import HoldingsWalk
 from timeprest.planner.evaluate import Question, evaluate
+from timeprest.planner.schedules.check import check_schedule
 from timeprest.planner.schedules.schedules import limit_ranges, make_schedule
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.planner.systems.versions import entry_versions
@@ -85,3 +86,18 @@ def test_straight_plans_say_nothing_of_devices():
     found = placed((0, 1, 2), "timeprest", 2).prediction
     assert found.devices == ()
     assert found.device_of(1) is found.stages[1]
+
+
+@pytest.mark.parametrize("variant", ["pipedream-2bw", "timeprest", "pipedream-flush", "zb-h1"])
+def test_devices_with_replicas_keep_their_limits(variant):
+    """Two devices run replicas of the first and the last stage."""
+    limits = [most for _, most in limit_ranges(VARIANTS[variant], 3, several=True)]
+    asked = Question(chain(3), uniform_cluster(3), variant, 4, 1.0)
+    stages = tuple(
+        replace(stage, devices=devices)
+        for stage, devices in zip(
+            lone_stages([["n0"], ["n1"], ["n2"]], limits), [(0, 1), (2,), (0, 1)], strict=True
+        )
+    )
+    pipeline = evaluate(asked, stages, 4).pipeline
+    check_schedule(pipeline, make_schedule(pipeline, 5), 5)
