@@ -100,8 +100,10 @@ def operations_of(variant: Variant, stages: int, micro_batches: int) -> int:
 
 
 def placed_operations(variant: Variant, stages: int, micro_batches: int) -> int:
-    """The same where devices have several stages: making the schedule takes as long."""
-    return 2 * operations_of(variant, stages, micro_batches) + _PER_PLACED
+    """The same where devices have several stages: making the schedule takes as long, more where
+    several ways to place weight parts are tried."""
+    each = 5 if variant.split_backward else 2
+    return each * operations_of(variant, stages, micro_batches) + _PER_PLACED
 
 
 def is_late(until: float | None) -> bool:

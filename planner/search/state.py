@@ -17,7 +17,7 @@ from ..partition.placings import pattern
 from ..partition.problem import SAME, Cut, StageProblem
 from ..partition.solve import Source
 from ..schedules.schedules import limit_ranges
-from ..simulator.timeline import least_period_s
+from ..simulator.timeline import filled_and_drained_s, least_period_s
 from ..systems.placement import numbered_devices
 from .budget import SOON_S, Budget, operations_of, placed_operations
 from .choices import (
@@ -175,6 +175,8 @@ class SearchState:
         widest = tuple(most for _, most in ranges)
         laid = lay_out(self.question, choice.with_limits(widest), micro_batches)
         floor_s = max(load_s, least_period_s(laid.pipeline))
+        if self.relaxation.variant.flushes:
+            floor_s = max(floor_s, filled_and_drained_s(laid.pipeline))
         if floor_s * SAME >= self.period_s:
             return float("inf")
         found = self._first_that_fits(choice, micro_batches)

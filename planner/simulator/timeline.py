@@ -213,6 +213,34 @@ def _stay_s(pipeline: Pipeline, stage: int) -> float:
     return up[stage] + after_s + update_s
 
 
+def filled_and_drained_s(pipeline: Pipeline) -> float:
+    """What a mini-batch takes at the least where the pipeline drains after it.
+
+    A device's work comes after the first micro-batch's way from another stage, and before the last
+    one's way back there, where gradients come back. Weight parts may run beside that. Of pipelines
+    without replicas.
+    """
+    n, most = pipeline.micro_batches, 0.0
+    stages = range(pipeline.stages)
+    for first in stages:
+        # To and from this stage: from the begin of its forward, until the end of its backward.
+        there, back = {first: 0.0}, {first: 0.0}
+        for link in sorted(pipeline.links, key=lambda k: (k.target, k.source)):
+            a, b = link.source, link.target
+            if a in there:
+                route_s = link.latency_s + link.forward_s
+                there[b] = max(there.get(b, 0.0), there[a] + pipeline.forward_s[a] + route_s)
+            if a in back and link.has_gradient:
+                route_s = link.latency_s + link.backward_s
+                back[b] = max(back.get(b, 0.0), back[a] + pipeline.backward_op_s(a) + route_s)
+        for mine in pipeline.stages_of:
+            waits = [s for s in mine if s in there and s in back]
+            work_s = sum(n * (pipeline.forward_s[s] + pipeline.backward_op_s(s)) for s in waits)
+            ways_s = (min((way[s] for s in waits), default=0.0) for way in (there, back))
+            most = max(most, work_s + sum(ways_s))
+    return most
+
+
 def idle_shares(pipeline: Pipeline, period_s: float) -> tuple[float, ...]:
     """Share of the steady period in which nothing is to be done by each stage's device, of
     replicas' devices by the busiest."""

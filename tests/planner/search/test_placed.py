@@ -9,6 +9,7 @@ from helpers.drawn.questions import drawn_placed
 from timeprest.planner.cluster.cluster import uniform_cluster
 from timeprest.planner.partition import device_loads
 from timeprest.planner.search.solve import solve
+from timeprest.planner.simulator.timeline import filled_and_drained_s
 from timeprest.planner.systems.placement import pattern_of
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import InfeasibleError, PlanError
@@ -42,6 +43,9 @@ def test_no_plan_beats_a_proven_one(first):
         if drawn is None:
             continue
         seen += 1
+        for found in drawn.plans if VARIANTS[drawn.question.variant].flushes else ():
+            least_s = filled_and_drained_s(found.pipeline)
+            assert least_s <= found.prediction.period_s * (1 + 1e-9), seed
         try:
             plan = found_plan(drawn)
         except InfeasibleError:
