@@ -52,6 +52,11 @@ def v_shaped(pipeline: Pipeline) -> _Rows:
     keep = [pipeline.micro_batches] * pipeline.stages
     for forwards_first in (True, False):
         scheduler = MicroBatchScheduler(pipeline, 1, keep, most, forwards_first=forwards_first)
+        if scheduler.run(1):
+            found.append(scheduler.rows())
+    if not found:
+        # Where stages have nothing to do with each other, one may take all the room.
+        scheduler = MicroBatchScheduler(pipeline, 1, keep)
         scheduler.run(1)
         found.append(scheduler.rows())
     periods = [_period_s(pipeline, rows) for rows in found]

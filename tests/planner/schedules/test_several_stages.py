@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, combinations, pairwise
 
 import pytest
 from helpers.by_hand.nf1b import list_schedule
 from helpers.by_hand.unit_pipelines import unit_pipeline
 from helpers.drawn.pipelines import pipelines
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from timeprest.planner.cluster.cluster import Cluster, Device, Network
 from timeprest.planner.costs.layout import StageTimes, make_pipeline
@@ -198,3 +198,18 @@ def test_the_bubble_of_interleaved_1f1b(devices, stages):
     assert steady_state(pipeline).period_s == pytest.approx(
         work * (1 + (devices - 1) / (stages * n))
     )
+
+
+@given(
+    st.sampled_from(["zb-v", "v-half"]),
+    st.sets(
+        st.sampled_from([(a, b, back) for a, b in combinations(range(4), 2) for back in (0, 1)])
+    ),
+)
+@example("zb-v", {(1, 3, True), (2, 3, True)})
+def test_a_v_of_stages_that_need_not_follow_each_other(variant, ends):
+    """A stage that waits for nothing may take all the room of its device."""
+    pipeline = equal_stages(variant, (0, 1, 1, 0), 4)
+    links = {(a, b): Link(a, b, 0.0, 0.0, 0.0, bool(back)) for a, b, back in sorted(ends)}
+    pipeline = replace(pipeline, links=tuple(links.values()))
+    check_schedule(pipeline, make_schedule(pipeline, 2), 2)
