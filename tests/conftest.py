@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,10 @@ from hypothesis import settings
 
 # One thread per process: the tests run side by side on two cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Processes that tests start needn't compile the package anew, each by itself.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # Tables as wide as in a pipe, whatever the terminal says from which the tests run.
 os.environ.pop("COLUMNS", None)
