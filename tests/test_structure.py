@@ -40,19 +40,35 @@ def module_of(path):
 
 
 SOURCES = {module_of(path): path for folder in RANK for path in (ROOT / folder).rglob("*.py")}
-TREES = {module: ast.parse(path.read_text()) for module, path in SOURCES.items()}
 
 
-def imports_of(module):
+@pytest.fixture(scope="module")
+def trees():
+    """Every module's code, parsed when the first test asks: all tests are collected before."""
+    return {module: ast.parse(path.read_text()) for module, path in SOURCES.items()}
+
+
+@pytest.fixture(scope="module")
+def imports(trees):
+    """Which module imports which."""
+    return nx.DiGraph(
+        (module, other)
+        for module, tree in trees.items()
+        for other in imports_of(module, tree)
+        if other in SOURCES and other != module
+    )
+
+
+def imports_of(module, tree):
     """Every module of the package that this one imports, but for types alone."""
     types = {
         id(inside)
-        for node in ast.walk(TREES[module])
+        for node in ast.walk(tree)
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
         for inside in ast.walk(node)
     }
     package = SOURCES[module].relative_to(ROOT).parent.parts
-    for node in ast.walk(TREES[module]):
+    for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.level and id(node) not in types:
             base = package[: len(package) - node.level + 1]
             base += tuple(node.module.split(".")) if node.module else ()
@@ -60,17 +76,9 @@ def imports_of(module):
                 yield (*base, name) if (*base, name) in SOURCES else base
 
 
-IMPORTS = nx.DiGraph(
-    (module, other)
-    for module in SOURCES
-    for other in imports_of(module)
-    if other in SOURCES and other != module
-)
-
-
 @pytest.mark.parametrize("folder", RANK)
-def test_packages_import_one_way(folder):
-    for module, other in IMPORTS.edges:
+def test_packages_import_one_way(folder, imports):
+    for module, other in imports.edges:
         if module[0] == folder != other[0]:
             assert RANK[other[0]] < RANK[folder], f"{SOURCES[module]}: imports {other}"
             if folder == "planner":
@@ -83,11 +91,11 @@ def folders():
 
 
 @pytest.mark.parametrize("folder", folders(), ids="/".join)
-def test_rooms_of_a_folder_import_one_way(folder):
+def test_rooms_of_a_folder_import_one_way(folder, imports):
     """No two of its files and folders need each other, by whatever way."""
     rooms = nx.DiGraph()
     depth = len(folder)
-    for module, other in IMPORTS.edges:
+    for module, other in imports.edges:
         inside = module[:depth] == other[:depth] == folder
         if inside and len(module) > depth < len(other) and module[depth] != other[depth]:
             rooms.add_edge(module[depth], other[depth])
@@ -111,9 +119,9 @@ def test_files_are_deep_but_not_endless():
         assert len(path.read_text().splitlines()) <= MOST_LINES, path
 
 
-def test_a_class_name_has_one_meaning():
+def test_a_class_name_has_one_meaning(trees):
     found = {}
-    for module, tree in TREES.items():
+    for module, tree in trees.items():
         for node in ast.walk(tree):
             # Modules of networks are called as in the networks' own code, and fingerprints have
             # their names: plans of before must go on.
@@ -122,8 +130,8 @@ def test_a_class_name_has_one_meaning():
                 assert first == module, f"class {node.name} in {first} and in {module}"
 
 
-def test_names_are_the_fields():
-    for module, tree in TREES.items():
+def test_names_are_the_fields(trees):
+    for module, tree in trees.items():
         defined = [
             node.name
             for node in ast.walk(tree)
@@ -159,12 +167,12 @@ def test_planning_and_help_never_import_torch(module):
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_systems_differ_in_their_table_alone():
+def test_systems_differ_in_their_table_alone(trees):
     """No branch on a system's name outside the table."""
     from timeprest.planner.systems.variants import VARIANTS
 
     names = tuple(VARIANTS)
-    for module, tree in TREES.items():
+    for module, tree in trees.items():
         for node in ast.walk(tree):
             if isinstance(node, ast.Compare):
                 for part in ast.walk(node):
