@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from timeprest.profiles.zoo import densenet, resnet
 
 ZOO = {
     "mlp": "mlp:width=16,inputs=12",
@@ -24,7 +25,7 @@ HUGGING_FACE = ("gpt2", "bert", "vit", "resnet", "llama", "t5")
 
 needs_hf = pytest.mark.skipif(not find_spec("transformers"), reason="needs timeprest[hf]")
 
-MANY_LAYERS = (ZOO["densenet121"], ZOO["inception_v3"], "hf:t5")
+MANY_LAYERS = (ZOO["inception_v3"], "hf:t5")
 
 LARGE = ("alexnet", "vgg11")
 """Chains whose linear layers are wide at any size: a billion bytes in float64."""
@@ -33,6 +34,13 @@ TARGETS = [
     *(pytest.param(target, id=name) for name, target in ZOO.items() if name not in LARGE),
     *(pytest.param(f"hf:{name}", id=f"hf-{name}", marks=needs_hf) for name in HUGGING_FACE),
 ]
+
+
+def make_shallow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few blocks in nets of many equal ones: of each kind one, and one behind another."""
+    monkeypatch.setattr(densenet, "BLOCKS", (2, 3, 2))
+    for name, (block, _) in list(resnet.NETS.items()):
+        monkeypatch.setitem(resnet.NETS, name, (block, (2, 2, 1, 1)))
 
 
 def light_models() -> list[Path]:

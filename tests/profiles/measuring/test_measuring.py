@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.models.small import MANY_LAYERS, TARGETS, ZOO, light_models
+from helpers.models.small import MANY_LAYERS, TARGETS, ZOO, light_models, make_shallow
 from helpers.stage_costs import stage_cost
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,6 +26,11 @@ from timeprest.profiles.tasks.task import root_of
 from timeprest.profiles.tracing.front_ends import trace
 
 BIN = Path(sys.executable).parent
+
+
+@pytest.fixture(autouse=True)
+def shallow_nets(monkeypatch):
+    make_shallow(monkeypatch)
 
 
 def held_by_autograd(target, model, size, front_end):
