@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -11,11 +12,16 @@ from pathlib import Path
 
 import pytest
 import timeprest
+from click.testing import CliRunner
 from helpers.plans import plan_by_hand, with_times
+from timeprest.cli.plan import main as plan_main
+from timeprest.cli.profile import main as profile_main
+from timeprest.cli.run import main as run_main
 from timeprest.profiles.files import read_file
 from timeprest.profiles.profile import Profile
 
 BIN = Path(sys.executable).parent
+MAIN = {"tp-profile": profile_main, "tp-plan": plan_main, "tp-run": run_main}
 
 
 def call(*arguments, cwd, code=0, timeout=170):
@@ -24,6 +30,20 @@ def call(*arguments, cwd, code=0, timeout=170):
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == code, done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr
+    return done
+
+
+def call_here(*arguments, cwd, code=0):
+    """The same in this process, which has torch already."""
+    name, *rest = map(str, arguments)
+    before = os.getcwd()
+    os.chdir(cwd)
+    try:
+        done = CliRunner().invoke(MAIN[name], rest, prog_name=name)
+    finally:
+        os.chdir(before)
+    assert done.exit_code == code, done.output
+    assert "Traceback" not in done.output
     return done
 
 
@@ -98,7 +118,7 @@ def test_show_prints_stages_and_operations(digits):
 
 @pytest.mark.slow
 def test_inline_run_as_json(digits):
-    done = call(
+    done = call_here(
         *("tp-run", "plan.json", "--inline", "--steps", 3, "--json", "--run-dir", "inline"),
         *("--optimizer", "adam", "--lr", "0.001"),
         cwd=digits,
@@ -117,13 +137,13 @@ def test_an_edited_plan_is_checked_and_runs(digits):
     second["nodes"].insert(0, first["nodes"].pop())
     (digits / "edited.json").write_text(json.dumps(plan))
     run = ("tp-run", "edited.json", "--inline", "--steps", 1, "--run-dir", "edited")
-    assert "tp-plan check" in one_line(call(*run, cwd=digits, code=2).stderr)
-    done = call(
+    assert "tp-plan check" in one_line(call_here(*run, cwd=digits, code=2).stderr)
+    done = call_here(
         *("tp-plan", "check", "edited.json", "--profile", "profile.json", "-o", "edited.json"),
         cwd=digits,
     )
     assert "changed: edges" in done.stdout
-    call(*run, cwd=digits)
+    call_here(*run, cwd=digits)
 
 
 CHAIN = """\
@@ -225,14 +245,14 @@ def test_bad_input_is_one_line_and_code_2(command, message, digits, monkeypatch,
 
 
 def test_too_little_memory_names_the_stage_and_the_bytes(digits):
-    done = call("tp-plan", "solve", "profile.json", "--memory", "1MB", cwd=digits, code=2)
+    done = call_here("tp-plan", "solve", "profile.json", "--memory", "1MB", cwd=digits, code=2)
     assert re.search(r"lacks \d+ bytes .* on stage \d", one_line(done.stderr))
 
 
 @pytest.mark.slow
 def test_an_untraceable_model_ends_in_one_line_naming_its_line(digits):
     (digits / "net.py").write_text(UNTRACEABLE)
-    done = call("tp-profile", "net.py:Net", "--input", "3", cwd=digits, code=2)
+    done = call_here("tp-profile", "net.py:Net", "--input", "3", cwd=digits, code=2)
     assert "net.py:10: `if x.sum() > 0:`" in one_line(done.stderr)
 
 
@@ -246,19 +266,19 @@ def test_usage_errors_have_code_2(digits):
 @pytest.mark.slow
 def test_a_published_profile_is_planned_and_says_that_it_cant_be_run(digits):
     (digits / "chain.graph.txt").write_text(CHAIN)
-    done = call(
+    done = call_here(
         *("tp-profile", "chain.graph.txt", "--batch-size", 100, "-o", "chain.json"), cwd=digits
     )
     assert "can be planned, but not run" in done.stdout
-    done = call("tp-plan", "solve", "chain.json", "-o", "chain.plan.json", cwd=digits)
+    done = call_here("tp-plan", "solve", "chain.json", "-o", "chain.plan.json", cwd=digits)
     assert "it can't be run" in done.stdout
-    done = call("tp-run", "chain.plan.json", cwd=digits, code=2)
+    done = call_here("tp-run", "chain.plan.json", cwd=digits, code=2)
     assert "costs without a model" in one_line(done.stderr)
 
 
 @pytest.mark.slow
 def test_a_model_is_reckoned_on_a_device_that_isnt_there(digits):
-    done = call(
+    done = call_here(
         *("tp-profile", "hf:bert", "--device", "meta", "--spec", "h100-80gb", "-o", "meta.json"),
         *("--batch-size", 8, "--granularity", "bert.encoder.layer.*"),
         cwd=digits,

@@ -48,13 +48,17 @@ def start(hosts, folder, *options, **environment):
 
 
 def left_in(folder):
-    """Processes that still work in a folder."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.cwd() == str(folder):
-                found.append(process)
-    return found
+    """Processes that still work in a folder, a moment after those that were waited for."""
+    end = time.monotonic() + 5
+    while True:
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.cwd() == str(folder):
+                    found.append(process.cmdline())
+        if not found or time.monotonic() > end:
+            return found
+        time.sleep(0.1)
 
 
 @pytest.mark.processes
