@@ -28,7 +28,7 @@ from .costs.stage_costs import Transfer
 from .costs.tied_parameters import Tied, bound_groups, check_tied, hint
 from .schedules.schedules import limit_ranges
 from .simulator.pipeline import Pipeline
-from .systems.placement import numbered_devices, pattern_of
+from .systems.placement import check_placement, numbered_devices
 from .systems.variants import Variant, variant_named
 
 FORMAT = "timeprest-plan/2"
@@ -267,7 +267,8 @@ def check_stages(
         )
     if variant.whole_mini_batches and micro_batches != 1:
         raise PlanError(f"micro_batches: {variant.name} runs whole mini-batches; set it to 1")
-    _check_placement(variant, stages)
+    placement = numbered_devices([stage.devices for stage in stages])
+    check_placement(variant, placement, len(stages))
     least = variant.least_micro_batches(len(stages))
     if micro_batches < least:
         raise PlanError(
@@ -284,30 +285,8 @@ def check_stages(
             raise PlanError(
                 f"stages[{s}].devices: {len(stage.devices)} replicas don't divide {what} {parts}"
             )
-    _check_limits(variant, stages)
-
-
-def _check_placement(variant: Variant, stages: Sequence[PlanStage]) -> None:
-    placement = numbered_devices([stage.devices for stage in stages])
-    pattern, count = pattern_of(placement, len(stages)), len(stages)
-    if variant.placement == "any" or count == 1:
-        return
-    if variant.placement == "loop" and pattern != "loop":
-        raise PlanError(
-            f"stages: {variant.name} runs two or more stages on each device, stage s on device "
-            f"s mod D; these are placed {pattern}"
-        )
-    if variant.placement == "v" and (pattern != "v" or count != 2 * (max(placement) + 1)):
-        raise PlanError(
-            f"stages: {variant.name} runs two stages on each device, down the devices and back up; "
-            f"these {count} are placed {pattern}"
-        )
-
-
-def _check_limits(variant: Variant, stages: Sequence[PlanStage]) -> None:
     limits = [stage.in_flight for stage in stages]
-    several = bool(numbered_devices([stage.devices for stage in stages]))
-    ranges = limit_ranges(variant, len(limits), several=several)
+    ranges = limit_ranges(variant, len(limits), several=bool(placement))
     for s, (limit, (least, most)) in enumerate(zip(limits, ranges, strict=True)):
         if s and limit > limits[s - 1]:
             raise PlanError(

@@ -15,6 +15,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Literal
 
+from ...profiles.errors import PlanError
+from .variants import Variant
+
 Pattern = Literal["straight", "loop", "v", "free"]
 PATTERNS: tuple[Pattern, ...] = ("straight", "loop", "v", "free")
 
@@ -58,3 +61,26 @@ def placements(pattern: Pattern, stages: int, devices: int) -> list[tuple[int, .
         up = down[::-1]
         return [v for v in (down + up, down + up[1:]) if len(v) == stages > devices]
     return []
+
+
+def check_placement(variant: Variant, placement: Sequence[int], stages: int) -> None:
+    """Check that a system runs stages that are placed so.
+
+    Args:
+        placement: as `numbered_devices` gives it.
+
+    Raises PlanError.
+    """
+    pattern = pattern_of(placement, stages)
+    if variant.placement == "any" or stages == 1:
+        return
+    if variant.placement == "loop" and pattern != "loop":
+        raise PlanError(
+            f"stages: {variant.name} runs two or more stages on each device, stage s on device "
+            f"s mod D; these are placed {pattern}"
+        )
+    if variant.placement == "v" and (pattern != "v" or stages != 2 * (max(placement) + 1)):
+        raise PlanError(
+            f"stages: {variant.name} runs two stages on each device, down the devices and back up; "
+            f"these {stages} are placed {pattern}"
+        )

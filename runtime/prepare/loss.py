@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,20 +68,22 @@ def kind_of_loss(task: Task, result: Any, target: Any) -> LossKind:
 def _tried(task: Task, result: Any, target: Any) -> Any:
     from torch._subclasses.fake_tensor import FakeTensor
 
-    modes = []
+    modes: list[AbstractContextManager[Any]] = []
 
     def note(tensor: Tensor) -> Tensor:
-        if isinstance(tensor, FakeTensor):
-            modes.append(tensor.fake_mode)
+        if not isinstance(tensor, FakeTensor):
+            return tensor.detach()
+        modes.append(tensor.fake_mode)
         return tensor
 
-    map_tensors(note, result)
-    if not modes:
-        return task.loss(map_tensors(Tensor.detach, result), target)
+    result = map_tensors(note, result)
     try:
-        # Takes no memory.
-        with modes[0]:
+        # On fake tensors it takes no memory.
+        with modes[0] if modes else nullcontext():
             return task.loss(result, target)
-    except Exception:  # a loss that looks at numbers
+    except Exception:
+        if not modes:
+            raise
+        # A loss that looks at numbers.
         zeros = map_tensors(lambda t: torch.zeros(t.shape, dtype=t.dtype), result)
         return task.loss(zeros, target)

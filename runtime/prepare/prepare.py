@@ -108,7 +108,7 @@ def prepare(
     """
     autocast = autocast_of(plan, settings)
     pipeline = pipeline_of(plan)
-    replicas = all_replicas(plan.stages)
+    replicas, workers = all_replicas(plan.stages), workers_of(plan.stages)
     shares = tuple(share_of(pipeline, plan.micro_batch, replica) for replica in replicas)
     samples = [shares[replica.number].samples for replica in replicas if replica.leads]
     # What every stage has room for.
@@ -146,7 +146,7 @@ def prepare(
         segments=course,
         pipeline=pipeline,
         replicas=replicas,
-        workers=workers_of(plan.stages),
+        workers=workers,
         model=PreparedModel(
             stages=tuple(PreparedStage(*stage) for stage in stages),
             inputs=tuple(node.name for node in traced.training[least].inputs),
