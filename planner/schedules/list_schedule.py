@@ -20,9 +20,7 @@ from math import inf
 from ..simulator.clock import SimulatedClock
 from ..simulator.pipeline import Pipeline
 from ..systems.operations import BACKWARDS, FORWARDS, UPDATES, WEIGHTS
-
-_GAP = 0.5
-"""A weight part isn't begun when what comes next is there before so much of its time is over."""
+from .zero_bubble import GAP
 
 _FIRST, _SOONER, _BETWEEN, _LATER, _LAST = range(5)
 
@@ -237,7 +235,7 @@ class MicroBatchScheduler:
             return []
         free, done = self.clock.free_s[s], self._stages[s].weights
         start = free[done % len(free)]
-        if soonest - start < _GAP * self.clock.seconds[WEIGHTS][s][done % len(free)]:
+        if soonest - start < GAP * self.clock.seconds[WEIGHTS][s][done % len(free)]:
             # After what comes first.
             start = max(start, soonest)
         return [(start, _LAST, done, WEIGHTS, s, d)]

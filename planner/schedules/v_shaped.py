@@ -15,14 +15,10 @@ Index letters: D devices; S = 2·D stages; N micro-batches.
 
 from __future__ import annotations
 
-from math import inf
-
-from ..simulator.clock import SimulatedClock
-from ..simulator.executor import ContendedExecutor, ListExecutor, coded
 from ..simulator.pipeline import Pipeline
-from ..systems.operations import BACKWARDS, FORWARDS, UPDATES, U
+from ..systems.operations import BACKWARDS, FORWARDS
 from .list_schedule import MicroBatchScheduler
-from .zero_bubble import WeightsWhenIdle
+from .zero_bubble import WeightsWhenIdle, period_s
 
 _Rows = tuple[tuple[bytes, tuple[int, ...]], ...]
 
@@ -59,7 +55,7 @@ def v_shaped(pipeline: Pipeline) -> _Rows:
         scheduler = MicroBatchScheduler(pipeline, 1, keep)
         scheduler.run(1)
         found.append(scheduler.rows())
-    periods = [_period_s(pipeline, rows) for rows in found]
+    periods = [period_s(pipeline, *zip(*rows, strict=True)) for rows in found]
     # Rounding is no reason to take a later one.
     best = min(periods) * (1 + 1e-9)
     return next(rows for rows, seconds in zip(found, periods, strict=True) if seconds <= best)
@@ -91,20 +87,3 @@ def _in_blocks(pipeline: Pipeline, down: int, up: int) -> tuple[list[bytes], lis
         kinds.append(bytes(kind for _, kind, _ in row))
         turns.append(tuple(s for _, _, s in row))
     return kinds, turns
-
-
-def _period_s(pipeline: Pipeline, rows: _Rows) -> float:
-    """From update to update, on the slowest stage; the first mini-batches are like all others."""
-    clock = SimulatedClock(pipeline)
-    clock.grow(2)
-    lists = [
-        coded(clock, (kinds + U * len(mine)) * 2, (turns + mine) * 2)
-        for (kinds, turns), mine in zip(rows, pipeline.stages_of, strict=True)
-    ]
-    if clock.contended:
-        done = ContendedExecutor(clock, lists).run(2)
-    else:
-        run = ListExecutor(clock)
-        run.lists = lists
-        done = run.run()
-    return max(b - a for a, b in clock.starts_s[UPDATES]) if done else inf

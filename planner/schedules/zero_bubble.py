@@ -18,7 +18,7 @@ from ..simulator.executor import ContendedExecutor, ListExecutor, coded
 from ..simulator.pipeline import Pipeline
 from ..systems.operations import BACKWARDS, FORWARDS, UPDATES, WEIGHTS, B, F, U, W
 
-_GAP = 0.5
+GAP = 0.5
 """A weight part isn't begun when what comes next is there before so much of its time is over."""
 
 
@@ -45,7 +45,10 @@ def postponed(pipeline: Pipeline, rows: Sequence[bytes]) -> tuple[bytes, ...]:
     turns = [(s,) * len(row) for s, row in enumerate(rows)]
     idle = tuple(kinds for kinds, _ in WeightsWhenIdle(pipeline, rows, turns, most).place())
     found = [late, idle, at_once]
-    periods = [_period_s(pipeline, kinds) for kinds in found]
+    periods = [
+        period_s(pipeline, kinds, [(s,) * len(row) for s, row in enumerate(kinds)])
+        for kinds in found
+    ]
     # Rounding is no reason to take a later one.
     best = min(periods) * (1 + 1e-9)
     return next(kinds for kinds, seconds in zip(found, periods, strict=True) if seconds <= best)
@@ -79,11 +82,19 @@ def _late(row: bytes, most: int) -> bytes:
     return bytes(kinds) + W * waiting
 
 
-def _period_s(pipeline: Pipeline, rows: Sequence[bytes]) -> float:
-    """From update to update, on the slowest stage; the first mini-batches are like all others."""
+def period_s(pipeline: Pipeline, rows: Sequence[bytes], turns: Sequence[tuple[int, ...]]) -> float:
+    """From update to update, on the slowest stage; the first mini-batches are like all others.
+
+    Args:
+        rows, turns: per device, kinds of a mini-batch's operations, updates left out, and their
+            stages.
+    """
     clock = SimulatedClock(pipeline)
     clock.grow(2)
-    lists = [coded(clock, (row + U) * 2, [s] * (2 * len(row) + 2)) for s, row in enumerate(rows)]
+    lists = [
+        coded(clock, (row + U * len(mine)) * 2, (of + mine) * 2)
+        for row, of, mine in zip(rows, turns, pipeline.stages_of, strict=True)
+    ]
     if clock.contended:
         done = ContendedExecutor(clock, lists).run(2)
     else:
@@ -181,7 +192,7 @@ class WeightsWhenIdle:
         if start <= now and kind != WEIGHTS:
             self._position[d] += 1
             self._run(now, d, kind, s)
-        elif waiting and (start <= now or start - now >= _GAP * self._seconds[waiting[0]][WEIGHTS]):
+        elif waiting and (start <= now or start - now >= GAP * self._seconds[waiting[0]][WEIGHTS]):
             self._run(now, d, WEIGHTS, waiting.popleft())
         elif start < inf:
             heapq.heappush(self._heap, (start, d))

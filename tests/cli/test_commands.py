@@ -78,16 +78,23 @@ def digits(tmp_path_factory):
 @pytest.mark.processes
 @pytest.mark.timeout(180)
 def test_the_demo_learns_the_digits(digits):
-    """Two processes, timeprest, N = 4: it learns in 12 epochs, and says the whole summary.
+    """Two processes, timeprest, N = 4: at least 97 % after 12 epochs, and the whole summary.
 
-    Some 97 %: how stale weights get depends on the plan, and that on the times measured.
+    With two mini-batches in flight, whatever limit the measured times made best: how stale weights
+    get would hang on them.
     """
-    done = call("tp-run", "plan.json", "--epochs", 12, "--run-dir", "run", cwd=digits)
+    plan = json.loads((digits / "plan.json").read_text())
+    plan["stages"][0]["in_flight"] = 2
+    (digits / "two.json").write_text(json.dumps(plan))
+    call_here(
+        *("tp-plan", "check", "two.json", "--profile", "profile.json", "-o", "two.json"), cwd=digits
+    )
+    done = call("tp-run", "two.json", "--epochs", 12, "--run-dir", "run", cwd=digits)
     summary = json.loads((digits / "run" / "summary.json").read_text())
     assert summary["variant"] == "timeprest"
     assert summary["mode"] == "processes"
     assert summary["micro_batches"] == 4
-    assert summary["epochs"][-1]["test"]["accuracy"] >= 0.95
+    assert summary["epochs"][-1]["test"]["accuracy"] >= 0.97
     assert len(summary["stages"]) == 2
     assert summary["measured_period_s"] > 0
     assert all(stage["peak"]["weights_bytes"] > 0 for stage in summary["stages"])

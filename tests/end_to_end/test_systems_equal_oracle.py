@@ -214,9 +214,10 @@ def test_the_oracle_knows_every_system():
 @pytest.mark.parametrize(
     ("variant", "stages", "n", "optimizer"),
     [
+        ("timeprest", 3, 4, "momentum"),
         ("timeprest", 4, 4, "adam"),
-        ("timeprest-stashed", 2, 2, "momentum"),
-        ("pipedream-unstashed", 2, 1, "momentum"),
+        ("timeprest-stashed", 3, 2, "momentum"),
+        ("pipedream-unstashed", 3, 1, "momentum"),
         ("i-timeprest", 2, 2, "momentum"),
         ("pipedream-vertical-sync", 2, 1, "momentum"),
         ("pipedream-2bw", 2, 4, "adam"),
@@ -280,7 +281,7 @@ def test_flush_systems_are_plain_training(variant, stages, n, mlp_profile, mlp_t
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("variant", "stages"), [(FLUSH[0], 3), (FLUSH[1], 2)])
+@pytest.mark.parametrize(("variant", "stages"), [(FLUSH[0], 3), (FLUSH[1], 2), (FLUSH[1], 3)])
 def test_flush_systems_in_processes(variant, stages, mlp_profile, mlp_target, tmp_path):
     plan = plan_by_hand(with_times(mlp_profile), variant, stages, 4)
     run(plan, RunSettings(task=mlp_target, steps=FLUSH_STEPS, evaluate=False), tmp_path / "run")

@@ -198,7 +198,7 @@ def test_fingerprints_survive_a_restart():
         "gpt2:layers=2,width=32,heads=2,vocabulary=30,context=8",
     ]
     if importlib.util.find_spec("transformers"):
-        names.append("hf:t5")
+        names += ["hf:t5", "hf:gpt2"]
     code = (
         "import sys; from timeprest.profiles.tracing.graph import fingerprint\n"
         "from timeprest.profiles.tracing.front_ends import trace\n"

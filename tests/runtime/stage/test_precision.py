@@ -135,7 +135,7 @@ def test_float16_is_refused(profile):
 @pytest.mark.processes
 @pytest.mark.timeout(180)
 def test_processes_equal_inline_under_autocast(profile, tmp_path):
-    plan = plan_by_hand(profile, "timeprest", 2, 4)
+    plan = plan_by_hand(profile, "timeprest", 3, 4)
     for mode in ("inline", "processes"):
         run(plan, RunSettings(task=TARGET, steps=STEPS), tmp_path / mode, inline=mode == "inline")
     inline, processes = (load_weights(tmp_path / mode) for mode in ("inline", "processes"))

@@ -252,7 +252,7 @@ def test_a_tied_parameter_has_one_name_whatever_its_piece_calls_it():
 def test_processes_against_one_process(tmp_path, monkeypatch):
     """The command: text, exit code, and nothing left behind."""
     monkeypatch.chdir(tmp_path)
-    write_file("plan.json", plan_for("GPTTask", "pipedream-flush", 2, 4))
+    write_file("plan.json", plan_for("GPTTask", "pipedream-flush", 3, 4))
     done = CliRunner().invoke(main, ["plan.json", "--check"])
     assert done.exit_code == 0, done.output
     assert "micro-batches one by one" in done.output
@@ -264,7 +264,7 @@ def test_processes_against_one_process(tmp_path, monkeypatch):
 @pytest.mark.timeout(180)
 def test_asynchronous_processes_against_the_inline_run(tmp_path):
     """With dropout: processes and inline run draw the same."""
-    plan = plan_for("GPTTask", "timeprest", 2, 4)
+    plan = plan_for("GPTTask", "timeprest", 3, 4)
     report = check(plan, settings_for("GPTTask"), run_dir=tmp_path / "kept")
     assert report.verdict == "same"
     assert not report.notes
