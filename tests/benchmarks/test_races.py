@@ -9,17 +9,21 @@ import xml.etree.ElementTree as ElementTree
 import msgspec
 import pytest
 import torch
-from helpers.by_hand.profiles import chain
+from helpers.by_hand.profiles import chain, profile_by_hand
 from hypothesis import given
 from hypothesis import strategies as st
+from timeprest.planner.cluster.cluster import uniform_cluster
+from timeprest.planner.plan import pipeline_of, read_plan
+from timeprest.planner.schedules.steady_state import steady_state
+from timeprest.planner.search.solve import solve
 from timeprest.profiles.errors import FileError, UserError
+from timeprest.profiles.files import write_file
 from timeprest.tests.benchmarks.speed import rounds as rounds_module
-from timeprest.tests.benchmarks.speed.__main__ import contestants_of
 from timeprest.tests.benchmarks.speed.contestants import ALL, contestant_named
 from timeprest.tests.benchmarks.speed.cuts import balanced, further, neighbours
 from timeprest.tests.benchmarks.speed.held import at_equal_limits, plan_for
 from timeprest.tests.benchmarks.speed.machine.machine import machine
-from timeprest.tests.benchmarks.speed.racing.ours import window_of
+from timeprest.tests.benchmarks.speed.racing.ours import cut_as, whole_cycles, window_of
 from timeprest.tests.benchmarks.speed.racing.processes import (
     StuckError,
     last_words,
@@ -27,7 +31,7 @@ from timeprest.tests.benchmarks.speed.racing.processes import (
     run_ranks,
 )
 from timeprest.tests.benchmarks.speed.racing.rank import RankSpec
-from timeprest.tests.benchmarks.speed.racing.rivals import Length, counts
+from timeprest.tests.benchmarks.speed.racing.rivals import Choice, Length, counts
 from timeprest.tests.benchmarks.speed.racing.steps import batches, plain
 from timeprest.tests.benchmarks.speed.report import page
 from timeprest.tests.benchmarks.speed.report.bars import bars
@@ -242,30 +246,49 @@ def test_names_and_counts():
     assert contestant_named("gpipe@4").variant == "gpipe"
     placed = contestant_named("timeprest@4+2")
     assert (placed.variant, placed.micro_batches, placed.stages_per_rank) == ("timeprest", 4, 2)
+    cut = contestant_named("zb-v=tdp-zbv")
+    assert (cut.variant, cut.cut_as, cut.file_name) == ("zb-v", "tdp-zbv", "zb-v-as-tdp-zbv")
+    assert contestant_named("timeprest@2").on(4).processes == 4
     for wrong in (
         "tdp-1f1b+2",
+        "tdp-1f1b=tdp-zbv",
+        "zb-v=ddp",
         "timeprest+",
         "timeprest+2@4",
         "nobody",
         "gpipe@",
         "gpipe@0",
         "gpipe@x",
-        "gpipe/",
-        "gpipe/0",
-        "gpipe/3@2",
+        "gpipe/3",
     ):
         with pytest.raises(UserError, match="choose of"):
             contestant_named(wrong)
 
 
-def test_processes_that_took_turns_are_read_and_not_raced():
-    three = contestant_named("timeprest@2/3")
-    assert (three.variant, three.micro_batches) == ("timeprest", 2)
-    assert (three.processes, three.turns) == (3, True)
-    assert contestant_named("timeprest@2").on(4).processes == 4
-    assert not any(contestant.turns for contestant in contestants_of("all"))
-    with pytest.raises(UserError, match="timeprest/3': plans have a core for each"):
-        contestants_of("gpipe,timeprest/3")
+def test_what_is_cut_as_a_rival_has_its_cuts_and_is_predicted_anew(tmp_path):
+    layers = [(name, 8, 1e-3, 2e-3, 8, []) for name in ("0", "1", "2.a", "2.b", "3", "4", "5")]
+    names = [name for name, *_ in layers]
+    edges = [(a, b, f"t{a}", 16) for a, b in zip(names, [*names[1:], "output"], strict=True)]
+    profile = profile_by_hand(layers, edges)
+    plan = solve(profile, uniform_cluster(2), "zb-v", mini_batch=4, micro_batches=4)
+    path, profile_path = tmp_path / "plan.json", tmp_path / "profile.json"
+    write_file(profile_path, profile)
+    write_file(path, plan)
+    cut_as(path, profile_path, Choice(micro_batches=4, cuts=(1, 2, 3)))
+    found = read_plan(path)
+    assert [stage.nodes[0] for stage in found.stages] == ["0", "1", "2.a", "3"]
+    assert found.predicted.period_s > plan.predicted.period_s
+    assert found.solver.bound_s == plan.solver.bound_s
+
+
+def test_updates_in_bunches_are_timed_by_whole_bunches():
+    """Two stages on a device may update as 1, 1, 2 mini-batches of time apart, and again."""
+    placed = {"stages_per_device": 2, "placement": "loop", "micro_batches": 1}
+    plan = solve(chain(7), uniform_cluster(2), "pipedream", mini_batch=4, **placed)
+    assert steady_state(pipeline_of(plan)).cycle == 3
+    warm = max(stage.in_flight for stage in plan.stages)
+    assert whole_cycles(plan, Length(warm=1, timed=4)) == Length(warm, 6)
+    assert whole_cycles(plan, Length(warm=1, timed=2)) == Length(warm, 2)
 
 
 def test_results_of_another_machine_are_refused(tmp_path):

@@ -23,18 +23,18 @@ from .report.records import DOCS, add_rounds, read_results
 from .rounds import Racer, Settings
 from .tasks import RACES
 
-SAME_N = ("gpipe@4", "pipedream-flush@4", "tdp-gpipe@4", "tdp-1f1b@4")
-"""Raced beside the best of each: the same schedules with as many micro-batches."""
+BESIDE = (
+    *("gpipe@4", "pipedream-flush@4", "tdp-gpipe@4", "tdp-1f1b@4"),
+    *("timeprest+2", "pipedream+2", "zb-v=tdp-zbv"),
+)
+"""Raced beside the best of each: the same schedules with as many micro-batches, or with the same
+cuts too; and systems with two stages on each device."""
 
 
 def contestants_of(text: str) -> list[Contestant]:
     """Those of a list with commas, and the one that all are held against. Raises UserError."""
-    names = [*ALL, *SAME_N] if text == "all" else [BASE, *text.split(",")]
-    found = [contestant_named(name) for name in dict.fromkeys(names)]
-    for contestant in found:
-        if contestant.turns:
-            raise UserError(f"contestant {contestant.name!r}: plans have a core for each process")
-    return found
+    names = [*ALL, *BESIDE] if text == "all" else [BASE, *text.split(",")]
+    return [contestant_named(name) for name in dict.fromkeys(names)]
 
 
 def models_of(text: str) -> list[str]:

@@ -1,8 +1,7 @@
 """Who is raced: one process, data parallelism, other pipelines, and the systems of ours.
 
-A name may end in @N: so many micro-batches, instead of the best number; and in +K: K stages on each
-device. Results of before have names that end in /P, too: P processes that took turns on two cores.
-They are read, not raced.
+A name may end in @N: so many micro-batches, instead of the best number; in +K: K stages on each
+device; and in =RIVAL: with that one's cuts and micro-batches.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class Contestant:
         schedule: of torch.distributed.pipelining, the class's name without "Schedule".
         stages_per_rank: of that, too; and of ours, where it isn't what the system has by default.
         micro_batches: fixed; None: the best are looked for.
-        turns: the processes took turns on the cores.
+        cut_as: of ours, the rival that it has cuts and micro-batches of; empty: its own.
     """
 
     name: str
@@ -42,7 +41,7 @@ class Contestant:
     schedule: str = ""
     stages_per_rank: int = 1
     micro_batches: int | None = None
-    turns: bool = False
+    cut_as: str = ""
 
     @property
     def stages(self) -> int:
@@ -63,7 +62,7 @@ class Contestant:
     @property
     def file_name(self) -> str:
         """The name as a part of a file's."""
-        return self.name.replace("@", "-")
+        return self.name.replace("@", "-").replace("=", "-as-")
 
     def on(self, cores: int) -> Contestant:
         """With a process of one thread for each core; one process has as many threads, or one."""
@@ -78,7 +77,7 @@ class Contestant:
 
 def bare_name(name: str) -> str:
     """The name without what it may end in."""
-    return re.split("[@+/]", name)[0]
+    return re.split("[@+=]", name)[0]
 
 
 TDP = "torch.distributed.pipelining"
@@ -101,16 +100,17 @@ OURS = {name: Contestant(name, name, "ours") for name in VARIANTS}
 ALL = {**RIVALS, **OURS}
 
 
-_NAME = re.compile(r"([^@+/]+)(?:@([1-9][0-9]*))?(?:\+([1-9]))?(?:/([1-9][0-9]*))?")
+_NAME = re.compile(r"([^@+=]+)(?:@([1-9][0-9]*))?(?:\+([1-9]))?(?:=(tdp-[a-z0-9]+))?")
 
 
 def contestant_named(text: str) -> Contestant:
-    """The contestant of a name, with @N, +K and /P or without. Raises UserError."""
+    """The contestant of a name, with @N, +K and =RIVAL or without. Raises UserError."""
     parts = _NAME.fullmatch(text)
     found = ALL.get(parts[1]) if parts else None
-    if parts is None or found is None or (parts[3] and found.kind != "ours"):
+    if parts is None or found is None or ((parts[3] or parts[4]) and found.kind != "ours"):
         known = ", ".join(ALL)
-        raise UserError(f"contestant {text!r}: choose of {known}, or NAME@N, or of ours NAME+K")
+        more = "NAME@N, or of ours NAME+K or NAME=RIVAL"
+        raise UserError(f"contestant {text!r}: choose of {known}, or {more}")
     title = found.title
     if parts[2]:
         title += f", {parts[2]} micro-batches"
@@ -119,6 +119,6 @@ def contestant_named(text: str) -> Contestant:
         title += f", {parts[3]} stages a device"
         found = replace(found, stages_per_rank=int(parts[3]))
     if parts[4]:
-        title += f", {parts[4]} processes"
-        found = replace(found, processes=int(parts[4]), turns=True)
+        title += f", cut as {parts[4]}"
+        found = replace(found, cut_as=parts[4])
     return replace(found, name=text, title=title)

@@ -15,7 +15,7 @@ from .contestants import BASE, Contestant
 from .machine.pace import LEAST, Pace
 from .machine.quiet import MOST, Watch, wait_for_quiet
 from .racing.ours import linked, planned, profiled, race_ours
-from .racing.rivals import Choice, Length, choose, guess, race_rival, why_not
+from .racing.rivals import Choice, Length, choice_path, choose, guess, race_rival, why_not
 from .report.records import Figures, Round
 
 REPEATS = 3
@@ -95,7 +95,7 @@ class Racer:
         reason = why_not(contestant)
         if reason is not None:
             raise UserError(reason)
-        path = _choice_path(folder, model, contestant)
+        path = choice_path(folder, model, contestant.file_name)
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             self._wait()
@@ -180,7 +180,7 @@ class Racer:
             if contestant.kind == "ours":
                 figures = race_ours(contestant, model, folder, length)
             else:
-                path = _choice_path(folder, model, contestant)
+                path = choice_path(folder, model, contestant.file_name)
                 choice = msgspec.json.decode(path.read_bytes(), type=Choice)
                 figures = race_rival(contestant, model, choice, length)
         except UserError as error:
@@ -196,7 +196,3 @@ class Racer:
             f"{figures.samples_per_s:.1f} samples/s; others had {share:.1%}, pace {pace:.0%}{kept}"
         )
         return figures
-
-
-def _choice_path(folder: Path, model: str, contestant: Contestant) -> Path:
-    return folder / model / f"{contestant.file_name}.choice.json"

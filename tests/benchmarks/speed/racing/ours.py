@@ -7,15 +7,21 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from timeprest.planner.plan import Plan, read_plan
+import msgspec
+from timeprest.planner.plan import Plan, pipeline_of, read_plan
 from timeprest.planner.recording import of_wall
+from timeprest.planner.schedules.steady_state import steady_state
+from timeprest.planner.search.recheck import recheck
 from timeprest.planner.systems.operations import UPDATE
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import UserError
-from timeprest.runtime.prepare.workers import all_replicas
+from timeprest.profiles.files import read_file, write_file
+from timeprest.profiles.profile import Profile
+from timeprest.runtime.prepare.workers import all_replicas, workers_of
 from timeprest.runtime.records.metrics import RunSummary, StageReport, decode
 from timeprest.runtime.records.progress import read_losses
 from timeprest.runtime.records.run_dir import RunDir
@@ -23,10 +29,11 @@ from timeprest.runtime.records.run_dir import RunDir
 from ..contestants import Contestant
 from ..report.records import Figures, StageFigures
 from ..tasks import RACES, target_of
-from .rivals import LONGEST_S, Length
+from .rivals import LONGEST_S, Choice, Length, choice_path
 
 DRAIN = 3
-"""Mini-batches behind the timed ones, so that the pipeline is full while the clock runs."""
+"""Mini-batches behind the timed ones, so that the pipeline is full while the clock runs; more,
+where more may be in flight."""
 
 
 def command(tool: str, *arguments: str) -> None:
@@ -62,10 +69,14 @@ def linked(folder: Path, processes: int) -> Path:
 
 
 def planned(contestant: Contestant, model: str, folder: Path) -> Path:
-    """The plan that tp-plan chooses for a device each: cuts and micro-batches free."""
+    """The plan that tp-plan chooses for a device each: cuts and micro-batches free.
+
+    Raises UserError, also where it is to be cut as a rival that isn't prepared yet.
+    """
     path = folder / model / f"{contestant.file_name}.plan.json"
     if not path.exists():
-        count = str(contestant.micro_batches or "auto")
+        like = chosen(folder, model, contestant.cut_as) if contestant.cut_as else None
+        count = str(like.micro_batches if like else contestant.micro_batches or "auto")
         what = ["--variant", contestant.variant, "--micro-batches", count]
         where = ["--cluster", str(folder / "cluster.toml"), "--replicas", "off"]
         if contestant.stages_per_rank > 1:
@@ -74,20 +85,54 @@ def planned(contestant: Contestant, model: str, folder: Path) -> Path:
             where += ["--stages", str(contestant.processes)]
         profile = str(folder / model / "profile.json")
         command("plan", "solve", profile, *what, *where, "-q", "-o", str(path))
+        if like:
+            cut_as(path, Path(profile), like)
     return path
+
+
+def chosen(folder: Path, model: str, rival: str) -> Choice:
+    """A rival's settings. Raises UserError where they weren't looked for yet."""
+    path = choice_path(folder, model, rival)
+    if not path.exists():
+        raise UserError(f"{path}: isn't there; race {rival} too")
+    return msgspec.json.decode(path.read_bytes(), type=Choice)
+
+
+def cut_as(path: Path, profile_path: Path, like: Choice) -> None:
+    """Give the plan a rival's cuts, behind whole modules, and predict it anew."""
+    plan, profile = read_plan(path), read_file(profile_path, Profile)
+    names = [layer.name for layer in profile.layers]
+    modules = [name.partition(".")[0] for name in names]
+    borders = [0, *(modules.index(str(cut)) for cut in like.cuts), len(names)]
+    stages = tuple(
+        msgspec.structs.replace(stage, nodes=tuple(names[begin:end]))
+        for stage, begin, end in zip(plan.stages, borders[:-1], borders[1:], strict=True)
+    )
+    # The solver's bound is for this question, whatever the cuts.
+    write_file(path, recheck(msgspec.structs.replace(plan, stages=stages), profile).plan)
 
 
 def race_ours(contestant: Contestant, model: str, folder: Path, length: Length) -> Figures:
     """Run the plan once. Raises UserError when it fails."""
     plan_path = planned(contestant, model, folder)
     plan = read_plan(plan_path)
+    length = whole_cycles(plan, length)
     where = folder / model / "run"
     shutil.rmtree(where, ignore_errors=True)
-    steps = length.warm + length.timed + DRAIN
+    steps = length.warm + length.timed + max(DRAIN, *(s.in_flight for s in plan.stages))
     quick = ["--no-evaluate", "--checkpoint-every", "0", "--no-distances", "--log-operations"]
     what = ["--steps", str(steps), "--run-dir", str(where)]
     command("run", str(plan_path), *what, *quick, "-q")
     return figures_of(RunDir(where), plan, length)
+
+
+def whole_cycles(plan: Plan, length: Length) -> Length:
+    """As long or longer: a schedule whose updates come in bunches is timed from bunch to bunch."""
+    cycle = max(steady_state(pipeline_of(plan)).cycle, 1)
+    warm = max(length.warm, *(stage.in_flight for stage in plan.stages))
+    return Length(
+        warm, -(-length.timed // cycle) * cycle if cycle <= length.timed else length.timed
+    )
 
 
 def figures_of(where: RunDir, plan: Plan, length: Length) -> Figures:
@@ -95,19 +140,22 @@ def figures_of(where: RunDir, plan: Plan, length: Length) -> Figures:
     summary = decode((where.path / "summary.json").read_bytes(), RunSummary)
     windows = [window_of(where.operations(w), length) for w in all_replicas(plan.stages)]
     period = max(window.period_s for window in windows)
-    sent = [report.sent_bytes / summary.mini_batches for report in summary.stages]
-    stages = [
-        _stage(plan, report, period, window, summary.mini_batches)
-        for report, window in zip(summary.stages, windows, strict=True)
+    sent = sum(report.sent_bytes for report in summary.stages) / summary.mini_batches
+    by_replica = dict(
+        zip(all_replicas(plan.stages), zip(summary.stages, windows, strict=True), strict=True)
+    )
+    processes = [
+        _process(plan, [by_replica[r] for r in worker.replicas], period, summary.mini_batches)
+        for worker in workers_of(plan.stages)
     ]
     return Figures(
         period_s=period,
         samples_per_s=plan.mini_batch / period,
         micro_batches=plan.micro_batches,
         cuts=tuple(stage.nodes[0] for stage in plan.stages[1:]),
-        stages=tuple(stages),
+        stages=tuple(processes),
         losses=tuple(read_losses(where.metrics)),
-        sent_bytes=sum(sent),
+        sent_bytes=sent,
         predicted_period_s=plan.predicted.period_s,
         predicted_speedup=plan.predicted.speedup,
         foreign_share=0.0,
@@ -140,29 +188,45 @@ def _kind(op: dict[str, float]) -> str:
     return next(letter for letter in str(op["op"]) if not letter.isdigit())
 
 
-def _stage(
-    plan: Plan, report: StageReport, period_s: float, window: Window, mini_batches: int
+def _process(
+    plan: Plan,
+    stages: Sequence[tuple[StageReport, Window]],
+    period_s: float,
+    mini_batches: int,
 ) -> StageFigures:
-    predicted = plan.predicted.stages[report.stage]
-    count = plan.micro_batches
+    """One worker with all its stages."""
+    compute_s = sum(window.compute_s for _, window in stages)
+    communication_s = sum(window.communication_s for _, window in stages)
+    numbers = [report.stage for report, _ in stages]
+    predicted = [plan.predicted.stages[s] for s in numbers]
+    # Of the whole worker, whichever of its stages says it.
+    report, _ = stages[0]
     return StageFigures(
-        compute_s=window.compute_s,
-        communication_s=window.communication_s,
-        idle_s=of_wall(period_s, window.compute_s, window.communication_s).idle_s,
+        compute_s=compute_s,
+        communication_s=communication_s,
+        idle_s=of_wall(period_s, compute_s, communication_s).idle_s,
         peak_bytes=report.peak.total if report.peak else None,
         rss_bytes=report.rss_peak_bytes,
-        sent_bytes=report.sent_bytes / mini_batches,
-        predicted_compute_s=count * (predicted.forward_s + predicted.backward_s)
-        + predicted.update_s / plan.update_every,
-        predicted_bytes=predicted.accounted_memory.total,
-        predicted_sent_bytes=sent_by(plan)[report.stage],
+        sent_bytes=sum(each.sent_bytes for each, _ in stages) / mini_batches,
+        predicted_compute_s=sum(
+            plan.micro_batches * (each.forward_s + each.backward_s)
+            + each.update_s / plan.update_every
+            for each in predicted
+        ),
+        predicted_bytes=plan.predicted.device_of(numbers[0]).accounted_memory.total,
+        predicted_sent_bytes=sum(sent_by(plan)[s] for s in numbers),
     )
 
 
 def sent_by(plan: Plan) -> Counter[int]:
-    """Bytes that each stage should send in a mini-batch: outputs, and gradients back."""
+    """Bytes that each stage should send in a mini-batch: outputs, and gradients back.
+
+    What goes to a stage on the same device is handed over, not sent.
+    """
     found: Counter[int] = Counter()
     for edge in plan.edges:
+        if plan.stages[edge.source].devices == plan.stages[edge.target].devices:
+            continue
         nbytes = edge.bytes_per_micro_batch * plan.micro_batches
         found[edge.source] += nbytes
         if edge.needs_grad:

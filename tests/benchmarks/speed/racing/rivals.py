@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 import msgspec
 from timeprest.profiles.errors import UserError
@@ -35,6 +36,11 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     """Optimizers step with torch's fused kernel, as ours do; or by torch's own choice."""
     tried: dict[str, float] = {}
     """Seconds of a mini-batch, by settings."""
+
+
+def choice_path(folder: Path, model: str, rival: str) -> Path:
+    """Where a rival's settings are kept."""
+    return folder / model / f"{rival}.choice.json"
 
 
 @dataclass(frozen=True)
