@@ -19,7 +19,8 @@ import msgspec
 
 from ... import __version__
 from ...planner.plan import Plan
-from ...planner.recording import MEMORY_KINDS, Message, Recording, Span, predicted
+from ...planner.recordings.predicted import predicted
+from ...planner.recordings.recording import MEMORY_KINDS, Message, Recording, Span
 from ...profiles.files import write_bytes
 from ..errors import printable
 

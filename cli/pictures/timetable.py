@@ -17,7 +17,8 @@ from rich.style import Style
 from rich.text import Text
 
 from ...planner.plan import Plan
-from ...planner.recording import Lane, Recording, Span, predicted, stages_text
+from ...planner.recordings.predicted import predicted
+from ...planner.recordings.recording import Lane, Recording, Span, stages_text
 from ...planner.systems.operations import BACKWARD, FORWARD, UPDATE, WEIGHT
 from ...planner.systems.variants import variant_named
 from ...profiles.errors import UserError

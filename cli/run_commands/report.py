@@ -19,7 +19,7 @@ from ..pictures.svg.options import width_option, write_run_figure
 from ..tables.layout import compact_table, counted
 
 if TYPE_CHECKING:
-    from ...planner.recording import Recording
+    from ...planner.recordings.recording import Recording
     from ...runtime.prepare.workers import Worker
     from ..pictures.html.run_data import RunFacts
 
@@ -132,7 +132,7 @@ def _recordings(runs: Sequence[RunFacts]) -> list[tuple[str, Recording]]:
 
 def print_run(console: Console, run: RunFacts) -> None:
     """Print a run's figures beside its plan's."""
-    from ...planner.recording import steady_times
+    from ...planner.recordings.lane_times import steady_times
     from ...runtime.records.recording import mini_batches_of
 
     plan = run.plan

@@ -11,7 +11,7 @@ from rich.console import Console, Group
 from rich.text import Text
 
 from ...planner.plan import DevicePrediction, Plan, PlanStage, StagePrediction
-from ...planner.recording import lanes_of, stages_text
+from ...planner.recordings.recording import lanes_of, stages_text
 from ...planner.systems.placement import numbered_devices, pattern_of
 from ...profiles.units import format_bytes, format_seconds, short_bytes
 from ..errors import printable

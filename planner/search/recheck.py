@@ -11,7 +11,7 @@ from ...profiles.units import format_bytes, format_seconds
 from ..evaluate import Question, evaluate, gap_between, make_plan
 from ..partition.problem import SAME
 from ..plan import Plan, check_against_profile
-from ..recording import stages_text
+from ..recordings.recording import stages_text
 
 
 @dataclass(frozen=True)

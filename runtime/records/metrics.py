@@ -15,7 +15,8 @@ from msgspec.structs import replace
 
 from ...planner.costs.memory import MemoryByKind
 from ...planner.plan import Plan
-from ...planner.recording import LaneTimes, Recording, lane_times, mini_batches_in, of_wall
+from ...planner.recordings.lane_times import LaneTimes, lane_times, mini_batches_in, of_wall
+from ...planner.recordings.recording import Recording
 from ...profiles.errors import RunError
 from ...profiles.tasks.hooks import call_hook, task_figures, task_metrics
 from ...profiles.tasks.task import Task, read_figure

@@ -11,14 +11,14 @@ from typing import NamedTuple
 import msgspec
 
 from ...planner.plan import Plan
-from ...planner.recording import (
+from ...planner.recordings.predicted import predicted
+from ...planner.recordings.recording import (
     Activity,
     MemoryPoint,
     Message,
     Recording,
     Span,
     lanes_of,
-    predicted,
     shifted,
 )
 from ...planner.systems.operations import FORWARD, UPDATE, Op, parse_op

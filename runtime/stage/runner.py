@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...planner.recording import by_kind
+from ...planner.recordings.recording import by_kind
 from ...planner.systems.operations import BACKWARD, FORWARD, UPDATE, WEIGHT, Op, Schedule, op_text
 from ...planner.systems.prediction import prediction_distances
 from ...planner.systems.versions import entry_versions

@@ -16,7 +16,8 @@ from rich.console import Console
 from timeprest.cli.pictures.html.run_data import distinct_names, read_facts, run_figures
 from timeprest.cli.run_commands.report import report
 from timeprest.cli.tables.run import summary_table
-from timeprest.planner.recording import lane_times, window
+from timeprest.planner.recordings.lane_times import lane_times
+from timeprest.planner.recordings.recording import window
 from timeprest.planner.systems.operations import Op
 from timeprest.profiles.errors import FileError, UserError
 from timeprest.runtime.prepare.data import Segment

@@ -18,7 +18,7 @@ from timeprest.cli.pictures.html.run_data import read_facts, run_figures
 from timeprest.cli.run_commands.report import page_data
 from timeprest.cli.tables.run import summary_table
 from timeprest.planner.plan import pipeline_of
-from timeprest.planner.recording import predicted
+from timeprest.planner.recordings.predicted import predicted
 from timeprest.planner.schedules.schedules import make_schedule
 from timeprest.planner.systems.placement import placements
 from timeprest.planner.systems.variants import VARIANTS

@@ -51,7 +51,8 @@ import numpy as np
 
 from .... import __version__
 from ....planner.plan import Plan
-from ....planner.recording import MEMORY_KINDS, Recording, predicted
+from ....planner.recordings.predicted import predicted
+from ....planner.recordings.recording import MEMORY_KINDS, Recording
 from ....planner.systems.placement import numbered_devices, pattern_of
 from ....profiles.files import write_bytes
 from ...errors import printable

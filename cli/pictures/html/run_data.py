@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 
 from ....planner.plan import Plan
-from ....planner.recording import MEMORY_KINDS, LaneTimes, Recording, by_kind, steady_times
+from ....planner.recordings.lane_times import LaneTimes, steady_times
+from ....planner.recordings.recording import MEMORY_KINDS, Recording, by_kind
 from ....profiles.errors import FileError, ScheduleError
 from ....profiles.files import read_limited
 from ....runtime.prepare.workers import Replica, Worker, workers_of

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count as counting
 
-from ....planner.recording import Lane, Recording
+from ....planner.recordings.recording import Lane, Recording
 from .svg import INK, Drawing, text_width
 
 SMALL, SIZE = 6.0, 7.0

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from typing import NamedTuple
 
-from ....planner.recording import Recording, Span
+from ....planner.recordings.recording import Recording, Span
 from .frame import Scale, TimeWindow
 from .svg import text_width
 

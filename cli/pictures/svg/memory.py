@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ....planner.recording import MEMORY_KINDS, Recording
+from ....planner.recordings.recording import MEMORY_KINDS, Recording
 from ....profiles.units import format_bytes
 from ...palette import LIMIT, MEMORY
 from .frame import (

@@ -10,7 +10,8 @@ from typing import TypedDict
 import click
 
 from ....planner.plan import Plan
-from ....planner.recording import Recording, default_mini_batches, predicted
+from ....planner.recordings.predicted import default_mini_batches, predicted
+from ....planner.recordings.recording import Recording
 from ....profiles.errors import UserError
 from ....profiles.files import MAX_COUNT, write_bytes
 from ...options import options

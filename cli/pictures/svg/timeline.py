@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from ....planner.recording import Recording
+from ....planner.recordings.recording import Recording
 from ....profiles.units import format_seconds
 from ...palette import OPERATIONS
 from .frame import (

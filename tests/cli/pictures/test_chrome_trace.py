@@ -11,7 +11,9 @@ from helpers.plans import ALL, REPORT, chain_plan
 from hypothesis import given, settings
 from timeprest.cli.pictures.chrome_trace import COMPUTE, trace, write_trace
 from timeprest.planner.evaluate import make_plan
-from timeprest.planner.recording import MEMORY_KINDS, lane_times, predicted
+from timeprest.planner.recordings.lane_times import lane_times
+from timeprest.planner.recordings.predicted import predicted
+from timeprest.planner.recordings.recording import MEMORY_KINDS
 
 
 @given(evaluated() | evaluated(placed=True))

@@ -14,7 +14,7 @@ from helpers.plans import ALL, chain_plan, plan_by_hand
 from timeprest.cli.pictures.html.page import page as page_text
 from timeprest.cli.pictures.html.page import plan_part, plan_report, script_text
 from timeprest.cli.plan import main
-from timeprest.planner.recording import predicted
+from timeprest.planner.recordings.predicted import predicted
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.files import write_file
 

@@ -28,7 +28,9 @@ from timeprest.cli.pictures.svg.options import (
 from timeprest.cli.pictures.svg.svg import SHADES, has_pattern, memory_shade, shade, text_width
 from timeprest.cli.plan import main
 from timeprest.planner.evaluate import make_plan
-from timeprest.planner.recording import Lane, MemoryPoint, Recording, Span, predicted, steady_times
+from timeprest.planner.recordings.lane_times import steady_times
+from timeprest.planner.recordings.predicted import predicted
+from timeprest.planner.recordings.recording import Lane, MemoryPoint, Recording, Span
 from timeprest.profiles.errors import UserError
 from timeprest.profiles.files import write_file
 from timeprest.profiles.units import format_bytes

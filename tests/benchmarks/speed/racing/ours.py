@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 from timeprest.planner.plan import Plan, pipeline_of, read_plan
-from timeprest.planner.recording import of_wall
+from timeprest.planner.recordings.lane_times import of_wall
 from timeprest.planner.schedules.steady_state import steady_state
 from timeprest.planner.search.recheck import recheck
 from timeprest.planner.systems.operations import UPDATE

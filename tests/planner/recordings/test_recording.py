@@ -14,7 +14,8 @@ from hypothesis import given
 from timeprest.planner.cluster.cluster import uniform_cluster
 from timeprest.planner.evaluate import Question, evaluate, make_plan
 from timeprest.planner.plan import pipeline_of
-from timeprest.planner.recording import predicted, stages_text, window
+from timeprest.planner.recordings.predicted import predicted
+from timeprest.planner.recordings.recording import stages_text, window
 from timeprest.planner.schedules.schedules import make_schedule
 from timeprest.planner.simulator.timeline import simulate
 from timeprest.planner.systems.operations import Op

@@ -1,0 +1,1 @@
+"""What a schedule did or should do, operation by operation."""

@@ -1,0 +1,252 @@
+"""The recording of a plan: its own schedule, simulated with its own times."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import lcm
+
+from ..costs.memory import HoldingsWalk, Moment, StageBytes
+from ..plan import Plan, pipeline_of
+from ..schedules.schedules import make_schedule
+from ..simulator.clock import SimulatedMessage
+from ..simulator.pipeline import Pipeline
+from ..simulator.timeline import Event, simulate, warm_mini_batches
+from ..systems.operations import BACKWARD, FORWARD, FORWARDS, UPDATE, Op
+from ..systems.versions import entry_versions, version_use
+from .recording import Lane, MemoryPoint, Message, Recording, Span, by_kind, lanes_of, window
+
+MOST_OPERATIONS = 60_000
+"""Unless asked for, no more are recorded, however long the pipeline takes to settle."""
+
+
+def default_mini_batches(plan: Plan) -> int:
+    """Enough for a steady state, but no more than `MOST_OPERATIONS` have room for."""
+    stages, n = len(plan.stages), plan.micro_batches
+    most = MOST_OPERATIONS // (stages * (2 * n + 1))
+    return min(warm_mini_batches(stages, n), max(2, most))
+
+
+def predicted(
+    plan: Plan, mini_batches: int | None = None, *, first: int = 0, more: int = 0
+) -> Recording:
+    """Simulate a plan's own schedule from its own times.
+
+    Args:
+        mini_batches: how many to record; by default `default_mini_batches`.
+        first: the first of them. On every lane, the recording goes from its first operation to
+            the last one's last operation, what runs between of other mini-batches included.
+        more: mini-batches that follow those recorded; with none, the pipeline drains.
+
+    Raises ScheduleError for in-flight limits with which the stages wait for each other.
+    """
+    count = mini_batches or default_mini_batches(plan)
+    pipeline = pipeline_of(plan)
+    schedule = make_schedule(pipeline, first + count + more)
+    sent: list[SimulatedMessage] = []
+    timeline = simulate(pipeline, schedule, sent)
+    lanes = lanes_of(plan.stages)
+    entries = entry_versions(pipeline.variant, plan.micro_batches, schedule[0])
+    used = []
+    for stage, own in zip(plan.stages, schedule, strict=True):
+        use = version_use(
+            pipeline.variant, plan.micro_batches, own, entries, recompute=stage.recompute
+        )
+        used.append(_uses(own, use.versions, use.differences))
+    spans: list[Span] = []
+    memory: list[MemoryPoint] = []
+    lane = 0
+    for mine, ops in zip(pipeline.stages_of, schedule.on_devices(), strict=True):
+        replicas = [
+            list(_in_turns(ops, {s: timeline.replicas[s][j] for s in mine}))
+            for j in range(pipeline.replicas(mine[0]))
+        ]
+        for j, events in enumerate(replicas):
+            spans += (
+                Span(lane + j, s, *event.op, event.start_s, event.end_s, *used[s][event.op])
+                for s, event in events
+            )
+        walks = {s: _walk_of(plan, pipeline, s, entries) for s in mine}
+        holds = {s: found for s in mine if (found := plan.predicted.stages[s].holds) is not None}
+        if len(holds) == len(mine):
+            memory += _memory(walks, ops, replicas, lane, holds)
+        lane += len(replicas)
+    recording = Recording(
+        source="predicted",
+        variant=plan.variant,
+        lanes=lanes,
+        spans=tuple(spans),
+        messages=tuple(_messages(plan, pipeline, lanes, sent)),
+        memory=tuple(memory),
+        period_s=plan.predicted.period_s,
+        idle_shares=tuple(plan.predicted.device_of(lane.stages[0]).idle_share for lane in lanes),
+    )
+    return window(recording, first, first + count) if first or more else recording
+
+
+def _uses(
+    ops: Iterable[Op], versions: Iterable[int], differences: Iterable[int]
+) -> dict[Op, tuple[int, int | None]]:
+    """Version and forward version of each operation of a stage."""
+    difference = iter(differences)
+    return {
+        op: (version, version - next(difference) if op.kind == BACKWARD else None)
+        for op, version in zip(ops, versions, strict=True)
+    }
+
+
+_StageEvent = tuple[int, Event]
+"""The stage, and what ran."""
+
+
+def _in_turns(
+    ops: Iterable[tuple[int, Op]], events: Mapping[int, Iterable[Event]]
+) -> Iterator[_StageEvent]:
+    """A replica's events of all its stages, in its device's sequence."""
+    upcoming = {s: iter(mine) for s, mine in events.items()}
+    following = {s: next(mine, None) for s, mine in upcoming.items()}
+    for s, op in ops:
+        event = following[s]
+        if event is not None and event.op == op:
+            yield s, event
+            following[s] = next(upcoming[s], None)
+
+
+# Memory --------------------------------------------------------------------------------------
+
+
+def _walk_of(plan: Plan, pipeline: Pipeline, s: int, entries: Sequence[int]) -> HoldingsWalk:
+    return HoldingsWalk(
+        pipeline.variant,
+        plan.micro_batches,
+        pipeline.replicas(s),
+        entries,
+        recompute=plan.stages[s].recompute,
+        update_every=plan.update_every,
+    )
+
+
+def _memory(
+    walks: Mapping[int, HoldingsWalk],
+    ops: Iterable[tuple[int, Op]],
+    replicas: Sequence[Iterable[_StageEvent]],
+    lane: int,
+    holds: Mapping[int, StageBytes],
+) -> list[MemoryPoint]:
+    """Bytes over time of all replicas of a device: the sum over its stages.
+
+    Args:
+        walks, holds: of each of its stages.
+        ops: (stage, operation), in the device's sequence.
+        lane: the first replica's.
+    """
+    found: list[list[MemoryPoint]] = [[] for _ in replicas]
+    upcoming = [iter(events) for events in replicas]
+    following = [next(events, None) for events in upcoming]
+    known: dict[tuple[int, Moment], tuple[int, ...]] = {}
+    # Whether the last point of each is one between two operations.
+    between = [False for _ in replicas]
+    # What each holds for each stage.
+    held = [{s: by_kind(holds[s].by_kind(walks[s].between())) for s in holds} for _ in replicas]
+
+    def note(j: int, at_s: float, s: int, moment: Moment) -> None:
+        nbytes = known.get((s, moment))
+        if nbytes is None:
+            nbytes = known[s, moment] = by_kind(holds[s].by_kind(moment))
+        held[j][s] = nbytes
+        if len(holds) > 1:
+            nbytes = tuple(map(sum, zip(*held[j].values(), strict=True)))
+        points = found[j]
+        if moment.kind is not None and points and points[-1].at_s == at_s and between[j]:
+            # One operation follows the other at once.
+            points.pop()
+        between[j] = moment.kind is None
+        if not points or points[-1].nbytes != nbytes:
+            points.append(MemoryPoint(lane + j, at_s, nbytes))
+
+    for s, op in ops:
+        walk = walks[s]
+        before = tuple(walk.kept)
+        gathered = walk.gradients
+        at_hand = walk.step(op)
+        for j, event in enumerate(following):
+            if event is None or event[0] != s or event[1].op != op:
+                continue
+            # Replicas that share every mini-batch are walked as one.
+            k = j % len(before)
+            note(j, event[1].start_s, s, _meanwhile(walk, at_hand, op, before, gathered, k))
+            after = Moment(None, walk.versions, walk.gradients, walk.kept[k], walk.postponed[k])
+            note(j, event[1].end_s, s, after)
+            following[j] = next(upcoming[j], None)
+    return [point for points in found for point in points]
+
+
+def _meanwhile(
+    walk: HoldingsWalk, at_hand: Moment, op: Op, before: Sequence[int], gathered: bool, k: int
+) -> Moment:
+    """What replica k holds while it runs an operation that the walk has just taken.
+
+    Args:
+        at_hand: the same of the replica that holds most.
+        before, gathered: micro-batches kept and whether there were gradients before.
+    """
+    if op.kind == FORWARD:
+        return at_hand._replace(kept=walk.kept[k], postponed=walk.postponed[k])
+    if op.kind == UPDATE:
+        own = at_hand._replace(kept=walk.kept[k], postponed=walk.postponed[k])
+        return own._replace(gradients=gathered)
+    if op.micro_batch is None:
+        return at_hand._replace(kept=before[k])
+    return at_hand
+
+
+# Messages ------------------------------------------------------------------------------------
+
+
+def _messages(
+    plan: Plan, pipeline: Pipeline, lanes: Sequence[Lane], sent: Iterable[SimulatedMessage]
+) -> Iterator[Message]:
+    """The messages that the clock noted, but for what goes from stage to stage of one device.
+    Tensors that go together are one."""
+    first: dict[int, int] = {}
+    for position, lane in enumerate(lanes):
+        for s in lane.stages:
+            first.setdefault(s, position)
+    n, whole = pipeline.micro_batches, pipeline.variant.whole_mini_batches
+    micro = pipeline.variant.backward_unit == "micro"
+    between = {(link.source, link.target): link for link in pipeline.links}
+    names, nbytes = {}, {}
+    for pair, link in between.items():
+        ends = pipeline.replicas(link.source), pipeline.replicas(link.target)
+        parts = lcm(*ends) if whole else 1
+        held = 1 if micro else pipeline.messages_per_route(link)
+        mine = [edge for edge in plan.edges if (edge.source, edge.target) == pair]
+        back = [edge for edge in mine if edge.needs_grad]
+        names[pair] = ", ".join(edge.tensor for edge in mine)
+        nbytes[pair] = round(sum(edge.bytes_per_micro_batch for edge in mine) / parts)
+        reverse = pair[::-1]
+        names[reverse] = ", ".join(edge.tensor for edge in back)
+        nbytes[reverse] = round(sum(e.bytes_per_micro_batch for e in back) * held / parts)
+    for m in sent:
+        if first[m.source] == first[m.target]:
+            continue
+        r = pipeline.replicas(m.source)
+        b: int
+        i: int | None
+        if m.kind == FORWARDS:
+            b, i = (m.slot // r, 0) if whole else divmod(m.slot, n)
+        else:
+            b, i = divmod(m.slot, n) if micro else (m.slot // r, None)
+        pair = m.source, m.target
+        yield Message(
+            first[m.source] + m.slot % r,
+            first[m.target] + m.offset,
+            *pair,
+            names[pair],
+            b,
+            i,
+            m.kind != FORWARDS,
+            nbytes[pair],
+            m.made_s,
+            m.begin_s,
+            m.arrival_s,
+        )
