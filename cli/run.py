@@ -11,7 +11,6 @@ import msgspec
 
 from ..planner.plan import read_plan
 from ..profiles.errors import UserError
-from ..runtime.prepare.workers import workers_of
 from ..runtime.processes.environment import check_world_size
 from ..runtime.processes.locks import check_system
 from .errors import errors_as_lines, naming
@@ -84,7 +83,7 @@ def main(
         plan = read_plan(plan_path)
         settings = run_settings(plan, optimizer, asked)
     if rendezvous is not None:
-        check_world_size(rendezvous.launched, len(workers_of(plan.stages)))
+        check_world_size(rendezvous.launched, plan.workers)
         if inline or checks:
             raise UserError(
                 f"--{'inline' if inline else 'check'}: not under "

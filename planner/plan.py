@@ -204,6 +204,21 @@ class Plan(TaggedFile, frozen=True, kw_only=True, tag=FORMAT):
         """Samples in a micro-batch; in the largest, where they don't divide the mini-batch."""
         return -(-self.mini_batch // self.micro_batches)
 
+    @property
+    def system(self) -> Variant:
+        """What the training system does. Raises PlanError where there is none of this name."""
+        return variant_named(self.variant)
+
+    @property
+    def placement(self) -> tuple[int, ...]:
+        """Per stage, the number of its device; empty where each has one of its own."""
+        return numbered_devices([stage.devices for stage in self.stages])
+
+    @property
+    def workers(self) -> int:
+        """How many there are: one for each device that stages are on."""
+        return len({device for stage in self.stages for device in stage.devices})
+
 
 def read_plan(path: str | Path) -> Plan:
     """Read and check a plan file. Raises FileError or PlanError naming the file and field."""
@@ -239,7 +254,7 @@ def check_plan(plan: Plan, where: str = "plan") -> Plan:
             )
     check_front_end(plan.profile.front_end, f"{where}: profile")
     try:
-        variant = variant_named(plan.variant)
+        variant = plan.system
     except PlanError as error:
         raise fail(f"variant: {error}") from None
     try:
@@ -380,7 +395,7 @@ def pipeline_of(plan: Plan) -> Pipeline:
         for e in plan.edges
     ]
     return make_pipeline(
-        variant_named(plan.variant),
+        plan.system,
         plan.micro_batches,
         [
             StageTimes(p.forward_s, p.backward_s, p.update_s, p.all_reduce_s, p.weight_s)

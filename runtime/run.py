@@ -119,7 +119,7 @@ def _run(
     inline: bool,
 ) -> RunSummary:
     """Check whatever can be checked before training, get the directory ready, and train."""
-    here = workers_of(plan.stages)
+    here = workers_of(plan)
     if rendezvous is not None:
         here = here[rendezvous.rank : rendezvous.rank + 1]
         keep_freed_memory()

@@ -20,7 +20,6 @@ from ...planner.plan import Plan
 from ...planner.recordings.predicted import predicted
 from ...planner.recordings.recording import Lane, Recording, Span, stages_text
 from ...planner.systems.operations import BACKWARD, FORWARD, UPDATE, WEIGHT
-from ...planner.systems.variants import variant_named
 from ...profiles.errors import UserError
 from ...profiles.units import format_seconds
 from ..palette import OPERATIONS, has_colours, operation_style
@@ -310,7 +309,7 @@ def _affordable(plan: Plan) -> int:
 
 def _settled(plan: Plan) -> int:
     """A mini-batch by which the pipeline has filled."""
-    if variant_named(plan.variant).flushes or len(plan.stages) == 1:
+    if plan.system.flushes or len(plan.stages) == 1:
         return 1
     # Limits of an edited plan may be far above what is ever in flight.
     deepest = max(stage.in_flight for stage in plan.stages)
@@ -335,7 +334,7 @@ def _panel(recording: Recording, title: str, begin: int, count: int) -> Panel:
 def _two_panels(plan: Plan, recording: Recording, settled: int, count: int) -> list[Panel]:
     """The pipeline as it fills, and from where it has filled; one panel if they are the same."""
     start = _panel(recording, "from the start", 0, count)
-    if variant_named(plan.variant).flushes or len(plan.stages) == 1:
+    if plan.system.flushes or len(plan.stages) == 1:
         return [start]
     begin_s = _panel(recording, "", settled, 1).begin_s
     length_s = max(start.length_s, count * recording.period_s)

@@ -70,7 +70,7 @@ class TrainingProgress:
         self._first: int | None = None
         self._busy: BusyShares | None = None
         if run_dir is not None:
-            workers = workers_of(plan.stages)
+            workers = workers_of(plan)
             lanes = sorted({worker.stages for worker in workers})
             devices = [lanes.index(worker.stages) for worker in workers]
             self._busy = BusyShares(run_dir / "status", devices)

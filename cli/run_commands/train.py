@@ -64,7 +64,7 @@ def train(job: TrainingJob, *, as_json: bool, quiet: bool, verbose: bool) -> Non
             summary = _trained(job, progress)
         except KeyboardInterrupt:
             raise Stopped(how_to_go_on(where)) from None
-    if job.rendezvous is not None and not workers_of(plan.stages)[job.rendezvous.rank].tells:
+    if job.rendezvous is not None and not workers_of(plan)[job.rendezvous.rank].tells:
         return
     if as_json:
         print_json(summary)
@@ -96,7 +96,7 @@ def _trained(job: TrainingJob, progress: TrainingProgress) -> RunSummary:
 def _opening(job: TrainingJob, *, verbose: bool) -> Iterator[Any]:
     """What is printed when training begins."""
     plan, settings, inline = job.plan, job.settings, job.inline
-    workers = len(workers_of(plan.stages))
+    workers = plan.workers
     how = "inline" if inline else f"{workers} processes"
     line = f"training {settings.task} with {plan.variant}, {how}, in {job.where}"
     if job.resumed is not None:

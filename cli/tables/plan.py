@@ -109,7 +109,7 @@ def sequences(plan: Plan) -> str:
 
 def _advice(plan: Plan) -> list[tuple[str, str]]:
     """Which micro-batches would make one sequence of updates of several."""
-    v, variant = plan.predicted.sequence_distance or 1, variant_named(plan.variant)
+    v, variant = plan.predicted.sequence_distance or 1, plan.system
     if v < 2 or variant.whole_mini_batches:
         return []
     if shares_devices(plan):
@@ -235,7 +235,7 @@ def few_stages(profile: Profile, plan: Plan) -> str | None:
         return None
     if LayerGraph(profile, plan.tied).most_stages > len(plan.stages):
         return None
-    tie = held_together(profile, variant_named(plan.variant), plan.tied)
+    tie = held_together(profile, plan.system, plan.tied)
     count = counted(len(plan.stages), "stage", "stages")
     return None if tie is None else f"{count} at most: {tie}"
 

@@ -7,7 +7,6 @@ from rich.text import Text
 
 from ...planner.plan import Plan
 from ...profiles.units import format_bytes, format_seconds
-from ...runtime.prepare.workers import workers_of
 from ...runtime.records.metrics import EpochRecord, RunSummary, StageReport
 from .layout import compact_table, counted
 
@@ -67,7 +66,7 @@ def _device_lines(plan: Plan, summary: RunSummary) -> list[Text]:
 
 
 def _workers(plan: Plan) -> str:
-    stages, workers = len(plan.stages), len(workers_of(plan.stages))
+    stages, workers = len(plan.stages), plan.workers
     text = counted(stages, "stage", "stages")
     return text if workers == stages else f"{text} on {workers} workers"
 

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ...planner.plan import DevicePrediction, Plan, PlanStage, StagePrediction
 from ...planner.recordings.recording import lanes_of, stages_text
-from ...planner.systems.placement import numbered_devices, pattern_of
+from ...planner.systems.placement import pattern_of
 from ...profiles.units import format_bytes, format_seconds, short_bytes
 from ..errors import printable
 from ..palette import LETTERS, LIMIT, MEMORY, memory_style
@@ -32,7 +32,7 @@ def on_devices(plan: Plan) -> list[OnDevice]:
     """A plan's devices, as stages come to them. Of a plan that was edited since it was predicted,
     its stages, each by itself."""
     known = {device.stages: device for device in plan.predicted.devices}
-    lanes = [lane.stages for lane in lanes_of(plan.stages) if lane.replica == 0]
+    lanes = [lane.stages for lane in lanes_of(plan) if lane.replica == 0]
     if not known or any(stages not in known for stages in lanes):
         return [OnDevice((s,), stage) for s, stage in enumerate(plan.predicted.stages)]
     return [OnDevice(stages, known[stages]) for stages in lanes]
@@ -45,8 +45,7 @@ def device_count(stages: Iterable[PlanStage]) -> int:
 
 def placement_name(plan: Plan) -> str:
     """``straight``, ``loop``, ``v`` or ``free``."""
-    placement = numbered_devices([stage.devices for stage in plan.stages])
-    return pattern_of(placement, len(plan.stages))
+    return pattern_of(plan.placement, len(plan.stages))
 
 
 def shares_devices(plan: Plan) -> bool:

@@ -44,7 +44,7 @@ def predicted(
     schedule = make_schedule(pipeline, first + count + more)
     sent: list[SimulatedMessage] = []
     timeline = simulate(pipeline, schedule, sent)
-    lanes = lanes_of(plan.stages)
+    lanes = lanes_of(plan)
     entries = entry_versions(pipeline.variant, plan.micro_batches, schedule[0])
     used = []
     for stage, own in zip(plan.stages, schedule, strict=True):

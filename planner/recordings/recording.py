@@ -14,8 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from ..costs.memory import MemoryByKind
-from ..plan import PlanStage
-from ..systems.placement import numbered_devices
+from ..plan import Plan
 
 MEMORY_KINDS = (
     "weights",
@@ -160,10 +159,10 @@ class Recording:
         return stage + span.name
 
 
-def lanes_of(stages: Sequence[PlanStage]) -> tuple[Lane, ...]:
-    """The lanes of a plan's stages, in the sequence of their workers' ranks: device by device as
+def lanes_of(plan: Plan) -> tuple[Lane, ...]:
+    """The lanes of a plan, in the sequence of their workers' ranks: device by device as
     the stages come to them, replica by replica."""
-    placement = numbered_devices([stage.devices for stage in stages])
+    stages, placement = plan.stages, plan.placement
     on_device: dict[int, list[int]] = {}
     for s in range(len(stages)):
         on_device.setdefault(placement[s] if placement else s, []).append(s)

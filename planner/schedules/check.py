@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...profiles.errors import ScheduleError
+from ..simulator.executor import execute
 from ..simulator.pipeline import Pipeline
-from ..simulator.timeline import simulate
 from ..systems.operations import BACKWARD, FORWARD, UPDATE, WEIGHT, Op, Schedule, op_text
 
 
@@ -35,7 +35,7 @@ def check_schedule(pipeline: Pipeline, schedule: Schedule, mini_batches: int) ->
                     f"stages {link.source} and {link.target} don't exchange their {kind} "
                     "messages in the same sequence"
                 )
-    simulate(pipeline, schedule)
+    execute(pipeline, schedule)
 
 
 def _check_stage(pipeline: Pipeline, s: int, ops: Sequence[Op], mini_batches: int) -> None:

@@ -231,7 +231,7 @@ class _Patterned:
 def _replay(pipeline: Pipeline, schedule: Schedule) -> ContendedExecutor:
     clock = SimulatedClock(pipeline)
     clock.grow(1 + max(op.mini_batch for ops in schedule for op in ops))
-    return ContendedExecutor(clock, codes(clock, schedule))
+    return ContendedExecutor(clock, codes(clock, schedule.on_devices()))
 
 
 # Whether it repeats --------------------------------------------------------------------------

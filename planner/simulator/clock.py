@@ -12,11 +12,12 @@ transfers don't overlap computing, they are the next thing that both devices do.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from math import gcd, inf, lcm
 from typing import NamedTuple
 
 from ..systems.operations import BACKWARDS, FORWARDS, UPDATES, WEIGHTS
-from .pipeline import Link, Pipeline, Route
+from .pipeline import Pipeline, Way
 
 NOT_YET = -1.0
 """Start of what hasn't run."""
@@ -114,22 +115,24 @@ class SimulatedClock:
         self._left: list[list[list[int]]] = [[[] for _ in stages] for _ in range(2)]
         self._last_s: list[list[list[float]]] = [[[] for _ in stages] for _ in range(2)]
         self._due = [[0] * len(r), [0] * len(r)]
-        self._wire_free: list[float] = []
         self.ports: list[list[list[_Port]]] = [[[] for _ in stages] for _ in range(4)]
-        self.contended = self.blocking = False
         self.sending: list[tuple[float, int, int, int, int]] = []
         self.sent: list[SimulatedMessage] | None = None
         self.last: int | None = None
         self._sent = 0
-        self._connect()
         seconds = (
             pipeline.forward_s,
             [pipeline.backward_op_s(s) for s in stages],
             [0.0 for _ in stages],
             [pipeline.weight_op_s(s) for s in stages],
         )
-        self.seconds = [[self._by_replica(s, times[s]) for s in stages] for times in seconds]
+        paces = pipeline.paces or ((1.0,),) * len(r)
+        self.seconds = [
+            [[times[s] * pace for pace in paces[s]] for s in stages] for times in seconds
+        ]
         self.update_s = [pipeline.update_op_s(s) for s in stages]
+        ways = pipeline.ways()
+        self._connect(ways)
         self._lanes = [
             [
                 (
@@ -143,62 +146,40 @@ class SimulatedClock:
             for kind in range(4)
         ]
 
-    def _by_replica(self, stage: int, slowest_s: float) -> list[float]:
-        paces = self.pipeline.paces[stage] if self.pipeline.paces else (1.0,)
-        return [slowest_s * pace for pace in paces]
-
-    # Wiring --------------------------------------------------------------------------------
-
-    def _connect(self) -> None:
+    def _connect(self, ways: Sequence[Way]) -> None:
         wires: dict[object, int] = {}
-        uses = 0
-        for link in self.pipeline.links:
-            routes = link.all_routes()
-            uses += len(routes) * (2 if link.has_gradient else 1)
-            if any(not route.overlaps for route in routes):
-                self.blocking = True
-            self._connect_kind(FORWARDS, link, routes, wires)
-            if link.has_gradient:
-                self._connect_kind(BACKWARDS, link, routes, wires)
+        for way in ways:
+            s, t, routes = way
+            kind = BACKWARDS if way.is_back else FORWARDS
+            r1, r2 = self.replicas[s], self.replicas[t]
+            shared = self.width[kind][s] > 1 or self.width[kind][t] > 1
+            parts: list[list[_Part]] = [[] for _ in range(r1 if shared else lcm(r1, r2))]
+            for source, target, wire, wire_s, latency_s, overlaps in routes:
+                part = _Part(
+                    offset=target,
+                    wire=wires.setdefault(wire, len(wires)),
+                    wire_s=wire_s,
+                    latency_s=latency_s,
+                    blocks=None if overlaps else (self.free_s[t], target),
+                )
+                for k in range(len(parts)):
+                    if k % r1 == source and (shared or k % r2 == target):
+                        parts[k].append(part)
+            self.ports[kind][s].append(
+                _Port(
+                    t,
+                    self._left[kind][t],
+                    self._last_s[kind][t],
+                    self.ready_s[kind][t],
+                    parts,
+                    r1,
+                    r2 if shared else 0,
+                )
+            )
+            self._due[kind][t] += r1 // gcd(r1, r2) if shared else 1
         self._wire_free = [0.0] * len(wires)
-        self.contended = self.blocking or len(wires) < uses
-
-    def _connect_kind(
-        self, kind: int, link: Link, routes: tuple[Route, ...], wires: dict[object, int]
-    ) -> None:
-        ends = (link.source, link.target) if kind == FORWARDS else (link.target, link.source)
-        s, t = ends
-        r1, r2 = self.replicas[s], self.replicas[t]
-        shared = self.width[kind][s] > 1 or self.width[kind][t] > 1
-        parts: list[list[_Part]] = [[] for _ in range(r1 if shared else lcm(r1, r2))]
-        held = 1
-        if kind == BACKWARDS and self.pipeline.variant.backward_unit == "mini":
-            held = self.pipeline.messages_per_route(link)
-        for route in routes:
-            back = kind == BACKWARDS
-            j1, j2 = (route.target, route.source) if back else (route.source, route.target)
-            part = _Part(
-                offset=j2,
-                wire=wires.setdefault(route.wire_back if back else route.wire, len(wires)),
-                wire_s=route.backward_s * held if back else route.forward_s,
-                latency_s=route.latency_s,
-                blocks=None if route.overlaps else (self.free_s[t], j2),
-            )
-            for k in range(len(parts)):
-                if k % r1 == j1 and (shared or k % r2 == j2):
-                    parts[k].append(part)
-        self.ports[kind][s].append(
-            _Port(
-                t,
-                self._left[kind][t],
-                self._last_s[kind][t],
-                self.ready_s[kind][t],
-                parts,
-                r1,
-                r2 if shared else 0,
-            )
-        )
-        self._due[kind][t] += r1 // gcd(r1, r2) if shared else 1
+        self.blocking = any(not route.overlaps for way in ways for route in way.routes)
+        self.contended = self.blocking or len(wires) < sum(len(way.routes) for way in ways)
 
     def grow(self, mini_batches: int) -> None:
         """Make room for so many mini-batches in all."""

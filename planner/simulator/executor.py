@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from math import inf
 
+from ...profiles.errors import ScheduleError
 from ..systems.operations import (
     BACKWARDS,
     FORWARD,
@@ -16,16 +18,69 @@ from ..systems.operations import (
     WEIGHTS,
     Op,
     Schedule,
+    op_text,
 )
-from .clock import SimulatedClock
+from .clock import SimulatedClock, SimulatedMessage
+from .pipeline import Pipeline
 
 Task = tuple[int, int, int]
 """Kind and first slot of an operation, of an update its mini-batch; and its stage."""
 
 
-def codes(clock: SimulatedClock, schedule: Schedule) -> list[list[Task]]:
+@dataclass(frozen=True)
+class Executed:
+    """A schedule that has run on the clock.
+
+    Attributes:
+        clock: with the times.
+        devices: per device, (stage, operation), first to last.
+        tasks: the same, as the clock numbers them.
+        sequence: (device, position) in an order in which one process could run them all.
+    """
+
+    clock: SimulatedClock
+    devices: Sequence[Sequence[tuple[int, Op]]]
+    tasks: Sequence[Sequence[Task]]
+    sequence: Sequence[tuple[int, int]]
+
+
+def execute(
+    pipeline: Pipeline, schedule: Schedule, sent: list[SimulatedMessage] | None = None
+) -> Executed:
+    """Run a schedule from its first operation to its last.
+
+    Args:
+        sent: where all messages are noted.
+
+    Raises:
+        ScheduleError: some operation waits for a message that is never sent (a deadlock); the
+            message names the operations that every stuck stage waits at.
+    """
+    devices = schedule.on_devices()
+    clock = SimulatedClock(pipeline)
+    clock.sent = sent
+    clock.last = max((op.mini_batch for ops in devices for _, op in ops), default=-1)
+    clock.grow(1 + clock.last)
+    tasks = codes(clock, devices)
+    run: ListExecutor | ContendedExecutor
+    if clock.contended:
+        run = ContendedExecutor(clock, tasks)
+        run.run(clock.mini_batches)
+    else:
+        run = ListExecutor(clock)
+        run.lists = tasks
+        run.run()
+    stuck = [
+        op_text(*ops[done]) for ops, done in zip(devices, run.done, strict=True) if done < len(ops)
+    ]
+    if stuck:
+        raise ScheduleError(f"deadlock: these operations wait for each other: {', '.join(stuck)}")
+    return Executed(clock, devices, tasks, run.sequence)
+
+
+def codes(clock: SimulatedClock, devices: Iterable[Iterable[tuple[int, Op]]]) -> list[list[Task]]:
     """What devices run, as the clock numbers it."""
-    return [[_task(clock, s, op) for s, op in ops] for ops in schedule.on_devices()]
+    return [[_task(clock, s, op) for s, op in ops] for ops in devices]
 
 
 def _task(clock: SimulatedClock, s: int, op: Op) -> Task:

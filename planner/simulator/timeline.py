@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ...profiles.errors import ScheduleError
-from ..systems.operations import FORWARDS, UPDATES, Op, Schedule, op_text
+from ..systems.operations import FORWARDS, UPDATES, Op, Schedule
 from .clock import NOT_YET, SimulatedClock, SimulatedMessage
-from .executor import ContendedExecutor, ListExecutor, Task, codes
+from .executor import Task, execute
 from .pipeline import Link, Pipeline
 
 
@@ -47,44 +46,16 @@ def simulate(
     Args:
         sent: where all messages are noted.
 
-    Raises:
-        ScheduleError: some operation waits for a message that is never sent (a deadlock); the
-            message names the operations that every stuck stage waits at.
+    Raises ScheduleError as `execute`.
     """
-    clock = SimulatedClock(pipeline)
-    clock.sent = sent
-    clock.last = max((op.mini_batch for ops in schedule for op in ops), default=-1)
-    clock.grow(1 + clock.last)
-    lists = codes(clock, schedule)
-    run: ListExecutor | ContendedExecutor
-    if clock.contended:
-        run = ContendedExecutor(clock, lists)
-        run.run(clock.mini_batches)
-    else:
-        run = ListExecutor(clock)
-        run.lists = lists
-        run.run()
-    devices = schedule.on_devices()
-    stuck = [
-        op_text(*ops[done]) for ops, done in zip(devices, run.done, strict=True) if done < len(ops)
-    ]
-    if stuck:
-        raise ScheduleError(f"deadlock: these operations wait for each other: {', '.join(stuck)}")
-    return _timeline(clock, schedule, lists, run.sequence)
-
-
-def _timeline(
-    clock: SimulatedClock,
-    schedule: Schedule,
-    lists: Sequence[Sequence[Task]],
-    sequence: list[tuple[int, int]],
-) -> Timeline:
+    ran = execute(pipeline, schedule, sent)
+    clock = ran.clock
     stages: list[list[Event]] = [[] for _ in schedule]
     replicas: list[list[list[Event]]] = [[[] for _ in range(r)] for r in clock.replicas]
     last_starts: list[list[float]] = [[] for _ in schedule]
     # Per device and position, the stage and the position in its list.
     places: list[list[tuple[int, int]]] = []
-    for ops, tasks in zip(schedule.on_devices(), lists, strict=True):
+    for ops, tasks in zip(ran.devices, ran.tasks, strict=True):
         mine = []
         for (s, op), task in zip(ops, tasks, strict=True):
             shares = list(_shares(clock, op, task))
@@ -100,7 +71,7 @@ def _timeline(
         places.append(mine)
     # By start time people see the pipeline's own sequence; the stable sort keeps causes first.
     order = sorted(
-        (places[d][p] for d, p in sequence), key=lambda place: last_starts[place[0]][place[1]]
+        (places[d][p] for d, p in ran.sequence), key=lambda place: last_starts[place[0]][place[1]]
     )
     return Timeline(
         tuple(map(tuple, stages)),

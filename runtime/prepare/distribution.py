@@ -14,7 +14,7 @@ from ...planner.simulator.pipeline import Pipeline
 from ...profiles.errors import PlanError
 from ...profiles.tracing.shapes import ValueSpec
 from .messages import MessageRoute, Rows
-from .workers import Replica, Share, replicas_of
+from .workers import Replica, Share
 
 Specs = Mapping[str, ValueSpec]
 
@@ -63,13 +63,14 @@ def distribute(
         PlanError: a value whose samples can't be told apart would have to be dealt.
     """
     leads = [replica for replica in replicas if replica.leads]
+    of_stage = [[replica for replica in replicas if replica.stage == s.stage] for s in leads]
     samples = [shares[replica.number].samples for replica in leads]
     found: list[MessageRoute] = []
     known: list[dict[str, Tensor]] = [{} for _ in samples]
     whole = pipeline.variant.whole_mini_batches
     for value in sent:
         here, there = (specs[samples[s]][value.name] for s in (value.source, value.target))
-        sources, targets = (replicas_of(replicas, s) for s in (value.source, value.target))
+        sources, targets = of_stage[value.source], of_stage[value.target]
         dimension = None
         if whole and len(sources) != len(targets):
             if here.numbers != there.numbers:

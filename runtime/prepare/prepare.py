@@ -108,7 +108,7 @@ def prepare(
     """
     autocast = autocast_of(plan, settings)
     pipeline = pipeline_of(plan)
-    replicas, workers = all_replicas(plan.stages), workers_of(plan.stages)
+    replicas, workers = all_replicas(plan), workers_of(plan)
     shares = tuple(share_of(pipeline, plan.micro_batch, replica) for replica in replicas)
     samples = [shares[replica.number].samples for replica in replicas if replica.leads]
     # What every stage has room for.

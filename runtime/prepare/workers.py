@@ -10,14 +10,12 @@ instead. All of it follows from the plan alone, the same on every worker.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ...planner.plan import PlanStage
+from ...planner.plan import Plan
 from ...planner.simulator.pipeline import Pipeline
 from ...planner.systems.operations import Op
-from ...planner.systems.placement import numbered_devices
 
 
 @dataclass(frozen=True)
@@ -97,10 +95,10 @@ class Worker:
         return self.replicas[0].file
 
 
-def all_replicas(stages: Sequence[PlanStage]) -> tuple[Replica, ...]:
+def all_replicas(plan: Plan) -> tuple[Replica, ...]:
     """All replicas of a plan's stages, by number."""
-    counts = [len(stage.devices) for stage in stages]
-    placement = numbered_devices([stage.devices for stage in stages]) or tuple(range(len(stages)))
+    counts = [len(stage.devices) for stage in plan.stages]
+    placement = plan.placement or range(len(counts))
     # Per device, the rank of its first replica's worker.
     firsts: dict[int, int] = {}
     ranks = 0
@@ -118,17 +116,12 @@ def all_replicas(stages: Sequence[PlanStage]) -> tuple[Replica, ...]:
     return tuple(found)
 
 
-def workers_of(stages: Sequence[PlanStage]) -> tuple[Worker, ...]:
+def workers_of(plan: Plan) -> tuple[Worker, ...]:
     """All workers of a plan, by rank."""
     found: dict[int, list[Replica]] = {}
-    for replica in all_replicas(stages):
+    for replica in all_replicas(plan):
         found.setdefault(replica.rank, []).append(replica)
     return tuple(Worker(rank, tuple(mine)) for rank, mine in sorted(found.items()))
-
-
-def replicas_of(replicas: Iterable[Replica], stage: int) -> tuple[Replica, ...]:
-    """Those of one stage."""
-    return tuple(replica for replica in replicas if replica.stage == stage)
 
 
 class Share(NamedTuple):

@@ -141,7 +141,7 @@ def measured(run_dir: str | Path, mini_batches: tuple[int, int] | None = None) -
     """
     where = RunDir(run_dir)
     plan, settings = where.read()
-    workers = workers_of(plan.stages)
+    workers = workers_of(plan)
     logs: _Logs = {worker.rank: _read_all(where, worker) for worker in workers}
     count = record_named(settings.record).count or record_named(STEADY).count
     chosen = mini_batches or _steady(logs, count)
@@ -279,7 +279,7 @@ def _cut(lines: Sequence[_Logged], begin: int, end: int) -> Sequence[_Logged]:
 
 def _recording(plan: Plan, logs: _Logs, hosts: Mapping[int, str]) -> Recording:
     sent, received = _messages_of(logs, sent=True), _messages_of(logs, sent=False)
-    replicas = all_replicas(plan.stages)
+    replicas = all_replicas(plan)
     host_of = [hosts[replica.rank] for replica in replicas]
     delays = (
         Delay(host_of[key.source], host_of[key.target], received[key][1] - at_s)
@@ -289,7 +289,7 @@ def _recording(plan: Plan, logs: _Logs, hosts: Mapping[int, str]) -> Recording:
     ahead = offsets(hosts.values(), delays)
     plus = {rank: ahead[host] for rank, host in hosts.items()}
     zero = min(lines[0].line.begin_s + plus[rank] for rank, lines in logs.items() if lines)
-    lanes = lanes_of(plan.stages)
+    lanes = lanes_of(plan)
     spans: list[Span] = []
     activities: list[Activity] = []
     memory: list[MemoryPoint] = []

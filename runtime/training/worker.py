@@ -50,9 +50,7 @@ def main(arguments: list[str]) -> None:
 
     def work() -> None:
         plan, settings = run_dir.read()
-        status = tell_status(
-            run_dir, workers_of(plan.stages)[rendezvous.rank], settings, rendezvous
-        )
+        status = tell_status(run_dir, workers_of(plan)[rendezvous.rank], settings, rendezvous)
         keep_freed_memory()
         use_interface(rendezvous.launched)
         with as_worker(run_dir.path):

@@ -13,7 +13,6 @@ import msgspec
 import torch
 
 from ...planner.plan import Plan
-from ...planner.systems.variants import variant_named
 from ...profiles.errors import UserError
 from ..prepare.prepare import Prepared, prepare
 from ..records.progress import Observer, Silent, read_losses
@@ -105,7 +104,7 @@ def check(
         UserError: an inline check of a system that doesn't flush.
         As `run.run`.
     """
-    flushes = variant_named(plan.variant).flushes
+    flushes = plan.system.flushes
     if inline and not flushes:
         raise UserError(
             f"--check --inline: {plan.variant} isn't plain training, so its processes are held "

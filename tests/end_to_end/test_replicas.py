@@ -72,7 +72,7 @@ def compare(plan, where):
     losses = [read_losses(where / name / "metrics.jsonl") for name in ("replicated", "alone")]
     np.testing.assert_allclose(*losses, rtol=0, atol=1e-10)
     whole = VARIANTS[plan.variant].whole_mini_batches
-    for worker in all_replicas(plan.stages):
+    for worker in all_replicas(plan):
         mine = []
         for text, version in logged(where / "alone", f"stage{worker.stage}"):
             i = parse_op(text)[1].micro_batch
@@ -279,7 +279,7 @@ def processes_equal_inline(plan, how, where):
     inline, processes = (load_weights(where / mode) for mode in ("inline", "processes"))
     for key, weight in inline.items():
         torch.testing.assert_close(processes[key], weight, rtol=0, atol=1e-10)
-    workers = all_replicas(plan.stages)
+    workers = all_replicas(plan)
     assert [(r.stage, r.replica) for r in ended[1].stages] == [(w.stage, w.index) for w in workers]
     for report in ended[1].stages:
         predicted = plan.predicted.stages[report.stage]

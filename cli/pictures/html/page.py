@@ -53,7 +53,7 @@ from .... import __version__
 from ....planner.plan import Plan
 from ....planner.recordings.predicted import predicted
 from ....planner.recordings.recording import MEMORY_KINDS, Recording
-from ....planner.systems.placement import numbered_devices, pattern_of
+from ....planner.systems.placement import pattern_of
 from ....profiles.files import write_bytes
 from ...errors import printable
 from ...palette import LIGHTENED, LIMIT, MEMORY, OPERATIONS, SERIES
@@ -263,8 +263,8 @@ def plan_part(plan: Plan, name: str, mini_batches: int | None = None) -> dict[st
 
 def placed_part(plan: Plan) -> dict[str, Any]:
     """The name of the plan's placement; nothing where each stage has a device of its own."""
-    placement = numbered_devices([stage.devices for stage in plan.stages])
-    return {"placement": pattern_of(placement, len(plan.stages))} if placement else {}
+    name = pattern_of(plan.placement, len(plan.stages))
+    return {"placement": name} if plan.placement else {}
 
 
 def plan_report(plan: Plan, name: str, path: str) -> None:

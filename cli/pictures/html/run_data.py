@@ -93,7 +93,7 @@ def read_facts(run_dir: str | Path, name: str | None = None) -> RunFacts:
     if not (where.path / "settings.json").exists():
         raise FileError(f"{run_dir}: is no run of this version: it has no settings.json")
     plan, settings = where.read()
-    workers = workers_of(plan.stages)
+    workers = workers_of(plan)
     losses, of_epoch, epochs = _progress(where.metrics)
     missing = []
     summary_path = where.path / "summary.json"

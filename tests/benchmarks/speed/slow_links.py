@@ -81,7 +81,7 @@ def ours(system: str, rate: str, folder: Path, length: Length) -> LinkRun:
         sent = sum(hosts.sent_bytes(host) for host in (0, 1))
         windows = [
             window_of(RunDir(f"{runs}/{worker.rank}").operations(worker), length)
-            for worker in all_replicas(plan.stages)
+            for worker in all_replicas(plan)
         ]
     return LinkRun(
         rate=rate,

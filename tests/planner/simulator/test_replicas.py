@@ -120,7 +120,7 @@ def test_waiting_for_wires_changes_nothing_where_none_are_shared(pipeline, mini_
     for clock in clocks:
         clock.grow(mini_batches)
     assert not clocks[0].contended
-    lists = codes(clocks[0], order)
+    lists = codes(clocks[0], order.on_devices())
     listed = ListExecutor(clocks[0])
     listed.lists = lists
     assert listed.run()

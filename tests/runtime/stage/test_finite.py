@@ -90,7 +90,7 @@ def test_with_warn_the_run_goes_on_and_says_where(mlp_profile, tmp_path):
     losses = read_losses(tmp_path / "metrics.jsonl")
     assert [math.isnan(loss) for loss in losses] == [False, False, True, True]
     # NaN is null in JSON; what reads it back finds NaN again.
-    reports = RunDir(tmp_path).read_reports(all_replicas(plan.stages))
+    reports = RunDir(tmp_path).read_reports(all_replicas(plan))
     assert [r.not_finite for r in reports] == [r.not_finite for r in summary.stages]
     tail.poll()
     assert math.isnan(records[0].train_loss)

@@ -138,15 +138,15 @@ def whole_cycles(plan: Plan, length: Length) -> Length:
 def figures_of(where: RunDir, plan: Plan, length: Length) -> Figures:
     """What a run left behind: times from its operations, bytes from its own account."""
     summary = decode((where.path / "summary.json").read_bytes(), RunSummary)
-    windows = [window_of(where.operations(w), length) for w in all_replicas(plan.stages)]
+    windows = [window_of(where.operations(w), length) for w in all_replicas(plan)]
     period = max(window.period_s for window in windows)
     sent = sum(report.sent_bytes for report in summary.stages) / summary.mini_batches
     by_replica = dict(
-        zip(all_replicas(plan.stages), zip(summary.stages, windows, strict=True), strict=True)
+        zip(all_replicas(plan), zip(summary.stages, windows, strict=True), strict=True)
     )
     processes = [
         _process(plan, [by_replica[r] for r in worker.replicas], period, summary.mini_batches)
-        for worker in workers_of(plan.stages)
+        for worker in workers_of(plan)
     ]
     return Figures(
         period_s=period,
