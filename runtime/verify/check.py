@@ -19,8 +19,8 @@ from ..records.progress import Observer, Silent, read_losses
 from ..records.run_dir import RunDir, load_weights
 from ..run import run
 from ..settings import RunSettings
+from ..training.plain import PlainTraining
 from .compare import TOLERANCES, Difference, TrainingResults, compare, weight_spread
-from .reference import PlainTraining
 
 STEPS = 3
 """Mini-batches that a check trains where nothing else is said."""

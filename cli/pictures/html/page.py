@@ -39,7 +39,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from string import Template
@@ -152,16 +152,21 @@ def packed(kind: str, numbers: Iterable[float]) -> str:
 ASSETS = Path(__file__).parent / "assets"
 
 SCRIPTS = (
-    *("base", "recording", "time_group", "lane_chart", "gantt", "memory", "graph", "plan", "run"),
-    "main",
+    *("base", "timeline/recording", "timeline/time_group", "timeline/lane_chart"),
+    *("timeline/gantt", "timeline/memory", "graph", "plan", "run", "main"),
 )
 """In the sequence in which they are joined: each stands on those before it."""
+STYLES = ("page",)
 
 
-def page(data: Mapping[str, Any]) -> str:
+def page(
+    data: Mapping[str, Any],
+    scripts: Sequence[str] = SCRIPTS,
+    styles: Sequence[str] = STYLES,
+) -> str:
     """The page's HTML text."""
-    style = _palette_style() + _asset("page.css")
-    script = "\n".join(_asset(f"{name}.js") for name in SCRIPTS)
+    style = _palette_style() + "".join(_asset(f"{name}.css") for name in styles)
+    script = "\n".join(_asset(f"{name}.js") for name in scripts)
     return Template(_asset("page.html")).substitute(
         title=escape(printable(str(data.get("title", "TiMePReSt")))),
         policy=_policy(style, script),

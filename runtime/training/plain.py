@@ -6,7 +6,7 @@ The user's model as it is, neither traced nor cut; the same data, seed, loss and
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from torch import nn
 
 from ...profiles.autograd.optimizer_step import fuse
 from ...profiles.target import resolve
-from ...profiles.tasks.task import Loss, read_loss
+from ...profiles.tasks.task import Loss, Task, read_loss
 from ...profiles.tracing.call import Call
 from ..checkpoint.gradients import GradientFiles
 from ..prepare.data import DROP, Samples, Segment, length_of, part_of, real_part, real_samples
@@ -25,7 +25,7 @@ from ..prepare.prepare import Prepared
 from ..stage.batch_norm import DeferredBatchNorm
 from ..stage.loss_weights import MiniBatchMeans
 from ..stage.optimizer import make_optimizer, make_scheduler, step_optimizer
-from ..training.dropout import Traits, WithoutDropout
+from .dropout import Traits, WithoutDropout
 
 
 class PlainTraining:
@@ -37,19 +37,27 @@ class PlainTraining:
         traits: what the model was seen to do.
     """
 
-    def __init__(self, prepared: Prepared, gradients: Path, *, by_micro_batch: bool) -> None:
+    def __init__(
+        self,
+        prepared: Prepared,
+        gradients: Path | None = None,
+        *,
+        by_micro_batch: bool,
+        task: Task | None = None,
+    ) -> None:
         """
         Args:
-            gradients: a folder for the gradients of each update.
+            gradients: a folder for the gradients of each update; None: they aren't kept.
             by_micro_batch: a mini-batch's micro-batches one after another, each as large as the
                 pipeline has it, their gradients added up; else the mini-batch in one piece.
+            task: instead of the one that the settings name.
         """
         settings = prepared.settings
         target = resolve(settings.task)
         assert target.task is not None  # prepared
         self.prepared = prepared
         self.by_micro_batch = by_micro_batch
-        self.task = target.task
+        self.task = task or target.task
         self.names = target.call(1)[0].names
         self.model: nn.Module = target.model(settings.seed)
         # The first GPU, where the inline run's stages are.
@@ -67,17 +75,28 @@ class PlainTraining:
             if settings.deferred_batch_norm and by_micro_batch
             else None
         )
-        GradientFiles(gradients, self.model, self.optimizer, prepared.model.names)
+        if gradients is not None:
+            GradientFiles(gradients, self.model, self.optimizer, prepared.model.names)
         self.losses: list[float] = []
         self.traits = Traits()
         self._samples: dict[int, Samples] = {}
 
     def run(self) -> None:
-        """Train."""
+        """Train, without dropout, and look at what the model does."""
         with WithoutDropout(self.traits):
-            for segment in self.prepared.segments:
-                for b in range(segment.mini_batches):
-                    self._mini_batch(segment, b)
+            self.train()
+
+    def train(self, after: Callable[[Segment, int, float], None] | None = None) -> None:
+        """Train.
+
+        Args:
+            after: is called after each mini-batch with its segment, its number there and its loss.
+        """
+        for segment in self.prepared.segments:
+            for b in range(segment.mini_batches):
+                self._mini_batch(segment, b)
+                if after is not None:
+                    after(segment, b, self.losses[-1])
 
     def _mini_batch(self, segment: Segment, b: int) -> None:
         total, weight = 0.0, 0.0
