@@ -167,14 +167,15 @@ def _setting(name: str, *flags: str, **more: Any) -> Callable[[F], F]:
     return click.option(*flags, name, default=field.default, **more)
 
 
-run_options = options(
+task_option = options(
     click.option(
         "--task",
         help="Built-in task, file.py:NAME or pkg.module:NAME.  "
         "[default: what the plan's profile measured]",
     ),
-    click.option("--epochs", type=Whole(), help="[default: 5]"),
-    click.option("--steps", type=Whole(), help="Mini-batches in all, instead of --epochs."),
+)
+
+optimizer_options = options(
     _setting("ragged", help="Samples that don't fill an epoch's last mini-batch."),
     choice("--optimizer", ("sgd", "adam", "adamw"), None, "Instead of the task's own; needs --lr."),
     click.option("--lr", type=Number(0, MAX_FACTOR, min_open=True)),
@@ -191,7 +192,10 @@ run_options = options(
         None,
         "Instead of the task's own scheduler; linear and cosine fall to 0 by the run's end.",
     ),
-    click.option("--warmup", type=Whole(0), help="Updates over which the learning rate rises."),
+)
+"""How samples are dealt, and the optimizer; read by `optimizer_choice`."""
+
+precision_options = options(
     click.option(
         "--clip-norm",
         type=Number(0, MAX_FACTOR, min_open=True),
@@ -208,6 +212,30 @@ run_options = options(
         is_flag=True,
         help="Update BatchNorm's running statistics once for each mini-batch.",
     ),
+)
+
+decay_options = options(
+    _setting(
+        "decay",
+        type=click.Choice(["exponential", "inverse", "linear"]),
+        help="i-timeprest: how the forward's weights fade with the version difference.",
+    ),
+    _setting(
+        "decay_rate",
+        "--lambda",
+        type=Number(0, MAX_FACTOR),
+        help="i-timeprest: how fast they fade.",
+    ),
+)
+"""Of i-timeprest."""
+
+run_options = options(
+    task_option,
+    click.option("--epochs", type=Whole(), help="[default: 5]"),
+    click.option("--steps", type=Whole(), help="Mini-batches in all, instead of --epochs."),
+    optimizer_options,
+    click.option("--warmup", type=Whole(0), help="Updates over which the learning rate rises."),
+    precision_options,
     _setting("device", help="What the stages compute on; auto: what the plan was profiled on."),
     _setting(
         "transport",
@@ -236,17 +264,7 @@ run_options = options(
         type=Number(0, MAX_FACTOR, min_open=True),
         help="Longest wait for a message, in seconds.  [default: 25, or 100 periods]",
     ),
-    _setting(
-        "decay",
-        type=click.Choice(["exponential", "inverse", "linear"]),
-        help="i-timeprest: how the forward's weights fade with the version difference.",
-    ),
-    _setting(
-        "decay_rate",
-        "--lambda",
-        type=Number(0, MAX_FACTOR),
-        help="i-timeprest: how fast they fade.",
-    ),
+    decay_options,
     _setting(
         "distances",
         "--distances/--no-distances",

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     cls=WithOthers,
     context_settings=CONTEXT,
     epilog="tp-run report RUN... shows what runs did beside what their plans predicted.  tp-run "
-    "export RUN -o FILE writes a run's whole model to one safetensors file.",
+    "export RUN -o FILE writes a run's whole model to one safetensors file.  tp-run study PLAN... "
+    "says which of several plans reaches a loss first.",
 )
 @click.argument("plan_path", metavar="PLAN", required=False)
 @run_options

@@ -279,7 +279,11 @@ def _noun(kind: type[msgspec.Struct]) -> str:
 
 
 def _how_to_make(kind: type[msgspec.Struct]) -> str:
-    made_by = {"profile": "tp-profile TARGET -o FILE", "plan": "tp-plan solve PROFILE -o FILE"}
+    made_by = {
+        "profile": "tp-profile TARGET -o FILE",
+        "plan": "tp-plan solve PROFILE -o FILE",
+        "study": "tp-run study PLAN -o FILE",
+    }
     command = made_by.get(_noun(kind))
     return f"make one with {command}" if command else "check the path"
 
@@ -297,6 +301,7 @@ class Kind(Enum):
 
     PROFILE = "a profile"
     PLAN = "a plan"
+    STUDY = "a study"
     CLUSTER = "a cluster file"
     PAGE = "a page (HTML) of ours"
     FIGURE = "a figure (SVG) of ours"
@@ -325,6 +330,7 @@ _TRACE = re.compile(rb'\{"otherData":\{"made_by":"timeprest ')
 _TAGGED: dict[str, Kind | str] = {
     "profile": Kind.PROFILE,
     "plan": Kind.PLAN,
+    "study": Kind.STUDY,
     "run": "the settings of a run",
     "checkpoint": "the list of a checkpoint's files",
     "worker-state": "a worker's state in a checkpoint",

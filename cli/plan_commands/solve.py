@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 
 from ...planner.cluster.cluster import Cluster
 from ...planner.cluster.contention import with_contention
 from ...planner.costs.tied_parameters import TIED
-from ...planner.evaluate import Evaluation
+from ...planner.evaluate import Evaluation, Question, gap_between, make_plan
 from ...planner.partition.solve import SOLVERS
 from ...planner.plan import Plan
 from ...planner.search.choices import RECOMPUTE
 from ...planner.search.pareto import ParetoFront, pareto_point
 from ...planner.search.placed import PLACEMENTS
 from ...planner.search.solve import solve as solve_plan
+from ...planner.study.choose import StudyFigures, TargetPoint, by_time_to_target
+from ...planner.study.study import read_study
 from ...planner.systems.variants import VARIANTS, variant_named
 from ...profiles.errors import InfeasibleError, PlanError, UserError
 from ...profiles.files import MAX_FACTOR, Kind, check_output, read_file, write_file
@@ -33,7 +36,13 @@ from ..options import (
     time_limit_option,
 )
 from ..progress import Bar
-from ..tables.pareto import comparison, pareto_table
+from ..tables.pareto import (
+    comparison,
+    pareto_table,
+    target_lines,
+    target_table,
+    without_figure,
+)
 from ..tables.plan import assumed, few_stages, print_plan
 
 
@@ -105,12 +114,19 @@ def _pin(text: str) -> tuple[str, int]:
     help="Bytes of optimizer state per byte of parameters: 0 plain SGD, 1 momentum, "
     "2 Adam.  [default: as profiled]",
 )
+@click.option(
+    "--study",
+    "study_path",
+    metavar="FILE",
+    help="With --variant all: judge plans by a study's time to target; -o gets the best.",
+)
 @common_options
 @errors_as_lines
 def solve(
     profile_path: str,
     path: str,
     variant: str,
+    study_path: str | None,
     as_json: bool,
     quiet: bool,
     verbose: bool,
@@ -123,9 +139,16 @@ def solve(
     """
     if variant != "all":
         variant_named(variant)
-    for file in [path] if variant != "all" else [_beside(path, name) for name in VARIANTS]:
+        if study_path is not None:
+            raise UserError("--study: goes with --variant all, whose systems it compares")
+    files = [path] if variant != "all" else [_beside(path, name) for name in VARIANTS]
+    for file in files + [path] * (study_path is not None):
         check_output(file, Kind.PLAN)
     profile = check_profile(read_file(profile_path, Profile), profile_path)
+    figures = None if study_path is None else StudyFigures(read_study(study_path))
+    if figures is not None:
+        mini_batch = asked["mini_batch"] or profile.batch_size
+        figures.check(profile.fingerprint, mini_batch, str(study_path))
     own = asked["cluster_path"] is None
     cluster = cluster_of(asked)
     if own:
@@ -136,7 +159,7 @@ def solve(
     asked["replicas"] = asked["replicas"] == "auto"
     asked["pins"] = tuple(map(_pin, asked["pins"]))
     if variant == "all":
-        _solve_all(profile, cluster, asked, path, as_json=as_json, quiet=quiet)
+        _solve_all(profile, cluster, asked, path, figures, as_json=as_json, quiet=quiet)
         return
     with Bar("planning", quiet=quiet) as bar:
         plan = solve_plan(profile, cluster, variant, progress=bar, **asked)
@@ -169,18 +192,22 @@ def _solve_all(
     cluster: Cluster,
     asked: dict[str, Any],
     path: str,
+    figures: StudyFigures | None,
     *,
     as_json: bool,
     quiet: bool,
 ) -> None:
     """A plan for every system that fits, side by side, and the Pareto front of all plans seen."""
     pareto = ParetoFront()
+    by_system: dict[str, ParetoFront] = {}
     plans: dict[str, Plan] = {}
     failed: dict[str, str] = {}
     with Bar("planning", quiet=quiet) as bar:
         for name in VARIANTS:
+            # By a study a plan may be best that another system's beats in all three prices.
+            own = by_system.setdefault(name, ParetoFront()) if figures else pareto
             try:
-                plans[name] = _solve_one(profile, cluster, name, asked, bar, pareto)
+                plans[name] = _solve_one(profile, cluster, name, asked, bar, (pareto, own))
             except (InfeasibleError, PlanError) as error:
                 failed[name] = str(error)
     if not plans:
@@ -188,14 +215,76 @@ def _solve_all(
     paths = {name: _beside(path, name) for name in plans}
     for name, plan in plans.items():
         write_file(paths[name], plan)
+    times: list[TargetPoint] = []
+    if figures is not None:
+        points = [point for front in by_system.values() for point in front.points]
+        times = by_time_to_target(points, figures, asked["update_every"])
+        if times:
+            write_file(path, _chosen(profile, plans[times[0].point.variant], times[0]))
     if as_json:
-        print_json({"plans": plans, "failed": failed})
+        told = {"plans": plans, "failed": failed}
+        print_json(told if figures is None else {**told, "by_study": _told(times, plans, figures)})
     elif not quiet:
         console = output()
         console.print(comparison(plans, failed, pareto.points, console.width))
-        console.print(pareto_table(pareto.points, console.width))
+        if figures is None:
+            console.print(pareto_table(pareto.points, console.width))
+        else:
+            console.print(target_table(times, console.width))
+            for line in target_lines(times, plans, figures):
+                console.print(line)
         _print_notes(profile, list(plans.values()), asked)
-        console.print(f"wrote {', '.join(map(str, paths.values()))}")
+        written = [str(each) for each in paths.values()]
+        if times:
+            written.insert(0, f"{path} (the best by time to target)")
+        console.print(f"wrote {', '.join(written)}")
+
+
+def _chosen(profile: Profile, own: Plan, best: TargetPoint) -> Plan:
+    """The plan file of the best by a study. `own`: the best of its system, by period."""
+    found = best.point.evaluation
+    if found.stages == own.stages and found.micro_batches == own.micro_batches:
+        return own
+    question = Question(
+        profile,
+        own.cluster,
+        own.variant,
+        own.mini_batch,
+        own.optimizer_state_factor,
+        own.update_every,
+        own.tied,
+    )
+    report = msgspec.structs.replace(
+        own.solver,
+        objective_s=found.prediction.period_s,
+        gap=gap_between(found.prediction.period_s, own.solver.bound_s),
+        optimal=False,
+    )
+    return make_plan(question, found, report)
+
+
+def _told(
+    times: Sequence[TargetPoint], plans: Mapping[str, Plan], figures: StudyFigures
+) -> dict[str, Any]:
+    """What --json says of a study's times."""
+    return {
+        "target": figures.target,
+        "points": [
+            {
+                "variant": each.point.variant,
+                "stages": len(each.point.evaluation.stages),
+                "micro_batches": each.point.evaluation.micro_batches,
+                "time_s": each.foretold.time_s,
+                "overhead": each.foretold.overhead,
+                "exact": each.foretold.exact,
+                "period_s": each.point.period_s,
+                "memory_bytes": each.point.memory_bytes,
+                "on_front": each.on_front,
+            }
+            for each in times
+        ],
+        "without_figure": without_figure(times, plans),
+    }
 
 
 def _solve_one(
@@ -204,13 +293,15 @@ def _solve_one(
     name: str,
     asked: dict[str, Any],
     bar: Bar,
-    pareto: ParetoFront,
+    fronts: Sequence[ParetoFront],
 ) -> Plan:
     def tell(what: str, done: float, total: float) -> None:
         bar(f"{name}: {what}", done, total)
 
     def keep(found: Evaluation) -> None:
-        pareto.add(pareto_point(name, found))
+        point = pareto_point(name, found)
+        for front in dict.fromkeys(fronts):
+            front.add(point)
 
     return solve_plan(profile, cluster, name, progress=tell, seen=keep, **asked)
 

@@ -11,6 +11,7 @@ from ..errors import OneLineCommand, errors_as_lines, printable
 from ..options import CONTEXT, quiet_option, version_option
 from .rank import OneRankCommand
 from .report import report
+from .study import study
 
 
 @click.command(cls=OneLineCommand, context_settings=CONTEXT)
@@ -41,7 +42,11 @@ def export(run_dir: str, output: str, at: int | None, quiet: bool) -> None:
 class WithOthers(OneRankCommand):
     """A command that runs another one where its first argument is that one's name."""
 
-    others: Mapping[str, click.Command] = {"export": export, "report": report}
+    others: Mapping[str, click.Command] = {
+        "export": export,
+        "report": report,
+        "study": study,
+    }
 
     def make_context(
         self,

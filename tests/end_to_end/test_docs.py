@@ -352,6 +352,8 @@ def cheaper(words):
     if program == "tp-profile":
         own = rest and rest[0] == "mine.py:Task"
         return [*rest, "--seconds", "0"] if own and "--together" not in rest else None
+    if program == "tp-run" and rest[0] == "study":
+        return [*rest, *shlex.split("--steps 8 --tune 1 --seeds 2 --jobs 1")]
     if program != "tp-run" or {"report", "export", "--dry-run"} & set(rest):
         return rest if program == "tp-run" else None
     if "--check" in rest:

@@ -1,0 +1,237 @@
+"""tp-run study: which of several plans reaches a loss first, before a cluster is rented."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from ...planner.plan import Plan, read_plan
+from ...planner.study.results import results_of
+from ...planner.study.study import RISES, Study, write_study
+from ...profiles.errors import UserError
+from ...profiles.files import MAX_FACTOR, Kind, check_outputs
+from ...runtime.processes.locks import check_system
+from ..errors import OneLineCommand, Stopped, errors_as_lines, output, print_json
+from ..options import (
+    CONTEXT,
+    Number,
+    Whole,
+    choice,
+    common_options,
+    decay_options,
+    optimizer_choice,
+    optimizer_options,
+    options,
+    precision_options,
+    run_settings,
+    task_option,
+)
+from ..progress import Bar
+from ..tables.study import level_table, study_lines, study_table
+
+MOST_JOBS = 1024
+
+_study_options = options(
+    click.option(
+        "-o",
+        "--output",
+        "path",
+        default="study.json",
+        help="The study; FILE.html writes a page, and the study to FILE.json.",
+    ),
+    click.option(
+        "--trainings",
+        metavar="FOLDER",
+        help="Finished trainings, for going on.  [default: beside the study, .trainings]",
+    ),
+    task_option,
+    click.option("--epochs", type=Whole(), help="Until the target is set.  [default: 5]"),
+    click.option("--steps", type=Whole(), help="Mini-batches instead of --epochs."),
+    click.option(
+        "--longer",
+        type=Number(1, 1000),
+        default=1.5,
+        help="Every training is so many times as long, so that slower systems get there too.",
+    ),
+    click.option("--seeds", type=Whole(1, 100), default=3),
+    click.option(
+        "--tune",
+        type=Whole(1, 1000),
+        default=5,
+        metavar="K",
+        help="Trainings that each system has to find its learning rate; 1: takes --lr.",
+    ),
+    click.option(
+        "--tune-factor",
+        type=Number(1, MAX_FACTOR, min_open=True),
+        default=2.0,
+        help="Between neighbours of the grid of rates around --lr.",
+    ),
+    click.option(
+        "--tune-steps",
+        type=Whole(),
+        help="Mini-batches of these trainings.  [default: as long as the others]",
+    ),
+    click.option(
+        "--target-loss",
+        type=Number(),
+        help="[default: what plain training reaches after the given steps]",
+    ),
+    click.option("--target-accuracy", type=Number(0, 1), help="From 0 to 1, on the test data."),
+    choice(
+        "--target",
+        RISES,
+        None,
+        "The figure that is to reach what plain training does.  [default: loss, in training]",
+    ),
+    click.option(
+        "--eval-every",
+        type=Whole(0),
+        help="Mini-batches between evaluations; 0: none.  [default: a fifteenth of all]",
+    ),
+    click.option(
+        "--uniform-delay",
+        is_flag=True,
+        help="Also train with gradients that are S - 1 updates late in all layers.",
+    ),
+    click.option("--jobs", type=Whole(1, MOST_JOBS), help="Processes.  [default: the cores]"),
+    optimizer_options,
+    click.option(
+        "--warmup",
+        "warmups",
+        metavar="UPDATES,…",
+        help="Over which the learning rate rises; of several, each system's best.  [default: 0]",
+    ),
+    precision_options,
+    decay_options,
+    click.option(
+        "--timeout",
+        "timeout_s",
+        type=Number(0, MAX_FACTOR, min_open=True),
+        default=600.0,
+        help="Longest time that a process may say nothing, in seconds.",
+    ),
+)
+
+
+@click.command(cls=OneLineCommand, context_settings=CONTEXT)
+@click.argument("plan_paths", metavar="PLAN...", nargs=-1, required=True)
+@_study_options
+@common_options
+@errors_as_lines
+def study(
+    plan_paths: tuple[str, ...],
+    path: str,
+    trainings: str | None,
+    jobs: int | None,
+    timeout_s: float,
+    as_json: bool,
+    quiet: bool,
+    verbose: bool,
+    **asked: Any,
+) -> None:
+    """Train by each PLAN inline, beside plain training, and say which reaches the target first.
+
+    Plans are of one profile, such as all of tp-plan solve --variant all. All train on the same
+    samples in the same sequence from the same weights, over several seeds, each with its own
+    learning rate. Times to the target are predicted by the plans' periods. Stopped, the same
+    command goes on where it was.
+    """
+    check_system()
+    study_path, page_path = _outputs(path)
+    folder = Path(trainings) if trainings else study_path.with_suffix(".trainings")
+    wanted: list[tuple[str, Path, Kind]] = [("-o", study_path, Kind.STUDY)]
+    if page_path is not None:
+        wanted.append(("-o", page_path, Kind.PAGE))
+    check_outputs(*wanted)
+    plans = [read_plan(each) for each in plan_paths]
+    if asked["epochs"] is not None and asked["steps"] is not None:
+        raise UserError("--epochs, --steps: give one of them")
+    chosen, settings = _chosen(plans[0], asked)
+    with Bar("studying", quiet=quiet or as_json) as bar:
+        # Torch takes its time; bad options and plans needn't wait for it.
+        bar.doing("loading torch")
+        from ...runtime.training.study.conduct import StudyChoices, conduct, prospect
+        from ...runtime.verify.dry_run import usable_cores
+
+        bar.doing("looking at the task")
+        due = prospect(plans, plan_paths, settings, StudyChoices(**chosen))
+        try:
+            found = conduct(due, folder, jobs or usable_cores(), bar, timeout_s)
+        except KeyboardInterrupt:
+            done = sum(1 for _ in folder.glob("*.json"))
+            raise Stopped(
+                f"{done} trainings are done, in {folder}: the same command goes on"
+            ) from None
+    write_study(study_path, found)
+    if page_path is not None:
+        from ..pictures.html.study_page import study_page
+
+        study_page(found, page_path)
+    _show(found, as_json=as_json, quiet=quiet, verbose=verbose)
+    if not (as_json or quiet):
+        more = f" and {page_path}" if page_path is not None else ""
+        output().print(f"wrote {study_path}{more}")
+
+
+def _outputs(path: str) -> tuple[Path, Path | None]:
+    """Where the study goes, and the page if there is to be one."""
+    given = Path(path)
+    if given.suffix.lower() in (".html", ".htm"):
+        return given.with_suffix(".json"), given
+    return given, None
+
+
+def _chosen(first: Plan, asked: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+    """What `StudyChoices` and the settings of the trainings are made of. Raises UserError."""
+    loss, accuracy = asked.pop("target_loss"), asked.pop("target_accuracy")
+    metric = asked.pop("target")
+    if loss is not None and accuracy is not None:
+        raise UserError("--target-loss, --target-accuracy: give one of them")
+    if accuracy is not None:
+        if metric not in (None, "accuracy"):
+            raise UserError(f"--target-accuracy, --target {metric}: leave --target out")
+        metric = "accuracy"
+    if loss is not None and metric == "accuracy":
+        raise UserError("--target-loss, --target accuracy: leave one of them out")
+    chosen = {
+        "metric": metric or "loss",
+        "target": accuracy if loss is None else loss,
+        "factor": asked.pop("tune_factor"),
+        "warmups": _warmups(asked.pop("warmups")),
+    }
+    names = ("seeds", "longer", "tune", "tune_steps", "eval_every", "uniform_delay")
+    chosen |= {name: asked.pop(name) for name in names}
+    optimizer = optimizer_choice(asked)
+    settings = run_settings(first, optimizer, asked)
+    # Whatever a plan says of its period: trainings are known by their settings.
+    settings = msgspec.structs.replace(settings, timeout_s=60.0)
+    return chosen, settings
+
+
+def _warmups(text: str | None) -> tuple[int, ...] | None:
+    """``"0,100"`` → (0, 100). Raises UserError."""
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and part.isascii() and len(part) <= 9 for part in parts):
+        raise UserError(f"--warmup {text!r}: give whole numbers of updates, like 0,100")
+    return tuple(map(int, parts))
+
+
+def _show(found: Study, *, as_json: bool, quiet: bool, verbose: bool) -> None:
+    results = results_of(found)
+    if as_json:
+        print_json({"study": found, "results": results})
+        return
+    if quiet:
+        return
+    console = output()
+    console.print(study_table(found, results, console.width))
+    if len(found.arms) > 1:
+        console.print(level_table(found, results, console.width))
+    for line in study_lines(found, results, verbose=verbose):
+        console.print(line)

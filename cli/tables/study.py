@@ -1,0 +1,184 @@
+"""Tables of tp-run study: time to target of each plan, and how overheads shrink with length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Group
+from rich.text import Text
+
+from ...planner.study.results import ArmResult, PlanResult, StudyResults
+from ...planner.study.spread import Spread
+from ...planner.study.study import PLAIN, StudiedPlan, Study, StudyArm
+from ...profiles.units import format_bytes, format_seconds
+from .layout import counted, fitted, fixed, words
+
+
+def study_table(study: Study, results: StudyResults, width: int) -> Group:
+    """Table of the plans, the shortest time to target first."""
+    plans = ranked(study, results)
+    found = [results.plan(plan.name) for plan in plans]
+    arms = [results.arm(plan.arm) for plan in plans]
+    columns = [
+        fixed("", [_mark(each, results) for each in found], left=True),
+        fixed("time to target", [time_text(each) for each in found]),
+        fixed("95 %", [_interval(each.time_s) for each in found], left=True),
+        fixed("overhead", [overhead_text(arm, study.arm(arm.arm)) for arm in arms]),
+        fixed("95 %", [_ratio_interval(arm.overhead) for arm in arms], left=True),
+        fixed("period", [format_seconds(plan.period_s) for plan in plans]),
+        fixed("memory", [format_bytes(plan.memory_bytes) for plan in plans]),
+        fixed("d", [_differences(plan.version_differences) for plan in plans]),
+        fixed("S", [str(plan.stages) for plan in plans]),
+        fixed("N", [str(plan.micro_batches) for plan in plans]),
+        fixed("rate", [rate_text(study.arm(plan.arm)) for plan in plans]),
+    ]
+    title = (
+        f"predicted time to {target_text(study, results)}, "
+        f"{counted(study.question.seeds, 'seed', 'seeds')}"
+    )
+    note = Text(
+        "*: recommended. ≈: equal to it within the seeds' spread. ●: no other is as good in time "
+        "and memory. overhead: samples to the target over plain training's, paired by seed. d: "
+        "version differences by stage. rate: the best of its budget; !: at the edge of what was "
+        "tried.",
+        style="dim",
+    )
+    return Group(fitted(title, words("system", [p.name for p in plans], 12), columns, width), note)
+
+
+def ranked(study: Study, results: StudyResults) -> list[StudiedPlan]:
+    """The plans, the shortest time first; those that don't get there last."""
+    times = {p.plan: p.time_s.mean if p.time_s is not None else float("inf") for p in results.plans}
+    return sorted(study.plans, key=lambda plan: times[plan.name])
+
+
+def level_table(study: Study, results: StudyResults, width: int) -> Group:
+    """Table of the overheads at levels that plain training has on its way."""
+    arms = [arm for arm in results.arms if arm.arm != PLAIN]
+    places = results.arms[0].by_level
+    columns = [
+        fixed(
+            f"after {place.mini_batches}",
+            [_with_interval(arm.by_level[k].overhead) for arm in arms],
+        )
+        for k, place in enumerate(places)
+    ]
+    title = "overhead at what plain training has after so many mini-batches"
+    return fitted(title, words("trained", [arm.arm for arm in arms], 12), columns, width)
+
+
+def study_lines(study: Study, results: StudyResults, *, verbose: bool) -> list[Text]:
+    """Lines on the whole: what is recommended, what shares a training, what is untuned."""
+    found = results.recommendation
+    chosen = f"recommended: {found.plan}; " if found.plan else ""
+    lines = [Text(chosen + found.why, style="bold")]
+    flush = [plan.name for plan in study.plans if plan.flushes]
+    if flush:
+        lines.append(Text(f"plain training, trained once for all that flush: {', '.join(flush)}"))
+    edge = [arm.name for arm in study.arms if arm.at_edge]
+    if study.question.tune == 1:
+        lines.append(Text("learning rates aren't tuned (--tune 1): each system may have a better"))
+    elif edge:
+        lines.append(
+            Text(
+                f"at the edge of what was tried, so not tuned: {', '.join(edge)}; give a larger "
+                "--tune"
+            )
+        )
+    blown = [_diverging(arm) for arm in study.arms if any(c.diverged_at for c in arm.curves)]
+    if blown:
+        lines.append(Text(f"diverged: {'; '.join(blown)}"))
+    lost = [arm.arm for arm in results.arms if arm.reached < study.question.seeds]
+    if lost:
+        lines.append(
+            Text(
+                f"not all seeds reach the target in {study.question.length} mini-batches: "
+                f"{', '.join(lost)}; times are more than is shown"
+            )
+        )
+    clusters = sorted({plan.cluster for plan in study.plans})
+    lines.append(Text(f"periods are predicted for {'; '.join(clusters)}", style="dim"))
+    if verbose:
+        lines += [_tried(study, arm) for arm in study.arms]
+    return lines
+
+
+def target_text(study: Study, results: StudyResults) -> str:
+    """``a training loss of 0.412``."""
+    metric = study.question.metric
+    if metric == "accuracy":
+        return f"a test accuracy of {results.target:.2%}"
+    return f"a {'training' if metric == 'loss' else 'test'} loss of {results.target:.4g}"
+
+
+def _mark(plan: PlanResult, results: StudyResults) -> Text:
+    best = results.recommendation
+    sign = "*" if plan.plan == best.plan else "≈" if plan.plan in best.equal else " "
+    return Text(sign + ("●" if plan.on_front else " "), style="green")
+
+
+def time_text(plan: PlanResult) -> str:
+    """The predicted time, or what it is more than."""
+    if plan.time_s is not None:
+        return format_seconds(plan.time_s.mean)
+    return "-" if plan.at_least_s is None else f"> {format_seconds(plan.at_least_s)}"
+
+
+def _interval(spread: Spread | None) -> str:
+    if spread is None or spread.low is None or spread.high is None or spread.low == spread.high:
+        return ""
+    return f"{format_seconds(spread.low)} … {format_seconds(spread.high)}"
+
+
+def overhead_text(found: ArmResult, arm: StudyArm) -> str:
+    """The overhead over plain training; 1 for plain training itself."""
+    if arm.name == PLAIN and found.reached:
+        return "1"
+    if found.overhead is not None:
+        return f"{found.overhead.mean:.2f}"
+    if found.diverged == len(arm.finals()):
+        return "diverged"
+    return "-" if found.at_least is None else f"> {found.at_least:.2f}"
+
+
+def _ratio_interval(spread: Spread | None) -> str:
+    if spread is None or spread.low is None or spread.high is None or spread.low == spread.high:
+        return ""
+    return f"{spread.low:.2f} … {spread.high:.2f}"
+
+
+def _with_interval(spread: Spread | None) -> str:
+    if spread is None:
+        return "-"
+    interval = _ratio_interval(spread)
+    return f"{spread.mean:.2f}" + (f" ({interval})" if interval else "")
+
+
+def rate_text(arm: StudyArm) -> str:
+    """The chosen rate, with its warm-up where it has one; ``!`` at the edge."""
+    warmup = f" w{arm.warmup}" if arm.warmup else ""
+    return f"{arm.rate:g}{warmup}{'!' if arm.at_edge else ''}"
+
+
+def _differences(by_stage: Sequence[int]) -> str:
+    if len(by_stage) <= 8:
+        return " ".join(map(str, by_stage))
+    return f"{by_stage[0]} … {by_stage[-1]}"
+
+
+def _diverging(arm: StudyArm) -> str:
+    rates = sorted({curve.rate for curve in arm.curves if curve.diverged_at is not None})
+    return f"{arm.name} at {', '.join(f'{rate:g}' for rate in rates)}"
+
+
+def _tried(study: Study, arm: StudyArm) -> Text:
+    from ...planner.study.curves import end_value
+
+    parts = []
+    for curve in sorted(arm.curves, key=lambda curve: (curve.rate, curve.warmup)):
+        if curve.seed:
+            continue
+        end = end_value(curve, study.question.metric)
+        warmup = f" w{curve.warmup}" if curve.warmup else ""
+        parts.append(f"{curve.rate:g}{warmup}: {'diverged' if end is None else f'{end:.4g}'}")
+    return Text(f"{arm.name}: at the end, by rate: {', '.join(parts)}")

@@ -1,0 +1,1 @@
+"""Studies: how much training each system needs, and what that costs on a cluster."""

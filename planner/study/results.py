@@ -1,0 +1,301 @@
+"""What a study says: samples to the target, overheads, time to target, and which system to take.
+
+All are pure functions of the study. The overhead of an arm is, seed by seed, its samples to the
+target over plain training's with the same seed: the same weights and the same samples in the same
+sequence. The predicted time to target of a plan is
+
+    overhead × samples of plain training (geometric mean over seeds) × period / mini-batch
+
+with the interval of the overhead (`spread`): what all arms of a seed have in common is in no
+comparison. Pipelines that flush are plain training: their overhead is 1 and has no spread.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+import msgspec
+
+from .curves import points_of, samples_to, smoothed, value_at
+from .spread import Spread, spread_of
+from .study import PLAIN, RISES, Curve, StudiedPlan, Study, StudyArm
+
+SHARES = (0.25, 0.5, 0.75, 1.0)
+"""Of the steps: where plain training then is are the levels that overheads are given at."""
+
+
+class OverheadAt(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """An arm's overhead at a level that plain training reaches on its way."""
+
+    mini_batches: int
+    """Where plain training has that level."""
+    level: float
+    overhead: Spread | None
+    """None: not all seeds get there."""
+
+
+class ArmResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What an arm needs to the target."""
+
+    arm: str
+    samples: tuple[float | None, ...]
+    """By seed; None: it isn't reached, in as many samples as it trained with."""
+    reached: int
+    """By how many seeds."""
+    overhead: Spread | None
+    """Over plain training; None: some seed doesn't reach the target, of this or of plain."""
+    at_least: float | None = None
+    """What the overhead is more than, where the target isn't reached by all seeds; None where they
+    all diverged, too."""
+    diverged: int = 0
+    """Final trainings that did."""
+    by_level: tuple[OverheadAt, ...] = ()
+
+
+class PlanResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a plan needs to the target."""
+
+    plan: str
+    arm: str
+    time_s: Spread | None
+    """Predicted; None: the target isn't reached by all seeds."""
+    at_least_s: float | None = None
+    """Then it is more than this; None where all diverged, too."""
+    period_s: float
+    memory_bytes: int
+    on_front: bool
+    """No other plan is as good in time to target and memory, and better in one."""
+    over_best: Spread | None = None
+    """Times the time of the plan with the shortest, paired by seed."""
+    equal: bool = False
+    """The interval of that has 1 in it."""
+
+
+class Recommendation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Which plan to take, and how sure that is."""
+
+    plan: str | None
+    """None: no plan reaches the target."""
+    equal: tuple[str, ...] = ()
+    """Others that are equal to it within the seeds' spread."""
+    open: tuple[str, ...] = ()
+    """Others that may be as fast: they don't reach the target in what was trained, which takes
+    them less time than this one."""
+    why: str
+
+
+class StudyResults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """All of it, as `--json` prints it."""
+
+    target: float
+    arms: tuple[ArmResult, ...]
+    plans: tuple[PlanResult, ...]
+    recommendation: Recommendation
+
+    def arm(self, name: str) -> ArmResult:
+        """Of the arm of this name."""
+        return next(arm for arm in self.arms if arm.arm == name)
+
+    def plan(self, name: str) -> PlanResult:
+        """Of the plan of this name."""
+        return next(plan for plan in self.plans if plan.plan == name)
+
+
+class Reckoning:
+    """The figures of one study; curves are smoothed once.
+
+    Attributes:
+        target: the level that counts.
+    """
+
+    def __init__(self, study: Study) -> None:
+        self.study = study
+        self._smooth = {
+            arm.name: [self._smoothed(curve) for curve in arm.finals()] for arm in study.arms
+        }
+        given = study.question.target
+        self.target = self._level(study.question.steps) if given is None else given
+
+    def _smoothed(self, curve: Curve) -> list[tuple[float, float]]:
+        asked = self.study.question
+        return smoothed(points_of(curve, asked.metric, asked.mini_batch))
+
+    def _level(self, steps: float) -> float:
+        """Of plain training after so many mini-batches: the mean over seeds."""
+        found = (value_at(c, steps * self.study.question.mini_batch) for c in self._smooth[PLAIN])
+        values = [value for value in found if value is not None]
+        return sum(values) / len(values) if values else math.nan
+
+    def samples(self, arm: str, level: float) -> tuple[float | None, ...]:
+        """To a level, by seed."""
+        rises = RISES[self.study.question.metric]
+        return tuple(samples_to(points, level, rises=rises) for points in self._smooth[arm])
+
+    def overhead(self, arm: str, level: float) -> Spread | None:
+        """Over plain training at a level; None: some seed of either doesn't reach it."""
+        pairs = zip(self.samples(arm, level), self.samples(PLAIN, level), strict=True)
+        ratios = [_ratio(own, plain) for own, plain in pairs]
+        known = [ratio for ratio in ratios if ratio is not None]
+        return spread_of(known) if len(known) == len(ratios) else None
+
+    @cached_property
+    def plain_samples(self) -> float | None:
+        """To the target, the geometric mean over seeds; None: plain training doesn't reach it."""
+        found = [s for s in self.samples(PLAIN, self.target) if s is not None]
+        return spread_of(found).mean if len(found) == self.study.question.seeds else None
+
+    def arm_result(self, arm: StudyArm) -> ArmResult:
+        """What an arm needs."""
+        asked = self.study.question
+        samples = self.samples(arm.name, self.target)
+        missed, most = None in samples, asked.length * asked.mini_batch
+        diverged = sum(curve.diverged_at is not None for curve in arm.finals())
+        overhead = None if missed else self.overhead(arm.name, self.target)
+        return ArmResult(
+            arm=arm.name,
+            samples=samples,
+            reached=sum(s is not None for s in samples),
+            overhead=overhead,
+            at_least=(
+                most / self.plain_samples
+                if missed and self.plain_samples and diverged < asked.seeds
+                else None
+            ),
+            diverged=diverged,
+            by_level=tuple(self._at(arm.name, share) for share in SHARES),
+        )
+
+    def _at(self, arm: str, share: float) -> OverheadAt:
+        steps = share * self.study.question.steps
+        level = self._level(steps)
+        return OverheadAt(
+            mini_batches=round(steps), level=level, overhead=self.overhead(arm, level)
+        )
+
+    def seconds(self, arm: str, period_s: float) -> Spread | None:
+        """Predicted time to the target of a plan with this period; None: it isn't reached."""
+        samples = self.samples(arm, self.target)
+        known = [s for s in samples if s is not None]
+        if len(known) < len(samples):
+            return None
+        a_sample = period_s / self.study.question.mini_batch
+        overhead = self.overhead(arm, self.target)
+        if overhead is None or self.plain_samples is None:
+            # Plain training doesn't get there: nothing to pair with.
+            return spread_of(known) * a_sample
+        return overhead * (self.plain_samples * a_sample)
+
+    def over(self, one: StudiedPlan, other: StudiedPlan) -> Spread | None:
+        """Time to target of a plan over another's, paired by seed; None: one doesn't get there."""
+        pairs = zip(
+            self.samples(one.arm, self.target), self.samples(other.arm, self.target), strict=True
+        )
+        ratios = [_ratio(a, b) for a, b in pairs]
+        known = [ratio for ratio in ratios if ratio is not None]
+        return (
+            spread_of(known) * (one.period_s / other.period_s)
+            if len(known) == len(ratios)
+            else None
+        )
+
+
+def _ratio(a: float | None, b: float | None) -> float | None:
+    return a / b if a is not None and b else None
+
+
+def results_of(study: Study) -> StudyResults:
+    """All figures of a study."""
+    reckoning = Reckoning(study)
+    arms = tuple(map(reckoning.arm_result, study.arms))
+    times = {p.name: reckoning.seconds(p.arm, p.period_s) for p in study.plans}
+    known = {name: time.mean for name, time in times.items() if time is not None}
+    best = min(study.plans, key=lambda p: known.get(p.name, math.inf), default=None)
+    prices = {
+        p.name: (known[p.name], float(p.memory_bytes)) for p in study.plans if p.name in known
+    }
+    front = pareto(prices)
+    plans = []
+    for plan in study.plans:
+        arm = next(found for found in arms if found.arm == plan.arm)
+        over = reckoning.over(plan, best) if best is not None and best.name in known else None
+        plans.append(
+            PlanResult(
+                plan=plan.name,
+                arm=plan.arm,
+                time_s=times[plan.name],
+                at_least_s=_at_least(reckoning, plan, arm),
+                period_s=plan.period_s,
+                memory_bytes=plan.memory_bytes,
+                on_front=plan.name in front,
+                over_best=over,
+                equal=over is not None and over.low is not None and over.low <= 1 + 1e-9,
+            )
+        )
+    return StudyResults(
+        target=reckoning.target,
+        arms=arms,
+        plans=tuple(plans),
+        recommendation=_recommend(study, plans, best.name if best is not None else ""),
+    )
+
+
+def _at_least(reckoning: Reckoning, plan: StudiedPlan, arm: ArmResult) -> float | None:
+    asked = reckoning.study.question
+    if arm.reached == asked.seeds or arm.diverged == asked.seeds:
+        return None
+    return asked.length * plan.period_s
+
+
+def _recommend(study: Study, plans: Sequence[PlanResult], best: str) -> Recommendation:
+    asked = study.question
+    reached = [plan for plan in plans if plan.time_s is not None]
+    if not reached:
+        return Recommendation(
+            plan=None,
+            why=f"no plan reaches the target in {asked.length} mini-batches: train for longer, "
+            "or set another target",
+        )
+    first = next(plan for plan in reached if plan.plan == best)
+    equal = tuple(plan.plan for plan in reached if plan.equal and plan.plan != best)
+    undecided = tuple(plan.plan for plan in plans if _may_be_faster(plan, first))
+    why = _why(asked.seeds, reached, first, equal)
+    if undecided:
+        why += (
+            f"; not decided, since the target isn't reached in what was trained: "
+            f"{', '.join(undecided)} (a larger --longer)"
+        )
+    return Recommendation(plan=best, equal=equal, open=undecided, why=why)
+
+
+def _may_be_faster(plan: PlanResult, best: PlanResult) -> bool:
+    assert best.time_s is not None
+    return plan.at_least_s is not None and plan.at_least_s < best.time_s.mean
+
+
+def _why(seeds: int, reached: Sequence[PlanResult], best: PlanResult, equal: Sequence[str]) -> str:
+    others = [plan for plan in reached if plan is not best]
+    if not others:
+        return "the only plan that reaches the target"
+    if seeds == 1:
+        return "one seed has no spread: how sure this is isn't known; study more seeds"
+    if equal:
+        tied = [best, *(plan for plan in others if plan.plan in equal)]
+        least = min(tied, key=lambda plan: plan.memory_bytes)
+        why = f"equal within the seeds' spread: {', '.join(plan.plan for plan in tied)}"
+        return why if least is best else f"{why}; of these {least.plan} holds least memory"
+    _, name, over = min((p.over_best.mean, p.plan, p.over_best) for p in others if p.over_best)
+    return f"the next, {name}, takes {over.mean:.2f} × as long, beyond the seeds' spread"
+
+
+def pareto(prices: Mapping[str, tuple[float, ...]]) -> set[str]:
+    """Names that no other is as good as in every price, and better in one."""
+    return {
+        name
+        for name, mine in prices.items()
+        if not any(
+            all(a <= b for a, b in zip(other, mine, strict=True)) and other != mine
+            for other in prices.values()
+        )
+    }

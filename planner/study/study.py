@@ -1,0 +1,247 @@
+"""The study as data: the question, what was trained, the plans, and the file that holds them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from ...profiles.errors import FileError
+from ...profiles.files import Count, Factor, Predicted, TaggedFile, Tally, read_file, write_bytes
+from ..cluster.cluster import Cluster
+from ..plan import Plan, ProfileReference
+from ..systems.variants import variant_named
+
+FORMAT = "timeprest-study/1"
+
+PLAIN = "plain"
+"""The name of plain training: one process, whole mini-batches, no pipeline."""
+
+Metric = Literal["loss", "test loss", "accuracy"]
+"""What a target is a level of: the training loss, or a figure of evaluations."""
+
+RISES = {"loss": False, "test loss": False, "accuracy": True}
+"""Whether more of it is better."""
+
+DIGITS = 6
+"""Significant digits that curves keep."""
+
+
+class StudyQuestion(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a study asks, of whatever plans."""
+
+    profile: ProfileReference
+    task: str
+    mini_batch: Count
+    steps: Count
+    """Mini-batches after which plain training's level is the target, where none is given."""
+    length: Count
+    """Mini-batches of every final training: more, so that others get there too."""
+    tune_length: Count
+    """Mini-batches of a training that a rate is judged by."""
+    seeds: Count
+    tune: Count
+    """Trainings that each arm has for its rate and warm-up."""
+    rate: Factor
+    """Where every grid begins."""
+    rate_of: Literal["learning rate", "times the task's own"]
+    factor: Annotated[float, Meta(gt=1, le=1e6)]
+    """Between neighbours of a grid."""
+    warmups: tuple[Tally, ...]
+    metric: Metric
+    target: float | None = None
+    """None: the level of plain training after `steps`."""
+    eval_every: Tally
+    """Mini-batches between two evaluations; 0: there are none."""
+    mixes: bool
+    """A layer mixes the samples of a batch (batch norm): micro-batches are trained as such."""
+    training: dict[str, Any]
+    """The settings of all trainings, as those of a run."""
+
+
+class EvaluationPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """An evaluation on the test data, of the weights after so many mini-batches at all stages."""
+
+    mini_batches: Count
+    figures: dict[str, float]
+    """"loss", and the task's own."""
+
+
+class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One training."""
+
+    seed: Tally
+    rate: Factor
+    warmup: Tally
+    phase: Literal["tuning", "final"]
+    length: Count
+    """Mini-batches that it was to have."""
+    window: Count
+    losses: tuple[float, ...]
+    """Each the mean over `window` mini-batches; the last one over what is left. Up to where it
+    diverged."""
+    tests: tuple[EvaluationPoint, ...] = ()
+    diverged_at: Count | None = None
+    """Mini-batches done when the loss wasn't finite any more, or had blown up; at the end, where
+    it ended above where it began. None: it didn't."""
+
+
+class StudyArm(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One of the things that are trained and compared; plans with the same weights share one."""
+
+    name: str
+    kind: Literal["plain", "pipeline", "uniform delay"]
+    micro_batches: Tally = 0
+    """Of plain training: how many go through the model one by one; 0: the whole mini-batch."""
+    update_every: Count = 1
+    delay: Tally = 0
+    """Updates between the weights that gradients are made with and those they are applied to."""
+    rate: Factor
+    """The best of its budget."""
+    warmup: Tally
+    at_edge: bool
+    """The best rate lies at the edge of what was tried: the budget was too small for it."""
+    curves: tuple[Curve, ...]
+
+    def finals(self) -> tuple[Curve, ...]:
+        """By seed."""
+        found = (curve for curve in self.curves if curve.phase == "final")
+        return tuple(sorted(found, key=lambda curve: curve.seed))
+
+
+class StudiedPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a study needs of a plan."""
+
+    name: str
+    file: str
+    arm: str
+    variant: str
+    stages: Count
+    devices: Count
+    micro_batches: Count
+    update_every: Count
+    in_flight: tuple[Count, ...]
+    version_differences: tuple[Tally, ...]
+    """Largest in the steady state, by stage."""
+    period_s: Predicted
+    memory_bytes: Tally
+    """Of the device that holds most."""
+    cluster: str
+
+    @property
+    def flushes(self) -> bool:
+        """Whether it is plain training."""
+        return variant_named(self.variant).flushes
+
+
+class Study(TaggedFile, frozen=True, kw_only=True, tag=FORMAT):
+    """A study's file: all that its table and page are made of."""
+
+    question: StudyQuestion
+    arms: tuple[StudyArm, ...]
+    plans: tuple[StudiedPlan, ...]
+
+    def arm(self, name: str) -> StudyArm:
+        """The arm of this name; a study that was read has it."""
+        return next(arm for arm in self.arms if arm.name == name)
+
+    @property
+    def plain(self) -> StudyArm:
+        """Plain training."""
+        return self.arm(PLAIN)
+
+
+def read_study(path: str | Path) -> Study:
+    """Read and check a study. Raises FileError naming the file and field."""
+    study = read_file(path, Study)
+    names = [arm.name for arm in study.arms]
+    if PLAIN not in names:
+        raise FileError(f"{path}: arms: there is no {PLAIN!r} training to compare with")
+    for k, plan in enumerate(study.plans):
+        if plan.arm not in names:
+            raise FileError(f"{path}: plans[{k}].arm: {plan.arm!r} is none of the arms")
+    for k, arm in enumerate(study.arms):
+        if [curve.seed for curve in arm.finals()] != list(range(study.question.seeds)):
+            raise FileError(
+                f"{path}: arms[{k}].curves: {arm.name!r} must have one final training for each "
+                f"of the seeds 0 to {study.question.seeds - 1}"
+            )
+    return study
+
+
+def write_study(path: str | Path, study: Study) -> None:
+    """Write it as indented JSON, lists of numbers in one line each. Raises FileError."""
+    text = msgspec.json.format(msgspec.json.encode(study), indent=1).decode()
+    text = _NUMBERS.sub(lambda found: " ".join(found[0].split()), text)
+    write_bytes(path, text.encode() + b"\n")
+
+
+_NUMBERS = re.compile(r"\[\s*-?\d[-+\d.eE,\s]*\]")
+
+
+def short(value: float) -> float:
+    """The number as curves keep it."""
+    return float(f"{value:.{DIGITS}g}")
+
+
+# From plans to what a study needs of them -------------------------------------------------------
+
+
+def studied(plan: Plan, name: str, file: str, arm: str) -> StudiedPlan:
+    """What a study needs of a plan."""
+    predicted = plan.predicted
+    held = predicted.devices or predicted.stages
+    return StudiedPlan(
+        name=name,
+        file=file,
+        arm=arm,
+        variant=plan.variant,
+        stages=len(plan.stages),
+        devices=len({device for stage in plan.stages for device in stage.devices}),
+        micro_batches=plan.micro_batches,
+        update_every=plan.update_every,
+        in_flight=tuple(stage.in_flight for stage in plan.stages),
+        version_differences=tuple(stage.version_difference for stage in predicted.stages),
+        period_s=predicted.period_s,
+        memory_bytes=max(each.memory_bytes for each in held),
+        cluster=cluster_name(plan.cluster),
+    )
+
+
+def cluster_name(cluster: Cluster) -> str:
+    """Devices and links in a few words: ``4 devices at 4 GB/s, 50 µs``."""
+    count = len(cluster.devices)
+    kinds = "device" if count == 1 else "devices"
+    links = ", ".join(
+        f"{link.bandwidth_bytes_per_s / 1e9:.4g} GB/s and {link.latency_s * 1e6:.4g} µs"
+        for link in cluster.links
+    )
+    return f"{count} {kinds}, {links}"
+
+
+def plan_names(plans: Sequence[Plan]) -> list[str]:
+    """A name for each, no two the same: the system's, and what tells those of one system apart."""
+    found = [plan.variant for plan in plans]
+    for more in (
+        lambda plan: f" S={len(plan.stages)} N={plan.micro_batches}",
+        lambda plan: f" L={'-'.join(str(stage.in_flight) for stage in plan.stages)}",
+        lambda plan: f" on {cluster_name(plan.cluster)}",
+    ):
+        twice = _repeated(found)
+        if not twice:
+            return found
+        found = [
+            name + more(plan) if name in twice else name
+            for name, plan in zip(found, plans, strict=True)
+        ]
+    twice = _repeated(found)
+    return [f"{name} #{k + 1}" if name in twice else name for k, name in enumerate(found)]
+
+
+def _repeated(names: Iterable[str]) -> set[str]:
+    listed = list(names)
+    return {name for name in listed if listed.count(name) > 1}

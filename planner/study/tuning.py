@@ -1,0 +1,97 @@
+"""Which rates an arm tries: a geometric grid that moves on, within a budget that is equal for all.
+
+The grid begins with the given rate and its two neighbours. While the best lies at an edge, one
+more is tried beyond that edge; where it doesn't, the gap beside it is halved (in logarithms), on
+the side of its better neighbour. The last trials go to the other warm-ups, at the best rate. A
+training that diverged is worse than any other; where all have, the grid moves down.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A training that a rate is judged by.
+
+    Attributes:
+        badness: the less, the better; infinite where it diverged.
+    """
+
+    rate: float
+    warmup: int
+    badness: float
+
+
+@dataclass(frozen=True)
+class TuningGrid:
+    """How rates are looked for.
+
+    Attributes:
+        rate: where the grid begins.
+        factor: between neighbours.
+        budget: trials in all.
+        warmups: updates; the rates are tried with the first.
+    """
+
+    rate: float
+    factor: float
+    budget: int
+    warmups: tuple[int, ...]
+
+    @property
+    def for_rates(self) -> int:
+        """Trials that go to rates."""
+        return self.budget - (len(self.warmups) - 1)
+
+
+def next_trials(grid: TuningGrid, done: Sequence[Trial]) -> list[tuple[float, int]]:
+    """The rates and warm-ups to be tried now, together; none: the budget is spent.
+
+    A function of what the trials before gave, whatever came first: a study that is started again
+    tries the same.
+    """
+    first = grid.warmups[0]
+    rates = [trial for trial in done if trial.warmup == first]
+    if len(rates) < grid.for_rates:
+        start = [grid.rate, grid.rate * grid.factor, grid.rate / grid.factor][: grid.for_rates]
+        tried = {_key(trial.rate) for trial in rates}
+        left = [rate for rate in map(_rounded, start) if _key(rate) not in tried]
+        return [(rate, first) for rate in left] or [(_one_more(grid, rates), first)]
+    best = best_trial(rates)
+    tried_warmups = {trial.warmup for trial in done}
+    return [(best.rate, warmup) for warmup in grid.warmups[1:] if warmup not in tried_warmups]
+
+
+def best_trial(done: Sequence[Trial]) -> Trial:
+    """The best; of equal ones, the lowest rate and the shortest warm-up."""
+    return min(done, key=lambda trial: (trial.badness, trial.rate, trial.warmup))
+
+
+def at_edge(done: Sequence[Trial]) -> bool:
+    """Whether nothing was tried on one side of the best rate."""
+    rates, best = [trial.rate for trial in done], best_trial(done)
+    return best.rate in (min(rates), max(rates))
+
+
+def _one_more(grid: TuningGrid, done: Sequence[Trial]) -> float:
+    trials = sorted(done, key=lambda trial: trial.rate)
+    k = trials.index(best_trial(trials))
+    if k == 0:
+        return _rounded(trials[0].rate / grid.factor)
+    if k == len(trials) - 1:
+        return _rounded(trials[-1].rate * grid.factor)
+    below, above = trials[k - 1], trials[k + 1]
+    other = below if below.badness < above.badness else above
+    return _rounded(math.sqrt(trials[k].rate * other.rate))
+
+
+def _rounded(rate: float) -> float:
+    return float(f"{rate:.4g}")
+
+
+def _key(rate: float) -> str:
+    return f"{rate:.4g}"

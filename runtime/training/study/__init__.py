@@ -1,0 +1,1 @@
+"""Many trainings for a study: inline, with exact versions, in parallel processes."""

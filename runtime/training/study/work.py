@@ -1,0 +1,252 @@
+"""What a study trains, as data: its arms, its trainings, and the folder of those that are done.
+
+A finished training is one file, named by a digest of all that its curve follows from: settings,
+what the schedule does, versions, the task's own file. So a study that is started again finds what
+is done, and so does one that asks for more seeds, more rates or another target.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import torch
+
+from .... import __version__
+from ....planner.plan import Plan, pipeline_of
+from ....planner.schedules.schedules import make_schedule
+from ....planner.study.study import PLAIN, Curve
+from ....planner.systems.variants import variant_named
+from ....profiles.errors import FileError, UserError
+from ....profiles.files import TaggedFile, is_file, read_file, write_bytes
+from ...prepare.data import segments
+from ...settings import RunSettings
+
+WINDOWS = 100
+"""Of a curve: so many means, or some more."""
+
+
+class ArmSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What one arm of a study trains."""
+
+    name: str
+    kind: Literal["plain", "pipeline", "uniform delay"]
+    plan: int
+    """Which plan is trained; of the others, whose sizes it has."""
+    micro_batches: int = 0
+    update_every: int = 1
+    delay: int = 0
+    rules: str
+    """A digest of what the weights follow from besides settings."""
+
+
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """One training of an arm."""
+
+    arm: int
+    rate: float
+    warmup: int
+    seed: int
+    length: int
+    """Mini-batches."""
+
+
+class StudyWork(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a process needs to train any of a study's trainings."""
+
+    plans: tuple[Plan, ...]
+    arms: tuple[ArmSpec, ...]
+    settings: RunSettings
+    """Of all trainings; rate, warm-up, seed and steps are each one's own."""
+    eval_every: int
+
+    def settings_of(self, asked: Asked) -> RunSettings:
+        """The settings of one training. Without an optimizer by name, its rate isn't in them."""
+        choice = self.settings.optimizer
+        if choice is not None:
+            choice = msgspec.structs.replace(choice, lr=asked.rate)
+        return msgspec.structs.replace(
+            self.settings,
+            optimizer=choice,
+            warmup=asked.warmup,
+            seed=asked.seed,
+            steps=asked.length,
+        )
+
+    def window(self, length: int) -> int:
+        """Mini-batches that a point of a curve is the mean of."""
+        return max(length // WINDOWS, 1)
+
+    def label(self, asked: Asked) -> str:
+        """The training, for messages."""
+        arm = self.arms[asked.arm].name
+        return f"{arm}, rate {asked.rate:g}, warm-up {asked.warmup}, seed {asked.seed}"
+
+
+# From plans to arms -----------------------------------------------------------------------------
+
+
+def arms_of(
+    plans: Sequence[Plan],
+    names: Sequence[str],
+    settings: RunSettings,
+    samples: int,
+    *,
+    mixes: bool,
+    uniform_delay: bool,
+) -> tuple[list[ArmSpec], list[str]]:
+    """The arms of a study, plain training first; and for each plan the name of its arm.
+
+    Pipelines that flush are plain training and share its arm; but where a layer mixes the samples
+    of a batch (`mixes`), plain training of the same micro-batches one by one. Plans whose
+    operations, cuts and system are the same share an arm as well.
+
+    Args:
+        names: of the plans, all different.
+        samples: in the training data.
+        uniform_delay: an arm more for each number of stages: plain training with gradients of the
+            weights S − 1 updates before.
+    """
+    first = plans[0]
+    arms = [ArmSpec(name=PLAIN, kind="plain", plan=0, rules=_digest("plain", 0, 1))]
+    of_plan: list[str] = []
+    for k, (plan, name) in enumerate(zip(plans, names, strict=True)):
+        if variant_named(plan.variant).flushes:
+            n = plan.micro_batches if mixes and plan.micro_batches > 1 else 0
+            found = ArmSpec(
+                name=_plain_name(n, plan.update_every),
+                kind="plain",
+                plan=k,
+                micro_batches=n,
+                update_every=plan.update_every,
+                rules=_digest("plain", n, plan.update_every),
+            )
+        else:
+            rules = _schedule_digest(plan, settings, samples)
+            found = ArmSpec(name=name, kind="pipeline", plan=k, rules=rules)
+        same = next((arm for arm in arms if arm.rules == found.rules), None)
+        if same is None:
+            arms.append(found)
+        of_plan.append((same or found).name)
+    delays = {len(plan.stages) - 1 for plan in plans} - {0} if uniform_delay else set()
+    for delay in sorted(delays):
+        arms.append(
+            ArmSpec(
+                name=f"uniform delay of {delay}",
+                kind="uniform delay",
+                plan=plans.index(first),
+                delay=delay,
+                rules=_digest("uniform delay", delay),
+            )
+        )
+    return arms, of_plan
+
+
+def _plain_name(micro_batches: int, update_every: int) -> str:
+    parts = [PLAIN]
+    if micro_batches:
+        parts.append(f"{micro_batches} micro-batches one by one")
+    if update_every > 1:
+        parts.append(f"updates every {update_every}")
+    return ", ".join(parts)
+
+
+def _schedule_digest(plan: Plan, settings: RunSettings, samples: int) -> str:
+    pipeline = pipeline_of(plan)
+    lengths = sorted({s.mini_batches for s in segments(plan, settings, samples)})
+    return _digest(
+        plan.variant,
+        plan.mini_batch,
+        plan.micro_batches,
+        plan.update_every,
+        plan.tied,
+        [[stage.nodes, len(stage.devices), stage.recompute] for stage in plan.stages],
+        [tuple(make_schedule(pipeline, length)) for length in lengths],
+    )
+
+
+def _digest(*parts: object) -> str:
+    return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:16]
+
+
+# Trainings that are done ------------------------------------------------------------------------
+
+
+class FinishedTraining(TaggedFile, frozen=True, kw_only=True, tag="timeprest-study-training/1"):
+    """The file of a finished training."""
+
+    training: str
+    """Which one, for people."""
+    seconds: float
+    """That it took."""
+    curve: Curve
+
+
+class Finished:
+    """The folder of a study's finished trainings."""
+
+    def __init__(self, folder: Path, work: StudyWork) -> None:
+        self.folder = folder
+        self._work = work
+        self._source = source_of(work.settings.task)
+
+    def path(self, asked: Asked) -> Path:
+        """Where a training's file is to be."""
+        arm = self._work.arms[asked.arm]
+        plan = self._work.plans[arm.plan]
+        digest = _digest(
+            (__version__, str(torch.__version__), self._source),
+            (plan.profile.fingerprint, plan.mini_batch, arm.rules),
+            self._work.settings_of(asked),
+            (asked.rate, self._work.eval_every, self._work.window(asked.length)),
+        )
+        return self.folder / f"{digest}.json"
+
+    def read(self, asked: Asked) -> FinishedTraining | None:
+        """A training that is done; None: it isn't. Raises FileError."""
+        path = self.path(asked)
+        if not is_file(path):
+            return None
+        try:
+            return read_file(path, FinishedTraining)
+        except FileError as error:
+            raise FileError(f"{error}; remove the file, and it is trained again") from None
+
+    def write(self, asked: Asked, curve: Curve, seconds: float) -> None:
+        """Keep a training. Raises FileError."""
+        done = FinishedTraining(training=self._work.label(asked), seconds=seconds, curve=curve)
+        write_bytes(self.path(asked), msgspec.json.encode(done) + b"\n")
+
+
+def source_of(task: str) -> str:
+    """A digest of the file that a task stands in, where the target names one."""
+    name = task.rpartition(":")[0] or task
+    if not name.endswith(".py") or not is_file(name):
+        return ""
+    try:
+        return hashlib.sha256(Path(name).read_bytes()).hexdigest()[:16]
+    except OSError as error:
+        raise FileError(f"{name}: can't be read: {error.strerror}") from None
+
+
+# Checks of what plans have in common ------------------------------------------------------------
+
+
+def check_together(plans: Sequence[Plan], files: Sequence[str]) -> None:
+    """Raise UserError where plans can't be compared: another model, or another mini-batch."""
+    first, at = plans[0], files[0]
+    for plan, file in zip(plans, files, strict=True):
+        if plan.profile.fingerprint != first.profile.fingerprint:
+            raise UserError(
+                f"{file}: is for another model ({plan.profile.target}, fingerprint "
+                f"{plan.profile.fingerprint}) than {at} ({first.profile.target}, "
+                f"{first.profile.fingerprint}); a study compares plans of one profile"
+            )
+        if plan.mini_batch != first.mini_batch:
+            raise UserError(
+                f"{file}: its mini-batch is {plan.mini_batch}, that of {at} {first.mini_batch}; "
+                "a study compares plans of one mini-batch"
+            )

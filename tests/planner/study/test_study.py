@@ -1,0 +1,288 @@
+"""The figures of a study: curves, intervals, rates, what is recommended. No training here."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+
+import msgspec
+import pytest
+from helpers.by_hand.studies import LENGTH, PLAIN_ARM, STEPS, arm, curve, study
+from helpers.plans import chain_plan
+from hypothesis import given
+from hypothesis import strategies as st
+from timeprest.planner.study.curves import (
+    end_value,
+    points_of,
+    samples_to,
+    smoothed,
+    value_at,
+)
+from timeprest.planner.study.results import pareto, results_of
+from timeprest.planner.study.spread import spread_of
+from timeprest.planner.study.study import (
+    PLAIN,
+    Curve,
+    EvaluationPoint,
+    plan_names,
+    read_study,
+    write_study,
+)
+from timeprest.planner.study.tuning import Trial, TuningGrid, at_edge, best_trial, next_trials
+from timeprest.profiles.errors import FileError
+
+# Curves ------------------------------------------------------------------------------------------
+
+
+def test_points_stand_in_the_middle_of_their_window():
+    found = Curve(
+        seed=0, rate=1, warmup=0, phase="final", length=5, window=2, losses=(3.0, 2.0, 1.0)
+    )
+    assert points_of(found, "loss", 10) == [(10, 3.0), (30, 2.0), (45, 1.0)]
+
+
+def test_evaluations_are_curves_too():
+    tests = (EvaluationPoint(mini_batches=3, figures={"loss": 0.5, "accuracy": 0.9}),)
+    found = curve(tests=tests)
+    assert points_of(found, "accuracy", 8) == [(24.0, 0.9)]
+    assert points_of(found, "test loss", 8) == [(24.0, 0.5)]
+
+
+LISTS = st.lists(st.floats(-10, 10), min_size=1, max_size=200)
+
+
+@given(LISTS, st.floats(-3, 3), st.floats(-3, 3))
+def test_smoothing_keeps_straight_lines_and_bounds(values, slope, start):
+    points = [(float(k), v) for k, v in enumerate(values)]
+    found = smoothed(points)
+    assert [at for at, _ in found] == [at for at, _ in points]
+    assert all(min(values) - 1e-9 <= v <= max(values) + 1e-9 for _, v in found)
+    line = [(float(k), start + slope * k) for k in range(len(values))]
+    assert [v for _, v in smoothed(line)] == pytest.approx([v for _, v in line], abs=1e-9)
+
+
+@given(LISTS, st.floats(-10, 10), st.booleans())
+def test_a_crossing_is_the_first(values, level, rises):
+    points = [(float(k), v) for k, v in enumerate(values)]
+    at = samples_to(points, level, rises=rises)
+    good = [v >= level if rises else v <= level for v in values]
+    if at is None:
+        assert not any(good)
+        return
+    first = good.index(True)
+    assert max(first - 1, 0) <= at <= first
+    assert value_at(points, at) == pytest.approx(values[0] if first == 0 else level, abs=1e-6)
+
+
+def test_a_crossing_of_a_line_is_where_it_is():
+    points = [(0.0, 1.0), (10.0, 0.5), (20.0, 0.0)]
+    assert samples_to(points, 0.25, rises=False) == 15.0
+    assert samples_to(points, -0.1, rises=False) is None
+    assert samples_to([(0.0, 0.0), (4.0, 1.0)], 0.75, rises=True) == 3.0
+
+
+def test_a_curve_that_diverged_ends_nowhere():
+    assert end_value(curve(), "loss") == pytest.approx(statistics.mean(curve().losses[-30:]))
+    assert end_value(curve(diverged_at=9), "loss") is None
+    assert end_value(curve(), "accuracy") is None
+
+
+# Intervals ---------------------------------------------------------------------------------------
+
+
+def test_the_interval_is_students():
+    found = spread_of([1.0, math.e, math.e**2])
+    half = 4.303 / math.sqrt(3)
+    assert found.mean == pytest.approx(math.e)
+    assert (found.low, found.high) == (
+        pytest.approx(math.exp(1 - half)),
+        pytest.approx(math.exp(1 + half)),
+    )
+    assert spread_of([2.0]).low is None
+
+
+@given(st.lists(st.floats(0.1, 10), min_size=2, max_size=8), st.floats(0.1, 10))
+def test_an_interval_holds_its_mean_and_scales(values, factor):
+    found = spread_of(values)
+    assert min(values) * (1 - 1e-9) <= found.mean <= max(values) * (1 + 1e-9)
+    assert found.low <= found.mean * (1 + 1e-9)
+    assert found.mean <= found.high * (1 + 1e-9)
+    scaled = spread_of([value * factor for value in values])
+    assert scaled.high == pytest.approx((found * factor).high)
+
+
+# Rates -------------------------------------------------------------------------------------------
+
+
+def tuned(grid, badness):
+    done = []
+    while due := next_trials(grid, done):
+        done += [Trial(rate, warmup, badness(rate, warmup)) for rate, warmup in due]
+    return done
+
+
+@given(
+    st.floats(1e-4, 10), st.floats(1.3, 10), st.integers(1, 12), st.floats(1e-5, 100), st.booleans()
+)
+def test_the_budget_is_spent_to_the_last(rate, factor, budget, best, cliff):
+    def badness(rate, warmup):
+        return math.inf if cliff and rate > best else abs(math.log(rate / best))
+
+    done = tuned(TuningGrid(rate, factor, budget, (0,)), badness)
+    assert len(done) == budget
+    rates = sorted(trial.rate for trial in done)
+    assert all(b / a <= factor * 1.01 for a, b in itertools.pairwise(rates))
+
+
+def test_a_grid_moves_on_while_its_best_is_at_an_edge():
+    done = tuned(TuningGrid(0.1, 2, 7, (0,)), lambda rate, _: abs(math.log(rate / 1.6)))
+    assert [trial.rate for trial in done] == [0.1, 0.2, 0.05, 0.4, 0.8, 1.6, 3.2]
+    assert best_trial(done).rate == 1.6
+    assert not at_edge(done)
+    assert at_edge(done[:-1])
+
+
+def test_a_grid_halves_the_gap_beside_its_best():
+    done = tuned(TuningGrid(1, 4, 5, (0,)), lambda rate, _: abs(math.log(rate / 1.9)))
+    assert [trial.rate for trial in done] == [1, 4, 0.25, 2.0, 1.414]
+
+
+def test_where_all_diverge_rates_fall():
+    done = tuned(TuningGrid(1, 10, 5, (0,)), lambda rate, _: math.inf)
+    assert [trial.rate for trial in done] == [1, 10, 0.1, 0.01, 0.001]
+    assert at_edge(done)
+
+
+def test_warm_ups_have_their_part_of_the_budget():
+    done = tuned(
+        TuningGrid(1, 2, 6, (0, 10, 20)), lambda rate, warmup: abs(rate - 2) + abs(warmup - 20)
+    )
+    assert [(trial.rate, trial.warmup) for trial in done[4:]] == [(2, 10), (2, 20)]
+    assert len(done) == 6
+    assert best_trial(done).warmup == 20
+
+
+# Results -----------------------------------------------------------------------------------------
+
+
+def test_the_target_is_what_plain_training_reaches_after_the_steps():
+    found = results_of(study([PLAIN_ARM], {}))
+    (plain,) = found.arms
+    assert statistics.mean(plain.samples) == pytest.approx(STEPS * 4, rel=0.02)
+    assert plain.overhead.mean == plain.overhead.low == 1
+
+
+def test_an_overhead_is_paired_by_seed():
+    # Twice as slow as plain training with the same seed, whose seeds differ by far more.
+    slows = (2.0, 2.2, 1.8)
+    some = study([PLAIN_ARM, arm("slow", slows)], {"slow": 0.01}, target=0.15, steps=50)
+    found = results_of(some).arm("slow")
+    assert found.overhead.mean == pytest.approx(2, rel=0.02)
+    assert found.overhead.high - found.overhead.low < 0.05
+
+
+def test_time_is_overhead_times_period():
+    some = study([PLAIN_ARM, arm("slow", (1.3, 1.43, 1.17))], {"slow": 0.01})
+    found = results_of(some)
+    plain = statistics.geometric_mean(found.arm(PLAIN).samples)
+    overhead = found.arm("slow").overhead
+    assert found.plan("slow").time_s.mean == pytest.approx(overhead.mean * plain * 0.01 / 4)
+    assert found.plan("slow").time_s.high == pytest.approx(overhead.high * plain * 0.01 / 4)
+
+
+def late(plans):
+    return [msgspec.structs.replace(plan, period_s=9) for plan in plans]
+
+
+def test_a_target_out_of_reach_is_none_with_a_bound():
+    some = study(
+        [PLAIN_ARM, arm("slow", (2, 2, 2)), arm("fast", (1, 1, 1))], {"slow": 1e-3, "fast": 1}
+    )
+    found = results_of(some)
+    assert found.arm("slow").overhead is None
+    assert found.arm("slow").at_least == pytest.approx(LENGTH / STEPS, rel=0.02)
+    assert found.plan("slow").time_s is None
+    assert found.plan("slow").at_least_s == pytest.approx(LENGTH * 1e-3)
+    assert found.recommendation.plan == "fast"
+    # What it has trained takes it less time than the other takes to the target.
+    assert found.recommendation.open == ("slow",)
+    assert "not decided" in found.recommendation.why
+    slower = results_of(msgspec.structs.replace(some, plans=(some.plans[1], *late(some.plans[:1]))))
+    assert slower.recommendation.open == ()
+    nothing = results_of(study([PLAIN_ARM, arm("slow", (2, 2, 2))], {"slow": 1e-3}))
+    assert nothing.recommendation.plan is None
+    assert "longer" in nothing.recommendation.why
+
+
+def test_what_differs_by_less_than_the_seeds_is_equal():
+    arms = [PLAIN_ARM, arm("a", (1.1, 1.2, 1.0)), arm("b", (1.2, 1.1, 1.1)), arm("c", (1, 1.1, 1))]
+    some = study(arms, {"a": 1.0, "b": 0.99, "c": 3.0}, {"a": 2, "b": 1})
+    found = results_of(some).recommendation
+    assert {found.plan, *found.equal} == {"a", "b"}
+    assert "equal within the seeds' spread: " in found.why
+    sure = results_of(study(arms, {"a": 1.0, "c": 3.0})).recommendation
+    assert (sure.plan, sure.equal) == ("a", ())
+    assert "beyond the seeds' spread" in sure.why
+
+
+def test_one_seed_has_no_spread():
+    arms = [arm(PLAIN, (1.0,), "plain"), arm("a", (1.0,)), arm("b", (1.3,))]
+    found = results_of(study(arms, {"a": 1.0, "b": 1.0}, seeds=1))
+    assert found.recommendation.plan == "a"
+    assert "one seed" in found.recommendation.why
+    assert found.plan("b").time_s.low is None
+
+
+def test_overheads_are_given_along_the_way():
+    some = study([PLAIN_ARM, arm("slow", (1.3, 1.43, 1.17))], {"slow": 1.0})
+    places = results_of(some).arm("slow").by_level
+    assert [place.mini_batches for place in places] == [50, 100, 150, 200]
+    assert [place.overhead.mean for place in places] == pytest.approx([1.3] * 4, rel=0.03)
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from("abcdefgh"), st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1
+    )
+)
+def test_the_front_is_what_nothing_beats(prices):
+    found = pareto(prices)
+    for name, (time, memory) in prices.items():
+        beaten = any(
+            (t <= time and m <= memory) and (t < time or m < memory) for t, m in prices.values()
+        )
+        assert (name in found) == (not beaten)
+
+
+# The file ----------------------------------------------------------------------------------------
+
+
+def test_a_study_is_read_as_it_was_written(tmp_path):
+    some = study([PLAIN_ARM, arm("slow", (1.4, 1.5, 1.3))], {"slow": 1.0})
+    write_study(tmp_path / "study.json", some)
+    assert read_study(tmp_path / "study.json") == some
+    # Curves are a line each.
+    assert len((tmp_path / "study.json").read_text().splitlines()) < 400
+
+
+def test_a_study_that_contradicts_itself_is_refused(tmp_path):
+    some = study([PLAIN_ARM, arm("slow", (1.4, 1.5, 1.3))], {"slow": 1.0})
+    broken = {
+        "no 'plain'": msgspec.structs.replace(some, arms=some.arms[1:]),
+        "'slow' is none": msgspec.structs.replace(some, arms=some.arms[:1]),
+        "each of the seeds 0 to 4": msgspec.structs.replace(
+            some, question=msgspec.structs.replace(some.question, seeds=5)
+        ),
+    }
+    for said, value in broken.items():
+        write_study(tmp_path / "study.json", value)
+        with pytest.raises(FileError, match=said):
+            read_study(tmp_path / "study.json")
+
+
+def test_plans_have_names_that_tell_them_apart():
+    plans = [chain_plan("gpipe"), chain_plan("timeprest"), chain_plan("timeprest", n=2)]
+    assert plan_names(plans) == ["gpipe", "timeprest S=3 N=4", "timeprest S=3 N=2"]
+    names = plan_names([plans[1], plans[1]])
+    assert len(set(names)) == 2

@@ -1,0 +1,239 @@
+"""Studies train: the same as tp-run, the same again after a kill, and what diverges is told."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import batch_norm_tasks
+import msgspec
+import numpy as np
+import pytest
+import torch
+from helpers.plans import plan_by_hand, with_times
+from timeprest.planner.study.study import PLAIN, write_study
+from timeprest.profiles.errors import RunError, UserError
+from timeprest.profiles.measuring.measure import measure
+from timeprest.profiles.target import resolve
+from timeprest.runtime.prepare.prepare import prepare
+from timeprest.runtime.records.progress import read_losses
+from timeprest.runtime.records.run_dir import RunDir, load_weights
+from timeprest.runtime.run import run
+from timeprest.runtime.settings import OptimizerChoice, RunSettings
+from timeprest.runtime.training.plain import PlainTraining
+from timeprest.runtime.training.study.conduct import StudyChoices, conduct, prospect
+from timeprest.runtime.training.study.delayed import DelayedTraining
+from timeprest.runtime.training.study.training import train_one
+from timeprest.runtime.training.study.work import Asked
+
+SGD = OptimizerChoice(name="sgd", lr=0.05, momentum=0.9)
+
+
+@pytest.fixture(scope="module")
+def profile(mlp_profile):
+    return with_times(mlp_profile)
+
+
+@pytest.fixture(scope="module")
+def plans(profile):
+    return [plan_by_hand(profile, name, 3, 2) for name in ("timeprest", "v-timeprest", "gpipe")]
+
+
+def due(plans, target, optimizer=SGD, steps=24, **choices):
+    settings = RunSettings(task=target, steps=steps, optimizer=optimizer, timeout_s=60)
+    chosen = {"seeds": 2, "tune": 3, "longer": 1.25, "eval_every": 10, **choices}
+    return prospect(
+        plans, [f"{plan.variant}.json" for plan in plans], settings, StudyChoices(**chosen)
+    )
+
+
+def bytes_of(study, path):
+    write_study(path, study)
+    return path.read_bytes()
+
+
+def silent(what, done, total):
+    assert 0 <= done <= total
+
+
+def test_a_plan_trains_as_tp_run_does(plans, mlp_target, tmp_path):
+    """Loss for loss; and it is evaluated on the weights that the run ends with."""
+    asked = due(plans[:1], mlp_target, steps=90, longer=1.0)
+    (k,) = (k for k, arm in enumerate(asked.work.arms) if arm.kind == "pipeline")
+    found = train_one(asked.work, Asked(arm=k, rate=0.05, warmup=0, seed=3, length=90))
+    settings = RunSettings(task=mlp_target, steps=90, optimizer=SGD, seed=3, checkpoint_every=0)
+    run(plans[0], settings, tmp_path / "run", inline=True)
+    losses = read_losses(RunDir(tmp_path / "run").metrics)
+    assert found.losses == pytest.approx(losses, rel=1e-5)
+    target = resolve(mlp_target)
+    model = target.model(0)
+    model.load_state_dict(load_weights(tmp_path / "run"))
+    x, y = target.task.data("test").tensors
+    with torch.no_grad():
+        end = float(target.task.loss(model(x), y))
+    assert found.tests[-1].mini_batches == 90
+    assert found.tests[-1].figures["loss"] == pytest.approx(end, rel=1e-4)
+
+
+def test_evaluations_change_nothing(plans, mlp_target):
+    asked = Asked(arm=1, rate=0.05, warmup=0, seed=0, length=30)
+    often, never = (train_one(due(plans[:1], mlp_target, eval_every=k).work, asked) for k in (1, 0))
+    assert often.losses == never.losses
+    assert [point.mini_batches for point in often.tests] == list(range(1, 31))
+
+
+def test_a_uniform_delay_follows_its_recurrence(mlp_target, plans):
+    """Of the first layer's weights, written out: W(t+1) = W(t) − η·g(W(max(0, t − D)))."""
+    plain = OptimizerChoice(name="sgd", lr=0.1)
+    settings = RunSettings(task=mlp_target, steps=12, optimizer=plain)
+    prepared = prepare(plans[0], settings)
+    training = DelayedTraining(prepared, 3)
+    training.train()
+    target = resolve(mlp_target)
+    model = target.model(0)
+    data = PlainTraining(prepared, by_micro_batch=False)
+    versions = [[p.detach().clone() for p in model.parameters()]]
+    for t in range(12):
+        for p, old in zip(model.parameters(), versions[max(0, t - 3)], strict=True):
+            p.data = old.clone()
+            p.grad = None
+        x, y = data._take(prepared.segments[0], range(8 * t, 8 * t + 8), 8)
+        target.task.loss(model(*x), y).backward()
+        latest = zip(versions[-1], model.parameters(), strict=True)
+        versions.append([w - 0.1 * p.grad for w, p in latest])
+    for found, wanted in zip(training.model.parameters(), versions[-1], strict=True):
+        assert np.abs((found.detach() - wanted).numpy()).max() < 1e-14
+
+
+def test_a_uniform_delay_of_none_is_plain_training(mlp_target, plans):
+    prepared = prepare(plans[0], RunSettings(task=mlp_target, steps=80, optimizer=SGD))
+    runs = DelayedTraining(prepared, 0), PlainTraining(prepared, by_micro_batch=False)
+    for each in runs:
+        each.train()
+    assert runs[0].losses == runs[1].losses
+
+
+def test_a_study_has_an_arm_for_what_differs(plans, profile, mlp_target):
+    """Systems that flush are plain training; plans that train the same share an arm."""
+    more = [
+        plan_by_hand(profile, "pipedream-flush", 2, 4),
+        msgspec.structs.replace(plans[0], solver=plans[1].solver),
+        plan_by_hand(profile, "timeprest", 3, 4),
+    ]
+    found = due([*plans, *more], mlp_target, uniform_delay=True)
+    names = [arm.name for arm in found.work.arms]
+    assert len(names) == len(set(names)) == 6
+    assert names[0] == PLAIN
+    assert found.of_plan[2] == found.of_plan[3] == PLAIN
+    assert found.of_plan[0] == found.of_plan[4] != found.of_plan[5]
+    assert names[-2:] == ["uniform delay of 1", "uniform delay of 2"]
+
+
+def test_a_study_ends_the_same_however_it_was_stopped(plans, mlp_target, tmp_path):
+    asked = due(plans, mlp_target, uniform_delay=True)
+    whole = conduct(asked, tmp_path / "whole", 1, silent)
+    seen = [0]
+
+    def stop(what, done, total):
+        seen[0] += 1
+        if seen[0] % 151 == 0:
+            raise KeyboardInterrupt
+
+    for _ in range(100):
+        try:
+            again = conduct(asked, tmp_path / "stopped", 1, stop)
+            break
+        except KeyboardInterrupt:
+            pass
+    assert seen[0] > 3 * 151
+    assert bytes_of(again, tmp_path / "a.json") == bytes_of(whole, tmp_path / "b.json")
+    # Everything is done: it is read alone.
+    folder = tmp_path / "stopped"
+    times = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    conduct(asked, folder, 1, silent)
+    assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == times
+    for arm in whole.arms:
+        assert len({curve.rate for curve in arm.curves}) == 3
+        assert [curve.seed for curve in arm.finals()] == [0, 1]
+
+
+@pytest.mark.processes
+def test_processes_give_the_same_study_and_a_dead_one_is_named(plans, mlp_target, tmp_path):
+    asked = due(plans, mlp_target, tune=1)
+    whole = conduct(asked, tmp_path / "whole", 1, silent)
+    killed = []
+
+    def kill(what, done, total):
+        children = os.popen(f"pgrep -P {os.getpid()} -f study.worker").read().split()
+        if done > 30 and children and not killed:
+            killed.append(int(children[0]))
+            os.kill(killed[0], signal.SIGKILL)
+
+    with pytest.raises(RunError, match=r"worker \d \(process \d+\) was killed by SIGKILL"):
+        conduct(asked, tmp_path / "parts", 2, kill)
+    again = conduct(asked, tmp_path / "parts", 2, silent)
+    assert bytes_of(again, tmp_path / "a.json") == bytes_of(whole, tmp_path / "b.json")
+
+
+def test_a_rate_that_diverges_is_recorded(plans, mlp_target, tmp_path):
+    wild = msgspec.structs.replace(SGD, lr=8.0)
+    found = conduct(due(plans[:1], mlp_target, wild, tune=5, factor=8.0), tmp_path, 1, silent)
+    for arm in found.arms:
+        diverged = {curve.rate for curve in arm.curves if curve.diverged_at is not None}
+        assert {8.0, 64.0} <= diverged
+        assert arm.rate < 8
+        # The grid has moved down beyond where it began.
+        assert min(curve.rate for curve in arm.curves) == pytest.approx(0.015625, rel=1e-3)
+        assert arm.finals()[0].diverged_at is None
+
+
+def test_a_task_with_an_optimizer_of_its_own_has_its_rate_scaled(plans, mlp_target, tmp_path):
+    own = due(plans[:1], mlp_target, None, tune=1)
+    assert own.question.rate_of == "times the task's own"
+    named = due(plans[:1], mlp_target, msgspec.structs.replace(SGD, lr=0.1), tune=1)
+    for arm in (0, 1):
+        twice = Asked(arm=arm, rate=2.0, warmup=0, seed=0, length=20)
+        same = msgspec.structs.replace(twice, rate=0.1)
+        assert train_one(own.work, twice).losses == train_one(named.work, same).losses
+
+
+def test_batch_norm_has_an_arm_for_each_size_of_micro_batch():
+    target = f"{batch_norm_tasks.__file__}:Traced"
+    found = measure(resolve(target), batch_size=8, micro_batch_sizes=[2, 4, 8], seconds=0)
+    asked = due([plan_by_hand(found, "gpipe", 2, n) for n in (1, 2, 4)], target)
+    assert asked.question.mixes
+    assert [arm.micro_batches for arm in asked.work.arms] == [0, 2, 4]
+    assert asked.of_plan == tuple(arm.name for arm in asked.work.arms)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"tune": 1, "warmups": (0, 5)}, "--tune 1: too few"),
+        ({"warmups": (4,)}, "--warmup"),
+        ({"metric": "test loss", "eval_every": 0}, "--eval-every 0"),
+        ({"metric": "accuracy"}, "no metrics"),
+    ],
+)
+def test_what_cant_be_studied_is_refused(plans, mlp_target, change, said):
+    with pytest.raises(UserError, match=said):
+        due(plans, mlp_target, **change)
+
+
+def test_plans_that_cant_be_compared_are_refused(plans, mlp_target):
+    smaller = msgspec.structs.replace(plans[1], mini_batch=4)
+    other = msgspec.structs.replace(
+        plans[1], profile=msgspec.structs.replace(plans[1].profile, fingerprint="another")
+    )
+    for plan, said in ((smaller, "mini-batch is 4, that of"), (other, "is for another model")):
+        with pytest.raises(UserError, match=said):
+            due([plans[0], plan], mlp_target)
+
+
+def test_a_damaged_training_is_named(plans, mlp_target, tmp_path):
+    asked = due(plans[:1], mlp_target, tune=1, seeds=1)
+    conduct(asked, tmp_path, 1, silent)
+    path = min(tmp_path.iterdir())
+    path.write_text(path.read_text()[:50])
+    with pytest.raises(UserError, match=f"{path.name}.*remove the file"):
+        conduct(asked, tmp_path, 1, silent)
