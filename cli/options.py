@@ -214,6 +214,34 @@ precision_options = options(
     ),
 )
 
+delay_options = options(
+    _setting(
+        "lr_rescheduling",
+        type=Whole(0),
+        metavar="T",
+        help="Divide the learning rate of a stage's update t by d^(1 - min(t/T, 1)), d its version "
+        "difference (PipeMare). 0: don't. Not where the system flushes.",
+    ),
+    _setting(
+        "stagewise_momentum",
+        is_flag=True,
+        help="Momentum m + d*(0.99 - m)/S on a stage with version difference d (asynchronous "
+        "Nesterov's). Not where the system flushes.",
+    ),
+    _setting(
+        "discrepancy_correction",
+        "--discrepancy-correction/--no-discrepancy-correction",
+        help="pipemare: correct the backward's weights by their mean change.",
+    ),
+    _setting(
+        "discrepancy_decay",
+        type=Number(0, 1, min_open=True, max_open=True),
+        metavar="D",
+        help="pipemare: a change's share in that mean falls to D by the time of the backward.",
+    ),
+)
+"""Of what a stage's version difference does to its training."""
+
 decay_options = options(
     _setting(
         "decay",
@@ -235,6 +263,7 @@ run_options = options(
     click.option("--steps", type=Whole(), help="Mini-batches in all, instead of --epochs."),
     optimizer_options,
     click.option("--warmup", type=Whole(0), help="Updates over which the learning rate rises."),
+    delay_options,
     precision_options,
     _setting("device", help="What the stages compute on; auto: what the plan was profiled on."),
     _setting(

@@ -171,7 +171,7 @@ def lay_out(question: Question, stages: Sequence[PlanStage], micro_batches: int)
                     question.profile.operation,
                     question.update_every,
                     first=s == 0,
-                    last=s == last and not variant.predicts_on(s, len(stages)),
+                    last=s == last and not variant.makes_weights_on(s, len(stages)),
                 ),
                 split=variant.split_backward,
                 returns=s in returning,
@@ -354,7 +354,7 @@ def _bytes(
         optimizer=round(cost.parameter_bytes * question.optimizer_state_factor),
         scratch=cost.parameter_bytes
         * pipeline.variant.scratch_copies
-        * pipeline.variant.predicts_on(s, pipeline.stages),
+        * pipeline.variant.makes_weights_on(s, pipeline.stages),
         kept=kept,
         rebuilt=unit * cost.kept_bytes if stage.recompute else 0,
         messages=messages,

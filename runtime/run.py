@@ -36,6 +36,7 @@ from .records.metrics import RunSummary, StageReport, decode, summarize
 from .records.progress import Observer, Silent, read_epochs
 from .records.run_dir import RunDir
 from .settings import RunSettings
+from .stage.delays import check_delays
 from .stage.optimizer import check_updates, warn_of_hooks
 from .training.inline import run_inline
 from .training.worker import tell_status, train_worker
@@ -68,6 +69,7 @@ def run(
     """
     where = RunDir(run_dir)
     settings = check_settings(settings)
+    check_delays(plan, settings)
     where.check_new()
     return _run(where, plan, settings, observer or Silent(), rendezvous, inline=inline)
 

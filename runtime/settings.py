@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Annotated, Literal
 
 import msgspec
@@ -55,6 +56,16 @@ class RunSettings(TaggedFile, frozen=True, kw_only=True, tag=FORMAT):
     """None: the task's own scheduler, where it has one."""
     warmup: Annotated[int, Meta(ge=0, le=MAX_COUNT)] = 0
     """Updates over which the learning rate of `lr_schedule` rises."""
+    lr_rescheduling: Annotated[int, Meta(ge=0, le=MAX_COUNT)] = 0
+    """T of PipeMare's learning-rate rescheduling: updates over which a stage's rate rises from
+    one d-th of it, d its version difference; 0: it is all there from the first."""
+    discrepancy_correction: bool = True
+    """Of pipemare: backwards run on weights that are corrected by their mean change."""
+    discrepancy_decay: Annotated[float, Meta(gt=0, lt=1)] = 0.135
+    """D of PipeMare: how much of a change is left in the mean after as many updates as lie
+    between a forward and its backward."""
+    stagewise_momentum: bool = False
+    """The larger a stage's version difference, the larger its momentum."""
     clip_norm: Annotated[float, Meta(gt=0, le=MAX_FACTOR)] | None = None
     """Largest norm that a mini-batch's gradient may have."""
     ragged: Literal["drop", "pad", "error"] = "drop"
@@ -108,3 +119,19 @@ class RunSettings(TaggedFile, frozen=True, kw_only=True, tag=FORMAT):
     def resumed(self) -> bool:
         """Whether the run goes on where it was stopped."""
         return self.resume_at is not None
+
+
+DELAYS = (
+    *("lr_rescheduling", "stagewise_momentum"),
+    *("discrepancy_correction", "discrepancy_decay"),
+)
+"""Settings of what a stage's version difference does to its training."""
+
+
+def given(settings: RunSettings, names: Collection[str] = DELAYS) -> dict[str, object]:
+    """Of these, the settings that aren't the default."""
+    return {
+        field.name: value
+        for field in msgspec.structs.fields(settings)
+        if field.name in names and (value := getattr(settings, field.name)) != field.default
+    }

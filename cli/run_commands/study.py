@@ -22,6 +22,7 @@ from ..options import (
     choice,
     common_options,
     decay_options,
+    delay_options,
     optimizer_choice,
     optimizer_options,
     options,
@@ -105,6 +106,7 @@ _study_options = options(
         metavar="UPDATES,…",
         help="Over which the learning rate rises; of several, each system's best.  [default: 0]",
     ),
+    delay_options,
     precision_options,
     decay_options,
     click.option(

@@ -28,7 +28,8 @@ class MemoryByKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     weights_bytes: TotalBytes
     """Parameters and buffers."""
     versions_bytes: TotalBytes
-    """Older weight versions that are still needed, and copies that predictions are made in."""
+    """Older weight versions that are still needed, and copies that predictions or corrections are
+    made in, and of."""
     gradients_bytes: TotalBytes
     optimizer_bytes: TotalBytes
     activations_bytes: TotalBytes
@@ -256,7 +257,7 @@ class StageBytes(
     buffers: TotalBytes
     optimizer: TotalBytes
     scratch: TotalBytes
-    """Of copies of the weights that predictions are made in."""
+    """Of copies of the weights that predictions or corrections are made in, and of."""
     kept: TotalBytes
     """Of each micro-batch in flight."""
     rebuilt: TotalBytes

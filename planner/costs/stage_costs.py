@@ -349,6 +349,9 @@ def weights_s_per_byte(
         return 0.0
     keeps = variant.stashes or (variant.synchronises and not first)
     kept = operation.keep_s_per_byte if keeps else 0.0
-    mixed = operation.mix_s_per_byte if variant.backward_weights == "intermediate" else 0.0
+    mixes = variant.backward_weights in ("intermediate", "corrected")
+    mixed = operation.mix_s_per_byte if mixes else 0.0
     predicted = operation.predict_s_per_byte if variant.prediction else 0.0
-    return kept + update_every * (mixed + predicted)
+    # What weights are corrected by is mixed at each update.
+    averaged = operation.mix_s_per_byte if variant.backward_weights == "corrected" else 0.0
+    return kept + averaged + update_every * (mixed + predicted)

@@ -11,6 +11,8 @@ stage. What they mean differs from rule to rule, with D stages behind a stage:
   comes back earlier than after the D stages behind.
 - 1f1b-micro: D + 1 micro-batches run forward before the first backward, N ≥ S of them make a
   mini-batch; so at most two mini-batches are in flight, one on the last stage.
+- 1f1b-deep: D + 1 micro-batches run forward before the first backward, however many make a
+  mini-batch; fewer where the limit L leaves room for (L − 1)·N of them. From 1 to D + 1.
 - gpipe, 1f1b-flush, 1f1b-split: the pipeline drains before the next mini-batch begins: exactly one.
 
 Where 1F1B goes by micro-batches and stages have replicas, each replica runs as many forwards before
@@ -51,7 +53,7 @@ def limit_ranges(variant: Variant, stages: int, *, several: bool = False) -> Ran
     behind = range(stages - 1, -1, -1)
     if variant.schedule == "nf1b" or (several and variant.schedule == "1f1b"):
         return tuple((1, 1 + 2 * d) for d in behind)
-    if variant.schedule == "1f1b":
+    if variant.schedule in ("1f1b", "1f1b-deep"):
         return tuple((1, 1 + d) for d in behind)
     if variant.schedule == "1f1b-micro":
         return tuple((2, 2) if d else (1, 1) for d in behind)
@@ -147,7 +149,7 @@ def schedule_patterns(pipeline: Pipeline) -> tuple[Pattern, ...]:
         return tuple(_with_updates(*row) for row in rows)
     make = PATTERNS[variant.schedule]
     found = [
-        make(n, min(ahead, n - 1), limit)
+        make(n, ahead, limit)
         for ahead, limit in zip(_ahead(pipeline), pipeline.limits, strict=True)
     ]
     if variant.split_backward:
@@ -203,6 +205,7 @@ def _gpipe(n: int, ahead: int, limit: int) -> tuple[bytes, bytes]:
 
 def _flushed_one_by_one(n: int, ahead: int, limit: int) -> tuple[bytes, bytes]:
     """1F1B within a mini-batch (PipeDream-Flush)."""
+    ahead = min(ahead, n - 1)
     mini_batch = F * ahead + (F + B) * (n - ahead) + B * ahead + U
     return mini_batch, mini_batch
 
@@ -214,12 +217,20 @@ def _mini_one_by_one(n: int, ahead: int, limit: int) -> tuple[bytes, bytes]:
 
 def _micro_one_by_one(n: int, ahead: int, limit: int) -> tuple[bytes, bytes]:
     """As deep as the pipeline behind the stage, in micro-batches (PipeDream-2BW)."""
+    ahead = min(ahead, n - 1)
     further = (F + B) * n + U
     return F * ahead + further, further
 
 
+def _deep_one_by_one(n: int, ahead: int, limit: int) -> tuple[bytes, bytes]:
+    """The same across as many mini-batches as it takes, and as the limit allows (PipeMare)."""
+    further = (F + B) * n + U
+    return F * min(ahead, (limit - 1) * n) + further, further
+
+
 def _split_one_by_one(n: int, ahead: int, limit: int) -> tuple[bytes, bytes]:
-    """The same with backwards in two parts; `zero_bubble` moves the second ones."""
+    """1F1B within a mini-batch, backwards in two parts; `zero_bubble` moves the second ones."""
+    ahead = min(ahead, n - 1)
     mini_batch = F * ahead + (F + B + W) * (n - ahead) + (B + W) * ahead + U
     return mini_batch, mini_batch
 
@@ -230,6 +241,7 @@ PATTERNS: dict[ScheduleRule, Callable[[int, int, int], tuple[bytes, bytes]]] = {
     "1f1b-flush": _flushed_one_by_one,
     "1f1b-split": _split_one_by_one,
     "1f1b-micro": _micro_one_by_one,
+    "1f1b-deep": _deep_one_by_one,
 }
 """Where each stage has a device of its own, kinds up to the first update and of each further
 mini-batch: from N, the micro-batches that 1F1B has ahead of the first backward, and the stage's

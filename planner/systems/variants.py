@@ -12,11 +12,19 @@ from typing import Literal
 from ...profiles.errors import PlanError
 
 ScheduleRule = Literal[
-    "gpipe", "1f1b", "1f1b-flush", "1f1b-micro", "1f1b-split", "nf1b", "interleaved", "v-shaped"
+    "gpipe",
+    "1f1b",
+    "1f1b-flush",
+    "1f1b-micro",
+    "1f1b-deep",
+    "1f1b-split",
+    "nf1b",
+    "interleaved",
+    "v-shaped",
 ]
 BackwardUnit = Literal["micro", "mini"]
 ForwardWeights = Literal["latest", "micro-batch-entry", "mini-batch-entry", "predicted"]
-BackwardWeights = Literal["latest", "forward", "predicted", "intermediate"]
+BackwardWeights = Literal["latest", "forward", "predicted", "intermediate", "corrected"]
 Prediction = Literal["", "smoothed-gradient", "optimizer-step"]
 Horizon = Literal["", "round-trip", "backward"]
 UpdateRule = Literal["optimizer", "nesterov"]
@@ -36,11 +44,13 @@ class Variant:
             or when its mini-batch's first one did ("mini-batch-entry"); or "predicted" from the
             latest.
         backward_weights: the "latest"; the very ones the "forward" used (stashed), which may
-            differ from micro-batch to micro-batch; "predicted" from the latest; or "intermediate"
-            between those of the forward (stashed) and the latest, micro-batch by micro-batch.
+            differ from micro-batch to micro-batch; "predicted" from the latest; "intermediate"
+            between those of the forward (stashed) and the latest, micro-batch by micro-batch; or
+            the latest "corrected" towards those of the forward by the weights' mean change.
         whole_mini_batches: the system knows no micro-batches, N is 1.
         summary: one line for people.
-        scratch_copies: copies of the weights besides the versions: where predictions are made.
+        scratch_copies: copies of the weights besides the versions: where predictions are made; or
+            the weights' mean change, and where corrections by it are made.
         micro_batch_per_stage: there must be a micro-batch for each stage, N ≥ S.
         forwards_first: at every stage all forwards of a mini-batch run before its first backward.
         prediction: what weights are predicted with: the optimizer's "smoothed-gradient", or the
@@ -97,13 +107,13 @@ class Variant:
         """Whether the forward's weights are kept for the backward."""
         return self.backward_weights in ("forward", "intermediate")
 
-    def predicts_on(self, stage: int, stages: int) -> bool:
-        """Whether this stage looks ahead by any update.
+    def makes_weights_on(self, stage: int, stages: int) -> bool:
+        """Whether this stage predicts or corrects weights over any update.
 
         The last one's backward follows its forward at once. But to the end of the round trip it
         makes ⌊s/2⌋ updates more, with S − s mini-batches in flight (SpecTrain, section 3.2).
         """
-        if not self.prediction:
+        if not self.scratch_copies:
             return False
         return stage < stages - 1 or (self.horizon == "round-trip" and stage > 1)
 
@@ -193,6 +203,17 @@ _TABLE = (
         whole_mini_batches=False,
         summary="1F1B over micro-batches, never flushed, two versions (2006.09503)",
         micro_batch_per_stage=True,
+    ),
+    Variant(
+        name="pipemare",
+        schedule="1f1b-deep",
+        backward_unit="micro",
+        flushes=False,
+        forward_weights="latest",
+        backward_weights="corrected",
+        whole_mini_batches=False,
+        summary="1F1B over micro-batches, never flushed, no stash, backward corrected (1910.05124)",
+        scratch_copies=2,
     ),
     Variant(
         name="pipedream-flush",

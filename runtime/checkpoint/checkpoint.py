@@ -17,7 +17,7 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,7 +32,7 @@ from ..prepare.data import Segment
 from ..prepare.workers import Replica
 from ..records.metrics import EpochSums
 from ..records.run_dir import RunDir, tensor_bytes, tensor_metadata
-from ..settings import STEADY, RunSettings
+from ..settings import DELAYS, STEADY, RunSettings, given
 from ..stage.runner import StageRunner
 from .worker_state import WorkerState, capture
 
@@ -99,13 +99,15 @@ def plan_checksum(plan: Plan) -> str:
 
 def settings_checksum(settings: RunSettings) -> str:
     """Changes whenever a setting does that what is trained depends on."""
-    return _checksum(msgspec.structs.replace(settings, **FREE))
+    # Older checkpoints knew nothing of some.
+    return _checksum(msgspec.structs.replace(settings, **FREE), set(DELAYS) - {*given(settings)})
 
 
-def _checksum(value: msgspec.Struct) -> str:
+def _checksum(value: msgspec.Struct, without: Collection[str] = ()) -> str:
     # As a file has it: a whole number that was given for a float has been made one.
     read = msgspec.json.decode(msgspec.json.encode(value), type=type(value))
-    return hashlib.sha256(msgspec.json.encode(read)).hexdigest()
+    found = {k: v for k, v in msgspec.to_builtins(read).items() if k not in without}
+    return hashlib.sha256(msgspec.json.encode(found)).hexdigest()
 
 
 def checkpoints_in(where: RunDir) -> list[int]:

@@ -84,7 +84,7 @@ _KINDS: dict[str, Callable[[Any, Mapping[str, Tensor]], Any]] = {
 # State of a worker ------------------------------------------------------------------------------
 
 FORMAT = "timeprest-worker-state/1"
-_RANDOM, _BUFFERS = "random", "buffers/"
+_RANDOM, _BUFFERS, _DRIFT = "random", "buffers/", "drift/"
 _STEP = "step"
 
 
@@ -127,6 +127,8 @@ def capture(
         tensors[_BUFFERS + name] = buffer
     optimizer = stage.optimizer
     names: dict[Any, str] = {p: name for name, p in known_parameters(stage).items()}
+    if stage.drift is not None:
+        tensors |= {_DRIFT + names[p]: mean for p, mean in stage.drift.mean.items()}
     kept, groups = None, None
     if optimizer is not None:
         by_name = {names.get(p, ""): state for p, state in optimizer.state.items()}
@@ -176,6 +178,10 @@ def restore(stage: Stage, state: WorkerState, tensors: Mapping[str, Tensor]) -> 
         give_kept(stage, unpack(state.kept, tensors))
     if stage.scheduler is not None:
         stage.scheduler.rule.load_state_dict(unpack(state.scheduler, tensors))
+    if stage.drift is not None:
+        for name, p in named.items():
+            if p in stage.drift.mean:
+                stage.drift.mean[p].copy_(tensors[_DRIFT + name])
     if stage.predictor is not None:
         for name, gradient in unpack(state.last_gradients, tensors).items():
             stage.predictor.last[named[name]] = put(gradient, stage.device)

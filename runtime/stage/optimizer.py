@@ -36,6 +36,7 @@ from ..prepare.devices import device_kind
 from ..prepare.prepare import Prepared
 from ..prepare.tied_parameters import model_parameters
 from ..settings import OptimizerChoice, RunSettings
+from .delays import delay_of
 
 ParameterGroups = list[dict[str, Any]]
 """Parameter groups as torch's optimizers take them: "params" and, where they differ, options."""
@@ -257,6 +258,11 @@ def make_scheduler(
         rule = partial(learning_rate_factor, settings.lr_schedule, settings.warmup, length.steps)
         return Scheduler(LambdaLR(optimizer, rule))
     found = task_scheduler(task, optimizer, length)
+    if settings.stagewise_momentum and getattr(found, "cycle_momentum", False):
+        raise TargetError(
+            f"--stagewise-momentum: the task's scheduler, a {type(found).__name__}, sets the "
+            "momentum itself; give it cycle_momentum=False, or leave the option out"
+        )
     return None if found is None else Scheduler(found, scheduler_step(task) == "epoch")
 
 
@@ -284,12 +290,51 @@ def scheduler_warning(task: Task, scheduler: Scheduler, length: RunLength) -> st
 # The optimizer that a system updates with (`Variant.update_rule`) -------------------------------
 
 
-def follow(rule: UpdateRule, optimizer: Optimizer) -> Optimizer:
+def system_optimizer(prepared: Prepared, s: int, optimizer: Optimizer) -> Optimizer:
     """The optimizer that a stage updates with.
 
-    Raises TargetError for one that the rule can't be had with.
+    Args:
+        optimizer: the user's, for this stage.
+
+    Raises TargetError for one that the system's rule, or stage-wise momentum, can't be had with.
     """
-    return _RULES[rule](optimizer)
+    if prepared.settings.stagewise_momentum:
+        raise_momentum(optimizer, delay_of(prepared.plan, s), len(prepared.plan.stages))
+    return _RULES[prepared.pipeline.variant.update_rule](optimizer)
+
+
+MOST_MOMENTUM = 0.99
+"""What stage-wise momentum comes near to as the delay grows."""
+
+
+def raise_momentum(optimizer: Optimizer, delay: int, stages: int) -> None:
+    """Give the optimizer the momentum of a stage with this delay: m + d·(0.99 − m)/S, never more
+    than for d = S.
+
+    That is the rule in the code of 2505.01099, where d is S − 1 − s. It is for the momentum of SGD,
+    and the first β of Adam, AdamW and NAdam.
+
+    Args:
+        delay: d, the stage's version difference.
+        stages: S.
+
+    Raises TargetError for an optimizer without momentum, or with another rule.
+    """
+
+    def raised(momentum: float) -> float:
+        return momentum + min(delay, stages) * (MOST_MOMENTUM - momentum) / stages
+
+    for group in optimizer.param_groups:
+        if isinstance(optimizer, SGD) and group["momentum"]:
+            group["momentum"] = raised(group["momentum"])
+        elif isinstance(optimizer, Adam | NAdam):
+            group["betas"] = (raised(group["betas"][0]), group["betas"][1])
+        else:
+            without = " without momentum" if isinstance(optimizer, SGD) else ""
+            raise TargetError(
+                f"--stagewise-momentum: the optimizer is {type(optimizer).__name__}{without}; it "
+                "is there for SGD with momentum, Adam, AdamW and NAdam"
+            )
 
 
 def _nesterov(optimizer: Optimizer) -> Optimizer:
@@ -339,8 +384,12 @@ def check_updates(prepared: Prepared) -> None:
     if device_kind(prepared.plan, prepared.settings) != "cpu":
         return
     length = length_of(prepared.segments)
+    settings = prepared.settings
     for s in range(len(prepared.model.pieces)):
-        make_scheduler(prepared.task, prepared.settings, optimizer_of(prepared, s), length)
+        optimizer = optimizer_of(prepared, s)
+        if optimizer is not None and settings.stagewise_momentum:
+            raise_momentum(optimizer, delay_of(prepared.plan, s), len(prepared.plan.stages))
+        make_scheduler(prepared.task, settings, optimizer, length)
 
 
 def optimizer_of(prepared: Prepared, s: int) -> Optimizer | None:

@@ -27,14 +27,16 @@ from ..prepare.messages import check_agreed, mark_missing, missing_gradients
 from ..prepare.prepare import Prepared
 from ..prepare.tied_parameters import model_parameters
 from ..prepare.workers import Replica
+from ..weights.drift import Drift
 from ..weights.policy import DECAYS, WeightPolicy
 from ..weights.prediction import Predictor
 from ..weights.staleness import Staleness, WeightDistances
 from ..weights.stash import WeightVersions
 from .batch_norm import DeferredBatchNorm
+from .delays import Rescheduling, delay_of
 from .handed_over import HandedOver
 from .memory import MemoryAccount
-from .optimizer import follow, make_optimizer, make_scheduler, step_optimizer
+from .optimizer import make_optimizer, make_scheduler, step_optimizer, system_optimizer
 from .recompute import ForwardInputs, Recomputation
 
 _Shapes = tuple[tuple[str, torch.Size], ...]
@@ -65,6 +67,7 @@ class Stage:
         account: what the stage holds, and its peak.
         staleness: what its backwards saw since the segment began.
         predictor: of systems that predict weights, where there is something to train.
+        drift: of systems that correct weights, where updates come between forward and backward.
         kept_outputs: outputs of the last forward whose memory is kept for the backward anyway.
         handed_over, evaluation_handed_over: inputs from other stages of the worker.
         lr: learning rate of the last update's first parameter group; None: nothing to train.
@@ -98,20 +101,36 @@ class Stage:
         # Copies of a parameter go by one name, so that parameter groups treat them alike.
         named = model_parameters(self.module, self.names)
         made = make_optimizer(self.task, settings, named, f"stage {replica.stage}")
-        self.optimizer = None if made is None else follow(self.variant.update_rule, made)
+        self.optimizer = None if made is None else system_optimizer(prepared, replica.stage, made)
         self.scheduler = make_scheduler(
             self.task, settings, self.optimizer, length_of(prepared.segments)
         )
         self.lr: float | None = None
         self._fused = False
+        delay = delay_of(plan, replica.stage)
+        self._rescheduling = Rescheduling(delay, settings.lr_rescheduling)
         self.predictor = (
-            Predictor(self.variant.prediction, self.optimizer)
+            Predictor(
+                self.variant.prediction,
+                self.optimizer,
+                lambda: self._rescheduling.share(self.weights.latest),
+            )
             if self.variant.prediction and self.optimizer is not None
+            else None
+        )
+        corrects = self.variant.backward_weights == "corrected" and settings.discrepancy_correction
+        self.drift = (
+            Drift(parameters, settings.discrepancy_decay ** (1 / delay))
+            if corrects and delay and self.optimizer is not None
             else None
         )
         decay = DECAYS[settings.decay]
         self.policy = WeightPolicy(
-            self.variant, self.weights, self.predictor, lambda d: decay(settings.decay_rate, d)
+            self.variant,
+            self.weights,
+            self.predictor,
+            lambda d: decay(settings.decay_rate, d),
+            self.drift,
         )
         self.account = MemoryAccount(parameters, list(self.module.buffers()))
         self.staleness = Staleness()
@@ -179,7 +198,7 @@ class Stage:
         version = self.walk.forward(op)
         tensors = self.policy.forward(op, version)
         if self._distances is not None:
-            self._distances.forward(op.mini_batch, version, self.walk.latest, tensors)
+            self._distances.forward(self._together(op), version, self.walk.latest, tensors)
         values = self.handed_over.safe(values)
         known = self._saved_by_shape.get(shapes := self._shapes(values)) if self._settled else None
         if self._recomputation is None:
@@ -305,12 +324,17 @@ class Stage:
             self.weights.keep_latest()
         if self.predictor is not None and steps:
             self.predictor.before_step()
+        if self.drift is not None:
+            self.drift.before_update()
         if self.optimizer is not None:
-            lr = self.optimizer.param_groups[0].get("lr")
-            self.lr = None if lr is None else float(lr)
-            if steps:
-                self._fused = self._fused or fuse(self.optimizer)
-                step_optimizer(self.optimizer)
+            with self._rescheduling.at(self.walk.latest, self.optimizer):
+                lr = self.optimizer.param_groups[0].get("lr")
+                self.lr = None if lr is None else float(lr)
+                if steps:
+                    self._fused = self._fused or fuse(self.optimizer)
+                    step_optimizer(self.optimizer)
+        if self.drift is not None:
+            self.drift.after_update()
         self._note(boundary_bytes)
         for p in self.weights.parameters:
             # As `zero_grad` does, which takes its time to tell torch's profiler of it.
@@ -435,9 +459,13 @@ class Stage:
     def _distance(self, op: Op, version: int, tensors: list[Tensor] | None) -> float:
         if self._distances is None:
             return 0.0
-        last = op.micro_batch is None or op.micro_batch == self.share.micro_batches[-1]
         made = self._made(version, tensors)
-        return self._distances.backward(op.mini_batch, version, made, last=last)
+        return self._distances.backward(self._together(op), version, made)
+
+    def _together(self, op: Op) -> tuple[int, int | None]:
+        """What has one backward, by its mini-batch, and its micro-batch where that has one."""
+        by_micro_batch = self.variant.backward_unit == "micro"
+        return op.mini_batch, op.micro_batch if by_micro_batch else None
 
     def _made(self, version: int, tensors: list[Tensor] | None) -> list[Tensor] | None:
         """Weights that were made for an operation: not those of any version."""
@@ -496,7 +524,8 @@ class Stage:
 
     def _versions_bytes(self) -> int:
         kept = self.predictor.kept_bytes if self.predictor is not None else 0
-        return self.weights.older_bytes + kept
+        drift = self.drift.nbytes if self.drift is not None else 0
+        return self.weights.older_bytes + kept + drift
 
     def _note(self, boundary_bytes: int, *, gradients_changed: bool = True) -> None:
         self.staleness.versions_held = max(self.staleness.versions_held, self.weights.held)

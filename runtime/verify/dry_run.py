@@ -31,6 +31,7 @@ from ..processes.environment import use_interface
 from ..processes.rendezvous import Rendezvous
 from ..records.run_dir import RunDir
 from ..settings import RunSettings
+from ..stage.delays import check_delays
 from ..stage.optimizer import check_updates, hook_warnings
 from .hooks import try_in_parts, try_training
 
@@ -160,6 +161,7 @@ def dry_run(
     Raises: as `run`, for what makes a run impossible.
     """
     settings = check_settings(settings)
+    check_delays(plan, settings)
     kind, gpus = devices_here(plan, settings)
     where = RunDir(run_dir)
     where.check_new()

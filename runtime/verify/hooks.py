@@ -18,7 +18,7 @@ from ..prepare.devices import CPU, device_kind, own_device, random_state
 from ..prepare.prepare import Prepared, with_own_weights
 from ..records.metrics import EpochSums
 from ..records.progress import Silent
-from ..stage.optimizer import follow, make_scheduler, optimizer_of, step_optimizer
+from ..stage.optimizer import make_scheduler, optimizer_of, step_optimizer, system_optimizer
 from ..stage.runner import StageRunner
 from ..training.loop import Course
 
@@ -90,7 +90,7 @@ def try_in_parts(prepared: Prepared, result: Any, target: Any, only: Collection[
             optimizer = optimizer_of(prepared, s)
             if optimizer is None:
                 continue
-            optimizer = follow(prepared.pipeline.variant.update_rule, optimizer)
+            optimizer = system_optimizer(prepared, s, optimizer)
             scheduler = make_scheduler(task, settings, optimizer, length_of(prepared.segments))
             for p in parameters:
                 p.grad = torch.zeros_like(p)

@@ -16,6 +16,7 @@ from ...planner.systems.operations import Op
 from ...planner.systems.prediction import Distances
 from ...planner.systems.variants import BackwardWeights, ForwardWeights, Variant
 from ...planner.systems.versions import VersionWalk
+from .drift import Drift
 from .prediction import Predictor
 from .stash import WeightVersions
 
@@ -55,20 +56,25 @@ class WeightPolicy:
         weights: WeightVersions,
         predictor: Predictor | None,
         decay: Callable[[int], float],
+        drift: Drift | None = None,
     ) -> None:
         """
         Args:
             predictor: for systems that predict; None where the stage has nothing to train.
             decay: σ of the version difference.
+            drift: what weights are corrected by; None: they aren't.
         """
         self.weights = weights
         self.walk = VersionWalk(variant, 1)
         self.distances = Distances((), ())
         self._predictor = predictor
         self._decay = decay
+        self._drift = drift
+        # The latest version, and how far back the weights in the scratch copy are corrected.
+        self._corrected: tuple[int, int] | None = None
         self._forward = _FORWARD[variant.forward_weights]
         self._backward = _BACKWARD[variant.backward_weights]
-        self._by_forward = variant.stashes
+        self._by_forward = variant.stashes or drift is not None
 
     def forward(self, op: Op, version: int) -> list[Tensor] | None:
         """Weights of a forward, which the walk has just taken."""
@@ -124,6 +130,18 @@ class WeightPolicy:
         tensors = self.weights.between(used, share, reuse=self.walk.last_use(op, used))
         return BackwardPass(mine, latest, tensors)
 
+    def _corrected_backward(self, op: Op, used: int, mine: tuple[int, ...]) -> BackwardPass:
+        latest = self.walk.latest
+        if self._drift is None or used == latest:
+            return BackwardPass(mine, latest, None)
+        scratch = self.weights.scratch()
+        # The other micro-batches of a mini-batch mostly need the same.
+        if self._corrected != (latest, latest - used):
+            into = dict(zip(self.weights.parameters, scratch, strict=True))
+            self._drift.correct(latest - used, into)
+            self._corrected = latest, latest - used
+        return BackwardPass(mine, latest, scratch)
+
 
 _FORWARD: dict[ForwardWeights, Callable[[WeightPolicy, Op, int], list[Tensor] | None]] = {
     "latest": WeightPolicy._at_version,
@@ -138,4 +156,5 @@ _BACKWARD = {
     "forward": WeightPolicy._stashed_backward,
     "predicted": WeightPolicy._predicted_backward,
     "intermediate": WeightPolicy._intermediate_backward,
+    "corrected": WeightPolicy._corrected_backward,
 }

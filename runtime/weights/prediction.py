@@ -37,9 +37,20 @@ class Predictor:
         kept_bytes: of them.
     """
 
-    def __init__(self, prediction: Prediction, optimizer: Optimizer) -> None:
-        """Raises TargetError for an optimizer whose rule isn't known."""
+    def __init__(
+        self,
+        prediction: Prediction,
+        optimizer: Optimizer,
+        share: Callable[[], float] = lambda: 1.0,
+    ) -> None:
+        """
+        Args:
+            share: of the optimizer's learning rates, what the next update has.
+
+        Raises TargetError for an optimizer whose rule isn't known.
+        """
         self.optimizer = optimizer
+        self._share = share
         rules = [rule for kind, rule in _DIRECTIONS[prediction] if isinstance(optimizer, kind)]
         if not rules:
             raise TargetError(
@@ -70,7 +81,7 @@ class Predictor:
         with torch.no_grad():
             for group in self.optimizer.param_groups:
                 sign = -1 if group.get("maximize") else 1
-                rate = float(group["lr"]) * steps * sign
+                rate = float(group["lr"]) * steps * sign * self._share()
                 for p in group["params"]:
                     direction = self._direction(self, p, group)
                     if direction is not None:

@@ -57,31 +57,35 @@ class Sample:
             return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
 
 
+_Together = tuple[int, int | None]
+"""A mini-batch, or one of its micro-batches: what has one backward."""
+
+
 class WeightDistances:
     """Distances between the weights of backwards and those that their forwards used."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._sample = Sample(parameters)
-        self._used: dict[int, int] = {}
-        self._predicted: dict[int, Tensor] = {}
+        self._used: dict[_Together, int] = {}
+        self._predicted: dict[_Together, Tensor] = {}
         self._overwritten: dict[int, Tensor] = {}
 
     def forward(
-        self, mini_batch: int, version: int, latest: int, tensors: Sequence[Tensor] | None
+        self, together: _Together, version: int, latest: int, tensors: Sequence[Tensor] | None
     ) -> None:
-        """A forward begins; a mini-batch's first one counts.
+        """A forward begins; the first one counts of those that have a backward together.
 
         Args:
             tensors: what it runs on: an older version's, or what was predicted from the latest;
                 None: the parameters as they are.
         """
-        if mini_batch in self._used:
+        if together in self._used:
             return
-        self._used[mini_batch] = version
+        self._used[together] = version
         if tensors is None:
             return
         if version == latest:
-            self._predicted[mini_batch] = self._sample.of(tensors)
+            self._predicted[together] = self._sample.of(tensors)
         elif version not in self._overwritten:
             self._overwritten[version] = self._sample.of(tensors)
 
@@ -90,27 +94,21 @@ class WeightDistances:
         if version in self._used.values():
             self._overwritten[version] = self._sample.of(None)
 
-    def backward(
-        self, mini_batch: int, version: int, made: Sequence[Tensor] | None, *, last: bool
-    ) -> float:
+    def backward(self, together: _Together, version: int, made: Sequence[Tensor] | None) -> float:
         """‖W_B − W_F‖ / ‖W_F‖ of a backward.
 
         Args:
-            made: predicted or intermediate weights that it runs on; else None.
-            last: it is the mini-batch's last one.
+            made: predicted, corrected or intermediate weights that it runs on; else None.
         """
-        used, predicted = self._used[mini_batch], self._predicted.get(mini_batch)
+        used, predicted = self._used.pop(together), self._predicted.pop(together, None)
         distance = 0.0
         if made is not None or predicted is not None or used != version:
             before = self._seen(used) if predicted is None else predicted
             now = self._seen(version) if made is None else self._sample.of(made)
             norm = float(before.norm())
             distance = float((now - before).norm()) / norm if norm else 0.0
-        if last:
-            del self._used[mini_batch]
-            self._predicted.pop(mini_batch, None)
-            needed = set(self._used.values())
-            self._overwritten = {v: w for v, w in self._overwritten.items() if v in needed}
+        needed = set(self._used.values())
+        self._overwritten = {v: w for v, w in self._overwritten.items() if v in needed}
         return distance
 
     def _seen(self, version: int) -> Tensor:

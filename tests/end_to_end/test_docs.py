@@ -53,11 +53,16 @@ PLACES = {
     "PROFILE": "profile.json",
     "RUN": "runs/first",
     "TARGET": "digits",
-    **dict.fromkeys(("K", "N", "X", "k"), "2"),
+    **dict.fromkeys(("K", "N", "T", "X", "k"), "2"),
 }
 """What stands for something of the reader's own, and one such thing."""
 FOLDERS = ("profiles", "planner", "runtime", "cli", "tests")
-OF_OTHERS = {"--activation_compression_ratio", "--straight_pipeline", "--requeue"}
+OF_OTHERS = {
+    "--activation_compression_ratio",
+    "--adaptive_momentum",
+    "--requeue",
+    "--straight_pipeline",
+}
 """Options of other programs that pages name."""
 
 

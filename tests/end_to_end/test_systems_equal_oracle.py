@@ -222,6 +222,7 @@ def test_the_oracle_knows_every_system():
         ("pipedream-vertical-sync", 2, 1, "momentum"),
         ("pipedream-2bw", 2, 4, "adam"),
         ("spectrain", 3, 1, "momentum"),
+        ("pipemare", 3, 2, "momentum"),
         ("zb-h1", 3, 4, "sgd"),
     ],
 )

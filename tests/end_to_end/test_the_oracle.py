@@ -335,7 +335,7 @@ def test_versions_held(stages):
     assert held("pipedream-vertical-sync")[0] == [stages] * stages
     assert held("pipedream-2bw", 4)[0] == [min(stages, 2)] * stages
     assert held("spectrain")[0] == held("pipeoptim")[0] == [1] * stages
-    assert held("v-timeprest", 4)[0] == [1] * stages
+    assert held("v-timeprest", 4)[0] == held("pipemare", 2)[0] == [1] * stages
     # To run a forward again, its weights must be kept as if they were stashed.
     assert held("v-timeprest", recompute=True)[0] == down
     assert held("timeprest", recompute=True)[0] == [stages] * stages
@@ -401,6 +401,18 @@ def to_the_own_backward(run, s, b, v):
     return run.versions[s][v] - (b - v) * 0.05 * run.velocity(s, v)
 
 
+def corrected(run, s, b, v, used):
+    """W_v − d·δ_v with δ_v = Σ (1 − γ)·γ^(v − j)·(W_j − W_(j−1)), γ = 0.135^(1 / (S − 1 − s))."""
+    behind = run.stages - 1 - s
+    d = min(b, behind)
+    if not d:
+        return run.versions[s][v]
+    gamma = 0.135 ** (1 / behind)
+    changes = np.diff(run.versions[s][: v + 1], axis=0)
+    shares = (1 - gamma) * gamma ** np.arange(v - 1, -1, -1)
+    return run.versions[s][v] - d * np.tensordot(shares, changes, 1)
+
+
 def in_between(run, s, b, v, used):
     d = min(b, run.stages - 1)
     return run.versions[s][v] + np.exp(-0.5 * d) * (used - run.versions[s][v])
@@ -416,6 +428,7 @@ def in_between(run, s, b, v, used):
         ("spectrain", to_the_round_trips_end, to_the_round_trips_end),
         ("pipeoptim", to_the_own_backward, latest),
         ("v-timeprest", latest, latest),
+        ("pipemare", latest, corrected),
         ("timeprest", entered, latest),
         ("pipedream-unstashed", entered, latest),
         ("timeprest-stashed", entered, stashed),
@@ -437,6 +450,7 @@ def test_one_forward_one_backward_is_a_recurrence(system, forward, backward, sta
         by_hand("momentum"),
         batches,
         rate=0.5,
+        delays=[stages - 1 - s for s in range(stages)],
     )
     oracle.run(text_of("pipedream", stages, 1))
     for s, stage in enumerate(oracle.stages):

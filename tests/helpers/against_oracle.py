@@ -9,7 +9,7 @@ from itertools import count
 import numpy as np
 import pytest
 import torch
-from helpers.oracle import SGD, Adam, Oracle
+from helpers.oracle import SGD, Adam, Oracle, delays, parse
 from timeprest.planner.plan import pipeline_of
 from timeprest.planner.schedules.schedules import make_schedule
 from timeprest.planner.systems.operations import schedule_text
@@ -20,6 +20,9 @@ from timeprest.runtime.run import run
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
 
 STEPS = 12
+LONG = 36
+"""Mini-batches whose middle shows the steady state."""
+
 OPTIMIZERS = {
     "sgd": ({"name": "sgd"}, SGD, {}),
     "momentum": ({"name": "sgd", "momentum": 0.9}, SGD, {"momentum": 0.9}),
@@ -67,12 +70,22 @@ def ask_oracle(plan, asked, optimizer):
         schedule=warmed_up(updates) if asked.warmup else lambda update: 1.0,
         clip=asked.clip_norm,
         counts=getattr(task, "counts", np.ones_like),
+        delays=delays_of(plan),
+        rescheduling=asked.lr_rescheduling,
+        discrepancy=asked.discrepancy_decay if asked.discrepancy_correction else None,
+        stagewise=asked.stagewise_momentum,
     )
     first = 0
     for epoch in epochs:
         oracle.run(schedule_text(make_schedule(pipeline_of(plan), len(epoch))), first)
         first += len(epoch)
     return oracle
+
+
+def delays_of(plan):
+    """Per stage, the oracle's d."""
+    long = schedule_text(make_schedule(pipeline_of(plan), LONG))
+    return delays(parse(long), plan.variant)
 
 
 def batches_by_epoch(task, mini_batch, n, ragged):

@@ -28,6 +28,7 @@ class System:
     backward: "latest"     the stage's latest at this very backward
               "forward"    the very weights that the forward ran on
               "between"    between the forward's weights and the latest
+              "corrected"  the latest, less its mean change for each update since the forward
               "predicted"  as above, from the latest at the backward
     aim:      the version predicted: the stage's when B(0,b) starts, or when its own B(s,b) does
     steps_by: what weights are predicted with: the gradients smoothed, or the optimizer's own step
@@ -57,6 +58,7 @@ SYSTEMS = {
     "pipedream-unstashed": System("entry", "latest"),
     "pipedream-vertical-sync": System("first", "forward"),
     "pipedream-2bw": System("first", "forward"),
+    "pipemare": System("latest", "corrected"),
     "spectrain": System("predicted", "predicted", "B(0,b)", "smoothed gradient"),
     "pipeoptim": System("predicted", "latest", "B(s,b)", "optimizer's step"),
     "timeprest": System("entry", "latest"),
@@ -100,6 +102,9 @@ class SGD:
 
     def direction(self, name, w):
         return self.v[name]
+
+    def raise_momentum(self, share):
+        self.momentum += share * (0.99 - self.momentum)
 
 
 class Adam:
@@ -150,6 +155,10 @@ class Adam:
         corrected = self.m[name] / (1 - self.betas[0] ** self.t[name])
         step = corrected / self._root(name)
         return step + self.weight_decay * w if self.decoupled else step
+
+    def raise_momentum(self, share):
+        b1, b2 = self.betas
+        self.betas = (b1 + share * (0.99 - b1), b2)
 
 
 # Orders --------------------------------------------------------------------------------------
@@ -231,16 +240,46 @@ def distances(order, aim):
     return forward, backward
 
 
+def delays(order, system):
+    """Per stage, d: the most updates that come there between F(s,b,i) and its backward, in the
+    middle of the order."""
+    stages = by_stage(order)
+    # Updates of stage 0 before each micro-batch enters there.
+    entered, updates = {}, 0
+    for kind, b, i in stages[0]:
+        updates += kind == "U"
+        if kind == "F":
+            entered[b, i] = updates
+    last = 1 + max(b for _, b, _ in stages[0])
+    found = []
+    for ops in stages:
+        latest, used, most = 0, {}, 0
+        for kind, b, i in ops:
+            if kind == "F":
+                rules = {"latest": latest, "predicted": latest}
+                rules |= {"entry": entered[b, i], "first": entered[b, 0]}
+                used[b, i] = min(rules[SYSTEMS[system].forward], latest)
+            elif kind == "B" and last // 3 <= b < 2 * last // 3:
+                mine = min(v for (c, k), v in used.items() if c == b and i in (None, k))
+                at = mine if SYSTEMS[system].backward == "forward" else latest
+                most = max(most, at - mine)
+            latest += kind == "U"
+        found.append(most)
+    return found
+
+
 # Training ------------------------------------------------------------------------------------
 
 
 @dataclass
 class OracleStage:
-    """One stage's layers, all its versions, and what it has in flight."""
+    """One stage's layers, all its versions, and what it has in flight; the mean change of its
+    weights."""
 
     layers: list[str]
     versions: list[dict[str, np.ndarray]]
     optimizer: object
+    drift: dict[str, np.ndarray]
     used: dict[tuple[int, int], tuple[int, dict]] = field(default_factory=dict)
     saved: dict[tuple[int, int], list] = field(default_factory=dict)
     parts: dict[tuple[int, int], list] = field(default_factory=dict)
@@ -273,6 +312,10 @@ class Oracle:
         schedule=lambda update: 1.0,
         clip=None,
         counts=np.ones_like,
+        delays=None,
+        rescheduling=0,
+        discrepancy=0.135,
+        stagewise=False,
     ):
         """
         Args:
@@ -288,6 +331,11 @@ class Oracle:
                 up: as its weights are to all weights.
             counts: how much each number of a target counts in the mean of its mini-batch, which
                 is by the weight of all its micro-batches on all replicas.
+            delays: per stage, d; none by default.
+            rescheduling: T; the rate of update t is divided by d^(1 − min(t / T, 1)), d > 1.
+            discrepancy: D; the mean change of the weights keeps D^(1 / d) of what it was. None:
+                nothing is corrected.
+            stagewise: momentum m is m + d·(0.99 − m) / S.
         """
         self.system = SYSTEMS.get(system, system)
         self.batches = batches
@@ -300,9 +348,15 @@ class Oracle:
                 names,
                 [{k: w.copy() for k, w in weights.items() if k.split(".")[0] in names}],
                 optimizer(),
+                {k: 0 * w for k, w in weights.items() if k.split(".")[0] in names},
             )
             for names in stages
         ]
+        self.delays = delays or [0 for _ in stages]
+        self.rescheduling, self.discrepancy = rescheduling, discrepancy
+        for stage, d in zip(self.stages, self.delays, strict=True):
+            if stagewise:
+                stage.optimizer.raise_momentum(d / len(stages))
         self.rates = [stage.optimizer.lr for stage in self.stages]
         self.entry = {}
         self.activations = {}
@@ -437,10 +491,14 @@ class Oracle:
         latest = stage.latest
         if rule == "forward":
             return version, weights, {version}
-        if rule == "latest":
+        if rule == "latest" or (rule == "corrected" and self.discrepancy is None):
             return latest, stage.versions[latest], {latest}
         if rule == "predicted":
             return latest, self._predicted(stage, self.k_backward[s][b]), {latest}
+        if rule == "corrected":
+            d = latest - version
+            corrected = {k: w - d * stage.drift[k] for k, w in stage.versions[latest].items()}
+            return latest, corrected, {latest}
         assert rule == "between"
         sigma = self.significance(latest - version)
         between = {k: w + sigma * (weights[k] - w) for k, w in stage.versions[latest].items()}
@@ -515,12 +573,25 @@ class Oracle:
             share = min(1.0, most / (norm + 1e-6))
             gradients = {name: share * g for name, g in gradients.items()}
         step = optimizer.nesterov_step if self.system.nesterov else optimizer.step
-        optimizer.lr = self.rates[s] * self.schedule(stage.latest)
+        optimizer.lr = self._rate(s)
         latest = stage.versions[stage.latest]
         stage.versions.append({name: step(name, w, gradients[name]) for name, w in latest.items()})
+        if self.delays[s] and self.discrepancy is not None:
+            kept = self.discrepancy ** (1 / self.delays[s])
+            for name, w in stage.versions[-1].items():
+                change = w - latest[name]
+                stage.drift[name] = kept * stage.drift[name] + (1 - kept) * change
         # The next update's, which predictions go by.
-        optimizer.lr = self.rates[s] * self.schedule(stage.latest)
+        optimizer.lr = self._rate(s)
         stage.grads, stage.summed = {}, set()
+
+    def _rate(self, s):
+        """Of the stage's next update."""
+        t, d = self.stages[s].latest, self.delays[s]
+        rate = self.rates[s] * self.schedule(t)
+        if self.rescheduling and d > 1:
+            rate /= d ** (1 - min(t / self.rescheduling, 1))
+        return rate
 
 
 def _norm(arrays):

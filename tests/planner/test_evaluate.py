@@ -215,6 +215,7 @@ def test_versions_and_scratch_copies_are_counted():
         "timeprest",
         "timeprest-stashed",
         "v-timeprest",
+        "pipemare",
     ):
         limits = [min(most, 3 - s) for s, (_, most) in enumerate(limit_ranges(VARIANTS[name], 3))]
         asked = question(chain(3), uniform_cluster(3, **FAST), name)
@@ -231,6 +232,8 @@ def test_versions_and_scratch_copies_are_counted():
     assert held["timeprest"] == held["pipedream-unstashed"] == [0, 0, 100]
     assert held["timeprest-stashed"] == [200, 200, 200]
     assert held["v-timeprest"] == [0, 0, 0]
+    # The mean change of the weights, and what is corrected by it.
+    assert held["pipemare"] == [200, 200, 0]
 
 
 AMOUNTS = st.integers(0, 1000)

@@ -329,3 +329,17 @@ class EndingForward(MLPTask):
                 raise SystemExit(0)
 
         return Ends(super().model())
+
+
+class Adagrad(MLPTask):
+    """Without momentum of any kind."""
+
+    def optimizer(self, parameters):
+        return torch.optim.Adagrad(parameters, lr=0.05)
+
+
+class CyclingMomentum(MLPTask):
+    """Its scheduler sets the momentum."""
+
+    def scheduler(self, optimizer, steps):
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, steps + 1)

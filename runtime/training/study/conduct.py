@@ -33,7 +33,7 @@ from ....profiles.tasks.task import dataset_size
 from ...checkpoint.start import check_settings
 from ...prepare.data import segments
 from ...prepare.tracing import task_to_train
-from ...settings import RunSettings
+from ...settings import RunSettings, given
 from .pool import Processes, ThisProcess, TrainingPool
 from .work import ArmSpec, Asked, Finished, StudyWork, arms_of, check_together
 
@@ -163,7 +163,10 @@ def prospect(
         target=choices.target,
         eval_every=every,
         mixes=mixes,
-        training={name: msgspec.to_builtins(getattr(settings, name)) for name in TRAINED},
+        training={
+            **{name: msgspec.to_builtins(getattr(settings, name)) for name in TRAINED},
+            **given(settings),
+        },
     )
     work = StudyWork(plans=tuple(plans), arms=tuple(arms), settings=settings, eval_every=every)
     return Prospect(question, work, tuple(of_plan), tuple(names), tuple(files))

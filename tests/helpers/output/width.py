@@ -8,7 +8,8 @@ from rich.cells import cell_len
 
 NO_NUMBER = re.compile(r"\b(nan|inf|None)\b", re.IGNORECASE)
 RAW = re.compile(r"\{['\"]|\w+\(\w+=|<\w+ object|0x[0-9a-f]{6}|\[\(|Ellipsis")
-MANY_DIGITS = re.compile(r"\d{7,}|\de\+\d|\d\.\d{5,}")
+MANY_DIGITS = re.compile(r"\d{7,}|\de\+\d|\b(?!0\.0+\d{1,3}\b)\d+\.\d{5,}")
+"""Three that count may stand behind zeros: 0.00999."""
 
 
 def check_fits(text, width, bytes_in_it=()):

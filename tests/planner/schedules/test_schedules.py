@@ -233,6 +233,29 @@ def test_2bw_holds_two_versions(stages, more):
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_pipemare_is_as_deep_as_the_pipeline(stages, n):
+    """D micro-batches ahead of the next backward, however few make a mini-batch: one idle-free
+    period of N forwards and backwards, and ⌈D / N⌉ updates between a forward and its backward."""
+    pipeline = unit_pipeline("pipemare", stages, n)
+    order = make_schedule(pipeline, 6 * stages)
+    assert steady_period_s(simulate(pipeline, order)) == pytest.approx(2 * n)
+    for s, ops in enumerate(order):
+        behind = stages - 1 - s
+        kinds = "".join(op.kind for op in ops if op.kind != "U")
+        assert kinds.startswith("F" * behind + "FBFB"[: 2 * n])
+        use = version_use(pipeline.variant, n, ops)
+        assert (use.most_held, max(use.differences)) == (1, -(-behind // n))
+
+
+def test_limits_hold_pipemare_back():
+    """(L − 1)·N micro-batches ahead of the next backward."""
+    order = make_schedule(unit_pipeline("pipemare", 4, 2, [2, 2, 1, 1]), 8)
+    ahead = ["".join(op.kind for op in ops).index("B") - 1 for ops in order]
+    assert ahead == [2, 2, 0, 0]
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
 def test_spectrain_holds_one_version(stages):
     pipeline = unit_pipeline("spectrain", stages, 1)
     order = make_schedule(pipeline, 4 * stages)
@@ -261,6 +284,7 @@ def test_i_timeprest_holds_a_version_for_each_difference_and_one_more(stages, n)
         ("pipedream", ((1, 4), (1, 3), (1, 2), (1, 1))),
         ("spectrain", ((1, 4), (1, 3), (1, 2), (1, 1))),
         ("pipedream-2bw", ((2, 2), (2, 2), (2, 2), (1, 1))),
+        ("pipemare", ((1, 4), (1, 3), (1, 2), (1, 1))),
         ("pipedream-flush", ((1, 1),) * 4),
         ("gpipe", ((1, 1),) * 4),
     ],

@@ -222,7 +222,14 @@ def _train_counting(prepared, runners, watched, live):
 
 @pytest.mark.parametrize(
     ("variant", "n"),
-    [("i-timeprest", 4), ("i-timeprest", 1), ("spectrain", 1), ("pipeoptim", 1), ("timeprest", 4)],
+    [
+        ("i-timeprest", 4),
+        ("i-timeprest", 1),
+        ("spectrain", 1),
+        ("pipeoptim", 1),
+        ("pipemare", 2),
+        ("timeprest", 4),
+    ],
 )
 def test_plans_count_copies_that_weights_are_made_in(variant, n, mlp_profile, mlp_target, tmp_path):
     """Where stages hold most: older versions, and scratch copies to mix or predict in."""

@@ -1,0 +1,207 @@
+"""What stages make of their delays, against the oracle: rescheduled rates, raised momenta, weights
+corrected by their mean change."""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+import pytest
+import torch
+from helpers.against_oracle import delays_of, train
+from helpers.paths import TESTS
+from helpers.plans import ALL, plan_by_hand, with_times
+from helpers.processes.stopped_runs import check_resumed
+from timeprest.planner.plan import pipeline_of
+from timeprest.planner.schedules.schedules import make_schedule
+from timeprest.planner.systems.variants import VARIANTS
+from timeprest.profiles.errors import TargetError, UserError
+from timeprest.runtime.checkpoint.checkpoint import FREE, settings_checksum
+from timeprest.runtime.records.run_dir import load_weights
+from timeprest.runtime.run import run
+from timeprest.runtime.settings import OptimizerChoice, RunSettings
+from timeprest.runtime.stage.delays import Rescheduling, delay_of
+from timeprest.runtime.stage.optimizer import raise_momentum
+from timeprest.runtime.training import loop as training
+
+ASYNCHRONOUS = [name for name in ALL if not VARIANTS[name].flushes]
+BOTH = {"lr_rescheduling": 7, "stagewise_momentum": True}
+
+
+def plan_of(profile, variant, stages, n, **how):
+    system = VARIANTS[variant]
+    n = 1 if system.whole_mini_batches else max(n, system.least_micro_batches(stages))
+    return plan_by_hand(with_times(profile), variant, stages, n, **how)
+
+
+# Against the oracle ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", ASYNCHRONOUS)
+@pytest.mark.parametrize("option", BOTH)
+def test_each_alone(option, variant, mlp_profile, mlp_target, tmp_path):
+    plan = plan_of(mlp_profile, variant, 4, 2)
+    assert [delay_of(plan, s) for s in range(4)] == delays_of(plan)
+    train(plan, mlp_target, "momentum", tmp_path / "run", **{option: BOTH[option]})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["momentum", "adam", "adamw"])
+@pytest.mark.parametrize(
+    ("variant", "stages", "n"),
+    [
+        (name, stages, n)
+        for name in ASYNCHRONOUS
+        for stages in (2, 3, 4)
+        for n in ((1,) if VARIANTS[name].whole_mini_batches else (2, 4))
+        if n >= VARIANTS[name].least_micro_batches(stages)
+    ],
+)
+def test_both_at_once(variant, stages, n, optimizer, mlp_profile, mlp_target, tmp_path):
+    """With a warm-up and a rate that falls: predictions go by the rate to come."""
+    plan = plan_of(mlp_profile, variant, stages, n)
+    more = {"lr_schedule": "linear", "warmup": 4, **BOTH}
+    train(plan, mlp_target, optimizer, tmp_path / "run", **more)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", [(0, 1, 1, 0), (0, 1, 0, 1)])
+@pytest.mark.parametrize("variant", ["pipemare", "timeprest", "pipeoptim"])
+def test_several_stages_on_a_device(variant, placement, mlp_profile, mlp_target, tmp_path):
+    plan = plan_of(mlp_profile, variant, 4, 2, placement=placement, update_every=2)
+    train(plan, mlp_target, "momentum", tmp_path / "run", **BOTH)
+
+
+@pytest.mark.parametrize("how", [{"discrepancy_correction": False}, {"discrepancy_decay": 0.5}])
+def test_corrections_as_asked(how, mlp_profile, mlp_target, tmp_path):
+    plan = plan_of(mlp_profile, "pipemare", 4, 1)
+    summary = train(plan, mlp_target, "momentum", tmp_path / "run", **how)
+    weights = plan.predicted.stages[0].parameter_bytes
+    corrects = how.get("discrepancy_correction", True)
+    assert summary.stages[0].peak.versions_bytes == (2 * weights if corrects else 0)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_recomputation_keeps_the_forwards_weights(n, mlp_profile, mlp_target, tmp_path):
+    plan = plan_of(mlp_profile, "pipemare", 3, n, recompute=(True, True, False))
+    summary = train(plan, mlp_target, "momentum", tmp_path / "run")
+    for report, predicted in zip(summary.stages, plan.predicted.stages, strict=True):
+        assert report.peak.total <= predicted.memory_bytes
+
+
+@pytest.mark.processes
+def test_in_processes(mlp_profile, mlp_target, tmp_path):
+    plan = plan_of(mlp_profile, "pipemare", 3, 2)
+    train(plan, mlp_target, "adam", tmp_path / "processes", inline=False, **BOTH)
+    train(plan, mlp_target, "adam", tmp_path / "inline", **BOTH)
+    inline = load_weights(tmp_path / "inline")
+    for name, weight in load_weights(tmp_path / "processes").items():
+        assert torch.equal(weight, inline[name]), name
+
+
+def test_replicas_correct_alike(mlp_profile, mlp_target, tmp_path, monkeypatch):
+    """As one worker does that follows their schedule."""
+    plan = plan_of(mlp_profile, "pipemare", 2, 4, replicas=(2, 2))
+    alone = plan_of(mlp_profile, "pipemare", 2, 4)
+    settings = RunSettings(task=mlp_target, steps=12, evaluate=False, lr_rescheduling=5)
+    run(plan, settings, tmp_path / "replicated", inline=True)
+    pipeline = pipeline_of(plan)
+    with monkeypatch.context() as patched:
+        patched.setattr(training, "make_schedule", lambda _, count: make_schedule(pipeline, count))
+        run(alone, settings, tmp_path / "alone", inline=True)
+    assert delays_of(plan) == delays_of(alone) == [1, 0]
+    wanted = load_weights(tmp_path / "alone")
+    for name, weight in load_weights(tmp_path / "replicated").items():
+        torch.testing.assert_close(weight, wanted[name], rtol=0, atol=1e-10)
+
+
+def test_runs_go_on_bit_for_bit(mlp_profile, mlp_target, tmp_path):
+    """With the mean change, and the updates so far."""
+    plan = plan_of(mlp_profile, "pipemare", 3, 1)
+    settings = RunSettings(task=mlp_target, steps=12, checkpoint_every=4, evaluate=False, **BOTH)
+    check_resumed(plan, settings, tmp_path, 9, 12)
+
+
+# Rules -----------------------------------------------------------------------------------------
+
+
+def test_rescheduling():
+    """d^(min(t/T, 1) − 1): one d-th at first, the square root half-way, then all of it."""
+    four = Rescheduling(4, 10)
+    assert [four.share(t) for t in (0, 5, 10, 11)] == pytest.approx([0.25, 0.5, 1, 1])
+    assert {Rescheduling(d, 10).share(0) for d in (0, 1)} == {1.0}
+    assert Rescheduling(4, 0).share(0) == 1.0
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.8)
+    with four.at(0, optimizer):
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.2)
+    assert optimizer.param_groups[0]["lr"] == 0.8
+
+
+def test_raised_momentum():
+    parameters = [torch.zeros(1, requires_grad=True)]
+    for delay, wanted in ((0, 0.9), (2, 0.945), (4, 0.99), (9, 0.99)):
+        sgd = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+        adam = torch.optim.NAdam(parameters, betas=(0.9, 0.99))
+        for optimizer in (sgd, adam):
+            raise_momentum(optimizer, delay, 4)
+        assert sgd.param_groups[0]["momentum"] == pytest.approx(wanted)
+        assert adam.param_groups[0]["betas"] == pytest.approx((wanted, 0.99))
+
+
+def test_rates_are_recorded_as_they_were(mlp_profile, mlp_target, tmp_path):
+    """Of the last stage's last update: at all stages the version difference is 3."""
+    plan = plan_of(mlp_profile, "pipedream-unstashed", 4, 1)
+    settings = RunSettings(
+        task=mlp_target,
+        steps=5,
+        optimizer=OptimizerChoice(name="sgd", lr=0.08),
+        lr_rescheduling=8,
+        evaluate=False,
+    )
+    summary = run(plan, settings, tmp_path / "run", inline=True)
+    assert summary.epochs[-1].lr == pytest.approx(0.08 * 3**-0.5)
+
+
+# Refusals --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("option", BOTH)
+def test_flushes_leave_no_delay(option, mlp_profile, mlp_target, tmp_path):
+    plan = plan_of(mlp_profile, "gpipe", 2, 2)
+    settings = RunSettings(task=mlp_target, steps=2, **{option: BOTH[option]})
+    with pytest.raises(UserError, match=r"^--\S+: gpipe flushes .* leave it out$"):
+        run(plan, settings, tmp_path / "run", inline=True)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "message"),
+    [
+        ("Epochs", {"optimizer": {"name": "sgd", "lr": 0.1}}, "SGD without momentum; it is there"),
+        ("Adagrad", {}, "the optimizer is Adagrad; it is there"),
+        ("CyclingMomentum", {}, "a OneCycleLR, sets the momentum itself"),
+    ],
+)
+def test_momentum_that_cannot_be_raised(name, more, message, mlp_profile, tmp_path):
+    plan = plan_of(mlp_profile, "pipedream", 2, 1)
+    asked = {"task": f"{TESTS / 'tasks/hook_tasks.py'}:{name}", "steps": 3, **more}
+    settings = msgspec.convert({**asked, "stagewise_momentum": True}, RunSettings)
+    with pytest.raises(TargetError, match=message) as error:
+        run(plan, settings, tmp_path / "run", inline=True)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+# Checkpoints of before -------------------------------------------------------------------------
+
+
+def test_settings_of_before_have_the_checksum_they_had(mlp_target):
+    """Their checkpoints are gone on with."""
+    settings = msgspec.structs.replace(RunSettings(task=mlp_target, seed=3, decay_rate=2), **FREE)
+    later = ("lr_rescheduling", "discrepancy_correction", "discrepancy_decay", "stagewise_momentum")
+    text = msgspec.json.decode(msgspec.json.encode(settings))
+    before = {**{k: v for k, v in text.items() if k not in later}, "decay_rate": 2.0}
+    wanted = hashlib.sha256(msgspec.json.encode(before)).hexdigest()
+    assert settings_checksum(settings) == wanted
+    changed = msgspec.structs.replace(settings, lr_rescheduling=5)
+    assert settings_checksum(changed) != wanted
