@@ -106,6 +106,8 @@ def study_lines(study: Study, results: StudyResults, *, verbose: bool) -> list[T
 def target_text(study: Study, results: StudyResults) -> str:
     """``a training loss of 0.412``."""
     metric = study.question.metric
+    if results.target is None:
+        return "a target that there isn't"
     if metric == "accuracy":
         return f"a test accuracy of {results.target:.2%}"
     return f"a {'training' if metric == 'loss' else 'test'} loss of {results.target:.4g}"

@@ -31,7 +31,7 @@ class OverheadAt(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     mini_batches: int
     """Where plain training has that level."""
-    level: float
+    level: float | None
     overhead: Spread | None
     """None: not all seeds get there."""
 
@@ -89,7 +89,8 @@ class Recommendation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 class StudyResults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """All of it, as `--json` prints it."""
 
-    target: float
+    target: float | None
+    """None: plain training diverges at all rates, and none was given."""
     arms: tuple[ArmResult, ...]
     plans: tuple[PlanResult, ...]
     recommendation: Recommendation
@@ -123,8 +124,11 @@ class Reckoning:
         return smoothed(points_of(curve, asked.metric, asked.mini_batch))
 
     def _level(self, steps: float) -> float:
-        """Of plain training after so many mini-batches: the mean over seeds."""
-        found = (value_at(c, steps * self.study.question.mini_batch) for c in self._smooth[PLAIN])
+        """Of plain training after so many mini-batches: the mean over seeds that don't diverge; NaN
+        where all do."""
+        finals = zip(self._smooth[PLAIN], self.study.plain.finals(), strict=True)
+        whole = [points for points, curve in finals if curve.diverged_at is None]
+        found = (value_at(points, steps * self.study.question.mini_batch) for points in whole)
         values = [value for value in found if value is not None]
         return sum(values) / len(values) if values else math.nan
 
@@ -171,7 +175,9 @@ class Reckoning:
         steps = share * self.study.question.steps
         level = self._level(steps)
         return OverheadAt(
-            mini_batches=round(steps), level=level, overhead=self.overhead(arm, level)
+            mini_batches=round(steps),
+            level=None if math.isnan(level) else level,
+            overhead=self.overhead(arm, level),
         )
 
     def seconds(self, arm: str, period_s: float) -> Spread | None:
@@ -234,7 +240,7 @@ def results_of(study: Study) -> StudyResults:
             )
         )
     return StudyResults(
-        target=reckoning.target,
+        target=None if math.isnan(reckoning.target) else reckoning.target,
         arms=arms,
         plans=tuple(plans),
         recommendation=_recommend(study, plans, best.name if best is not None else ""),
@@ -251,6 +257,11 @@ def _at_least(reckoning: Reckoning, plan: StudiedPlan, arm: ArmResult) -> float 
 def _recommend(study: Study, plans: Sequence[PlanResult], best: str) -> Recommendation:
     asked = study.question
     reached = [plan for plan in plans if plan.time_s is not None]
+    if all(curve.diverged_at is not None for curve in study.plain.finals()):
+        return Recommendation(
+            plan=best if reached else None,
+            why="plain training diverges at all rates that were tried: begin with a lower --lr",
+        )
     if not reached:
         return Recommendation(
             plan=None,

@@ -4,6 +4,10 @@ The grid begins with the given rate and its two neighbours. While the best lies 
 more is tried beyond that edge; where it doesn't, the gap beside it is halved (in logarithms), on
 the side of its better neighbour. The last trials go to the other warm-ups, at the best rate. A
 training that diverged is worse than any other; where all have, the grid moves down.
+
+What counts is what the study asks: samples to the target. Where plain training is to set it, plain
+training is tuned to be best after the given steps, so that the baseline is a strong one; and its
+best trial's level is the target that the others are tuned for.
 """
 
 from __future__ import annotations
@@ -12,18 +16,49 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .curves import end_value, points_of, samples_to, smoothed, value_at
+from .study import RISES, Curve, Metric
+
 
 @dataclass(frozen=True)
 class Trial:
     """A training that a rate is judged by.
 
     Attributes:
-        badness: the less, the better; infinite where it diverged.
+        badness: the less, the better (`badness_of`).
     """
 
     rate: float
     warmup: int
-    badness: float
+    badness: tuple[float, float]
+
+
+def badness_of(
+    curve: Curve, metric: Metric, *, target: float | None, steps: int
+) -> tuple[float, float]:
+    """How bad a trial is.
+
+    First those that reach the target, by their samples; then those that don't, by their end; then
+    those that diverged.
+
+    Args:
+        target: None: this is plain training, which sets it: by its value after `steps`.
+    """
+    sign = -1.0 if RISES[metric] else 1.0
+    end = end_value(curve, metric)
+    if end is None:
+        return 2.0, 0.0
+    points = smoothed(points_of(curve, metric, 1))
+    if target is None:
+        return 0.0, sign * level_of(curve, metric, steps)
+    samples = samples_to(points, target, rises=RISES[metric])
+    return (1.0, sign * end) if samples is None else (0.0, samples)
+
+
+def level_of(curve: Curve, metric: Metric, steps: int) -> float:
+    """What a curve has after so many mini-batches, or at its end; a curve without points: NaN."""
+    value = value_at(smoothed(points_of(curve, metric, 1)), steps)
+    return math.nan if value is None else value
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,7 @@ import msgspec
 from torch import nn
 
 from ....planner.plan import Plan, ProfileReference
-from ....planner.study.curves import end_value
 from ....planner.study.study import (
-    RISES,
     Curve,
     Metric,
     Study,
@@ -27,7 +25,15 @@ from ....planner.study.study import (
     plan_names,
     studied,
 )
-from ....planner.study.tuning import Trial, TuningGrid, at_edge, best_trial, next_trials
+from ....planner.study.tuning import (
+    Trial,
+    TuningGrid,
+    at_edge,
+    badness_of,
+    best_trial,
+    level_of,
+    next_trials,
+)
 from ....profiles.errors import TargetError, UserError
 from ....profiles.tasks.task import dataset_size
 from ...checkpoint.start import check_settings
@@ -204,6 +210,7 @@ class _Conductor:
         self._pending: set[Asked] = set()
         self._pool: TrainingPool | None = None
         self._done = 0
+        self._level: float | None = None
 
     def run(self, jobs: int, timeout_s: float) -> Study:
         """Train what is due until nothing is."""
@@ -255,37 +262,57 @@ class _Conductor:
         found = []
         for k in range(len(self._arms)):
             due, trials = self._tuning(k)
-            if not due:
+            if not due and trials:
                 finals = self._finals(k, trials)
                 due = [asked for asked in finals if self._curve(asked) is None]
             found += [asked for asked in due if asked not in self._pending]
         return found
 
     def _tuning(self, arm: int) -> tuple[list[Asked], list[Trial]]:
-        """Of an arm's trials those that are due, and those that are done, from the first on."""
+        """Of an arm's trials those that are due, and all, once they are done.
+
+        Neither: it has to wait for plain training, which sets the target.
+        """
         asked = self._question
         grid = TuningGrid(asked.rate, asked.factor, asked.tune, asked.warmups)
         trials: list[Trial] = []
         while due := next_trials(grid, trials):
-            missing = []
-            for rate, warmup in due:
-                training = Asked(
-                    arm=arm, rate=rate, warmup=warmup, seed=0, length=asked.tune_length
-                )
-                curve = self._curve(training)
-                if curve is None:
-                    missing.append(training)
-                else:
-                    trials.append(Trial(rate, warmup, self._badness(curve)))
+            wanted = [
+                Asked(arm=arm, rate=rate, warmup=warmup, seed=0, length=asked.tune_length)
+                for rate, warmup in due
+            ]
+            curves = [self._curve(training) for training in wanted]
+            missing = [w for w, curve in zip(wanted, curves, strict=True) if curve is None]
             if missing:
-                return missing, trials
+                return missing, []
+            target = self._tuned_for() if arm else asked.target
+            if arm and target is None:
+                return [], []
+            for (rate, warmup), curve in zip(due, curves, strict=True):
+                assert curve is not None
+                badness = badness_of(curve, asked.metric, target=target, steps=asked.steps)
+                trials.append(Trial(rate, warmup, badness))
         return [], trials
 
-    def _badness(self, curve: Curve) -> float:
-        end = end_value(curve, self._question.metric)
-        if end is None:
-            return math.inf
-        return -end if RISES[self._question.metric] else end
+    def _tuned_for(self) -> float | None:
+        """The target that others than plain training are tuned for; None: not known yet."""
+        asked = self._question
+        if asked.target is None and self._level is None:
+            _, trials = self._tuning(0)
+            if trials:
+                best = best_trial(trials)
+                curve = self._curve(
+                    Asked(
+                        arm=0,
+                        rate=best.rate,
+                        warmup=best.warmup,
+                        seed=0,
+                        length=asked.tune_length,
+                    )
+                )
+                assert curve is not None
+                self._level = level_of(curve, asked.metric, asked.steps)
+        return self._level if asked.target is None else asked.target
 
     def _finals(self, arm: int, trials: Sequence[Trial]) -> list[Asked]:
         best, asked = best_trial(trials), self._question

@@ -29,7 +29,14 @@ from timeprest.planner.study.study import (
     read_study,
     write_study,
 )
-from timeprest.planner.study.tuning import Trial, TuningGrid, at_edge, best_trial, next_trials
+from timeprest.planner.study.tuning import (
+    Trial,
+    TuningGrid,
+    at_edge,
+    badness_of,
+    best_trial,
+    next_trials,
+)
 from timeprest.profiles.errors import FileError
 
 # Curves ------------------------------------------------------------------------------------------
@@ -118,7 +125,7 @@ def test_an_interval_holds_its_mean_and_scales(values, factor):
 def tuned(grid, badness):
     done = []
     while due := next_trials(grid, done):
-        done += [Trial(rate, warmup, badness(rate, warmup)) for rate, warmup in due]
+        done += [Trial(rate, warmup, (0.0, badness(rate, warmup))) for rate, warmup in due]
     return done
 
 
@@ -161,6 +168,24 @@ def test_warm_ups_have_their_part_of_the_budget():
     assert [(trial.rate, trial.warmup) for trial in done[4:]] == [(2, 10), (2, 20)]
     assert len(done) == 6
     assert best_trial(done).warmup == 20
+
+
+def test_rates_are_judged_by_what_is_asked():
+    """By samples to the target, then by the end, and last what diverged."""
+    curves = [curve(slow=slow) for slow in (1.0, 1.2, 40, 20)] + [curve(diverged_at=5)]
+    found = [badness_of(each, "loss", target=0.1, steps=STEPS) for each in curves]
+    assert sorted(found) == [found[k] for k in (0, 1, 3, 2, 4)]
+    assert found[0][1] == pytest.approx(99, abs=1)
+    # Plain training, which sets the target, by where it is then.
+    plain = badness_of(curves[0], "loss", target=None, steps=STEPS)
+    assert plain == (0.0, pytest.approx((1 + STEPS) ** -0.5, rel=0.01))
+    rising = curve(tests=tuple(point(k, k / 300) for k in range(1, 301)))
+    assert badness_of(rising, "accuracy", target=0.5, steps=1)[1] == pytest.approx(150)
+    assert badness_of(rising, "accuracy", target=None, steps=150)[1] == pytest.approx(-0.5)
+
+
+def point(mini_batches, accuracy):
+    return EvaluationPoint(mini_batches=mini_batches, figures={"accuracy": accuracy})
 
 
 # Results -----------------------------------------------------------------------------------------
@@ -224,6 +249,16 @@ def test_what_differs_by_less_than_the_seeds_is_equal():
     sure = results_of(study(arms, {"a": 1.0, "c": 3.0})).recommendation
     assert (sure.plan, sure.equal) == ("a", ())
     assert "beyond the seeds' spread" in sure.why
+
+
+def test_without_plain_training_there_is_no_target():
+    wild = [curve(seed, diverged_at=3, losses=(1.0, 2.0)) for seed in range(3)]
+    plain = msgspec.structs.replace(PLAIN_ARM, curves=tuple(wild))
+    found = results_of(study([plain, arm("a", (1, 1, 1))], {"a": 1.0}))
+    assert found.target is None
+    assert found.recommendation.plan is None
+    assert "lower --lr" in found.recommendation.why
+    assert msgspec.json.decode(msgspec.json.encode(found), type=type(found)) == found
 
 
 def test_one_seed_has_no_spread():

@@ -174,7 +174,7 @@
       const best = plans.find((plan) => plan.plan === recommendation.plan);
       host.append(TP.el("p", { class: "verdict" }, best ? [TP.el("strong", {}, best.name), ": "] : null, recommendation.why, "."));
       host.append(TP.el("dl", { class: "tiles" },
-        tile("target", target.metric === "accuracy" ? accuracy(target.level) : TP.number(target.level, 4), known(question.target) ? `${target.metric}, as asked` : `${target.metric}, of plain training after ${TP.number(question.steps)} mini-batches`),
+        tile("target", !known(target.level) ? "–" : target.metric === "accuracy" ? accuracy(target.level) : TP.number(target.level, 4), known(question.target) ? `${target.metric}, as asked` : `${target.metric}, of plain training after ${TP.number(question.steps)} mini-batches`),
         best && best.time_s ? tile("predicted time", TP.figure("time_s", best.time_s.mean, long(best.time_s.mean)), between(best.time_s, long)) : null,
         best ? tile("overhead in samples", overhead(armOf(best)), between(armOf(best).overhead, (v) => v.toFixed(2)) || "over plain training") : null,
         best ? tile("memory", TP.bytes(best.memory_bytes), "of the fullest device") : null,
@@ -206,7 +206,7 @@
       })).filter((one) => one.points.length);
       if (!series.length) continue;
       grid.append(chart({ title, name: `${xLabel.split(" ")[0]}-${metric.replace(" ", "-")}`, series, xLabel, x: xText, y: textOf(metric),
-        goal: metric === target.metric ? target : null,
+        goal: metric === target.metric && known(target.level) ? target : null,
         cap: metric === "accuracy" ? null : 1.25 * series[0].points[0][1] }));
     }
     return grid;
@@ -284,7 +284,7 @@
     name: "rates", title: "Which rates are stable", short: "Rates", order: 5,
     build(host) {
       const { arms, target, question } = study();
-      host.append(TP.el("p", { class: "lead" }, `The ${target.metric} at the end by ${question.rate_of === "learning rate" ? "learning rate" : "rate, as a multiple of the task's own"}. Large: the one chosen. A cross at the top: it diverged.`));
+      host.append(TP.el("p", { class: "lead" }, `The ${target.metric} at the end by ${question.rate_of === "learning rate" ? "learning rate" : "rate, as a multiple of the task's own"}. Large: the one chosen, by samples to the target. A cross at the top: it diverged.`));
       toggled(host, arms.map((arm) => [arm.name, arm.index]), (shown) => chart({
         title: "At the end, seed 0", name: "stability", alone: true, xLabel: question.rate_of, logX: true, y: textOf(target.metric),
         series: arms.filter((arm) => shown(arm.name)).map((arm, k) => ({
