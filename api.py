@@ -14,7 +14,7 @@ import msgspec
 from .planner.cluster.cluster import DEFAULT_BANDWIDTH, DEFAULT_LATENCY, Cluster, uniform_cluster
 from .planner.cluster.contention import with_contention
 from .planner.plan import Plan, check_plan
-from .planner.search.solve import solve
+from .planner.search.solve import MUON, solve
 from .profiles.errors import PlanError, UserError
 from .profiles.profile import Profile
 from .profiles.published.reader import import_profile, is_foreign
@@ -105,7 +105,7 @@ def plan(
     solver: str = "auto",
     time_limit_s: float | None = 60.0,
     update_every: int = 1,
-    optimizer_state: float | None = None,
+    optimizer_state: float | Literal["muon"] | None = None,
     devices: int = 2,
     memory: str | None = None,
     bandwidth: str = DEFAULT_BANDWIDTH,
@@ -132,7 +132,8 @@ def plan(
         pins: stage of each layer that is pinned, by the layer's name; 0 is the first.
         time_limit_s: the search ends then, with the best plan so far; None: no limit.
         update_every: mini-batches per update.
-        optimizer_state: bytes of optimizer state per byte of parameters; as profiled by default.
+        optimizer_state: bytes of optimizer state per byte of parameters, or "muon": 1 of matrices
+            of hidden layers and 2 of others; as profiled by default.
         devices: how many equal ones.
         memory: limit of each device, such as "16GiB"; None: there is none.
         bandwidth, latency: between devices, such as "12GB/s" and "10us".
@@ -165,12 +166,15 @@ def plan(
         own: dict[str, Any] = {"devices": devices, **given}
         # A cluster of one's own says itself how fast its devices are.
         cluster = with_contention(uniform_cluster(**own), profile.together)
+    state: dict[str, Any] = {"optimizer_state_factor": optimizer_state}
+    if optimizer_state == "muon":
+        state = MUON
     return solve(
         profile,
         cluster,
         variant,
         mini_batch=mini_batch,
-        optimizer_state_factor=optimizer_state,
+        **state,
         update_every=update_every,
         tied=tied,
         micro_batches=micro_batches,

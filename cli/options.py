@@ -177,11 +177,20 @@ task_option = options(
 
 optimizer_options = options(
     _setting("ragged", help="Samples that don't fill an epoch's last mini-batch."),
-    choice("--optimizer", ("sgd", "adam", "adamw"), None, "Instead of the task's own; needs --lr."),
+    choice(
+        "--optimizer",
+        ("sgd", "adam", "adamw", "muon"),
+        None,
+        "Instead of the task's own; needs --lr. muon: of matrices of hidden layers; else adamw.",
+    ),
     click.option("--lr", type=Number(0, MAX_FACTOR, min_open=True)),
-    click.option("--momentum", type=Number(0, 1, max_open=True)),
+    click.option(
+        "--momentum", type=Number(0, 1, max_open=True), help="Of sgd; of muon.  [default: 0; 0.95]"
+    ),
     click.option("--nesterov", is_flag=True, default=None, help="Nesterov momentum, of sgd."),
-    click.option("--betas", metavar="B1,B2", help="Of adam and adamw.  [default: 0.9,0.999]"),
+    click.option(
+        "--betas", metavar="B1,B2", help="Of adam, adamw and muon's.  [default: 0.9,0.999]"
+    ),
     click.option("--weight-decay", type=Number(0, MAX_FACTOR)),
     _setting(
         "decay_only", help="Parameters with weight decay; matrices: biases and norms have none."

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+import msgspec
+
 from ..profiles.files import ratio
 from ..profiles.profile import Profile
 from .cluster.cluster import Cluster
@@ -63,6 +65,22 @@ class Question:
     optimizer_state_factor: float
     update_every: int = 1
     tied: Tied = "together"
+    matrix_state_factor: float | None = None
+    """Of matrices of hidden layers, where it is another."""
+
+    @property
+    def least_state_factor(self) -> float:
+        """Bytes of optimizer state per byte of any parameters, at the least."""
+        factor = self.optimizer_state_factor
+        return factor if self.matrix_state_factor is None else min(factor, self.matrix_state_factor)
+
+    def state_bytes(self, cost: StageCost) -> int:
+        """Of the optimizer, on a stage."""
+        factor, others = self.optimizer_state_factor, cost.parameter_bytes
+        if self.matrix_state_factor is None:
+            return round(others * factor)
+        others -= cost.matrix_bytes
+        return round(others * factor + cost.matrix_bytes * self.matrix_state_factor)
 
     @cached_property
     def system(self) -> Variant:
@@ -351,7 +369,7 @@ def _bytes(
     return StageBytes(
         parameters=cost.parameter_bytes,
         buffers=cost.buffer_bytes,
-        optimizer=round(cost.parameter_bytes * question.optimizer_state_factor),
+        optimizer=question.state_bytes(cost),
         scratch=cost.parameter_bytes
         * pipeline.variant.scratch_copies
         * pipeline.variant.makes_weights_on(s, pipeline.stages),
@@ -504,6 +522,11 @@ def make_plan(question: Question, found: Evaluation, report: SolverReport) -> Pl
             ),
             cluster=question.cluster,
             optimizer_state_factor=question.optimizer_state_factor,
+            matrix_state_factor=(
+                msgspec.UNSET
+                if question.matrix_state_factor is None
+                else question.matrix_state_factor
+            ),
             update_every=question.update_every,
             tied=question.tied,
             stages=found.stages,

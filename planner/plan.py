@@ -190,6 +190,8 @@ class Plan(TaggedFile, frozen=True, kw_only=True, tag=FORMAT):
     cluster: Cluster
     optimizer_state_factor: Factor
     """TotalBytes of optimizer state per byte of parameters."""
+    matrix_state_factor: Factor | msgspec.UnsetType = msgspec.UNSET
+    """The same of matrices of hidden layers, where it is another, as Muon's is."""
     update_every: Count = 1
     """Mini-batches per update: their gradients are averaged. Fewer updates, smaller differences."""
     tied: Tied = "together"

@@ -82,6 +82,8 @@ class Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     buffer_bytes: Bytes
     saves: tuple[str, ...]
     """Names of the `storages` among saved_bytes: tensors that other layers may keep too."""
+    matrix_bytes: Bytes | msgspec.UnsetType = msgspec.UNSET
+    """How much of parameter_bytes is matrices of hidden layers, where there are any."""
     measurements: Annotated[tuple[Measurement, ...], Meta(min_length=1)]
 
 

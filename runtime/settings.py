@@ -30,13 +30,14 @@ class OptimizerChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """An optimizer named on the command line instead of the task's own."""
 
     name: str
-    """sgd, adam or adamw."""
+    """sgd, adam, adamw or muon."""
     lr: Annotated[float, Meta(gt=0, le=MAX_FACTOR)]
     momentum: Fraction = 0.0
+    """Of sgd and muon; 0 is torch's own for muon."""
     weight_decay: Factor = 0.0
     nesterov: bool = False
     betas: tuple[Fraction, Fraction] | None = None
-    """Of adam and adamw; None: torch's own."""
+    """Of adam, adamw and muon's AdamW; None: torch's own."""
 
 
 class RunSettings(TaggedFile, frozen=True, kw_only=True, tag=FORMAT):

@@ -12,12 +12,14 @@ import msgspec
 from ...planner.cluster.cluster import Cluster
 from ...planner.cluster.contention import with_contention
 from ...planner.costs.tied_parameters import TIED
-from ...planner.evaluate import Evaluation, Question, gap_between, make_plan
+from ...planner.evaluate import Evaluation, gap_between, make_plan
 from ...planner.partition.solve import SOLVERS
 from ...planner.plan import Plan
 from ...planner.search.choices import RECOMPUTE
 from ...planner.search.pareto import ParetoFront, pareto_point
 from ...planner.search.placed import PLACEMENTS
+from ...planner.search.recheck import question_of
+from ...planner.search.solve import MUON
 from ...planner.search.solve import solve as solve_plan
 from ...planner.study.choose import StudyFigures, TargetPoint, by_time_to_target
 from ...planner.study.study import read_study
@@ -27,7 +29,6 @@ from ...profiles.files import MAX_FACTOR, Kind, check_output, read_file, write_f
 from ...profiles.profile import IMPORTED, Profile, check_profile
 from ..errors import errors_as_lines, output, print_json
 from ..options import (
-    Number,
     Whole,
     choice,
     cluster_of,
@@ -53,6 +54,23 @@ def _count_or_auto(text: str, option: str) -> int | None:
     if not text.isdecimal() or not text.isascii() or not int(text[:9]) >= 1 or len(text) > 9:
         raise UserError(f"{option} {text!r}: give auto or a whole number from 1")
     return int(text)
+
+
+def _state(text: str | None) -> dict[str, float]:
+    """Bytes of optimizer state. Raises UserError for what says none."""
+    if text is None:
+        return {}
+    if text == "muon":
+        return MUON
+    try:
+        factor = float(text)
+        if not 0 <= factor <= MAX_FACTOR:
+            raise ValueError
+    except ValueError:
+        raise UserError(
+            f"--optimizer-state {text!r}: give muon or a number from 0, as 2 for Adam"
+        ) from None
+    return {"optimizer_state_factor": factor}
 
 
 def _pin(text: str) -> tuple[str, int]:
@@ -108,11 +126,10 @@ def _pin(text: str) -> tuple[str, int]:
 )
 @click.option(
     "--optimizer-state",
-    "optimizer_state_factor",
-    type=Number(0, MAX_FACTOR),
+    "optimizer_state",
     metavar="FACTOR",
     help="Bytes of optimizer state per byte of parameters: 0 plain SGD, 1 momentum, "
-    "2 Adam.  [default: as profiled]",
+    "2 Adam; muon: 1 of matrices of hidden layers, 2 of others.  [default: as profiled]",
 )
 @click.option(
     "--study",
@@ -156,6 +173,7 @@ def solve(
         cluster = with_contention(cluster, profile.together)
     for name in ("micro_batches", "stages", "stages_per_device"):
         asked[name] = _count_or_auto(asked[name], f"--{name.replace('_', '-')}")
+    asked |= _state(asked.pop("optimizer_state"))
     asked["replicas"] = asked["replicas"] == "auto"
     asked["pins"] = tuple(map(_pin, asked["pins"]))
     if variant == "all":
@@ -245,15 +263,7 @@ def _chosen(profile: Profile, own: Plan, best: TargetPoint) -> Plan:
     found = best.point.evaluation
     if found.stages == own.stages and found.micro_batches == own.micro_batches:
         return own
-    question = Question(
-        profile,
-        own.cluster,
-        own.variant,
-        own.mini_batch,
-        own.optimizer_state_factor,
-        own.update_every,
-        own.tied,
-    )
+    question = question_of(own, profile)
     report = msgspec.structs.replace(
         own.solver,
         objective_s=found.prediction.period_s,

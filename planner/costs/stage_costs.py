@@ -25,6 +25,7 @@ class StageCost:
         forward_s, backward_s: of one micro-batch; the last stage's hold the loss, and forwards what
             running one costs besides its layers.
         weight_s: its weight part, where the backward is split (`weight_part_s`).
+        matrix_bytes: of its parameters, what is matrices of hidden layers.
         split_s: how much longer both parts take than the backward in one.
         postponed_bytes: gradients that wait for the weight part of one micro-batch.
         kept_bytes: what one micro-batch in flight keeps for its backward.
@@ -43,6 +44,7 @@ class StageCost:
     weight_s: float = 0.0
     split_s: float = 0.0
     postponed_bytes: int = 0
+    matrix_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -259,6 +261,7 @@ class Costs:
             postponed_bytes=sum(
                 self._waiting(layer, m) for layer, m in zip(layers, measured, strict=True)
             ),
+            matrix_bytes=sum(layer.matrix_bytes or 0 for layer in layers),
         )
 
     def _waiting(self, layer: Layer, measured: Measurement) -> int:

@@ -515,7 +515,7 @@ def _counts(
             each = each + problem.serial_s
         yield DeviceCount(each, problem.serial_fixed_s, problem.before_s, problem.after_s)
     graph = relaxation.graph
-    always = (1 + relaxation.question.optimizer_state_factor) * graph.parameter_bytes
+    always = (1 + relaxation.question.least_state_factor) * graph.parameter_bytes
     yield DeviceCount(always + graph.buffer_bytes, in_bytes=True)
 
 

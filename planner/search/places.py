@@ -106,7 +106,7 @@ class PlaceMaker:
         question, in_flight, guess = self.question, self._in_flight, self.assumed.guess
         cluster, variant = question.cluster, question.system
         count, device = len(cluster.devices), cluster.devices[0]
-        gradients = 1.0 + question.optimizer_state_factor
+        gradients = 1.0 + question.least_state_factor
         # A bound doesn't know which stage is the last, that predicts nothing.
         gradients += variant.scratch_copies * guess
         # A version for each mini-batch in flight, where those are the units.
@@ -154,7 +154,7 @@ class PlaceMaker:
         # A stage with devices behind it isn't the last.
         sure = guess or self.every_device
         count, fastest = len(cluster.devices), cluster.fastest_bytes_per_s
-        gradients = 1.0 + question.optimizer_state_factor
+        gradients = 1.0 + question.least_state_factor
         all_reduce, links_before = AllReduceTimes(cluster), _links_from_before(cluster)
         # Each replica of the stage below may have a link to each of this one's.
         side_by_side = not guess and cluster.overlap and self.freedom.replicas

@@ -27,6 +27,21 @@ class Recheck:
     over: str | None
 
 
+def question_of(plan: Plan, profile: Profile) -> Question:
+    """What a plan is an answer to, by the profile that it was made from."""
+    own = plan.matrix_state_factor
+    return Question(
+        profile,
+        plan.cluster,
+        plan.variant,
+        plan.mini_batch,
+        plan.optimizer_state_factor,
+        plan.update_every,
+        plan.tied,
+        None if own is msgspec.UNSET else own,
+    )
+
+
 def recheck(plan: Plan, profile: Profile, where: str = "plan") -> Recheck:
     """Evaluate the plan's own cut, micro-batches and limits from the profile alone.
 
@@ -37,15 +52,7 @@ def recheck(plan: Plan, profile: Profile, where: str = "plan") -> Recheck:
     Raises PlanError when the plan contradicts the profile.
     """
     check_against_profile(plan, profile, where)
-    question = Question(
-        profile,
-        plan.cluster,
-        plan.variant,
-        plan.mini_batch,
-        plan.optimizer_state_factor,
-        plan.update_every,
-        plan.tied,
-    )
+    question = question_of(plan, profile)
     found = evaluate(question, plan.stages, plan.micro_batches)
     period_s = found.prediction.period_s
     bound_s = plan.solver.bound_s if plan.solver.bound_s <= period_s * SAME else 0.0

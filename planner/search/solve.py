@@ -56,6 +56,10 @@ class SearchRequest:
     effort: int = EFFORT
 
 
+MUON = {"optimizer_state_factor": 2.0, "matrix_state_factor": 1.0}
+"""State of Muon, which keeps a momentum for matrices of hidden layers, and of AdamW for others."""
+
+
 def solve(
     profile: Profile,
     cluster: Cluster,
@@ -63,6 +67,7 @@ def solve(
     *,
     mini_batch: int | None = None,
     optimizer_state_factor: float | None = None,
+    matrix_state_factor: float | None = None,
     update_every: int = 1,
     tied: Tied = "together",
     progress: Progress | None = None,
@@ -75,6 +80,7 @@ def solve(
         mini_batch: samples per update; the profile's by default.
         optimizer_state_factor: bytes of optimizer state per byte of parameters; the
             profile's by default.
+        matrix_state_factor: of those that are matrices of hidden layers; the same by default.
         update_every: mini-batches per update.
         tied: "split": layers that share parameters may be on several stages, each with a copy;
             for systems that flush.
@@ -96,7 +102,21 @@ def solve(
         raise PlanError(f"--update-every {update_every}: give at least 1")
     check_tied(variant_named(variant), tied)
     mini_batch = mini_batch or profile.batch_size
-    question = Question(profile, cluster, variant, mini_batch, factor, update_every, tied)
+    if matrix_state_factor is not None and not any(la.matrix_bytes for la in profile.layers):
+        raise PlanError(
+            "--optimizer-state muon: the profile names no matrices of hidden layers, as one of "
+            "before they were looked for; profile again, or give a number"
+        )
+    question = Question(
+        profile,
+        cluster,
+        variant,
+        mini_batch,
+        factor,
+        update_every,
+        tied,
+        matrix_state_factor,
+    )
     request = SearchRequest(**asked)  # type: ignore[arg-type]
     search = explore(question, request, progress or (lambda *_: None), seen)
     placed = _placed(search, request)

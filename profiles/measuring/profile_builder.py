@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
@@ -22,6 +23,7 @@ from ..profile import (
     Totals,
 )
 from ..tracing.graph import OUTPUT, shared_parameters, state_of_layer, tied_layers
+from ..tracing.matrices import hidden_matrices
 from .bench import Bench, relative_error
 
 
@@ -132,21 +134,25 @@ def _has_weights(bench: Bench, k: int) -> bool:
 def _layers(bench: Bench) -> tuple[Layer, ...]:
     seen: set[int] = set()
     saved = bench.cases[-1].saved
+    hidden = {id(p) for p in hidden_matrices(bench.traced, bench.model)}
     layers = []
     for k, nodes in enumerate(bench.traced.layers):
-        sizes = {"parameter": 0, "buffer": 0}
+        sizes = {"parameter": 0, "buffer": 0, "matrix": 0}
         for tensor in state_of_layer(bench.traced, nodes).values():
             # Tied tensors count once, where they are used first.
             if storage_key(tensor) not in seen:
                 seen.add(storage_key(tensor))
                 what = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
                 sizes[what] += tensor.numel() * tensor.element_size()
+                if id(tensor) in hidden:
+                    sizes["matrix"] += tensor.numel() * tensor.element_size()
         layers.append(
             Layer(
                 name=nodes.name,
                 kind=nodes.kind,
                 parameter_bytes=sizes["parameter"],
                 buffer_bytes=sizes["buffer"],
+                matrix_bytes=sizes["matrix"] or msgspec.UNSET,
                 saves=tuple(sorted(key for key in saved.by_layer[k] if isinstance(key, str))),
                 measurements=_measurements(bench, k),
             )

@@ -16,6 +16,7 @@ from ...planner.simulator.pipeline import Pipeline
 from ...profiles.errors import PlanError
 from ...profiles.tasks.task import Task, dataset_size
 from ...profiles.tracing.graph import TracedModel, shared_parameters, tied_layers, values
+from ...profiles.tracing.matrices import hidden_matrices
 from ...profiles.tracing.pieces import Piece, cut
 from ..settings import RunSettings
 from .data import Segment, check_padding, segments
@@ -51,6 +52,7 @@ class PreparedModel:
         names: for each name of a parameter, the first that the model has for it.
         tied: parameters that several stages hold copies of.
         unused: parameters and buffers of the model that no stage uses, under its names.
+        matrices: names of the parameters that are matrices of hidden layers (Muon's).
         loss: what the task's loss gives.
         autocast: dtype of torch.autocast for the forwards; None: off.
     """
@@ -60,6 +62,7 @@ class PreparedModel:
     names: Mapping[str, str]
     tied: tuple[TiedParameters, ...]
     unused: Mapping[str, Tensor]
+    matrices: frozenset[str]
     loss: LossKind
     autocast: torch.dtype | None
 
@@ -125,6 +128,8 @@ def prepare(
         looks = {n: traced.look(n) for n in traced.training}
         loss = kind_of_loss(task, looks[samples[-1]].result, looks[samples[-1]].target)
     specs = {n: look.specs for n, look in looks.items()}
+    hidden = {id(p) for p in hidden_matrices(traced.training[least], model)}
+    matrices = frozenset(name for name, p in model.named_parameters() if id(p) in hidden)
     groups, sent = _laid_on(plan, traced.training[least])
     tell("cutting the model into stages")
     distribution = distribute(pipeline, replicas, shares, sent, specs)
@@ -153,6 +158,7 @@ def prepare(
             names=first_names(model),
             tied=tied,
             unused=_unused(model, chosen),
+            matrices=matrices,
             loss=loss,
             autocast=autocast,
         ),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -36,6 +36,7 @@ from ..prepare.devices import device_kind
 from ..prepare.prepare import Prepared
 from ..prepare.tied_parameters import model_parameters
 from ..settings import OptimizerChoice, RunSettings
+from ..weights.muon import MuonWithAdamW, has_muon
 from .delays import delay_of
 
 ParameterGroups = list[dict[str, Any]]
@@ -50,17 +51,35 @@ def _adam(choice: OptimizerChoice) -> dict[str, Any]:
     return {"lr": choice.lr, "weight_decay": choice.weight_decay, **betas}
 
 
-_MAKERS: dict[str, Callable[[Parameters, OptimizerChoice], torch.optim.Optimizer]] = {
-    "sgd": lambda parameters, o: torch.optim.SGD(
+def _muon(
+    parameters: Parameters, choice: OptimizerChoice, matrices: Iterable[nn.Parameter]
+) -> torch.optim.Optimizer:
+    found = list(parameters)
+    groups = found if found and isinstance(found[0], dict) else [{"params": found}]
+    momentum = {"momentum": choice.momentum} if choice.momentum else {}
+    return MuonWithAdamW(
+        groups,
+        matrices,
+        muon={"lr": choice.lr, "weight_decay": choice.weight_decay, **momentum},
+        adamw=_adam(choice),
+    )
+
+
+_MAKERS: dict[
+    str, Callable[[Parameters, OptimizerChoice, Iterable[nn.Parameter]], torch.optim.Optimizer]
+] = {
+    "sgd": lambda parameters, o, _: torch.optim.SGD(
         parameters,
         lr=o.lr,
         momentum=o.momentum,
         weight_decay=o.weight_decay,
         nesterov=o.nesterov,
     ),
-    "adam": lambda parameters, o: torch.optim.Adam(parameters, **_adam(o)),
-    "adamw": lambda parameters, o: torch.optim.AdamW(parameters, **_adam(o)),
+    "adam": lambda parameters, o, _: torch.optim.Adam(parameters, **_adam(o)),
+    "adamw": lambda parameters, o, _: torch.optim.AdamW(parameters, **_adam(o)),
+    "muon": _muon,
 }
+"""Each from the parameters or groups of them, and those that are matrices of hidden layers."""
 
 OPTIMIZERS = tuple(_MAKERS)
 
@@ -70,7 +89,12 @@ def check_choice(choice: OptimizerChoice) -> OptimizerChoice:
     if choice.name not in _MAKERS:
         known = ", ".join(OPTIMIZERS)
         raise UserError(f"--optimizer: unknown {choice.name!r}; known are {known}")
-    if choice.momentum and choice.name != "sgd":
+    if choice.name == "muon" and not has_muon():
+        raise UserError(
+            f"--optimizer muon: torch {torch.__version__} has none; take torch 2.9 or later, or "
+            "another optimizer"
+        )
+    if choice.momentum and choice.name not in ("sgd", "muon"):
         raise UserError(f"--momentum: {choice.name} has its own; leave it out, or use sgd")
     if choice.nesterov and not choice.momentum:
         raise UserError("--nesterov: goes with --optimizer sgd and a --momentum above 0")
@@ -84,12 +108,14 @@ def make_optimizer(
     settings: RunSettings,
     named: Iterable[tuple[str, nn.Parameter]],
     owner: str = "the model",
+    matrices: Collection[str] = (),
 ) -> torch.optim.Optimizer | None:
     """The optimizer of one stage; None for a stage without parameters to train.
 
     Args:
         named: the stage's parameters under the model's own names.
         owner: the stage, for messages.
+        matrices: names of those of the model that are matrices of hidden layers.
 
     Raises TargetError when the task's own can't be made, isn't over just these parameters, or
         its groups aren't right.
@@ -101,7 +127,8 @@ def make_optimizer(
     parameters = _groups(task, settings, trained)
     choice = settings.optimizer
     if choice is not None:
-        return _MAKERS[choice.name](parameters, choice)
+        hidden = [p for name, p in trained if name in matrices]
+        return _MAKERS[choice.name](parameters, choice, hidden)
     return task_optimizer(task.optimizer, parameters, every, owner)
 
 
@@ -395,7 +422,8 @@ def check_updates(prepared: Prepared) -> None:
 def optimizer_of(prepared: Prepared, s: int) -> Optimizer | None:
     """A stage's optimizer over the weights of `prepared`. Raises as `make_optimizer`."""
     named = model_parameters(prepared.model.pieces[s].module, prepared.model.names)
-    return make_optimizer(prepared.task, prepared.settings, named, f"stage {s}")
+    matrices = prepared.model.matrices
+    return make_optimizer(prepared.task, prepared.settings, named, f"stage {s}", matrices)
 
 
 def hook_warnings(prepared: Prepared) -> list[str]:

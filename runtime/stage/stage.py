@@ -100,7 +100,8 @@ class Stage:
         self.weights = WeightVersions(parameters)
         # Copies of a parameter go by one name, so that parameter groups treat them alike.
         named = model_parameters(self.module, self.names)
-        made = make_optimizer(self.task, settings, named, f"stage {replica.stage}")
+        owner = f"stage {replica.stage}"
+        made = make_optimizer(self.task, settings, named, owner, model.matrices)
         self.optimizer = None if made is None else system_optimizer(prepared, replica.stage, made)
         self.scheduler = make_scheduler(
             self.task, settings, self.optimizer, length_of(prepared.segments)

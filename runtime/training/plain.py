@@ -64,7 +64,8 @@ class PlainTraining:
         self._device = own_device(prepared.plan, settings, 0)
         move([self.model], self._device)
         self.model.train()
-        self.optimizer = make_optimizer(self.task, settings, self.model.named_parameters())
+        named, matrices = self.model.named_parameters(), prepared.model.matrices
+        self.optimizer = make_optimizer(self.task, settings, named, matrices=matrices)
         self._means = MiniBatchMeans(self.model.parameters())
         self._fused = False
         self.scheduler = make_scheduler(

@@ -4,10 +4,11 @@ A prediction is W − k·η·Δ: k updates ahead, η the learning rate of the pa
 direction read from the optimizer's state. Which direction is the system's choice
 (`Variant.prediction`):
 
-- "smoothed-gradient": SpecTrain's v (1809.02839): the momentum buffer of SGD, the first moment of
-  Adam and AdamW.
+- "smoothed-gradient": SpecTrain's v (1809.02839): the momentum buffer of SGD and Muon, the first
+  moment of Adam and AdamW.
 - "optimizer-step": what the optimizer's own rule would step along (PipeOptim, 2312.00839): the
-  momentum buffer of SGD; m̂ / (√v̂ + ε) of Adam, and the decoupled weight decay of AdamW on top.
+  momentum buffer of SGD; m̂ / (√v̂ + ε) of Adam, the orthogonalised momentum of Muon in its scale,
+  and the decoupled weight decay of AdamW and Muon on top.
 
 SGD without momentum has no state: there the last gradient is kept, as it was stepped along.
 Before the first update nothing is known, and the weights themselves are the prediction.
@@ -25,6 +26,7 @@ from torch.optim import SGD, Adam, Optimizer
 from ...planner.systems.variants import Prediction
 from ...profiles.errors import TargetError
 from ..prepare.devices import dense_bytes
+from .muon import MuonWithAdamW, is_muons, orthogonal_step
 
 _Direction = Callable[["Predictor", nn.Parameter, dict[str, Any]], "Tensor | None"]
 
@@ -112,9 +114,30 @@ class Predictor:
             direction = direction.add_(p.detach(), alpha=group["weight_decay"])
         return direction
 
+    def _moments(self, p: nn.Parameter, group: dict[str, Any]) -> Tensor | None:
+        found = Predictor._momentum if is_muons(group) else Predictor._first_moment
+        return found(self, p, group)
+
+    def _muon_or_adam(self, p: nn.Parameter, group: dict[str, Any]) -> Tensor | None:
+        if not is_muons(group):
+            return self._adam(p, group)
+        momentum = self._momentum(p, group)
+        if momentum is None:
+            return None
+        decay = group["weight_decay"]
+        return orthogonal_step(momentum, group).add_(p.detach(), alpha=decay)
+
 
 _DIRECTIONS: dict[Prediction, tuple[tuple[type[Optimizer], _Direction], ...]] = {
-    "smoothed-gradient": ((SGD, Predictor._momentum), (Adam, Predictor._first_moment)),
-    "optimizer-step": ((SGD, Predictor._momentum), (Adam, Predictor._adam)),
+    "smoothed-gradient": (
+        (SGD, Predictor._momentum),
+        (Adam, Predictor._first_moment),
+        (MuonWithAdamW, Predictor._moments),
+    ),
+    "optimizer-step": (
+        (SGD, Predictor._momentum),
+        (Adam, Predictor._adam),
+        (MuonWithAdamW, Predictor._muon_or_adam),
+    ),
 }
 """AdamW is one of Adam's kinds."""

@@ -44,7 +44,6 @@ def options_of(command):
                 "cluster_path": "cluster",
                 "no_overlap": "overlap",
                 "time_limit": "time_limit_s",
-                "optimizer_state_factor": "optimizer_state",
             },
             set(),
         ),

@@ -9,7 +9,7 @@ from itertools import count
 import numpy as np
 import pytest
 import torch
-from helpers.oracle import SGD, Adam, Oracle, delays, parse
+from helpers.oracle import SGD, Adam, Muon, Oracle, delays, parse
 from timeprest.planner.plan import pipeline_of
 from timeprest.planner.schedules.schedules import make_schedule
 from timeprest.planner.systems.operations import schedule_text
@@ -18,6 +18,16 @@ from timeprest.runtime.records.progress import read_losses
 from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
+
+
+def orthogonal_by_torch(matrix):
+    """Muon's own, of a step from zero."""
+    p = torch.nn.Parameter(torch.zeros(matrix.shape, dtype=torch.float64))
+    p.grad = torch.from_numpy(matrix.copy())
+    torch.optim.Muon([p], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False).step()
+    # Its scale by default, that of taller than wide matrices.
+    return -p.detach().numpy() / max(1.0, matrix.shape[0] / matrix.shape[1]) ** 0.5
+
 
 STEPS = 12
 LONG = 36
@@ -38,6 +48,16 @@ OPTIMIZERS = {
         {"name": "adamw", "weight_decay": 0.1},
         Adam,
         {"weight_decay": 0.1, "decoupled": True},
+    ),
+    "muon": (
+        {"name": "muon", "weight_decay": 0.1},
+        Muon,
+        {
+            "weight_decay": 0.1,
+            "matrices": ("l0.weight", "l1.weight", "l2.weight"),
+            # Any rounding to bfloat16 that falls the other way is seen: the rule alone is compared.
+            "orthogonal": orthogonal_by_torch,
+        },
     ),
 }
 """What tp-run is asked for, the oracle's own, and what that one is given."""

@@ -161,6 +161,47 @@ class Adam:
         self.betas = (b1 + share * (0.99 - b1), b2)
 
 
+def bfloat16(x):
+    """Rounded to 8 bits, to nearest and to even."""
+    bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
+    bits = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+    return (bits & np.uint32(0xFFFF0000)).view(np.float32).astype(np.float64)
+
+
+def newton_schulz(g):
+    """Five steps of x ← a·x + (b·s + c·s²)·x, s = x·xᵀ, in bfloat16: about U·Vᵀ of g's U·S·Vᵀ."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    x = bfloat16(g.T if g.shape[0] > g.shape[1] else g)
+    x = bfloat16(x / max(bfloat16(np.linalg.norm(x)), 1e-7))
+    for _ in range(5):
+        s = bfloat16(x @ x.T)
+        x = bfloat16(a * x + bfloat16(b * s + c * s @ s) @ x)
+    return x.T if g.shape[0] > g.shape[1] else x
+
+
+class Muon(Adam):
+    """Nesterov momentum made orthogonal for `matrices`, AdamW for others; decoupled decay."""
+
+    def __init__(self, lr=0.05, weight_decay=0.0, matrices=(), orthogonal=newton_schulz):
+        super().__init__(lr, weight_decay, decoupled=True)
+        self.matrices, self.orthogonal, self.momentum = matrices, orthogonal, 0.95
+
+    def _scaled(self, m):
+        return 0.2 * np.sqrt(max(m.shape)) * self.orthogonal(m)
+
+    def step(self, name, w, g):
+        if name not in self.matrices:
+            return super().step(name, w, g)
+        mu = self.momentum
+        self.m[name] = mu * self.m.get(name, 0) + (1 - mu) * g
+        return self._decayed(w) - self.lr * self._scaled(mu * self.m[name] + (1 - mu) * g)
+
+    def direction(self, name, w):
+        if name not in self.matrices:
+            return super().direction(name, w)
+        return self._scaled(self.m[name]) + self.weight_decay * w
+
+
 # Orders --------------------------------------------------------------------------------------
 
 WORD = re.compile(r"(\d+)([FBWU])(\d+)(?:\.(\d+))?")
