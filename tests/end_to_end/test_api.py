@@ -45,7 +45,8 @@ def options_of(command):
                 "no_overlap": "overlap",
                 "time_limit": "time_limit_s",
             },
-            set(),
+            # For all systems side by side.
+            {"study_path"},
         ),
         (
             "run",
