@@ -66,6 +66,12 @@ _study_options = options(
         help="Trainings that each system has to find its learning rate; 1: takes --lr.",
     ),
     click.option(
+        "--confirm",
+        type=Whole(1, 100),
+        default=2,
+        help="Of the rates tried, the best so many train with all seeds.",
+    ),
+    click.option(
         "--tune-factor",
         type=Number(1, MAX_FACTOR, min_open=True),
         default=2.0,
@@ -205,7 +211,7 @@ def _chosen(first: Plan, asked: dict[str, Any]) -> tuple[dict[str, Any], Any]:
         "factor": asked.pop("tune_factor"),
         "warmups": _warmups(asked.pop("warmups")),
     }
-    names = ("seeds", "longer", "tune", "tune_steps", "eval_every", "uniform_delay")
+    names = ("seeds", "longer", "tune", "confirm", "tune_steps", "eval_every", "uniform_delay")
     chosen |= {name: asked.pop(name) for name in names}
     optimizer = optimizer_choice(asked)
     settings = run_settings(first, optimizer, asked)

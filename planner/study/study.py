@@ -45,7 +45,9 @@ class StudyQuestion(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Mini-batches of a training that a rate is judged by."""
     seeds: Count
     tune: Count
-    """Trainings that each arm has for its rate and warm-up."""
+    """Trainings that each arm has for its rate and warm-up, with seed 0."""
+    confirm: Count
+    """The best so many of them train with all seeds; the best of these counts."""
     rate: Factor
     """Where every grid begins."""
     rate_of: Literal["learning rate", "times the task's own"]

@@ -5,6 +5,9 @@ more is tried beyond that edge; where it doesn't, the gap beside it is halved (i
 the side of its better neighbour. The last trials go to the other warm-ups, at the best rate. A
 training that diverged is worse than any other; where all have, the grid moves down.
 
+One seed may flatter a rate at the edge of stability: so the best few train with all seeds, and the
+best of these is taken.
+
 What counts is what the study asks: samples to the target. Where plain training is to set it, plain
 training is tuned to be best after the given steps, so that the baseline is a strong one; and its
 best trial's level is the target that the others are tuned for.
@@ -33,6 +36,9 @@ class Trial:
     badness: tuple[float, float]
 
 
+DIVERGED = 2.0
+
+
 def badness_of(
     curve: Curve, metric: Metric, *, target: float | None, steps: int
 ) -> tuple[float, float]:
@@ -47,7 +53,7 @@ def badness_of(
     sign = -1.0 if RISES[metric] else 1.0
     end = end_value(curve, metric)
     if end is None:
-        return 2.0, 0.0
+        return DIVERGED, 0.0
     points = smoothed(points_of(curve, metric, 1))
     if target is None:
         return 0.0, sign * level_of(curve, metric, steps)
@@ -103,13 +109,32 @@ def next_trials(grid: TuningGrid, done: Sequence[Trial]) -> list[tuple[float, in
 
 def best_trial(done: Sequence[Trial]) -> Trial:
     """The best; of equal ones, the lowest rate and the shortest warm-up."""
-    return min(done, key=lambda trial: (trial.badness, trial.rate, trial.warmup))
+    return min(done, key=_rank)
 
 
-def at_edge(done: Sequence[Trial]) -> bool:
-    """Whether nothing was tried on one side of the best rate."""
-    rates, best = [trial.rate for trial in done], best_trial(done)
-    return best.rate in (min(rates), max(rates))
+def _rank(trial: Trial) -> tuple[tuple[float, float], float, int]:
+    return trial.badness, trial.rate, trial.warmup
+
+
+def candidates(done: Sequence[Trial], count: int) -> list[Trial]:
+    """The best so many, the best first; those that diverged only where there is no other."""
+    ranked = sorted(done, key=_rank)
+    sound = [trial for trial in ranked if trial.badness[0] < DIVERGED]
+    return (sound or ranked[:1])[:count]
+
+
+def together(over_seeds: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """How bad a rate is over all seeds: how many of them fail first, then the mean over those that
+    fail worst."""
+    worst = max(kind for kind, _ in over_seeds)
+    values = [value for kind, value in over_seeds if kind == worst]
+    return sum(kind for kind, _ in over_seeds), sum(values) / len(values)
+
+
+def at_edge(done: Sequence[Trial], rate: float) -> bool:
+    """Whether nothing was tried on one side of a rate."""
+    rates = [trial.rate for trial in done]
+    return rate in (min(rates), max(rates))
 
 
 def _one_more(grid: TuningGrid, done: Sequence[Trial]) -> float:

@@ -54,7 +54,7 @@ def test_a_study_from_the_command_line(call, tmp_path):
     assert (tmp_path / "found.html").read_text().startswith("<!doctype html>")
     # What is done is there for another question, too; rates are tuned for its target.
     done = set((tmp_path / "found.trainings").iterdir())
-    assert len(done) == 3 * (3 + 1)
+    assert len(done) == 3 * (3 + 2)
     told = json.loads(call(*TRAINING, *SGD, "-o", "found.json", "--target-loss", 0.3, "--json"))
     assert told["results"]["target"] == 0.3
     assert told["study"]["question"]["target"] == 0.3

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -31,8 +31,10 @@ from ....planner.study.tuning import (
     at_edge,
     badness_of,
     best_trial,
+    candidates,
     level_of,
     next_trials,
+    together,
 )
 from ....profiles.errors import TargetError, UserError
 from ....profiles.tasks.task import dataset_size
@@ -60,7 +62,8 @@ class StudyChoices:
     Attributes:
         longer: every training is so many times as long as the steps that set the target.
         tune: trainings for each arm's rate.
-        tune_steps: mini-batches of these; None: as long as the others.
+        confirm: the best so many of these train with all seeds.
+        tune_steps: mini-batches of the others; None: as long as the others.
         factor: between neighbours of a grid of rates.
         warmups: updates that the learning rate rises over; None: as the settings say.
         target: level of `metric`; None: the one that plain training reaches.
@@ -70,6 +73,7 @@ class StudyChoices:
     seeds: int = 3
     longer: float = 1.5
     tune: int = 5
+    confirm: int = 2
     tune_steps: int | None = None
     factor: float = 2.0
     warmups: tuple[int, ...] | None = None
@@ -94,10 +98,10 @@ class Prospect:
     def mini_batches(self) -> int:
         """Of all trainings."""
         asked = self.question
-        finals = asked.seeds * asked.length
+        finals = asked.confirm * asked.seeds * asked.length
         if asked.tune_length == asked.length:
-            # The best trial is a final training.
-            finals -= asked.length
+            # The best trials are among them.
+            finals -= asked.confirm * asked.length
         return len(self.work.arms) * (asked.tune * asked.tune_length + finals)
 
 
@@ -161,6 +165,7 @@ def prospect(
         tune_length=tune_length,
         seeds=choices.seeds,
         tune=choices.tune,
+        confirm=min(choices.confirm, choices.tune),
         rate=1.0 if choice is None else choice.lr,
         rate_of="times the task's own" if choice is None else "learning rate",
         factor=choices.factor,
@@ -259,12 +264,16 @@ class _Conductor:
 
     def _wanted(self) -> list[Asked]:
         """Trainings that are due and not under way."""
-        found = []
+        found: list[Asked] = []
         for k in range(len(self._arms)):
             due, trials = self._tuning(k)
             if not due and trials:
-                finals = self._finals(k, trials)
-                due = [asked for asked in finals if self._curve(asked) is None]
+                due = [
+                    asked
+                    for trial in candidates(trials, self._question.confirm)
+                    for asked in self._finals(k, trial)
+                    if self._curve(asked) is None
+                ]
             found += [asked for asked in due if asked not in self._pending]
         return found
 
@@ -285,39 +294,49 @@ class _Conductor:
             missing = [w for w, curve in zip(wanted, curves, strict=True) if curve is None]
             if missing:
                 return missing, []
-            target = self._tuned_for() if arm else asked.target
-            if arm and target is None:
+            if self._waits(arm):
                 return [], []
             for (rate, warmup), curve in zip(due, curves, strict=True):
                 assert curve is not None
-                badness = badness_of(curve, asked.metric, target=target, steps=asked.steps)
-                trials.append(Trial(rate, warmup, badness))
+                trials.append(Trial(rate, warmup, self._badness(arm, curve)))
         return [], trials
 
-    def _tuned_for(self) -> float | None:
-        """The target that others than plain training are tuned for; None: not known yet."""
-        asked = self._question
-        if asked.target is None and self._level is None:
-            _, trials = self._tuning(0)
-            if trials:
-                best = best_trial(trials)
-                curve = self._curve(
-                    Asked(
-                        arm=0,
-                        rate=best.rate,
-                        warmup=best.warmup,
-                        seed=0,
-                        length=asked.tune_length,
-                    )
-                )
-                assert curve is not None
-                self._level = level_of(curve, asked.metric, asked.steps)
-        return self._level if asked.target is None else asked.target
+    def _waits(self, arm: int) -> bool:
+        """Whether an arm's trials can't be judged yet."""
+        return bool(arm) and self._target() is None
 
-    def _finals(self, arm: int, trials: Sequence[Trial]) -> list[Asked]:
-        best, asked = best_trial(trials), self._question
+    def _badness(self, arm: int, curve: Curve) -> tuple[float, float]:
+        asked = self._question
+        target = self._target() if arm else asked.target
+        return badness_of(curve, asked.metric, target=target, steps=asked.steps)
+
+    def _target(self) -> float | None:
+        """What arms are tuned for; None: plain training hasn't set it yet."""
+        asked = self._question
+        if asked.target is not None:
+            return asked.target
+        if self._level is None and (best := self._best(0)) is not None:
+            curves = [self._curve(training) for training in self._finals(0, best)]
+            levels = [level_of(c, asked.metric, asked.steps) for c in curves if c is not None]
+            self._level = sum(levels) / len(levels)
+        return self._level
+
+    def _best(self, arm: int) -> Trial | None:
+        """The rate and warm-up of an arm; None: all that it takes isn't trained yet."""
+        _, trials = self._tuning(arm)
+        judged = []
+        for trial in candidates(trials, self._question.confirm):
+            curves = [self._curve(asked) for asked in self._finals(arm, trial)]
+            if None in curves:
+                return None
+            over_seeds = [self._badness(arm, curve) for curve in curves if curve is not None]
+            judged.append(replace(trial, badness=together(over_seeds)))
+        return best_trial(judged) if judged else None
+
+    def _finals(self, arm: int, trial: Trial) -> list[Asked]:
+        asked = self._question
         return [
-            Asked(arm=arm, rate=best.rate, warmup=best.warmup, seed=seed, length=asked.length)
+            Asked(arm=arm, rate=trial.rate, warmup=trial.warmup, seed=seed, length=asked.length)
             for seed in range(asked.seeds)
         ]
 
@@ -337,13 +356,16 @@ class _Conductor:
 
     def _arm(self, k: int, arm: ArmSpec) -> StudyArm:
         _, trials = self._tuning(k)
-        finals, best = self._finals(k, trials), best_trial(trials)
-        length = self._question.tune_length
+        best, asked = self._best(k), self._question
+        assert best is not None
+        finals = self._finals(k, best)
         tried = [
-            Asked(arm=k, rate=trial.rate, warmup=trial.warmup, seed=0, length=length)
+            Asked(arm=k, rate=trial.rate, warmup=trial.warmup, seed=0, length=asked.tune_length)
             for trial in trials
         ]
-        tuning = [self._known[asked] for asked in tried if asked not in finals]
+        for trial in candidates(trials, asked.confirm):
+            tried += [each for each in self._finals(k, trial) if each not in tried]
+        tuning = [self._known[each] for each in tried if each not in finals]
         return StudyArm(
             name=arm.name,
             kind=arm.kind,
@@ -352,10 +374,10 @@ class _Conductor:
             delay=arm.delay,
             rate=best.rate,
             warmup=best.warmup,
-            at_edge=at_edge([t for t in trials if t.warmup == self._question.warmups[0]]),
+            at_edge=at_edge([t for t in trials if t.warmup == asked.warmups[0]], best.rate),
             curves=(
                 *(msgspec.structs.replace(curve, phase="tuning") for curve in tuning),
-                *(self._known[asked] for asked in finals),
+                *(self._known[each] for each in finals),
             ),
         )
 

@@ -47,6 +47,7 @@ def study(arms, periods, memory=None, seeds=3, plans=None, **question):
         "tune_length": LENGTH,
         "seeds": seeds,
         "tune": 1,
+        "confirm": 1,
         "rate": 0.1,
         "rate_of": "learning rate",
         "factor": 2.0,

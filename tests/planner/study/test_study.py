@@ -35,7 +35,9 @@ from timeprest.planner.study.tuning import (
     at_edge,
     badness_of,
     best_trial,
+    candidates,
     next_trials,
+    together,
 )
 from timeprest.profiles.errors import FileError
 
@@ -146,8 +148,8 @@ def test_a_grid_moves_on_while_its_best_is_at_an_edge():
     done = tuned(TuningGrid(0.1, 2, 7, (0,)), lambda rate, _: abs(math.log(rate / 1.6)))
     assert [trial.rate for trial in done] == [0.1, 0.2, 0.05, 0.4, 0.8, 1.6, 3.2]
     assert best_trial(done).rate == 1.6
-    assert not at_edge(done)
-    assert at_edge(done[:-1])
+    assert not at_edge(done, 1.6)
+    assert at_edge(done[:-1], 1.6)
 
 
 def test_a_grid_halves_the_gap_beside_its_best():
@@ -158,7 +160,7 @@ def test_a_grid_halves_the_gap_beside_its_best():
 def test_where_all_diverge_rates_fall():
     done = tuned(TuningGrid(1, 10, 5, (0,)), lambda rate, _: math.inf)
     assert [trial.rate for trial in done] == [1, 10, 0.1, 0.01, 0.001]
-    assert at_edge(done)
+    assert at_edge(done, 0.001)
 
 
 def test_warm_ups_have_their_part_of_the_budget():
@@ -182,6 +184,17 @@ def test_rates_are_judged_by_what_is_asked():
     rising = curve(tests=tuple(point(k, k / 300) for k in range(1, 301)))
     assert badness_of(rising, "accuracy", target=0.5, steps=1)[1] == pytest.approx(150)
     assert badness_of(rising, "accuracy", target=None, steps=150)[1] == pytest.approx(-0.5)
+
+
+def test_the_best_rates_are_confirmed_by_all_seeds():
+    done = [
+        Trial(rate, 0, bad) for rate, bad in ((1, (0, 5)), (2, (0, 4)), (3, (2, 0)), (4, (1, 9)))
+    ]
+    assert [trial.rate for trial in candidates(done, 2)] == [2, 1]
+    assert [trial.rate for trial in candidates(done, 9)] == [2, 1, 4]
+    assert [trial.rate for trial in candidates(done[2:3], 2)] == [3]
+    # A seed that fails counts more than how good the others are.
+    assert together([(0, 9), (0, 7)]) == (0, 8) < together([(0, 1), (1, 2)]) == (1, 2)
 
 
 def point(mini_batches, accuracy):

@@ -50,7 +50,8 @@
     if (goal) ys.push(goal.level);
     const xs = all.flatMap((p) => [p[0], ...(p.wide || [])]);
     let [low, high] = range(ys.length ? ys : [0, 1], 0.06);
-    let [left, right] = logX ? [Math.min(...xs) / 1.15, Math.max(...xs) * 1.15] : zero ? [0, Math.max(...xs) * 1.06] : range(xs, 0);
+    const beside = all.some((p) => p.tall) ? 0.04 : 0;
+    let [left, right] = logX ? [Math.min(...xs) / 1.15, Math.max(...xs) * 1.15] : zero ? [0, Math.max(...xs) * 1.06] : range(xs, beside);
     if (zero) low = 0;
     const X = scale(left, right, LEFT, WIDTH - RIGHT, { log: logX, count: 5 });
     const Y = scale(low, high, HEIGHT - BOTTOM, TOP, { count: 5 });
@@ -70,6 +71,7 @@
       TP.el("text", { class: "goal-text", x: WIDTH - RIGHT - 2, y: Y.place(goal.level) - 5, "text-anchor": "end" }, "target"));
     if (front && front.length > 1) svg.append(TP.el("path", { class: "front",
       d: front.map(([a, b], k) => `${k ? "L" : "M"}${X.place(a).toFixed(1)} ${Y.place(b).toFixed(1)}`).join("") }));
+    const tall = series.filter((one) => one.points.some((p) => p.tall));
     for (const one of series) {
       const points = one.points.filter((p) => known(p[1]));
       const at = (p, k) => `${X.place(p[0]).toFixed(1)} ${inside(Y.place(p[k])).toFixed(1)}`;
@@ -80,7 +82,11 @@
         "stroke-dasharray": dash(one.index), d: `M${points.map((p) => at(p, 1)).join("L")}` }));
       if (one.dots) for (const p of points) {
         if (p.wide) svg.append(TP.el("line", { x1: X.place(p.wide[0]), x2: X.place(p.wide[1]), y1: Y.place(p[1]), y2: Y.place(p[1]), stroke: colour(one.index), "stroke-width": 1.6 }));
-        if (p.tall) svg.append(TP.el("line", { x1: X.place(p[0]), x2: X.place(p[0]), y1: inside(Y.place(p.tall[0])), y2: inside(Y.place(p.tall[1])), stroke: colour(one.index), "stroke-width": 1.6 }));
+        if (p.tall) {
+          // Side by side, so that none hides another.
+          const a = X.place(p[0]) + 5 * (tall.indexOf(one) - (tall.length - 1) / 2);
+          svg.append(TP.el("line", { x1: a, x2: a, y1: inside(Y.place(p.tall[0])), y2: inside(Y.place(p.tall[1])), stroke: colour(one.index), "stroke-width": 1.6, opacity: 0.55 }));
+        }
         svg.append(TP.el("circle", { cx: X.place(p[0]), cy: Y.place(p[1]), r: p.chosen ? 5 : 3.2, fill: p.hollow ? "var(--paper)" : colour(one.index), stroke: colour(one.index), "stroke-width": 1.8 },
           TP.el("title", {}, p.text || `${one.name}: ${yText(p[1])}`)));
       }
