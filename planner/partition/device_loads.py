@@ -3,7 +3,8 @@
 A cut is a chain of downsets as in `problem`; a placement says which device runs which of its S
 stages. A device's load is the sum of its stages', which lie apart in the chain: no program over the
 chain alone finds the best. So cuts are listed: stage by stage, none that can't stay below a target
-any more, on the stage's device or on all together that are still to get stages.
+any more, on the stage's device, on the wires between it and the device of the stage before, or on
+all devices together that are still to get stages.
 
 Index letters: D downsets; S stages; s stage; d device.
 """
@@ -11,7 +12,7 @@ Index letters: D downsets; S stages; s stage; d device.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import inf
 from time import monotonic
@@ -26,6 +27,9 @@ MOST_STEPS = 60_000
 """Stages that are begun while cuts below one target are listed; with more, not all are."""
 
 _ROUNDING = 1 + 1e-12
+
+_Wires = dict[tuple[int, int], float]
+"""Seconds for which messages keep the wire from one device to another, per period."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +52,22 @@ class DeviceCount:
     in_bytes: bool = False
 
 
+@dataclass(frozen=True)
+class SentOn:
+    """A tensor that goes from the device of one stage to that of the next.
+
+    Attributes:
+        maker: the layer that makes it.
+        users: bit mask of those that use it.
+        there_s, back_s: of it, and of its gradients, on the fastest wire.
+    """
+
+    maker: int
+    users: int
+    there_s: float
+    back_s: float
+
+
 class _Sums:
     """A `DeviceCount` over each downset, [D]."""
 
@@ -66,7 +86,7 @@ class _Sums:
 class PlacedCut:
     """Attributes:
     downsets: bit masks of the S + 1 downsets, the empty one first.
-    load_s: of the busiest device.
+    load_s: of the busiest device, or wire.
     """
 
     downsets: tuple[int, ...]
@@ -89,6 +109,7 @@ class StageEnds:
         heads[[next(members(group)) for group in self.groups]] = 1.0
         self.ranks = self.sums(heads)
         self.above = lru_cache(maxsize=4096)(self._above)
+        self.holding = lru_cache(maxsize=4096)(self._holding)
 
     @property
     def top(self) -> int:
@@ -109,6 +130,13 @@ class StageEnds:
         holds[below] = False
         return np.flatnonzero(holds)
 
+    def _holding(self, layers: int) -> NDArray[np.bool_]:
+        """Which downsets hold some of these layers, [D]."""
+        found = np.zeros(self.lattice.size, dtype=bool)
+        for layer in members(layers):
+            found |= self.lattice.column(layer)
+        return found
+
     def shifted(self, downsets: Sequence[int]) -> Iterator[tuple[int, ...]]:
         """Every cut that has one group of layers on the stage before or behind its own."""
         for s in range(1, len(downsets) - 1):
@@ -128,10 +156,23 @@ class StageEnds:
 class Counted:
     """Where stages may end, with what layers add to devices, made once for all placements."""
 
-    def __init__(self, places: StageEnds, counts: Sequence[DeviceCount]) -> None:
+    def __init__(
+        self, places: StageEnds, counts: Sequence[DeviceCount], sent: Sequence[SentOn] = ()
+    ) -> None:
         """`counts`: the first is that of shares of the work."""
-        self.places = places
+        self.places, self._sent = places, sent
         self.sums = tuple(_Sums(places, count) for count in counts)
+        self.sent_s = sum(tensor.there_s + tensor.back_s for tensor in sent)
+        self.crossing = lru_cache(maxsize=4096)(self._crossing)
+
+    def _crossing(self, position: int) -> list[SentOn]:
+        """The tensors that are made in a downset and used beyond it, there alone."""
+        inside = self.places.lattice.masks[position]
+        return [
+            replace(tensor, users=tensor.users & ~inside)
+            for tensor in self._sent
+            if inside >> tensor.maker & 1 and tensor.users & ~inside
+        ]
 
     def least_s(self, speeds: Sequence[float]) -> float:
         """No cut over these devices has a smaller load, whatever the placement."""
@@ -150,6 +191,7 @@ class PlacedCuts:
         placement: per stage, its device.
         pins: (layer, stage).
         memory: of the devices, in bytes; None: not limited.
+        pace: of the wire from one device to another, the time over the fastest wire's.
     """
 
     def __init__(
@@ -159,11 +201,13 @@ class PlacedCuts:
         placement: Sequence[int],
         pins: Sequence[tuple[int, int]] = (),
         memory: Sequence[int | None] = (),
+        pace: Callable[[int, int], float] = lambda a, b: 1.0,
     ) -> None:
         limits = memory or [None] * len(speeds)
         # A byte for what is rounded.
         self._memory = [inf if m is None else m * FITS + len(placement) for m in limits]
         self.places, self.counts = counted.places, counted.sums
+        self._counted, self._pace = counted, pace
         self.speeds, self.placement, self._pins = speeds, tuple(placement), tuple(pins)
         self.least_s, self.stages = counted.least_s(speeds), len(self.placement)
         self._opens = [d not in self.placement[:s] for s, d in enumerate(self.placement)]
@@ -172,12 +216,14 @@ class PlacedCuts:
     @cached_property
     def most_s(self) -> float:
         """No load is larger."""
-        return max(
+        busiest_s = max(
             float(c.inside[-1] + self.stages * c.fixed) / min(self.speeds)
             + float(c.before[-1] + c.after[0])
             for c in self.counts
             if not c.in_bytes
         )
+        paces = (self._pace(a, b) for a in set(self.placement) for b in set(self.placement))
+        return max(busiest_s, self._counted.sent_s * max(paces))
 
     @cached_property
     def _allowed(self) -> list[NDArray[np.bool_]]:
@@ -216,27 +262,31 @@ class PlacedCuts:
         used = [[0.0] * len(self.speeds) for _ in self.counts]
         steps = [MOST_STEPS]
 
-        def extend(s: int, chain: tuple[int, ...], used: list[list[float]]) -> bool:
+        def extend(s: int, chain: tuple[int, ...], used: list[list[float]], wires: _Wires) -> bool:
             steps[0] -= 1
             if steps[0] < 0 or (deadline is not None and monotonic() > deadline):
                 return False
             d = self.placement[s]
             positions, loads = self._ends(s, chain[-1], used, room)
+            carried = self._carried(s, chain, positions, wires)
             for k, position in enumerate(positions.tolist()):
+                busy = wires | {wire: float(seconds[k]) for wire, seconds in carried.items()}
+                if any(busy[wire] > target_s for wire in carried):
+                    continue
                 mine = [list(row) for row in used]
                 for row, load in zip(mine, loads, strict=True):
                     row[d] = float(load[k])
                 if s == self.stages - 1:
-                    load_s = self._load_s(mine)
+                    load_s = max(self._load_s(mine), *busy.values(), 0.0)
                     if load_s > over_s:
                         masks = self.places.lattice.masks
                         downsets = tuple(masks[p] for p in (*chain, position))
                         found.append(PlacedCut(downsets, load_s))
-                elif not extend(s + 1, (*chain, position), mine):
+                elif not extend(s + 1, (*chain, position), mine, busy):
                     return False
             return True
 
-        complete = extend(0, (0,), used)
+        complete = extend(0, (0,), used, {})
         found.sort(key=lambda cut: (cut.load_s, cut.downsets))
         return found, complete, MOST_STEPS - max(steps[0], 0)
 
@@ -261,6 +311,28 @@ class PlacedCuts:
             keep &= rest <= left + (most[d] - load if d in open_after else 0.0)
             loads.append(load)
         return ends[keep], [load[keep] for load in loads]
+
+    def _carried(
+        self, s: int, chain: Sequence[int], ends: Positions, wires: _Wires
+    ) -> dict[tuple[int, int], Vector]:
+        """What wires carry that stage s and the one before it exchange messages over, in s, for
+        each of the downsets at which stage s may end. What passes stages by isn't counted.
+
+        Args:
+            chain: positions of the downsets below stage s, the empty one first.
+            wires: what they carry besides.
+        """
+        if not s or self.placement[s] == self.placement[s - 1]:
+            return {}
+        a, b = self.placement[s - 1], self.placement[s]
+        before = self.places.lattice.masks[chain[-2]]
+        there, back = (np.full(len(ends), wires.get(wire, 0.0)) for wire in ((a, b), (b, a)))
+        for tensor in self._counted.crossing(chain[-1]):
+            if not before >> tensor.maker & 1:
+                used = self.places.holding(tensor.users)[ends]
+                there += used * (tensor.there_s * self._pace(a, b))
+                back += used * (tensor.back_s * self._pace(b, a))
+        return {(a, b): there, (b, a): back}
 
     def _load_s(self, used: list[list[float]]) -> float:
         return max(

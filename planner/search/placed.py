@@ -16,21 +16,31 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, combinations, pairwise
 
+import msgspec
 import numpy as np
 
 from ...profiles.errors import PlanError
 from ..cluster.cluster import Cluster
 from ..costs.layer_graph import held_together
+from ..costs.stage_costs import sized
 from ..evaluate import Evaluation
-from ..partition.device_loads import Counted, DeviceCount, PlacedCuts, StageEnds, improved
+from ..partition.device_loads import (
+    Counted,
+    DeviceCount,
+    PlacedCuts,
+    SentOn,
+    StageEnds,
+    improved,
+)
 from ..partition.dp.lattice import Lattice, joined, lattice_of
 from ..partition.ilp.assignment import solve_noncontiguous
 from ..partition.placings import pattern
 from ..partition.problem import SAME, Place, StageProblem, members
-from ..partition.solve import DpSource
+from ..partition.solve import DpSource, Enough
 from ..systems.placement import Pattern, placements
 from ..systems.variants import Variant
-from .choices import Branch, Choice, PlacedBranch
+from .budget import CLOSE
+from .choices import Branch, Choice, Freedom, PlacedBranch
 from .places import Assumptions
 from .relaxation import Relaxation
 from .state import SearchState
@@ -54,6 +64,9 @@ _STEP, _FASTER = 1.0005, 2.0
 
 _BOUND_S, _BOUND_GAP = 2.0, 1e-3
 """For a bound on any number of stages on each device: time, and what is close enough."""
+
+_APART_S = 1.0
+"""For a cut as if each stage had a device of its own."""
 
 _MOST_MOVES = 120
 """Tries to move layers of a plan."""
@@ -365,15 +378,22 @@ class PlacedSearch:
         key = micro_batches, recompute
         if key not in self._counted:
             counts = list(_counts(self.search.relaxation, micro_batches, recompute=recompute))
-            self._counted[key] = Counted(self._places, counts)
+            sent = _sent(self.search.relaxation, micro_batches)
+            self._counted[key] = Counted(self._places, counts, sent)
         return self._counted[key]
 
     def _cuts(self, branch: PlacedBranch) -> PlacedCuts:
-        devices = self.search.question.cluster.devices
+        cluster = self.search.question.cluster
+        devices, fastest = cluster.devices, cluster.fastest_bytes_per_s
         speeds = [devices[d].speed for d in branch.devices]
         counted = self._count(branch.micro_batches, recompute=branch.recompute)
         room = [devices[d].memory_bytes for d in branch.devices]
-        return PlacedCuts(counted, speeds, branch.placement, self._pins, room)
+
+        def pace(a: int, b: int) -> float:
+            link = cluster.link(branch.devices[a], branch.devices[b])
+            return fastest / link.bandwidth_bytes_per_s
+
+        return PlacedCuts(counted, speeds, branch.placement, self._pins, room, pace)
 
     def _least_s(self, micro_batches: int) -> float:
         """No plan with so many micro-batches has a shorter period, whatever the placement."""
@@ -389,11 +409,12 @@ class PlacedSearch:
     def _explore(self, courses: Sequence[_Course]) -> None:
         """Try cuts from the lowest loads on, a little further in one branch after another."""
         search = self.search
-        for course in sorted(courses, key=lambda c: (c.below_s, c.cuts.stages)):
-            downsets = course.cuts.even() if self._may_gain(course) else None
-            if downsets is not None:
-                self._try(course, downsets)
-        self._move(courses)
+        for start in (self._even, self._apart):
+            for course in sorted(courses, key=lambda c: (c.below_s, c.cuts.stages)):
+                downsets = start(course) if self._may_gain(course) else None
+                if downsets is not None:
+                    self._try(course, downsets)
+            self._move(courses)
         while going := [c for c in courses if not c.stuck and self._may_gain(c)]:
             self._go_on(min(going, key=lambda c: (c.below_s, c.cuts.stages)))
         if any(course.stuck for course in courses):
@@ -401,6 +422,28 @@ class PlacedSearch:
         for course in courses:
             if not course.stuck:
                 course.below_s = max(course.below_s, search.period_s)
+
+    def _even(self, course: _Course) -> tuple[int, ...] | None:
+        """A cut with about as much work for each stage as its device has time for."""
+        return course.cuts.even()
+
+    def _apart(self, course: _Course) -> tuple[int, ...] | None:
+        """The best cut as if each stage had a device of its own, and wires for itself; None where
+        none is found."""
+        search, branch = self.search, course.branch
+        question, stages = search.question, len(branch.placement)
+        devices = tuple(question.cluster.devices[branch.devices[d]] for d in branch.placement)
+        cluster = msgspec.structs.replace(question.cluster, devices=devices)
+        alone = Relaxation(replace(question, cluster=cluster), Freedom(), search.relaxation.graph)
+        each = max(map(branch.placement.count, branch.placement))
+        assumed = Assumptions(guess=True, memory_share=1 / each)
+        problem = alone.problem(Branch(branch.micro_batches, stages, tuple(self._pins)), assumed)
+        left = search.budget.seconds_left
+        seconds = _APART_S if left is None else min(_APART_S, left / 4)
+        cut = search.source.best(problem, Enough(seconds, within=CLOSE)).cut
+        if cut is None:
+            return None
+        return (0, *accumulate((stage.layers for stage in cut.stages), int.__or__))
 
     def _may_gain(self, course: _Course) -> bool:
         return course.below_s * SAME < self.search.period_s
@@ -517,6 +560,22 @@ def _counts(
     graph = relaxation.graph
     always = (1 + relaxation.question.least_state_factor) * graph.parameter_bytes
     yield DeviceCount(always + graph.buffer_bytes, in_bytes=True)
+
+
+def _sent(relaxation: Relaxation, micro_batches: int) -> list[SentOn]:
+    """What layers send to others in a period, over the fastest wires that there are."""
+    question, graph = relaxation.question, relaxation.graph
+    size = -(-question.mini_batch // micro_batches)
+    found = []
+    for tensor in graph.tensors:
+        edge, maker = tensor.edge, tensor.ends & -tensor.ends
+        nbytes = micro_batches * sized(edge.fixed_bytes, edge.bytes_per_sample, size)
+        there_s = nbytes / question.cluster.fastest_bytes_per_s
+        # The result leaves no stage.
+        users = tensor.ends & ~maker & ((1 << len(graph.names)) - 1)
+        back_s = there_s if edge.needs_grad else 0.0
+        found.append(SentOn(maker.bit_length() - 1, users, there_s, back_s))
+    return found
 
 
 def _without_limit(problem: StageProblem) -> Callable[[int, int], Place]:

@@ -134,6 +134,26 @@ def test_what_does_not_fit_says_what_lacks():
     )
 
 
+def test_cuts_that_a_wire_is_too_slow_for_are_passed_over():
+    sizes = (9, 8, 2, 7, 9, 1, 8, 6, 3)
+    layers = [(f"n{k}", 0, 1e-3, 2e-3, 0, []) for k in range(10)]
+    edges = [(f"n{k}", f"n{k + 1}", f"t{k}", 1000 * size) for k, size in enumerate(sizes)]
+    plan = solve(
+        profile_by_hand(layers, [*edges, ("n9", "output", "t", 8)]),
+        uniform_cluster(2, bandwidth="500kB/s", latency="0s"),
+        micro_batches=1,
+        stages=4,
+        stages_per_device=2,
+        placement="loop",
+    )
+    # Between even stages there would be 7 + 1 + 8 kB a sample on one wire.
+    assert [len(stage.nodes) for stage in plan.stages] == [3, 3, 3, 1]
+    assert plan.predicted.period_s == pytest.approx(4 * 6 * 3e-3)
+    assert plan.solver.optimal
+    # Of 84 cuts, each under one or more limits.
+    assert plan.solver.plans_tried < 84
+
+
 @pytest.mark.parametrize("how", ["ilp", "many"])
 def test_of_cuts_that_were_not_listed_nothing_is_claimed(how, monkeypatch):
     """Along one order alone, or not all of those below a load."""
