@@ -128,7 +128,7 @@ def plan(
         stages_per_device: "auto": more than 1 where that makes the period shorter.
         placement: which device runs which stage: "straight", "loop", "v" or "auto".
         recompute: stages compute activations again instead of keeping them.
-        tied: layers that share parameters are on one stage "together", or "split" over several.
+        tied: layers that share parameters are on one device "together", or "split" over several.
         pins: stage of each layer that is pinned, by the layer's name; 0 is the first.
         time_limit_s: the search ends then, with the best plan so far; None: no limit.
         update_every: mini-batches per update.

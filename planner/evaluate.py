@@ -12,13 +12,13 @@ import msgspec
 from ..profiles.files import ratio
 from ..profiles.profile import Profile
 from .cluster.cluster import Cluster
+from .costs.device_memory import DeviceTies, device_peaks, tie_bytes, without_ties
 from .costs.layout import StageTimes, make_pipeline
 from .costs.memory import (
     Holdings,
     HoldingsWalk,
     StageBytes,
     boundary_buffers,
-    device_peaks,
     holdings,
     together,
 )
@@ -30,7 +30,7 @@ from .costs.stage_costs import (
     as_run_by,
     weights_s_per_byte,
 )
-from .costs.tied_parameters import Tied, exchange_s
+from .costs.tied_parameters import DeviceTie, Tied, bytes_elsewhere, device_ties, exchange_s
 from .partition.problem import SAME
 from .plan import (
     DevicePrediction,
@@ -41,6 +41,7 @@ from .plan import (
     ProfileReference,
     SolverReport,
     StagePrediction,
+    TiePrediction,
     check_plan,
     check_stages,
 )
@@ -144,6 +145,7 @@ class LaidOut(NamedTuple):
         transfers: what crosses the cuts, for each micro-batch.
         shares: per stage, the replicas that share a mini-batch's samples; else 1.
         size: samples in a micro-batch.
+        ties: parameters that several stages of one device use.
     """
 
     pipeline: Pipeline
@@ -151,6 +153,7 @@ class LaidOut(NamedTuple):
     transfers: tuple[Transfer, ...]
     shares: tuple[int, ...]
     size: int
+    ties: tuple[DeviceTie, ...] = ()
 
 
 def lay_out(question: Question, stages: Sequence[PlanStage], micro_batches: int) -> LaidOut:
@@ -170,9 +173,13 @@ def lay_out(question: Question, stages: Sequence[PlanStage], micro_batches: int)
     # Replicas run micro-batches of their own, or share every mini-batch's samples.
     shares = tuple(len(stage.devices) if variant.whole_mini_batches else 1 for stage in stages)
     last = len(stages) - 1
-    found = tuple(costs.stage(names, size // shares[s], s == last) for s, names in enumerate(nodes))
-    transfers = costs.transfers(nodes, size)
     devices = [stage.devices for stage in stages]
+    ties = device_ties(question.profile, nodes, devices)
+    found = tuple(
+        costs.stage(names, size // shares[s], s == last, bytes_elsewhere(s, ties))
+        for s, names in enumerate(nodes)
+    )
+    transfers = costs.transfers(nodes, size)
     exchanges = exchange_s(question.profile, cluster, nodes, devices)
     returning = {c.target for c in transfers if c.needs_grad}
     pipeline = make_pipeline(
@@ -202,7 +209,7 @@ def lay_out(question: Question, stages: Sequence[PlanStage], micro_batches: int)
         [stage.in_flight for stage in stages],
         question.update_every,
     )
-    return LaidOut(pipeline, found, transfers, shares, size)
+    return LaidOut(pipeline, found, transfers, shares, size, ties)
 
 
 def evaluate(question: Question, stages: Sequence[PlanStage], micro_batches: int) -> Evaluation:
@@ -211,7 +218,7 @@ def evaluate(question: Question, stages: Sequence[PlanStage], micro_batches: int
     Raises as `lay_out`.
     """
     stages = tuple(stages)
-    pipeline, found, transfers, shares, size = lay_out(question, stages, micro_batches)
+    pipeline, found, transfers, shares, size, ties = lay_out(question, stages, micro_batches)
     nodes = tuple(stage.nodes for stage in stages)
     steady = steady_state(pipeline)
     again = [stage.recompute for stage in stages]
@@ -224,6 +231,13 @@ def evaluate(question: Question, stages: Sequence[PlanStage], micro_batches: int
     predicted = [
         _predict_stage(pipeline, s, needs[s], held[s], steady, idle[s]) for s in range(len(stages))
     ]
+    if ties:
+        # On its device, such a parameter counts by itself.
+        needs = [without_ties(s, own, ties) for s, own in enumerate(needs)]
+        predicted = [
+            msgspec.structs.replace(one, holds=own)
+            for one, own in zip(predicted, needs, strict=True)
+        ]
     period_s = steady.period_s
     prediction = Prediction(
         period_s=period_s,
@@ -231,7 +245,7 @@ def evaluate(question: Question, stages: Sequence[PlanStage], micro_batches: int
         speedup=ratio(question.one_device_s, period_s),
         sequence_distance=sequence_distance(steady),
         stages=tuple(predicted),
-        devices=tuple(_predict_devices(pipeline, needs, predicted, steady, again)),
+        devices=tuple(_predict_devices(pipeline, needs, held, predicted, steady, again, ties)),
     )
     return Evaluation(stages, micro_batches, pipeline, transfers, prediction)
 
@@ -448,9 +462,11 @@ def _predict_stage(
 def _predict_devices(
     pipeline: Pipeline,
     needs: Sequence[StageBytes],
+    held: Sequence[Holdings],
     predicted: Sequence[StagePrediction],
     steady: Steady,
     recompute: Sequence[bool],
+    ties: Sequence[DeviceTie],
 ) -> Iterator[DevicePrediction]:
     """Of devices with several stages; none where there are no such."""
     if not pipeline.placement:
@@ -471,18 +487,23 @@ def _predict_devices(
             )
             for s in stages
         }
+        tied = [(tie.stages, tie_bytes(variant, tie)) for tie in ties if tie.owner in stages]
+        walk = DeviceTies(variant, n, tied, entries, recompute=recompute, update_every=every)
         known = list(_until_entered(ops, len(entries), n)) if variant.synchronises else ops
-        memory, accounted = device_peaks(walks, {s: needs[s] for s in stages}, known)
+        memory, accounted = device_peaks(walks, {s: needs[s] for s in stages}, known, walk)
         if not _all_seen(pipeline, steady):
             # More may be in flight at once than was seen.
-            memory = together(predicted[s].memory for s in stages)
-            accounted = together(predicted[s].accounted_memory for s in stages)
+            memory = together([*(needs[s].peak(held[s]) for s in stages), *walk.most()])
+            accounted = together(
+                [*(needs[s].accounted_peak(held[s]) for s in stages), *walk.most()]
+            )
         yield DevicePrediction(
             stages=stages,
             memory_bytes=memory.total,
             memory=memory,
             accounted=accounted,
             idle_share=predicted[stages[0]].idle_share,
+            ties=tuple(TiePrediction(stages=of, holds=nbytes) for of, nbytes in tied),
         )
 
 

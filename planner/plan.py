@@ -25,7 +25,7 @@ from .cluster.cluster import Cluster
 from .costs.layout import StageTimes, make_pipeline
 from .costs.memory import MemoryByKind, StageBytes
 from .costs.stage_costs import Transfer
-from .costs.tied_parameters import Tied, bound_groups, check_tied, hint
+from .costs.tied_parameters import Tied, check_tied, hint, misplaced
 from .schedules.schedules import limit_ranges
 from .simulator.pipeline import Pipeline
 from .systems.placement import check_placement, numbered_devices
@@ -113,7 +113,18 @@ class StagePrediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         return self.accounted or msgspec.structs.replace(self.memory, workspace_bytes=0)
 
 
-class DevicePrediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class TiePrediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Parameters that several stages of a device use, and that it has once."""
+
+    stages: tuple[Index, ...]
+    """The first one updates them."""
+    holds: StageBytes
+    """Their optimizer state is among what that stage `holds`."""
+
+
+class DevicePrediction(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True
+):
     """What a device that has several stages should hold and do; of replicas' devices, each."""
 
     stages: tuple[Index, ...]
@@ -123,6 +134,8 @@ class DevicePrediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     accounted: MemoryByKind
     """The peak of what a run accounts for (`StagePrediction.accounted`)."""
     idle_share: Annotated[float, Meta(ge=0, le=1)]
+    ties: tuple[TiePrediction, ...] = ()
+    """Not among what its stages `hold`."""
 
     @property
     def accounted_memory(self) -> MemoryByKind:
@@ -149,6 +162,10 @@ class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     def device_of(self, stage: int) -> StagePrediction | DevicePrediction:
         """What the device that a stage is on should hold and do."""
         return next((d for d in self.devices if stage in d.stages), self.stages[stage])
+
+    def ties_on(self, stages: Sequence[int]) -> tuple[TiePrediction, ...]:
+        """Parameters that several of a device's stages use."""
+        return next((d.ties for d in self.devices if d.stages == tuple(stages)), ())
 
 
 class SolverReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -195,7 +212,7 @@ class Plan(TaggedFile, frozen=True, kw_only=True, tag=FORMAT):
     update_every: Count = 1
     """Mini-batches per update: their gradients are averaged. Fewer updates, smaller differences."""
     tied: Tied = "together"
-    """"split": layers that share parameters may be on several stages, each with a copy."""
+    """"split": layers that share parameters may be on several devices, each with a copy."""
     stages: Annotated[tuple[PlanStage, ...], Meta(min_length=1)]
     edges: tuple[PlanEdge, ...]
     predicted: Prediction
@@ -353,14 +370,18 @@ def check_against_profile(plan: Plan, profile: Profile, where: str = "plan") -> 
         [(edge.producer, edge.consumer) for edge in profile.edges],
         where,
     )
-    stage_of = {name: s for s, stage in enumerate(plan.stages) for name in stage.nodes}
-    for group in bound_groups(profile, plan.tied):
-        if len({stage_of[name] for name in group}) > 1:
-            raise PlanError(
-                f"{where}: layers {', '.join(map(repr, group))} must be on one stage: they "
-                "share parameters, or one changes in place what the others use"
-                f"{hint(profile, group)}"
-            )
+    found = misplaced(
+        profile,
+        [stage.nodes for stage in plan.stages],
+        [stage.devices for stage in plan.stages],
+        plan.tied,
+    )
+    if found is not None:
+        group, place = found
+        raise PlanError(
+            f"{where}: layers {', '.join(map(repr, group))} must be on {place}: they share "
+            f"parameters, or one changes in place what the others use{hint(profile, group)}"
+        )
 
 
 def check_cut(

@@ -110,7 +110,7 @@ def _pin(text: str) -> tuple[str, int]:
     "--tied",
     TIED,
     "together",
-    "Layers that share parameters: on one stage, or on several with copies.",
+    "Layers that share parameters: on one device, or on several with copies.",
 )
 @click.option(
     "--pin", "pins", multiple=True, metavar="NAME=STAGE", help="Layer NAME is on stage STAGE."

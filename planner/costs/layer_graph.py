@@ -14,7 +14,7 @@ from ...profiles.profile import Edge, Measurement, Profile
 from ..partition.problem import Vector, closures, members, needs_of
 from ..systems.variants import VARIANTS, Variant
 from .stage_costs import input_part_s, layer_costs
-from .tied_parameters import Tied, bound_groups
+from .tied_parameters import Tied, bound_groups, on_one_stage
 
 
 @dataclass(frozen=True)
@@ -92,11 +92,13 @@ class LayerGraph:
         graph: `Profile.graph` without the result.
         needs: per layer, bit mask of the layers it uses.
         together: bit masks of layers that must share a stage.
+        one_device: bit masks of layers that must share a device.
         parameter_bytes, buffer_bytes: per layer, [n]. Shared parameters count in one layer.
         likely_bytes: the same with a copy where layers that share some are split.
     """
 
-    def __init__(self, profile: Profile, tied: Tied = "together") -> None:
+    def __init__(self, profile: Profile, tied: Tied = "together", *, several: bool = False) -> None:
+        """`several`: devices have several stages, which layers that share parameters may be on."""
         self.profile = profile
         self.names = tuple(layer.name for layer in profile.layers)
         self.position = {name: k for k, name in enumerate(self.names)}
@@ -105,7 +107,13 @@ class LayerGraph:
         self.needs = needs_of(self.graph)
         self.together = tuple(
             sum(1 << self.position[name] for name in set(group))
-            for group in bound_groups(profile, tied)
+            for group in (on_one_stage(profile) if several else bound_groups(profile, tied))
+        )
+        # Those that needn't, but must share a device.
+        self.one_device = tuple(
+            sum(1 << self.position[name] for name in set(shared.layers))
+            for shared in profile.shared
+            if several and tied == "together"
         )
         layers = profile.layers
         self.parameter_bytes: Vector = np.array([float(la.parameter_bytes) for la in layers])
@@ -322,5 +330,6 @@ def held_together(profile: Profile, variant: Variant, tied: Tied) -> str | None:
         )
     return (
         f"layers {shown}{more} share parameters and stay on one stage with all that lies between "
-        f"them; {way}; or give them parameters of their own in the model"
+        f"them, or on stages of one device (--stages-per-device 2 --placement v); {way}; or give "
+        "them parameters of their own in the model"
     )

@@ -50,7 +50,7 @@ class Moment(NamedTuple):
     Attributes:
         kind: of the operation; None between two.
         versions: weight versions.
-        gradients: whether there are any.
+        gradients: whether there are any; of `TiedWalk`, for how many updates.
         kept: micro-batches whose activations are there: in flight, their weight parts included.
         postponed: how many of them wait for their weight part alone.
         scratch: copies that a backward mixes weights in.
@@ -58,7 +58,7 @@ class Moment(NamedTuple):
 
     kind: str | None
     versions: int
-    gradients: bool
+    gradients: int
     kept: int
     postponed: int = 0
     scratch: int = 0
@@ -240,7 +240,7 @@ def holdings(
     return Holdings(tuple(fullest.values()), tuple(walk.differences))
 
 
-_WORKING = (FORWARD, BACKWARD, WEIGHT)
+WORKING = (FORWARD, BACKWARD, WEIGHT)
 """Operations that layers work in."""
 
 
@@ -278,7 +278,7 @@ class StageBytes(
         total += self.scratch + kept * self.kept + postponed * self.postponed + self.messages
         if kind == BACKWARD:
             total += self.rebuilt + self.gradients
-        return total + self.workspace if kind in _WORKING else total
+        return total + self.workspace if kind in WORKING else total
 
     def by_kind(self, moment: Moment) -> MemoryByKind:
         """The same, by kind."""
@@ -287,13 +287,13 @@ class StageBytes(
         return MemoryByKind(
             weights_bytes=self.parameters + self.buffers,
             versions_bytes=(versions - 1 + scratch) * self.parameters + self.scratch,
-            gradients_bytes=self.parameters if gradients else 0,
+            gradients_bytes=self.parameters * gradients,
             optimizer_bytes=self.optimizer,
             activations_bytes=(
                 kept * self.kept + postponed * self.postponed + (self.rebuilt if backward else 0)
             ),
             boundary_bytes=self.messages + (self.gradients if backward else 0),
-            workspace_bytes=self.workspace if kind in _WORKING else 0,
+            workspace_bytes=self.workspace if kind in WORKING else 0,
         )
 
     def peak(self, found: Holdings) -> MemoryByKind:
@@ -303,45 +303,6 @@ class StageBytes(
     def accounted_peak(self, found: Holdings) -> MemoryByKind:
         """The same without working sets, which a run can't see."""
         return msgspec.structs.replace(self, workspace=0).peak(found)
-
-
-def device_peaks(
-    walks: Mapping[int, HoldingsWalk],
-    needs: Mapping[int, StageBytes],
-    ops: Iterable[tuple[int, Op]],
-) -> tuple[MemoryByKind, MemoryByKind]:
-    """The most that a device with several stages holds at once, and the most of what a run accounts
-    for.
-
-    Args:
-        walks, needs: of each of its stages.
-        ops: (stage, operation), in the device's sequence.
-    """
-    between = {s: walk.between() for s, walk in walks.items()}
-    known: dict[tuple[int, Moment], int] = {}
-
-    def total(s: int, moment: Moment) -> int:
-        if (s, moment) not in known:
-            known[s, moment] = needs[s].total(moment)
-        return known[s, moment]
-
-    held = sum(total(s, moment) for s, moment in between.items())
-    most = [-1, -1]
-    moments = [between, between]
-    for s, op in ops:
-        meanwhile = walks[s].step(op)
-        held -= total(s, between[s])
-        now = held + total(s, meanwhile)
-        unseen = needs[s].workspace if meanwhile.kind in _WORKING else 0
-        for k, nbytes in enumerate((now, now - unseen)):
-            if nbytes > most[k]:
-                most[k], moments[k] = nbytes, {**between, s: meanwhile}
-        between[s] = walks[s].between()
-        held += total(s, between[s])
-    whole, accounted = (
-        together(needs[s].by_kind(moment) for s, moment in found.items()) for found in moments
-    )
-    return whole, msgspec.structs.replace(accounted, workspace_bytes=0)
 
 
 def together(parts: Iterable[MemoryByKind]) -> MemoryByKind:

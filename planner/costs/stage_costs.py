@@ -198,8 +198,9 @@ class Costs:
     """One profile's costs, for many stages: what was looked up once is kept.
 
     Attributes:
-        stage: (names of layers, micro-batch size, whether it is the last) → `StageCost`. Raises
-            PlanError for a micro-batch size outside what was measured.
+        stage: (names of layers, micro-batch size, whether it is the last, bytes of parameters that
+            another stage of its device has for it; 0 by default) → `StageCost`. Raises PlanError
+            for a micro-batch size outside what was measured.
         transfers: (names of each stage's layers, micro-batch size) → tensors that cross the cuts,
             each once for each receiving stage, in the graph's order.
     """
@@ -219,7 +220,9 @@ class Costs:
             if edge.consumer in self._needs:
                 self._needs[edge.consumer].append(edge)
 
-    def _stage(self, names: tuple[str, ...], micro_batch: int, last: bool) -> StageCost:
+    def _stage(
+        self, names: tuple[str, ...], micro_batch: int, last: bool, elsewhere: int = 0
+    ) -> StageCost:
         profile = self.profile
         inside = sorted(self._position[name] for name in names)
         costs = self._layers(micro_batch)
@@ -228,6 +231,7 @@ class Costs:
         losses = [costs.loss] if last and costs.loss else []
         shared = self._shared_storages(layers, micro_batch)
         parameters = sum(layer.parameter_bytes for layer in layers) + copied_bytes(profile, names)
+        parameters -= elsewhere
         optimizer, operation = profile.optimizer, profile.operation
         besides_s = operation.forward_s if operation else 0.0
         around_s = (

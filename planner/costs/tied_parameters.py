@@ -1,22 +1,24 @@
-"""Parameters that several stages use: each holds a copy, and their gradients are summed.
+"""Parameters that several stages use: one on each device, and the gradients of copies summed.
 
-A layer's parameters count where they are used first; a stage that uses them and hasn't that layer
-holds a copy, with gradient and optimizer state of its own. Before each update the stages that hold
-copies sum their gradients, so that all copies step alike.
+A layer's parameters count where they are used first. Stages of one device have them once: the first
+of these stages updates them, after the last of their backwards. A device that uses them and hasn't
+that layer holds a copy, with gradient and optimizer state of its own. Before each update the
+devices that hold copies sum their gradients, so that all copies step alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 from ...profiles.errors import PlanError
-from ...profiles.profile import Profile
+from ...profiles.profile import Profile, SharedParameters
 from ..cluster.cluster import Cluster
 from ..systems.variants import VARIANTS, Variant
 
 Tied = Literal["together", "split"]
-"""Layers that share parameters are on one stage, or may be on several."""
+"""Layers that share parameters are on one device, or may be on several."""
 
 TIED: tuple[Tied, ...] = get_args(Tied)
 
@@ -27,16 +29,122 @@ def check_tied(variant: Variant, tied: Tied) -> None:
         known = ", ".join(name for name, v in VARIANTS.items() if v.flushes)
         raise PlanError(
             f"tied: {variant.name} updates each stage at a time of its own, so copies of a "
-            f"parameter on several would differ; systems that flush can split them: {known}"
+            f"parameter on several would differ; systems that flush can split them: {known}; and "
+            "stages of one device share them in any system (--stages-per-device 2 --placement v)"
         )
 
 
 def bound_groups(profile: Profile, tied: Tied) -> tuple[tuple[str, ...], ...]:
-    """Layers that must be on one stage, as groups."""
+    """Layers that must be on one device, as groups: on one stage, but for those that share
+    parameters alone (`on_one_stage`)."""
     if tied == "together":
         return profile.tied
+    return on_one_stage(profile)
+
+
+def on_one_stage(profile: Profile) -> tuple[tuple[str, ...], ...]:
+    """Layers that must be on one stage, whatever the devices of stages."""
     free = {frozenset(shared.layers) for shared in profile.shared}
     return tuple(group for group in profile.tied if frozenset(group) not in free)
+
+
+def not_behind(stage: int, others: Iterable[int], links: Collection[tuple[int, int]]) -> int | None:
+    """One of these other stages that sends no gradients back to a stage, by any way; None: all do.
+
+    Where they do, the stage's forward of a micro-batch comes before theirs, and its backward after.
+
+    Args:
+        links: (source, target) of tensors whose gradients come back.
+    """
+    seen, pending = {stage}, [stage]
+    while pending:
+        at = pending.pop()
+        behind = {target for source, target in links if source == at} - seen
+        seen |= behind
+        pending += behind
+    return min(set(others) - seen, default=None)
+
+
+def misplaced(
+    profile: Profile,
+    stages: Sequence[Sequence[str]],
+    devices: Sequence[Sequence[int]],
+    tied: Tied,
+) -> tuple[tuple[str, ...], str] | None:
+    """A group of layers that the stages take apart and mustn't, and where it must be; None: there
+    is none.
+
+    Args:
+        stages: each one's layers.
+        devices: of each.
+    """
+    if not profile.tied:
+        return None
+    stage_of = {name: s for s, names in enumerate(stages) for name in names}
+    for group in on_one_stage(profile):
+        if len({stage_of[name] for name in group}) > 1:
+            return group, "one stage"
+    links = {
+        (stage_of[edge.producer], stage_of[edge.consumer])
+        for edge in profile.edges
+        if edge.needs_grad and edge.consumer in stage_of
+    }
+    for shared in profile.shared:
+        on_device = _by_device(shared, stages, devices)
+        if len(on_device) > 1 and tied == "together":
+            return shared.layers, "one stage, or on stages of one device"
+        for first, *others in on_device:
+            if not_behind(first, others, links) is not None:
+                return shared.layers, "one stage (no gradient comes back from one to the other)"
+    return None
+
+
+@dataclass(frozen=True)
+class DeviceTie:
+    """Parameters that the same stages of one device use: there once.
+
+    Attributes:
+        stages: ascending; the first one updates them.
+    """
+
+    stages: tuple[int, ...]
+    parameter_bytes: int
+
+    @property
+    def owner(self) -> int:
+        """The stage that updates them."""
+        return self.stages[0]
+
+
+def device_ties(
+    profile: Profile, stages: Sequence[Sequence[str]], devices: Sequence[Sequence[int]]
+) -> tuple[DeviceTie, ...]:
+    """All parameters that several stages of one device use. `stages`: each one's layers."""
+    if len(set(map(tuple, devices))) == len(devices):
+        return ()
+    found: dict[tuple[int, ...], int] = {}
+    for shared in profile.shared:
+        for held in _by_device(shared, stages, devices):
+            if len(held) > 1:
+                found[held] = found.get(held, 0) + shared.parameter_bytes
+    return tuple(DeviceTie(held, nbytes) for held, nbytes in sorted(found.items()))
+
+
+def bytes_elsewhere(s: int, ties: Iterable[DeviceTie]) -> int:
+    """Bytes of parameters that a stage uses and another one of its device updates."""
+    return sum(tie.parameter_bytes for tie in ties if s in tie.stages[1:])
+
+
+def _by_device(
+    shared: SharedParameters, stages: Sequence[Sequence[str]], devices: Sequence[Sequence[int]]
+) -> list[tuple[int, ...]]:
+    """The stages that use them, device by device."""
+    layers = set(shared.layers)
+    on_device: dict[tuple[int, ...], list[int]] = {}
+    for s, names in enumerate(stages):
+        if not layers.isdisjoint(names):
+            on_device.setdefault(tuple(devices[s]), []).append(s)
+    return [tuple(held) for held in on_device.values()]
 
 
 def hint(profile: Profile, group: Sequence[str]) -> str:
@@ -63,13 +171,14 @@ def exchange_s(
 ) -> tuple[float, ...]:
     """Per stage, seconds to sum the gradients of its copies with those of other stages.
 
-    One all-reduce for each set of stages, over all their devices. It begins when the last of them
-    has its gradients; the simulation gives every one the time that it takes, after its own last
-    backward. Others than the last wait in reality; in systems that flush nothing else would run.
+    One all-reduce for each set of stages that update a copy, over all their devices. It begins when
+    the last of them has its gradients; the simulation gives every one the time that it takes, after
+    its own last backward. Others than the last wait in reality; in systems that flush nothing else
+    would run.
     """
     holders: dict[tuple[int, ...], int] = {}
     for shared in profile.shared:
-        held = tuple(s for s, names in enumerate(nodes) if not set(shared.layers).isdisjoint(names))
+        held = tuple(mine[0] for mine in _by_device(shared, nodes, devices))
         if len(held) > 1:
             holders[held] = holders.get(held, 0) + shared.parameter_bytes
     found = [0.0] * len(nodes)

@@ -192,6 +192,7 @@ class PlacedCuts:
         pins: (layer, stage).
         memory: of the devices, in bytes; None: not limited.
         pace: of the wire from one device to another, the time over the fastest wire's.
+        ties: bit masks of layers that must be on one device.
     """
 
     def __init__(
@@ -202,6 +203,7 @@ class PlacedCuts:
         pins: Sequence[tuple[int, int]] = (),
         memory: Sequence[int | None] = (),
         pace: Callable[[int, int], float] = lambda a, b: 1.0,
+        ties: Sequence[int] = (),
     ) -> None:
         limits = memory or [None] * len(speeds)
         # A byte for what is rounded.
@@ -212,6 +214,11 @@ class PlacedCuts:
         self.least_s, self.stages = counted.least_s(speeds), len(self.placement)
         self._opens = [d not in self.placement[:s] for s, d in enumerate(self.placement)]
         self._open_after = [tuple(sorted(set(self.placement[s + 1 :]))) for s in range(self.stages)]
+        # Of each tie, how many of its layers each downset has.
+        self._tied: list[NDArray[np.int64]] = []
+        for tie in ties:
+            columns = [counted.places.lattice.column(layer) for layer in members(tie)]
+            self._tied.append(np.sum(columns, axis=0, dtype=np.int64))
 
     @cached_property
     def most_s(self) -> float:
@@ -267,7 +274,7 @@ class PlacedCuts:
             if steps[0] < 0 or (deadline is not None and monotonic() > deadline):
                 return False
             d = self.placement[s]
-            positions, loads = self._ends(s, chain[-1], used, room)
+            positions, loads = self._ends(s, chain, used, room)
             carried = self._carried(s, chain, positions, wires)
             for k, position in enumerate(positions.tolist()):
                 busy = wires | {wire: float(seconds[k]) for wire, seconds in carried.items()}
@@ -291,12 +298,17 @@ class PlacedCuts:
         return found, complete, MOST_STEPS - max(steps[0], 0)
 
     def _ends(
-        self, s: int, below: int, used: list[list[float]], room: list[list[float]]
+        self, s: int, chain: Sequence[int], used: list[list[float]], room: list[list[float]]
     ) -> tuple[Positions, list[Vector]]:
-        """The downsets at which stage s may end, and what its device then has, by each count."""
-        places, d = self.places, self.placement[s]
+        """The downsets at which stage s may end, and what its device then has, by each count.
+
+        Args:
+            chain: positions of the downsets at which the stages below it end, the empty one first.
+        """
+        places, d, below = self.places, self.placement[s], chain[-1]
         ends = places.above(below)
         ends = ends[self._allowed[s][ends]]
+        ends = ends[self._keeps_ties(s, chain, ends)]
         has = places.parameters[ends] > places.parameters[below]
         open_after, keep, loads = self._open_after[s], np.ones(len(ends), dtype=bool), []
         for count, row, most in zip(self.counts, used, room, strict=True):
@@ -333,6 +345,23 @@ class PlacedCuts:
                 there += used * (tensor.there_s * self._pace(a, b))
                 back += used * (tensor.back_s * self._pace(b, a))
         return {(a, b): there, (b, a): back}
+
+    def _keeps_ties(self, s: int, chain: Sequence[int], ends: Positions) -> NDArray[np.bool_]:
+        """At which of these downsets stage s may end, so that tied layers can share a device."""
+        keep, below = np.ones(len(ends), dtype=bool), chain[-1]
+        for inside in self._tied:
+            # The device that has some already.
+            first = next((t for t in range(s) if inside[chain[t + 1]]), None)
+            has = inside[ends] > inside[below]
+            left = inside[ends] < inside[-1]
+            d = self.placement[s]
+            if first is None:
+                keep &= ~(has & left) | (d in self._open_after[s])
+            else:
+                on = self.placement[first]
+                keep &= ~has | (on == d)
+                keep &= ~left | (on in self._open_after[s])
+        return keep
 
     def _load_s(self, used: list[list[float]]) -> float:
         return max(

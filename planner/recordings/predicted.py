@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import lcm
 
+from ..costs.device_memory import DeviceTies
 from ..costs.memory import HoldingsWalk, Moment, StageBytes
 from ..plan import Plan, pipeline_of
 from ..schedules.schedules import make_schedule
@@ -68,7 +69,8 @@ def predicted(
         walks = {s: _walk_of(plan, pipeline, s, entries) for s in mine}
         holds = {s: found for s in mine if (found := plan.predicted.stages[s].holds) is not None}
         if len(holds) == len(mine):
-            memory += _memory(walks, ops, replicas, lane, holds)
+            ties = _ties_of(plan, pipeline, mine, entries)
+            memory += _memory(walks, ops, replicas, lane, holds, ties)
         lane += len(replicas)
     recording = Recording(
         source="predicted",
@@ -125,12 +127,26 @@ def _walk_of(plan: Plan, pipeline: Pipeline, s: int, entries: Sequence[int]) -> 
     )
 
 
+def _ties_of(
+    plan: Plan, pipeline: Pipeline, stages: Sequence[int], entries: Sequence[int]
+) -> DeviceTies:
+    return DeviceTies(
+        pipeline.variant,
+        plan.micro_batches,
+        [(tie.stages, tie.holds) for tie in plan.predicted.ties_on(stages)],
+        entries,
+        recompute=[stage.recompute for stage in plan.stages],
+        update_every=plan.update_every,
+    )
+
+
 def _memory(
     walks: Mapping[int, HoldingsWalk],
     ops: Iterable[tuple[int, Op]],
     replicas: Sequence[Iterable[_StageEvent]],
     lane: int,
     holds: Mapping[int, StageBytes],
+    ties: DeviceTies,
 ) -> list[MemoryPoint]:
     """Bytes over time of all replicas of a device: the sum over its stages.
 
@@ -138,7 +154,9 @@ def _memory(
         walks, holds: of each of its stages.
         ops: (stage, operation), in the device's sequence.
         lane: the first replica's.
+        ties: what several of the stages use, which none of them `holds`.
     """
+    holds = {**holds, **ties.needs}
     found: list[list[MemoryPoint]] = [[] for _ in replicas]
     upcoming = [iter(events) for events in replicas]
     following = [next(events, None) for events in upcoming]
@@ -146,16 +164,17 @@ def _memory(
     # Whether the last point of each is one between two operations.
     between = [False for _ in replicas]
     # What each holds for each stage.
-    held = [{s: by_kind(holds[s].by_kind(walks[s].between())) for s in holds} for _ in replicas]
+    first = {s: walk.between() for s, walk in walks.items()} | ties.between()
+    held = [{s: by_kind(holds[s].by_kind(first[s])) for s in holds} for _ in replicas]
 
-    def note(j: int, at_s: float, s: int, moment: Moment) -> None:
-        nbytes = known.get((s, moment))
-        if nbytes is None:
-            nbytes = known[s, moment] = by_kind(holds[s].by_kind(moment))
-        held[j][s] = nbytes
+    def note(j: int, at_s: float, moments: Mapping[int, Moment]) -> None:
+        for s, moment in moments.items():
+            if (s, moment) not in known:
+                known[s, moment] = by_kind(holds[s].by_kind(moment))
+            held[j][s] = nbytes = known[s, moment]
         if len(holds) > 1:
             nbytes = tuple(map(sum, zip(*held[j].values(), strict=True)))
-        points = found[j]
+        points, moment = found[j], next(iter(moments.values()))
         if moment.kind is not None and points and points[-1].at_s == at_s and between[j]:
             # One operation follows the other at once.
             points.pop()
@@ -168,14 +187,16 @@ def _memory(
         before = tuple(walk.kept)
         gathered = walk.gradients
         at_hand = walk.step(op)
+        of_ties, after_ties = ties.step(s, op)
         for j, event in enumerate(following):
             if event is None or event[0] != s or event[1].op != op:
                 continue
             # Replicas that share every mini-batch are walked as one.
             k = j % len(before)
-            note(j, event[1].start_s, s, _meanwhile(walk, at_hand, op, before, gathered, k))
+            meanwhile = _meanwhile(walk, at_hand, op, before, gathered, k)
+            note(j, event[1].start_s, {s: meanwhile, **of_ties})
             after = Moment(None, walk.versions, walk.gradients, walk.kept[k], walk.postponed[k])
-            note(j, event[1].end_s, s, after)
+            note(j, event[1].end_s, {s: after, **after_ties})
             following[j] = next(upcoming[j], None)
     return [point for points in found for point in points]
 

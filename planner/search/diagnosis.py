@@ -13,6 +13,7 @@ from ...profiles.errors import InfeasibleError
 from ...profiles.units import format_bytes
 from ..cluster.cluster import Cluster
 from ..costs.layer_graph import held_together
+from ..costs.tied_parameters import bound_groups
 from ..evaluate import Evaluation, Question, evaluate
 from ..partition.dp.blocks import Blocks, blocks
 from ..partition.dp.identical_devices_by_target import identical_by_targets
@@ -285,7 +286,10 @@ def lacking(search: SearchState, stopped: str | None) -> InfeasibleError:
     nothing = "no plan fits" if stopped is None else f"no plan that fits was found ({stopped})"
     closest, cluster = search.closest, search.question.cluster
     if closest is None:
-        return InfeasibleError(f"{nothing}: the graph can't be cut as asked")
+        bound = bound_groups(search.question.profile, search.question.tied)
+        named = "; ".join(", ".join(map(repr, group)) for group in bound)
+        tie = f": layers that share parameters must be on one device ({named})" if bound else ""
+        return InfeasibleError(f"{nothing}: the graph can't be cut as asked{tie}")
     stage, missing = max(closest.over_limit(cluster), key=lambda item: item[1])
     device = cluster.devices[closest.stages[stage].devices[0]].name
     needed = closest.prediction.device_of(stage).memory_bytes

@@ -23,20 +23,14 @@ from ...profiles.errors import PlanError
 from ..cluster.cluster import Cluster
 from ..costs.layer_graph import held_together
 from ..costs.stage_costs import sized
+from ..costs.tied_parameters import misplaced
 from ..evaluate import Evaluation
-from ..partition.device_loads import (
-    Counted,
-    DeviceCount,
-    PlacedCuts,
-    SentOn,
-    StageEnds,
-    improved,
-)
+from ..partition.device_loads import Counted, DeviceCount, PlacedCuts, SentOn, StageEnds, improved
 from ..partition.dp.lattice import Lattice, joined, lattice_of
 from ..partition.ilp.assignment import solve_noncontiguous
 from ..partition.placings import pattern
 from ..partition.problem import SAME, Place, StageProblem, members
-from ..partition.solve import DpSource, Enough
+from ..partition.solve import DpSource, Enough, Source, source_for
 from ..systems.placement import Pattern, placements
 from ..systems.variants import Variant
 from .budget import CLOSE
@@ -221,7 +215,9 @@ def no_branches(relaxation: Relaxation, asked: StagesAsked, stages: int | None) 
     devices, least = len(question.cluster.devices), min(asked.per_device)
     where = f"--stages-per-device {least}" if stages is None else f"--stages {stages}"
     if most < (least if stages is None else stages):
-        tie = held_together(question.profile, relaxation.variant, question.tied)
+        tie = None
+        if not relaxation.graph.one_device:
+            tie = held_together(question.profile, relaxation.variant, question.tied)
         count = "1 stage" if most == 1 else f"{most} stages"
         return PlanError(
             f"{where}: the model can be cut into {count} at most "
@@ -287,9 +283,9 @@ class PlacedSearch:
     ) -> None:
         self.search, self.asked, self._pins = search, asked, pins
         self._counts = counts
-        relaxation = search.relaxation
+        self.relaxation = search.relaxation.with_several_stages()
         self.branches = [
-            placed_branches(relaxation, asked, v, counts, stages) for v in asked.per_device
+            placed_branches(self.relaxation, asked, v, counts, stages) for v in asked.per_device
         ]
         self._counted: dict[tuple[int, bool], Counted] = {}
 
@@ -312,7 +308,7 @@ class PlacedSearch:
         were asked for, and are possible."""
         search, asked = self.search, self.asked
         open_end = asked.open_end and asked.patterns != ("v",)
-        most = search.relaxation.graph.most_stages
+        most = self.relaxation.graph.most_stages
         for per_device, branches in zip(asked.per_device, self.branches, strict=True):
             before_s = search.period_s
             self._look(branches)
@@ -338,7 +334,7 @@ class PlacedSearch:
                 continue
             search.say(f"{search.standing}; bound for {n} micro-batches")
             assumed = Assumptions(view="cycle", unreplicated=True)
-            problem = search.relaxation.problem(Branch(n), assumed)
+            problem = self.relaxation.problem(Branch(n), assumed)
             # Which layers exchange what over one wire, and what is kept at once, depends on more.
             work = replace(
                 problem, tensors=(), shared=(), workspace_bytes=None, place=_without_limit(problem)
@@ -366,19 +362,29 @@ class PlacedSearch:
     # Problems --------------------------------------------------------------------------------
 
     @cached_property
+    def _problem(self) -> StageProblem:
+        return self.relaxation.problem(Branch(self._counts[0]))
+
+    @cached_property
+    def _source(self) -> Source:
+        """For cuts of the graph where devices have several stages."""
+        if self.relaxation is self.search.relaxation:
+            return self.search.source
+        return source_for(self._problem, deadline=self.search.budget.deadline)
+
+    @cached_property
     def _places(self) -> StageEnds:
         """Where stages may end: everywhere, or, where that is too much, along one order."""
-        problem = self.search.relaxation.problem(Branch(self._counts[0]))
-        source = self.search.source
-        if isinstance(source, DpSource) and source.lattice.size <= _MOST_DOWNSETS:
-            return StageEnds(problem, source.lattice)
-        return StageEnds(problem, _along_one_order(problem))
+        lattice = self._source.lattice if isinstance(self._source, DpSource) else None
+        if lattice is None or lattice.size > _MOST_DOWNSETS:
+            lattice = _along_one_order(self._problem)
+        return StageEnds(self._problem, lattice)
 
     def _count(self, micro_batches: int, *, recompute: bool) -> Counted:
         key = micro_batches, recompute
         if key not in self._counted:
-            counts = list(_counts(self.search.relaxation, micro_batches, recompute=recompute))
-            sent = _sent(self.search.relaxation, micro_batches)
+            counts = list(_counts(self.relaxation, micro_batches, recompute=recompute))
+            sent = _sent(self.relaxation, micro_batches)
             self._counted[key] = Counted(self._places, counts, sent)
         return self._counted[key]
 
@@ -393,7 +399,8 @@ class PlacedSearch:
             link = cluster.link(branch.devices[a], branch.devices[b])
             return fastest / link.bandwidth_bytes_per_s
 
-        return PlacedCuts(counted, speeds, branch.placement, self._pins, room, pace)
+        ties = self.relaxation.graph.one_device
+        return PlacedCuts(counted, speeds, branch.placement, self._pins, room, pace, ties)
 
     def _least_s(self, micro_batches: int) -> float:
         """No plan with so many micro-batches has a shorter period, whatever the placement."""
@@ -401,7 +408,7 @@ class PlacedSearch:
         speeds = [device.speed for device in search.question.cluster.devices]
         return min(
             self._count(micro_batches, recompute=recompute).least_s(speeds)
-            for recompute in search.relaxation.recompute
+            for recompute in self.relaxation.recompute
         )
 
     # Cuts ------------------------------------------------------------------------------------
@@ -409,7 +416,7 @@ class PlacedSearch:
     def _explore(self, courses: Sequence[_Course]) -> None:
         """Try cuts from the lowest loads on, a little further in one branch after another."""
         search = self.search
-        for start in (self._even, self._apart):
+        for start in (lambda course: course.cuts.even(), self._apart):
             for course in sorted(courses, key=lambda c: (c.below_s, c.cuts.stages)):
                 downsets = start(course) if self._may_gain(course) else None
                 if downsets is not None:
@@ -423,10 +430,6 @@ class PlacedSearch:
             if not course.stuck:
                 course.below_s = max(course.below_s, search.period_s)
 
-    def _even(self, course: _Course) -> tuple[int, ...] | None:
-        """A cut with about as much work for each stage as its device has time for."""
-        return course.cuts.even()
-
     def _apart(self, course: _Course) -> tuple[int, ...] | None:
         """The best cut as if each stage had a device of its own, and wires for itself; None where
         none is found."""
@@ -434,13 +437,13 @@ class PlacedSearch:
         question, stages = search.question, len(branch.placement)
         devices = tuple(question.cluster.devices[branch.devices[d]] for d in branch.placement)
         cluster = msgspec.structs.replace(question.cluster, devices=devices)
-        alone = Relaxation(replace(question, cluster=cluster), Freedom(), search.relaxation.graph)
+        alone = Relaxation(replace(question, cluster=cluster), Freedom(), self.relaxation.graph)
         each = max(map(branch.placement.count, branch.placement))
         assumed = Assumptions(guess=True, memory_share=1 / each)
         problem = alone.problem(Branch(branch.micro_batches, stages, tuple(self._pins)), assumed)
         left = search.budget.seconds_left
         seconds = _APART_S if left is None else min(_APART_S, left / 4)
-        cut = search.source.best(problem, Enough(seconds, within=CLOSE)).cut
+        cut = self._source.best(problem, Enough(seconds, within=CLOSE)).cut
         if cut is None:
             return None
         return (0, *accumulate((stage.layers for stage in cut.stages), int.__or__))
@@ -478,12 +481,15 @@ class PlacedSearch:
     ) -> tuple[float, Choice]:
         """Evaluate a cut under some limits. Returns the least period that others may lead to, and
         the choice; infinite: to none."""
-        branch, names = course.branch, self.search.relaxation.graph.names
+        branch, names = course.branch, self.relaxation.graph.names
         choice = Choice(
             tuple(tuple(names[j] for j in members(b & ~a)) for a, b in pairwise(downsets)),
             tuple((branch.devices[d],) for d in branch.placement),
             (branch.recompute,) * len(branch.placement),
         )
+        question = self.search.question
+        if misplaced(question.profile, choice.nodes, choice.devices, question.tied) is not None:
+            return float("inf"), choice
         return self.search.try_placed(choice, branch.micro_batches, load_s), choice
 
     def _move(self, courses: Sequence[_Course]) -> None:
@@ -492,7 +498,7 @@ class PlacedSearch:
         course = next((c for c in courses if _is_of(c, search.best)), None)
         if course is None or search.best is None:
             return
-        position = search.relaxation.graph.position
+        position = self.relaxation.graph.position
         downsets = [0]
         for stage in search.best.stages:
             downsets.append(downsets[-1] | sum(1 << position[name] for name in stage.nodes))

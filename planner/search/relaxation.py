@@ -47,6 +47,16 @@ class Relaxation:
         self.recompute = (False,) if refused else RECOMPUTE[freedom.recompute]
         self._overlap = question.cluster.overlap
 
+    def with_several_stages(self) -> Relaxation:
+        """The same where devices have several stages, which may share parameters; itself where
+        that makes no difference."""
+        question = self.question
+        if not question.profile.shared or question.tied != "together":
+            return self
+        profile = as_run_by(question.profile, self.variant)
+        graph = LayerGraph(profile, question.tied, several=True)
+        return Relaxation(question, self.freedom, graph)
+
     @cached_property
     def limited(self) -> bool:
         """Whether any device's memory is limited."""

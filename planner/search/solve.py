@@ -82,7 +82,7 @@ def solve(
             profile's by default.
         matrix_state_factor: of those that are matrices of hidden layers; the same by default.
         update_every: mini-batches per update.
-        tied: "split": layers that share parameters may be on several stages, each with a copy;
+        tied: "split": layers that share parameters may be on several devices, each with a copy;
             for systems that flush.
         progress: told (what is done, how much of it, of how much).
         seen: told every plan that fits.
@@ -155,7 +155,7 @@ def _placed(search: SearchState, request: SearchRequest) -> PlacedSearch | None:
         return placed
     if search.branches:
         return None
-    raise no_branches(search.relaxation, asked, stages)
+    raise no_branches(placed.relaxation, asked, stages)
 
 
 def _run(search: SearchState, placed: PlacedSearch | None) -> str | None:

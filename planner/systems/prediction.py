@@ -9,7 +9,7 @@ are, once the pipeline is full, SpecTrain's ⌊s/2⌋ + S − s − 1 and ⌊s/2
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...profiles.errors import ScheduleError
@@ -30,14 +30,20 @@ class Distances:
     backward: tuple[int, ...]
 
 
-def prediction_distances(variant: Variant, schedule: Schedule) -> tuple[Distances, ...]:
+def prediction_distances(
+    variant: Variant, schedule: Schedule, updated_by: Sequence[int] = ()
+) -> tuple[Distances, ...]:
     """Per stage; without any entries for systems that predict nothing.
+
+    Args:
+        updated_by: per stage, the stage of its device whose updates its weights' versions count;
+            by default its own.
 
     Raises ScheduleError when the schedule can't be run.
     """
     if not variant.horizon:
         return tuple(Distances((), ()) for _ in schedule)
-    return _HORIZONS[variant.horizon](schedule)
+    return _HORIZONS[variant.horizon](schedule, updated_by or range(len(schedule)))
 
 
 @dataclass
@@ -47,15 +53,13 @@ class _StageTimes:
     Attributes:
         updates: when each update was made.
         starts: of each operation but updates.
-        versions: before each operation.
     """
 
     updates: list[int] = field(default_factory=list)
     starts: dict[Op, int] = field(default_factory=dict)
-    versions: dict[Op, int] = field(default_factory=dict)
 
 
-def _round_trip(schedule: Schedule) -> tuple[Distances, ...]:
+def _round_trip(schedule: Schedule, updated_by: Sequence[int]) -> tuple[Distances, ...]:
     """To the version that the stage has when the mini-batch's backward at stage 0 starts.
 
     What is updated at that very moment doesn't count; stage 0's version is what its own backward
@@ -63,29 +67,36 @@ def _round_trip(schedule: Schedule) -> tuple[Distances, ...]:
     """
     clocked = _clocked(schedule)
     heads = _firsts(BACKWARD, clocked[0].starts)
+    versions = _versions(schedule, updated_by)
     found = []
-    for s, times in enumerate(clocked):
-        own = times.versions
-        if s:
-            aims = [bisect_left(times.updates, clocked[0].starts[op]) for op in heads]
+    for own, by in zip(versions, updated_by, strict=True):
+        if by:
+            aims = [bisect_left(clocked[by].updates, clocked[0].starts[op]) for op in heads]
         else:
-            aims = [own[op] for op in heads]
+            aims = [versions[0][op] for op in heads]
         found.append(_to(aims, own))
     return tuple(found)
 
 
-def _own_backward(schedule: Schedule) -> tuple[Distances, ...]:
+def _own_backward(schedule: Schedule, updated_by: Sequence[int]) -> tuple[Distances, ...]:
     """To the version that the stage has at the mini-batch's own backward."""
-    found = []
-    for ops in schedule:
-        versions, updates = {}, 0
-        for op in ops:
+    return tuple(
+        _to([own[op] for op in _firsts(BACKWARD, own)], own)
+        for own in _versions(schedule, updated_by)
+    )
+
+
+def _versions(schedule: Schedule, updated_by: Sequence[int]) -> list[dict[Op, int]]:
+    """Per stage, the version before each operation but updates."""
+    found: list[dict[Op, int]] = [{} for _ in schedule]
+    updates = [0 for _ in schedule]
+    for ops in schedule.on_devices():
+        for s, op in ops:
             if op.kind == UPDATE:
-                updates += 1
+                updates[s] += 1
             else:
-                versions[op] = updates
-        found.append(_to([versions[op] for op in _firsts(BACKWARD, versions)], versions))
-    return tuple(found)
+                found[s][op] = updates[updated_by[s]]
+    return found
 
 
 def _to(aims: list[int], versions: Mapping[Op, int]) -> Distances:
@@ -127,7 +138,6 @@ def _clocked(schedule: Schedule) -> list[_StageTimes]:
                         break
                     start = max(start, ends[feeder][op])
                 times[s].starts[op] = start
-                times[s].versions[op] = len(times[s].updates)
                 ends[s][op] = now[d] = start + 1
                 others = {device_of[t] for t in (s - 1, s + 1) if 0 <= t <= last} - {d}
                 pending += [other for other in others if other not in pending]
@@ -137,7 +147,7 @@ def _clocked(schedule: Schedule) -> list[_StageTimes]:
     return times
 
 
-_HORIZONS: dict[Horizon, Callable[[Schedule], tuple[Distances, ...]]] = {
+_HORIZONS: dict[Horizon, Callable[[Schedule, Sequence[int]], tuple[Distances, ...]]] = {
     "round-trip": _round_trip,
     "backward": _own_backward,
 }

@@ -8,7 +8,7 @@ predicted, or lie between the forward's and the latest, the latest counts as the
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...profiles.errors import ScheduleError
@@ -29,6 +29,7 @@ class VersionWalk:
 
     Attributes:
         latest: the stage's current version: updates applied so far.
+        beside: walks of other stages over the same weights.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class VersionWalk:
         self._forwards = 0
         self._backwards = micro_batches if variant.backward_unit == "micro" else 1
         self._flying: dict[int, _InFlight] = {}
+        self.beside: tuple[VersionWalk, ...] = ()
 
     @property
     def in_flight(self) -> int:
@@ -120,10 +122,14 @@ class VersionWalk:
 
     def last_use(self, op: Op, version: int) -> bool:
         """Whether nothing needs a version any more once this backward's mini-batch is done."""
-        return version not in self._to_enter() and not any(
-            version in flying.version_of.values()
-            for mini_batch, flying in self._flying.items()
-            if mini_batch != op.mini_batch
+        return (
+            version not in self._to_enter()
+            and not any(
+                version in flying.version_of.values()
+                for mini_batch, flying in self._flying.items()
+                if mini_batch != op.mini_batch
+            )
+            and not any(version in walk.needed() for walk in self.beside)
         )
 
     def mixes_aside(self, op: Op) -> bool:
@@ -162,6 +168,40 @@ class VersionWalk:
         if not self._keeps:
             older = self._to_enter()
             return len(older) + (not older or older[-1] != self.latest)
+        return len(self.needed() | {self.latest})
+
+
+class SharedWalk:
+    """The walks over a parameter that several stages of one device use, a walk for each of them.
+
+    It is updated by the first of the stages, whose backward of a mini-batch comes last, and its
+    versions count those updates. With these, every stage's operations follow the same rules as for
+    weights of the stage's own.
+
+    Attributes:
+        walks: by stage.
+    """
+
+    def __init__(self, walks: Mapping[int, VersionWalk]) -> None:
+        self.walks = dict(walks)
+        for s, walk in self.walks.items():
+            walk.beside = tuple(other for t, other in self.walks.items() if t != s)
+
+    @property
+    def latest(self) -> int:
+        """Updates so far."""
+        return next(iter(self.walks.values())).latest
+
+    def update(self) -> int:
+        """The parameter is updated. Returns its new latest version."""
+        return max(walk.update() for walk in self.walks.values())
+
+    def needed(self) -> set[int]:
+        """Versions that some stage's operation still to come will use (`VersionWalk.needed`)."""
+        return set[int]().union(*(walk.needed() for walk in self.walks.values()))
+
+    def held(self) -> int:
+        """Versions held now."""
         return len(self.needed() | {self.latest})
 
 

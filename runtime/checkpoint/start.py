@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -259,12 +259,15 @@ def source(path: Path, at: int | None = None, option: str = "--from {path}") -> 
 def give_weights(stage: Stage, weights: Mapping[str, Tensor], where: str) -> None:
     """Write weights under the model's own names into a stage's parameters and buffers.
 
+    Parameters that another stage of the worker updates are left to that one.
+
     Args:
         where: names their file in messages.
 
     Raises FileError when one is missing or has another shape.
     """
-    for mine, found in _matched(stage.module, stage.names, weights, where):
+    elsewhere = stage.names_elsewhere
+    for mine, found in _matched(stage.module, stage.names, weights, where, elsewhere):
         mine.copy_(found)
 
 
@@ -288,12 +291,22 @@ def _weights_of(path: Path) -> tuple[dict[str, Tensor], str, Saved | None]:
 
 
 def _matched(
-    module: nn.Module, names: Mapping[str, str], weights: Mapping[str, Tensor], where: str
+    module: nn.Module,
+    names: Mapping[str, str],
+    weights: Mapping[str, Tensor],
+    where: str,
+    elsewhere: Collection[str] = (),
 ) -> list[tuple[Tensor, Tensor]]:
-    """Each of a module's parameters and buffers with what is to be written into it."""
+    """Each of a module's parameters and buffers with what is to be written into it.
+
+    Args:
+        elsewhere: names of those that are left out.
+    """
     known = {names.get(name, name): tensor for name, tensor in weights.items()}
     matched = []
     for name, mine in module.state_dict().items():
+        if name in elsewhere:
+            continue
         found = weights.get(name, known.get(names.get(name, name)))
         if found is None:
             raise FileError(f"{where}: has no {name!r}: are these weights of another model?")

@@ -168,7 +168,8 @@ def restore(stage: Stage, state: WorkerState, tensors: Mapping[str, Tensor]) -> 
     for name, tensor in tensors.items():
         if name.startswith(_BUFFERS):
             buffers[name.removeprefix(_BUFFERS)].copy_(tensor)
-    stage.weights.latest = state.updates
+    for versions in (stage.weights, *(tied.versions for tied in stage.ties.updated)):
+        versions.latest = state.updates
     named = known_parameters(stage)
     if stage.optimizer is not None:
         options = unpack(state.groups, tensors)
@@ -210,8 +211,10 @@ def give_kept(stage: Stage, kept: Mapping[str, Any]) -> None:
 
 
 def known_parameters(stage: Stage) -> dict[str, nn.Parameter]:
-    """A stage's parameters by the first names that the whole model has for them."""
-    return dict(model_parameters(stage.module, stage.names))
+    """The parameters that a stage updates, by the first names that the whole model has for them."""
+    updated = set(map(id, stage.updated))
+    named = model_parameters(stage.module, stage.names)
+    return {name: p for name, p in named if id(p) in updated}
 
 
 def _of_scheduler(scheduler: Scheduler | None) -> Any:

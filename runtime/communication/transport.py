@@ -230,7 +230,7 @@ def open_transport(
     """
     rank, timeout_s = worker.rank, prepared.settings.timeout_s
     names = [other.name for other in prepared.workers]
-    every = reduce_groups(prepared.replicas, prepared.model.tied)
+    every = reduce_groups(prepared.replicas, prepared.model.ties.copied)
     groups = rank_groups(prepared.replicas, every)
     distribution = prepared.distribution
     routes = [
@@ -265,7 +265,7 @@ def open_transport(
 def local_transport(prepared: Prepared) -> list[tuple[LocalChannels, LocalAllReduce]]:
     """Channels and all-reduces of all workers in one process, by the replicas' numbers. Those of
     one worker have the same channels."""
-    mailbox, pool = Mailbox(), Pool(reduce_groups(prepared.replicas, prepared.model.tied))
+    mailbox, pool = Mailbox(), Pool(reduce_groups(prepared.replicas, prepared.model.ties.copied))
     channels = [LocalChannels(worker.rank, mailbox) for worker in prepared.workers]
     return [
         (channels[replica.rank], LocalAllReduce(replica.number, pool))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from ...planner.costs.tied_parameters import not_behind
 from ...planner.plan import Plan, check_cut, pipeline_of
 from ...planner.schedules.check import check_schedule
 from ...planner.schedules.schedules import make_schedule
@@ -23,7 +24,7 @@ from .data import Segment, check_padding, segments
 from .devices import autocast_of, forward_context
 from .distribution import Distribution, SentValue, Specs, distribute
 from .loss import LossKind, kind_of_loss
-from .tied_parameters import TiedParameters, first_names, give_copies
+from .tied_parameters import OnOneDevice, Ties, first_names, give_copies, updated_parameters
 from .tracing import task_to_train, trace_for_run
 from .workers import Replica, Worker, all_replicas, share_of, workers_of
 
@@ -50,7 +51,7 @@ class PreparedModel:
     Attributes:
         inputs: names of the model's own inputs.
         names: for each name of a parameter, the first that the model has for it.
-        tied: parameters that several stages hold copies of.
+        ties: parameters that several stages use.
         unused: parameters and buffers of the model that no stage uses, under its names.
         matrices: names of the parameters that are matrices of hidden layers (Muon's).
         loss: what the task's loss gives.
@@ -60,7 +61,7 @@ class PreparedModel:
     stages: tuple[PreparedStage, ...]
     inputs: tuple[str, ...]
     names: Mapping[str, str]
-    tied: tuple[TiedParameters, ...]
+    ties: Ties
     unused: Mapping[str, Tensor]
     matrices: frozenset[str]
     loss: LossKind
@@ -70,6 +71,21 @@ class PreparedModel:
     def pieces(self) -> tuple[Piece, ...]:
         """Those of all stages, for training."""
         return tuple(stage.piece for stage in self.stages)
+
+    def updated_elsewhere(self, stage: int) -> frozenset[int]:
+        """Ids of parameters that a stage uses and another one of its device updates."""
+        return frozenset(
+            id(p)
+            for shared in self.ties.shared_on(stage)
+            if shared.owner != stage
+            for p in shared.of(self.stages[shared.owner].piece.module)
+        )
+
+    def updated_by(self, stage: int) -> list[tuple[str, nn.Parameter]]:
+        """The parameters that a stage updates, under the first names that the model has for them:
+        copies go by one name, so that parameter groups treat them alike."""
+        module = self.stages[stage].piece.module
+        return updated_parameters(module, self.names, self.updated_elsewhere(stage))
 
 
 @dataclass(frozen=True)
@@ -137,8 +153,8 @@ def prepare(
     chosen = [pieces[n][s] for s, n in enumerate(samples)]
     evaluation_pieces = cut(traced.evaluation, groups)
     modes = zip(chosen, evaluation_pieces, strict=True)
-    tied = give_copies([[piece.module for piece in both] for both in modes])
-    _check_tied(tied, pipeline)
+    ties = give_copies([[piece.module for piece in both] for both in modes], pipeline.placement)
+    _check_shared(ties.shared, plan)
     stages = zip(chosen, evaluation_pieces, (specs[n] for n in samples), strict=True)
     size = dataset_size(task.data("train"), "train")
     course = segments(plan, settings, size)
@@ -156,7 +172,7 @@ def prepare(
             stages=tuple(PreparedStage(*stage) for stage in stages),
             inputs=tuple(node.name for node in traced.training[least].inputs),
             names=first_names(model),
-            tied=tied,
+            ties=ties,
             unused=_unused(model, chosen),
             matrices=matrices,
             loss=loss,
@@ -169,27 +185,36 @@ def prepare(
     return prepared
 
 
-def _check_tied(tied: Sequence[TiedParameters], pipeline: Pipeline) -> None:
-    """Raise PlanError for stages of one device that share parameters."""
-    for shared in tied:
-        for s in shared.stages:
-            others = {*pipeline.beside(s), s} & {*shared.stages} - {s}
-            if others:
-                raise PlanError(
-                    f"plan: stages {s} and {min(others)} share parameters and a device, which "
-                    "can't be run yet; give them devices of their own, or move the layers to one "
-                    "stage"
-                )
+def _check_shared(shared: Sequence[OnOneDevice], plan: Plan) -> None:
+    """Raise PlanError for stages of one device that share parameters, where none of their backwards
+    is always the last."""
+    links = [(edge.source, edge.target) for edge in plan.edges if edge.needs_grad]
+    for one in shared:
+        apart = not_behind(one.owner, one.stages[1:], links)
+        if apart is not None:
+            raise PlanError(
+                f"plan: stages {one.owner} and {apart} share parameters and a device, and no "
+                f"gradient goes from stage {apart} back to stage {one.owner}, so neither's "
+                "backward is always the last; move the layers to one stage"
+            )
 
 
-def with_own_weights(prepared: Prepared, replica: Replica) -> Prepared:
-    """The same, where the replicas of a stage in one process need weights of their own."""
-    if replica.leads:
-        return prepared
-    stages = list(prepared.model.stages)
-    # Together: both modes of a stage share their parameters.
-    stages[replica.stage] = copy.deepcopy(stages[replica.stage])
-    return replace(prepared, model=replace(prepared.model, stages=tuple(stages)))
+def with_own_weights(prepared: Prepared) -> list[Prepared]:
+    """The same for each replica, by number: in one process, the replicas of a stage need weights of
+    their own. Stages of one worker go on to share theirs."""
+    found = [prepared for _ in prepared.replicas]
+    for worker in prepared.workers:
+        if worker.replicas[0].leads:
+            continue
+        stages = list(prepared.model.stages)
+        mine = [stages[s] for s in worker.stages]
+        # Together: both modes of a stage share their parameters.
+        for s, copied in zip(worker.stages, copy.deepcopy(mine), strict=True):
+            stages[s] = copied
+        model = replace(prepared.model, stages=tuple(stages))
+        for replica in worker.replicas:
+            found[replica.number] = replace(prepared, model=model)
+    return found
 
 
 def _unused(model: nn.Module, pieces: Sequence[Piece]) -> dict[str, Tensor]:
@@ -205,7 +230,8 @@ def _unused(model: nn.Module, pieces: Sequence[Piece]) -> dict[str, Tensor]:
 def _laid_on(plan: Plan, traced: TracedModel) -> tuple[list[list[int]], list[SentValue]]:
     """The plan's cut on the model: the layers of each stage, and what goes from stage to stage.
 
-    Raises PlanError where the plan says otherwise, or separates layers that share parameters.
+    Raises PlanError where the plan says otherwise, or separates layers that share parameters more
+    than it may.
     """
     names = [layer.name for layer in traced.layers]
     made = [
@@ -223,11 +249,14 @@ def _laid_on(plan: Plan, traced: TracedModel) -> tuple[list[list[int]], list[Sen
     position = {name: k for k, name in enumerate(names)}
     groups = [sorted(position[name] for name in stage.nodes) for stage in plan.stages]
     stage_of = {k: s for s, group in enumerate(groups) for k in group}
-    free = shared_parameters(traced) if plan.tied == "split" else {}
+    free, split = shared_parameters(traced), plan.tied == "split"
     for tied in tied_layers(traced):
-        if tied not in free and len({stage_of[k] for k in tied}) > 1:
+        of = {stage_of[k] for k in tied}
+        one_device = len({plan.stages[s].devices for s in of}) == 1
+        if len(of) > 1 and not (tied in free and (split or one_device)):
             shared = ", ".join(repr(names[k]) for k in tied)
-            raise PlanError(f"plan: layers {shared} share parameters and must be on one stage")
+            where = "one stage, or on stages of one device" if tied in free else "one stage"
+            raise PlanError(f"plan: layers {shared} share parameters and must be on {where}")
     # The model's result.
     stage_of[len(names)] = len(groups) - 1
     sent = [

@@ -1,13 +1,14 @@
-"""Parameters that several stages use: each of the stages gets a copy of its own.
+"""Parameters that several stages use: one tensor on each device, a copy for each further device.
 
-Their gradients are summed over the stages before every update, so that copies which start alike and
-have optimizers alike stay alike, bit by bit.
+The gradients of copies are summed over the devices before every update, so that copies which start
+alike and have optimizers alike stay alike, bit by bit. Of a device's stages that use the same
+parameter, the first one updates it.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx, nn
@@ -42,38 +43,102 @@ class TiedParameters:
         return stage == self.stages[0]
 
 
-def give_copies(stages: Sequence[Sequence[fx.GraphModule]]) -> tuple[TiedParameters, ...]:
-    """Replace what is used on an earlier stage too by copies, in place.
+@dataclass(frozen=True)
+class OnOneDevice:
+    """Parameters that the same stages of one device use, one tensor each.
+
+    Attributes:
+        stages: ascending; the first one updates them.
+        names: of the parameters in the first one's piece.
+    """
+
+    stages: tuple[int, ...]
+    names: tuple[str, ...]
+
+    @property
+    def owner(self) -> int:
+        """The stage that updates them."""
+        return self.stages[0]
+
+    def of(self, module: nn.Module) -> list[nn.Parameter]:
+        """They themselves. `module`: the owner's piece."""
+        named = dict(module.named_parameters())
+        return [named[name] for name in self.names]
+
+
+@dataclass(frozen=True)
+class Ties:
+    """All parameters of a model that several stages use.
+
+    Attributes:
+        copied: over several devices; stages are those that update a copy, one of each device.
+        shared: by several stages of one device.
+    """
+
+    copied: tuple[TiedParameters, ...] = ()
+    shared: tuple[OnOneDevice, ...] = ()
+
+    def copied_on(self, stage: int) -> list[TiedParameters]:
+        """Of which a stage updates copies."""
+        return [tied for tied in self.copied if stage in tied.stages]
+
+    def shared_on(self, stage: int) -> list[OnOneDevice]:
+        """Which a stage uses."""
+        return [shared for shared in self.shared if stage in shared.stages]
+
+
+def give_copies(stages: Sequence[Sequence[fx.GraphModule]], placement: Sequence[int] = ()) -> Ties:
+    """Replace what is used on an earlier device too by copies, in place.
 
     Args:
         stages: per stage, its pieces in all modes, which share their parameters.
+        placement: per stage, its device; by default, each has its own.
     """
+    placement = placement or range(len(stages))
     holders: dict[int, list[int]] = {}
     shared: dict[int, nn.Parameter] = {}
     for s, modules in enumerate(stages):
         for p in _parameters(modules):
             holders.setdefault(id(p), []).append(s)
             shared[id(p)] = p
-    tied = {key: tuple(held) for key, held in holders.items() if len(held) > 1}
-    found: dict[tuple[int, ...], dict[int, list[str]]] = {}
+    tied = {key: held for key, held in holders.items() if len(held) > 1}
+    copied: dict[tuple[int, ...], dict[int, list[str]]] = {}
+    shared_by: dict[tuple[int, ...], list[str]] = {}
+    moved: dict[int, dict[int, nn.Parameter]] = {}
     for key, held in tied.items():
-        by_stage = found.setdefault(held, {s: [] for s in held})
+        on_device: dict[int, list[int]] = {}
         for s in held:
-            names = {id(p): name for name, p in stages[s][0].named_parameters()}
-            by_stage[s].append(names[key])
-    for s, modules in enumerate(stages):
-        moved = {
-            key: nn.Parameter(shared[key].detach().clone(), shared[key].requires_grad)
-            for key, held in tied.items()
-            if s in held[1:]
-        }
+            on_device.setdefault(placement[s], []).append(s)
+        owners = [mine[0] for mine in on_device.values()]
+        name_in = {s: _name_in(stages[s][0], key) for s in owners}
+        if len(owners) > 1:
+            by_stage = copied.setdefault(tuple(owners), {s: [] for s in owners})
+            for s in owners:
+                by_stage[s].append(name_in[s])
+        for number, mine in enumerate(on_device.values()):
+            if len(mine) > 1:
+                shared_by.setdefault(tuple(mine), []).append(name_in[mine[0]])
+            if number:
+                parameter = shared[key]
+                made = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+                for s in mine:
+                    moved.setdefault(s, {})[key] = made
+    for s, copies in moved.items():
         leaves: dict[int, nn.Module] = {}
-        for module in modules if moved else ():
-            _replace(module, moved, leaves)
-    return tuple(
-        TiedParameters(held, {s: tuple(names) for s, names in by_stage.items()})
-        for held, by_stage in found.items()
+        for module in stages[s]:
+            _replace(module, copies, leaves)
+    return Ties(
+        tuple(
+            TiedParameters(held, {s: tuple(names) for s, names in by_stage.items()})
+            for held, by_stage in copied.items()
+        ),
+        tuple(OnOneDevice(held, tuple(names)) for held, names in shared_by.items()),
     )
+
+
+def _name_in(module: nn.Module, key: int) -> str:
+    """A parameter's name, by its id."""
+    return next(name for name, p in module.named_parameters() if id(p) == key)
 
 
 def first_names(model: nn.Module) -> dict[str, str]:
@@ -92,6 +157,13 @@ def model_parameters(module: nn.Module, names: Mapping[str, str]) -> list[tuple[
         names: for each name, the first (`first_names`): copies go by one name.
     """
     return [(names.get(name, name), p) for name, p in module.named_parameters()]
+
+
+def updated_parameters(
+    module: nn.Module, names: Mapping[str, str], elsewhere: Collection[int]
+) -> list[tuple[str, nn.Parameter]]:
+    """The same of those that a stage updates. `elsewhere`: ids of those that another one does."""
+    return [(name, p) for name, p in model_parameters(module, names) if id(p) not in elsewhere]
 
 
 def _parameters(modules: Sequence[nn.Module]) -> list[nn.Parameter]:

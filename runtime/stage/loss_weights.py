@@ -79,7 +79,7 @@ class LossWeights:
         self._all_reduce = all_reduce
         self._not_finite = not_finite
         self._is_last = is_last
-        self._means = MiniBatchMeans(stage.weights.parameters)
+        self._means = MiniBatchMeans(stage.updated)
         self._own: dict[int, float] = {}
         self._summing: dict[int, tuple[Tensor, Pending]] = {}
         self._settled = 0
@@ -120,6 +120,7 @@ class LossWeights:
                 self.weights[b] = counted
                 if not counted:
                     self._not_finite.nothing_counts(self._segment.first + b)
+            self._stage.ties.gather(b)
             self._means.settle(counted, self._segment.together(b))
             if not last or self._settled < until:
                 self._means.set_aside()

@@ -34,7 +34,6 @@ from ...profiles.tasks.task import Task
 from ..prepare.data import length_of
 from ..prepare.devices import device_kind
 from ..prepare.prepare import Prepared
-from ..prepare.tied_parameters import model_parameters
 from ..settings import OptimizerChoice, RunSettings
 from ..weights.muon import MuonWithAdamW, has_muon
 from .delays import delay_of
@@ -421,8 +420,7 @@ def check_updates(prepared: Prepared) -> None:
 
 def optimizer_of(prepared: Prepared, s: int) -> Optimizer | None:
     """A stage's optimizer over the weights of `prepared`. Raises as `make_optimizer`."""
-    named = model_parameters(prepared.model.pieces[s].module, prepared.model.names)
-    matrices = prepared.model.matrices
+    named, matrices = prepared.model.updated_by(s), prepared.model.matrices
     return make_optimizer(prepared.task, prepared.settings, named, f"stage {s}", matrices)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...planner.recordings.recording import by_kind
 from ...planner.systems.operations import BACKWARD, FORWARD, UPDATE, WEIGHT, Op, Schedule, op_text
-from ...planner.systems.prediction import prediction_distances
+from ...planner.systems.prediction import Distances, prediction_distances
 from ...planner.systems.versions import entry_versions
 from ...profiles.errors import RunError, TimeprestError
 from ...profiles.tasks.hooks import describe_error, from_users_code, is_ctrl_c
@@ -104,7 +104,7 @@ class StageRunner:
         self.outgoing = [c for c in routes if c.source == replica]
         returning = Counter(c.spec.name for c in self.outgoing if c.spec.needs_grad)
         self._summed = {name for name, count in returning.items() if count > 1}
-        self._tied = [tied for tied in prepared.model.tied if s in tied.stages]
+        self._tied = prepared.model.ties.copied_on(s)
         self._samples: dict[str, Samples] = {}
         self.metrics = SegmentMetrics()
         self.segment: Segment | None = None
@@ -121,7 +121,7 @@ class StageRunner:
     def stand_beside(self, others: Sequence[StageRunner]) -> None:
         """The worker has these, too: what they make is handed over, what they hold counts."""
         stages = {other.number: other.stage for other in others}
-        self.stage.account.beside = [stage.held_alone for stage in stages.values()]
+        self.stage.stand_beside(stages)
 
         def makers(routes: Iterable[MessageRoute]) -> HandedOver:
             found = {c.spec.name: stages[c.source.stage] for c in routes if c.handed_over}
@@ -140,7 +140,12 @@ class StageRunner:
         variant = self.prepared.pipeline.variant
         latest = self.stage.weights.latest
         entries = entry_versions(variant, self.prepared.plan.micro_batches, schedule[0], latest)
-        self.stage.begin(entries, prediction_distances(variant, schedule)[self.number])
+
+        def ahead(tied: Sequence[int]) -> Distances:
+            by = [tied[0] if s in tied else s for s in range(len(schedule))]
+            return prediction_distances(variant, schedule, by)[self.number]
+
+        self.stage.begin(entries, ahead)
         self.segment = segment
         self.metrics = SegmentMetrics()
         if self._loss_weights is not None:
@@ -319,6 +324,7 @@ class StageRunner:
         if self._loss_weights is not None:
             losses = self._loss_weights.means(done, losses)
         shared = torch.tensor(losses, dtype=torch.float64) if self.replica.count > 1 else None
+        self.stage.ties.gather(op.mini_batch)
         started = self._start_all_reduces(shared)
         skips = self.not_finite.policy == SKIP
         agrees = skips and self.prepared.pipeline.variant.flushes
@@ -332,7 +338,7 @@ class StageRunner:
         assert self.segment is not None
         number = self.segment.first + op.mini_batch
         summed = self._clock()
-        finite = self.not_finite.check_gradients(number, self.stage.weights.parameters)
+        finite = self.not_finite.check_gradients(number, self.stage.updated)
         # Summed over replicas, so that all of them decide alike.
         finite = finite and all(map(math.isfinite, losses))
         checked = self._clock()
@@ -375,7 +381,7 @@ class StageRunner:
             started.append(GradientAllReduce(self.all_reduce, tied.group, copies))
         if losses is not None:
             elsewhere = self._copies(self._tied)
-            own = [p for p in self.stage.weights.parameters if id(p) not in elsewhere]
+            own = [p for p in self.stage.updated if id(p) not in elsewhere]
             started.append(
                 GradientAllReduce(self.all_reduce, stage_group(self.number), own, [losses])
             )
@@ -388,7 +394,7 @@ class StageRunner:
         """Clip the gradients, which are summed over the stage's replicas."""
         most = self.prepared.settings.clip_norm
         assert most is not None
-        own = self.stage.weights.parameters
+        own = self.stage.updated
         # A parameter with copies on several stages counts once.
         elsewhere = self._copies(t for t in self._tied if not t.counts_in(self.number))
         counted = [p for p in own if id(p) not in elsewhere]

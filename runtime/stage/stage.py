@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from ...planner.systems.operations import BACKWARD, FORWARD, Op
+from ...planner.systems.operations import Op
 from ...planner.systems.prediction import Distances
 from ...planner.systems.versions import VersionWalk
 from ...profiles.autograd.boundary import Inlet, storage_key
@@ -25,13 +26,13 @@ from ..prepare.data import DIVIDE, DROP, MicroBatchPart, length_of, real_part
 from ..prepare.devices import CPU, forward_context, move, put
 from ..prepare.messages import check_agreed, mark_missing, missing_gradients
 from ..prepare.prepare import Prepared
-from ..prepare.tied_parameters import model_parameters
 from ..prepare.workers import Replica
 from ..weights.drift import Drift
-from ..weights.policy import DECAYS, WeightPolicy
+from ..weights.policy import DECAYS, WeightPolicies, WeightPolicy
 from ..weights.prediction import Predictor
 from ..weights.staleness import Staleness, WeightDistances
 from ..weights.stash import WeightVersions
+from ..weights.tied_weights import StageTies, TiedWeights
 from .batch_norm import DeferredBatchNorm
 from .delays import Rescheduling, delay_of
 from .handed_over import HandedOver
@@ -66,6 +67,9 @@ class Stage:
         walk: which version each operation uses; the runtime follows it with real weights.
         account: what the stage holds, and its peak.
         staleness: what its backwards saw since the segment began.
+        updated: the parameters that its updates step: of those that several stages of the worker
+            use, the ones that this stage updates.
+        ties: those of several stages.
         predictor: of systems that predict weights, where there is something to train.
         drift: of systems that correct weights, where updates come between forward and backward.
         kept_outputs: outputs of the last forward whose memory is kept for the backward anyway.
@@ -96,19 +100,27 @@ class Stage:
         # Before anything looks at the parameters, which moving may replace.
         move([self.module, self.evaluation_module], device)
         self.module.train()
-        parameters = list(self.module.parameters())
+        self.number = s = replica.stage
+        self._borrowed = model.updated_elsewhere(s)
+        named = model.updated_by(s)
+        self.updated = [p for _, p in named]
+        # Where losses have weights of their own, each mini-batch's gradients are divided by its.
+        together = 1 if model.loss.weighted else plan.update_every
+        owned = [one for one in model.ties.shared_on(s) if one.owner == s]
+        self.ties = StageTies(
+            s, [TiedWeights(one.stages, one.of(self.module), together) for one in owned]
+        )
+        tied = self.ties.parameters
+        parameters = [p for p in self.updated if id(p) not in set(map(id, tied))]
         self.weights = WeightVersions(parameters)
-        # Copies of a parameter go by one name, so that parameter groups treat them alike.
-        named = model_parameters(self.module, self.names)
-        owner = f"stage {replica.stage}"
-        made = make_optimizer(self.task, settings, named, owner, model.matrices)
-        self.optimizer = None if made is None else system_optimizer(prepared, replica.stage, made)
+        made = make_optimizer(self.task, settings, named, f"stage {s}", model.matrices)
+        self.optimizer = None if made is None else system_optimizer(prepared, s, made)
         self.scheduler = make_scheduler(
             self.task, settings, self.optimizer, length_of(prepared.segments)
         )
         self.lr: float | None = None
         self._fused = False
-        delay = delay_of(plan, replica.stage)
+        delay = delay_of(plan, s)
         self._rescheduling = Rescheduling(delay, settings.lr_rescheduling)
         self.predictor = (
             Predictor(
@@ -121,25 +133,22 @@ class Stage:
         )
         corrects = self.variant.backward_weights == "corrected" and settings.discrepancy_correction
         self.drift = (
-            Drift(parameters, settings.discrepancy_decay ** (1 / delay))
+            Drift(self.updated, settings.discrepancy_decay ** (1 / delay))
             if corrects and delay and self.optimizer is not None
             else None
         )
-        decay = DECAYS[settings.decay]
-        self.policy = WeightPolicy(
-            self.variant,
-            self.weights,
-            self.predictor,
-            lambda d: decay(settings.decay_rate, d),
-            self.drift,
+        self._decay = partial(DECAYS[settings.decay], settings.decay_rate)
+        self.policy = WeightPolicies(
+            WeightPolicy(self.variant, self.weights, self.predictor, self._decay, self.drift)
         )
+        self._use(self.ties.updated, self)
         self.account = MemoryAccount(parameters, list(self.module.buffers()))
         self.staleness = Staleness()
         self.kept_outputs: set[str] = set()
         self.handed_over = HandedOver()
         self.evaluation_handed_over = HandedOver()
         self._buffers = {storage_key(buffer) for buffer in self.module.buffers()}
-        self._distances = WeightDistances(parameters) if settings.distances else None
+        self._distances = WeightDistances([*parameters, *tied]) if settings.distances else None
         self._recomputation = Recomputation(self.module, device) if self.recomputes else None
         self._batch_norm = DeferredBatchNorm(self.module) if settings.deferred_batch_norm else None
         self._flying: dict[tuple[int, int], _MicroBatch] = {}
@@ -151,27 +160,57 @@ class Stage:
         self._settled = self.variant.flushes and not self.recomputes and self.autocast is None
         self._saved_by_shape: dict[_Shapes, tuple[int, set[str]]] = {}
 
-    def begin(self, entries: Sequence[int], ahead: Distances) -> None:
+    def _use(self, ties: Sequence[TiedWeights], owner: Stage) -> None:
+        """Run operations on these parameters too. `owner`: the stage that updates them."""
+        for tied in ties:
+            policy = WeightPolicy(
+                self.variant, tied.versions, owner.predictor, self._decay, owner.drift
+            )
+            self.ties.use(tied, policy)
+            self.policy.shared.append(policy)
+        self.weights.join([tied.versions for tied in self.ties.used])
+
+    def stand_beside(self, others: Mapping[int, Stage]) -> None:
+        """The worker has these stages, too, by number: what they hold counts, and the parameters
+        that one of them updates may be used here."""
+        for s in sorted(others):
+            ties = [tied for tied in others[s].ties.updated if self.number in tied.stages]
+            self._use(ties, others[s])
+        every = [self, *others.values()]
+        self.account.beside = [
+            *(other.held_alone for other in others.values()),
+            *(tied.held for stage in every for tied in stage.ties.updated),
+        ]
+
+    def begin(self, entries: Sequence[int], ahead: Callable[[Sequence[int]], Distances]) -> None:
         """Get ready for a segment.
 
         Args:
             entries: per micro-batch, the version of stage 0 that it uses (`VersionWalk`).
-            ahead: what predictions look ahead.
+            ahead: what predictions look ahead, of parameters that these stages use; of the stage's
+                own, where there are none.
         """
-        self.policy.walk = VersionWalk(
-            self.variant,
-            self.micro_batches,
-            entries,
-            recompute=self.recomputes,
-            latest=self.weights.latest,
-        )
-        self.policy.distances = ahead
+
+        def walk(latest: int) -> VersionWalk:
+            return VersionWalk(
+                self.variant,
+                self.micro_batches,
+                entries,
+                recompute=self.recomputes,
+                latest=latest,
+            )
+
+        self.policy.own.walk = walk(self.weights.latest)
+        self.policy.own.distances = ahead(())
+        for tied in self.ties.used:
+            tied.begin(self.number, walk(tied.versions.latest))
+            tied.policies[self.number].distances = ahead(tied.stages)
         self.staleness = Staleness()
 
     @property
     def walk(self) -> VersionWalk:
         """The walk over the segment at hand."""
-        return self.policy.walk
+        return self.policy.own.walk
 
     # Operations --------------------------------------------------------------------------
 
@@ -196,8 +235,7 @@ class Stage:
             samples, detached) on the last stage, where there are any.
         """
         assert op.micro_batch is not None
-        version = self.walk.forward(op)
-        tensors = self.policy.forward(op, version)
+        version, tensors = self.policy.forward(op)
         if self._distances is not None:
             self._distances.forward(self._together(op), version, self.walk.latest, tensors)
         values = self.handed_over.safe(values)
@@ -226,7 +264,7 @@ class Stage:
         self._kept_bytes += micro.saved_bytes
         self._flying[op.mini_batch, op.micro_batch] = micro
         self._note(boundary_bytes, gradients_changed=False)
-        self.weights.drop(self.walk.needed())
+        self._drop()
         detached = {name: tensor.detach() for name, tensor in outputs.items()}
         return version, detached, None if loss is None else loss._replace(value=loss.value.detach())
 
@@ -247,9 +285,10 @@ class Stage:
             for each received input that needs one its gradient, ``[micro-batches of this backward,
             ...]``.
         """
-        version = self.walk.backward(op)
+        version = self.policy.take_backward(op)
         forward_version = self.walk.forward_version(op)
         mine = self.share.of(op)
+        self.ties.take_up(op)
         micros = {i: self._take_back(op, i) for i in mine}
         gone = {name: missing_gradients(message) for name, message in grads.items()}
         distance = None
@@ -281,11 +320,12 @@ class Stage:
         self._note(boundary_bytes + sum(g.nbytes for g in messages))
         if not self.variant.split_backward:
             self._kept_bytes -= sum(micro.saved_bytes for micro in micros.values())
+        self.ties.put_aside(op)
         self.staleness.note(version - forward_version, distance or 0.0)
-        self.walk.finish(op)
-        self.weights.drop(self.walk.needed())
+        self.policy.finish(op)
+        self._drop()
         if not self.variant.scratch_copies:
-            self.weights.drop_scratch()
+            self.policy.drop_scratch()
         return version, forward_version, back
 
     def backward_weight(self, op: Op, boundary_bytes: int = 0) -> int:
@@ -293,20 +333,18 @@ class Stage:
         assert op.micro_batch is not None
         half, kept_bytes = self._postponed.pop((op.mini_batch, op.micro_batch))
         version = self.walk.latest
-        with self.weights.backward(self.weights.at(version)):
+        self.ties.take_up(op)
+        with self.weights.backward(None):
             half.weights()
         self._note(boundary_bytes)
+        self.ties.put_aside(op)
         self._kept_bytes -= kept_bytes
         return version
 
     def skip(self, op: Op) -> None:
         """Another replica runs this forward or backward: only versions go on here."""
-        if op.kind == FORWARD:
-            self.walk.forward(op)
-        elif op.kind == BACKWARD:
-            self.walk.backward(op)
-            self.walk.finish(op)
-        self.weights.drop(self.walk.needed())
+        self.policy.skip(op)
+        self._drop()
 
     def update(self, mini_batch: int, boundary_bytes: int = 0, *, steps: bool = True) -> int:
         """Optimizer step after a mini-batch's backward. The scheduler's comes then.
@@ -323,6 +361,7 @@ class Stage:
             self._distances.before_update(self.walk.latest)
         if self.walk.latest in needed:
             self.weights.keep_latest()
+        self.ties.before_update()
         if self.predictor is not None and steps:
             self.predictor.before_step()
         if self.drift is not None:
@@ -337,12 +376,13 @@ class Stage:
         if self.drift is not None:
             self.drift.after_update()
         self._note(boundary_bytes)
-        for p in self.weights.parameters:
+        for p in self.updated:
             # As `zero_grad` does, which takes its time to tell torch's profiler of it.
             p.grad = None
         self.account.gradients_gone()
         version = self.walk.update()
         self.weights.advance(needed)
+        self.ties.after_update()
         return version
 
     def evaluate(self, values: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Any]:
@@ -365,13 +405,26 @@ class Stage:
         return self._outputs(out), out[-1] if self.piece.has_result else None
 
     def state(self) -> dict[str, Tensor]:
-        """Parameters and buffers under the model's own names, tied ones under each."""
-        state = dict(self.module.state_dict())
+        """Parameters and buffers under the model's own names, tied ones under each.
+
+        Without those that another stage of the worker updates, and has.
+        """
+        elsewhere = self.names_elsewhere
+        found = self.module.state_dict()
+        state = {name: tensor for name, tensor in found.items() if name not in elsewhere}
         first = {self.names.get(name, name): tensor for name, tensor in state.items()}
         for name, known_as in self.names.items():
             if known_as in first:
                 state.setdefault(name, first[known_as])
         return state
+
+    @property
+    def names_elsewhere(self) -> frozenset[str]:
+        """Of parameters that another stage of the worker updates, as the piece calls them."""
+        if not self._borrowed:
+            return frozenset()
+        named = self.module.named_parameters(remove_duplicate=False)
+        return frozenset(name for name, p in named if id(p) in self._borrowed)
 
     # Steps of an operation ---------------------------------------------------------------
 
@@ -404,6 +457,11 @@ class Stage:
         saved = self.weights.saved.items()
         micro.saved_bytes = sum(nbytes for key, nbytes in saved if key not in elsewhere)
         return micro, outputs, loss
+
+    def _drop(self) -> None:
+        """Let go of weight versions that no operation needs any more."""
+        self.weights.drop(self.walk.needed())
+        self.ties.drop()
 
     def _shapes(self, values: Mapping[str, Tensor]) -> _Shapes:
         return tuple((name, values[name].shape) for name in self.piece.inputs)
@@ -445,7 +503,7 @@ class Stage:
                 edges.append(root)
                 grads.append(grad)
         inlets = micro.inlets.values()
-        half = SplitBackward(edges, grads, inlets, self.weights.parameters)
+        half = SplitBackward(edges, grads, inlets, self.weights.every)
         half.inputs()
         self._kept_bytes += half.held_bytes
         kept_bytes = micro.saved_bytes + half.held_bytes

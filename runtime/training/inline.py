@@ -16,16 +16,9 @@ def run_inline(prepared: Prepared, where: RunDir, observer: Observer) -> list[St
     observer.starting("loading the data")
     device = own_device(prepared.plan, prepared.settings, 0)
     runners = [
-        stage_runner(
-            where,
-            with_own_weights(prepared, replica),
-            replica,
-            channels,
-            all_reduce,
-            device,
-        )
-        for replica, (channels, all_reduce) in zip(
-            prepared.replicas, local_transport(prepared), strict=True
+        stage_runner(where, own, replica, channels, all_reduce, device)
+        for replica, own, (channels, all_reduce) in zip(
+            prepared.replicas, with_own_weights(prepared), local_transport(prepared), strict=True
         )
     ]
     load_samples(runners)

@@ -50,8 +50,10 @@ def try_training(prepared: Prepared) -> list[str]:
     device = own_device(prepared.plan, settings, 0)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         runners = [
-            StageRunner(with_own_weights(few, replica), replica.number, *local, device=device)
-            for replica, local in zip(few.replicas, local_transport(few), strict=True)
+            StageRunner(own, replica.number, *local, device=device)
+            for replica, own, local in zip(
+                few.replicas, with_own_weights(few), local_transport(few), strict=True
+            )
         ]
         Course(runners, Silent(), lambda: None, lambda: None).run()
         if settings.checkpoint_every != 0:

@@ -78,14 +78,14 @@ class Predictor:
                     self.last[p] = p.grad.add(p.detach(), alpha=decay) if decay else p.grad
 
     def predict(self, steps: int, into: dict[nn.Parameter, Tensor]) -> None:
-        """Write the weights so many updates ahead. `into`: a tensor for each parameter."""
+        """Write the weights so many updates ahead. `into`: a tensor for each of some parameters."""
         left = dict(into)
         with torch.no_grad():
             for group in self.optimizer.param_groups:
                 sign = -1 if group.get("maximize") else 1
                 rate = float(group["lr"]) * steps * sign * self._share()
                 for p in group["params"]:
-                    direction = self._direction(self, p, group)
+                    direction = self._direction(self, p, group) if p in left else None
                     if direction is not None:
                         torch.sub(p, direction, alpha=rate, out=left.pop(p))
             for p, target in left.items():

@@ -48,11 +48,12 @@ class Sample:
         self._stride = max(1, -(-total // SAMPLED))
 
     def of(self, tensors: Sequence[Tensor] | None) -> Tensor:
-        """``[weights looked at]``. `tensors`: as `WeightVersions.forward` takes them."""
+        """``[weights looked at]``. `tensors`: as `WeightVersions.forward` takes them; there may be
+        others behind the parameters'."""
         with torch.no_grad():
             parts = [
                 t.detach().reshape(-1)[:: self._stride].double()
-                for t in (self.parameters if tensors is None else tensors)
+                for t in (self.parameters if tensors is None else tensors)[: len(self.parameters)]
             ]
             return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
 

@@ -40,6 +40,9 @@ class WeightVersions:
     Attributes:
         latest: number of the version that the parameters hold.
         saved: bytes by storage that autograd saved in the last forward, parameters left out.
+        every: what operations run on: the parameters, and behind them those that were joined.
+        corrected: of weights in the scratch copy that were corrected, the latest version then, and
+            how far back they are.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -48,17 +51,29 @@ class WeightVersions:
         self.saved: dict[int, int] = {}
         self._older: dict[int, list[Tensor]] = {}
         self._index = {storage_key(p): k for k, p in enumerate(self.parameters) if p.numel()}
-        self._position = {id(p): k for k, p in enumerate(self.parameters)}
         self._unpack_from: list[Tensor] = []
         self._copies: dict[tuple[int, torch.dtype], Tensor] = {}
         # Micro-batches of a backward ask for the same ones.
         self._views: dict[_Reference, Tensor] = {}
-        dtypes = {p.dtype for p in self.parameters}
-        # What has it isn't a copy in another precision.
-        self._only_dtype = dtypes.pop() if len(dtypes) == 1 else None
         self._scratch: list[Tensor] = []
         self._bytes: dict[int, int] = {}
         self._scratch_bytes = 0
+        self.corrected: tuple[int, int] | None = None
+        self.join(())
+
+    def join(self, others: Sequence[WeightVersions]) -> None:
+        """Let operations run on the weights of these, too: their tensors come behind the own
+        ones in the lists that `forward` and `backward` take."""
+        self.every = list(self.parameters)
+        # Where each begins.
+        self._joined: list[tuple[int, WeightVersions]] = []
+        for other in others:
+            self._joined.append((len(self.every), other))
+            self.every += other.parameters
+        self._position = {id(p): k for k, p in enumerate(self.every)}
+        dtypes = {p.dtype for p in self.every}
+        # What has it isn't a copy in another precision.
+        self._only_dtype = dtypes.pop() if len(dtypes) == 1 else None
 
     # Keeping versions --------------------------------------------------------------------
 
@@ -93,13 +108,25 @@ class WeightVersions:
 
     def has(self, tensor: Tensor) -> bool:
         """Whether a tensor has the memory of a parameter, or of a version of one."""
-        return storage_key(tensor) in self._index
+        key = storage_key(tensor)
+        return key in self._index or self._in_joined(key) is not None
+
+    def _in_joined(self, key: int) -> int | None:
+        for begin, other in self._joined:
+            k = other._index.get(key)
+            if k is not None:
+                return begin + k
+        return None
 
     # Making weights -----------------------------------------------------------------------
 
     def at(self, version: int) -> list[Tensor] | None:
         """The tensors of a version that is held; None: the parameters as they are."""
         return None if version == self.latest else self._older[version]
+
+    def live(self) -> list[Tensor]:
+        """The parameters as they are."""
+        return [p.detach() for p in self.parameters]
 
     def scratch(self) -> list[Tensor]:
         """Tensors to make other weights in: for one operation, then they may be overwritten."""
@@ -149,17 +176,19 @@ class WeightVersions:
             return
         live = None
         if tensors is not None:
-            live = [p.data for p in self.parameters]
-            for p, other in zip(self.parameters, tensors, strict=True):
+            live = [p.data for p in self.every]
+            for p, other in zip(self.every, tensors, strict=True):
                 p.data = other
         counted: dict[int, int] = {}
-        index, only = self._index, self._only_dtype
+        index, only, joined = self._index, self._only_dtype, bool(self._joined)
 
         def pack(tensor: Tensor) -> Tensor | _Reference:
             storage = tensor.untyped_storage()
             key: int = storage._cdata
             copied_to = None
             k = index.get(key)
+            if k is None and joined:
+                k = self._in_joined(key)
             if k is None and tensor.dtype != only:
                 k, copied_to = self._copied_from(tensor), tensor.dtype
             if k is None:
@@ -174,7 +203,7 @@ class WeightVersions:
                 yield
         finally:
             if live is not None:
-                for p, data in zip(self.parameters, live, strict=True):
+                for p, data in zip(self.every, live, strict=True):
                     p.data = data
             self.saved = counted
 
@@ -195,7 +224,7 @@ class WeightVersions:
     @contextmanager
     def backward(self, tensors: list[Tensor] | None) -> Iterator[None]:
         """Run a backward on these, whatever its forward ran on; None: the parameters."""
-        self._unpack_from = tensors or [p.detach() for p in self.parameters]
+        self._unpack_from = tensors or [p.detach() for p in self.every]
         try:
             yield
         finally:

@@ -23,10 +23,9 @@ from timeprest.planner.schedules.schedules import make_schedule
 from timeprest.planner.systems.placement import placements
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.autograd.boundary import storage_key
-from timeprest.profiles.errors import PlanError, RunError
+from timeprest.profiles.errors import RunError
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
-from timeprest.runtime.prepare.prepare import prepare
 from timeprest.runtime.records.progress import read_losses
 from timeprest.runtime.records.recording import measured
 from timeprest.runtime.records.run_dir import load_weights
@@ -179,13 +178,6 @@ def test_replicas_equal_one_worker(
     wanted = load_weights(tmp_path / "alone")
     for name, weight in load_weights(tmp_path / "replicated").items():
         torch.testing.assert_close(weight, wanted[name], rtol=0, atol=1e-10)
-
-
-def test_stages_that_share_parameters_and_a_device_are_refused():
-    target, plan = plan_for("variety_tasks.py", "TiedTask", "gpipe", (0, 1, 0), tied="split")
-    with pytest.raises(PlanError, match="stages 0 and 2 share parameters and a device") as error:
-        prepare(plan, RunSettings(task=target))
-    assert "\n" not in str(error.value)
 
 
 def test_a_dry_run_knows_the_workers(mlp_profile, mlp_target, tmp_path):

@@ -1,14 +1,22 @@
-"""Runs with copies of shared parameters on several stages: plain training, copies alike."""
+"""Runs with parameters that several stages use: copies on devices, one on each device."""
 
 from __future__ import annotations
 
 import msgspec
+import numpy as np
 import pytest
 import torch
+from helpers.against_oracle import STEPS, train
 from helpers.paths import TESTS
+from helpers.plain_training import train_plainly
 from helpers.plans import plan_by_hand, with_times
+from helpers.processes.stopped_runs import check_resumed
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
+from timeprest.planner.plan import check_against_profile, pipeline_of
+from timeprest.planner.recordings.predicted import predicted
+from timeprest.planner.schedules.schedules import make_schedule
+from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import PlanError
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
@@ -17,8 +25,12 @@ from timeprest.profiles.tracing.pieces import cut
 from timeprest.runtime.checkpoint.export import export
 from timeprest.runtime.prepare.prepare import prepare
 from timeprest.runtime.prepare.tied_parameters import give_copies
+from timeprest.runtime.records.progress import read_losses
+from timeprest.runtime.records.recording import measured
+from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
+from timeprest.runtime.training import loop
 from timeprest.runtime.verify.check import check
 
 FILE = TESTS / "tasks/variety_tasks.py"
@@ -162,7 +174,7 @@ def test_copies_are_a_stages_own(name, front_end):
         groups = [list(range(3)), list(range(3, n - 2)), list(range(n - 2, n))]
         modes.append([piece.module for piece in cut(traced, groups)])
     stages = list(zip(*modes, strict=True))
-    (tied,) = give_copies(stages)
+    (tied,) = give_copies(stages).copied
     assert tied.stages == (0, 2)
     held = [[{id(p) for p in module.parameters()} for module in both] for both in stages]
     assert all(train == evaluate for train, evaluate in held)
@@ -173,3 +185,229 @@ def test_copies_are_a_stages_own(name, front_end):
     assert last.requires_grad
     after = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
     assert after == before
+
+
+# On one device ------------------------------------------------------------------------------
+
+V, SHORT_V, LOOP = (0, 1, 1, 0), (0, 1, 0), (0, 1, 0, 1)
+FLUSH = [name for name, variant in VARIANTS.items() if variant.flushes]
+
+
+def placed_plan(name, variant, placement, n=4, file="mlp_task.py", **more):
+    """Even cuts of a task's model, laid on devices."""
+    target = f"{TESTS / 'tasks' / file}:{name}"
+    if target not in _profiles:
+        found = measure(resolve(target), batch_size=8, micro_batch_sizes=[2, 4, 8], seconds=0)
+        _profiles[target] = with_times(found)
+    profile = _profiles[target]
+    stages = len(placement) or 2
+    plan = plan_by_hand(profile, variant, stages, n, placement=placement, **more)
+    check_against_profile(plan, profile)
+    return target, plan
+
+
+def layouts(variant):
+    """Models with ties and placements that put their stages on one device."""
+    every = [("TiedV", V), ("TiedV", SHORT_V), ("TiedLoop", LOOP)]
+    kind = VARIANTS[variant].placement
+    return every if kind == "any" else every[2:] if kind == "loop" else every[:1]
+
+
+def cases():
+    for name, variant in VARIANTS.items():
+        for task, placement in layouts(name):
+            several = {max(n, variant.least_micro_batches(len(placement))) for n in (2, 4)}
+            for n in [1] if variant.whole_mini_batches else sorted(several):
+                yield name, task, placement, n
+
+
+@pytest.mark.parametrize(("variant", "task", "placement", "n"), [*cases()])
+def test_inline_equals_the_oracle(variant, task, placement, n, tmp_path):
+    target, plan = placed_plan(task, variant, placement, n)
+    summary = train(plan, target, "momentum", tmp_path / "run")
+    for report in summary.stages:
+        assert report.peak.total <= plan.predicted.device_of(report.stage).memory_bytes
+    assert summary.mini_batches == STEPS
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_everything_at_once(variant, tmp_path):
+    """Weighted losses, updates after two mini-batches, an epoch's rest, clipping, a warm-up."""
+    (_, placement), *_ = layouts(variant)
+    how = {"update_every": 2, "file": "mlp_task.py"}
+    if not VARIANTS[variant].recompute_refusal:
+        how["recompute"] = (True, False, True, True)[: len(placement)]
+    name = "TiedShort" if placement == V else "TiedShortLoop"
+    n = 1 if VARIANTS[variant].whole_mini_batches else 4
+    target, plan = placed_plan(name, variant, placement, n, **how)
+    more = {"clip_norm": 0.3, "lr_schedule": "linear", "warmup": 4, "ragged": "pad"}
+    train(plan, target, "adam", tmp_path / "run", **more)
+
+
+@pytest.mark.parametrize("variant", FLUSH)
+def test_systems_that_flush_are_plain_training(variant, tmp_path):
+    (name, placement), *_ = layouts(variant)
+    target, plan = placed_plan(name, variant, placement)
+    run(plan, RunSettings(task=target, steps=6, evaluate=False), tmp_path / "run", inline=True)
+    losses, model = train_plainly(target, plan.mini_batch, 6)
+    found = read_losses(tmp_path / "run" / "metrics.jsonl")
+    np.testing.assert_allclose(found, losses, rtol=0, atol=1e-10)
+    state = load_weights(tmp_path / "run")
+    for name, weight in model.state_dict().items():
+        np.testing.assert_allclose(state[name], weight, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_it_is_on_its_device_once(variant, tmp_path):
+    """Weights, gradients, optimizer state and versions, of the plan, of the run and over time."""
+    (name, placement), *_ = layouts(variant)
+    n = 1 if VARIANTS[variant].whole_mini_batches else 4
+    target, plan = placed_plan(name, variant, placement, n)
+    summary = train(plan, target, "momentum", tmp_path / "run")
+    model = sum(p.nbytes for p in resolve(target).task.model().parameters())
+    devices = plan.predicted.devices
+    assert sum(d.memory.weights_bytes for d in devices) == model
+    assert sum(d.memory.optimizer_bytes for d in devices) == model
+    assert sum(stage.parameter_bytes for stage in plan.predicted.stages) == model
+    assert [tie.stages for d in devices for tie in d.ties] == [d.stages for d in devices]
+    for device in devices:
+        peak = summary.stages[device.stages[0]].peak
+        assert peak.weights_bytes == device.memory.weights_bytes
+        assert peak.total <= device.accounted.total
+    over_time = [
+        [point.nbytes for point in found.memory if point.lane == lane]
+        for found in (predicted(plan, STEPS), measured(tmp_path / "run", (0, STEPS)))
+        for lane in range(len(devices))
+    ]
+    # At their most, weights, versions, gradients and optimizer state are exact: the first kinds.
+    most = [tuple(max(kinds) for kinds in zip(*points, strict=True))[:4] for points in over_time]
+    for planned, held in zip(most[: len(devices)], most[len(devices) :], strict=True):
+        if VARIANTS[variant].backward_weights == "corrected":
+            # Counted on stages without a delay, too.
+            assert planned[1] >= held[1]
+            planned = (planned[0], held[1], *planned[2:])
+        assert planned == held
+
+
+def test_gradients_of_later_mini_batches_wait_apart(tmp_path):
+    """The last stage is two mini-batches ahead of the first one's backward."""
+    target, plan = placed_plan("TiedV", "pipedream", V, 1)
+    (tie,) = plan.predicted.devices[0].ties
+    summary = train(plan, target, "sgd", tmp_path / "run")
+    account = [p.nbytes[2] for p in predicted(plan, STEPS).memory if p.lane == 0]
+    own = sum(plan.predicted.stages[s].holds.parameters for s in (0, 3))
+    assert max(account) > own + tie.holds.parameters
+    assert summary.stages[0].peak.gradients_bytes <= max(account)
+
+
+@pytest.mark.parametrize(
+    ("variant", "replicas"), [("timeprest", (2, 2)), ("pipedream", (2, 1)), ("zb-v", (2, 2))]
+)
+def test_replicated_stages_share_it_on_each_device(variant, replicas, tmp_path, monkeypatch):
+    """The run is that of one worker for each device, by the same schedule."""
+    n = 1 if VARIANTS[variant].whole_mini_batches else 4
+    target, plan = placed_plan("TiedV", variant, V, n, replicas=replicas)
+    _, alone = placed_plan("TiedV", variant, V, n)
+    settings = RunSettings(task=target, steps=6, clip_norm=0.3, evaluate=False)
+    run(plan, settings, tmp_path / "replicated", inline=True)
+    pipeline = pipeline_of(plan)
+    monkeypatch.setattr(loop, "make_schedule", lambda _, count: make_schedule(pipeline, count))
+    run(alone, settings, tmp_path / "alone", inline=True)
+    wanted = load_weights(tmp_path / "alone")
+    for name, weight in load_weights(tmp_path / "replicated").items():
+        torch.testing.assert_close(weight, wanted[name], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("variant", ["timeprest-stashed", "spectrain", "zb-v"])
+def test_runs_go_on_bit_for_bit(variant, tmp_path):
+    """It is in the checkpoint once, in the file of the stage that updates it."""
+    n = 1 if VARIANTS[variant].whole_mini_batches else 4
+    target, plan = placed_plan("TiedShort", variant, V, n)
+    settings = RunSettings(task=target, epochs=3, steps=None, checkpoint_every=4)
+    check_resumed(plan, settings, tmp_path, 14, 15)
+    files = {
+        path.stem: set(load_file(path))
+        for path in (tmp_path / "whole" / "checkpoints" / "00000015" / "weights").iterdir()
+    }
+    assert files["stage3"] == {"l3.bias"}
+    assert files["stage0"] == {"l0.weight", "l3.weight", "l0.bias"}
+
+
+def test_a_checkpoint_starts_a_run_under_another_placement(tmp_path):
+    """On one device, on two with copies, or on one stage: gpipe is plain training everywhere."""
+    target, plan = placed_plan("TiedV", "gpipe", V)
+    choice = OptimizerChoice(name="sgd", lr=0.05, momentum=0.9)
+    settings = RunSettings(task=target, steps=6, optimizer=choice, evaluate=False)
+    run(plan, settings, tmp_path / "first", inline=True)
+    settings = msgspec.structs.replace(settings, start_from=str(tmp_path / "first"))
+    others = [
+        placed_plan("TiedV", "gpipe", SHORT_V)[1],
+        placed_plan("TiedV", "gpipe", (), tied="split")[1],
+        placed_plan("TiedV", "gpipe", LOOP, tied="split")[1],
+        placed_plan("TiedV", "gpipe", (0,))[1],
+    ]
+    states = []
+    for k, other in enumerate([plan, *others]):
+        run(other, settings, tmp_path / str(k), inline=True)
+        states.append(load_weights(tmp_path / str(k)))
+    for state in states[1:]:
+        assert state.keys() == states[0].keys()
+        for name, weight in states[0].items():
+            torch.testing.assert_close(state[name], weight, rtol=0, atol=1e-10)
+
+
+def test_on_one_device_and_over_devices_at_once(tmp_path):
+    """Stages 0 and 2 on one device, stage 1 on another: two copies, one of them for two stages."""
+    target, plan = placed_plan("TiedAll", "pipedream-flush", SHORT_V, tied="split")
+    settings = RunSettings(task=target, clip_norm=0.05)
+    report = check(plan, settings, inline=True, run_dir=tmp_path / "run")
+    assert report.verdict == "same"
+    files = [load_file(path) for path in sorted((tmp_path / "run" / "weights").iterdir())]
+    assert ["l0.weight" in file for file in files] == [True, True, False]
+    assert torch.equal(files[0]["l0.weight"], files[1]["l0.weight"])
+
+
+@pytest.mark.parametrize("name", ["TiedTask", "TiedByCallTask"])
+def test_a_language_model_in_a_v(name, tmp_path):
+    """Its head is the embedding. With one mini-batch in flight, it is training on one device."""
+    target, plan = placed_plan(
+        name, "timeprest", SHORT_V, file="variety_tasks.py", limits=(1, 1, 1)
+    )
+    settings = RunSettings(task=target, steps=6, evaluate=False, dropout=False)
+    _, alone = placed_plan(name, "gpipe", (0,), file="variety_tasks.py")
+    for where, one in (("v", plan), ("alone", alone)):
+        run(one, settings, tmp_path / where, inline=True)
+    state = load_weights(tmp_path / "v")
+    for key, weight in load_weights(tmp_path / "alone").items():
+        torch.testing.assert_close(state[key], weight, rtol=0, atol=1e-10)
+    target, plan = placed_plan(name, "timeprest", V, file="variety_tasks.py")
+    settings = RunSettings(task=target, steps=30, evaluate=False)
+    run(plan, settings, tmp_path / "several", inline=True)
+    found = read_losses(tmp_path / "several" / "metrics.jsonl")
+    assert np.mean(found[-5:]) < np.mean(found[:5])
+    state = load_weights(tmp_path / "several")
+    if name == "TiedTask":
+        assert torch.equal(state["head.weight"], state["wte.weight"])
+    exported = export(tmp_path / "several", tmp_path / "model.safetensors").tied
+    assert exported == ({"head.weight": "wte.weight"} if name == "TiedTask" else {})
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    ("variant", "name", "placement"),
+    [("i-timeprest", "TiedV", V), ("pipedream-2bw", "TiedLoop", LOOP), ("zb-v", "TiedV", V)],
+)
+def test_processes_are_the_inline_run(variant, name, placement, tmp_path):
+    target, plan = placed_plan(name, variant, placement)
+    train(plan, target, "momentum", tmp_path / "processes", inline=False)
+    train(plan, target, "momentum", tmp_path / "inline")
+    found, wanted = (load_weights(tmp_path / where) for where in ("processes", "inline"))
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(120)
+def test_the_check_of_a_language_model_in_a_v():
+    target, plan = placed_plan("TiedTask", "timeprest", V, file="variety_tasks.py")
+    assert check(plan, RunSettings(task=target)).verdict == "same"

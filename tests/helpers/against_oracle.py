@@ -94,6 +94,7 @@ def ask_oracle(plan, asked, optimizer):
         rescheduling=asked.lr_rescheduling,
         discrepancy=asked.discrepancy_decay if asked.discrepancy_correction else None,
         stagewise=asked.stagewise_momentum,
+        ties=getattr(task, "TIES", None),
     )
     first = 0
     for epoch in epochs:

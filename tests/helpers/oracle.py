@@ -257,27 +257,32 @@ def unit_clock(order):
     return starts
 
 
-def distances(order, aim):
-    """Per stage {b: k}: updates from the version at F(s,b), and at B(s,b), to the one aimed at."""
+def distances(order, aim, by=None):
+    """Per stage {b: k}: updates from the version at F(s,b), and at B(s,b), to the one aimed at.
+
+    Args:
+        by: per stage, the stage of its device whose updates are counted; its own by default.
+    """
     starts = unit_clock(order)
+    by = by or range(len(starts))
+    updates = [[] for _ in starts]
+    at = [{"F": {}, "B": {}} for _ in starts]
+    for s, *op in (op for ops in order for op in ops):
+        kind, b, _ = op
+        if kind == "U":
+            updates[s].append(starts[s][tuple(op)])
+        elif kind in at[s]:
+            at[s][kind].setdefault(b, len(updates[by[s]]))
     forward, backward = [], []
-    for s, ops in enumerate(by_stage(order)):
-        at = {"F": {}, "B": {}}
-        updates = []
-        for op in ops:
-            kind, b, _ = op
-            if kind == "U":
-                updates.append(starts[s][op])
-            elif kind in at:
-                at[kind].setdefault(b, len(updates))
-        if aim == "B(0,b)" and s > 0:
+    for s, seen in enumerate(at):
+        aims = seen["B"]
+        if aim == "B(0,b)":
             # Updates at the very instant that it starts come too late.
             begins = {b: t for (kind, b, _), t in starts[0].items() if kind == "B"}
-            aims = {b: sum(t < begins[b] for t in updates) for b in at["B"]}
-        else:
-            aims = at["B"]
-        forward.append({b: aims[b] - at["F"][b] for b in aims})
-        backward.append({b: aims[b] - at["B"][b] for b in aims})
+            aims = {b: sum(t < begins[b] for t in updates[by[s]]) for b in aims}
+            aims = at[0]["B"] if by[s] == 0 else aims
+        forward.append({b: aims[b] - seen["F"][b] for b in aims})
+        backward.append({b: aims[b] - seen["B"][b] for b in aims})
     return forward, backward
 
 
@@ -337,6 +342,31 @@ class OracleStage:
         return {name: g / len(self.summed) for name, g in self.grads.items()}
 
 
+@dataclass
+class Tie:
+    """A parameter that several stages of one device use: one parameter, with versions of its own.
+
+    The stage whose backward comes last, the first one, updates it, with the sum of all the stages'
+    gradients of the mini-batches that the update is of. Until then everyone has the version before.
+    What the table says of a stage's weights and versions holds for it with its own.
+    """
+
+    stages: list[int]
+    versions: list[dict[str, np.ndarray]]
+    optimizer: object
+    drift: dict[str, np.ndarray]
+    used: dict[tuple[int, int, int], tuple[int, dict]] = field(default_factory=dict)
+    grads: dict[int, np.ndarray] = field(default_factory=dict)
+
+    @property
+    def latest(self):
+        return len(self.versions) - 1
+
+    def mean_gradient(self, mini_batches):
+        """Over these mini-batches."""
+        return sum(self.grads[b] for b in mini_batches) / len(mini_batches)
+
+
 class Oracle:
     """Runs an order on a chain of linear layers ("l…") and tanh ("t…") with a mean squared loss."""
 
@@ -357,6 +387,7 @@ class Oracle:
         rescheduling=0,
         discrepancy=0.135,
         stagewise=False,
+        ties=None,
     ):
         """
         Args:
@@ -377,6 +408,7 @@ class Oracle:
             discrepancy: D; the mean change of the weights keeps D^(1 / d) of what it was. None:
                 nothing is corrected.
             stagewise: momentum m is m + d·(0.99 − m) / S.
+            ties: names of parameters that are the same as another, and that one's.
         """
         self.system = SYSTEMS.get(system, system)
         self.batches = batches
@@ -384,20 +416,36 @@ class Oracle:
         self.schedule, self.clip, self.counts = schedule, clip, counts
         # Norms of whole gradients, once all stages have theirs.
         self.drained = {}
+        self.names = {name: (ties or {}).get(name, name) for name in weights}
+        users = {}
+        for s, layers in enumerate(stages):
+            for name, first in self.names.items():
+                if name.split(".")[0] in layers:
+                    users.setdefault(first, set()).add(s)
         self.stages = [
             OracleStage(
                 names,
-                [{k: w.copy() for k, w in weights.items() if k.split(".")[0] in names}],
+                [{k: weights[k].copy() for k, used_by in users.items() if used_by == {s}}],
                 optimizer(),
-                {k: 0 * w for k, w in weights.items() if k.split(".")[0] in names},
+                {k: 0 * weights[k] for k, used_by in users.items() if used_by == {s}},
             )
-            for names in stages
+            for s, names in enumerate(stages)
         ]
         self.delays = delays or [0 for _ in stages]
         self.rescheduling, self.discrepancy = rescheduling, discrepancy
         for stage, d in zip(self.stages, self.delays, strict=True):
             if stagewise:
                 stage.optimizer.raise_momentum(d / len(stages))
+        self.ties = {
+            name: Tie(
+                sorted(used_by),
+                [{name: weights[name].copy()}],
+                self.stages[min(used_by)].optimizer,
+                {name: 0 * weights[name]},
+            )
+            for name, used_by in users.items()
+            if len(used_by) > 1
+        }
         self.rates = [stage.optimizer.lr for stage in self.stages]
         self.entry = {}
         self.activations = {}
@@ -419,9 +467,11 @@ class Oracle:
             first: what its mini-batch 0 is in the whole run.
         """
         todo = parse(text, first)
-        self.k_forward, self.k_backward = (
-            distances(todo, self.system.aim) if self.system.aim else (None, None)
-        )
+        if self.system.aim:
+            self.k = {None: distances(todo, self.system.aim)}
+            for name, tie in self.ties.items():
+                by = [min(tie.stages) if s in tie.stages else s for s in range(len(self.stages))]
+                self.k[name] = distances(todo, self.system.aim, by)
         while any(todo):
             moved = False
             for ops in todo:
@@ -432,11 +482,14 @@ class Oracle:
         assert not self.activations
         assert not self.gradients
         assert not any(stage.saved or stage.parts or stage.grads for stage in self.stages)
+        assert not any(tie.grads for tie in self.ties.values())
         return self
 
     def weights(self):
         """The latest weights of all stages."""
-        return {k: w for stage in self.stages for k, w in stage.versions[-1].items()}
+        holders = [*self.stages, *self.ties.values()]
+        latest = {k: w for holder in holders for k, w in holder.versions[-1].items()}
+        return {name: latest[first] for name, first in self.names.items()}
 
     def most_held(self, s, *, recompute=False):
         """The most versions a stage must hold at once, if it holds only what it will yet read.
@@ -471,7 +524,7 @@ class Oracle:
         """All stages have all gradients of mini-batch b."""
         if all(stage.done.get(b, 0) == len(self.batches[b]) for stage in self.stages):
             self.drained[b] = _norm(
-                w for stage in self.stages for w in stage.mean_gradients().values()
+                g for s in range(len(self.stages)) for g in self._of_update(s).values()
             )
         return b in self.drained
 
@@ -479,8 +532,12 @@ class Oracle:
         stage = self.stages[s]
         again = set()
         if kind == "F":
-            version, weights, reads = self._forward_weights(s, b, i)
+            version, weights, reads = self._forward_weights(s, b, i, None)
             stage.used[b, i] = version, weights
+            for name, tie in self._tied(s):
+                own, tied, _ = self._forward_weights(s, b, i, name)
+                tie.used[s, b, i] = own, tied
+                weights = weights | tied
             self._forward(s, b, i, weights)
         elif kind == "B":
             forward = {stage.used[b, k][0] for k in self._micros(b, i)}
@@ -488,12 +545,18 @@ class Oracle:
             reads = set()
             versions = []
             for k in self._micros(b, i):
-                version, weights, read = self._backward_weights(s, b, k)
-                versions.append((version, _distance(weights, stage.used[b, k][1])))
+                version, weights, read = self._backward_weights(s, b, k, None)
+                counted, before = weights, stage.used[b, k][1]
+                for name, tie in self._tied(s):
+                    _, tied, _ = self._backward_weights(s, b, k, name)
+                    weights = weights | tied
+                    if s == tie.stages[0]:
+                        counted, before = counted | tied, before | tie.used[s, b, k][1]
+                versions.append((version, _distance(counted, before)))
                 reads |= read
                 self._backward(s, b, k, weights)
                 if not self.system.split:
-                    self._weight_gradients(stage, b, k)
+                    self._weight_gradients(s, b, k)
             # Where micro-batches run on several versions, the oldest counts; of how far weights
             # are apart, the first micro-batch's.
             version = min(version for version, _ in versions)
@@ -502,7 +565,7 @@ class Oracle:
         elif kind == "W":
             version, reads = stage.latest, set()
             for k in self._micros(b, i):
-                self._weight_gradients(stage, b, k)
+                self._weight_gradients(s, b, k)
         else:
             self._update(s, b)
             version, reads = stage.latest, set()
@@ -512,43 +575,54 @@ class Oracle:
 
     # Which weights ---------------------------------------------------------------------------
 
-    def _forward_weights(self, s, b, i):
-        """Version it counts as, weights, and the versions these are made of."""
-        stage, rule = self.stages[s], self.system.forward
-        if s == 0:
-            self.entry[b, i] = stage.latest
-        if rule == "predicted":
-            return stage.latest, self._predicted(stage, self.k_forward[s][b]), {stage.latest}
-        version = {
-            "latest": stage.latest,
-            "entry": min(self.entry[b, i], stage.latest),
-            "first": min(self.entry[b, 0], stage.latest),
-        }[rule]
-        return version, stage.versions[version], {version}
+    def _tied(self, s):
+        """Names of parameters that the stage uses and others too, and these."""
+        return [(name, tie) for name, tie in self.ties.items() if s in tie.stages]
 
-    def _backward_weights(self, s, b, i):
-        stage, rule = self.stages[s], self.system.backward
-        version, weights = stage.used[b, i]
-        latest = stage.latest
+    def _forward_weights(self, s, b, i, tied):
+        """Version it counts as, weights, and the versions these are made of.
+
+        Args:
+            tied: of this parameter, which other stages use too; None: of the stage's own.
+        """
+        holder = self.stages[s] if tied is None else self.ties[tied]
+        rule = self.system.forward
+        if s == 0:
+            self.entry[b, i] = self.stages[0].latest
+        if rule == "predicted":
+            k = self.k[tied][0][s][b]
+            return holder.latest, self._predicted(holder, k), {holder.latest}
+        version = {
+            "latest": holder.latest,
+            "entry": min(self.entry[b, i], holder.latest),
+            "first": min(self.entry[b, 0], holder.latest),
+        }[rule]
+        return version, holder.versions[version], {version}
+
+    def _backward_weights(self, s, b, i, tied):
+        holder = self.stages[s] if tied is None else self.ties[tied]
+        rule = self.system.backward
+        version, weights = holder.used[b, i] if tied is None else holder.used[s, b, i]
+        latest = holder.latest
         if rule == "forward":
             return version, weights, {version}
         if rule == "latest" or (rule == "corrected" and self.discrepancy is None):
-            return latest, stage.versions[latest], {latest}
+            return latest, holder.versions[latest], {latest}
         if rule == "predicted":
-            return latest, self._predicted(stage, self.k_backward[s][b]), {latest}
+            return latest, self._predicted(holder, self.k[tied][1][s][b]), {latest}
         if rule == "corrected":
             d = latest - version
-            corrected = {k: w - d * stage.drift[k] for k, w in stage.versions[latest].items()}
+            corrected = {k: w - d * holder.drift[k] for k, w in holder.versions[latest].items()}
             return latest, corrected, {latest}
         assert rule == "between"
         sigma = self.significance(latest - version)
-        between = {k: w + sigma * (weights[k] - w) for k, w in stage.versions[latest].items()}
+        between = {k: w + sigma * (weights[k] - w) for k, w in holder.versions[latest].items()}
         return latest, between, {version, latest}
 
-    def _predicted(self, stage, k):
+    def _predicted(self, holder, k):
         """k of the optimizer's steps on from the latest; before the first update, where it is."""
-        latest, optimizer = stage.versions[stage.latest], stage.optimizer
-        if stage.latest == 0:
+        latest, optimizer = holder.versions[holder.latest], holder.optimizer
+        if holder.latest == 0:
             return latest
         if self.system.steps_by == "smoothed gradient":
             steps = {name: optimizer.smoothed_gradient(name) for name in latest}
@@ -566,7 +640,8 @@ class Oracle:
         for name in stage.layers:
             if name.startswith("l"):
                 saved.append(x)
-                x = x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
+                weight, bias = (weights[self.names[f"{name}.{k}"]] for k in ("weight", "bias"))
+                x = x @ weight.T + bias
             else:
                 x = np.tanh(x)
                 saved.append(x)
@@ -592,38 +667,63 @@ class Oracle:
                 g = g * (1 - kept**2)
             else:
                 stage.parts[b, i].append((name, g, kept))
-                g = g @ weights[f"{name}.weight"]
+                g = g @ weights[self.names[f"{name}.weight"]]
         if s:
             self.gradients[s - 1, b, i] = g
 
-    def _weight_gradients(self, stage, b, i):
+    def _weight_gradients(self, s, b, i):
+        stage = self.stages[s]
         stage.summed.add(b)
         stage.done[b] = stage.done.get(b, 0) + 1
         for name, g, kept in stage.parts.pop((b, i)):
             for key, part in ((f"{name}.weight", g.T @ kept), (f"{name}.bias", g.sum(0))):
-                stage.grads[key] = stage.grads.get(key, 0) + part
+                first = self.names[key]
+                if first in self.ties:
+                    grads = self.ties[first].grads
+                    grads[b] = grads.get(b, 0) + part
+                else:
+                    stage.grads[first] = stage.grads.get(first, 0) + part
+
+    def _of_update(self, s):
+        """The gradients that a stage's update goes by: its own, and of ties that it updates."""
+        stage = self.stages[s]
+        found = stage.mean_gradients()
+        for name, tie in self._tied(s):
+            if s == tie.stages[0]:
+                found[name] = tie.mean_gradient(sorted(stage.summed))
+        return found
 
     def _update(self, s, b):
         stage = self.stages[s]
-        gradients, optimizer = stage.mean_gradients(), stage.optimizer
+        mine = {name: tie for name, tie in self._tied(s) if s == tie.stages[0]}
+        for tie in mine.values():
+            assert all(self.stages[t].done[b] == len(self.batches[b]) for t in tie.stages)
+        gradients, optimizer = self._of_update(s), stage.optimizer
         if self.clip is not None:
             most, norm = self.clip, self.drained.get(b)
             if not self.system.flushes:
                 sizes = [sum(w.size for w in each.versions[0].values()) for each in self.stages]
+                for tie in self.ties.values():
+                    sizes[tie.stages[0]] += sum(w.size for w in tie.versions[0].values())
                 most, norm = most * np.sqrt(sizes[s] / sum(sizes)), _norm(gradients.values())
             share = min(1.0, most / (norm + 1e-6))
             gradients = {name: share * g for name, g in gradients.items()}
         step = optimizer.nesterov_step if self.system.nesterov else optimizer.step
         optimizer.lr = self._rate(s)
-        latest = stage.versions[stage.latest]
-        stage.versions.append({name: step(name, w, gradients[name]) for name, w in latest.items()})
-        if self.delays[s] and self.discrepancy is not None:
-            kept = self.discrepancy ** (1 / self.delays[s])
-            for name, w in stage.versions[-1].items():
-                change = w - latest[name]
-                stage.drift[name] = kept * stage.drift[name] + (1 - kept) * change
+        for holder in (stage, *mine.values()):
+            latest = holder.versions[-1]
+            after = {name: step(name, w, gradients[name]) for name, w in latest.items()}
+            holder.versions.append(after)
+            if self.delays[s] and self.discrepancy is not None:
+                kept = self.discrepancy ** (1 / self.delays[s])
+                for name, w in after.items():
+                    change = w - latest[name]
+                    holder.drift[name] = kept * holder.drift[name] + (1 - kept) * change
         # The next update's, which predictions go by.
         optimizer.lr = self._rate(s)
+        for tie in mine.values():
+            for done in stage.summed:
+                del tie.grads[done]
         stage.grads, stage.summed = {}, set()
 
     def _rate(self, s):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -69,3 +70,54 @@ class WeightedTask(MLPTask):
 
 class ShortWeighted(WeightedTask, ShortEpochs):
     """On 42 samples."""
+
+
+class TiedV(MLPTask):
+    """Square layers; those that share a device in a V of four stages have the same weight."""
+
+    WIDTH = 5
+    TIES: ClassVar = {"l3.weight": "l0.weight", "l2.weight": "l1.weight"}
+
+    def model(self):
+        model = nn.Sequential()
+        for k in range(4):
+            model.add_module(f"l{k}", nn.Linear(self.WIDTH, self.WIDTH))
+            if k < 3:
+                model.add_module(f"t{k}", nn.Tanh())
+        for later, first in self.TIES.items():
+            tied = model.get_parameter(first)
+            setattr(model.get_submodule(later.split(".")[0]), later.split(".")[1], tied)
+        return model.double()
+
+    def data(self, split):
+        x, _ = super().data(split).tensors
+        mixed = torch.arange(self.WIDTH**2, dtype=torch.float64).reshape(self.WIDTH, self.WIDTH)
+        return TensorDataset(x, torch.sin(x @ mixed.sin()))
+
+
+class TiedLoop(TiedV):
+    """The same in a loop of four stages over two devices."""
+
+    TIES: ClassVar = {"l2.weight": "l0.weight", "l3.weight": "l1.weight"}
+
+
+class TiedAll(TiedV):
+    """One weight everywhere."""
+
+    TIES: ClassVar = dict.fromkeys(("l1.weight", "l2.weight", "l3.weight"), "l0.weight")
+
+
+class TiedShort(TiedV):
+    """On 42 samples, and the columns of the target count differently."""
+
+    counts = staticmethod(WeightedTask.counts)
+    loss = WeightedTask.loss
+
+    def data(self, split):
+        return TensorDataset(*(part[:42] for part in super().data(split).tensors))
+
+
+class TiedShortLoop(TiedShort):
+    """The same in a loop."""
+
+    TIES: ClassVar = TiedLoop.TIES

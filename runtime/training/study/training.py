@@ -86,15 +86,9 @@ def train_one(work: StudyWork, asked: Asked, tell: OnMiniBatch = lambda done: No
 def _train_plan(prepared: Prepared, recorder: _CurveRecorder, evaluator: _Evaluator | None) -> None:
     device = own_device(prepared.plan, prepared.settings, 0)
     runners = [
-        _FollowedRunner(
-            with_own_weights(prepared, replica),
-            replica.number,
-            channels,
-            all_reduce,
-            device=device,
-        )
-        for replica, (channels, all_reduce) in zip(
-            prepared.replicas, local_transport(prepared), strict=True
+        _FollowedRunner(own, replica.number, channels, all_reduce, device=device)
+        for replica, own, (channels, all_reduce) in zip(
+            prepared.replicas, with_own_weights(prepared), local_transport(prepared), strict=True
         )
     ]
     load_samples(runners)

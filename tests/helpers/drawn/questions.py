@@ -333,11 +333,14 @@ def counts_of(question: Question, asked: int | None) -> list[int]:
     return [n for n in wanted if sizes[0] <= -(-batch // n) <= sizes[-1]]
 
 
-def cuts(question: Question, counts: Iterable[int]) -> Iterator[tuple[tuple[str, ...], ...]]:
+def cuts(
+    question: Question, counts: Iterable[int], *, several: bool = False
+) -> Iterator[tuple[tuple[str, ...], ...]]:
     """Every way to give layers stage numbers that never fall along an edge, none unused.
 
     Args:
         counts: numbers of stages.
+        several: devices have several; `shares_devices` says which of these cuts suit them.
     """
     profile = question.profile
     names = [layer.name for layer in profile.layers]
@@ -347,7 +350,8 @@ def cuts(question: Question, counts: Iterable[int]) -> Iterator[tuple[tuple[str,
         for e in profile.edges
         if e.consumer in position
     ]
-    free = [set(s.layers) for s in profile.shared] if question.tied == "split" else []
+    apart = several or question.tied == "split"
+    free = [set(s.layers) for s in profile.shared] if apart else []
     bound = [group for group in profile.tied if set(group) not in free]
     for count in (count for count in counts if count <= len(names)):
         for stage in product(range(count), repeat=len(names)):
@@ -360,6 +364,32 @@ def cuts(question: Question, counts: Iterable[int]) -> Iterator[tuple[tuple[str,
                     tuple(name for name, at in zip(names, stage, strict=True) if at == s)
                     for s in range(count)
                 )
+
+
+def shares_devices(
+    question: Question, nodes: tuple[tuple[str, ...], ...], lay: tuple[int, ...]
+) -> bool:
+    """Whether layers that share parameters are on one device, and of those that are on several
+    stages of one the first waits for the others' gradients."""
+    stage_of = {name: s for s, names in enumerate(nodes) for name in names}
+    back = {
+        (stage_of[e.producer], stage_of[e.consumer])
+        for e in question.profile.edges
+        if e.needs_grad and e.consumer in stage_of
+    }
+
+    def waits(s: int, t: int) -> bool:
+        return s == t or any(waits(b, t) for a, b in back if a == s < b)
+
+    for shared in question.profile.shared:
+        stages = {stage_of[name] for name in shared.layers}
+        if question.tied == "together" and len({lay[s] for s in stages}) > 1:
+            return False
+        for d in set(lay):
+            mine = sorted(s for s in stages if lay[s] == d)
+            if mine and not all(waits(mine[0], s) for s in mine):
+                return False
+    return True
 
 
 def layouts(count: int, devices: int, sizes: list[int]) -> Iterator[tuple[tuple[int, ...], ...]]:
@@ -503,10 +533,12 @@ def placed_plans(
             if variant.placement == "any":
                 lays.add(used)
             lays.add(used[:1])
-    for nodes in cuts(question, sorted(set(map(len, lays)))):
+    for nodes in cuts(question, sorted(set(map(len, lays))), several=True):
         if variant.micro_batch_per_stage and n < len(nodes):
             continue
         for lay in (lay for lay in lays if len(lay) == len(nodes)):
+            if not shares_devices(question, nodes, lay):
+                continue
             several = len(set(lay)) < len(lay)
             for every, limits in product(
                 RECOMPUTE[again], falling(limit_ranges(variant, len(lay), several=several))

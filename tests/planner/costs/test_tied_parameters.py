@@ -125,6 +125,84 @@ def test_plans_are_checked():
         check_plan(edited)
 
 
+# On one device ------------------------------------------------------------------------------
+
+
+def placed(profile, placement, variant="timeprest", tied="together", n=4):
+    """A layer for each stage."""
+    cluster = uniform_cluster(max(placement) + 1)
+    question = Question(profile, cluster, variant, 4, 1.0, tied=tied)
+    stages = tuple(
+        msgspec.structs.replace(stage, devices=(d,))
+        for stage, d in zip(
+            lone_stages([[name] for name in NAMES], [1] * 4), placement, strict=True
+        )
+    )
+    return make_plan(question, evaluate(question, stages, n), REPORT)
+
+
+def test_stages_of_one_device_have_them_once():
+    """No copy, nothing to sum, in any system."""
+    profile = tied_profile()
+    plan = placed(profile, (0, 1, 1, 0))
+    check_against_profile(plan, profile)
+    assert [stage.all_reduce_s for stage in plan.predicted.stages] == [0] * 4
+    assert [stage.parameter_bytes for stage in plan.predicted.stages] == [BYTES, 100, 100, 100]
+    first, second = plan.predicted.devices
+    assert first.memory.weights_bytes == first.memory.optimizer_bytes == BYTES + 100
+    ((tie,), other) = first.ties, second.ties
+    assert (tie.stages, tie.holds.parameters, other) == ((0, 3), BYTES, ())
+    assert recheck(plan, profile).changes == ()
+    # In plans without any, nothing is said of them.
+    free = placed(tied_profile(tied=(), shared=()), (0, 1, 1, 0))
+    assert b'"ties"' not in msgspec.json.encode(free)
+    apart = placed(profile, (0, 1, 0, 1))
+    with pytest.raises(PlanError, match=r"'embed', 'head' must be on one stage, or on stages of"):
+        check_against_profile(apart, profile)
+    check_against_profile(placed(profile, (0, 1, 0, 1), "gpipe", "split"), profile)
+
+
+def test_what_changes_in_place_stays_on_one_stage():
+    profile = tied_profile(shared=())
+    with pytest.raises(PlanError, match=r"'embed', 'head' must be on one stage: they share"):
+        check_against_profile(placed(profile, (0, 1, 1, 0)), profile)
+
+
+@pytest.mark.parametrize("tied", ["together", "split"])
+def test_one_stage_has_to_wait_for_the_others_gradients(tied):
+    """Else neither's backward of a mini-batch is always the last."""
+    profile = tied_profile()
+    edges = tuple(
+        msgspec.structs.replace(edge, needs_grad=edge.producer != "a") for edge in profile.edges
+    )
+    profile = msgspec.structs.replace(profile, edges=edges)
+    plan = placed(profile, (0, 1, 1, 0), "gpipe", tied)
+    with pytest.raises(PlanError, match="no gradient comes back from one to the other"):
+        check_against_profile(plan, profile)
+
+
+@pytest.mark.parametrize("variant", ["timeprest", "pipedream-2bw", "spectrain", "zb-v", "gpipe"])
+def test_a_v_is_found(variant):
+    """The best there is, with first and last layer on one device."""
+    profile, cluster = tied_profile(), uniform_cluster(2)
+    plan = solve(profile, cluster, variant, stages_per_device=2, placement="v")
+    assert plan.solver.optimal
+    assert plan.tied == "together"
+    assert plan.stages[0].devices == plan.stages[-1].devices
+    assert recheck(plan, profile).changes == ()
+    free = tied_profile(tied=(), shared=())
+    other = solve(free, cluster, variant, stages_per_device=2, placement="v")
+    assert plan.predicted.period_s == pytest.approx(other.predicted.period_s)
+    if VARIANTS[variant].placement == "any":
+        assert solve(profile, cluster, variant, stages_per_device=None).stages == plan.stages
+
+
+def test_a_loop_cannot_share_them():
+    message = r"layers that share parameters must be on one device \('embed', 'head'\)"
+    with pytest.raises(InfeasibleError, match=message):
+        solve(tied_profile(), uniform_cluster(2), stages=4, stages_per_device=2, placement="loop")
+
+
 def test_the_command(tmp_path):
     path, out = tmp_path / "profile.json", tmp_path / "plan.json"
     write_file(path, tied_profile())

@@ -1,0 +1,203 @@
+"""Memory of a device with several stages: its peak, and parameters that several of them use.
+
+Such a parameter is there once, with versions and gradients of its own: the stage that updates it
+does so when the backwards of all of them are done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+
+from ..systems.operations import BACKWARD, FORWARD, UPDATE, WEIGHT, Op
+from ..systems.variants import Variant
+from ..systems.versions import SharedWalk, VersionWalk
+from .memory import WORKING, HoldingsWalk, MemoryByKind, Moment, StageBytes, together
+from .tied_parameters import DeviceTie
+
+
+class TiedWalk:
+    """Steps through the operations of a device's stages that use the same parameters: of these
+    alone, versions, and gradients for updates to come.
+
+    Stages may run the backward of a later mini-batch before the one that the update waits for, and
+    its gradients are kept apart until then.
+
+    Attributes:
+        stages: ascending; the first one updates.
+        fullest: no moment so far had more of anything.
+    """
+
+    def __init__(
+        self,
+        variant: Variant,
+        micro_batches: int,
+        stages: Sequence[int],
+        entries: Sequence[int] = (),
+        *,
+        recompute: Sequence[bool] = (),
+        update_every: int = 1,
+    ) -> None:
+        """`recompute`: of all stages of the pipeline."""
+        self.stages = tuple(stages)
+        again = {s: bool(recompute) and recompute[s] for s in stages}
+        self._walk = SharedWalk(
+            {s: VersionWalk(variant, micro_batches, entries, recompute=again[s]) for s in stages}
+        )
+        self._every = update_every
+        self._split = variant.split_backward
+        self._mixes = variant.backward_weights == "intermediate"
+        self._versions = 1
+        self._updates: set[int] = set()
+        self.fullest = self.between()
+
+    def step(self, s: int, op: Op) -> Moment:
+        """Take an operation of a stage that uses them. Returns what there is meanwhile."""
+        meanwhile = self._step(s, op)
+        self.fullest = Moment(None, *map(max, self.fullest[1:], meanwhile[1:]))
+        return meanwhile
+
+    def _step(self, s: int, op: Op) -> Moment:
+        kind, b, _ = op
+        walk, number = self._walk.walks[s], b // self._every
+        if kind == UPDATE:
+            if s != self.stages[0] or (b + 1) % self._every:
+                return self.between()
+            self._walk.update()
+            self._versions = self._walk.held()
+            meanwhile = self.between()
+            self._updates = {n for n in self._updates if n > number}
+            return meanwhile
+        versions, scratch = self._versions, 0
+        if kind == FORWARD:
+            walk.forward(op)
+        elif kind == BACKWARD:
+            walk.backward(op)
+            scratch = int(self._mixes and walk.mixes_aside(op))
+            walk.finish(op)
+        if kind == WEIGHT or (kind == BACKWARD and not self._split):
+            self._updates.add(number)
+        self._versions = self._walk.held()
+        return self.between()._replace(versions=versions, scratch=scratch)
+
+    def between(self) -> Moment:
+        """What there is after the last operation."""
+        return Moment(None, self._versions, len(self._updates), 0)
+
+
+class DeviceTies:
+    """All such parameters of a device, which keep step with its stages.
+
+    Attributes:
+        walks: by numbers below those of stages.
+        needs: bytes of each.
+    """
+
+    def __init__(
+        self,
+        variant: Variant,
+        micro_batches: int,
+        ties: Sequence[tuple[Sequence[int], StageBytes]],
+        entries: Sequence[int] = (),
+        *,
+        recompute: Sequence[bool] = (),
+        update_every: int = 1,
+    ) -> None:
+        """
+        Args:
+            ties: the stages that use the same ones, and what there is to hold.
+            entries: as for `versions.VersionWalk`.
+            recompute: of all stages of the pipeline.
+        """
+        self.needs = {-1 - k: nbytes for k, (_, nbytes) in enumerate(ties)}
+        self.walks = {
+            -1 - k: TiedWalk(
+                variant,
+                micro_batches,
+                stages,
+                entries,
+                recompute=recompute,
+                update_every=update_every,
+            )
+            for k, (stages, _) in enumerate(ties)
+        }
+
+    def between(self) -> dict[int, Moment]:
+        """What there is of each, after the last operation."""
+        return {k: walk.between() for k, walk in self.walks.items()}
+
+    def step(self, s: int, op: Op) -> tuple[dict[int, Moment], dict[int, Moment]]:
+        """Take an operation of a stage. Returns what there is meanwhile and afterwards, of those
+        that the stage uses."""
+        used = {k: walk for k, walk in self.walks.items() if s in walk.stages}
+        meanwhile = {k: walk.step(s, op) for k, walk in used.items()}
+        return meanwhile, {k: walk.between() for k, walk in used.items()}
+
+    def most(self) -> list[MemoryByKind]:
+        """Of each, at least what there was at any moment so far."""
+        return [self.needs[k].by_kind(walk.fullest) for k, walk in self.walks.items()]
+
+
+def device_peaks(
+    walks: Mapping[int, HoldingsWalk],
+    needs: Mapping[int, StageBytes],
+    ops: Iterable[tuple[int, Op]],
+    ties: DeviceTies,
+) -> tuple[MemoryByKind, MemoryByKind]:
+    """The most that a device with several stages holds at once, and the most of what a run accounts
+    for.
+
+    Args:
+        walks, needs: of each of its stages.
+        ops: (stage, operation), in the device's sequence.
+        ties: what several of the stages use, which none of them counts.
+    """
+    needs = {**needs, **ties.needs}
+    between = {s: walk.between() for s, walk in walks.items()} | ties.between()
+    known: dict[tuple[int, Moment], int] = {}
+
+    def total(s: int, moment: Moment) -> int:
+        if (s, moment) not in known:
+            known[s, moment] = needs[s].total(moment)
+        return known[s, moment]
+
+    held = sum(total(s, moment) for s, moment in between.items())
+    most = [-1, -1]
+    moments = [between, between]
+    for s, op in ops:
+        meanwhile = walks[s].step(op)
+        of_ties, after = ties.step(s, op)
+        held -= total(s, between[s]) + sum(total(k, between[k]) for k in of_ties)
+        now = held + total(s, meanwhile) + sum(total(k, m) for k, m in of_ties.items())
+        unseen = needs[s].workspace if meanwhile.kind in WORKING else 0
+        for k, nbytes in enumerate((now, now - unseen)):
+            if nbytes > most[k]:
+                most[k], moments[k] = nbytes, {**between, s: meanwhile, **of_ties}
+        after[s] = walks[s].between()
+        between |= after
+        held += sum(total(k, moment) for k, moment in after.items())
+    whole, accounted = (
+        together(needs[s].by_kind(moment) for s, moment in found.items()) for found in moments
+    )
+    return whole, msgspec.structs.replace(accounted, workspace_bytes=0)
+
+
+# What there is to hold -----------------------------------------------------------------------
+
+
+def tie_bytes(variant: Variant, tie: DeviceTie) -> StageBytes:
+    """Of such parameters. The optimizer's state is that of the stage that updates them."""
+    nothing = dict.fromkeys(StageBytes.__struct_fields__, 0)
+    parameters = tie.parameter_bytes
+    found = {"parameters": parameters, "scratch": parameters * variant.scratch_copies}
+    return StageBytes(**{**nothing, **found})
+
+
+def without_ties(s: int, needs: StageBytes, ties: Iterable[DeviceTie]) -> StageBytes:
+    """Of a stage, which updates some for other stages too, besides them."""
+    nbytes = sum(tie.parameter_bytes for tie in ties if s == tie.owner)
+    copies = needs.scratch // needs.parameters if needs.parameters else 0
+    return msgspec.structs.replace(
+        needs, parameters=needs.parameters - nbytes, scratch=needs.scratch - copies * nbytes
+    )
