@@ -75,6 +75,27 @@ def test_a_plan_trains_as_tp_run_does(plans, mlp_target, tmp_path):
     assert found.tests[-1].figures["loss"] == pytest.approx(end, rel=1e-4)
 
 
+def test_delays_are_the_plans_that_have_them(profile, mlp_target, tmp_path):
+    """Rates and momenta by version difference: as tp-run, and not in plain training."""
+    plan = plan_by_hand(profile, "pipemare", 3, 1)
+    delays = {"lr_rescheduling": 9, "stagewise_momentum": True}
+    how = {"task": mlp_target, "steps": 24, "optimizer": SGD}
+    found = {}
+    for name, more in (("with", delays), ("without", {})):
+        settings = RunSettings(**how, **more)
+        chosen = StudyChoices(seeds=2, tune=3, longer=1.0, eval_every=0)
+        asked = prospect([plan], ["plan.json"], settings, chosen)
+        assert asked.question.training.items() >= more.items()
+        for k, arm in enumerate(asked.work.arms):
+            training = Asked(arm=k, rate=0.05, warmup=0, seed=0, length=24)
+            found[name, arm.kind] = train_one(asked.work, training).losses
+    assert found["with", "plain"] == found["without", "plain"]
+    run(plan, RunSettings(**how, **delays), tmp_path / "run", inline=True)
+    losses = read_losses(RunDir(tmp_path / "run").metrics)
+    assert found["with", "pipeline"] == pytest.approx(losses, rel=1e-5)
+    assert found["without", "pipeline"] != pytest.approx(losses, rel=1e-5)
+
+
 def test_evaluations_change_nothing(plans, mlp_target):
     asked = Asked(arm=1, rate=0.05, warmup=0, seed=0, length=30)
     often, never = (train_one(due(plans[:1], mlp_target, eval_every=k).work, asked) for k in (1, 0))
