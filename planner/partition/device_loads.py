@@ -163,9 +163,9 @@ class Counted:
         self.places, self._sent = places, sent
         self.sums = tuple(_Sums(places, count) for count in counts)
         self.sent_s = sum(tensor.there_s + tensor.back_s for tensor in sent)
-        self.crossing = lru_cache(maxsize=4096)(self._crossing)
+        self.sent_on = lru_cache(maxsize=4096)(self._sent_on)
 
-    def _crossing(self, position: int) -> list[SentOn]:
+    def _sent_on(self, position: int) -> list[SentOn]:
         """The tensors that are made in a downset and used beyond it, there alone."""
         inside = self.places.lattice.masks[position]
         return [
@@ -339,7 +339,7 @@ class PlacedCuts:
         a, b = self.placement[s - 1], self.placement[s]
         before = self.places.lattice.masks[chain[-2]]
         there, back = (np.full(len(ends), wires.get(wire, 0.0)) for wire in ((a, b), (b, a)))
-        for tensor in self._counted.crossing(chain[-1]):
+        for tensor in self._counted.sent_on(chain[-1]):
             if not before >> tensor.maker & 1:
                 used = self.places.holding(tensor.users)[ends]
                 there += used * (tensor.there_s * self._pace(a, b))
