@@ -4,7 +4,8 @@
 # make check  lint, format and type checks alone
 # make model-table  profile the models of docs/models.md anew (a quarter of an hour)
 # make bench-scale    plan a GPT-3 shape for up to 4,096 devices (some minutes)
-# make bench-systems  train one model with every system for docs/systems_measured.md (minutes)
+# make claims  study what the papers claim for docs/claims.md (hours; goes on where it was stopped)
+# make claims-quick   a small part of that, in some minutes
 # make bench-planner  solve published workloads anew for docs/planner_benchmark.md (some minutes)
 # make bench  race ours against other pipelines for docs/benchmarks.md (hours, on a quiet machine)
 # make bench-quick    a small part of that, in under 3 minutes
@@ -20,7 +21,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO ?= demo
 
-.PHONY: demo test quick check lint types tests browser format model-table bench-planner bench-scale bench-systems bench bench-quick bench-links deepspeed pictures fuzz chaos clean
+.PHONY: demo test quick check lint types tests browser format model-table bench-planner bench-scale claims claims-quick bench bench-quick bench-links deepspeed pictures fuzz chaos clean
 
 demo: $(READY)
 	rm -rf $(DEMO)
@@ -60,8 +61,13 @@ model-table: $(READY)
 bench-planner: $(READY)
 	$(BIN)/python tests/benchmarks/planner.py
 
-bench-systems: $(READY)
-	$(BIN)/python tests/benchmarks/systems.py
+CLAIMS := OMP_NUM_THREADS=1 $(BIN)/python -m timeprest.tests.benchmarks.claims
+
+claims: $(READY)
+	$(CLAIMS)
+
+claims-quick: $(READY)
+	$(CLAIMS) --quick --work runs/claims-quick --studies runs/claims-quick --page runs/claims-quick/page.md
 
 bench-scale: $(READY)
 	$(BIN)/python tests/benchmarks/scale.py

@@ -1,0 +1,383 @@
+"""What the papers claim, and what the studies say of it, cell by cell.
+
+A comparison of two systems is of samples to the target, paired by seed, with its interval (95 %,
+`planner/study/spread.py`): a claim holds in a cell where the interval is on its side, doesn't hold
+where it is on the other, and is undecided, "equal", where 1 lies within.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+from timeprest.planner.study.results import Reckoning, StudyResults, results_of
+from timeprest.planner.study.spread import Spread, spread_of
+from timeprest.planner.study.study import PLAIN, StudiedPlan, Study
+from timeprest.planner.systems.variants import VARIANTS
+
+from .plans import CellPlans, SystemPlan
+from .studies import Cell
+
+Outcome = Literal["yes", "no", "equal", "unknown"]
+
+
+@dataclass(frozen=True)
+class FoundCell:
+    """Everything known of a cell.
+
+    Attributes:
+        short: the study of a tenth of the steps; None: there is none.
+    """
+
+    cell: Cell
+    study: Study
+    short: Study | None
+    plans: CellPlans
+
+    @cached_property
+    def reckoning(self) -> Reckoning:
+        """Of the full study."""
+        return Reckoning(self.study)
+
+    @cached_property
+    def results(self) -> StudyResults:
+        """Of the full study."""
+        return results_of(self.study)
+
+    def plan(self, variant: str) -> StudiedPlan:
+        """A system's plan."""
+        return next(plan for plan in self.study.plans if plan.variant == variant)
+
+    def samples(self, variant: str) -> tuple[float | None, ...]:
+        """To the target, by seed."""
+        arm = variant if variant == PLAIN else self.plan(variant).arm
+        return self.reckoning.samples(arm, self.reckoning.target)
+
+    def samples_over(self, one: str, other: str) -> Spread | None:
+        """One system's samples to the target over another's; None: one doesn't get there."""
+        pairs = list(zip(self.samples(one), self.samples(other), strict=True))
+        ratios = [a / b for a, b in pairs if a is not None and b]
+        return spread_of(ratios) if len(ratios) == len(pairs) else None
+
+    def time_over(self, one: str, other: str) -> Spread | None:
+        """The same in predicted time."""
+        samples = self.samples_over(one, other)
+        if samples is None:
+            return None
+        return samples * (self.plan(one).period_s / self.plan(other).period_s)
+
+    def accuracy(self, variant: str) -> float | None:
+        """On the test data at the last evaluation, the mean over seeds; None: some had none."""
+        arm = self.study.arm(PLAIN if variant == PLAIN else self.plan(variant).arm)
+        found = [curve.tests[-1].figures.get("accuracy") for curve in arm.finals() if curve.tests]
+        known = [value for value in found if value is not None]
+        return sum(known) / len(known) if len(known) == len(arm.finals()) else None
+
+
+class Verdict(NamedTuple):
+    """Of a claim in one cell."""
+
+    outcome: Outcome
+    figure: str
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Something that a paper says.
+
+    Attributes:
+        source: the paper.
+        text: what it says, in our words.
+        figure: what the table's figures are.
+        judge: of a cell.
+    """
+
+    source: str
+    text: str
+    figure: str
+    judge: Callable[[FoundCell], Verdict]
+
+
+def shown(spread: Spread) -> str:
+    """``1.23 (1.10–1.38)``."""
+    if spread.low is None or spread.high is None:
+        return f"{spread.mean:.2f}"
+    return f"{spread.mean:.2f} ({spread.low:.2f}–{spread.high:.2f})"
+
+
+def _less(spread: Spread | None, missing: str, than: float = 1.0) -> Verdict:
+    """Whether a ratio is below, by its interval."""
+    if spread is None:
+        return Verdict("unknown", missing)
+    low, high = spread.low or spread.mean, spread.high or spread.mean
+    outcome: Outcome = "yes" if high < than else "no" if low > than else "equal"
+    return Verdict(outcome, shown(spread))
+
+
+def _turned(verdict: Verdict) -> Verdict:
+    swapped: dict[Outcome, Outcome] = {"yes": "no", "no": "yes"}
+    return Verdict(swapped.get(verdict.outcome, verdict.outcome), verdict.figure)
+
+
+def _missing(found: FoundCell, *variants: str) -> str:
+    """Who doesn't reach the target."""
+    late = [name for name in variants if None in found.samples(name)]
+    return f"{', '.join(late)}: target not reached"
+
+
+def fewer_samples(one: str, other: str) -> Callable[[FoundCell], Verdict]:
+    """One reaches the target in fewer samples."""
+    return lambda found: _less(found.samples_over(one, other), _missing(found, one, other))
+
+
+def more_samples(one: str, other: str) -> Callable[[FoundCell], Verdict]:
+    """One reaches the target in more samples."""
+    return lambda found: _turned(fewer_samples(one, other)(found))
+
+
+def as_many_samples(one: str, other: str) -> Callable[[FoundCell], Verdict]:
+    """Both reach the target in as many samples, within the seeds' spread."""
+
+    def judge(found: FoundCell) -> Verdict:
+        outcome, figure = fewer_samples(one, other)(found)
+        return Verdict(
+            "yes" if outcome == "equal" else "no" if outcome == "no" else outcome, figure
+        )
+
+    return judge
+
+
+def less_time(one: str, other: str, than: float = 1.0) -> Callable[[FoundCell], Verdict]:
+    """One reaches the target sooner, by the plans' periods."""
+    return lambda found: _less(found.time_over(one, other), _missing(found, one, other), than)
+
+
+def shorter_period(one: str, other: str) -> Callable[[FoundCell], Verdict]:
+    """One's mini-batches take less time."""
+
+    def judge(found: FoundCell) -> Verdict:
+        ratio = found.plan(one).period_s / found.plan(other).period_s
+        return Verdict("yes" if ratio < 1 - 1e-9 else "no", f"{ratio:.2f}")
+
+    return judge
+
+
+def less_memory(one: str, other: str) -> Callable[[FoundCell], Verdict]:
+    """One's stages hold less, all together; the figure has them by stage, too."""
+
+    def judge(found: FoundCell) -> Verdict:
+        mine, its = (found.plans.systems[name].memory_bytes for name in (one, other))
+        stages = ", ".join(f"{a / b:.2f}" for a, b in zip(mine, its, strict=True))
+        outcome: Outcome = "yes" if sum(mine) < sum(its) else "no"
+        return Verdict(outcome, f"{sum(mine) / sum(its):.2f}; by stage {stages}")
+
+    return judge
+
+
+def _without_flush(found: FoundCell) -> dict[str, SystemPlan]:
+    return {n: plan for n, plan in found.plans.systems.items() if not VARIANTS[n].flushes}
+
+
+def least_weights(found: FoundCell) -> Verdict:
+    """`v-timeprest` holds the fewest bytes of weights among systems without a flush."""
+    of = {name: sum(plan.weight_bytes) for name, plan in _without_flush(found).items()}
+    mine, most = of["v-timeprest"], max(of.values())
+    outcome: Outcome = "yes" if mine == min(of.values()) else "no"
+    return Verdict(outcome, f"{most / mine:.1f} × less than the most")
+
+
+def latest_weights_cost(found: FoundCell) -> Verdict:
+    """`v-timeprest`'s forwards are on newer weights than `timeprest`'s, on no stage on older."""
+    mine, its = (found.plans.systems[n].differences for n in ("v-timeprest", "timeprest"))
+    outcome: Outcome = "yes" if all(a <= b for a, b in zip(mine, its, strict=True)) else "no"
+    return Verdict(outcome, f"{_listed(mine)} against {_listed(its)}")
+
+
+def _listed(values: Sequence[int]) -> str:
+    return " ".join(map(str, values))
+
+
+def two_versions(found: FoundCell) -> Verdict:
+    """`pipedream-2bw` holds two versions on every stage."""
+    versions = found.plans.systems["pipedream-2bw"].versions
+    return Verdict("yes" if set(versions) <= {1, 2} else "no", _listed(versions))
+
+
+def fewer_bytes(least: float) -> Callable[[FoundCell], Verdict]:
+    """A pipeline sends so much less than data parallelism."""
+
+    def judge(found: FoundCell) -> Verdict:
+        fewer = 1 - found.plans.systems["pipedream"].message_bytes / found.plans.parallel_bytes
+        return Verdict("yes" if fewer >= least else "no", f"{fewer:.0%} fewer")
+
+    return judge
+
+
+def loses_less(one: str, other: str) -> Callable[[FoundCell], Verdict]:
+    """One's accuracy after the whole training isn't below the other's by more than 0.3 points."""
+
+    def judge(found: FoundCell) -> Verdict:
+        mine, its = found.accuracy(one), found.accuracy(other)
+        if mine is None or its is None:
+            return Verdict("unknown", "not evaluated to the end")
+        return Verdict("yes" if mine >= its - 0.003 else "no", f"{(mine - its) * 100:+.1f} points")
+
+    return judge
+
+
+def flush_is_plain(found: FoundCell) -> Verdict:
+    """Systems that flush need what plain training does."""
+    over = {p.name: found.samples_over(p.variant, PLAIN) for p in found.study.plans if p.flushes}
+    means = [spread.mean for spread in over.values() if spread is not None]
+    if len(means) < len(over):
+        return Verdict("unknown", "target not reached")
+    worst = max(means, key=lambda mean: abs(mean - 1))
+    return Verdict("yes" if abs(worst - 1) < 1e-6 else "no", f"{worst:.3f}")
+
+
+def real_delays_cost_less(found: FoundCell) -> Verdict:
+    """The real delays of `pipedream`'s stages cost fewer samples than a uniform S − 1."""
+    uniform = next(arm.name for arm in found.study.arms if arm.kind == "uniform delay")
+    late = found.reckoning.samples(uniform, found.reckoning.target)
+    pairs = list(zip(found.samples("pipedream"), late, strict=True))
+    over = _over_plain(found, uniform)
+    real = found.samples_over("pipedream", PLAIN)
+    text = f"{shown(real) if real else 'not reached'} against {over}"
+    ratios = [a / b for a, b in pairs if a and b]
+    if len(ratios) == len(pairs):
+        return Verdict(_less(spread_of(ratios), "").outcome, text)
+    return Verdict("yes" if real is not None else "unknown", text)
+
+
+def _over_plain(found: FoundCell, arm: str) -> str:
+    overhead = found.results.arm(arm).overhead
+    return shown(overhead) if overhead else "not reached"
+
+
+CLAIMS = (
+    Claim(
+        "TiMePReSt (2410.14312; FGCS 178)",
+        "`timeprest` holds less memory than `pipedream`",
+        "its bytes over PipeDream's",
+        less_memory("timeprest", "pipedream"),
+    ),
+    Claim(
+        "the same",
+        "`timeprest` needs more epochs than `pipedream`",
+        "its samples over PipeDream's",
+        more_samples("timeprest", "pipedream"),
+    ),
+    Claim(
+        "the same",
+        "each of its epochs is shorter",
+        "its period over PipeDream's",
+        shorter_period("timeprest", "pipedream"),
+    ),
+    Claim(
+        "the same",
+        "`timeprest` reaches a loss sooner than `pipedream`",
+        "its time over PipeDream's",
+        less_time("timeprest", "pipedream"),
+    ),
+    Claim(
+        "the same, Variant 1",
+        "with the stash kept (`timeprest-stashed`) it needs fewer epochs",
+        "samples over those of `timeprest`",
+        fewer_samples("timeprest-stashed", "timeprest"),
+    ),
+    Claim(
+        "the same, Variant 1",
+        "and holds more memory",
+        "bytes of `timeprest` over its own",
+        less_memory("timeprest", "timeprest-stashed"),
+    ),
+    Claim(
+        "the same, Variant 2",
+        "1F1B without a stash (`pipedream-unstashed`) learns as well per epoch",
+        "samples over those of `timeprest`",
+        as_many_samples("pipedream-unstashed", "timeprest"),
+    ),
+    Claim(
+        "the same, Variant 2",
+        "and is slower",
+        "period of `timeprest` over its own",
+        shorter_period("timeprest", "pipedream-unstashed"),
+    ),
+    Claim(
+        "V-TiMePReSt (2509.23241)",
+        "`v-timeprest` holds the least weights of all without a flush",
+        "bytes of weights",
+        least_weights,
+    ),
+    Claim(
+        "the same",
+        "its weights are the least stale: no stage has a larger version difference than "
+        "`timeprest`'s",
+        "version differences by stage",
+        latest_weights_cost,
+    ),
+    Claim(
+        "I-TiMePReSt (2509.23241)",
+        "`i-timeprest` needs fewer epochs than `v-timeprest`",
+        "its samples over V-TiMePReSt's",
+        fewer_samples("i-timeprest", "v-timeprest"),
+    ),
+    Claim(
+        "the same",
+        "`i-timeprest` needs fewer epochs than `timeprest`",
+        "its samples over those of `timeprest`",
+        fewer_samples("i-timeprest", "timeprest"),
+    ),
+    Claim(
+        "the same",
+        "with less memory than `timeprest-stashed`",
+        "its bytes over those",
+        less_memory("i-timeprest", "timeprest-stashed"),
+    ),
+    Claim(
+        "PipeDream-2BW (2006.09503)",
+        "two versions of the weights are enough",
+        "versions held by stage",
+        two_versions,
+    ),
+    Claim(
+        "the same",
+        "it trains as plain training does",
+        "its samples over plain training's",
+        as_many_samples("pipedream-2bw", PLAIN),
+    ),
+    Claim(
+        "SpecTrain (1809.02839)",
+        "predicted weights train better than stale ones: `spectrain` needs fewer samples than "
+        "`pipedream`",
+        "its samples over PipeDream's",
+        fewer_samples("spectrain", "pipedream"),
+    ),
+    Claim(
+        "the same",
+        "it loses no accuracy against synchronous training (0.3 points at the most)",
+        "test accuracy less plain training's",
+        loses_less("spectrain", PLAIN),
+    ),
+    Claim(
+        "PipeDream (1806.03377)",
+        "up to 95 % fewer bytes than data parallelism: half of them or fewer here",
+        "bytes of a mini-batch",
+        fewer_bytes(0.5),
+    ),
+    Claim(
+        "PipeDream; 2006.09503",
+        "systems that flush are plain training",
+        "their samples over plain training's, the farthest from 1",
+        flush_is_plain,
+    ),
+    Claim(
+        "measured by hand elsewhere",
+        "the real delays of stages cost less than a delay of S − 1 at all of them",
+        "overhead of `pipedream` against that of the uniform delay",
+        real_delays_cost_less,
+    ),
+)
+"""In the page's sequence."""

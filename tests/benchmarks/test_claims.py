@@ -1,0 +1,159 @@
+"""The claims' page: verdicts and tables, of studies made by hand. Nothing is trained."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import torch
+from helpers.by_hand.studies import arm, study
+from helpers.plans import chain_plan
+from timeprest.planner.study.study import PLAIN, studied, write_study
+from timeprest.planner.systems.variants import VARIANTS
+from timeprest.profiles.errors import UserError
+from timeprest.tests.benchmarks.claims import tasks
+from timeprest.tests.benchmarks.claims.claims import (
+    CLAIMS,
+    FoundCell,
+    as_many_samples,
+    fewer_samples,
+    less_memory,
+    less_time,
+    more_samples,
+    shorter_period,
+)
+from timeprest.tests.benchmarks.claims.page import found_cells, verdict, write_page
+from timeprest.tests.benchmarks.claims.plans import (
+    BANDWIDTHS,
+    SWEPT,
+    CellPlans,
+    SystemPlan,
+    plans_path,
+    write_plans,
+)
+from timeprest.tests.benchmarks.claims.studies import FULL, SHORT, cells, study_path
+
+SLOW = {
+    "timeprest": (1.2, 1.22, 1.21),
+    "pipedream": (0.9, 0.91, 0.9),
+    "v-timeprest": (1.1, 1.25, 1.2),
+}
+"""Samples over plain training's, by seed; of all others 1.1."""
+SOME = chain_plan("v-timeprest")
+PERIODS = {"timeprest": 0.5, "pipedream": 1.0}
+
+
+def found(slow=SLOW):
+    unflushed = [name for name, v in VARIANTS.items() if not v.flushes]
+    arms = [arm(name, slow.get(name, (1.1, 1.1, 1.1))) for name in unflushed]
+    arms.append(arm("uniform", (2.0, 2.0, 2.1), kind="uniform delay"))
+    periods = {name: PERIODS.get(name, 0.8) for name in unflushed}
+    own = {name: msgspec.structs.replace(SOME, variant=name) for name in {*unflushed, *SWEPT}}
+    made = study([arm(PLAIN, (1, 1, 1), kind="plain"), *arms], periods, plans=own)
+    flushing = [
+        msgspec.structs.replace(studied(own[name], name, f"{name}.json", PLAIN), period_s=1.5)
+        for name in SWEPT
+        if VARIANTS[name].flushes
+    ]
+    made = msgspec.structs.replace(made, plans=(*made.plans, *flushing))
+    one = {
+        "versions": (2, 2),
+        "differences": (1, 0),
+        "distance": 1,
+        "message_bytes": 100,
+        "periods_s": dict.fromkeys(BANDWIDTHS, 0.8),
+    }
+    systems = {
+        name: SystemPlan(
+            memory_bytes=(10, 30) if name == "timeprest" else (20, 25),
+            weight_bytes=(4, 4) if name == "v-timeprest" else (8, 4),
+            **one,
+        )
+        for name in {*unflushed, *SWEPT}
+    }
+    plans = CellPlans(
+        systems=systems,
+        parallel_periods_s=dict.fromkeys(BANDWIDTHS, 3.0),
+        parallel_bytes=1000,
+    )
+    return FoundCell(cells("plain", "2")[0], made, made, plans)
+
+
+@pytest.mark.parametrize(
+    ("judge", "outcome", "figure"),
+    [
+        (more_samples("timeprest", "pipedream"), "yes", "1.3"),
+        (fewer_samples("timeprest", "pipedream"), "no", "1.3"),
+        (fewer_samples("v-timeprest", "timeprest"), "equal", "0.98"),
+        (as_many_samples("v-timeprest", "timeprest"), "yes", "0.98"),
+        (as_many_samples("timeprest", "pipedream"), "no", "1.3"),
+        (shorter_period("timeprest", "pipedream"), "yes", "0.50"),
+        (less_time("timeprest", "pipedream"), "yes", "0.6"),
+        (less_memory("timeprest", "pipedream"), "yes", "0.89; by stage 0.50, 1.20"),
+    ],
+)
+def test_a_claim_holds_where_its_interval_is_on_its_side(judge, outcome, figure):
+    judged = judge(found())
+    assert judged.outcome == outcome
+    assert judged.figure.startswith(figure)
+
+
+def test_who_never_gets_there_is_named():
+    judged = fewer_samples("timeprest", "pipedream")(found({**SLOW, "timeprest": (9, 9, 9)}))
+    assert judged == ("unknown", "timeprest: target not reached")
+
+
+def test_verdicts_over_cells():
+    cell = found()
+    yes, no, equal = (
+        judge(cell)
+        for judge in (
+            more_samples("timeprest", "pipedream"),
+            fewer_samples("timeprest", "pipedream"),
+            fewer_samples("v-timeprest", "timeprest"),
+        )
+    )
+    assert verdict([cell], [yes]) == "holds"
+    assert verdict([cell, cell], [yes, no]) == "holds where: plain, S = 2 (doesn't in 1)"
+    assert verdict([cell, cell], [no, equal]) == "doesn't hold (doesn't in 1; equal in 1)"
+    assert verdict([cell], [equal]) == "not shown (equal in 1)"
+
+
+def test_the_page_has_every_claim_and_what_is_missing(tmp_path):
+    cell = found()
+    write_study(study_path(cell.cell, FULL, tmp_path), cell.study)
+    write_study(study_path(cell.cell, SHORT, tmp_path), cell.study)
+    write_plans(plans_path(cell.cell, tmp_path), cell.plans)
+    assert [each.cell.name for each in found_cells(tmp_path)] == ["plain-2"]
+    write_page(tmp_path, tmp_path / "claims.md")
+    page = (tmp_path / "claims.md").read_text()
+    assert all(claim.text in page for claim in CLAIMS)
+    assert "**Not studied yet**: plain-4" in page
+    assert "| plain, S = 2 | `timeprest` | `timeprest` | 1.00 | within 5 % |" in page
+
+
+def test_cells_are_those_asked_for():
+    assert [cell.name for cell in cells("plain,normed", "2,8")] == [
+        *("plain-2", "plain-8"),
+        *("normed-2", "normed-8"),
+    ]
+    assert {cell.micro_batches for cell in cells("all", "all")} == {4, 8}
+    with pytest.raises(UserError, match="task 'nobody': choose of plain"):
+        cells("nobody", "2")
+
+
+@pytest.mark.parametrize("task", [tasks.plain, tasks.normed, tasks.characters])
+def test_tasks_are_the_same_for_every_stage(task):
+    first, again = (task.data("test")[3] for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    x, y = (torch.stack([part, part]) for part in map(torch.as_tensor, first))
+    torch.manual_seed(0)
+    output = task.model()(x)
+    assert 1.0 < float(task.loss(output, y).detach()) < 6.0
+    assert set(task.metrics(output, y)) == {"accuracy"}
+
+
+def test_plans_are_read_as_they_were_written(tmp_path):
+    cell = found()
+    write_plans(plans_path(cell.cell, tmp_path), cell.plans)
+    again = msgspec.json.decode(plans_path(cell.cell, tmp_path).read_bytes(), type=CellPlans)
+    assert again == cell.plans
