@@ -43,7 +43,7 @@ def study_table(study: Study, results: StudyResults, width: int) -> Group:
         "tried.",
         style="dim",
     )
-    return Group(fitted(title, words("system", [p.name for p in plans], 12), columns, width), note)
+    return Group(fitted(title, words("system", [p.name for p in plans], 16), columns, width), note)
 
 
 def ranked(study: Study, results: StudyResults) -> list[StudiedPlan]:
@@ -64,7 +64,7 @@ def level_table(study: Study, results: StudyResults, width: int) -> Group:
         for k, place in enumerate(places)
     ]
     title = "overhead at what plain training has after so many mini-batches"
-    return fitted(title, words("trained", [arm.arm for arm in arms], 12), columns, width)
+    return fitted(title, words("trained", [arm.arm for arm in arms], 18), columns, width)
 
 
 def study_lines(study: Study, results: StudyResults, *, verbose: bool) -> list[Text]:

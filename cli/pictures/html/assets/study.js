@@ -110,7 +110,8 @@
       const end = a + 9 + width > WIDTH - RIGHT;
       const from = end ? a - 9 - width : a + 9;
       let b = Y.place(p[1]) + 4;
-      for (const step of [0, -12, 12, -24, 24, -36, 36, -48, 48]) {
+      // Above the bar of its interval, where it has one.
+      for (const step of [...(p.wide ? [-9] : [0]), -12, 12, -24, 24, -36, 36, -48, 48]) {
         const y = Y.place(p[1]) + 4 + step;
         if (y > TOP + 6 && y < HEIGHT - BOTTOM && !taken.some((t) => Math.abs(t.y - y) < 11.5 && from < t.to && from + width > t.from)) { b = y; break; }
       }
