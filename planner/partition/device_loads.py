@@ -252,11 +252,13 @@ class PlacedCuts:
         target_s: float,
         over_s: float = -1.0,
         deadline: float | None = None,
+        most_steps: int | None = None,
     ) -> tuple[list[PlacedCut], bool, int]:
         """Cuts with loads up to a target and over another one, by ascending load.
 
         Args:
             deadline: on the clock of `time.monotonic`.
+            most_steps: stages that may be begun.
 
         Returns:
             The cuts, whether they are all there are, and stages that were begun.
@@ -267,7 +269,8 @@ class PlacedCuts:
             for c in self.counts
         ]
         used = [[0.0] * len(self.speeds) for _ in self.counts]
-        steps = [MOST_STEPS]
+        most = MOST_STEPS if most_steps is None else min(MOST_STEPS, most_steps)
+        steps = [most]
 
         def extend(s: int, chain: tuple[int, ...], used: list[list[float]], wires: _Wires) -> bool:
             steps[0] -= 1
@@ -295,7 +298,7 @@ class PlacedCuts:
 
         complete = extend(0, (0,), used, {})
         found.sort(key=lambda cut: (cut.load_s, cut.downsets))
-        return found, complete, MOST_STEPS - max(steps[0], 0)
+        return found, complete, most - max(steps[0], 0)
 
     def _ends(
         self, s: int, chain: Sequence[int], used: list[list[float]], room: list[list[float]]

@@ -72,6 +72,11 @@ class Budget:
             raise OutOfBudget("effort")
         self.check()
 
+    @property
+    def steps_left(self) -> int:
+        """Steps of listing cuts that may still be taken."""
+        return max(self.effort // _PER_STEP, 0)
+
     def check(self) -> None:
         """Raises OutOfBudget when the time is over."""
         if self.deadline is not None and time.monotonic() > self.deadline:

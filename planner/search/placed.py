@@ -22,10 +22,9 @@ import numpy as np
 from ...profiles.errors import PlanError
 from ..cluster.cluster import Cluster
 from ..costs.layer_graph import held_together
-from ..costs.stage_costs import sized
 from ..costs.tied_parameters import misplaced
 from ..evaluate import Evaluation
-from ..partition.device_loads import Counted, DeviceCount, PlacedCuts, SentOn, StageEnds, improved
+from ..partition.device_loads import Counted, DeviceCount, PlacedCuts, StageEnds, improved
 from ..partition.dp.lattice import Lattice, joined, lattice_of
 from ..partition.ilp.assignment import solve_noncontiguous
 from ..partition.placings import pattern
@@ -384,7 +383,7 @@ class PlacedSearch:
         key = micro_batches, recompute
         if key not in self._counted:
             counts = list(_counts(self.relaxation, micro_batches, recompute=recompute))
-            sent = _sent(self.relaxation, micro_batches)
+            sent = self.relaxation.sent_on(micro_batches)
             self._counted[key] = Counted(self._places, counts, sent)
         return self._counted[key]
 
@@ -423,7 +422,7 @@ class PlacedSearch:
                     self._try(course, downsets)
             self._move(courses)
         while going := [c for c in courses if not c.stuck and self._may_gain(c)]:
-            self._go_on(min(going, key=lambda c: (c.below_s, c.cuts.stages)))
+            self._go_on(min(going, key=lambda c: (c.below_s, c.cuts.stages)), len(going))
         if any(course.stuck for course in courses):
             self._move(courses)
         for course in courses:
@@ -435,10 +434,15 @@ class PlacedSearch:
         none is found."""
         search, branch = self.search, course.branch
         question, stages = search.question, len(branch.placement)
-        devices = tuple(question.cluster.devices[branch.devices[d]] for d in branch.placement)
-        cluster = msgspec.structs.replace(question.cluster, devices=devices)
-        alone = Relaxation(replace(question, cluster=cluster), Freedom(), self.relaxation.graph)
         each = max(map(branch.placement.count, branch.placement))
+        devices = []
+        for d in branch.placement:
+            device = question.cluster.devices[branch.devices[d]]
+            # One with fewer stages has time for more of each.
+            speed = device.speed * each / branch.placement.count(d)
+            devices.append(msgspec.structs.replace(device, speed=speed))
+        cluster = msgspec.structs.replace(question.cluster, devices=tuple(devices))
+        alone = Relaxation(replace(question, cluster=cluster), Freedom(), self.relaxation.graph)
         assumed = Assumptions(guess=True, memory_share=1 / each)
         problem = alone.problem(Branch(branch.micro_batches, stages, tuple(self._pins)), assumed)
         left = search.budget.seconds_left
@@ -451,14 +455,19 @@ class PlacedSearch:
     def _may_gain(self, course: _Course) -> bool:
         return course.below_s * SAME < self.search.period_s
 
-    def _go_on(self, course: _Course) -> None:
-        """Try the cuts of a branch with loads up to a little more than before."""
+    def _go_on(self, course: _Course, branches: int) -> None:
+        """Try the cuts of a branch with loads up to a little more than before.
+
+        Args:
+            branches: that there still are; what may be spent is for all of them.
+        """
         search, budget = self.search, self.search.budget
         count = len(course.branch.devices)
         search.say(f"{search.standing}; {course.cuts.stages} stages on {count} devices")
         target_s = min(max(course.below_s, 1e-12) * course.step, search.period_s / SAME)
         course.step = 1 + (course.step - 1) * _FASTER
-        found, complete, steps = course.cuts.below(target_s, course.listed_s, budget.deadline)
+        most = budget.steps_left // branches
+        found, complete, steps = course.cuts.below(target_s, course.listed_s, budget.deadline, most)
         budget.spend_steps(steps)
         course.stuck = not complete
         for cut in found:
@@ -566,22 +575,6 @@ def _counts(
     graph = relaxation.graph
     always = (1 + relaxation.question.least_state_factor) * graph.parameter_bytes
     yield DeviceCount(always + graph.buffer_bytes, in_bytes=True)
-
-
-def _sent(relaxation: Relaxation, micro_batches: int) -> list[SentOn]:
-    """What layers send to others in a period, over the fastest wires that there are."""
-    question, graph = relaxation.question, relaxation.graph
-    size = -(-question.mini_batch // micro_batches)
-    found = []
-    for tensor in graph.tensors:
-        edge, maker = tensor.edge, tensor.ends & -tensor.ends
-        nbytes = micro_batches * sized(edge.fixed_bytes, edge.bytes_per_sample, size)
-        there_s = nbytes / question.cluster.fastest_bytes_per_s
-        # The result leaves no stage.
-        users = tensor.ends & ~maker & ((1 << len(graph.names)) - 1)
-        back_s = there_s if edge.needs_grad else 0.0
-        found.append(SentOn(maker.bit_length() - 1, users, there_s, back_s))
-    return found
 
 
 def _without_limit(problem: StageProblem) -> Callable[[int, int], Place]:

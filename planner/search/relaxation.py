@@ -19,6 +19,7 @@ import numpy as np
 from ..costs.layer_graph import LayerGraph, LayerVectors
 from ..costs.stage_costs import RECEIVES_AHEAD, as_run_by, sized
 from ..evaluate import Question
+from ..partition.device_loads import SentOn
 from ..partition.problem import CutTensor, Mode, Option, Shared, StageProblem, Vector
 from ..systems.variants import Variant
 from .choices import RECOMPUTE, Branch, Freedom
@@ -319,6 +320,20 @@ class Relaxation:
                 upper_bytes=((RECEIVES_AHEAD["B"] + at_hand) * gradient if self.limited else 0.0),
                 kept_bytes=nbytes if self.limited else 0.0,
             )
+
+    def sent_on(self, micro_batches: int) -> list[SentOn]:
+        """What layers send to others in a period, over the fastest wires that there are."""
+        size, fastest = self._size(micro_batches, 1), self.question.cluster.fastest_bytes_per_s
+        found = []
+        for tensor in self.graph.tensors:
+            edge, maker = tensor.edge, tensor.ends & -tensor.ends
+            nbytes = micro_batches * sized(edge.fixed_bytes, edge.bytes_per_sample, size)
+            there_s = nbytes / fastest
+            # The result leaves no stage.
+            users = tensor.ends & ~maker & ((1 << len(self.graph.names)) - 1)
+            back_s = there_s if edge.needs_grad else 0.0
+            found.append(SentOn(maker.bit_length() - 1, users, there_s, back_s))
+        return found
 
     def _shared(self, size: int, storages: Mapping[str, int], *, guess: bool) -> Iterator[Shared]:
         """Storages that several layers may keep. A stage that gets a view holds that alone.
