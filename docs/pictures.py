@@ -30,6 +30,18 @@ PROFILE = (
 SOLVE = "--devices 4 --stages 4 --replicas off --memory 2GiB --bandwidth 12GB/s --latency 10us"
 MICRO_BATCHES = 4
 
+PLACED = {
+    "timeprest-v": (
+        "--variant timeprest --micro-batches 4 --stages-per-device 2 --placement v --stages 4",
+        "--from-mini-batch 4 --mini-batches 3",
+    ),
+    "interleaved-1f1b": (
+        "--variant interleaved-1f1b --micro-batches 4 --stages-per-device 2 --stages 4",
+        "--from-mini-batch 1 --mini-batches 1",
+    ),
+}
+"""Plans whose devices have several stages: how they are solved, for two devices, and drawn."""
+
 PAGE = (1340, 1680)
 """Of the pictures of pages: width and height, in pixels."""
 
@@ -49,6 +61,16 @@ def solve(profile: Path, variant: str) -> Path:
         "plan", "solve", profile, "-q", *SOLVE.split(), "--variant", variant, *micro, "-o", path
     )
     return path
+
+
+def draw_placed(profile: Path) -> None:
+    """The timelines of plans whose devices have several stages."""
+    machines = SOLVE.replace("--devices 4 --stages 4 --replicas off", "--devices 2").split()
+    for name, (asked, shown) in PLACED.items():
+        plan = WORK / f"{name}.json"
+        command("plan", "solve", profile, "-q", *machines, *asked.split(), "-o", plan)
+        path = PICTURES / f"{name}.timeline.svg"
+        command("plan", "show", plan, "-q", "--svg", path, "--svg-messages", *shown.split())
 
 
 def draw(plan: Path, variant: str) -> None:
@@ -144,8 +166,11 @@ def main() -> None:
     PICTURES.mkdir(exist_ok=True)
     profile = WORK / "profile.json"
     command("profile", *PROFILE.split(), "-q", "-o", profile)
+    draw_placed(profile)
     told: dict[str, Any] = {}
-    for variant in VARIANTS:
+    # With a stage on each device; those that place their stages themselves have more.
+    straight = [name for name, variant in VARIANTS.items() if variant.placement == "any"]
+    for variant in straight:
         plan = solve(profile, variant)
         draw(plan, variant)
         if chromium:
