@@ -15,15 +15,22 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from timeprest.planner.cluster.cluster import Cluster, uniform_cluster
 from timeprest.planner.partition.problem import StageProblem, cut_load
 from timeprest.planner.partition.solve import CutAnswer, solve_cut
+from timeprest.planner.plan import Plan
 from timeprest.planner.published import problem_of
-from timeprest.profiles.published.reader import read_workload
+from timeprest.planner.search.solve import solve
+from timeprest.planner.systems.placement import numbered_devices, pattern_of
+from timeprest.profiles.errors import InfeasibleError
+from timeprest.profiles.profile import Profile
+from timeprest.profiles.published.reader import import_profile, read_workload
 from timeprest.profiles.published.workload import Workload
 from timeprest.profiles.units import format_bytes
 from timeprest.tests.helpers.drawn import lattices
@@ -33,6 +40,12 @@ DOCS = ROOT / "docs"
 DATA = ROOT.parent / "shared" / "data"
 TIME_LIMIT_S = 60
 GIB = 2**30
+
+SYSTEM, MICRO_BATCHES = "timeprest", 4
+"""Of plans under our own cost model; a mini-batch has so many micro-batches."""
+
+EFFORT, LONGEST_S = 800_000, 60.0
+"""Simulated operations for each of its plans, and time."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +62,27 @@ class Rival:
 
 
 @dataclass(frozen=True)
+class OwnCase:
+    """The same under our own cost model.
+
+    Attributes:
+        file: in the folder of published ones.
+        samples: in a mini-batch, in the file's units.
+        replicas: plans with one stage on each device may have them.
+    """
+
+    file: str
+    samples: int
+    cluster: Cluster
+    replicas: bool
+
+    def profile(self) -> Profile:
+        """With times of a micro-batch."""
+        sizes = [self.samples // MICRO_BATCHES]
+        return import_profile(DATA / self.file, batch_size=self.samples, micro_batch_sizes=sizes)
+
+
+@dataclass(frozen=True)
 class Case:
     """One row.
 
@@ -56,6 +90,7 @@ class Case:
         nodes: of the file, or layers of a made graph.
         memory: the limit of a device, for people.
         make: makes the problem; its time counts.
+        own: None for made graphs.
         unit_s: seconds in the unit of the row's objectives.
     """
 
@@ -64,6 +99,7 @@ class Case:
     memory: str
     make: Callable[[], StageProblem]
     rival: Rival
+    own: OwnCase | None = None
     unit_s: float = 1e-3
 
 
@@ -84,6 +120,7 @@ class Table:
 # PipeDream -------------------------------------------------------------------------------------
 
 PIPEDREAM_MACHINES = [(4, 1e9), (4, 1e10), (8, 1e9), (8, 1e10)]
+PIPEDREAM_SAMPLES = 128
 PIPEDREAM = {
     ("vgg16", False): (["411.0", "235.6", "411.0", "235.6"], "0.2"),
     ("resnet50", False): (["258.1", "111.5", "258.1", "82.2"], "0.3–0.4"),
@@ -97,7 +134,8 @@ PIPEDREAM = {
 def pipedream_cases() -> Iterator[Case]:
     """Straight pipelines, and stages with replicas."""
     for (name, replicas), (objectives, seconds) in PIPEDREAM.items():
-        workload = published(f"pipedream/{name}.graph.txt")
+        file = f"pipedream/{name}.graph.txt"
+        workload = published(file)
         if workload is None:
             continue
         for (devices, bandwidth), objective in zip(PIPEDREAM_MACHINES, objectives, strict=True):
@@ -105,6 +143,8 @@ def pipedream_cases() -> Iterator[Case]:
                 f"{name}, {bandwidth / 1e9:.0f} GB/s, {'replicas' if replicas else 'straight'}",
                 workload,
                 Rival(objective, seconds),
+                # The file's numbers are for a mini-batch, here of so many samples.
+                own=own_case(file, PIPEDREAM_SAMPLES, devices, bandwidth, replicas=replicas),
                 devices=devices,
                 bandwidth_bytes_per_s=bandwidth,
                 replicas=replicas,
@@ -118,14 +158,26 @@ PLACEMENT = [
     ("layer_bert24_training", ", costs as shipped", 1e-3, Rival("41.7458", "0.01")),
     ("layer_bert24_training", ", costs × 1000", 1.0, Rival("46.6082", "0.01")),
 ]
+PLACEMENT_BYTES_PER_S = 2**31
+"""A tensor's size over its cost in the files, where that means what it says."""
 
 
 def placement_cases() -> Iterator[Case]:
     """Accelerators and memory are the files' own."""
     for name, variant, scale, rival in PLACEMENT:
-        workload = published(f"placement/{name}.json")
-        if workload is not None:
-            yield workload_case(f"{name}{variant}", workload, rival, transfer_scale=scale)
+        file = f"placement/{name}.json"
+        workload = published(file)
+        if workload is None:
+            continue
+        assert workload.devices is not None
+        own = own_case(
+            file,
+            MICRO_BATCHES,
+            workload.devices,
+            PLACEMENT_BYTES_PER_S / scale,
+            memory_bytes=workload.memory_bytes,
+        )
+        yield workload_case(f"{name}{variant}", workload, rival, own=own, transfer_scale=scale)
 
 
 # Piper -----------------------------------------------------------------------------------------
@@ -140,13 +192,17 @@ PIPER = {
 
 def piper_cases() -> Iterator[Case]:
     """The machines of their own experiments."""
-    workload = published("piper/bert32a100.json")
+    file = "piper/bert32a100.json"
+    workload = published(file)
     for devices, rival in PIPER.items():
         if workload is not None:
             yield workload_case(
                 "bert32a100, 25 GiB/s",
                 workload,
                 rival,
+                own=own_case(
+                    file, MICRO_BATCHES, devices, 25 * GIB, memory_bytes=8 * GIB, replicas=True
+                ),
                 devices=devices,
                 memory_bytes=8 * GIB,
                 bandwidth_bytes_per_s=25 * GIB,
@@ -202,7 +258,24 @@ def published(name: str) -> Workload | None:
     return read_workload(path) if path.exists() else None
 
 
-def workload_case(label: str, workload: Workload, rival: Rival, **arguments: Any) -> Case:
+def own_case(
+    file: str,
+    samples: int,
+    devices: int,
+    bandwidth_bytes_per_s: float,
+    *,
+    memory_bytes: float | None = None,
+    replicas: bool = False,
+) -> OwnCase:
+    """A published file as our own planner takes it, on equal devices."""
+    memory = None if memory_bytes is None else f"{memory_bytes:.0f}B"
+    cluster = uniform_cluster(devices, memory, f"{bandwidth_bytes_per_s:.0f}B/s", "0s")
+    return OwnCase(file, samples, cluster, replicas)
+
+
+def workload_case(
+    label: str, workload: Workload, rival: Rival, own: OwnCase, **arguments: Any
+) -> Case:
     """A case of a workload under its own cost model; `arguments` are `problem_of`'s."""
     limit = arguments.get("memory_bytes", workload.memory_bytes)
     return Case(
@@ -211,6 +284,7 @@ def workload_case(label: str, workload: Workload, rival: Rival, **arguments: Any
         memory="none" if limit is None else format_bytes(limit),
         make=lambda: problem_of(workload, **arguments),
         rival=rival,
+        own=own,
     )
 
 
@@ -263,7 +337,7 @@ def solved(case: Case) -> tuple[StageProblem, CutAnswer, float]:
     return problem, answer, took_s
 
 
-def row(case: Case) -> str:
+def row(case: Case, two_each: TwoEach | None) -> str:
     """A line of a table; printed too."""
     problem, answer, took_s = solved(case)
     cells = [
@@ -274,13 +348,19 @@ def row(case: Case) -> str:
         case.memory,
         amount(answer.objective_s / case.unit_s),
         amount(answer.bound_s / case.unit_s),
-        "0" if answer.optimal else f"{100 * answer.gap:.2f} %",
+        gap_text(answer.gap, proven=answer.optimal),
         f"{took_s:.2f}",
         case.rival.objective,
         case.rival.seconds,
+        *(() if two_each is None else (two_each.gain,)),
     ]
     print(f"{' | '.join(cells)}{worse(case, answer, took_s)}", flush=True)
     return f"| {' | '.join(cells)} |"
+
+
+def gap_text(gap: float, *, proven: bool) -> str:
+    """As pages have it."""
+    return "0" if proven else f"{100 * gap:.2f} %"
 
 
 def amount(value: float) -> str:
@@ -303,6 +383,99 @@ def worse(case: Case, answer: CutAnswer, took_s: float) -> str:
     return remark + ("  <- slow" if took_s > max(their_s / 10, 0.5) else "")
 
 
+# Two stages on each device, under our own cost model ---------------------------------------------
+
+
+@dataclass(frozen=True)
+class TwoEach:
+    """The best plan with one stage on each device beside the best with two; None where none fits.
+
+    Attributes:
+        straight_s, seconds: spent on each.
+    """
+
+    straight: Plan | None
+    plan: Plan | None
+    straight_s: float
+    seconds: float
+
+    @property
+    def gain(self) -> str:
+        """How much shorter the period is; less than 0 where it is longer."""
+        if self.straight is None or self.plan is None:
+            return ""
+        share = 1 - self.plan.predicted.period_s / self.straight.predicted.period_s
+        # No minus before what rounds to nothing.
+        return f"{round(100 * share, 2) + 0.0:.2f} %"
+
+
+def with_two_each(own: OwnCase) -> TwoEach:
+    """Plan both."""
+    straight, straight_s = planned(own, 1)
+    plan, seconds = planned(replace(own, replicas=False), 2)
+    return TwoEach(straight, plan, straight_s, seconds)
+
+
+@cache
+def planned(own: OwnCase, per_device: int) -> tuple[Plan | None, float]:
+    """The best plan found, if any fits, and the seconds of a processor that it took."""
+    profile, began = own.profile(), time.process_time()
+    try:
+        plan = solve(
+            profile,
+            own.cluster,
+            SYSTEM,
+            micro_batches=MICRO_BATCHES,
+            replicas=own.replicas,
+            stages_per_device=per_device,
+            time_limit_s=LONGEST_S,
+            effort=EFFORT,
+        )
+    except InfeasibleError:
+        plan = None
+    return plan, time.process_time() - began
+
+
+TWO_EACH_HEADINGS = (
+    "workload",
+    "devices",
+    "one on each (ms)",
+    "its gap",
+    "its seconds",
+    "two on each (ms)",
+    "placement",
+    "devices used",
+    "gap",
+    "seconds",
+    "gain",
+)
+
+
+def two_each_row(case: Case, found: TwoEach) -> str:
+    """A line of that table; printed too."""
+    assert case.own is not None
+    cells = [case.label, f"{len(case.own.cluster.devices):,}"]
+    cells += [*figures(found.straight), f"{found.straight_s:.1f}"]
+    period, gap = figures(found.plan)
+    placement, used = "", ""
+    if found.plan is not None:
+        devices = numbered_devices([stage.devices for stage in found.plan.stages])
+        placement, used = pattern_of(devices, len(devices)), f"{len(set(devices)):,}"
+    cells += [period, placement, used, gap, f"{found.seconds:.1f}", found.gain]
+    print(f"two on each: {' | '.join(cells)}", flush=True)
+    return f"| {' | '.join(cells)} |"
+
+
+def figures(plan: Plan | None) -> list[str]:
+    """Its period in ms, and its gap."""
+    if plan is None:
+        return ["none fits", ""]
+    found = plan.solver
+    return [amount(plan.predicted.period_s / 1e-3), gap_text(found.gap, proven=found.optimal)]
+
+
+# The page ---------------------------------------------------------------------------------------
+
 HEADINGS = (
     "workload",
     "nodes",
@@ -318,26 +491,57 @@ HEADINGS = (
 )
 
 
-def section(table: Table, words: list[str]) -> str:
-    """A table's part of the page."""
+def section(table: Table, words: list[str]) -> tuple[str, list[str]]:
+    """A table's part of the page, and its rows of the table with two stages on each device."""
     print(f"-- {table.title}", flush=True)
-    lines = [
-        row(case)
-        for case in table.cases()
-        if all(word in f"{table.title} {case.label}" for word in words)
-    ]
+    lines, two_each = [], []
+    for case in table.cases():
+        if all(word in f"{table.title} {case.label}" for word in words):
+            found = None if case.own is None else with_two_each(case.own)
+            lines.append(row(case, found))
+            if found is not None:
+                two_each.append(two_each_row(case, found))
     if not lines:
         lines = ["(Left out: the published files were missing.)"]
     else:
-        lines = [f"| {' | '.join(HEADINGS)} |", f"|{'---|' * len(HEADINGS)}", *lines]
-    return "\n".join([f"## {table.title}", "", table.text, "", *lines, ""])
+        headings = (*HEADINGS, "two on each: gain") if two_each else HEADINGS
+        lines = [*head_of(headings), *lines]
+    return "\n".join([f"## {table.title}", "", table.text, "", *lines, ""]), two_each
+
+
+def head_of(headings: Sequence[str]) -> list[str]:
+    """A table's first lines."""
+    return [f"| {' | '.join(headings)} |", f"|{'---|' * len(headings)}"]
+
+
+TWO_EACH_TEXT = (
+    "The published workloads under our own cost model: the period that the planner simulates of "
+    f"`{SYSTEM}`, {MICRO_BATCHES} micro-batches in a mini-batch. That is a mini-batch of "
+    f"PipeDream's files, and {MICRO_BATCHES} times what the others list. Wires are as above, "
+    "without latency, one for each direction between two devices, and carry messages beside "
+    "computing. *one on each*: the best plan with a stage on each device, with replicas where the "
+    "row says so and for Piper's. *two on each*: the best with two stages on each device that it "
+    "uses, in a loop or a V, without replicas (`--stages-per-device 2`). *gain*: how much shorter "
+    "its period is; below 0 it is longer, and `--stages-per-device auto` takes the other. *gap*: "
+    "between period and bound, 0 where the plan is proven best. *none fits*: of the plans that "
+    "were tried, none is within the devices' memory. Each search had "
+    f"{EFFORT:,} simulated operations and {LONGEST_S:.0f} s; *seconds* are of a processor."
+)
 
 
 def main() -> None:
     words = sys.argv[1:]
-    parts = [section(table, words) for table in tables()]
+    parts, two_each = [], []
+    for table in tables():
+        part, rows = section(table, words)
+        parts.append(part)
+        two_each += rows
     if words:
         return
+    if two_each:
+        lines = [*head_of(TWO_EACH_HEADINGS), *two_each]
+        title = "## Two stages on each device"
+        parts.append("\n".join([title, "", TWO_EACH_TEXT, "", *lines, ""]))
     head = (DOCS / "planner_benchmark.head.md").read_text()
     head = head.format(
         cores=os.cpu_count(), machine=platform.machine(), python=platform.python_version()
