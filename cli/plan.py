@@ -12,13 +12,10 @@ from ..planner.search.recheck import recheck
 from ..profiles.errors import UserError
 from ..profiles.files import Kind, check_output, check_outputs, read_file, write_file
 from ..profiles.profile import Profile, check_profile
-from .errors import (
-    OneLineGroup,
-    errors_as_lines,
-    output,
-    print_json,
-)
-from .options import CONTEXT, Whole, common_options, version_option
+from .errors import OneLineGroup, errors_as_lines, output, print_json
+from .options import CONTEXT, common_options, version_option
+from .options.command import GroupedCommand, examples, group
+from .options.values import FileName, Whole
 from .pictures.chrome_trace import trace_option, write_plan_trace
 from .pictures.html.page import html_option, plan_report
 from .pictures.svg.options import Figures, figure_options, write_plan_figures
@@ -33,7 +30,15 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-@click.group(cls=OneLineGroup, context_settings=CONTEXT)
+@click.group(
+    cls=OneLineGroup,
+    context_settings=CONTEXT,
+    epilog=examples(
+        "tp-plan solve profile.json --devices 4 -o plan.json",
+        "tp-plan solve profile.json --variant all -o plan.json",
+        "tp-plan show plan.json --timeline",
+    ),
+)
 @version_option
 def main() -> None:
     """Decide how to cut a profiled model into pipeline stages."""
@@ -45,30 +50,42 @@ main.add_command(simulate_plan)
 main.add_command(published)
 
 
-@main.command()
-@click.argument("plan_path", metavar="PLAN")
-@click.option(
-    "--operations",
-    "count",
-    type=click.IntRange(0, 10_000),
-    help="How many operations of each stage's order to print.  [default: 16, or 0 with --timeline]",
+@main.command(
+    cls=GroupedCommand,
+    epilog=examples(
+        "tp-plan show plan.json",
+        "tp-plan show plan.json --timeline --mini-batches 8",
+        "tp-plan show plan.json --svg timeline.svg --svg-width 85mm --html plan.html",
+    ),
 )
-@click.option(
-    "--timeline",
-    "with_timeline",
-    is_flag=True,
-    help="Draw the order over time: how the pipeline fills, and its steady state.",
+@click.argument("plan_path", type=FileName(), metavar="PLAN")
+@group(
+    "The order of operations",
+    click.option(
+        "--operations",
+        "count",
+        type=Whole(0, 10_000),
+        help="How many operations of each stage's order to print.  "
+        "[default: 16, or 0 with --timeline]",
+    ),
+    click.option(
+        "--timeline",
+        "with_timeline",
+        is_flag=True,
+        help="Draw the order over time: how the pipeline fills, and its steady state.",
+    ),
+    click.option(
+        "--from-mini-batch",
+        "first",
+        type=Whole(0),
+        help="With --timeline and figures: begin there; 0 is the first.",
+    ),
+    click.option(
+        "--mini-batches", type=Whole(), help="With --timeline and figures: how many to draw."
+    ),
 )
-@click.option(
-    "--from-mini-batch",
-    "first",
-    type=Whole(0),
-    help="With --timeline and figures: begin there; 0 is the first.",
-)
-@click.option("--mini-batches", type=Whole(), help="With --timeline and figures: how many to draw.")
 @figure_options
-@html_option
-@trace_option
+@group("Pages and traces", html_option, trace_option)
 @common_options
 @errors_as_lines
 def show(
@@ -119,10 +136,29 @@ def show(
             console.print(f"wrote {path}")
 
 
-@main.command()
-@click.argument("plan_path", metavar="PLAN")
-@click.option("--profile", "profile_path", required=True, metavar="PROFILE")
-@click.option("-o", "--output", "path", help="Write the plan with its predictions made anew.")
+@main.command(
+    cls=GroupedCommand,
+    epilog=examples(
+        "tp-plan check plan.json --profile profile.json",
+        "tp-plan check plan.json --profile profile.json -o plan.json",
+    ),
+)
+@click.argument("plan_path", type=FileName(), metavar="PLAN")
+@click.option(
+    "--profile",
+    "profile_path",
+    type=FileName(),
+    required=True,
+    metavar="PROFILE",
+    help="What the plan was made from.",
+)
+@click.option(
+    "-o",
+    "--output",
+    "path",
+    type=FileName(),
+    help="Write the plan with its predictions made anew.",
+)
 @common_options
 @errors_as_lines
 def check(

@@ -12,101 +12,117 @@ from ..profiles.errors import UserError
 from ..profiles.files import MAX_FACTOR, MAX_THREADS, Kind, check_output, is_file, write_file
 from ..profiles.profile import FRONT_ENDS, Profile
 from ..profiles.published.reader import import_profile, is_foreign
-from .errors import (
-    OneLineCommand,
-    errors_as_lines,
-    output,
-    print_json,
-)
-from .options import CONTEXT, Number, Whole, common_options, options, whole_numbers
+from .errors import errors_as_lines, output, print_json
+from .options import CONTEXT, common_options
+from .options.command import GroupedCommand, examples, group, options
+from .options.values import FileName, Fraction, Number, TargetName, Whole, whole_numbers
 from .progress import Bar
 from .tables.profile import print_profile
 
 _options = options(
-    click.argument("target", required=False),
-    click.option("-o", "--output", "path", help="Default: profile.json."),
+    click.argument("target", type=TargetName(), required=False),
     click.option(
-        "--batch-size",
-        type=Whole(),
-        help="Samples in a mini-batch. Default: 64.",
+        "-o",
+        "--output",
+        "path",
+        type=FileName(),
+        help="The profile to write.  [default: profile.json]",
     ),
-    click.option(
-        "--micro-batch-sizes",
-        metavar="LIST",
-        help="Sizes to measure, like 4,8,16. Default: the mini-batch and its halves.",
+    group(
+        "Model",
+        click.option(
+            "--granularity",
+            default="layer",
+            metavar="layer|op|PATTERN",
+            help="What makes a layer: a leaf module, an operation, or a module whose name "
+            "matches (h.*, or several with commas).",
+        ),
+        click.option(
+            "--front-end",
+            type=click.Choice([name for name in FRONT_ENDS if name != "onnx"]),
+            help="How to find the graph.  [default: the first that can]",
+        ),
+        click.option(
+            "--input",
+            "inputs",
+            multiple=True,
+            metavar="SHAPE:DTYPE",
+            help="What a model that isn't a task takes, one sample: 3x32x32:float32, "
+            "64:int64:1000 for integers below 1000, or by name mask=64:int64. Once for each "
+            "input.",
+        ),
     ),
-    click.option(
-        "--device",
-        type=click.Choice(["cpu", "cuda", "meta"]),
-        default="cpu",
-        help="meta: run nothing, reckon with --spec.",
+    group(
+        "What is measured",
+        click.option(
+            "--batch-size",
+            type=Whole(),
+            help="Samples in a mini-batch.  [default: 64]",
+        ),
+        click.option(
+            "--micro-batch-sizes",
+            metavar="LIST",
+            help="Sizes to measure, like 4,8,16.  [default: the mini-batch and its halves]",
+        ),
+        click.option(
+            "--seconds",
+            type=Number(0, MAX_FACTOR),
+            default=15.0,
+            help="Time to spend on timing at most; 3 to 5 rounds are made in any case.",
+        ),
+        click.option(
+            "--relative-error",
+            type=Fraction(min_open=True),
+            default=0.05,
+            help="Stop when every layer with 1 % of the time is known so well.",
+        ),
+        click.option(
+            "--together",
+            type=Whole(2),
+            metavar="N",
+            help="Measure too what stages cost besides their layers, and how N processes slow "
+            "each other down that compute at once on this machine, as stages do.",
+        ),
     ),
-    click.option(
-        "--spec",
-        metavar="NAME|FILE",
-        help="With --device meta: the device to reckon with, by its data sheet.",
+    group(
+        "Device",
+        click.option(
+            "--device",
+            type=click.Choice(["cpu", "cuda", "meta"]),
+            default="cpu",
+            help="meta: run nothing, reckon with --spec.",
+        ),
+        click.option(
+            "--spec",
+            type=FileName(),
+            metavar="NAME|FILE",
+            help="With --device meta: the device to reckon with, by its data sheet.",
+        ),
+        click.option(
+            "--threads",
+            type=Whole(1, MAX_THREADS),
+            default=1,
+            help="Torch's threads; each stage will run with as many.",
+        ),
+        click.option(
+            "--autocast",
+            type=click.Choice(["bfloat16", "float16"]),
+            help="Run forwards under torch.autocast with this dtype.",
+        ),
     ),
-    click.option(
-        "--threads",
-        type=click.IntRange(1, MAX_THREADS),
-        default=1,
-        help="Torch's threads; each stage will run with as many.",
-    ),
-    click.option(
-        "--autocast",
-        type=click.Choice(["bfloat16", "float16"]),
-        help="Run forwards under torch.autocast with this dtype.",
-    ),
-    click.option(
-        "--granularity",
-        default="layer",
-        metavar="layer|op|PATTERN",
-        help="What makes a layer: a leaf module, an operation, or a module whose name "
-        "matches (h.*, or several with commas).",
-    ),
-    click.option(
-        "--front-end",
-        type=click.Choice([name for name in FRONT_ENDS if name != "onnx"]),
-        help="How to find the graph. Default: the first that can.",
-    ),
-    click.option(
-        "--input",
-        "inputs",
-        multiple=True,
-        metavar="SHAPE:DTYPE",
-        help="What a model that isn't a task takes, one sample: 3x32x32:float32, "
-        "64:int64:1000 for integers below 1000, or by name mask=64:int64. Once for each "
-        "input.",
-    ),
-    click.option(
-        "--seconds",
-        type=Number(0, MAX_FACTOR),
-        default=15.0,
-        help="Time to spend on timing at most; 3 to 5 rounds are made in any case.",
-    ),
-    click.option(
-        "--relative-error",
-        type=Number(0, 1, min_open=True),
-        default=0.05,
-        help="Stop when every layer with 1 % of the time is known so well.",
-    ),
-    click.option(
-        "--together",
-        type=Whole(2),
-        metavar="N",
-        help="Measure too what stages cost besides their layers, and how N processes slow "
-        "each other down that compute at once on this machine, as stages do.",
-    ),
-    click.option(
-        "--links",
-        is_flag=True,
-        help="Measure the links between local processes instead → cluster.toml.",
-    ),
-    click.option(
-        "--processes",
-        type=Whole(2),
-        default=2,
-        help="With --links: how many.",
+    group(
+        "Links, instead of a model",
+        click.option(
+            "--links",
+            is_flag=True,
+            help="Measure the links between local processes instead → cluster.toml.",
+        ),
+        click.option(
+            "--processes",
+            type=Whole(2),
+            default=2,
+            help="With --links: how many.",
+        ),
     ),
 )
 
@@ -123,7 +139,15 @@ def _check_processes(option: str, count: int) -> None:
         )
 
 
-@click.command(cls=OneLineCommand, context_settings=CONTEXT)
+@click.command(
+    cls=GroupedCommand,
+    context_settings=CONTEXT,
+    epilog=examples(
+        "tp-profile digits",
+        "tp-profile mine.py:Task --batch-size 64 --together 2 -o mine.json",
+        "tp-profile hf:bert --device meta --spec h100-80gb --batch-size 8",
+    ),
+)
 @_options
 @common_options
 @errors_as_lines

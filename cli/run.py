@@ -15,8 +15,9 @@ from ..runtime.processes.environment import check_world_size
 from ..runtime.processes.locks import check_system
 from .errors import errors_as_lines, naming
 from .options import CONTEXT, common_options, optimizer_choice, run_options, run_settings
+from .options.command import examples
 from .progress import Bar
-from .run_commands.export import WithOthers
+from .run_commands.export import PlanOrCommand, WithOthers
 from .run_commands.rank import one_rank_tells, rendezvous_at_hand
 from .run_commands.resume import adjusted, check_resumable, read_run
 
@@ -27,11 +28,16 @@ if TYPE_CHECKING:
 @click.command(
     cls=WithOthers,
     context_settings=CONTEXT,
-    epilog="tp-run report RUN... shows what runs did beside what their plans predicted.  tp-run "
-    "export RUN -o FILE writes a run's whole model to one safetensors file.  tp-run study PLAN... "
-    "says which of several plans reaches a loss first.",
+    epilog=examples(
+        "tp-run plan.json --dry-run",
+        "tp-run plan.json --epochs 3 --optimizer adam --lr 1e-3 --run-dir runs/first",
+        "tp-run --resume --run-dir runs/first --epochs 5",
+        more="tp-run report RUN... shows what runs did beside what their plans predicted.  tp-run "
+        "export RUN -o FILE writes a run's whole model to one safetensors file.  tp-run study "
+        "PLAN... says which of several plans reaches a loss first.",
+    ),
 )
-@click.argument("plan_path", metavar="PLAN", required=False)
+@click.argument("plan_path", type=PlanOrCommand(), metavar="PLAN", required=False)
 @run_options
 @common_options
 @errors_as_lines

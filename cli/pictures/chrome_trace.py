@@ -23,6 +23,7 @@ from ...planner.recordings.predicted import predicted
 from ...planner.recordings.recording import MEMORY_KINDS, Message, Recording, Span
 from ...profiles.files import write_bytes
 from ..errors import printable
+from ..options.values import FileName
 
 Event = dict[str, Any]
 
@@ -242,7 +243,7 @@ def _memory(recording: Recording, first: int) -> Iterator[Event]:
 trace_option = click.option(
     "--trace",
     "trace_path",
-    metavar="FILE",
+    type=FileName(),
     help="Write the predicted order as a Chrome trace, for Perfetto and chrome://tracing.",
 )
 

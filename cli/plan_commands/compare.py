@@ -16,6 +16,8 @@ from ...profiles.errors import UserError
 from ...profiles.units import format_seconds, short_bytes
 from ..errors import errors_as_lines, output, print_json, printable
 from ..options import common_options
+from ..options.command import GroupedCommand, examples
+from ..options.values import FileName
 from ..tables.layout import counted, device_range, first_to_last, fitted, fixed, shortened, words
 from ..tables.plan import bare_rate, gap
 from ..tables.stages import (
@@ -217,8 +219,14 @@ _MOST_NAME = 18
 _DIFFERS = "≠"
 
 
-@click.command()
-@click.argument("paths", metavar="PLAN PLAN…", nargs=-1, required=True)
+@click.command(
+    cls=GroupedCommand,
+    epilog=examples(
+        "tp-plan compare plan.gpipe.json plan.timeprest.json",
+        "tp-plan compare plan.*.json --json",
+    ),
+)
+@click.argument("paths", type=FileName(), metavar="PLAN PLAN…", nargs=-1, required=True)
 @common_options
 @errors_as_lines
 def compare(paths: Sequence[str], as_json: bool, quiet: bool, verbose: bool) -> None:

@@ -16,33 +16,52 @@ from ...profiles.files import MAX_FACTOR
 from ...profiles.published.reader import read_workload
 from ...profiles.units import format_bytes, format_seconds, parse_bandwidth, parse_bytes
 from ..errors import errors_as_lines, output, print_json
-from ..options import Number, Whole, choice, common_options, time_limit_option
+from ..options import choice, common_options, time_limit_option
+from ..options.command import GroupedCommand, examples, group
+from ..options.values import FileName, Number, Whole
 from ..progress import Bar
 from ..tables.layout import compact_table, counted
 
 
-@click.command()
-@click.argument("path", metavar="FILE")
-@choice("--cost-model", COST_MODELS, None, "By default the one the file is for.")
-@click.option("--devices", type=Whole(), help="By default the file's own.")
-@click.option("--memory", help="Of each device.  [default: the file's own]")
-@click.option("--bandwidth", help="Between devices.  [default: the file's own]")
-@click.option("--micro-batches", type=Whole(), help="In a mini-batch.  [default: the file's own]")
-@choice("--replicas", ("auto", "off"), "auto")
-@choice("--recompute", ("auto", "off"), "auto")
-@click.option(
-    "--transfer-scale",
-    type=Number(0, MAX_FACTOR),
-    default=1.0,
-    help="Multiply the times of transfers.",
+@click.command(
+    cls=GroupedCommand,
+    epilog=examples(
+        "tp-plan published graph.txt --devices 4",
+        "tp-plan published workload.json --solver ilp --time-limit 300",
+    ),
 )
-@choice("--solver", SOLVERS, "auto")
-@click.option(
-    "--non-contiguous",
-    is_flag=True,
-    help="Let a device hold several stretches of the model too (by the ILP).",
+@click.argument("path", type=FileName(), metavar="FILE")
+@group(
+    "Costs",
+    choice("--cost-model", COST_MODELS, None, "[default: the one the file is for]"),
+    click.option("--devices", type=Whole(), help="How many.  [default: the file's own]"),
+    click.option("--memory", help="Of each device.  [default: the file's own]"),
+    click.option("--bandwidth", help="Between devices.  [default: the file's own]"),
+    click.option(
+        "--micro-batches", type=Whole(), help="In a mini-batch.  [default: the file's own]"
+    ),
+    click.option(
+        "--transfer-scale",
+        type=Number(0, MAX_FACTOR),
+        default=1.0,
+        help="Multiply the times of transfers.",
+    ),
 )
-@time_limit_option()
+@group(
+    "Cuts",
+    choice("--replicas", ("auto", "off"), "auto", "Stages may take several devices, or not."),
+    choice("--recompute", ("auto", "off"), "auto", "Stages may recompute activations, or not."),
+    click.option(
+        "--non-contiguous",
+        is_flag=True,
+        help="Let a device hold several stretches of the model too (by the ILP).",
+    ),
+)
+@group(
+    "Search",
+    choice("--solver", SOLVERS, "auto", "Dynamic programming, an integer program, or whichever."),
+    time_limit_option("Take the best cut found by then."),
+)
 @common_options
 @errors_as_lines
 def published(

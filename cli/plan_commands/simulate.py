@@ -16,14 +16,22 @@ from ...planner.systems.operations import Schedule, op_text
 from ...profiles.errors import UserError
 from ...profiles.units import format_seconds
 from ..errors import errors_as_lines, output, print_json
-from ..options import Whole, common_options
+from ..options import common_options
+from ..options.command import GroupedCommand, examples
+from ..options.values import FileName, Whole
 from ..tables.layout import compact_table, device_range
 
 _MOST_OPERATIONS = 200_000
 
 
-@click.command(name="simulate")
-@click.argument("plan_path", metavar="PLAN")
+@click.command(
+    name="simulate",
+    cls=GroupedCommand,
+    epilog=examples(
+        "tp-plan simulate plan.json --mini-batches 12", "tp-plan simulate plan.json --json"
+    ),
+)
+@click.argument("plan_path", type=FileName(), metavar="PLAN")
 @click.option(
     "--mini-batches",
     type=Whole(),

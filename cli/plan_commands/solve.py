@@ -29,13 +29,14 @@ from ...profiles.files import MAX_FACTOR, Kind, check_output, read_file, write_f
 from ...profiles.profile import IMPORTED, Profile, check_profile
 from ..errors import errors_as_lines, output, print_json
 from ..options import (
-    Whole,
     choice,
     cluster_of,
     cluster_options,
     common_options,
     time_limit_option,
 )
+from ..options.command import GroupedCommand, examples, group
+from ..options.values import FileName, SystemName, Whole
 from ..progress import Bar
 from ..tables.pareto import (
     comparison,
@@ -80,62 +81,88 @@ def _pin(text: str) -> tuple[str, int]:
     return name, int(stage)
 
 
-@click.command()
-@click.argument("profile_path", metavar="PROFILE")
-@click.option("-o", "--output", "path", default="plan.json")
+@click.command(
+    cls=GroupedCommand,
+    epilog=examples(
+        "tp-plan solve profile.json --devices 4 --memory 16GiB -o plan.json",
+        "tp-plan solve profile.json --variant pipedream-2bw --micro-batches 4",
+        "tp-plan solve profile.json --variant all --cluster cluster.toml",
+    ),
+)
+@click.argument("profile_path", type=FileName(), metavar="PROFILE")
+@click.option(
+    "-o", "--output", "path", type=FileName(), default="plan.json", help="The plan to write."
+)
+@group(
+    "Training system and mini-batch",
+    click.option(
+        "--variant",
+        type=SystemName(),
+        default="timeprest",
+        help=f"Training system: {', '.join(VARIANTS)}; or all.",
+    ),
+    click.option(
+        "--mini-batch",
+        type=Whole(),
+        help="Samples per update.  [default: the profile's batch size]",
+    ),
+    click.option(
+        "--micro-batches", default="auto", metavar="N", help="In a mini-batch; auto: the best."
+    ),
+    click.option(
+        "--update-every",
+        type=Whole(),
+        default=1,
+        metavar="K",
+        help="Update the weights after every K mini-batches: smaller version differences.",
+    ),
+    click.option(
+        "--optimizer-state",
+        "optimizer_state",
+        metavar="FACTOR",
+        help="Bytes of optimizer state per byte of parameters: 0 plain SGD, 1 momentum, "
+        "2 Adam; muon: 1 of matrices of hidden layers, 2 of others.  [default: as profiled]",
+    ),
+)
 @cluster_options
-@click.option(
-    "--variant", default="timeprest", help=f"Training system: {', '.join(VARIANTS)}; or all."
+@group(
+    "Stages",
+    click.option("--stages", default="auto", metavar="N", help="How many; auto: the best."),
+    choice("--replicas", ("auto", "off"), "auto", "Stages may take several devices, or not."),
+    click.option(
+        "--stages-per-device",
+        type=str,
+        default=1,
+        metavar="V",
+        help="1, 2, …: so many on each; auto: more than 1 where that makes the period shorter.",
+    ),
+    choice("--placement", PLACEMENTS, "auto", "Which device runs which stage."),
+    choice(
+        "--recompute",
+        RECOMPUTE,
+        "off",
+        "Stages compute activations again instead of keeping them.",
+    ),
+    choice(
+        "--tied",
+        TIED,
+        "together",
+        "Layers that share parameters: on one device, or on several with copies.",
+    ),
+    click.option(
+        "--pin", "pins", multiple=True, metavar="NAME=STAGE", help="Layer NAME is on stage STAGE."
+    ),
 )
-@click.option(
-    "--mini-batch",
-    type=Whole(),
-    help="Samples per update.  [default: the profile's batch size]",
-)
-@click.option("--micro-batches", default="auto")
-@click.option("--stages", default="auto")
-@choice("--replicas", ("auto", "off"), "auto", "Stages may take several devices, or not.")
-@click.option(
-    "--stages-per-device",
-    type=str,
-    default=1,
-    metavar="V",
-    help="1, 2, …: so many on each; auto: more than 1 where that makes the period shorter.",
-)
-@choice("--placement", PLACEMENTS, "auto", "Which device runs which stage.")
-@choice(
-    "--recompute", RECOMPUTE, "off", "Stages compute activations again instead of keeping them."
-)
-@choice(
-    "--tied",
-    TIED,
-    "together",
-    "Layers that share parameters: on one device, or on several with copies.",
-)
-@click.option(
-    "--pin", "pins", multiple=True, metavar="NAME=STAGE", help="Layer NAME is on stage STAGE."
-)
-@choice("--solver", SOLVERS, "auto")
-@time_limit_option("Take the best plan found by then.")
-@click.option(
-    "--update-every",
-    type=Whole(),
-    default=1,
-    metavar="K",
-    help="Update the weights after every K mini-batches: smaller version differences.",
-)
-@click.option(
-    "--optimizer-state",
-    "optimizer_state",
-    metavar="FACTOR",
-    help="Bytes of optimizer state per byte of parameters: 0 plain SGD, 1 momentum, "
-    "2 Adam; muon: 1 of matrices of hidden layers, 2 of others.  [default: as profiled]",
-)
-@click.option(
-    "--study",
-    "study_path",
-    metavar="FILE",
-    help="With --variant all: judge plans by a study's time to target; -o gets the best.",
+@group(
+    "Search",
+    choice("--solver", SOLVERS, "auto", "Dynamic programming, an integer program, or whichever."),
+    time_limit_option("Take the best plan found by then."),
+    click.option(
+        "--study",
+        "study_path",
+        type=FileName(),
+        help="With --variant all: judge plans by a study's time to target; -o gets the best.",
+    ),
 )
 @common_options
 @errors_as_lines

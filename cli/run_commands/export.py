@@ -6,20 +6,32 @@ from collections.abc import Mapping
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
-from ..errors import OneLineCommand, errors_as_lines, printable
+from ..errors import errors_as_lines, printable
 from ..options import CONTEXT, quiet_option, version_option
+from ..options.command import GroupedCommand, examples
+from ..options.values import FileName, FolderName, Whole
 from .rank import OneRankCommand
 from .report import report
 from .study import study
 
 
-@click.command(cls=OneLineCommand, context_settings=CONTEXT)
-@click.argument("run_dir", metavar="RUN")
-@click.option("-o", "--output", required=True, help="The safetensors file to write.")
+@click.command(
+    cls=GroupedCommand,
+    context_settings=CONTEXT,
+    epilog=examples(
+        "tp-run export runs/first -o model.safetensors",
+        "tp-run export runs/first --at 200 -o early.safetensors",
+    ),
+)
+@click.argument("run_dir", type=FolderName(), metavar="RUN")
+@click.option(
+    "-o", "--output", type=FileName(), required=True, help="The safetensors file to write."
+)
 @click.option(
     "--at",
-    type=click.IntRange(1),
+    type=Whole(),
     help="Mini-batches done at the checkpoint to take.  [default: the newest]",
 )
 @quiet_option
@@ -37,6 +49,21 @@ def export(run_dir: str, output: str, at: int | None, quiet: bool) -> None:
         click.echo(printable(f"wrote {output}, from {source}"))
         for name, first in tied.items():
             click.echo(printable(f"{name} is {first}, and written once: load_model puts it back"))
+
+
+class PlanOrCommand(FileName):
+    """The first word after `tp-run`: a plan, or the name of another command."""
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        """Files, and the other commands, each with what it does."""
+        others = [
+            CompletionItem(name, help=command.get_short_help_str())
+            for name, command in WithOthers.others.items()
+            if name.startswith(incomplete)
+        ]
+        return super().shell_complete(ctx, param, incomplete) + others
 
 
 class WithOthers(OneRankCommand):

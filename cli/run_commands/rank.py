@@ -14,7 +14,8 @@ import click
 from ...profiles.errors import RunError, TimeprestError
 from ...profiles.measuring.process import end_with_parent
 from ...runtime.processes.environment import launched_by
-from ..errors import OneLineCommand, tell, why_unprinted
+from ..errors import tell, why_unprinted
+from ..options.command import GroupedCommand
 
 if TYPE_CHECKING:
     from ...runtime.processes.rendezvous import Rendezvous
@@ -25,7 +26,7 @@ _SILENT_S = 1.0
 """Before a rank that says nothing ends: the launcher ends the others when one has."""
 
 
-class OneRankCommand(OneLineCommand):
+class OneRankCommand(GroupedCommand):
     """A command whose usage errors are shown by rank 0 alone."""
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:

@@ -13,8 +13,10 @@ from rich.text import Text
 from ...profiles.errors import UserError
 from ...profiles.files import Kind, check_outputs
 from ...profiles.units import format_bytes, format_seconds
-from ..errors import OneLineCommand, errors_as_lines, output, print_json
+from ..errors import errors_as_lines, output, print_json
 from ..options import CONTEXT, common_options
+from ..options.command import GroupedCommand, examples, group
+from ..options.values import FileName, FolderName
 from ..pictures.svg.options import width_option, write_run_figure
 from ..tables.layout import compact_table, counted
 
@@ -24,17 +26,30 @@ if TYPE_CHECKING:
     from ..pictures.html.run_data import RunFacts
 
 
-@click.command(cls=OneLineCommand, context_settings=CONTEXT)
-@click.argument("run_dirs", metavar="RUN...", nargs=-1, required=True)
-@click.option("-o", "--output", "path", metavar="FILE", help="Write a page (HTML) to look at.")
-@click.option(
-    "--trace",
-    "trace_path",
-    metavar="FILE",
-    help="Write the recorded operations, measured and predicted, as a Chrome trace.",
+@click.command(
+    cls=GroupedCommand,
+    context_settings=CONTEXT,
+    epilog=examples(
+        "tp-run report runs/first",
+        "tp-run report runs/first -o report.html",
+        "tp-run report runs/timeprest runs/gpipe -o both.html",
+    ),
 )
-@click.option("--svg", metavar="FILE", help="Write both timelines as a figure (SVG), of one run.")
-@width_option
+@click.argument("run_dirs", type=FolderName(), metavar="RUN...", nargs=-1, required=True)
+@group(
+    "Pages and figures",
+    click.option("-o", "--output", "path", type=FileName(), help="Write a page (HTML) to look at."),
+    click.option(
+        "--trace",
+        "trace_path",
+        type=FileName(),
+        help="Write the recorded operations, measured and predicted, as a Chrome trace.",
+    ),
+    click.option(
+        "--svg", type=FileName(), help="Write both timelines as a figure (SVG), of one run."
+    ),
+    width_option,
+)
 @common_options
 @errors_as_lines
 def report(

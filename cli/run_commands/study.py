@@ -14,119 +14,143 @@ from ...planner.study.study import RISES, Study, write_study
 from ...profiles.errors import UserError
 from ...profiles.files import MAX_FACTOR, Kind, check_outputs
 from ...runtime.processes.locks import check_system
-from ..errors import OneLineCommand, Stopped, errors_as_lines, output, print_json
+from ..errors import Stopped, errors_as_lines, output, print_json
 from ..options import (
     CONTEXT,
-    Number,
-    Whole,
     choice,
     common_options,
     decay_options,
     delay_options,
     optimizer_choice,
     optimizer_options,
-    options,
     precision_options,
     run_settings,
-    task_option,
+    task_options,
 )
+from ..options.command import GroupedCommand, examples, group, options
+from ..options.values import FileName, FolderName, Fraction, Number, Whole
 from ..progress import Bar
 from ..tables.study import level_table, study_lines, study_table
 
 MOST_JOBS = 1024
 
 _study_options = options(
-    click.option(
-        "-o",
-        "--output",
-        "path",
-        default="study.json",
-        help="The study; FILE.html writes a page, and the study to FILE.json.",
+    group(
+        "Training",
+        task_options,
+        click.option("--epochs", type=Whole(), help="Until the target is set.  [default: 5]"),
+        click.option("--steps", type=Whole(), help="Mini-batches instead of --epochs."),
+        click.option(
+            "--longer",
+            type=Number(1, 1000),
+            default=1.5,
+            help="Every training is so many times as long, so that slower systems get there too.",
+        ),
+        click.option("--seeds", type=Whole(1, 100), default=3, help="Trainings of each system."),
+        click.option(
+            "--eval-every",
+            type=Whole(0),
+            help="Mini-batches between evaluations; 0: none.  [default: a fifteenth of all]",
+        ),
+        click.option(
+            "--uniform-delay",
+            is_flag=True,
+            help="Also train with gradients that are S - 1 updates late in all layers.",
+        ),
     ),
-    click.option(
-        "--trainings",
-        metavar="FOLDER",
-        help="Finished trainings, for going on.  [default: beside the study, .trainings]",
+    group(
+        "Target",
+        click.option(
+            "--target-loss",
+            type=Number(),
+            help="[default: what plain training reaches after the given steps]",
+        ),
+        click.option("--target-accuracy", type=Fraction(), help="From 0 to 1, on the test data."),
+        choice(
+            "--target",
+            RISES,
+            None,
+            "The figure that is to reach what plain training does.  [default: loss, in training]",
+        ),
     ),
-    task_option,
-    click.option("--epochs", type=Whole(), help="Until the target is set.  [default: 5]"),
-    click.option("--steps", type=Whole(), help="Mini-batches instead of --epochs."),
-    click.option(
-        "--longer",
-        type=Number(1, 1000),
-        default=1.5,
-        help="Every training is so many times as long, so that slower systems get there too.",
+    group(
+        "Learning rates",
+        click.option(
+            "--tune",
+            type=Whole(1, 1000),
+            default=5,
+            metavar="K",
+            help="Trainings that each system has to find its learning rate; 1: takes --lr.",
+        ),
+        click.option(
+            "--confirm",
+            type=Whole(1, 100),
+            default=2,
+            help="Of the rates tried, the best so many train with all seeds.",
+        ),
+        click.option(
+            "--tune-factor",
+            type=Number(1, MAX_FACTOR, above=True),
+            default=2.0,
+            help="Between neighbours of the grid of rates around --lr.",
+        ),
+        click.option(
+            "--tune-steps",
+            type=Whole(),
+            help="Mini-batches of these trainings.  [default: as long as the others]",
+        ),
     ),
-    click.option("--seeds", type=Whole(1, 100), default=3),
-    click.option(
-        "--tune",
-        type=Whole(1, 1000),
-        default=5,
-        metavar="K",
-        help="Trainings that each system has to find its learning rate; 1: takes --lr.",
-    ),
-    click.option(
-        "--confirm",
-        type=Whole(1, 100),
-        default=2,
-        help="Of the rates tried, the best so many train with all seeds.",
-    ),
-    click.option(
-        "--tune-factor",
-        type=Number(1, MAX_FACTOR, min_open=True),
-        default=2.0,
-        help="Between neighbours of the grid of rates around --lr.",
-    ),
-    click.option(
-        "--tune-steps",
-        type=Whole(),
-        help="Mini-batches of these trainings.  [default: as long as the others]",
-    ),
-    click.option(
-        "--target-loss",
-        type=Number(),
-        help="[default: what plain training reaches after the given steps]",
-    ),
-    click.option("--target-accuracy", type=Number(0, 1), help="From 0 to 1, on the test data."),
-    choice(
-        "--target",
-        RISES,
-        None,
-        "The figure that is to reach what plain training does.  [default: loss, in training]",
-    ),
-    click.option(
-        "--eval-every",
-        type=Whole(0),
-        help="Mini-batches between evaluations; 0: none.  [default: a fifteenth of all]",
-    ),
-    click.option(
-        "--uniform-delay",
-        is_flag=True,
-        help="Also train with gradients that are S - 1 updates late in all layers.",
-    ),
-    click.option("--jobs", type=Whole(1, MOST_JOBS), help="Processes.  [default: the cores]"),
     optimizer_options,
-    click.option(
-        "--warmup",
-        "warmups",
-        metavar="UPDATES,…",
-        help="Over which the learning rate rises; of several, each system's best.  [default: 0]",
+    group(
+        "Optimizer and learning rate",
+        click.option(
+            "--warmup",
+            "warmups",
+            metavar="UPDATES,…",
+            help="Over which the learning rate rises; of several, each system's best.  "
+            "[default: 0]",
+        ),
     ),
     delay_options,
     precision_options,
     decay_options,
-    click.option(
-        "--timeout",
-        "timeout_s",
-        type=Number(0, MAX_FACTOR, min_open=True),
-        default=600.0,
-        help="Longest time that a process may say nothing, in seconds.",
+    group(
+        "Files and processes",
+        click.option(
+            "-o",
+            "--output",
+            "path",
+            type=FileName(),
+            default="study.json",
+            help="The study; FILE.html writes a page, and the study to FILE.json.",
+        ),
+        click.option(
+            "--trainings",
+            type=FolderName(),
+            help="Finished trainings, for going on.  [default: beside the study, .trainings]",
+        ),
+        click.option("--jobs", type=Whole(1, MOST_JOBS), help="Processes.  [default: the cores]"),
+        click.option(
+            "--timeout",
+            "timeout_s",
+            type=Number(0, MAX_FACTOR, above=True),
+            default=600.0,
+            help="Longest time that a process may say nothing, in seconds.",
+        ),
     ),
 )
 
 
-@click.command(cls=OneLineCommand, context_settings=CONTEXT)
-@click.argument("plan_paths", metavar="PLAN...", nargs=-1, required=True)
+@click.command(
+    cls=GroupedCommand,
+    context_settings=CONTEXT,
+    epilog=examples(
+        "tp-run study plan.*.json -o study.json",
+        "tp-run study plan.gpipe.json plan.timeprest.json --optimizer sgd --lr 0.1 -o study.html",
+        "tp-run study plan.*.json --seeds 5 --target-accuracy 0.95",
+    ),
+)
+@click.argument("plan_paths", type=FileName(), metavar="PLAN...", nargs=-1, required=True)
 @_study_options
 @common_options
 @errors_as_lines

@@ -56,6 +56,7 @@ from ....planner.recordings.recording import MEMORY_KINDS, Recording
 from ....planner.systems.placement import pattern_of
 from ....profiles.files import write_bytes
 from ...errors import printable
+from ...options.values import FileName
 from ...palette import LIGHTENED, LIMIT, MEMORY, OPERATIONS, SERIES
 
 # A recording as packed columns of numbers: tens of thousands of operations stay small -------------
@@ -288,7 +289,7 @@ def plan_report(plan: Plan, name: str, path: str) -> None:
 html_option = click.option(
     "--html",
     "html",
-    metavar="FILE",
+    type=FileName(),
     help="Write a page with the stages, the timeline and the memory to look at in a browser.",
 )
 """Of `tp-plan show`."""

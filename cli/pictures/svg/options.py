@@ -14,7 +14,8 @@ from ....planner.recordings.predicted import default_mini_batches, predicted
 from ....planner.recordings.recording import Recording
 from ....profiles.errors import UserError
 from ....profiles.files import MAX_COUNT, write_bytes
-from ...options import options
+from ...options.command import group
+from ...options.values import FileName
 from .frame import FigureSettings
 from .memory import memory_svg
 from .svg import POINTS_PER_MM
@@ -45,11 +46,12 @@ width_option = click.option(
 )
 
 
-figure_options = options(
-    click.option("--svg", metavar="FILE", help="Write the timeline as a figure (SVG)."),
+figure_options = group(
+    "Figures",
+    click.option("--svg", type=FileName(), help="Write the timeline as a figure (SVG)."),
     click.option(
         "--svg-memory",
-        metavar="FILE",
+        type=FileName(),
         help="Write memory over time, on the same scale, as a figure (SVG).",
     ),
     width_option,

@@ -1,19 +1,18 @@
-"""Options of the commands: their types, those that all have, and those of clusters and runs.
+"""Options of the commands: those that all have, and those of clusters and runs.
 
 Options that set a field of `RunSettings` bear its name; `run_settings` puts them together.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import click
 import msgspec
 
-from .. import __version__
-from ..planner.cluster.cluster import (
+from ... import __version__
+from ...planner.cluster.cluster import (
     DEFAULT_BANDWIDTH,
     DEFAULT_LATENCY,
     MAX_DEVICES,
@@ -21,59 +20,17 @@ from ..planner.cluster.cluster import (
     read_cluster,
     uniform_cluster,
 )
-from ..planner.plan import Plan
-from ..profiles.errors import UserError
-from ..profiles.files import MAX_COUNT, MAX_FACTOR, MAX_SECONDS, MAX_THREADS
-from ..runtime.settings import OptimizerChoice, RunSettings
+from ...planner.plan import Plan
+from ...profiles.errors import UserError
+from ...profiles.files import MAX_FACTOR, MAX_SECONDS, MAX_THREADS
+from ...runtime.settings import OptimizerChoice, RunSettings
+from .command import group, options
+from .values import FileName, FolderName, Fraction, Number, TargetName, Whole
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "show_default": True}
 """Settings of every command."""
-
-
-class Whole(click.IntRange):
-    """A whole number that files can hold too."""
-
-    def __init__(self, least: int = 1, most: int = MAX_COUNT) -> None:
-        super().__init__(least, most)
-
-
-class Number(click.FloatRange):
-    """A finite number; click lets nan and inf pass."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """As click's. Raises click.BadParameter."""
-        found = super().convert(value, param, ctx)
-        if not math.isfinite(found):
-            self.fail(f"{value!r} isn't a finite number.", param, ctx)
-        return found
-
-
-def whole_numbers(text: str | None, option: str) -> list[int] | None:
-    """``"4,8,16"`` → [4, 8, 16]. Raises click.BadParameter."""
-    if text is None:
-        return None
-    try:
-        found = [int(part) for part in text.split(",")]
-        if min(found) < 1:
-            raise ValueError
-    except ValueError:
-        raise click.BadParameter(
-            f"{text!r}: give whole numbers from 1, like 4,8,16", param_hint=option
-        ) from None
-    return found
-
-
-def options(*found: Callable[[F], F]) -> Callable[[F], F]:
-    """Several options as one decorator, in the sequence in which the help has them."""
-
-    def decorated(function: F) -> F:
-        for option in reversed(found):
-            function = option(function)
-        return function
-
-    return decorated
 
 
 def choice(
@@ -113,13 +70,18 @@ _FLAGS = (
     *("between_latency", "half_duplex", "no_overlap"),
 )
 
-cluster_options = options(
+cluster_options = group(
+    "Devices and links",
     click.option(
-        "--cluster", "cluster_path", metavar="TOML", help="Devices and links from a file."
+        "--cluster",
+        "cluster_path",
+        type=FileName(),
+        metavar="TOML",
+        help="Devices and links from a file.",
     ),
     click.option(
         "--devices",
-        type=click.IntRange(1, MAX_DEVICES),
+        type=Whole(1, MAX_DEVICES),
         help=f"Number of equal devices.  [default: {_DEFAULT_DEVICES}]",
     ),
     click.option("--memory", help="Limit of each device, like 16GiB.  [default: none]"),
@@ -127,7 +89,7 @@ cluster_options = options(
     click.option("--latency", help=f"Of a message.  [default: {DEFAULT_LATENCY}]"),
     click.option(
         "--per-machine",
-        type=click.IntRange(1, MAX_DEVICES),
+        type=Whole(1, MAX_DEVICES),
         help="Devices in a machine.  [default: all]",
     ),
     click.option("--between-bandwidth", help="Between machines.  [default: --bandwidth]"),
@@ -167,31 +129,36 @@ def _setting(name: str, *flags: str, **more: Any) -> Callable[[F], F]:
     return click.option(*flags, name, default=field.default, **more)
 
 
-task_option = options(
+task_options = options(
     click.option(
         "--task",
+        type=TargetName(),
         help="Built-in task, file.py:NAME or pkg.module:NAME.  "
         "[default: what the plan's profile measured]",
     ),
-)
-
-optimizer_options = options(
     _setting("ragged", help="Samples that don't fill an epoch's last mini-batch."),
+)
+"""What is trained on, and how its samples are dealt."""
+
+optimizer_options = group(
+    "Optimizer and learning rate",
     choice(
         "--optimizer",
         ("sgd", "adam", "adamw", "muon"),
         None,
         "Instead of the task's own; needs --lr. muon: of matrices of hidden layers; else adamw.",
     ),
-    click.option("--lr", type=Number(0, MAX_FACTOR, min_open=True)),
+    click.option("--lr", type=Number(0, MAX_FACTOR, above=True), help="Learning rate."),
     click.option(
-        "--momentum", type=Number(0, 1, max_open=True), help="Of sgd; of muon.  [default: 0; 0.95]"
+        "--momentum", type=Fraction(max_open=True), help="Of sgd; of muon.  [default: 0; 0.95]"
     ),
     click.option("--nesterov", is_flag=True, default=None, help="Nesterov momentum, of sgd."),
     click.option(
         "--betas", metavar="B1,B2", help="Of adam, adamw and muon's.  [default: 0.9,0.999]"
     ),
-    click.option("--weight-decay", type=Number(0, MAX_FACTOR)),
+    click.option(
+        "--weight-decay", type=Number(0, MAX_FACTOR), help="Of the optimizer that is named."
+    ),
     _setting(
         "decay_only", help="Parameters with weight decay; matrices: biases and norms have none."
     ),
@@ -202,12 +169,13 @@ optimizer_options = options(
         "Instead of the task's own scheduler; linear and cosine fall to 0 by the run's end.",
     ),
 )
-"""How samples are dealt, and the optimizer; read by `optimizer_choice`."""
+"""Read by `optimizer_choice`, but for --warmup, --decay-only and --lr-schedule."""
 
-precision_options = options(
+precision_options = group(
+    "Precision",
     click.option(
         "--clip-norm",
-        type=Number(0, MAX_FACTOR, min_open=True),
+        type=Number(0, MAX_FACTOR, above=True),
         help="Clip gradients of the whole model to this norm.",
     ),
     click.option(
@@ -223,7 +191,8 @@ precision_options = options(
     ),
 )
 
-delay_options = options(
+delay_options = group(
+    "Version differences",
     _setting(
         "lr_rescheduling",
         type=Whole(0),
@@ -244,14 +213,15 @@ delay_options = options(
     ),
     _setting(
         "discrepancy_decay",
-        type=Number(0, 1, min_open=True, max_open=True),
+        type=Fraction(min_open=True, max_open=True),
         metavar="D",
         help="pipemare: a change's share in that mean falls to D by the time of the backward.",
     ),
 )
 """Of what a stage's version difference does to its training."""
 
-decay_options = options(
+decay_options = group(
+    "Version differences",
     _setting(
         "decay",
         type=click.Choice(["exponential", "inverse", "linear"]),
@@ -267,101 +237,130 @@ decay_options = options(
 """Of i-timeprest."""
 
 run_options = options(
-    task_option,
-    click.option("--epochs", type=Whole(), help="[default: 5]"),
-    click.option("--steps", type=Whole(), help="Mini-batches in all, instead of --epochs."),
+    group(
+        "Training",
+        task_options,
+        click.option("--epochs", type=Whole(), help="Passes over the data.  [default: 5]"),
+        click.option("--steps", type=Whole(), help="Mini-batches in all, instead of --epochs."),
+        _setting("seed", type=Whole(0), help="Of whatever is random."),
+        _setting(
+            "evaluate",
+            "--evaluate/--no-evaluate",
+            help="Evaluate on the test data after each epoch.",
+        ),
+        _setting(
+            "on_nan",
+            help="A loss or gradients that aren't finite: end the run, count them and go on, or "
+            "leave that update out too.",
+        ),
+        _setting(
+            "start_from",
+            "--from",
+            type=FileName(),
+            metavar="RUN",
+            help="Start from the weights and optimizer state of another run's newest checkpoint, "
+            "of one of its checkpoints, or from a safetensors file; its stages and system may be "
+            "others.",
+        ),
+    ),
     optimizer_options,
-    click.option("--warmup", type=Whole(0), help="Updates over which the learning rate rises."),
-    delay_options,
+    group(
+        "Optimizer and learning rate",
+        click.option("--warmup", type=Whole(0), help="Updates over which the learning rate rises."),
+    ),
     precision_options,
-    _setting("device", help="What the stages compute on; auto: what the plan was profiled on."),
-    _setting(
-        "transport",
-        help="How messages go on the CPU; auto: shared memory on one host, gloo between hosts.",
-    ),
-    _setting("seed", type=click.IntRange(0, 2**40)),
-    click.option(
-        "--threads",
-        type=click.IntRange(1, MAX_THREADS),
-        help="Torch's threads for each stage.  [default: as profiled]",
-    ),
-    click.option(
-        "--inline", is_flag=True, help="All stages in this process, with the same weight versions."
-    ),
-    _setting(
-        "evaluate", "--evaluate/--no-evaluate", help="Evaluate on the test data after each epoch."
-    ),
-    _setting(
-        "on_nan",
-        help="A loss or gradients that aren't finite: end the run, count them and go on, or leave "
-        "that update out too.",
-    ),
-    click.option(
-        "--timeout",
-        "timeout_s",
-        type=Number(0, MAX_FACTOR, min_open=True),
-        help="Longest wait for a message, in seconds.  [default: 25, or 100 periods]",
-    ),
+    delay_options,
     decay_options,
-    _setting(
-        "distances",
-        "--distances/--no-distances",
-        help="Measure how far apart the weights of forwards and backwards are.",
+    group(
+        "Where it runs",
+        _setting("device", help="What the stages compute on; auto: what the plan was profiled on."),
+        _setting(
+            "transport",
+            help="How messages go on the CPU; auto: shared memory on one host, gloo between hosts.",
+        ),
+        click.option(
+            "--threads",
+            type=Whole(1, MAX_THREADS),
+            help="Torch's threads for each stage.  [default: as profiled]",
+        ),
+        click.option(
+            "--inline",
+            is_flag=True,
+            help="All stages in this process, with the same weight versions.",
+        ),
+        click.option(
+            "--timeout",
+            "timeout_s",
+            type=Number(0, MAX_FACTOR, above=True),
+            help="Longest wait for a message, in seconds.  [default: 25, or 100 periods]",
+        ),
     ),
-    _setting(
-        "log_operations",
-        is_flag=True,
-        help="Write every operation with its weight version and times to RUN/operations.",
+    group(
+        "Records",
+        click.option(
+            "--run-dir",
+            type=FolderName(),
+            help="What it writes.  [default: runs/VARIANT-DATE-TIME]",
+        ),
+        _setting(
+            "distances",
+            "--distances/--no-distances",
+            help="Measure how far apart the weights of forwards and backwards are.",
+        ),
+        _setting(
+            "log_operations",
+            is_flag=True,
+            help="Write every operation with its weight version and times to RUN/operations.",
+        ),
+        _setting(
+            "record",
+            metavar="WHICH",
+            help="Mini-batches whose operations are kept for tp-run report: first:K, last:K, "
+            "steady:K (once the pipeline is full), all or none.",
+        ),
     ),
-    _setting(
-        "record",
-        metavar="WHICH",
-        help="Mini-batches whose operations are kept for tp-run report: first:K, last:K, steady:K "
-        "(once the pipeline is full), all or none.",
+    group(
+        "Checkpoints and restarts",
+        _setting(
+            "checkpoint_every",
+            type=Whole(0),
+            help="Mini-batches between two checkpoints; the pipeline drains there. 0: none.  "
+            "[default: at the end of each epoch]",
+        ),
+        _setting("keep_checkpoints", type=Whole(), help="How many of them are kept, the newest."),
+        click.option(
+            "--resume",
+            is_flag=True,
+            help="Go on with the run in --run-dir from its newest checkpoint. --epochs or --steps "
+            "may grow.",
+        ),
+        click.option(
+            "--resume-at",
+            type=Whole(),
+            help="The same from another checkpoint, by the mini-batches done.",
+        ),
+        click.option(
+            "--max-restarts",
+            type=Whole(0),
+            default=0,
+            help="After a failure start again from the newest checkpoint, so many times at most.",
+        ),
     ),
-    click.option(
-        "--check",
-        "checks",
-        is_flag=True,
-        help="Train --steps mini-batches (3 by default) once more without a pipeline, and say "
-        "where loss, gradients and weights differ most. Keeps nothing without --run-dir.",
-    ),
-    click.option(
-        "--dry-run",
-        is_flag=True,
-        help="Check all that the run needs, send a micro-batch's shapes over every cut, and stop.",
-    ),
-    click.option("--run-dir", help="[default: runs/VARIANT-DATE-TIME]"),
-    _setting(
-        "checkpoint_every",
-        type=Whole(0),
-        help="Mini-batches between two checkpoints; the pipeline drains there. 0: none.  "
-        "[default: at the end of each epoch]",
-    ),
-    _setting("keep_checkpoints", type=Whole(), help="How many of them are kept, the newest."),
-    _setting(
-        "start_from",
-        "--from",
-        metavar="RUN",
-        help="Start from the weights and optimizer state of another run's newest checkpoint, of "
-        "one of its checkpoints, or from a safetensors file; its stages and system may be others.",
-    ),
-    click.option(
-        "--resume",
-        is_flag=True,
-        help="Go on with the run in --run-dir from its newest checkpoint. --epochs or --steps "
-        "may grow.",
-    ),
-    click.option(
-        "--resume-at",
-        type=Whole(),
-        help="The same from another checkpoint, by the mini-batches done.",
-    ),
-    click.option(
-        "--max-restarts",
-        type=click.IntRange(0),
-        default=0,
-        help="After a failure start again from the newest checkpoint, so many times at most.",
+    group(
+        "Instead of training",
+        click.option(
+            "--check",
+            "checks",
+            is_flag=True,
+            help="Train --steps mini-batches (3 by default) once more without a pipeline, and say "
+            "where loss, gradients and weights differ most. Keeps nothing without --run-dir.",
+        ),
+        click.option(
+            "--dry-run",
+            is_flag=True,
+            help="Check all that the run needs, send a micro-batch's shapes over every cut, and "
+            "stop.",
+        ),
     ),
 )
 """All of tp-run. Those of how it trains are read by `run_settings`."""

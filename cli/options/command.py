@@ -1,0 +1,77 @@
+"""Commands whose help has its options in groups, and ends with examples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from ..errors import OneLineCommand
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_GROUPS: dict[click.Parameter, str] = {}
+"""What help calls the group that an option is in."""
+
+_GENERAL = "General options"
+_LONE = "Options"
+"""Where a command has no groups."""
+
+
+def options(*found: Callable[[F], F]) -> Callable[[F], F]:
+    """Several options as one decorator, in the sequence in which the help has them."""
+
+    def decorated(function: F) -> F:
+        for option in reversed(found):
+            function = option(function)
+        return function
+
+    return decorated
+
+
+def group(name: str, *found: Callable[[F], F]) -> Callable[[F], F]:
+    """Several options as one decorator, under a heading of their own in the help."""
+
+    def decorated(function: F) -> F:
+        before = len(getattr(function, "__click_params__", ()))
+        function = options(*found)(function)
+        for option in function.__click_params__[before:]:  # type: ignore[attr-defined]
+            _GROUPS[option] = name
+        return function
+
+    return decorated
+
+
+def examples(*lines: str, more: str = "") -> str:
+    """The epilog of a command's help: examples, each in its own line.
+
+    Args:
+        more: a paragraph before them.
+    """
+    text = "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
+    return f"{more}\n\n{text}" if more else text
+
+
+def grouped(command: click.Command, context: click.Context) -> dict[str, list[click.Option]]:
+    """Options by the heading that they have in help; those of all commands come last."""
+    found: dict[str, list[click.Option]] = {}
+    rest: list[click.Option] = []
+    for option in command.get_params(context):
+        if isinstance(option, click.Option):
+            name = _GROUPS.get(option)
+            (rest if name is None else found.setdefault(name, [])).append(option)
+    return {**found, (_GENERAL if found else _LONE): rest}
+
+
+class GroupedCommand(OneLineCommand):
+    """A command whose help has its options in groups."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """As click's, group by group."""
+        for name, found in grouped(self, ctx).items():
+            records = [option.get_help_record(ctx) for option in found]
+            shown = [record for record in records if record is not None]
+            if shown:
+                with formatter.section(name):
+                    formatter.write_dl(shown)

@@ -1,0 +1,142 @@
+"""Kinds of values that options and arguments take: how they are read, and completed by a shell."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import click
+from click.shell_completion import CompletionItem
+
+from ...planner.systems.variants import VARIANTS
+from ...profiles.files import MAX_COUNT
+
+
+class Whole(click.types.IntParamType):
+    """A whole number that files can hold too; help says nothing of its limits."""
+
+    def __init__(self, least: int = 1, most: int = MAX_COUNT) -> None:
+        self.least, self.most = least, most
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """As click's. Raises click.BadParameter."""
+        found = super().convert(value, param, ctx)
+        if found < self.least:
+            self.fail(f"{found} is less than {self.least}.", param, ctx)
+        if found > self.most:
+            self.fail(f"{found} is more than {self.most}.", param, ctx)
+        return found
+
+
+class Number(click.types.FloatParamType):
+    """A finite number; help says nothing of its limits.
+
+    Attributes:
+        above: `least` itself is too little.
+    """
+
+    name = "number"
+
+    def __init__(
+        self, least: float = -math.inf, most: float = math.inf, *, above: bool = False
+    ) -> None:
+        self.least, self.most, self.above = least, most, above
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """As click's, which lets nan and inf pass. Raises click.BadParameter."""
+        found = super().convert(value, param, ctx)
+        if not math.isfinite(found):
+            self.fail(f"{value!r} isn't a finite number.", param, ctx)
+        if self.above and found <= self.least:
+            self.fail(f"{found:g} isn't above {self.least:g}.", param, ctx)
+        if found < self.least:
+            self.fail(f"{found:g} is less than {self.least:g}.", param, ctx)
+        if found > self.most:
+            self.fail(f"{found:g} is more than {self.most:g}.", param, ctx)
+        return found
+
+
+class Fraction(click.FloatRange):
+    """A number from 0 to 1; help says which of the two it may be."""
+
+    name = "number"
+
+    def __init__(self, *, min_open: bool = False, max_open: bool = False) -> None:
+        super().__init__(0, 1, min_open=min_open, max_open=max_open)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """As click's, which lets nan pass. Raises click.BadParameter."""
+        found = super().convert(value, param, ctx)
+        if not math.isfinite(found):
+            self.fail(f"{value!r} isn't a finite number.", param, ctx)
+        return found
+
+
+class FileName(click.types.StringParamType):
+    """A file's name, or a file.py:NAME; whoever opens it checks it."""
+
+    name = "file"
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        """Files: the shell knows them."""
+        return [CompletionItem(incomplete, type="file")]
+
+
+class FolderName(click.types.StringParamType):
+    """A folder's name, such as a run's."""
+
+    name = "folder"
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        """Folders: the shell knows them."""
+        return [CompletionItem(incomplete, type="dir")]
+
+
+class SystemName(click.types.StringParamType):
+    """A training system's name, or ``all``; `variant_named` checks it."""
+
+    name = "system"
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        """The systems of the table."""
+        return _beginning(incomplete, [*VARIANTS, "all"])
+
+
+class TargetName(FileName):
+    """What `tp-profile` measures: a built-in name, or a file's."""
+
+    name = "target"
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        """Files, and built-in tasks and networks."""
+        from ...profiles.zoo import BUILT_IN
+
+        files = super().shell_complete(ctx, param, incomplete)
+        return files + _beginning(incomplete, sorted(BUILT_IN))
+
+
+def _beginning(incomplete: str, names: list[str]) -> list[CompletionItem]:
+    return [CompletionItem(name) for name in names if name.startswith(incomplete)]
+
+
+def whole_numbers(text: str | None, option: str) -> list[int] | None:
+    """``"4,8,16"`` → [4, 8, 16]. Raises click.BadParameter."""
+    if text is None:
+        return None
+    try:
+        found = [int(part) for part in text.split(",")]
+        if min(found) < 1:
+            raise ValueError
+    except ValueError:
+        raise click.BadParameter(
+            f"{text!r}: give whole numbers from 1, like 4,8,16", param_hint=option
+        ) from None
+    return found

@@ -1,0 +1,156 @@
+"""What all commands' options share: their help, and completion by the shell."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+import click
+import pytest
+from click.shell_completion import BashComplete, FishComplete, ShellComplete, ZshComplete
+from click.testing import CliRunner
+from timeprest.cli.plan import main as plan_main
+from timeprest.cli.profile import main as profile_main
+from timeprest.cli.run import main as run_main
+from timeprest.planner.systems.variants import VARIANTS
+from timeprest.profiles.zoo import BUILT_IN
+
+PROGRAMS = {"tp-profile": profile_main, "tp-plan": plan_main, "tp-run": run_main}
+COMMANDS = {
+    "tp-profile": profile_main,
+    "tp-plan": plan_main,
+    "tp-run": run_main,
+    **{f"tp-plan {name}": command for name, command in plan_main.commands.items()},
+    **{f"tp-run {name}": command for name, command in run_main.others.items()},
+}
+LARGE = ("tp-profile", "tp-plan solve", "tp-run", "tp-run study")
+
+
+def help_of(name):
+    program, *words = name.split()
+    done = CliRunner().invoke(PROGRAMS[program], [*words, "--help"], prog_name=program)
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+# Help ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_has_every_option_once_and_ranges_that_mean_something(name):
+    text = help_of(name)
+    assert "RANGE" not in text
+    assert set(re.findall(r"\d<=?x<=?[^\]]*", text)) <= {"0<x<1", "0<=x<1", "0<x<=1", "0<=x<=1"}
+    shown = text.split("Examples:")[0]
+    for option in COMMANDS[name].params:
+        if isinstance(option, click.Option):
+            lines = re.findall(rf"^  (?:-\w, )?{option.opts[-1]}\b[ /]", shown + " ", re.M)
+            assert len(lines) == 1, option.opts
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_options_are_in_groups_of_a_few(name):
+    text = help_of(name).split("Examples:")[0]
+    groups = re.split(r"^(\S.*):$", text, flags=re.M)[1:]
+    names, bodies = groups[::2], groups[1::2]
+    assert len(names) == len(set(names)) >= 4
+    assert names[-1] == "General options"
+    for body in bodies:
+        assert 1 <= len(re.findall(r"^  -", body, re.M)) <= 12
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_ends_with_examples_that_can_be_given(name):
+    text = help_of(name)
+    lines = [line.strip() for line in text.split("Examples:\n")[1].splitlines()]
+    assert 2 <= len(lines) <= 3
+    for line in lines:
+        program, *words = shlex.split(line)
+        first = COMMANDS.get(f"{program} {words[0]}")
+        assert name in (program, f"{program} {words[0]}")
+        (first or COMMANDS[program]).make_context(program, words[1:] if first else words)
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ("tp-run plan.json --epochs 0", "0 is less than 1"),
+        ("tp-run plan.json --steps 2000000000000", "is more than 1099511627776"),
+        ("tp-run plan.json --lr 0", "0 isn't above 0"),
+        ("tp-run plan.json --lr nan", "'nan' isn't a finite number"),
+        ("tp-run plan.json --momentum nan", "'nan' isn't a finite number"),
+        ("tp-run plan.json --momentum 1", "1.0 is not in the range 0<=x<1"),
+        ("tp-plan solve p.json --time-limit -1", "-1 is less than 0"),
+        ("tp-plan solve p.json --time-limit 1e300", "1e+300 is more than 1e+09"),
+        ("tp-profile digits --threads x", "'x' is not a valid integer"),
+    ],
+)
+def test_what_is_out_of_range_is_said(words, why):
+    program, *rest = words.split()
+    done = CliRunner().invoke(PROGRAMS[program], rest, prog_name=program)
+    assert done.exit_code == 2
+    assert why in done.output
+
+
+# Completion ----------------------------------------------------------------------------------
+
+
+def completed(line):
+    """What the shell is offered for a line's last word: values, and types of what it knows."""
+    program, *words = shlex.split(line)
+    last = "" if line.endswith(" ") else words.pop()
+    complete = ShellComplete(PROGRAMS[program], {}, program, "_X_COMPLETE")
+    found = complete.get_completions(words, last)
+    plain = [item.value for item in found if item.type == "plain"]
+    return plain, [item.type for item in found if item.type != "plain"]
+
+
+@pytest.mark.parametrize(
+    ("line", "values", "types"),
+    [
+        ("tp-plan s", ["show", "simulate", "solve"], []),
+        ("tp-plan solve profile.json --variant ", [*VARIANTS, "all"], []),
+        ("tp-plan solve --variant gp", ["gpipe"], []),
+        ("tp-plan solve --placement ", ["auto", "straight", "loop", "v"], []),
+        ("tp-plan solve --between-l", ["--between-latency"], []),
+        ("tp-plan solve pro", [], ["file"]),
+        ("tp-plan solve --cluster ", [], ["file"]),
+        ("tp-plan compare a.json ", [], ["file"]),
+        ("tp-profile resnet1", ["resnet101", "resnet152", "resnet18"], ["file"]),
+        ("tp-profile ", sorted(BUILT_IN), ["file"]),
+        ("tp-profile digits --device ", ["cpu", "cuda", "meta"], []),
+        ("tp-run ", ["export", "report", "study"], ["file"]),
+        ("tp-run pl", [], ["file"]),
+        ("tp-run plan.json --checkp", ["--checkpoint-every"], []),
+        ("tp-run plan.json --task di", ["digits"], ["file"]),
+        ("tp-run --resume --run-dir ", [], ["dir"]),
+        ("tp-run report ", [], ["dir"]),
+        ("tp-run report runs/first --tr", ["--trace"], []),
+        ("tp-run export runs/first -o ", [], ["file"]),
+        ("tp-run study plan.json --lr-schedule c", ["constant", "cosine"], []),
+        ("tp-run study plan.json ", [], ["file"]),
+    ],
+)
+def test_shells_complete(line, values, types):
+    assert completed(line) == (values, types)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("shell", [BashComplete, ZshComplete, FishComplete])
+def test_the_commands_answer_a_shell(program, shell, monkeypatch):
+    """Through their own main: what a shell sources, and what it then asks."""
+    name = f"_{program.replace('-', '_')}_COMPLETE".upper()
+    monkeypatch.setattr(BashComplete, "_check_version", staticmethod(lambda: None))
+    done = CliRunner().invoke(
+        PROGRAMS[program], [], prog_name=program, env={name: f"{shell.name}_source"}
+    )
+    assert done.exit_code == 0
+    assert f"{name}={shell.name}_complete" in done.output
+    words = {"COMP_WORDS": f"{program} --ver", "COMP_CWORD": "1" if shell.name != "fish" else ""}
+    if shell.name == "fish":
+        words["COMP_CWORD"] = "--ver"
+    done = CliRunner().invoke(
+        PROGRAMS[program], [], prog_name=program, env={name: f"{shell.name}_complete", **words}
+    )
+    assert done.exit_code == 0
+    assert "--version" in done.output
