@@ -141,7 +141,8 @@ class Race:
         build: makes the chain of modules.
         sample: makes so many samples.
         mini_batch: samples in a mini-batch.
-        rate: learning rate.
+        rate: learning rate: so low that no system diverges, with gradients of weights that are many
+            updates old.
         fused: step with torch's fused kernel; otherwise by torch's own choice.
     """
 
@@ -149,7 +150,7 @@ class Race:
     build: Callable[[], nn.Sequential]
     sample: Callable[[int], TensorDataset]
     mini_batch: int
-    rate: float = 0.01
+    rate: float = 0.001
     fused: bool | None = None
 
     def model(self) -> nn.Sequential:
