@@ -13,7 +13,7 @@ from ..profiles.files import MAX_FACTOR, MAX_THREADS, Kind, check_output, is_fil
 from ..profiles.profile import FRONT_ENDS, Profile
 from ..profiles.published.reader import import_profile, is_foreign
 from .errors import errors_as_lines, output, print_json
-from .options import CONTEXT, common_options
+from .options import CONTEXT, common_options, config_options
 from .options.command import GroupedCommand, examples, group, options
 from .options.values import FileName, Fraction, Number, TargetName, Whole, whole_numbers
 from .progress import Bar
@@ -149,6 +149,7 @@ def _check_processes(option: str, count: int) -> None:
     ),
 )
 @_options
+@config_options
 @common_options
 @errors_as_lines
 def main(

@@ -14,7 +14,14 @@ from ..profiles.errors import UserError
 from ..runtime.processes.environment import check_world_size
 from ..runtime.processes.locks import check_system
 from .errors import errors_as_lines, naming
-from .options import CONTEXT, common_options, optimizer_choice, run_options, run_settings
+from .options import (
+    CONTEXT,
+    common_options,
+    config_options,
+    optimizer_choice,
+    run_options,
+    run_settings,
+)
 from .options.command import examples
 from .progress import Bar
 from .run_commands.export import PlanOrCommand, WithOthers
@@ -39,6 +46,7 @@ if TYPE_CHECKING:
 )
 @click.argument("plan_path", type=PlanOrCommand(), metavar="PLAN", required=False)
 @run_options
+@config_options
 @common_options
 @errors_as_lines
 @one_rank_tells

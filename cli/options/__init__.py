@@ -25,6 +25,7 @@ from ...profiles.errors import UserError
 from ...profiles.files import MAX_FACTOR, MAX_SECONDS, MAX_THREADS
 from ...runtime.settings import OptimizerChoice, RunSettings
 from .command import group, options
+from .config import CONFIG, PRINT
 from .values import FileName, FolderName, Fraction, Number, TargetName, Whole
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -50,6 +51,25 @@ common_options = options(
     quiet_option,
     click.option("--json", "as_json", is_flag=True, help="Print the result as JSON."),
     version_option,
+)
+
+
+config_options = group(
+    "Configuration",
+    click.option(
+        "--config",
+        CONFIG,
+        type=FileName(),
+        expose_value=False,
+        help="Options from a TOML file, by their long names; the command line wins.",
+    ),
+    click.option(
+        "--print-config",
+        PRINT,
+        is_flag=True,
+        expose_value=False,
+        help="Print all options as such a file, and stop.",
+    ),
 )
 
 

@@ -7,7 +7,8 @@ from typing import Any, TypeVar
 
 import click
 
-from ..errors import OneLineCommand
+from ..errors import OneLineCommand, printable
+from .config import CONFIG, PRINT, config_text, read_config
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -65,7 +66,26 @@ def grouped(command: click.Command, context: click.Context) -> dict[str, list[cl
 
 
 class GroupedCommand(OneLineCommand):
-    """A command whose help has its options in groups."""
+    """A command whose help has its options in groups; with `config_options`, they may be in a
+    file."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """As click's; what a file says is the default of what the command line doesn't."""
+        given: dict[str, Any] = {}
+        if not ctx.resilient_parsing and any(option.name == CONFIG for option in self.params):
+            given, _, _ = self.make_parser(ctx).parse_args(args=list(args))
+            if CONFIG in given:
+                ctx.default_map = read_config(ctx, given[CONFIG], given)
+        rest = super().parse_args(ctx, args)
+        if given.get(PRINT):
+            self.print_config(ctx)
+            ctx.exit()
+        return rest
+
+    def print_config(self, ctx: click.Context) -> None:
+        """Print all options as a file for --config."""
+        for line in config_text(ctx, grouped(self, ctx)).splitlines():
+            click.echo(printable(line))
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """As click's, group by group."""

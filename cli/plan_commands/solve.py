@@ -33,6 +33,7 @@ from ..options import (
     cluster_of,
     cluster_options,
     common_options,
+    config_options,
     time_limit_option,
 )
 from ..options.command import GroupedCommand, examples, group
@@ -164,6 +165,7 @@ def _pin(text: str) -> tuple[str, int]:
         help="With --variant all: judge plans by a study's time to target; -o gets the best.",
     ),
 )
+@config_options
 @common_options
 @errors_as_lines
 def solve(

@@ -37,6 +37,11 @@ class OneRankCommand(GroupedCommand):
             _let_rank_0_tell(2)
             raise
 
+    def print_config(self, ctx: click.Context) -> None:
+        """As of other commands, by rank 0."""
+        _let_rank_0_tell(0)
+        super().print_config(ctx)
+
 
 def one_rank_tells(function: F) -> F:
     """Where torchrun or srun started this process: join the others before anything else.

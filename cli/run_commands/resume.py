@@ -41,18 +41,30 @@ def check_resumable(run_dir: str | None, asked: Mapping[str, Any]) -> None:
     changed = [
         option.opts[0]
         for option in context.command.params
-        if option.name in fixed and _given(context, option.name)
+        if option.name in fixed and _changes(context, option)
     ]
     if changed:
         raise UserError(
-            f"{', '.join(changed)}: a resumed run keeps its settings, and only --epochs or "
+            f"{', '.join(sorted(changed))}: a resumed run keeps its settings, and only --epochs or "
             "--steps may grow; "
             f"to start another run from its weights: tp-run PLAN --from {run_dir}"
         )
 
 
 def _given(context: click.Context, name: str) -> bool:
-    return context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+    """On the command line, or in the file of --config."""
+    source = context.get_parameter_source(name)
+    return source in (ParameterSource.COMMANDLINE, ParameterSource.DEFAULT_MAP)
+
+
+def _changes(context: click.Context, option: click.Parameter) -> bool:
+    """Whether it is given; in a file, which may have all, otherwise than by default."""
+    name = str(option.name)
+    if context.get_parameter_source(name) is not ParameterSource.DEFAULT_MAP:
+        return _given(context, name)
+    value, default = context.params[name], option.default
+    # Flags without a default are off.
+    return bool(value) if isinstance(value, bool) and default is not True else value != default
 
 
 def read_run(run_dir: str, plan_path: str | None) -> tuple[Plan, RunSettings]:

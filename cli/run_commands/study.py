@@ -19,6 +19,7 @@ from ..options import (
     CONTEXT,
     choice,
     common_options,
+    config_options,
     decay_options,
     delay_options,
     optimizer_choice,
@@ -152,6 +153,7 @@ _study_options = options(
 )
 @click.argument("plan_paths", type=FileName(), metavar="PLAN...", nargs=-1, required=True)
 @_study_options
+@config_options
 @common_options
 @errors_as_lines
 def study(

@@ -154,3 +154,52 @@ def test_the_commands_answer_a_shell(program, shell, monkeypatch):
     )
     assert done.exit_code == 0
     assert "--version" in done.output
+
+
+# Configuration -------------------------------------------------------------------------------
+
+
+def configured(tmp_path, name, text, *words):
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    program, *rest = name.split()
+    line = [*rest, "x.json", "--config", str(path), *words]
+    return CliRunner().invoke(PROGRAMS[program], line, prog_name=program)
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_printed_configuration_can_be_given_back(name, tmp_path):
+    first = configured(tmp_path, name, "", "--print-config")
+    assert first.exit_code == 0, first.output
+    again = configured(tmp_path, name, first.output, "--print-config")
+    assert again.output == first.output
+
+
+def test_the_command_line_wins(tmp_path):
+    text = "epochs = 7\nlr = 1\ncheckpoint_every = 4\ncheckpoint-every = 4\n"
+    done = configured(tmp_path, "tp-run", text)
+    assert "is there twice" in done.output
+    text = "epochs = 7\nlr = 1\nseed = 3\nevaluate = false\n"
+    done = configured(tmp_path, "tp-run", text, "--steps", "2", "--lr", "0.5", "--print-config")
+    for line in ("steps = 2", "lr = 0.5", "seed = 3", "evaluate = false", "# epochs: 5"):
+        assert line in done.output.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("epoch = 3", "epoch: tp-run has no such option; did you mean epochs?"),
+        ("epochs = 'x'", "epochs: 'x': give a whole number"),
+        ("epochs = 0", "epochs: 0 is less than 1"),
+        ("epochs = true", "epochs: True: give a whole number"),
+        ("inline = 1", "inline: 1: give true or false"),
+        ("on-nan = 'go'", "on-nan: 'go' is not one of"),
+        ("[lr]", "lr: {}: give a number"),
+        ("lr = ", "not valid TOML"),
+    ],
+)
+def test_what_is_wrong_in_a_file_names_it_and_the_key(text, why, tmp_path):
+    done = configured(tmp_path, "tp-run", text)
+    assert done.exit_code == 2
+    assert len(done.output.splitlines()) == 1
+    assert f"{tmp_path / 'run.toml'}: {why}" in done.output

@@ -18,7 +18,7 @@ from timeprest.profiles.files import write_file
 from timeprest.profiles.profile import Together
 from timeprest.runtime.settings import RunSettings
 
-OF_THE_TERMINAL = {"as_json", "quiet", "verbose", "version", "path"}
+OF_THE_TERMINAL = {"as_json", "quiet", "verbose", "version", "path", "config_path", "print_config"}
 """Options about what is printed and written."""
 
 

@@ -24,6 +24,7 @@ from helpers.output.doc_pages import ROOT, Text, blocks, commands, pages, sectio
 from helpers.paths import SHIPPED_DEVICES
 from helpers.plans import chain_plan, plan_by_hand, with_times
 from rich.console import Console
+from timeprest.cli.options.config import read_config
 from timeprest.cli.plan import main as plan_main
 from timeprest.cli.profile import main as profile_main
 from timeprest.cli.run import main as run_main
@@ -78,6 +79,13 @@ def words_of(text):
     return [("timeprest" if b == "--variant" else "2") if w == "…" else w for b, w in shown]
 
 
+def subcommand(command, words):
+    """The command that the words are of."""
+    if isinstance(command, click.Group):
+        return command.get_command(click.Context(command), words[0])
+    return command
+
+
 def parse(program, words, *, in_text=False):
     """Let click read the words; the options they set. Raises click.ClickException.
 
@@ -86,6 +94,11 @@ def parse(program, words, *, in_text=False):
             --variant all`` and ``tp-profile --together``.
     """
     command = PROGRAMS[program]
+    if "--config" in words:
+        # The reader's own file isn't here; that the command takes one is seen.
+        at = words.index("--config")
+        assert any("--config" in o.opts for o in subcommand(command, words).params)
+        words = [*words[:at], *words[at + 2 :]]
     try:
         if isinstance(command, click.Group):
             if not words or words[0].startswith("-"):
@@ -375,6 +388,9 @@ def cheaper(words):
     fewer = [
         str(min(int(w), most)) if b == "--epochs" else w for b, w in zip(before, rest, strict=False)
     ]
+    if "--config" in fewer and "--epochs" not in fewer:
+        # The file has more, and the command line wins.
+        fewer += ["--epochs", str(MOST_EPOCHS)]
     if "--run-dir" not in fewer:
         # Two runs of one second would have the same.
         fewer += ["--run-dir", f"runs/{len(list(Path('runs').iterdir()))}"]
@@ -393,6 +409,8 @@ def value(words, option):
 def test_commands_run(name, place):
     """Those that are cheap, one after another."""
     for block in blocks(PAGES[name]):
+        if block.language == "toml" and block.text.startswith("# tp-run options"):
+            Path("run.toml").write_text(block.text)
         for line in commands(block):
             words = words_of(line.text)
             given = cheaper(words)
@@ -468,13 +486,18 @@ def check_hooks(block, text, hooks):
     "name", [n for n, page in PAGES.items() if any(b.language == "toml" for b in blocks(page))]
 )
 def test_toml_files_are_read(name, tmp_path):
-    """Clusters, and device specs; a table that goes into a cluster's file goes there."""
+    """Clusters, device specs and options; a table that goes into a cluster's file goes there."""
     cluster = ""
     for k, block in enumerate(b for b in blocks(PAGES[name]) if b.language == "toml"):
         path = tmp_path / f"{k}.toml"
         if "memory_bandwidth_bytes_per_s" in block.text:
             path.write_text(block.text)
             load_spec(str(path))
+            continue
+        if found := re.match("# (tp-[a-z]+) options", block.text):
+            path.write_text(block.text)
+            command = PROGRAMS[found[1]]
+            assert read_config(click.Context(command, info_name=found[1]), str(path), ())
             continue
         cluster = block.text if "[[devices]]" in block.text else f"{cluster}\n{block.text}"
         path.write_text(cluster)
