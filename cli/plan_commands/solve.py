@@ -135,7 +135,7 @@ def _pin(text: str) -> tuple[str, int]:
         type=str,
         default=1,
         metavar="V",
-        help="1, 2, …: so many on each; auto: more than 1 where that makes the period shorter.",
+        help="1, 2, …: so many on each; auto: more than 1 where that gains 5 % or more.",
     ),
     choice("--placement", PLACEMENTS, "auto", "Which device runs which stage."),
     choice(
