@@ -97,9 +97,17 @@ def test_a_claim_holds_where_its_interval_is_on_its_side(judge, outcome, figure)
     assert judged.figure.startswith(figure)
 
 
-def test_who_never_gets_there_is_named():
-    judged = fewer_samples("timeprest", "pipedream")(found({**SLOW, "timeprest": (9, 9, 9)}))
-    assert judged == ("unknown", "timeprest: target not reached")
+def test_who_never_gets_there_has_a_bound():
+    late = found({**SLOW, "timeprest": (9, 9, 9)})
+    judged = fewer_samples("timeprest", "pipedream")(late)
+    assert judged.outcome == "no"
+    assert judged.figure.startswith("> 1.6")
+    assert fewer_samples("pipedream", "timeprest")(late).figure.startswith("< 0.6")
+    # At half the period it may be first: nothing is said.
+    assert less_time("timeprest", "pipedream")(late).outcome == "unknown"
+    both = found({**SLOW, "timeprest": (9, 9, 9), "pipedream": (9, 9, 9)})
+    judged = fewer_samples("timeprest", "pipedream")(both)
+    assert judged == ("unknown", "timeprest, pipedream: target not reached")
 
 
 def test_verdicts_over_cells():

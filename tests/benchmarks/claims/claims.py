@@ -61,12 +61,19 @@ class FoundCell:
         ratios = [a / b for a, b in pairs if a is not None and b]
         return spread_of(ratios) if len(ratios) == len(pairs) else None
 
-    def time_over(self, one: str, other: str) -> Spread | None:
-        """The same in predicted time."""
-        samples = self.samples_over(one, other)
-        if samples is None:
+    def at_least(self, one: str, other: str) -> float | None:
+        """What `samples_over` is more than, where `one` doesn't get there and the other does."""
+        asked = self.study.question
+        most = asked.length * asked.mini_batch
+        reached = [b for b in self.samples(other) if b]
+        if None not in self.samples(one) or len(reached) < asked.seeds:
             return None
-        return samples * (self.plan(one).period_s / self.plan(other).period_s)
+        pairs = zip(self.samples(one), reached, strict=True)
+        return spread_of([(a or most) / b for a, b in pairs]).mean
+
+    def period_over(self, one: str, other: str) -> float:
+        """Periods."""
+        return self.plan(one).period_s / self.plan(other).period_s
 
     def accuracy(self, variant: str) -> float | None:
         """On the test data at the last evaluation, the mean over seeds; None: some had none."""
@@ -107,12 +114,25 @@ def shown(spread: Spread) -> str:
     return f"{spread.mean:.2f} ({spread.low:.2f}–{spread.high:.2f})"
 
 
-def _less(spread: Spread | None, missing: str, than: float = 1.0) -> Verdict:
-    """Whether a ratio is below, by its interval."""
-    if spread is None:
-        return Verdict("unknown", missing)
+def _compared(found: FoundCell, one: str, other: str, factor: float = 1.0) -> Verdict:
+    """Whether samples, times a factor, are fewer: by the interval, or by what was trained where one
+    of both doesn't get there."""
+    spread = found.samples_over(one, other)
+    if spread is not None:
+        return _by_interval(spread * factor)
+    for late, early, outcome in ((one, other, "no"), (other, one, "yes")):
+        bound = found.at_least(late, early)
+        over = None if bound is None else bound * (factor if late == one else 1 / factor)
+        if over is not None and over > 1:
+            text = f"> {over:.2f}" if late == one else f"< {1 / over:.2f}"
+            return Verdict("no" if outcome == "no" else "yes", f"{text} ({late} not reached)")
+    missed = [name for name in (one, other) if None in found.samples(name)]
+    return Verdict("unknown", f"{', '.join(missed)}: target not reached")
+
+
+def _by_interval(spread: Spread) -> Verdict:
     low, high = spread.low or spread.mean, spread.high or spread.mean
-    outcome: Outcome = "yes" if high < than else "no" if low > than else "equal"
+    outcome: Outcome = "yes" if high < 1 else "no" if low > 1 else "equal"
     return Verdict(outcome, shown(spread))
 
 
@@ -121,15 +141,9 @@ def _turned(verdict: Verdict) -> Verdict:
     return Verdict(swapped.get(verdict.outcome, verdict.outcome), verdict.figure)
 
 
-def _missing(found: FoundCell, *variants: str) -> str:
-    """Who doesn't reach the target."""
-    late = [name for name in variants if None in found.samples(name)]
-    return f"{', '.join(late)}: target not reached"
-
-
 def fewer_samples(one: str, other: str) -> Callable[[FoundCell], Verdict]:
     """One reaches the target in fewer samples."""
-    return lambda found: _less(found.samples_over(one, other), _missing(found, one, other))
+    return lambda found: _compared(found, one, other)
 
 
 def more_samples(one: str, other: str) -> Callable[[FoundCell], Verdict]:
@@ -149,16 +163,16 @@ def as_many_samples(one: str, other: str) -> Callable[[FoundCell], Verdict]:
     return judge
 
 
-def less_time(one: str, other: str, than: float = 1.0) -> Callable[[FoundCell], Verdict]:
+def less_time(one: str, other: str) -> Callable[[FoundCell], Verdict]:
     """One reaches the target sooner, by the plans' periods."""
-    return lambda found: _less(found.time_over(one, other), _missing(found, one, other), than)
+    return lambda found: _compared(found, one, other, found.period_over(one, other))
 
 
 def shorter_period(one: str, other: str) -> Callable[[FoundCell], Verdict]:
     """One's mini-batches take less time."""
 
     def judge(found: FoundCell) -> Verdict:
-        ratio = found.plan(one).period_s / found.plan(other).period_s
+        ratio = found.period_over(one, other)
         return Verdict("yes" if ratio < 1 - 1e-9 else "no", f"{ratio:.2f}")
 
     return judge
@@ -247,7 +261,7 @@ def real_delays_cost_less(found: FoundCell) -> Verdict:
     text = f"{shown(real) if real else 'not reached'} against {over}"
     ratios = [a / b for a, b in pairs if a and b]
     if len(ratios) == len(pairs):
-        return Verdict(_less(spread_of(ratios), "").outcome, text)
+        return Verdict(_by_interval(spread_of(ratios)).outcome, text)
     return Verdict("yes" if real is not None else "unknown", text)
 
 

@@ -75,11 +75,17 @@ def _claims(found: Sequence[FoundCell]) -> list[str]:
     ]
     return [
         "## The claims, and what was found",
+        _so_far(len(found)),
         _table(["", "source", "claim", "found"], rows),
         "What that is made of: the figure of each cell. ✓ on the claim's side, ✗ against it, = "
         "equal within the seeds' spread, ? not known.",
         _table(["", "figure", *names], details),
     ]
+
+
+def _so_far(studied: int) -> str:
+    count = len(cells("all", "all"))
+    return f"**Of {studied} of {count} cells so far**, and of no others." if studied < count else ""
 
 
 def _short_name(cell: Cell) -> str:

@@ -157,4 +157,7 @@ def studied(cell: Cell, effort: Effort, work: Path, studies: Path, jobs: int) ->
     spent += ["--eval-every", str(every)]
     rest = ["--uniform-delay", "--jobs", str(jobs), "-o", str(path)]
     command("run", "study", *plans, *cell.task.options, *spent, *kept, *rest)
+    # What is kept in the repository names no folder of the machine it was made on.
+    text = path.read_text(encoding="utf-8").replace(f"{HERE.parents[2]}/", "")
+    path.write_text(text.replace(f"{work}/", "runs/claims/"), encoding="utf-8")
     return path
