@@ -4,8 +4,8 @@
 # make check  lint, format and type checks alone
 # make model-table  profile the models of docs/models.md anew (a quarter of an hour)
 # make bench-scale    plan a GPT-3 shape for up to 4,096 devices (some minutes)
-# make claims  study what the papers claim for docs/claims.md (hours; goes on where it was stopped)
-# make claims-quick   a small part of that, in some minutes
+# make claims  study what the papers claim for docs/claims.md (goes on where it was stopped)
+# make claims-quick   a small part of that
 # make bench-planner  solve published workloads anew for docs/planner_benchmark.md (some minutes)
 # make bench  race ours against other pipelines for docs/benchmarks.md (hours, on a quiet machine)
 # make bench-quick    a small part of that, in under 3 minutes

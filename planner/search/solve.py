@@ -187,7 +187,9 @@ def _run(search: SearchState, placed: PlacedSearch | None) -> str | None:
         # What a system's own placement is worth isn't asked.
         if gain < LEAST_GAIN and search.question.system.placement == "any":
             search.best = straight
-            return f"several stages on each device gain {gain:.1%}, less than {LEAST_GAIN:.0%}"
+            return (
+                f"asking {LEAST_GAIN:.0%} of several stages on each device, which gain {gain:.1%}"
+            )
     return stopped
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 import pytest
 import torch
@@ -30,12 +32,13 @@ from timeprest.tests.benchmarks.claims.plans import (
     plans_path,
     write_plans,
 )
-from timeprest.tests.benchmarks.claims.studies import FULL, SHORT, cells, study_path
+from timeprest.tests.benchmarks.claims.studies import FULL, SHORT, STUDIES, cells, study_path
 
 SLOW = {
     "timeprest": (1.2, 1.22, 1.21),
     "pipedream": (0.9, 0.91, 0.9),
     "v-timeprest": (1.1, 1.25, 1.2),
+    "i-timeprest": (1.21, 1.22, 1.2),
 }
 """Samples over plain training's, by seed; of all others 1.1."""
 SOME = chain_plan("v-timeprest")
@@ -84,7 +87,8 @@ def found(slow=SLOW):
         (more_samples("timeprest", "pipedream"), "yes", "1.3"),
         (fewer_samples("timeprest", "pipedream"), "no", "1.3"),
         (fewer_samples("v-timeprest", "timeprest"), "equal", "0.98"),
-        (as_many_samples("v-timeprest", "timeprest"), "yes", "0.98"),
+        (as_many_samples("i-timeprest", "timeprest"), "yes", "1.0"),
+        (as_many_samples("v-timeprest", "timeprest"), "equal", "0.98"),
         (as_many_samples("timeprest", "pipedream"), "no", "1.3"),
         (shorter_period("timeprest", "pipedream"), "yes", "0.50"),
         (less_time("timeprest", "pipedream"), "yes", "0.6"),
@@ -147,6 +151,14 @@ def test_cells_are_those_asked_for():
     assert {cell.micro_batches for cell in cells("all", "all")} == {4, 8}
     with pytest.raises(UserError, match="task 'nobody': choose of plain"):
         cells("nobody", "2")
+    with pytest.raises(UserError, match="devices 'x': choose of 2, 4, 8"):
+        cells("plain", "2,x")
+
+
+def test_what_is_kept_names_no_folder_of_a_machine():
+    kept = sorted(STUDIES.glob("*.json"))
+    assert kept
+    assert not [path.name for path in kept if re.search(r'": "/', path.read_text())]
 
 
 @pytest.mark.parametrize("task", [tasks.plain, tasks.normed, tasks.characters])

@@ -20,6 +20,9 @@ from timeprest.planner.systems.variants import VARIANTS
 from .plans import CellPlans, SystemPlan
 from .studies import Cell
 
+ENOUGH = 0.1
+"""So many more samples, as a share, are as many: a wide interval with 1 in it shows nothing."""
+
 Outcome = Literal["yes", "no", "equal", "unknown"]
 
 
@@ -50,9 +53,9 @@ class FoundCell:
         """A system's plan."""
         return next(plan for plan in self.study.plans if plan.variant == variant)
 
-    def samples(self, variant: str) -> tuple[float | None, ...]:
-        """To the target, by seed."""
-        arm = variant if variant == PLAIN else self.plan(variant).arm
+    def samples(self, name: str) -> tuple[float | None, ...]:
+        """To the target, by seed, of a system or of what isn't a pipeline."""
+        arm = self.plan(name).arm if name in VARIANTS else name
         return self.reckoning.samples(arm, self.reckoning.target)
 
     def samples_over(self, one: str, other: str) -> Spread | None:
@@ -120,12 +123,11 @@ def _compared(found: FoundCell, one: str, other: str, factor: float = 1.0) -> Ve
     spread = found.samples_over(one, other)
     if spread is not None:
         return _by_interval(spread * factor)
-    for late, early, outcome in ((one, other, "no"), (other, one, "yes")):
-        bound = found.at_least(late, early)
-        over = None if bound is None else bound * (factor if late == one else 1 / factor)
-        if over is not None and over > 1:
-            text = f"> {over:.2f}" if late == one else f"< {1 / over:.2f}"
-            return Verdict("no" if outcome == "no" else "yes", f"{text} ({late} not reached)")
+    more, less = found.at_least(one, other), found.at_least(other, one)
+    if more is not None and more * factor > 1:
+        return Verdict("no", f"> {more * factor:.2f} ({one} not reached)")
+    if less is not None and less > factor:
+        return Verdict("yes", f"< {factor / less:.2f} ({other} not reached)")
     missed = [name for name in (one, other) if None in found.samples(name)]
     return Verdict("unknown", f"{', '.join(missed)}: target not reached")
 
@@ -152,13 +154,14 @@ def more_samples(one: str, other: str) -> Callable[[FoundCell], Verdict]:
 
 
 def as_many_samples(one: str, other: str) -> Callable[[FoundCell], Verdict]:
-    """Both reach the target in as many samples, within the seeds' spread."""
+    """One needs no more samples than the other: by its interval, a tenth more at the most."""
 
     def judge(found: FoundCell) -> Verdict:
-        outcome, figure = fewer_samples(one, other)(found)
-        return Verdict(
-            "yes" if outcome == "equal" else "no" if outcome == "no" else outcome, figure
-        )
+        spread = found.samples_over(one, other)
+        outcome, figure = _compared(found, one, other)
+        if spread is not None and (spread.high or spread.mean) <= 1 + ENOUGH:
+            outcome = "yes"
+        return Verdict(outcome, figure)
 
     return judge
 
@@ -254,20 +257,10 @@ def flush_is_plain(found: FoundCell) -> Verdict:
 def real_delays_cost_less(found: FoundCell) -> Verdict:
     """The real delays of `pipedream`'s stages cost fewer samples than a uniform S − 1."""
     uniform = next(arm.name for arm in found.study.arms if arm.kind == "uniform delay")
-    late = found.reckoning.samples(uniform, found.reckoning.target)
-    pairs = list(zip(found.samples("pipedream"), late, strict=True))
-    over = _over_plain(found, uniform)
-    real = found.samples_over("pipedream", PLAIN)
-    text = f"{shown(real) if real else 'not reached'} against {over}"
-    ratios = [a / b for a, b in pairs if a and b]
-    if len(ratios) == len(pairs):
-        return Verdict(_by_interval(spread_of(ratios)).outcome, text)
-    return Verdict("yes" if real is not None else "unknown", text)
-
-
-def _over_plain(found: FoundCell, arm: str) -> str:
-    overhead = found.results.arm(arm).overhead
-    return shown(overhead) if overhead else "not reached"
+    overheads = [found.samples_over(name, PLAIN) for name in ("pipedream", uniform)]
+    real, other = (shown(spread) if spread else "not reached" for spread in overheads)
+    outcome, _ = _compared(found, "pipedream", uniform)
+    return Verdict(outcome, f"{real} against {other}")
 
 
 CLAIMS = (

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import UserError
+from timeprest.profiles.files import write_bytes
 
 HERE = Path(__file__).resolve().parent
 STUDIES = HERE.parents[2] / "docs" / "claims"
@@ -93,13 +94,17 @@ class Cell:
 def cells(tasks: str, devices: str) -> list[Cell]:
     """Those of two lists with commas, "all" for all. Raises UserError."""
     names = [task.name for task in TASKS] if tasks == "all" else tasks.split(",")
-    counts = DEVICES if devices == "all" else tuple(map(int, devices.split(",")))
+    known = {str(count): count for count in DEVICES}
+    asked = list(known) if devices == "all" else devices.split(",")
     by_name = {task.name: task for task in TASKS}
     for name in names:
         if name not in by_name:
             raise UserError(f"task {name!r}: choose of {', '.join(by_name)}")
+    for count in asked:
+        if count not in known:
+            raise UserError(f"devices {count!r}: choose of {', '.join(known)}")
     # All of a task's sizes first: what it is compared with, plain training, is trained once.
-    return [Cell(by_name[name], count) for name in names for count in counts]
+    return [Cell(by_name[name], count) for name in names for count in map(known.__getitem__, asked)]
 
 
 def command(tool: str, *arguments: str) -> None:
@@ -159,5 +164,5 @@ def studied(cell: Cell, effort: Effort, work: Path, studies: Path, jobs: int) ->
     command("run", "study", *plans, *cell.task.options, *spent, *kept, *rest)
     # What is kept in the repository names no folder of the machine it was made on.
     text = path.read_text(encoding="utf-8").replace(f"{HERE.parents[2]}/", "")
-    path.write_text(text.replace(f"{work}/", "runs/claims/"), encoding="utf-8")
+    write_bytes(path, text.replace(f"{work}/", "runs/claims/").encode())
     return path

@@ -15,7 +15,7 @@ from .contestants import BASE, Contestant
 from .machine.pace import LEAST, Pace
 from .machine.quiet import MOST, Watch, wait_for_quiet
 from .racing.ours import linked, planned, profiled, race_ours
-from .racing.rivals import Choice, Length, choice_path, choose, guess, race_rival, why_not
+from .racing.rivals import Length, choice_path, choose, chosen, guess, race_rival, why_not
 from .report.records import Figures, Round
 
 REPEATS = 3
@@ -180,8 +180,7 @@ class Racer:
             if contestant.kind == "ours":
                 figures = race_ours(contestant, model, folder, length)
             else:
-                path = choice_path(folder, model, contestant.file_name)
-                choice = msgspec.json.decode(path.read_bytes(), type=Choice)
+                choice = chosen(folder, model, contestant.file_name)
                 figures = race_rival(contestant, model, choice, length)
         except UserError as error:
             self.skipped[f"{model}/{contestant.name}"] = str(error)

@@ -94,6 +94,15 @@ def test_auto_takes_more_stages_only_where_they_pay():
     assert [stage.devices[0] for stage in plan.stages] == [0, 1, 0]
     assert plan.predicted.period_s == pytest.approx(4 * 9e-3)
     assert plan.solver.optimal
+    # A gain under 5 % isn't taken, nor called the best that can be had.
+    layers = [(f"n{k}", 0, 1e-3 * t, 2e-3 * t, 0, []) for k, t in enumerate((20, 21, 1))]
+    plan = solve(profile_by_hand(layers, edges), fast, **asked)
+    assert [stage.devices[0] for stage in plan.stages] == [0, 1]
+    assert plan.predicted.period_s == pytest.approx(4 * 66e-3)
+    assert plan.solver.gap == pytest.approx(22 / 21 - 1)
+    assert plan.solver.stopped == "asking 5% of several stages on each device, which gain 4.5%"
+    plan = solve(profile_by_hand(layers, edges), fast, **{**asked, "stages_per_device": 2})
+    assert plan.predicted.period_s == pytest.approx(4 * 63e-3)
     plan = solve(chain(6), fast, **asked)
     assert [stage.devices[0] for stage in plan.stages] == [0, 1]
     assert plan.solver.optimal

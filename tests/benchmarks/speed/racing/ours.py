@@ -29,7 +29,7 @@ from timeprest.runtime.records.run_dir import RunDir
 from ..contestants import Contestant
 from ..report.records import Figures, StageFigures
 from ..tasks import RACES, target_of
-from .rivals import LONGEST_S, Choice, Length, choice_path
+from .rivals import LONGEST_S, Choice, Length, chosen
 
 DRAIN = 3
 """Mini-batches behind the timed ones, so that the pipeline is full while the clock runs; more,
@@ -81,6 +81,8 @@ def planned(contestant: Contestant, model: str, folder: Path) -> Path:
         where = ["--cluster", str(folder / "cluster.toml"), "--replicas", "off"]
         if contestant.stages_per_rank > 1:
             where += ["--stages-per-device", str(contestant.stages_per_rank)]
+        elif like:
+            where += ["--stages", str(len(like.cuts) + 1)]
         elif VARIANTS[contestant.variant].placement == "any":
             where += ["--stages", str(contestant.processes)]
         profile = str(folder / model / "profile.json")
@@ -88,14 +90,6 @@ def planned(contestant: Contestant, model: str, folder: Path) -> Path:
         if like:
             cut_as(path, Path(profile), like)
     return path
-
-
-def chosen(folder: Path, model: str, rival: str) -> Choice:
-    """A rival's settings. Raises UserError where they weren't looked for yet."""
-    path = choice_path(folder, model, rival)
-    if not path.exists():
-        raise UserError(f"{path}: isn't there; race {rival} too")
-    return msgspec.json.decode(path.read_bytes(), type=Choice)
 
 
 def cut_as(path: Path, profile_path: Path, like: Choice) -> None:

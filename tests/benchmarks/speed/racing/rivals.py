@@ -43,6 +43,14 @@ def choice_path(folder: Path, model: str, rival: str) -> Path:
     return folder / model / f"{rival}.choice.json"
 
 
+def chosen(folder: Path, model: str, rival: str) -> Choice:
+    """A rival's settings. Raises UserError where they weren't looked for yet."""
+    path = choice_path(folder, model, rival)
+    if not path.exists():
+        raise UserError(f"{path}: isn't there; race {rival} too")
+    return msgspec.json.decode(path.read_bytes(), type=Choice)
+
+
 @dataclass(frozen=True)
 class Length:
     """How long a run is, in mini-batches."""
