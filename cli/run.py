@@ -40,8 +40,8 @@ if TYPE_CHECKING:
         "tp-run plan.json --epochs 3 --optimizer adam --lr 1e-3 --run-dir runs/first",
         "tp-run --resume --run-dir runs/first --epochs 5",
         more="tp-run report RUN... shows what runs did beside what their plans predicted.  tp-run "
-        "export RUN -o FILE writes a run's whole model to one safetensors file.  tp-run study "
-        "PLAN... says which of several plans reaches a loss first.",
+        "export RUN -o FILE writes a run's whole model, for plain PyTorch or Hugging Face.  tp-run "
+        "study PLAN... says which of several plans reaches a loss first.",
     ),
 )
 @click.argument("plan_path", type=PlanOrCommand(), metavar="PLAN", required=False)

@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -270,6 +272,42 @@ def write_bytes(path: str | Path, data: bytes) -> None:
             os.unlink(temporary)
 
 
+@contextmanager
+def new_folder(path: str | Path) -> Iterator[Path]:
+    """A folder to write into, beside `path`; it gets that name once all is written.
+
+    Raises FileError: it can't be written, or something stands there that isn't an empty folder.
+    """
+    path = Path(path)
+    run = run_above(path)
+    if run is not None:
+        raise FileError(
+            f"{path}: belongs to the run in {run}, which needs it as it is; give another name"
+        )
+    temporary: str | None = None
+    try:
+        if os.path.lexists(path) and not (path.is_dir() and not any(path.iterdir())):
+            raise FileError(
+                f"{path}: isn't overwritten: give a new or empty folder, or remove it first"
+            )
+        check_writable(path / "file")
+        absolute = Path(os.path.abspath(path))
+        absolute.parent.mkdir(parents=True, exist_ok=True)
+        temporary = tempfile.mkdtemp(prefix=f".{absolute.name}.", dir=absolute.parent)
+        yield Path(temporary)
+        # mkdtemp makes folders that only their owner can read.
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, 0o777 & ~umask)
+        os.replace(temporary, absolute)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else None
+        raise FileError(f"{path}: can't be written: {reason or error}") from None
+    finally:
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
 def _format_of(kind: type[msgspec.Struct]) -> Any:
     return kind.__struct_config__.tag
 
@@ -308,6 +346,9 @@ class Kind(Enum):
     TRACE = "a Chrome trace of ours"
     MODEL = "an exported model"
 
+
+ExportFormat = Literal["safetensors", "hf", "dcp"]
+"""What a run's model may be exported to."""
 
 RUN_FILES = (
     *("plan.json", "settings.json", "metrics.jsonl", "summary.json", "lock", "lock.workers"),

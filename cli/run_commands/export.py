@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 import click
 from click.shell_completion import CompletionItem
 
+from ...profiles.errors import UserError
+from ...profiles.files import ExportFormat
+from ...profiles.units import parse_bytes
 from ..errors import errors_as_lines, printable
 from ..options import CONTEXT, quiet_option, version_option
 from ..options.command import GroupedCommand, examples
@@ -23,11 +26,29 @@ from .study import study
     epilog=examples(
         "tp-run export runs/first -o model.safetensors",
         "tp-run export runs/first --at 200 -o early.safetensors",
+        "tp-run export runs/first --to hf --shard-size 1GiB -o model",
     ),
 )
 @click.argument("run_dir", type=FolderName(), metavar="RUN")
 @click.option(
-    "-o", "--output", type=FileName(), required=True, help="The safetensors file to write."
+    "-o",
+    "--output",
+    type=FileName(),
+    required=True,
+    help="The safetensors file to write; with hf, dcp or --shard-size a new folder.",
+)
+@click.option(
+    "--to",
+    type=click.Choice(get_args(ExportFormat)),
+    default="safetensors",
+    help="hf: what from_pretrained loads, of a Hugging Face model; dcp: what "
+    "torch.distributed.checkpoint loads.",
+)
+@click.option(
+    "--shard-size",
+    metavar="BYTES",
+    help="Of each file at most, like 1GiB, with an index; dcp: about.  "
+    "[default: one file; hf: 5GB]",
 )
 @click.option(
     "--at",
@@ -37,18 +58,26 @@ from .study import study
 @quiet_option
 @version_option
 @errors_as_lines
-def export(run_dir: str, output: str, at: int | None, quiet: bool) -> None:
-    """Write the whole model of RUN, under its own names, to one safetensors file.
+def export(
+    run_dir: str, output: str, to: ExportFormat, shard_size: str | None, at: int | None, quiet: bool
+) -> None:
+    """Write the whole model of RUN, under its own names.
 
     Its newest checkpoint counts; without any, its final weights. RUN may be a checkpoint too.
     """
+    most = None if shard_size is None else parse_bytes(shard_size, "--shard-size")
+    if most == 0:
+        raise UserError("--shard-size: must be a byte at least")
     from ...runtime.checkpoint.export import export as export_run
 
-    source, tied = export_run(run_dir, output, at=at)
+    source, tied, files = export_run(run_dir, output, to=to, at=at, shard_bytes=most)
     if not quiet:
-        click.echo(printable(f"wrote {output}, from {source}"))
+        many = f", {files} files with weights" if files > 1 else ""
+        click.echo(printable(f"wrote {output}, from {source}{many}"))
+        # Hugging Face's models tie their parameters themselves.
+        again = ": load_model puts it back" if most is None and to == "safetensors" else ""
         for name, first in tied.items():
-            click.echo(printable(f"{name} is {first}, and written once: load_model puts it back"))
+            click.echo(printable(f"{name} is {first}, and written once{again}"))
 
 
 class PlanOrCommand(FileName):

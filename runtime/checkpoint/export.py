@@ -1,18 +1,38 @@
-"""Export of a run's whole model to one file, for plain PyTorch."""
+"""Export of a run's whole model: for plain PyTorch, Hugging Face, or torch's own checkpoints."""
 
 from __future__ import annotations
 
+import importlib
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from torch import Tensor
+import msgspec
+from torch import Tensor, nn
 
 from ...planner.plan import read_plan
-from ...profiles.errors import FileError
-from ...profiles.files import MADE_BY, Kind, check_output
+from ...profiles.errors import FileError, UserError
+from ...profiles.files import (
+    MADE_BY,
+    ExportFormat,
+    Kind,
+    check_output,
+    new_folder,
+    read_file,
+    write_bytes,
+)
+from ...profiles.target import resolve
+from ...profiles.tasks.hooks import describe_error
 from ..records.run_dir import load_tied_names, load_weights, save_tensors
+from ..settings import RunSettings
 from .checkpoint import Saved
 from .start import source
+
+HF_SHARD_BYTES = 5 * 10**9
+"""Of Hugging Face's files, where the user doesn't say."""
 
 
 class Exported(NamedTuple):
@@ -21,46 +41,92 @@ class Exported(NamedTuple):
     Attributes:
         source: where it was taken from.
         tied: names that aren't in the file, and the ones that stand for them there.
+        files: with tensors in them.
     """
 
     source: Path
     tied: dict[str, str]
+    files: int
 
 
-def export(run: str | Path, output: str | Path, *, at: int | None = None) -> Exported:
-    """Write all parameters and buffers, under the model's own names, to a safetensors file.
+class Weights(NamedTuple):
+    """All parameters and buffers of a model.
+
+    Attributes:
+        named: by the model's own names, tied ones under each.
+        tied: names that stand for what another name does, and that one.
+        run: whose they are.
+    """
+
+    named: dict[str, Tensor]
+    tied: dict[str, str]
+    run: Path
+
+    @property
+    def once(self) -> dict[str, Tensor]:
+        """What has several names under the first of them alone."""
+        return {name: tensor for name, tensor in self.named.items() if name not in self.tied}
+
+
+def export(
+    run: str | Path,
+    output: str | Path,
+    *,
+    to: ExportFormat = "safetensors",
+    at: int | None = None,
+    shard_bytes: int | None = None,
+) -> Exported:
+    """Write all parameters and buffers under the model's own names.
 
     They are those of the run's newest checkpoint; without checkpoints, its final weights. What has
     several names is written once, under the first, and the metadata have the others, as
-    `safetensors.torch.save_model` has it.
+    `safetensors.torch.save_model` has it; in torch's format it is under every name, as in a
+    state_dict.
 
     Args:
         run: a run directory, or one of its checkpoints.
+        output: a new or empty folder; for safetensors without `shard_bytes` a file.
+        to: "safetensors"; "hf", what `from_pretrained` loads; "dcp", what
+            `torch.distributed.checkpoint.load` does.
         at: another checkpoint, by the mini-batches done.
+        shard_bytes: of each file at most, but for a tensor that is larger; of "dcp" about so many.
 
-    Raises FileError: there are none, or a file is broken or can't be written.
+    Raises:
+        FileError: there are none, or a file is broken or can't be written.
+        UserError: "hf" of a model that isn't Hugging Face's, or the library isn't there.
+        TargetError: "hf": the task can't be imported, or its model built.
     """
     run, output = Path(run), Path(output)
-    check_output(output, Kind.MODEL)
+    if to == "safetensors" and shard_bytes is None:
+        check_output(output, Kind.MODEL)
+        found, taken_from = _read(run, at)
+        save_tensors(output, found.once, _metadata(found.tied))
+        return Exported(taken_from, found.tied, 1)
+    with new_folder(output) as folder:
+        found, taken_from = _read(run, at)
+        files = _WRITERS[to](found, folder, shard_bytes)
+    return Exported(taken_from, {} if to == "dcp" else found.tied, files)
+
+
+def _read(run: Path, at: int | None) -> tuple[Weights, Path]:
+    """The weights, and where they were found. Raises FileError."""
     saved = source(run, at, "--at {at}")
     if saved is None:
-        weights, names = load_weights(run), load_tied_names(run)
+        weights, names, run_dir = load_weights(run), load_tied_names(run), run
     else:
-        weights, names = _whole_model(saved), saved.tied_names()
+        # RUN/checkpoints/00000120
+        run_dir = saved.path.absolute().parent.parent
+        weights, names = _whole_model(saved, run_dir), saved.tied_names()
     tied = {
         name: first
         for name, first in names.items()
         if name in weights and first in weights and first not in names
     }
-    once = {name: tensor for name, tensor in weights.items() if name not in tied}
-    # Libraries that read weights of several frameworks ask for the format.
-    save_tensors(output, once, {**tied, "format": "pt", **dict([MADE_BY])})
-    return Exported(run / "weights" if saved is None else saved.path, tied)
+    return Weights(weights, tied, run_dir), run / "weights" if saved is None else saved.path
 
 
-def _whole_model(saved: Saved) -> dict[str, Tensor]:
-    # RUN/checkpoints/00000120
-    plan = read_plan(saved.path.absolute().parent.parent / "plan.json")
+def _whole_model(saved: Saved, run: Path) -> dict[str, Tensor]:
+    plan = read_plan(run / "plan.json")
     for s in range(len(plan.stages)):
         name = f"weights/stage{s}.safetensors"
         if name not in saved.info.files:
@@ -69,3 +135,144 @@ def _whole_model(saved: Saved) -> dict[str, Tensor]:
                 "are; stages on other machines have written theirs there"
             )
     return saved.weights()
+
+
+def _metadata(tied: Mapping[str, str]) -> dict[str, str]:
+    # Libraries that read weights of several frameworks ask for the format.
+    return {**tied, "format": "pt", **dict([MADE_BY])}
+
+
+# Several safetensors files ------------------------------------------------------------------------
+
+
+def shards(named: Mapping[str, Tensor], most: int) -> list[dict[str, Tensor]]:
+    """Tensors file by file, in their sequence, each of `most` bytes or of one larger tensor."""
+    found: list[dict[str, Tensor]] = [{}]
+    filled = 0
+    for name, tensor in named.items():
+        if found[-1] and filled + tensor.nbytes > most:
+            found.append({})
+            filled = 0
+        found[-1][name] = tensor
+        filled += tensor.nbytes
+    return found
+
+
+def _write_safetensors(weights: Weights, folder: Path, most: int | None) -> int:
+    """Files and their index are called as Hugging Face's libraries do."""
+    once = weights.once
+    found = shards(once, most or HF_SHARD_BYTES)
+    metadata, names = _metadata(weights.tied), ["model.safetensors"]
+    if len(found) > 1:
+        names = [f"model-{k + 1:05d}-of-{len(found):05d}.safetensors" for k in range(len(found))]
+        index = {
+            "metadata": {"total_size": sum(t.nbytes for t in once.values()), **weights.tied},
+            "weight_map": {
+                name: file for file, part in zip(names, found, strict=True) for name in part
+            },
+        }
+        text = msgspec.json.format(msgspec.json.encode(index), indent=1)
+        write_bytes(folder / "model.safetensors.index.json", text + b"\n")
+    for file, part in zip(names, found, strict=True):
+        save_tensors(folder / file, part, metadata)
+    return len(found)
+
+
+# Hugging Face -------------------------------------------------------------------------------------
+
+
+def _write_hf(weights: Weights, folder: Path, most: int | None) -> int:
+    """As the model's own save_pretrained does it, which knows the names that its loader wants."""
+    try:
+        logging = importlib.import_module("transformers.utils.logging")
+    except ImportError as error:
+        raise UserError(
+            f"--to hf: needs the library transformers ({error}): install timeprest[hf]"
+        ) from None
+    settings = read_file(weights.run / "settings.json", RunSettings)
+    model, prefix = _pretrained(settings.task, resolve(settings.task).model(settings.seed))
+    given = {
+        name.removeprefix(prefix): tensor
+        for name, tensor in weights.named.items()
+        if name.startswith(prefix)
+    }
+    wanted = model.state_dict()
+    lost = [name for name in wanted if name not in given]
+    other = [n for n in wanted if n in given and wanted[n].shape != given[n].shape]
+    if lost or other:
+        raise UserError(
+            f"--to hf: {settings.task}: its model isn't what the run trained: "
+            f"{[*lost, *other][0]!r} {'is new' if lost else 'has another shape'}"
+        )
+    # Buffers that the model makes anew each time aren't among what it loads.
+    model.load_state_dict({name: given[name] for name in wanted})
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        model.save_pretrained(folder, max_shard_size=most or HF_SHARD_BYTES)
+    except Exception as error:  # the library has many ways to refuse
+        raise UserError(f"--to hf: save_pretrained failed: {describe_error(error)}") from error
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+    return len(list(folder.glob("*.safetensors")))
+
+
+def _pretrained(task: str, model: nn.Module) -> tuple[Any, str]:
+    """The Hugging Face model in a task's model, and what its names begin with there.
+
+    Raises UserError: there is none, or there are parameters besides.
+    """
+    base = importlib.import_module("transformers").PreTrainedModel
+    # Modules come before what is in them.
+    found = next(((n, m) for n, m in model.named_modules() if isinstance(m, base)), None)
+    if found is None:
+        raise UserError(
+            f"--to hf: the model of {task} is a {type(model).__name__}, and has no Hugging Face "
+            "model in it; take --to safetensors or dcp"
+        )
+    prefix = f"{found[0]}." if found[0] else ""
+    besides = next((name for name in model.state_dict() if not name.startswith(prefix)), None)
+    if besides is not None:
+        raise UserError(
+            f"--to hf: the model of {task} has {besides!r} beside its {type(found[1]).__name__}, "
+            "which from_pretrained couldn't load; take --to safetensors or dcp"
+        )
+    return found[1], prefix
+
+
+# torch.distributed.checkpoint ---------------------------------------------------------------------
+
+
+def _write_dcp(weights: Weights, folder: Path, most: int | None) -> int:
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    named = {name: tensor.contiguous() for name, tensor in weights.named.items()}
+    total = sum(tensor.nbytes for tensor in named.values())
+    files = min(math.ceil(total / most), len(named)) if most else 1
+    with _silently():
+        # It has a file for each of its threads.
+        writer = FileSystemWriter(folder, thread_count=max(files, 1))
+        save(named, storage_writer=writer, no_dist=True)
+    return len(list(folder.glob("*.distcp")))
+
+
+@contextmanager
+def _silently() -> Iterator[None]:
+    """Without torch's warning that there is one process, and with its errors as ours."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except Exception as error:  # it raises its own of whatever kind
+        raise FileError(f"torch.distributed.checkpoint: {describe_error(error)}") from error
+
+
+_WRITERS: dict[ExportFormat, Callable[[Weights, Path, int | None], int]] = {
+    "safetensors": _write_safetensors,
+    "hf": _write_hf,
+    "dcp": _write_dcp,
+}

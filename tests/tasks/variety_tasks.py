@@ -344,3 +344,57 @@ class MixedTask(MLPTask):
 
     def optimizer(self, parameters):
         return torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.1)
+
+
+# Hugging Face models inside modules of one's own ------------------------------------------------
+
+
+class Logits(nn.Module):
+    """The scores of a language model."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, input_ids, attention_mask):
+        return self.net(input_ids=input_ids, attention_mask=attention_mask)["logits"]
+
+
+class Scaled(Logits):
+    """With a parameter that the model inside doesn't have."""
+
+    def __init__(self, net):
+        super().__init__(net)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, input_ids, attention_mask):
+        return self.scale * super().forward(input_ids, attention_mask)
+
+
+class WrappedTask:
+    """GPT-2 in a module that gives its scores."""
+
+    wrapper = Logits
+
+    def __init__(self):
+        from timeprest.profiles.zoo.hf import make_task
+
+        self.inner = make_task("hf", "gpt2,hidden_size=16,num_hidden_layers=1")
+
+    def model(self):
+        return self.wrapper(self.inner.model())
+
+    def data(self, split):
+        return self.inner.data(split)
+
+    def loss(self, output, target):
+        return self.inner.loss(output, target)
+
+    def optimizer(self, parameters):
+        return torch.optim.SGD(parameters, lr=0.1)
+
+
+class ScaledTask(WrappedTask):
+    """The same with a parameter beside it."""
+
+    wrapper = Scaled

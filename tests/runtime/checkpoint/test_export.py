@@ -1,0 +1,159 @@
+"""A run's model exported to what other libraries load: Hugging Face, torch's own checkpoints."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import torch
+from click.testing import CliRunner
+from helpers.models.small import needs_hf
+from helpers.paths import TESTS
+from helpers.plans import plan_by_hand, with_times
+from safetensors.torch import load_file
+from timeprest.cli.run import main
+from timeprest.profiles.errors import FileError, UserError
+from timeprest.profiles.measuring.measure import measure
+from timeprest.profiles.target import resolve
+from timeprest.runtime.checkpoint.export import export
+from timeprest.runtime.run import run
+from timeprest.runtime.settings import RunSettings
+from torch.distributed.checkpoint import load
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+TASKS = TESTS / "tasks/variety_tasks.py"
+TIED = f"{TASKS}:TiedTask"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The run of a task, made once: two mini-batches on two stages."""
+    made = {}
+
+    def run_of(task):
+        if task not in made:
+            where = made[task] = tmp_path_factory.mktemp("run") / "run"
+            found = measure(resolve(task), batch_size=4, micro_batch_sizes=[2, 4], seconds=0)
+            plan = plan_by_hand(with_times(found), "gpipe", 2, 2, mini_batch=4, tied="split")
+            run(plan, RunSettings(task=task, steps=2, evaluate=False), where, inline=True)
+        return made[task]
+
+    return run_of
+
+
+def with_run_weights(where, model):
+    """The model with the run's final weights, by plain PyTorch."""
+    for file in (where / "weights").iterdir():
+        model.load_state_dict(load_file(file), strict=False)
+    return model.eval()
+
+
+@needs_hf
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("task", "size"),
+    [
+        ("hf:t5,num_layers=1,num_decoder_layers=1", 50_000),
+        ("hf:resnet", None),
+        (f"{TASKS}:WrappedTask", 4_000),
+    ],
+)
+def test_from_pretrained_gives_the_same_logits(task, size, trained, tmp_path):
+    """Tied heads, buffers of batch norms, several files, and a module of the user's around it."""
+    import transformers
+
+    where, folder = trained(task), tmp_path / "model"
+    done = export(where, folder, to="hf", shard_bytes=size)
+    assert done.files == len(list(folder.glob("*.safetensors")))
+    assert (folder / "model.safetensors.index.json").exists() == (size is not None)
+    target = resolve(task)
+    model = with_run_weights(where, target.model())
+    (inputs, _) = target.call(3)
+    wanted = model(**dict(zip(inputs.names, inputs.tensors, strict=True)))
+    inner = getattr(model, "net", model)
+    loaded, told = type(inner).from_pretrained(folder, output_loading_info=True)
+    assert not any(told[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    found = loaded.eval()(**dict(zip(inputs.names, inputs.tensors, strict=True)))["logits"]
+    assert torch.equal(found, wanted if inner is not model else wanted["logits"])
+    config = transformers.AutoConfig.from_pretrained(folder)
+    assert config.architectures == [type(inner).__name__]
+
+
+@needs_hf
+def test_what_isnt_hugging_faces_alone_is_refused(trained, tmp_path, monkeypatch):
+    for task, message in (
+        (TIED, "TiedTask is a Tied.*, and has no Hugging Face model in it"),
+        (f"{TASKS}:ScaledTask", "'scale' beside its GPT2LMHeadModel"),
+    ):
+        with pytest.raises(UserError, match=message):
+            export(trained(task), tmp_path / "model", to="hf")
+    for name in [n for n in sys.modules if n.partition(".")[0] == "transformers"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(UserError, match=r"needs the library transformers.*timeprest\[hf\]"):
+        export(trained(TIED), tmp_path / "model", to="hf")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("size", [None, 500])
+def test_torchs_checkpoint_loads_in_plain_torch(size, trained, tmp_path):
+    """By `load` into a model, and by way of a file of torch.save; a tie is under both names."""
+    where, folder = trained(TIED), tmp_path / "model"
+    files = export(where, folder, to="dcp", shard_bytes=size).files
+    assert files == len(list(folder.glob("*.distcp")))
+    assert (files > 1) == (size is not None)
+    task = resolve(TIED).task
+    wanted = with_run_weights(where, task.model()).state_dict()
+    model = task.model()
+    state = model.state_dict()
+    assert not torch.equal(state["wte.weight"], wanted["wte.weight"])
+    load(state, checkpoint_id=folder, no_dist=True)
+    model.load_state_dict(state)
+    dcp_to_torch_save(folder, tmp_path / "model.pt")
+    again = torch.load(tmp_path / "model.pt", weights_only=True)
+    for found in (model.state_dict(), again):
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_files_of_a_size_have_an_index(trained, tmp_path):
+    """None is larger, but for one of a single tensor; a tied parameter is in one of them."""
+    where, folder = trained(TIED), tmp_path / "model"
+    done = CliRunner().invoke(
+        main, ["export", str(where), "--shard-size", "700", "-o", str(folder)]
+    )
+    assert done.exit_code == 0, done.output
+    assert "head.weight is wte.weight, and written once" in done.stdout
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    found = {}
+    for file in sorted(folder.glob("model-*-of-*.safetensors")):
+        part = load_file(file)
+        assert len(part) == 1 or sum(t.nbytes for t in part.values()) <= 700
+        assert all(index["weight_map"][name] == file.name for name in part)
+        found.update(part)
+    assert len(set(index["weight_map"].values())) > 2
+    assert found.keys() == index["weight_map"].keys()
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in found.values())
+    wanted = with_run_weights(where, resolve(TIED).model()).state_dict()
+    assert found.keys() == wanted.keys() - {"head.weight"}
+    assert all(torch.equal(found[name], wanted[name]) for name in found)
+
+
+def test_nothing_is_written_over(trained, tmp_path):
+    """A folder with something in it, a file, and a run's own."""
+    where = trained(TIED)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").touch()
+    (tmp_path / "file").touch()
+    for output in (tmp_path / "full", tmp_path / "file"):
+        with pytest.raises(FileError, match="isn't overwritten: give a new or empty folder"):
+            export(where, output, to="dcp")
+    with pytest.raises(FileError, match="belongs to the run"):
+        export(where, where / "checkpoints" / "model", to="dcp")
+    (tmp_path / "empty").mkdir()
+    export(where, tmp_path / "empty", to="dcp")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["empty", "file", "full"]
+    done = CliRunner().invoke(main, ["export", str(where), "--shard-size", "0", "-o", "x"])
+    assert (done.exit_code, "a byte at least" in done.output) == (2, True)
