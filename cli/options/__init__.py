@@ -25,7 +25,7 @@ from ...profiles.errors import UserError
 from ...profiles.files import MAX_FACTOR, MAX_SECONDS, MAX_THREADS
 from ...runtime.settings import OptimizerChoice, RunSettings
 from .command import group, options
-from .config import CONFIG, PRINT
+from .config import CLUSTER_FLAGS, CONFIG, PRINT
 from .values import FileName, FolderName, Fraction, Number, TargetName, Whole
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -85,11 +85,6 @@ def time_limit_option(help: str | None = None) -> Callable[[F], F]:
 
 _DEFAULT_DEVICES = 2
 
-_FLAGS = (
-    *("devices", "memory", "bandwidth", "latency", "per_machine", "between_bandwidth"),
-    *("between_latency", "half_duplex", "no_overlap"),
-)
-
 cluster_options = group(
     "Devices and links",
     click.option(
@@ -123,7 +118,9 @@ cluster_options = group(
 def cluster_of(asked: dict[str, Any]) -> Cluster:
     """The cluster that the options describe; takes them out of `asked`. Raises UserError."""
     path = asked.pop("cluster_path")
-    given = {name: value for name in _FLAGS if (value := asked.pop(name)) not in (None, False)}
+    given = {
+        name: value for name in CLUSTER_FLAGS if (value := asked.pop(name)) not in (None, False)
+    }
     if path is not None:
         if given:
             flag = "--" + next(iter(given)).replace("_", "-")

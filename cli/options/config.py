@@ -16,11 +16,21 @@ from ...profiles.files import read_toml
 
 CONFIG, PRINT = "config_path", "print_config"
 
-EITHER: tuple[tuple[frozenset[str], frozenset[str]], ...] = (
-    (frozenset({"epochs"}), frozenset({"steps"})),
-    (frozenset({"target_loss"}), frozenset({"target_accuracy"})),
+CLUSTER_FLAGS = (
+    *("devices", "memory", "bandwidth", "latency", "per_machine", "between_bandwidth"),
+    *("between_latency", "half_duplex", "no_overlap"),
 )
-"""Options of which a command line's one leaves out a file's other."""
+"""Options that describe equal devices, where no file does."""
+
+INSTEAD: Mapping[str, Collection[str]] = {
+    "epochs": ("steps",),
+    "steps": ("epochs",),
+    "target_loss": ("target_accuracy",),
+    "target_accuracy": ("target_loss",),
+    "cluster_path": CLUSTER_FLAGS,
+    "devices": ("cluster_path",),
+}
+"""Options of a file that one of the command line leaves out."""
 
 
 def keys_of(command: click.Command) -> dict[str, click.Option]:
@@ -60,13 +70,7 @@ def read_config(context: click.Context, path: str, given: Collection[str]) -> di
         if option.name in found:
             raise click.UsageError(f"{path}: {written}: is there twice", context)
         found[str(option.name)] = _checked(context, option, value, f"{path}: {written}")
-    without = {
-        name
-        for one, other in EITHER
-        for asked, left in ((one, other), (other, one))
-        if asked & set(given)
-        for name in left
-    }
+    without = {name for asked in given for name in INSTEAD.get(asked, ())}
     return {name: value for name, value in found.items() if name not in without}
 
 

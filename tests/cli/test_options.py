@@ -185,6 +185,23 @@ def test_the_command_line_wins(tmp_path):
         assert line in done.output.splitlines()
 
 
+def test_a_cluster_file_and_a_number_of_devices_leave_each_other_out(tmp_path):
+    """On the command line; what is said of links beside a cluster's file stays refused."""
+    text = 'devices = 3\nmemory = "1GiB"\nhalf_duplex = true\nmini_batch = 8\n'
+    asked = ("--cluster", "c.toml", "--print-config")
+    shown = configured(tmp_path, "tp-plan solve", text, *asked).output.splitlines()
+    for line in ('cluster = "c.toml"', "half-duplex = false", "mini-batch = 8", "# memory: none"):
+        assert line in shown
+    assert not [line for line in shown if line.startswith("devices")]
+    text = 'cluster = "c.toml"\n'
+    asked = ("--devices", "3", "--print-config")
+    shown = configured(tmp_path, "tp-plan solve", text, *asked).output.splitlines()
+    assert "devices = 3" in shown
+    assert not [line for line in shown if line.startswith("cluster")]
+    kept = configured(tmp_path, "tp-plan solve", text, "--memory", "1GiB", "--print-config")
+    assert 'cluster = "c.toml"' in kept.output.splitlines()
+
+
 @pytest.mark.parametrize(
     ("text", "why"),
     [
