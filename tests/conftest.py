@@ -26,6 +26,13 @@ settings.load_profile("house")
 HERE = Path(__file__).parent
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call() -> None:
+    """What starts workers keeps a process with torch for as long as the environment is the same;
+    pytest would change it with each test."""
+    os.environ.pop("PYTEST_CURRENT_TEST", None)
+
+
 @pytest.fixture(scope="session")
 def mlp_target() -> str:
     """The float64 task that the oracle knows: four linear layers with tanh between them."""

@@ -16,7 +16,7 @@ LOOK_S = 1.0
 """Between two looks at the parent, where the system doesn't tell of its end."""
 
 
-def end_with_parent(parent: int) -> None:
+def end_with_parent(parent: int, look: bool = True) -> None:
     """Have this process killed when its parent is gone, however that ended.
 
     On Linux the kernel does it, whatever this process is doing: it may be stopped, out of
@@ -24,12 +24,14 @@ def end_with_parent(parent: int) -> None:
 
     Args:
         parent: its process number, as the parent itself said, or as read when this one began.
+        look: with the thread; without, where the kernel doesn't do it, nobody does.
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # It may have gone before that.
     _end_without(parent)
-    threading.Thread(target=_look, args=(parent,), daemon=True).start()
+    if look:
+        threading.Thread(target=_look, args=(parent,), daemon=True).start()
 
 
 def _look(parent: int) -> None:

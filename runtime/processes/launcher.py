@@ -8,12 +8,8 @@ the system ends them.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -29,6 +25,7 @@ from ..records.status import WorkerStatus, read_statuses
 from .environment import LOOPBACK, Launched, take_signals, variables_of
 from .failures import circumstances, settled
 from .rendezvous import GRACE_S, Failure, LocalStore
+from .start import WorkerProcess, start_process
 
 LOOK_S = 0.1
 """Between two looks at the workers."""
@@ -42,8 +39,8 @@ class Workers:
     """Local processes that are started together.
 
     Attributes:
-        module: what each one runs; its arguments are the directory and the number of this process,
-            with which it is to end.
+        module: what each one runs; its arguments are the directory and the number of the process
+            that started it, with which it is to end.
         where: their directory, with their statuses and logs.
         labels: how each is named in messages, by rank.
         logs_kept: the directory stays, so that a message may send the user to the logs; where
@@ -123,7 +120,7 @@ def run_workers(workers: Workers, poll: Callable[[], None]) -> None:
     Raises as `launch`, and what `poll` raises; all workers have ended then.
     """
     store, failure = LocalStore(), None
-    processes: list[subprocess.Popen[bytes]] = []
+    processes: list[WorkerProcess] = []
     with _signals() as arrived:
         try:
             logs = _start(workers, store.port, processes)
@@ -149,10 +146,9 @@ def run_workers(workers: Workers, poll: Callable[[], None]) -> None:
         raise kind(failure.message + (printed if workers.logs_kept else ""))
 
 
-def _start(workers: Workers, port: int, processes: list[subprocess.Popen[bytes]]) -> Path:
+def _start(workers: Workers, port: int, processes: list[WorkerProcess]) -> Path:
     """Start all processes. Returns the folder of their logs. Raises FileError."""
     logs, count = workers.where.path / "logs", len(workers.labels)
-    command = [sys.executable, "-m", workers.module, str(workers.where.path), str(os.getpid())]
     try:
         logs.mkdir(parents=True, exist_ok=True)
         # A run that is started again keeps the logs of before.
@@ -165,17 +161,9 @@ def _start(workers: Workers, port: int, processes: list[subprocess.Popen[bytes]]
                 _log(logs, rank, "stdout").open("wb") as out,
                 _log(logs, rank, "stderr").open("wb") as err,
             ):
-                processes.append(
-                    subprocess.Popen(
-                        command,
-                        stdin=subprocess.DEVNULL,
-                        stdout=out,
-                        stderr=err,
-                        env={**os.environ, **variables_of(launched)},
-                        # Ctrl-C in the terminal is for the launcher.
-                        start_new_session=True,
-                    )
-                )
+                where = [str(workers.where.path)]
+                variables = variables_of(launched)
+                processes.append(start_process(workers.module, where, variables, out, err))
     except OSError as error:
         what = f"{error.filename}: can't be written" if error.filename else "the workers' files"
         raise FileError(f"{what}: {error.strerror}") from None
@@ -186,16 +174,16 @@ def _log(logs: Path, rank: int, stream: str) -> Path:
     return logs / f"rank{rank}.{stream}"
 
 
-def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+def _end(processes: Sequence[WorkerProcess]) -> None:
     """Ask all processes to end, and what they have started; a few seconds later, make them."""
     for how in (signal.SIGTERM, signal.SIGKILL):
         end = time.monotonic() + GRACE_S
         for process in processes:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, how)
+            process.end(how)
         for process in processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, end - time.monotonic()))
+            process.wait(max(0.0, end - time.monotonic()))
+    for process in processes:
+        process.forget()
 
 
 @contextmanager

@@ -45,7 +45,11 @@ class Landing:
         self.host.copy_(self.tensor)
 
 
-if __name__ == "__main__":
+def main(arguments):
     worker.agree_on_transport = lambda place, exchange: PINNED
     worker.open_transport = partial(worker.open_transport, copier=LateCopier())
-    sys.exit(worker.main(sys.argv[1:]))
+    worker.main(arguments)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -200,15 +200,15 @@ def test_bad_options_end_before_anything_starts(
 
 
 def link_workers(parent):
-    """The processes below one that measure links, by their rank."""
-    found = {}
+    """The processes below one that measure links, by their rank: as they were started."""
+    found = []
     for process in psutil.Process(parent).children(recursive=True):
         try:
             if "timeprest.runtime.calibration.link_worker" in process.cmdline():
-                found[process.environ()["RANK"]] = process
-        except (psutil.Error, KeyError):
+                found.append(process)
+        except psutil.Error:
             continue  # It has just ended, or just begun.
-    return [found[rank] for rank in sorted(found)]
+    return sorted(found, key=lambda process: process.pid)
 
 
 def alive(process):

@@ -1,0 +1,394 @@
+"""Starting the workers' processes: forked from one that has loaded torch, where that is possible.
+
+Loading torch takes a core one to three seconds, and often more workers start than there are cores.
+So on Linux a fork server is started first (`main`): it loads the workers' module once and is forked
+for each of them. It never computes, so nothing of torch has begun that a fork would break. It stays
+for the next run of the same thread with the same environment, and ends with its launcher, or when
+it hasn't been asked for a while. Elsewhere each worker is a process of its own from the beginning.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import importlib
+import json
+import os
+import random
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, NoReturn, Protocol
+
+from ...profiles.errors import RunError
+from ...profiles.measuring.process import end_with_parent
+
+IDLE_S = 300.0
+"""A fork server that nobody asks, and that has no workers, ends."""
+
+LOADING_S = 300.0
+"""Longest wait for a fork server to load torch."""
+
+_MESSAGE_BYTES = 1 << 16
+_LOOK_S = 0.02
+_ENDING_S = 1.0
+_KILLED = -signal.SIGKILL
+
+
+class WorkerProcess(Protocol):
+    """A worker's process, in a session of its own."""
+
+    def poll(self) -> int | None:
+        """Its exit code, negative for a signal; None while it runs. Raises RunError where it can't
+        be started."""
+
+    def wait(self, timeout_s: float) -> int | None:
+        """Wait for its end. Returns its exit code; None where it runs on."""
+
+    def end(self, how: int) -> None:
+        """Send a signal to it and to what it has started."""
+
+    def forget(self) -> None:
+        """Its number may be another's from now on."""
+
+
+def start_process(
+    module: str,
+    arguments: Sequence[str],
+    variables: Mapping[str, str],
+    out: IO[bytes],
+    err: IO[bytes],
+) -> WorkerProcess:
+    """Start ``python -m module``, whose last argument is the number of the process that starts it.
+
+    The module has `main(arguments)`, which ends the process.
+
+    Args:
+        variables: of the environment, besides those of this process.
+
+    Raises:
+        OSError: there can't be another process.
+    """
+    server = _server_of_this_thread(module, err)
+    if server is not None:
+        with contextlib.suppress(ConnectionError):
+            return server.fork(module, arguments, variables, out, err)
+    return _Spawned(module, arguments, variables, out, err)
+
+
+class _Spawned:
+    """A process of its own from the beginning."""
+
+    def __init__(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        variables: Mapping[str, str],
+        out: IO[bytes],
+        err: IO[bytes],
+    ) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", module, *arguments, str(os.getpid())],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            env={**os.environ, **variables},
+            # Ctrl-C in the terminal is for the launcher.
+            start_new_session=True,
+        )
+
+    def poll(self) -> int | None:
+        return self.process.poll()
+
+    def wait(self, timeout_s: float) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.process.wait(timeout_s)
+        return None
+
+    def end(self, how: int) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, how)
+
+    def forget(self) -> None:
+        """Who waits for a child has nothing more to do."""
+
+
+# The launcher's side -------------------------------------------------------------------------
+
+
+class _Forked:
+    """A process that the server has forked, or is about to."""
+
+    def __init__(self, server: _Server) -> None:
+        self.server = server
+        self.pid: int | None = None
+        self.code: int | None = None
+        self.asked = time.monotonic()
+
+    def poll(self) -> int | None:
+        self.server.read()
+        if self.code is None and self.server.ended:
+            # A worker goes with the process that forked it; what that couldn't load, nobody can.
+            self.code = _KILLED if self.pid is not None else self.server.process.returncode or 1
+        if self.pid is None and self.code is None and time.monotonic() > self.asked + LOADING_S:
+            self.server.close()
+            raise RunError(f"loading torch took longer than {LOADING_S:g} s: no worker was started")
+        return self.code
+
+    def wait(self, timeout_s: float) -> int | None:
+        end = time.monotonic() + timeout_s
+        while self.poll() is None and time.monotonic() < end:
+            time.sleep(_LOOK_S)
+        return self.code
+
+    def end(self, how: int) -> None:
+        if self.pid is None:
+            # It isn't there yet, and mustn't be any more.
+            self.server.close()
+        elif not self.server.ended:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, how)
+
+    def forget(self) -> None:
+        if self.pid is not None and self.code is not None:
+            self.server.send({"forget": self.pid})
+
+
+class _Server:
+    """A fork server, as its launcher sees it."""
+
+    def __init__(self, module: str, err: IO[bytes]) -> None:
+        self.environment = dict(os.environ)
+        self.ended = False
+        self._gone = False
+        self._asked: deque[_Forked] = deque()
+        self._forked: dict[int, _Forked] = {}
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            fd = theirs.fileno()
+            self.process = subprocess.Popen(
+                # Room for the command lines of the workers, which take the place of this one.
+                [
+                    *(sys.executable, "-m", __name__, f"--load={module}"),
+                    *(str(fd), str(os.getpid()), " " * 500),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=err,
+                pass_fds=(fd,),
+                start_new_session=True,
+            )
+        self._socket.setblocking(False)
+
+    def fits(self) -> bool:
+        """Whether what it forks is as a process that is started now. What libraries read of the
+        environment, they read when they are loaded."""
+        self.read()
+        return not self.ended and self.environment == dict(os.environ)
+
+    def fork(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        variables: Mapping[str, str],
+        out: IO[bytes],
+        err: IO[bytes],
+    ) -> _Forked:
+        """Have a worker forked. Raises ConnectionError where the server has ended."""
+        asked = {
+            "module": module,
+            "arguments": list(arguments),
+            "variables": dict(variables),
+            "folder": os.getcwd(),
+        }
+        text = json.dumps(asked).encode()
+        try:
+            socket.send_fds(self._socket, [text], [out.fileno(), err.fileno()])
+        except OSError as error:
+            self.close()
+            raise ConnectionError from error
+        self._asked.append(_Forked(self))
+        return self._asked[-1]
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Say something to it, if it is there."""
+        with contextlib.suppress(OSError):
+            self._socket.send(json.dumps(message).encode())
+
+    def read(self) -> None:
+        """Take in what it has said since."""
+        while not self.ended:
+            try:
+                text = self._socket.recv(_MESSAGE_BYTES)
+            except BlockingIOError:
+                return
+            except OSError:
+                text = b""
+            if not text:
+                self._gone = True
+                self.close()
+                return
+            said = json.loads(text)
+            if "code" in said:
+                self._forked.pop(said["pid"]).code = said["code"]
+            else:
+                forked = self._asked.popleft()
+                forked.pid = said["pid"]
+                self._forked[said["pid"]] = forked
+
+    def close(self) -> None:
+        """End it, with all that it has forked. One that ends by itself has a moment to do it."""
+        self.ended = True
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(_ENDING_S if self._gone else 0)
+        self.process.kill()
+        self.process.wait()
+        self._socket.close()
+
+
+_servers = threading.local()
+"""Each thread has its own: when the thread ends that has started a process, the system tells that
+process that its parent is gone."""
+
+
+def _server_of_this_thread(module: str, err: IO[bytes]) -> _Server | None:
+    """The fork server for workers that are started here; None where there can't be one.
+
+    Args:
+        err: where it says why it can't load the module.
+    """
+    if sys.platform != "linux":
+        return None
+    server: _Server | None = getattr(_servers, "server", None)
+    if server is not None and not server.fits():
+        _close_server()
+        server = None
+    if server is None:
+        server = _servers.server = _Server(module, err)
+    return server
+
+
+@atexit.register
+def _close_server() -> None:
+    server: _Server | None = getattr(_servers, "server", None)
+    if server is not None and not server.ended:
+        server.close()
+    _servers.server = None
+
+
+# The server's side ---------------------------------------------------------------------------
+
+
+def main(arguments: list[str]) -> NoReturn:
+    """Load a module, and fork for whoever asks, until the launcher is gone."""
+    load, fd, launcher, *_ = arguments
+    end_with_parent(int(launcher), look=False)
+    module = load.partition("=")[2]
+    asking = socket.socket(fileno=int(fd))
+    importlib.import_module(module)
+    _serve(asking)
+    os._exit(0)
+
+
+def _serve(asking: socket.socket) -> None:
+    selector = selectors.DefaultSelector()
+    wake, woken = socket.socketpair()
+    for end in (wake, woken):
+        end.setblocking(False)
+    signal.set_wakeup_fd(woken.fileno())
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    selector.register(asking, selectors.EVENT_READ)
+    selector.register(wake, selectors.EVENT_READ)
+    running: set[int] = set()
+    leaving = False
+    while True:
+        ready = selector.select(IDLE_S)
+        if not ready and not running:
+            # Who asks from now on is told that nobody is there; who has asked is still heard.
+            leaving = True
+            asking.shutdown(socket.SHUT_RD)
+            ready = [(selector.get_key(asking), selectors.EVENT_READ)]
+        for key, _ in ready:
+            if key.fileobj is wake:
+                wake.recv(_MESSAGE_BYTES)
+                continue
+            text, fds, _, _ = socket.recv_fds(asking, _MESSAGE_BYTES, 2)
+            if not text:
+                if not (leaving and running):
+                    return
+                selector.unregister(asking)
+                continue
+            said = json.loads(text)
+            if "forget" in said:
+                os.waitpid(said["forget"], 0)
+                continue
+            server = os.getpid()
+            pid = os.fork()
+            if not pid:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                for open_here in (selector, wake, woken, asking):
+                    open_here.close()
+                _work(said, fds, server)
+            for number in fds:
+                os.close(number)
+            running.add(pid)
+            asking.send(json.dumps({"pid": pid}).encode())
+        for pid in sorted(running):
+            # It stays a zombie until the launcher needs its number no more.
+            ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is not None:
+                running.remove(pid)
+                code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+                asking.send(json.dumps({"pid": pid, "code": code}).encode())
+
+
+def _work(asked: Mapping[str, Any], fds: Sequence[int], server: int) -> NoReturn:
+    """Be a worker, in the process that was forked for it."""
+    end_with_parent(server, look=False)
+    os.setsid()
+    for number, target in zip(fds, (1, 2), strict=True):
+        os.dup2(number, target)
+        os.close(number)
+    before, folder = os.getcwd(), asked["folder"]
+    os.chdir(folder)
+    if sys.path[:1] == [before]:
+        sys.path[0] = folder
+    os.environ.update(asked["variables"])
+    module = importlib.import_module(asked["module"])
+    arguments = [*asked["arguments"], str(server)]
+    sys.argv = [str(module.__file__), *arguments]
+    _call_this_process([sys.executable, "-m", asked["module"], *arguments])
+    # Like a process of its own: random numbers that nobody has seeded are others each time.
+    random.seed()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed()
+    module.main(arguments)
+    os._exit(0)
+
+
+_ARGUMENTS_BEGIN = 47
+"""Index of arg_start in /proc/PID/stat (proc_pid_stat(5) counts from 1); then comes arg_end."""
+
+
+def _call_this_process(command: Sequence[str]) -> None:
+    """Have `ps` show a command as this process's, cut off where there isn't room for it."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        # The program's name, in brackets, may have blanks.
+        fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        begin, end = (int(fields[at - 2]) for at in (_ARGUMENTS_BEGIN, _ARGUMENTS_BEGIN + 1))
+        text = b"".join(os.fsencode(part) + b"\0" for part in command)[: end - begin - 1]
+        ctypes.memmove(begin, text.ljust(end - begin, b"\0"), end - begin)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
