@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from .planner.cluster.cluster import Cluster
     from .planner.plan import Plan
     from .profiles.profile import Profile
+    from .runtime.records.callbacks import Callback, EarlyStopping, Stop
+    from .runtime.run import Trainer
 
 _HOME = {
     "profile": "api",
@@ -26,9 +28,25 @@ _HOME = {
     "Profile": "profiles.profile",
     "Cluster": "planner.cluster.cluster",
     "Plan": "planner.plan",
+    "Trainer": "runtime.run",
+    "Callback": "runtime.records.callbacks",
+    "EarlyStopping": "runtime.records.callbacks",
+    "Stop": "runtime.records.callbacks",
 }
 
-__all__ = ["Cluster", "Plan", "Profile", "__version__", "plan", "profile", "run"]
+__all__ = [
+    "Callback",
+    "Cluster",
+    "EarlyStopping",
+    "Plan",
+    "Profile",
+    "Stop",
+    "Trainer",
+    "__version__",
+    "plan",
+    "profile",
+    "run",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -9,11 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import msgspec
-
 from .planner.cluster.cluster import DEFAULT_BANDWIDTH, DEFAULT_LATENCY, Cluster, uniform_cluster
 from .planner.cluster.contention import with_contention
-from .planner.plan import Plan, check_plan
+from .planner.plan import Plan
 from .planner.search.solve import MUON, solve
 from .profiles.errors import PlanError, UserError
 from .profiles.profile import Profile
@@ -21,6 +19,7 @@ from .profiles.published.reader import import_profile, is_foreign
 
 if TYPE_CHECKING:
     from .planner.costs.tied_parameters import Tied
+    from .runtime.records.callbacks import Callback
     from .runtime.records.metrics import RunSummary
 
 
@@ -194,19 +193,24 @@ def run(
     run_dir: str | Path,
     *,
     task: str | None = None,
-    epochs: int = 5,
+    epochs: int | None = None,
     steps: int | None = None,
     inline: bool = False,
     seed: int = 0,
-    **settings: object,
+    callbacks: Sequence[Callback] = (),
+    max_restarts: int = 0,
+    **settings: Any,
 ) -> RunSummary:
     """Train by a plan (`tp-run`).
 
     Args:
         run_dir: a new directory for metrics, weights and the summary.
         task: by default the target that the plan's profile was made of.
+        epochs: passes over the data; 5 by default.
         steps: mini-batches in all, instead of `epochs`.
         inline: all stages in this process.
+        callbacks: are told how the run goes on, and may end it early.
+        max_restarts: after failures, from the newest checkpoint.
         settings: other fields of `runtime.settings.RunSettings`, such as ragged="pad" or
             optimizer={"name": "adam", "lr": 1e-3}.
 
@@ -215,20 +219,18 @@ def run(
         TargetError, TraceError, PlanError, FileError: found before anything starts.
         RunError: training failed.
     """
-    from .runtime.run import run as run_plan
-    from .runtime.settings import RunSettings
+    from .runtime.run import Trainer
 
-    asked = {
-        "task": task or plan.profile.target,
-        "epochs": epochs,
-        "steps": steps,
-        "seed": seed,
-        "threads": plan.profile.threads,
+    trainer = Trainer(
+        plan,
+        run_dir,
+        callbacks=callbacks,
+        inline=inline,
+        max_restarts=max_restarts,
+        task=task,
+        epochs=epochs,
+        steps=steps,
+        seed=seed,
         **settings,
-    }
-    check_plan(plan)
-    try:
-        found = msgspec.convert({k: v for k, v in asked.items() if v is not None}, RunSettings)
-    except msgspec.ValidationError as error:
-        raise UserError(f"settings: {error}") from None
-    return run_plan(plan, found, run_dir, inline=inline)
+    )
+    return trainer.run()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,8 +15,8 @@ import msgspec
 import torch
 
 from .. import __version__
-from ..planner.plan import Plan
-from ..profiles.errors import RunError, StoppedError
+from ..planner.plan import Plan, check_plan
+from ..profiles.errors import RunError, StoppedError, UserError
 from ..profiles.measuring.process import keep_freed_memory
 from .checkpoint.start import (
     check_logs,
@@ -32,10 +33,19 @@ from .processes.environment import use_interface
 from .processes.launcher import launch
 from .processes.locks import alone, as_worker
 from .processes.rendezvous import Rendezvous
-from .records.metrics import RunSummary, StageReport, decode, summarize
+from .records.callbacks import (
+    Callback,
+    Callbacks,
+    EvaluationDone,
+    RestartDue,
+    RunBegun,
+    RunEnded,
+    Stop,
+)
+from .records.metrics import EpochRecord, RunSummary, StageReport, decode, summarize
 from .records.progress import Observer, Silent, read_epochs
 from .records.run_dir import RunDir
-from .settings import RunSettings
+from .settings import RunSettings, settings_of
 from .stage.delays import check_delays
 from .stage.optimizer import check_updates, warn_of_hooks
 from .training.inline import run_inline
@@ -152,14 +162,51 @@ def _run(
             where.join(plan, settings)
         if tells:
             warn_of_hooks(prepared)
-        observer.begin()
+        observer.begin(_begun(prepared, where))
         begin = time.perf_counter()
         reports = _train(prepared, where, observer, rendezvous, inline=inline)
         seconds, epochs = time.perf_counter() - begin, read_epochs(where.metrics)
-        summary = summarize(plan, prepared.segments, epochs, reports, seconds, inline=inline)
+        done, stopped = prepared.segments, _stopped(observer)
+        trained = sum(record.mini_batches for record in epochs)
+        if stopped is None or trained == done[-1].end:
+            stopped = None
+        else:
+            done = tuple(segment for segment in done if segment.end <= trained)
+        summary = summarize(plan, done, epochs, reports, seconds, inline=inline, stopped=stopped)
         if tells:
             where.write_summary(summary)
         return summary
+
+
+def _begun(prepared: Prepared, where: RunDir) -> RunBegun:
+    """What observers are told when training begins. Raises FileError."""
+    settings, last = prepared.settings, prepared.segments[-1]
+    done, before = 0, list[EvaluationDone]()
+    for record in _epochs_before(where, settings):
+        done += record.mini_batches
+        if record.test and done <= (settings.resume_at or 0):
+            figures = dict(record.test)
+            before.append(EvaluationDone(mini_batch=done, epoch=record.epoch, figures=figures))
+    return RunBegun(
+        plan=prepared.plan,
+        settings=settings,
+        run_dir=where.path,
+        mini_batches=last.end,
+        epoch_mini_batches=last.whole_epoch,
+        resumed_at=settings.resume_at or 0,
+        before=tuple(before),
+    )
+
+
+def _epochs_before(where: RunDir, settings: RunSettings) -> list[EpochRecord]:
+    # A line after the checkpoint, which is cut off, may be damaged.
+    return read_epochs(where.metrics) if settings.resume_at else []
+
+
+def _stopped(observer: Observer) -> str | None:
+    """Why a callback wanted the run to end early; None: it didn't."""
+    stop: Stop | None = getattr(observer, "stop", None)
+    return None if stop is None else stop.why
 
 
 def _train(
@@ -220,7 +267,10 @@ T = TypeVar("T")
 
 
 def with_restarts(
-    first: Callable[[], T], again: Callable[[], T], most: int, tell: Callable[[str], None]
+    first: Callable[[], T],
+    again: Callable[[], T],
+    most: int,
+    tell: Callable[[RestartDue], None],
 ) -> T:
     """Call `first`, and after a failure of the run `again`, `most` times at most.
 
@@ -237,6 +287,88 @@ def with_restarts(
         except StoppedError:
             raise
         except RunError as error:
-            tell(f"{error}; restart {restart} of {most}")
+            tell(RestartDue(error=error, restart=restart, of=most))
         attempt = again
     return attempt()
+
+
+class Trainer:
+    """Trains by a plan, and tells callbacks how it goes on; what `tp-run` does.
+
+    Attributes:
+        plan, settings: what is run; None: those of the run directory, to `resume`.
+        where: the run directory.
+        callbacks: are told, in this sequence.
+    """
+
+    def __init__(
+        self,
+        plan: Plan | None,
+        run_dir: str | Path,
+        settings: RunSettings | None = None,
+        *,
+        callbacks: Sequence[Callback] = (),
+        inline: bool = False,
+        max_restarts: int = 0,
+        rendezvous: Rendezvous | None = None,
+        **asked: Any,
+    ) -> None:
+        """
+        Args:
+            plan: consistent in itself; None, where a run is to be resumed: that run's.
+            run_dir: a new directory; of a run that is to be resumed, its directory.
+            settings: of the run; where None, they are made of `asked`: fields of
+                `runtime.settings.RunSettings` such as epochs=3 or
+                optimizer={"name": "adam", "lr": 1e-3}, the others as of `tp-run`.
+            callbacks: see `timeprest.Callback`.
+            inline: all stages in this process.
+            max_restarts: after failures, from the newest checkpoint.
+            rendezvous: of the workers, where torchrun or srun has started this process as one.
+
+        Raises UserError for settings that there aren't or that can't be, and for what isn't a
+        callback.
+        """
+        if plan is not None and settings is None:
+            settings = settings_of(plan, asked)
+        elif asked:
+            raise UserError(f"{', '.join(asked)}: leave out; the run's settings are known")
+        self.plan, self.settings, self.where = plan, settings, Path(run_dir)
+        self.callbacks = tuple(callbacks)
+        self._observer = Callbacks(self.callbacks)
+        self._max_restarts = max_restarts
+        self._how: dict[str, Any] = {
+            "inline": inline,
+            "observer": self._observer,
+            "rendezvous": rendezvous,
+        }
+
+    def run(self) -> RunSummary:
+        """Train. Returns and raises as `run`; UserError without a plan."""
+        if self.plan is None or self.settings is None:
+            raise UserError("Trainer.run: give the plan; without one, there is resume()")
+        check_plan(self.plan)
+        first = partial(run, self.plan, self.settings, self.where, **self._how)
+        return self._told(first, {})
+
+    def resume(
+        self,
+        changes: Mapping[str, Any] | None = None,
+        *,
+        epochs: int | None = None,
+        steps: int | None = None,
+        at: int | None = None,
+    ) -> RunSummary:
+        """Go on with the run in the run directory. Takes, returns and raises as `resume`."""
+        more: dict[str, Any] = {"epochs": epochs, "steps": steps, "at": at}
+        first = partial(resume, self.where, changes, **more, **self._how)
+        return self._told(first, dict(changes or {}))
+
+    def _told(self, first: Callable[[], RunSummary], changes: Mapping[str, Any]) -> RunSummary:
+        again = partial(resume, self.where, changes, **self._how)
+        try:
+            summary = with_restarts(first, again, self._max_restarts, self._observer.restart)
+        except BaseException as error:
+            self._observer.end(RunEnded(summary=None, error=error))
+            raise
+        self._observer.end(RunEnded(summary=summary))
+        return summary

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Annotated, Literal
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
+from ..planner.plan import Plan
+from ..profiles.errors import UserError
 from ..profiles.files import (
     MAX_COUNT,
     MAX_FACTOR,
@@ -136,3 +138,23 @@ def given(settings: RunSettings, names: Collection[str] = DELAYS) -> dict[str, o
         for field in msgspec.structs.fields(settings)
         if field.name in names and (value := getattr(settings, field.name)) != field.default
     }
+
+
+def settings_of(plan: Plan, asked: Mapping[str, Any]) -> RunSettings:
+    """The settings of a new run: `asked` has fields, None where not given.
+
+    Five epochs of the task that the plan's profile measured, unless it says otherwise.
+
+    Raises UserError for a field that there isn't, or a value that can't be.
+    """
+    defaults = {
+        "task": plan.profile.target,
+        "epochs": 5,
+        "threads": plan.profile.threads,
+        "timeout_s": min(max(25.0, 100 * plan.predicted.period_s), MAX_SECONDS),
+    }
+    given = {name: value for name, value in asked.items() if value is not None}
+    try:
+        return msgspec.convert({**defaults, **given}, RunSettings)
+    except msgspec.ValidationError as error:
+        raise UserError(f"settings: {error}") from None

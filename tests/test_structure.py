@@ -185,9 +185,13 @@ def test_public_names():
     import timeprest
 
     assert sorted(timeprest.__all__) == [
+        "Callback",
         "Cluster",
+        "EarlyStopping",
         "Plan",
         "Profile",
+        "Stop",
+        "Trainer",
         "__version__",
         "plan",
         "profile",

@@ -22,8 +22,8 @@ from ...planner.cluster.cluster import (
 )
 from ...planner.plan import Plan
 from ...profiles.errors import UserError
-from ...profiles.files import MAX_FACTOR, MAX_SECONDS, MAX_THREADS
-from ...runtime.settings import OptimizerChoice, RunSettings
+from ...profiles.files import MAX_FACTOR, MAX_THREADS
+from ...runtime.settings import OptimizerChoice, RunSettings, settings_of
 from .command import group, options
 from .config import CLUSTER_FLAGS, CONFIG, PRINT
 from .values import FileName, FolderName, Fraction, Number, TargetName, Whole
@@ -418,11 +418,4 @@ def run_settings(
     plan: Plan, optimizer: OptimizerChoice | None, asked: dict[str, Any]
 ) -> RunSettings:
     """The settings of a new run; `asked` has the other options by field, None where not given."""
-    defaults = {
-        "task": plan.profile.target,
-        "epochs": 5,
-        "threads": plan.profile.threads,
-        "timeout_s": min(max(25.0, 100 * plan.predicted.period_s), MAX_SECONDS),
-    }
-    given = {name: value for name, value in asked.items() if value is not None}
-    return RunSettings(optimizer=optimizer, **{**defaults, **given})
+    return settings_of(plan, {**asked, "optimizer": optimizer})

@@ -14,10 +14,16 @@ from ...planner.plan import Plan
 from ...profiles.errors import StoppedError
 from ...profiles.units import format_rate
 from ...runtime.prepare.workers import workers_of
-from ...runtime.records.metrics import EpochRecord
+from ...runtime.records.callbacks import (
+    Callback,
+    EpochDone,
+    MiniBatchDone,
+    RestartDue,
+    RunBegun,
+)
 from ...runtime.records.status import WorkerStatus, read_statuses
 from ...runtime.settings import RunSettings
-from ..errors import why_unprinted
+from ..errors import tell, why_unprinted
 from ..progress import Bar
 from ..tables.run import epoch_line
 
@@ -46,8 +52,10 @@ def _stopping(show: F) -> F:
     return shown  # type: ignore[return-value]
 
 
-class TrainingProgress:
+class TrainingProgress(Callback):
     """Shows a run on the terminal: a bar for the epoch, and a line for each that is done."""
+
+    waited_for = False
 
     def __init__(
         self,
@@ -76,33 +84,37 @@ class TrainingProgress:
             self._busy = BusyShares(run_dir / "status", devices)
 
     @_stopping
-    def starting(self, what: str) -> None:
-        """As `Observer`."""
+    def on_starting(self, what: str) -> None:
+        """As `Callback`."""
         self._bar.doing(what)
 
     @_stopping
-    def begin(self) -> None:
-        """As `Observer`."""
+    def on_begin(self, event: RunBegun) -> None:
+        """As `Callback`."""
         if not self._bar.quiet:
             self._bar.print(*self._opening())
 
     @_stopping
-    def mini_batch(self, epoch: int, done: int, of: int, loss: float) -> None:
-        """As `Observer`."""
+    def on_mini_batch(self, event: MiniBatchDone) -> None:
+        """As `Callback`."""
         if self._busy is not None and self._bar.shown:
             self._busy.start()
-        self._first = of if self._first is None else self._first
-        so_far = epoch * self._first + done
+        self._first = event.of if self._first is None else self._first
+        so_far = event.epoch * self._first + event.done
         rate = self._rate(so_far, time.monotonic())
         shares = self._busy.shares() if self._busy is not None else []
         total = self._settings.steps or self._settings.epochs * self._first
-        self._bar(training_text(epoch, done, of, loss, rate, shares), so_far, total)
+        self._bar(training_text(event, rate, shares), so_far, total)
 
     @_stopping
-    def epoch(self, record: EpochRecord) -> None:
-        """As `Observer`."""
+    def on_epoch(self, event: EpochDone) -> None:
+        """As `Callback`."""
         if not self._bar.quiet:
-            self._bar.print(epoch_line(record))
+            self._bar.print(epoch_line(event.record))
+
+    def on_restart(self, event: RestartDue) -> None:
+        """As `Callback`."""
+        tell(str(event))
 
 
 class Rate:
@@ -182,13 +194,11 @@ def busy_text(shares: Sequence[float]) -> str:
     return f"busy {min(shares):.0%} to {max(shares):.0%}, mean {mean:.0%}"
 
 
-def training_text(
-    epoch: int, done: int, of: int, loss: float, rate: float | None, shares: Sequence[float]
-) -> str:
+def training_text(at: MiniBatchDone, rate: float | None, shares: Sequence[float]) -> str:
     """One line; what matters most comes first, since a narrow terminal cuts its end."""
-    parts = [f"epoch {epoch + 1}: {done}/{of}"]
+    parts = [f"epoch {at.epoch + 1}: {at.done}/{at.of}"]
     if rate:
         parts.append(format_rate(rate, "samples"))
-    parts.append(f"loss {loss:.4f}")
+    parts.append(f"loss {at.loss:.4f}")
     parts.append(busy_text(shares))
     return ", ".join(filter(None, parts))

@@ -13,9 +13,9 @@ from ...profiles.measuring.process import keep_freed_memory
 from ...runtime.prepare.workers import workers_of
 from ...runtime.processes.rendezvous import Rendezvous
 from ...runtime.records.metrics import RunSummary
-from ...runtime.run import resume, run, with_restarts
+from ...runtime.run import Trainer
 from ...runtime.settings import RunSettings
-from ..errors import Stopped, output, print_json, tell
+from ..errors import Stopped, output, print_json
 from ..progress import Bar
 from ..tables.plan import operations
 from ..tables.run import summary_lines, summary_table
@@ -77,20 +77,18 @@ def train(job: TrainingJob, *, as_json: bool, quiet: bool, verbose: bool) -> Non
 
 
 def _trained(job: TrainingJob, progress: TrainingProgress) -> RunSummary:
-    plan, settings, where = job.plan, job.settings, job.where
-    how: dict[str, Any] = {
-        "inline": job.inline,
-        "observer": progress,
-        "rendezvous": job.rendezvous,
-    }
-    go_on = partial(resume, where, **how)
-    if job.resumed is None:
-        first, changes = partial(run, plan, settings, where, **how), {}
-    else:
-        first, changes = partial(go_on, **job.resumed), job.resumed["changes"]
     if job.rendezvous is None:
-        warn_of_memory(plan, settings)
-    return with_restarts(first, partial(go_on, changes=changes), job.max_restarts, tell)
+        warn_of_memory(job.plan, job.settings)
+    trainer = Trainer(
+        job.plan,
+        job.where,
+        job.settings,
+        callbacks=[progress],
+        inline=job.inline,
+        max_restarts=job.max_restarts,
+        rendezvous=job.rendezvous,
+    )
+    return trainer.run() if job.resumed is None else trainer.resume(**job.resumed)
 
 
 def _opening(job: TrainingJob, *, verbose: bool) -> Iterator[Any]:

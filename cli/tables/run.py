@@ -87,6 +87,8 @@ def summary_lines(plan: Plan, summary: RunSummary) -> list[Text]:
             f"{format_seconds(summary.seconds)} in all, start-up and evaluation included"
         )
     ]
+    if summary.stopped is not None:
+        lines.append(Text(f"stopped early: {summary.stopped}"))
     predicted = format_seconds(summary.predicted_period_s)
     if summary.measured_period_s is None:
         lines.append(

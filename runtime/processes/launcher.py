@@ -24,7 +24,7 @@ from ..records.run_dir import RunDir
 from ..records.status import WorkerStatus, read_statuses
 from .environment import LOOPBACK, Launched, take_signals, variables_of
 from .failures import circumstances, settled
-from .rendezvous import GRACE_S, Failure, LocalStore
+from .rendezvous import GRACE_S, Failure, LocalStore, MayGoOn
 from .start import WorkerProcess, start_process
 
 LOOK_S = 0.1
@@ -58,6 +58,7 @@ def launch(run_dir: RunDir, labels: Sequence[str], observer: Observer) -> None:
 
     Args:
         labels: how each is named in messages, by rank.
+        observer: is told of progress. Where it is waited for, workers ask it whether to go on.
 
     Raises:
         RunError: a worker failed; the message says which one, at which operation and why.
@@ -72,7 +73,12 @@ def launch(run_dir: RunDir, labels: Sequence[str], observer: Observer) -> None:
         start.over |= tail.poll()
         start.poll()
 
-    run_workers(workers, poll)
+    def going(at: MayGoOn) -> bool:
+        # What it is to decide by was written before.
+        tail.poll()
+        return observer.drained(at.mini_batches, checkpoint=at.checkpoint)
+
+    run_workers(workers, poll, going if observer.waited_for else None)
 
 
 class _StartProgress:
@@ -114,13 +120,22 @@ class _StartProgress:
 _OPERATION = re.compile(r"\d+[FBWU]\d")
 
 
-def run_workers(workers: Workers, poll: Callable[[], None]) -> None:
+def run_workers(
+    workers: Workers,
+    poll: Callable[[], None],
+    going: Callable[[MayGoOn], bool] | None = None,
+) -> None:
     """Start workers and wait for their end, calling `poll` a few times a second.
+
+    Args:
+        going: answers whether to go on where the pipeline has drained; None: workers don't ask.
 
     Raises as `launch`, and what `poll` raises; all workers have ended then.
     """
     store, failure = LocalStore(), None
     processes: list[WorkerProcess] = []
+    if going is not None:
+        store.be_asked()
     with _signals() as arrived:
         try:
             logs = _start(workers, store.port, processes)
@@ -130,6 +145,8 @@ def run_workers(workers: Workers, poll: Callable[[], None]) -> None:
                 if failed or arrived or None not in codes:
                     break
                 poll()
+                if going is not None:
+                    store.answer(going)
                 time.sleep(LOOK_S)
             if failed:
                 # Before the others are ended: what they wait for tells where the run was.

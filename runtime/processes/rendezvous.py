@@ -53,6 +53,8 @@ STORE_S = 3.0
 
 NAME = "timeprest"
 
+_ASKED, _GO_ON = "asked", b"go on"
+
 T = TypeVar("T")
 
 
@@ -66,6 +68,18 @@ class Failure(NamedTuple):
     message: str
     exit_code: int = 1
     waited: bool = False
+
+
+class MayGoOn(NamedTuple):
+    """What a worker asks the launcher where the pipeline has drained: whether to go on.
+
+    Attributes:
+        mini_batches: of the run that are done.
+        checkpoint: one has been written there.
+    """
+
+    mini_batches: int
+    checkpoint: bool
 
 
 class Rendezvous:
@@ -108,6 +122,7 @@ class Rendezvous:
         # A wait of one thread on a store keeps the others from it.
         self._own = _connect(launched, serve=False)
         self._count = 0
+        self._questions = 0
         self._beat()
         threading.Thread(target=self._watch, daemon=True).start()
         if not launched.one_host:
@@ -185,6 +200,32 @@ class Rendezvous:
     def share(self, what: str, mine: str) -> str:
         """What rank 0 says to `what`, for all. Raises PeerError."""
         return self.gather(what, mine.encode())[0].decode()
+
+    def is_asked(self) -> bool:
+        """Whether the launcher wants to be asked where the pipeline drains. Raises PeerError."""
+        try:
+            return bool(self.store.check([_ASKED]))
+        except RuntimeError as error:
+            raise PeerError(f"rank {self.rank}: the launcher is gone") from error
+
+    def ask(self, question: MayGoOn, within_s: float) -> bool:
+        """Whether the launcher says to go on. Raises PeerError when it doesn't answer in time."""
+        end = time.monotonic() + within_s
+        try:
+            self.store.set(f"question/{self._questions}", msgspec.json.encode(question))
+            while not self.store.check([f"answer/{self._questions}"]):
+                if time.monotonic() > end:
+                    raise PeerError(
+                        f"rank {self.rank}: the launching process gave no answer within "
+                        f"{within_s:g} s after mini-batch {question.mini_batches}: a callback of "
+                        "the run takes too long; give a longer timeout_s"
+                    )
+                time.sleep(POLL_S)
+            answer = bytes(self.store.get(f"answer/{self._questions}"))
+        except RuntimeError as error:
+            raise PeerError(f"rank {self.rank}: the launcher is gone") from error
+        self._questions += 1
+        return answer == _GO_ON
 
     def check_same(self, what: dict[str, str]) -> None:
         """Raise UserError, on all workers, when they don't agree on all of this."""
@@ -412,6 +453,19 @@ class LocalStore:
         self._server = _serve(LOOPBACK, 0)
         self.port = self._server.port
         self._space = _name_space(self._server, 0)
+        self._answered = 0
+
+    def be_asked(self) -> None:
+        """Have the workers ask where the pipeline drains (`Rendezvous.ask`)."""
+        self._space.set(_ASKED, b"")
+
+    def answer(self, going: Callable[[MayGoOn], bool]) -> None:
+        """Answer a worker's question, if there is one."""
+        if self._space.check([f"question/{self._answered}"]):
+            text = self._space.get(f"question/{self._answered}")
+            going_on = going(msgspec.json.decode(text, type=MayGoOn))
+            self._space.set(f"answer/{self._answered}", _GO_ON if going_on else b"")
+            self._answered += 1
 
     def failure(self) -> Failure | None:
         """Why the run failed, as a worker says; None: none does, and from now on none will."""

@@ -211,6 +211,8 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     epochs: list[EpochRecord]
     stages: list[StageReport]
     """Of all replicas: stage by stage, and within a stage one by one."""
+    stopped: str | None = None
+    """Why a callback ended the run before its last mini-batch; None: none did."""
 
 
 def summarize(
@@ -221,11 +223,12 @@ def summarize(
     seconds: float,
     *,
     inline: bool,
+    stopped: str | None = None,
 ) -> RunSummary:
     """The end summary of a run from its epochs and its workers' reports.
 
     Args:
-        segments: of the whole run.
+        segments: of the run that are done.
         seconds: since training began, the workers' start included.
     """
     # Like the prediction, the measured period is the slowest stage's. Inline, stages take
@@ -245,6 +248,7 @@ def summarize(
         measured_period_s=max(periods, default=None),
         epochs=epochs,
         stages=[replace(r, idle_share=None if inline else _idle_share(r)) for r in reports],
+        stopped=stopped,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -14,14 +14,23 @@ from ...profiles.files import read_lines
 from .growing_file import GrowingFile
 from .metrics import EpochRecord, with_nan
 
+if TYPE_CHECKING:
+    from .callbacks import RunBegun
+
 
 class Observer(Protocol):
-    """Is told how a run goes on."""
+    """Is told how a run goes on.
+
+    Attributes:
+        waited_for: workers wait where the pipeline drains until `drained` says whether to go on.
+    """
+
+    waited_for: bool
 
     def starting(self, what: str) -> None:
         """This is being done, in a word or two, before the first mini-batch."""
 
-    def begin(self) -> None:
+    def begin(self, begun: RunBegun) -> None:
         """All checks have passed; training begins."""
 
     def mini_batch(self, epoch: int, done: int, of: int, loss: float) -> None:
@@ -30,14 +39,25 @@ class Observer(Protocol):
     def epoch(self, record: EpochRecord) -> None:
         """An epoch and its evaluation are done."""
 
+    def drained(self, mini_batches: int, *, checkpoint: bool) -> bool:
+        """The pipeline is empty after so many mini-batches of the run.
+
+        Args:
+            checkpoint: one has been written there.
+
+        Returns whether to go on.
+        """
+
 
 class Silent:
     """An observer that does nothing."""
 
+    waited_for = False
+
     def starting(self, what: str) -> None:
         """Ignored."""
 
-    def begin(self) -> None:
+    def begin(self, begun: RunBegun) -> None:
         """Ignored."""
 
     def mini_batch(self, epoch: int, done: int, of: int, loss: float) -> None:
@@ -46,22 +66,27 @@ class Silent:
     def epoch(self, record: EpochRecord) -> None:
         """Ignored."""
 
+    def drained(self, mini_batches: int, *, checkpoint: bool) -> bool:
+        """Go on."""
+        return True
+
 
 class Both:
     """Two observers as one."""
 
     def __init__(self, first: Observer, second: Observer) -> None:
         self.pair = (first, second)
+        self.waited_for = first.waited_for or second.waited_for
 
     def starting(self, what: str) -> None:
         """Tell both."""
         for observer in self.pair:
             observer.starting(what)
 
-    def begin(self) -> None:
+    def begin(self, begun: RunBegun) -> None:
         """Tell both."""
         for observer in self.pair:
-            observer.begin()
+            observer.begin(begun)
 
     def mini_batch(self, epoch: int, done: int, of: int, loss: float) -> None:
         """Tell both."""
@@ -72,6 +97,11 @@ class Both:
         """Tell both."""
         for observer in self.pair:
             observer.epoch(record)
+
+    def drained(self, mini_batches: int, *, checkpoint: bool) -> bool:
+        """Tell both; go on where both say so."""
+        first, second = (each.drained(mini_batches, checkpoint=checkpoint) for each in self.pair)
+        return first and second
 
 
 class MetricsFile(Silent):
@@ -94,6 +124,11 @@ class MetricsFile(Silent):
         self._at = epoch, done, of
         if done == of or time.monotonic() - self._written > 0.2:
             self.flush()
+
+    def drained(self, mini_batches: int, *, checkpoint: bool) -> bool:
+        """Write what was noted."""
+        self.flush()
+        return True
 
     def flush(self) -> None:
         """Write the losses that were noted."""
@@ -149,9 +184,9 @@ class Tail:
             if kind == "epoch":
                 self.observer.epoch(msgspec.convert(found, EpochRecord))
             else:
-                self.observer.mini_batch(
-                    found["epoch"], found["done"], found["of"], _number(found["losses"][-1])
-                )
+                losses = found["losses"]
+                for done, loss in enumerate(losses, found["done"] - len(losses) + 1):
+                    self.observer.mini_batch(found["epoch"], done, found["of"], _number(loss))
         return bool(whole)
 
 

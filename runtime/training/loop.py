@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from itertools import chain
 
 import torch
@@ -99,7 +100,7 @@ def train(
     checkpoints = CheckpointWriter(where, prepared.plan, prepared.settings, agree, files)
     told = Silent() if metrics is None else Both(metrics, observer)
     try:
-        course = Course(runners, told, barrier, replica_barrier, checkpoints)
+        course = Course(runners, told, barrier, replica_barrier, checkpoints, agree)
         course.run()
     except BaseException:
         for file in chain(*files.values()):
@@ -127,12 +128,14 @@ class Course:
         barrier: Barrier,
         replica_barrier: Barrier,
         checkpoints: CheckpointWriter | None = None,
+        agree: Agree = bool,
     ) -> None:
         """
         Args:
             barrier: waits for all workers.
             replica_barrier: waits for the other replicas of this process's stages.
             checkpoints: writes those that the segments ask for; None: there are none.
+            agree: as of `train`.
 
         Raises FileError when the run starts from a checkpoint or weights that can't be used.
         """
@@ -147,6 +150,7 @@ class Course:
         self.sums = [EpochSums() for _ in runners]
         self.done = 0
         self._checkpoints = checkpoints
+        self._agree = agree
         self._orders: dict[int, Schedule] = {}
         # Every worker draws from a random stream of its own, inline as in processes.
         self._random: list[torch.Tensor] = []
@@ -183,17 +187,18 @@ class Course:
             set_random_state(self._random[0], self.runners[0].device)
 
     def run(self) -> None:
-        """Train all segments and evaluate after each."""
+        """Train all segments and evaluate after each epoch; fewer, where the observer says so."""
         with nullcontext() if self.prepared.settings.dropout else WithoutDropout():
             self._run()
 
     def _run(self) -> None:
         compare_lengths(self.runners)
         compared: int | None = None
+        # Before the others, `agree` has all workers wait for each other.
+        self.barrier()
         for segment in self.prepared.segments:
             if segment.first < self.done:
                 continue
-            self.barrier()
             if segment.epoch != compared:
                 compare_training(self.runners, segment)
                 compared = segment.epoch
@@ -209,6 +214,26 @@ class Course:
             self.done = segment.end
             if segment.checkpoint:
                 self._write_checkpoint(segment)
+            going = self._drained(segment)
+            if segment is not self.prepared.segments[-1] and not self._agree(going):
+                self._end_early(segment)
+                break
+
+    def _drained(self, segment: Segment, *, checkpoint: bool = False) -> bool:
+        """Tell of a segment's end, or of a checkpoint after it. Returns whether to go on."""
+        if not any(runner.tells for runner in self.runners):
+            return True
+        written = self._checkpoints is not None and (segment.checkpoint or checkpoint)
+        return self.observer.drained(segment.end, checkpoint=written)
+
+    def _end_early(self, segment: Segment) -> None:
+        """End the run after this segment as after its last: checkpoint, evaluation, record."""
+        if not segment.checkpoint and self.prepared.settings.checkpoint_every != 0:
+            # Before the epoch's figures are closed: a run that is resumed goes on with them.
+            self._write_checkpoint(segment)
+            self._drained(segment, checkpoint=True)
+        if segment.rest:
+            self._end_epoch(replace(segment, rest=0))
 
     def _end_epoch(self, segment: Segment) -> None:
         """Evaluate, and tell of the epoch. `segment`: its last."""

@@ -32,7 +32,7 @@ from ..prepare.workers import Worker, workers_of
 from ..processes import watchdog
 from ..processes.environment import launched_by, use_interface
 from ..processes.locks import as_worker
-from ..processes.rendezvous import ENDING_S, Rendezvous
+from ..processes.rendezvous import ENDING_S, MayGoOn, Rendezvous
 from ..records.metrics import StageReport
 from ..records.progress import Observer, Silent
 from ..records.run_dir import RunDir
@@ -54,9 +54,27 @@ def main(arguments: list[str]) -> None:
         keep_freed_memory()
         use_interface(rendezvous.launched)
         with as_worker(run_dir.path):
-            train_worker(prepare(plan, settings), run_dir, rendezvous, status)
+            told = AsksLauncher(rendezvous, settings.timeout_s) if rendezvous.is_asked() else None
+            train_worker(prepare(plan, settings), run_dir, rendezvous, status, told)
 
     rendezvous.run(work)
+
+
+class AsksLauncher(Silent):
+    """Asks the launcher, which tells the run's callbacks, whether to go on."""
+
+    def __init__(self, rendezvous: Rendezvous, timeout_s: float) -> None:
+        self._rendezvous = rendezvous
+        self._timeout_s = timeout_s
+
+    def drained(self, mini_batches: int, *, checkpoint: bool) -> bool:
+        """Ask. Raises PeerError when no answer comes in time."""
+        # The other workers wait for this one, as long as that.
+        within_s = _SHARE * self._timeout_s
+        return self._rendezvous.ask(MayGoOn(mini_batches, checkpoint), within_s)
+
+
+_SHARE = 0.9
 
 
 def join(launcher: int, name: str = "rank") -> Rendezvous:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from dataclasses import replace
 
 import pytest
 from helpers.plans import plan_by_hand, with_times
@@ -11,6 +12,7 @@ from timeprest.cli import progress
 from timeprest.cli.errors import PlainConsole
 from timeprest.cli.progress import Bar, time_left
 from timeprest.cli.run_commands.progress import BusyShares, Rate, busy_text, training_text
+from timeprest.runtime.records.callbacks import MiniBatchDone
 from timeprest.runtime.records.progress import Silent
 from timeprest.runtime.records.status import WorkerStatus
 from timeprest.runtime.run import run
@@ -186,9 +188,10 @@ def test_busy_shares_are_those_of_the_looks():
 
 
 def test_what_training_says():
-    text = training_text(0, 3, 22, 2.25, 1422.4, [0.5, 0.925])
+    at = MiniBatchDone(mini_batch=3, epoch=0, done=3, of=22, loss=2.25)
+    text = training_text(at, 1422.4, [0.5, 0.925])
     assert text == "epoch 1: 3/22, 1422 samples/s, loss 2.2500, busy 50 92%"
-    assert training_text(4, 3, 22, 2.25, None, []) == "epoch 5: 3/22, loss 2.2500"
+    assert training_text(replace(at, epoch=4), None, []) == "epoch 5: 3/22, loss 2.2500"
     assert busy_text([0.25, 0.75] * 8) == "busy 25% to 75%, mean 50%"
 
 

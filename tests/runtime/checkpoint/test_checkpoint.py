@@ -438,7 +438,7 @@ def test_a_full_disk_loses_nothing(fails_at, mlp_target, tmp_path, monkeypatch):
 
 def test_a_folder_that_cant_be_made(mlp_target, tmp_path):
     class InTheWay(Silent):
-        def begin(self):
+        def begin(self, begun):
             (tmp_path / "run" / "checkpoints").write_text("in the way")
 
     plan, settings = plan_for(mlp_target, "timeprest", 2), settings_for(mlp_target)

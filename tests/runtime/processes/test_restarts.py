@@ -36,7 +36,7 @@ def failing(times, error=RunError):
 def test_it_goes_on_after_failures_and_tells_of_them():
     calls, first, again = failing(2)
     told = []
-    assert with_restarts(first, again, 2, told.append) == "again"
+    assert with_restarts(first, again, 2, lambda event: told.append(str(event))) == "again"
     assert calls == ["first", "again", "again"]
     assert told == ["failure 1; restart 1 of 2", "failure 2; restart 2 of 2"]
 
@@ -84,7 +84,12 @@ def test_a_killed_worker_changes_nothing(seed, undisturbed, tmp_path):
     where = tmp_path / "run"
     told = []
     with drawn(seed, 2, MINI_BATCHES, RunDir(where).statuses) as killer:
-        with_restarts(partial(run, plan, settings, where), partial(resume, where), 1, told.append)
+        with_restarts(
+            partial(run, plan, settings, where),
+            partial(resume, where),
+            1,
+            lambda event: told.append(str(event)),
+        )
     assert killer.killed_at is not None
     assert len(told) == 1, (killer.killed_at, killer.how)
     assert f"stage {killer.rank} (rank {killer.rank})" in told[0]

@@ -1,0 +1,351 @@
+"""Callbacks: who is told of a run while it goes on, and may end it early.
+
+They run in the process that launched the run, one after the other in the sequence given; under
+torchrun and srun in the process of the worker that tells of progress (the last stage's). What they
+are told of are frozen dataclasses. A run can end early only where its pipeline drains: at a
+checkpoint, at the end of an epoch, at an evaluation. Its weights are then those after all
+mini-batches up to there, in every system, bit for bit those that the whole run had there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ...planner.plan import Plan
+from ...profiles.errors import RunError, TimeprestError, UserError
+from ...profiles.tasks.hooks import describe_error
+from ..settings import RunSettings
+from .metrics import EpochRecord, RunSummary
+from .run_dir import RunDir
+
+# What callbacks are told of ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stop:
+    """What a callback returns to end the run where its pipeline drains next.
+
+    Attributes:
+        why: in a few words, for the summary.
+    """
+
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class MiniBatchDone:
+    """The last stage has the loss of a mini-batch.
+
+    Attributes:
+        mini_batch: of the run, counted from 1.
+        epoch: counted from 0.
+        done: mini-batches of this epoch, this one among them; `of` so many.
+        loss: the mean over its samples; NaN where it wasn't finite.
+    """
+
+    mini_batch: int
+    epoch: int
+    done: int
+    of: int
+    loss: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationDone:
+    """The test data have been evaluated; the pipeline is empty.
+
+    Attributes:
+        mini_batch: mini-batches of the run that are done.
+        epoch: counted from 0.
+        figures: means over the test samples; "loss", and those of the task.
+    """
+
+    mini_batch: int
+    epoch: int
+    figures: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochDone:
+    """An epoch is done, and its evaluation where there is one.
+
+    Attributes:
+        mini_batch: mini-batches of the run that are done.
+        record: its losses, figures and times.
+    """
+
+    mini_batch: int
+    record: EpochRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointWritten:
+    """A checkpoint is whole.
+
+    Attributes:
+        mini_batch: mini-batches of the run that are done.
+        path: its directory.
+    """
+
+    mini_batch: int
+    path: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunBegun:
+    """All checks have passed; training begins.
+
+    Attributes:
+        mini_batches: in the whole run.
+        epoch_mini_batches: in a whole epoch.
+        resumed_at: mini-batches done before; 0 for a new run.
+        before: evaluations before that.
+    """
+
+    plan: Plan
+    settings: RunSettings
+    run_dir: Path
+    mini_batches: int
+    epoch_mini_batches: int
+    resumed_at: int = 0
+    before: tuple[EvaluationDone, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestartDue:
+    """The run has failed, and starts again from its newest checkpoint.
+
+    Attributes:
+        restart: counted from 1; there are `of` at most.
+    """
+
+    error: RunError
+    restart: int
+    of: int
+
+    def __str__(self) -> str:
+        return f"{self.error}; restart {self.restart} of {self.of}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunEnded:
+    """The run is over.
+
+    Attributes:
+        summary: None where it failed or was stopped from outside.
+        error: what ended it then.
+    """
+
+    summary: RunSummary | None
+    error: BaseException | None = None
+
+
+class Callback:
+    """Base of what is told how a run goes on; each method does nothing until it is overridden.
+
+    All but `on_starting`, `on_restart` and `on_end` may return `Stop("why")`.
+
+    Attributes:
+        waited_for: the workers wait where the pipeline drains until this callback has been told of
+            all up to there, so that its `Stop` takes effect at that place. False for one that only
+            shows or writes: the workers go on meanwhile.
+    """
+
+    waited_for: bool = True
+
+    def on_starting(self, what: str) -> None:
+        """This is being done, in a word or two, before the first mini-batch."""
+
+    def on_begin(self, event: RunBegun) -> Stop | None:
+        """Training begins, also of a run that is resumed or restarted."""
+
+    def on_mini_batch(self, event: MiniBatchDone) -> Stop | None:
+        """A mini-batch's loss is known. From workers' processes these come a few times a second,
+        several at once."""
+
+    def on_evaluation(self, event: EvaluationDone) -> Stop | None:
+        """The test data have been evaluated."""
+
+    def on_epoch(self, event: EpochDone) -> Stop | None:
+        """An epoch is done; its evaluation was told of before."""
+
+    def on_checkpoint(self, event: CheckpointWritten) -> Stop | None:
+        """A checkpoint is whole. Of interest to `waited_for` callbacks: of a run that none of these
+        is told of, checkpoints aren't told either."""
+
+    def on_restart(self, event: RestartDue) -> None:
+        """The run has failed and is restarted."""
+
+    def on_end(self, event: RunEnded) -> None:
+        """The run is over, whether it trained to its end, was stopped or failed."""
+
+
+# Telling them -----------------------------------------------------------------------------------
+
+
+class Callbacks:
+    """Tells callbacks what an observer of the run (`progress.Observer`) is told.
+
+    Attributes:
+        stop: what the first callback that wants to end the run has said.
+        waited_for: one of them is.
+    """
+
+    def __init__(self, callbacks: Sequence[Callback]) -> None:
+        """Raises UserError for what isn't a callback."""
+        for callback in callbacks:
+            if not isinstance(callback, Callback):
+                raise UserError(
+                    f"callbacks: {_name(callback)} isn't a callback: give objects of classes that "
+                    "derive from timeprest.Callback"
+                )
+        self.callbacks = tuple(callbacks)
+        self.waited_for = any(callback.waited_for for callback in callbacks)
+        self.stop: Stop | None = None
+        self._begun: RunBegun | None = None
+        self._done = 0
+
+    def starting(self, what: str) -> None:
+        """As `Observer`."""
+        self._tell("on_starting", what)
+
+    def begin(self, begun: RunBegun) -> None:
+        """As `Observer`."""
+        self._begun, self._done, self.stop = begun, begun.resumed_at, None
+        self._tell("on_begin", begun)
+
+    def mini_batch(self, epoch: int, done: int, of: int, loss: float) -> None:
+        """As `Observer`."""
+        assert self._begun is not None
+        self._done = epoch * self._begun.epoch_mini_batches + done
+        event = MiniBatchDone(mini_batch=self._done, epoch=epoch, done=done, of=of, loss=loss)
+        self._tell("on_mini_batch", event)
+
+    def epoch(self, record: EpochRecord) -> None:
+        """As `Observer`."""
+        if record.test:
+            figures = dict(record.test)
+            event = EvaluationDone(mini_batch=self._done, epoch=record.epoch, figures=figures)
+            self._tell("on_evaluation", event)
+        self._tell("on_epoch", EpochDone(mini_batch=self._done, record=record))
+
+    def drained(self, mini_batches: int, *, checkpoint: bool) -> bool:
+        """As `Observer`."""
+        assert self._begun is not None
+        if checkpoint:
+            path = RunDir(self._begun.run_dir).checkpoint(mini_batches)
+            self._tell("on_checkpoint", CheckpointWritten(mini_batch=mini_batches, path=path))
+        return self.stop is None
+
+    def restart(self, event: RestartDue) -> None:
+        """The run starts again."""
+        self._tell("on_restart", event)
+
+    def end(self, event: RunEnded) -> None:
+        """The run is over. After a failure, that of a callback isn't told."""
+        try:
+            self._tell("on_end", event)
+        except TimeprestError:
+            if event.error is None:
+                raise
+
+    def _tell(self, method: str, event: Any) -> None:
+        """Raises RunError for a callback that fails, UserError for one that gives nonsense."""
+        for callback in self.callbacks:
+            name = f"callback {_name(callback)}.{method}"
+            try:
+                found = getattr(callback, method)(event)
+            except TimeprestError:
+                raise
+            except Exception as error:
+                raise RunError(f"{name} failed: {describe_error(error)}") from error
+            if isinstance(found, Stop):
+                self.stop = self.stop or found
+            elif found is not None:
+                raise UserError(
+                    f"{name} gave {found!r:.60}: return Stop('why') to end the run, else nothing"
+                )
+
+
+def _name(callback: object) -> str:
+    return callback.__name__ if isinstance(callback, type) else type(callback).__name__
+
+
+# Ready-made -------------------------------------------------------------------------------------
+
+
+class EarlyStopping(Callback):
+    """Ends a run whose test figure hasn't got better for some evaluations.
+
+    The run keeps the weights that it has then, and a checkpoint of them; those of its best
+    evaluation are in the checkpoint of `best_mini_batch`, if the run still keeps that one.
+
+    Attributes:
+        best: the best figure so far; None: there was none.
+        best_mini_batch: mini-batches that were done then.
+    """
+
+    def __init__(
+        self,
+        figure: str = "loss",
+        *,
+        patience: int = 3,
+        min_delta: float = 0.0,
+        mode: Literal["min", "max"] = "min",
+    ) -> None:
+        """
+        Args:
+            figure: of the evaluation: "loss", or one of the task's metrics.
+            patience: evaluations without a better figure that end the run.
+            min_delta: what a figure must be better by than the best one.
+            mode: whether less ("min") or more ("max") is better.
+
+        Raises UserError for a patience below 1, a negative `min_delta` or another mode.
+        """
+        if mode not in ("min", "max"):
+            raise UserError(f"EarlyStopping: mode {mode!r}: give 'min' or 'max'")
+        if patience < 1 or not min_delta >= 0:
+            raise UserError("EarlyStopping: patience is 1 or more, min_delta 0 or more")
+        self.figure, self.patience, self.min_delta = figure, patience, min_delta
+        self._sign = 1.0 if mode == "min" else -1.0
+        self.best: float | None = None
+        self.best_mini_batch = 0
+        self._without = 0
+
+    def on_begin(self, event: RunBegun) -> Stop | None:
+        """Begin anew, or where the run was that is resumed. Raises UserError without evaluation."""
+        if not event.settings.evaluate:
+            raise UserError("EarlyStopping: goes by evaluations; leave evaluate=False out")
+        self.best, self.best_mini_batch, self._without = None, 0, 0
+        for before in event.before:
+            self._note(before)
+        return None
+
+    def on_evaluation(self, event: EvaluationDone) -> Stop | None:
+        """Stop after `patience` evaluations without a better figure."""
+        self._note(event)
+        if self._without < self.patience:
+            return None
+        return Stop(
+            f"test {self.figure} no better than {self.best:.4g} for {self.patience} "
+            f"evaluation{'s' if self.patience > 1 else ''}"
+            if self.best is not None
+            else f"test {self.figure} isn't finite"
+        )
+
+    def _note(self, event: EvaluationDone) -> None:
+        if self.figure not in event.figures:
+            raise UserError(
+                f"EarlyStopping: the evaluation has no {self.figure!r}; it has "
+                f"{', '.join(event.figures)}"
+            )
+        found = event.figures[self.figure]
+        better = self.best is None or self._sign * (self.best - found) > self.min_delta
+        if math.isfinite(found) and better:
+            self.best, self.best_mini_batch, self._without = found, event.mini_batch, 0
+        else:
+            self._without += 1
