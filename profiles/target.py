@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -101,9 +102,42 @@ class Target:
         size = dataset_size(dataset, "train")
         indices = [k % size for k in range(samples)]
         batch: tuple[Call, Any] = _call(
-            self.name, "collating samples", lambda: fetch_call(dataset, indices)
+            self.name,
+            "collating samples",
+            lambda: fetch_call(dataset, indices, self._arguments_among),
         )
         return batch
+
+    def _arguments_among(self, keys: Collection[str]) -> Sequence[str]:
+        """Which of a batch's keys are names of the model's arguments. Raises TargetError."""
+        named, others = self._parameters
+        found = sorted(named.intersection(keys))
+        if not found and others:
+            return sorted(keys)
+        if not found:
+            given, wanted = _joined(sorted(map(str, keys))), _joined(sorted(named) or ["nothing"])
+            raise TargetError(
+                f"{self.name}: data(split): samples are dicts of {given}, and the model's "
+                f"forward takes {wanted}: name entries as its arguments are, or make samples pairs "
+                "(inputs, target)"
+            )
+        return found
+
+    @functools.cached_property
+    def _parameters(self) -> tuple[set[str], bool]:
+        """Names of the forward's arguments, and whether it takes any others by name."""
+        with torch.random.fork_rng(devices=[]):
+            try:
+                with torch.device("meta"):
+                    model = self.model()
+            except TargetError:  # some can't be made without numbers
+                model = self.model()
+        parameters = inspect.signature(model.forward).parameters.values()
+        any_kind = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+        return (
+            {p.name for p in parameters if p.kind not in any_kind},
+            any(p.kind == inspect.Parameter.VAR_KEYWORD for p in parameters),
+        )
 
 
 def parse_input(text: str) -> InputSpec:

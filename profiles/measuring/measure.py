@@ -156,9 +156,8 @@ def _without_ones(
 
 
 def _placed(platform: Platform, call: Call, target: Any) -> tuple[Call, Any]:
-    tensors = tuple(platform.place(tensor) for tensor in call.tensors)
     placed = torch.utils._pytree.tree_map_only(torch.Tensor, platform.place, target)
-    return Call(tensors, call.names), placed
+    return call.with_tensors([platform.place(tensor) for tensor in call.tensors]), placed
 
 
 def _try(target: Target, model: nn.Module, call: Call) -> None:
@@ -212,7 +211,9 @@ def _try_evaluation(bench: Bench, task: Task, trained: tuple[Call, Any]) -> None
     try:
         with _disable_current_modes():
             dataset = call_hook("data('test')", task.data, "test")
-            call, wanted = fetch_call(dataset, range(min(size, dataset_size(dataset, "test"))))
+            call, wanted = fetch_call(
+                dataset, range(min(size, dataset_size(dataset, "test"))), trained[0].names
+            )
     except TargetError as error:
         _warn(f"{error} (or train with tp-run --no-evaluate)")
         call, wanted = trained

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
-from ..errors import TargetError
+from ..errors import TargetError, TraceError
 from ..tracing.call import Call
+from ..tracing.pieces import take_apart
 
 Split = Literal["train", "test"]
 
@@ -41,9 +42,11 @@ class Task(Protocol):
         worker calls it: the same seed must give the same weights."""
 
     def data(self, split: Split) -> Dataset[Any]:
-        """The samples, each ``(inputs, target)``; inputs are a tensor, a tuple of tensors in the
-        order of the model's arguments, or a dict of tensors by the arguments' names. Must have
-        a length and be indexable."""
+        """The samples, each ``(inputs, target)``; inputs are a tensor, a tuple in the order of the
+        model's arguments, or a dict by the arguments' names, each argument a tensor or a nest of
+        tuples and dicts of tensors. Or each a dict, which is the target as a whole and whose
+        entries with the names of the model's arguments are the inputs. Must have a length and be
+        indexable."""
 
     def loss(self, output: Any, target: Any) -> Tensor | tuple[Tensor, Tensor | float]:
         """The loss of a micro-batch: a mean over its samples, so that uneven ones weigh right.
@@ -132,8 +135,17 @@ def _as_number(found: Any) -> float | None:
     return found if isinstance(found, (int, float)) else None
 
 
-def fetch(dataset: Dataset[Any], indices: Sequence[int] | Tensor) -> tuple[tuple[Tensor, ...], Any]:
+Names = Sequence[str | None] | Callable[[Collection[str]], Sequence[str | None]]
+"""Names of a model's arguments; or what makes them of the keys of a batch."""
+
+
+def fetch(
+    dataset: Dataset[Any], indices: Sequence[int] | Tensor, names: Names = sorted
+) -> tuple[tuple[Tensor, ...], Any]:
     """Collate the samples at `indices`.
+
+    Args:
+        names: as for `read_batch`.
 
     Returns:
         The model's inputs, each ``[len(indices), ...]``, and the target, collated alike.
@@ -142,12 +154,14 @@ def fetch(dataset: Dataset[Any], indices: Sequence[int] | Tensor) -> tuple[tuple
         TargetError: the samples aren't ``(inputs, target)`` with tensors as inputs, or can't be
             collated.
     """
-    call, target = fetch_call(dataset, indices)
+    call, target = fetch_call(dataset, indices, names)
     return call.tensors, target
 
 
-def fetch_call(dataset: Dataset[Any], indices: Sequence[int] | Tensor) -> tuple[Call, Any]:
-    """Like `fetch`, with the names of the arguments that the inputs are for."""
+def fetch_call(
+    dataset: Dataset[Any], indices: Sequence[int] | Tensor, names: Names = sorted
+) -> tuple[Call, Any]:
+    """Like `fetch`, with the arguments that the inputs are for."""
     if isinstance(dataset, TensorDataset):
         # With a tensor as index, a third of the time that a list takes.
         batch: Any = dataset[indices if isinstance(indices, Tensor) else torch.tensor(indices)]
@@ -162,23 +176,66 @@ def fetch_call(dataset: Dataset[Any], indices: Sequence[int] | Tensor) -> tuple[
             raise TargetError(
                 f"data(split): its samples can't be put into a batch: {reason}"
             ) from error
-    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+    return read_batch(batch, names)
+
+
+def read_batch(batch: Any, names: Names = sorted) -> tuple[Call, Any]:
+    """Inputs and target of samples that are put together already.
+
+    Args:
+        batch: a pair ``(inputs, target)``; or a dict alone, which is the target as a whole, and
+            whose entries that the model has arguments for are its inputs.
+        names: of the model's arguments, for such a dict; all of its keys by default.
+
+    Raises TargetError for anything else.
+    """
+    inputs: Any
+    if isinstance(batch, Mapping):
+        taken = names(batch) if callable(names) else names
+        missing = [name for name in taken if name not in batch]
+        if missing:
+            raise TargetError(
+                f"data(split): a batch has no {missing[0]!r}, which the first ones had; it has "
+                f"{', '.join(map(repr, batch))}"
+            )
+        inputs, target = {name: batch[name] for name in taken}, batch
+    elif isinstance(batch, (tuple, list)) and len(batch) == 2:
+        inputs, target = batch
+    else:
         raise TargetError(
-            "data(split): every sample must be a pair (inputs, target); with several inputs, "
-            "a tuple or dict of tensors as the first of the pair"
+            "data(split): every sample must be a pair (inputs, target), with several inputs a "
+            "tuple or dict of tensors as the first of the pair; or a dict with all of it"
         )
-    inputs, target = batch
-    names: tuple[str | None, ...]
+    by_name: tuple[Any, ...]
     if isinstance(inputs, Mapping):
         # By name, since samples may list them in any order.
-        names = tuple(sorted(inputs))
-        inputs = tuple(inputs[name] for name in names)
+        by_name = tuple(sorted(inputs))
+        inputs = tuple(inputs[name] for name in by_name)
     else:
         inputs = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
-        names = (None,) * len(inputs)
-    if not all(isinstance(tensor, Tensor) for tensor in inputs):
-        raise TargetError("data(split): the inputs of a sample must be tensors")
-    return Call(inputs, names), target
+        by_name = (None,) * len(inputs)
+    if all(isinstance(tensor, Tensor) for tensor in inputs):
+        return Call(inputs, by_name), target
+    try:
+        tensors, nests = take_apart(inputs)
+    except TraceError:
+        tensors = ()
+    if not tensors or not all(map(_of_tensors, inputs)):
+        raise TargetError(
+            "data(split): the inputs of a sample must be tensors, or tuples, lists and dicts of "
+            "tensors"
+        )
+    return Call(tensors, by_name, nests), target
+
+
+def _of_tensors(value: Any) -> bool:
+    """Whether a nest of containers holds nothing but tensors; None may stand for what isn't
+    given."""
+    if isinstance(value, Mapping):
+        return all(map(_of_tensors, value.values()))
+    if isinstance(value, (list, tuple)):
+        return all(map(_of_tensors, value))
+    return value is None or isinstance(value, Tensor)
 
 
 def dataset_size(dataset: Dataset[Any], split: Split) -> int:

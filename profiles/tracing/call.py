@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from .pieces import Built, Slot, fill
 
 
 @dataclass(frozen=True)
@@ -17,19 +19,78 @@ class Call:
 
     Attributes:
         tensors: each of shape ``[samples, ...]``.
-        names: for each the name of the forward's argument, or None where it goes by position.
-            Those by position come first.
+        names: for each argument the name that the forward has for it, or None where it goes by
+            position. Those by position come first.
+        nests: for each argument how it is made of tensors, with a `Slot` for each; None: every
+            argument is a tensor.
     """
 
     tensors: tuple[Tensor, ...]
     names: tuple[str | None, ...]
+    nests: tuple[Any, ...] | None = None
 
     def of(self, model: nn.Module, tensors: Sequence[Any] | None = None) -> Any:
         """Call `model` with these tensors, or with others in their places."""
-        given = self.tensors if tensors is None else tensors
-        positional = [t for t, name in zip(given, self.names, strict=True) if name is None]
-        named = {name: t for t, name in zip(given, self.names, strict=True) if name is not None}
+        positional, named = self.arguments(self.tensors if tensors is None else tensors)
         return model(*positional, **named)
+
+    def arguments(self, tensors: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments by position and those by name, made of these tensors."""
+        given = tensors if self.nests is None else [fill(nest, tensors) for nest in self.nests]
+        pairs = list(zip(given, self.names, strict=True))
+        positional = [value for value, name in pairs if name is None]
+        return positional, {name: value for value, name in pairs if name is not None}
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Call:
+        """The same call of other tensors."""
+        return replace(self, tensors=tuple(tensors))
+
+    def flat(self) -> Call:
+        """The call of what takes these tensors alone, one after another: a graph."""
+        return Call(self.tensors, (None,) * len(self.tensors))
+
+    def labels(self, parameters: Sequence[str]) -> list[str]:
+        """A name for each tensor: its argument's, and behind it where in the argument it is.
+
+        Args:
+            parameters: of the forward, by position.
+        """
+        own = [
+            name or (parameters[k] if k < len(parameters) else f"input_{k}")
+            for k, name in enumerate(self.names)
+        ]
+        if self.nests is None:
+            return own
+        found = [""] * len(self.tensors)
+        for label, nest in zip(own, self.nests, strict=True):
+            for slot, where in _slots(nest):
+                found[slot] = "_".join([label, *where])
+        for k, label in enumerate(found):
+            while label in found[:k]:
+                label = f"{label}_{k}"
+            found[k] = label
+        return found
+
+
+def _slots(nest: Any) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """The slots of a structure, each with the keys and positions that lead to it."""
+    if isinstance(nest, Slot):
+        yield nest.index, ()
+        return
+    inside: Mapping[Any, Any] = {}
+    if isinstance(nest, Built):
+        inside = {**dict(enumerate(nest.args)), **nest.kwargs}
+        # A mapping of some class is made of one dict.
+        if len(inside) == 1 and isinstance(inside.get(0), dict):
+            inside = inside[0]
+    elif isinstance(nest, dict):
+        inside = nest
+    elif isinstance(nest, (list, tuple)):
+        inside = dict(enumerate(nest))
+    for key, item in inside.items():
+        text = "".join(c if c.isalnum() and c.isascii() else "_" for c in str(key))
+        for slot, where in _slots(item):
+            yield slot, (text, *where)
 
 
 @contextmanager

@@ -78,15 +78,11 @@ def _copy(
         **dict(model.named_buffers(remove_duplicate=False)),
     }
     signature = list(inspect.signature(model.forward).parameters)
-    labels = [
-        name or (signature[k] if k < len(signature) else f"input_{k}")
-        for k, name in enumerate(call.names)
-    ]
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     attributes: dict[str, Any] = {}
     inputs = [node for node in exported.graph.nodes if node.op == "placeholder"]
-    for node, label in zip(inputs, labels, strict=True):
+    for node, label in zip(inputs, call.labels(signature), strict=True):
         copies[node] = graph.placeholder(label)
     for node in exported.graph.nodes:
         if node.op == "get_attr":

@@ -34,8 +34,8 @@ def trace_sequential(model: nn.Module, call: Call, granularity: str) -> TracedMo
     """
     if not isinstance(model, nn.Sequential) or type(model).forward is not nn.Sequential.forward:
         raise TraceError("is not an nn.Sequential")
-    if len(call.tensors) != 1:
-        raise TraceError(f"an nn.Sequential takes one input, not {len(call.tensors)}")
+    if len(call.tensors) != 1 or call.nests is not None:
+        raise TraceError(f"an nn.Sequential takes one tensor, not {len(call.tensors)}")
     graph = fx.Graph()
     value: Any = graph.placeholder("input")
     at_hand: Any = call.tensors[0]
@@ -112,7 +112,7 @@ _MAX_REASON = 200
 _ORDER = ("fx", "export", "export-static", "sequential")
 
 _TRACERS: dict[str, Callable[[nn.Module, Call, str], TracedModel]] = {
-    "fx": lambda model, call, granularity: trace_fx(model, call.names, granularity),
+    "fx": trace_fx,
     "export": lambda *arguments: trace_export(*arguments, free_batch=True),
     "export-static": lambda *arguments: trace_export(*arguments, free_batch=False),
     "sequential": trace_sequential,
@@ -155,10 +155,10 @@ def trace(
         try:
             with unchanged(model):
                 # Fresh tensors: torch.export leaves marks on those that it is given.
-                fresh = Call(tuple(t.clone() for t in call.tensors), call.names)
+                fresh = call.with_tensors([t.clone() for t in call.tensors])
                 traced = _TRACERS[name](model, fresh, granularity)
             if verify:
-                _compare(_run(model, traced.module, Call(call.tensors, _by_position(call))), wanted)
+                _compare(_run(model, traced.module, call.flat()), wanted)
         except Exception as error:  # the user's forward runs here: anything may come out
             if name != "sequential" or front_end or isinstance(model, nn.Sequential):
                 refusals.append(f"{FRONT_ENDS[name]}: {_reason(error)}")
@@ -166,10 +166,6 @@ def trace(
             continue
         return _checked(replace(traced, refusals=tuple(refusals)), target)
     raise TraceError(_explain(model, target, refusals, failures)) from failures[0]
-
-
-def _by_position(call: Call) -> tuple[None, ...]:
-    return (None,) * len(call.names)
 
 
 def _attempt_plain(model: nn.Module, target: str, granularity: str) -> TracedModel:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from ..errors import TraceError
+from .call import Call
 from .graph import TracedModel
 from .layers import Home, group, matches
 
@@ -17,9 +18,9 @@ from .layers import Home, group, matches
 class _Tracer(fx.Tracer):
     """Traces a call with exactly the arguments given; the others keep their defaults."""
 
-    def __init__(self, names: Sequence[str | None] | None, granularity: str) -> None:
+    def __init__(self, call: Call | None, granularity: str) -> None:
         super().__init__()
-        self.names = names
+        self.call = call
         self.granularity = granularity
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
@@ -29,20 +30,16 @@ class _Tracer(fx.Tracer):
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
     ) -> tuple[Callable[..., Any], list[Any]]:
-        if self.names is None:
+        if self.call is None:
             found: tuple[Callable[..., Any], list[Any]] = super().create_args_for_root(
                 root_fn, is_module, concrete_args
             )
             return found
         own = list(inspect.signature(inspect.unwrap(root_fn)).parameters)[1:]
-        positional, named = [], {}
-        for k, name in enumerate(self.names):
-            label = name or (own[k] if k < len(own) else f"input_{k}")
-            proxy = self.create_proxy("placeholder", label, (), {})
-            if name is None:
-                positional.append(proxy)
-            else:
-                named[name] = proxy
+        proxies = [
+            self.create_proxy("placeholder", label, (), {}) for label in self.call.labels(own)
+        ]
+        positional, named = self.call.arguments(proxies)
 
         def call(*args: Any) -> Any:
             return root_fn(*args, **named)
@@ -90,14 +87,13 @@ def homes(node: fx.Node) -> list[Home]:
     return [Home(path, kind.__name__, call) for call, (path, kind) in stack.items()]
 
 
-def trace_fx(model: nn.Module, names: Sequence[str | None] | None, granularity: str) -> TracedModel:
+def trace_fx(model: nn.Module, call: Call | None, granularity: str) -> TracedModel:
     """Trace `model` symbolically. Raises whatever the user's forward raises on proxies.
 
     Args:
-        names: of the inputs, None for one that goes by position; None instead of a list:
-            every argument of the forward is an input.
+        call: what the inputs are; None: every argument of the forward is one.
     """
-    graph = _Tracer(names, granularity).trace(model)
+    graph = _Tracer(call, granularity).trace(model)
     module = fx.GraphModule(model, graph)
     layers = group(graph, granularity, homes, model)
     inputs = tuple(node for node in graph.nodes if node.op == "placeholder")

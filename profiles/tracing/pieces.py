@@ -202,21 +202,25 @@ def take_apart(value: Any) -> tuple[tuple[Any, ...], Any]:
 def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     """The same nest of containers with other tensors. Raises TraceError as `take_apart`."""
     leaves, structure = take_apart(value)
-    changed = [change(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return fill(structure, [change(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
 
-    def fill(item: Any) -> Any:
+
+def fill(structure: Any, leaves: Sequence[Any]) -> Any:
+    """A structure with these in place of its slots."""
+
+    def filled(item: Any) -> Any:
         if isinstance(item, Slot):
-            return changed[item.index]
+            return leaves[item.index]
         if isinstance(item, Built):
-            kwargs = {name: fill(field) for name, field in item.kwargs.items()}
-            return item.make(*(fill(field) for field in item.args), **kwargs)
+            kwargs = {name: filled(field) for name, field in item.kwargs.items()}
+            return item.make(*(filled(field) for field in item.args), **kwargs)
         if isinstance(item, dict):
-            return {key: fill(field) for key, field in item.items()}
+            return {key: filled(field) for key, field in item.items()}
         if isinstance(item, (list, tuple)):
-            return type(item)(fill(field) for field in item)
+            return type(item)(filled(field) for field in item)
         return item
 
-    return fill(structure)
+    return filled(structure)
 
 
 def put_together(graph: fx.Graph, structure: Any, leaves: tuple[fx.Node, ...]) -> Any:

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from ...planner.plan import Plan
 from ...profiles.errors import RunError, TargetError, TraceError
 from ...profiles.tasks.hooks import RunLength, call_hook
-from ...profiles.tasks.task import Split, Task, dataset_size, fetch
+from ...profiles.tasks.task import Names, Split, Task, dataset_size, fetch
 from ...profiles.tracing.pieces import map_tensors
 from ..settings import RunSettings
 from .tracing import ForwardLook, TracedTask
@@ -218,11 +218,18 @@ def part_of(
 class Samples:
     """One split of the task's data, in micro-batches of one size."""
 
-    def __init__(self, task: Task, split: Split, micro_batch: int, seed: int) -> None:
+    def __init__(
+        self, task: Task, split: Split, micro_batch: int, seed: int, names: Names = sorted
+    ) -> None:
+        """
+        Args:
+            names: of the model's arguments, where a batch is a dict alone.
+        """
         self.dataset: Dataset[Any] = call_hook(f"data({split!r})", task.data, split, kind=RunError)
         self.size = dataset_size(self.dataset, split)
         self.micro_batch = micro_batch
         self.seed = seed
+        self._names = names
         self._epoch = -1
         self._shuffled = torch.empty(0, dtype=torch.int64)
 
@@ -240,7 +247,7 @@ class Samples:
         shuffled, size = self._shuffle(epoch), size or self.micro_batch
         chosen = shuffled[positions.start : positions.stop : positions.step]
         if len(chosen) == size:
-            return fetch(self.dataset, chosen)
+            return fetch(self.dataset, chosen, self._names)
         real = chosen.tolist()
         # Where there is none to copy, any sample will do: nothing is made of the output.
         return self._fetch(real, real[0] if real else int(shuffled[0]), size)
@@ -254,9 +261,9 @@ class Samples:
 
     def _fetch(self, real: list[int], padding: int, size: int) -> tuple[tuple[Tensor, ...], Any]:
         missing = size - len(real)
-        inputs, target = fetch(self.dataset, real + [padding] * missing)
+        inputs, target = fetch(self.dataset, real + [padding] * missing, self._names)
         if missing:
-            target = fetch(self.dataset, real)[1] if real else None
+            target = fetch(self.dataset, real, self._names)[1] if real else None
         return inputs, target
 
     @property

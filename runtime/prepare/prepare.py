@@ -49,7 +49,9 @@ class PreparedModel:
     """The model, cut into stages.
 
     Attributes:
-        inputs: names of the model's own inputs.
+        inputs: names of the model's own inputs, one for each tensor.
+        arguments: names of its arguments, each a tensor or a nest of them; None for one that goes
+            by position.
         names: for each name of a parameter, the first that the model has for it.
         ties: parameters that several stages use.
         unused: parameters and buffers of the model that no stage uses, under its names.
@@ -60,6 +62,7 @@ class PreparedModel:
 
     stages: tuple[PreparedStage, ...]
     inputs: tuple[str, ...]
+    arguments: tuple[str | None, ...]
     names: Mapping[str, str]
     ties: Ties
     unused: Mapping[str, Tensor]
@@ -171,6 +174,7 @@ def prepare(
         model=PreparedModel(
             stages=tuple(PreparedStage(*stage) for stage in stages),
             inputs=tuple(node.name for node in traced.training[least].inputs),
+            arguments=traced.arguments,
             names=first_names(model),
             ties=ties,
             unused=_unused(model, chosen),

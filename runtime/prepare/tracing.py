@@ -81,12 +81,14 @@ class TracedTask:
         training: by number of samples.
         evaluation: in evaluation mode: tracing fixes what depends on `self.training`.
         fake: forwards run on fake tensors.
+        arguments: names of the model's arguments, None for one that goes by position.
     """
 
     target: Target
     training: Mapping[int, TracedModel]
     evaluation: TracedModel
     fake: bool
+    arguments: tuple[str | None, ...]
 
     def look(self, samples: int, graph: TracedModel | None = None) -> ForwardLook:
         """Run the model on so many samples.
@@ -128,12 +130,16 @@ def trace_for_run(
         PlanError: it is another model than the profile's.
     """
     made_from, fake = plan.profile, not is_small(plan)
+    arguments: tuple[str | None, ...] = ()
 
     def traced(n: int) -> TracedModel:
+        nonlocal arguments
+        call = target.call(n)[0]
+        arguments = call.names
         return trace(
             model,
             target.name,
-            target.call(n)[0],
+            call,
             front_end=made_from.front_end,
             granularity=made_from.granularity,
             verify=False,
@@ -166,7 +172,7 @@ def trace_for_run(
             f"{target.name}: the model's forward has other layers in evaluation mode than in "
             "training mode; it can't be evaluated with the pipeline it is trained with"
         )
-    return TracedTask(target, training, evaluation, fake)
+    return TracedTask(target, training, evaluation, fake, arguments)
 
 
 def _layers_and_values(traced: TracedModel) -> tuple[list[str], list[str]]:

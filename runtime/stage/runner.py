@@ -514,7 +514,9 @@ class StageRunner:
                 if split == "train"
                 else self.prepared.distribution.evaluation_samples
             )
-            self._samples[split] = Samples(self.prepared.task, split, size, settings.seed)
+            self._samples[split] = Samples(
+                self.prepared.task, split, size, settings.seed, self.prepared.model.arguments
+            )
         return self._samples[split]
 
     def _own(

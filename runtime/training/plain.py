@@ -17,7 +17,6 @@ from torch import nn
 from ...profiles.autograd.optimizer_step import fuse
 from ...profiles.target import resolve
 from ...profiles.tasks.task import Loss, Task, read_loss
-from ...profiles.tracing.call import Call
 from ..checkpoint.gradients import GradientFiles
 from ..prepare.data import DROP, Samples, Segment, length_of, part_of, real_part, real_samples
 from ..prepare.devices import forward_context, move, own_device, put, random_state
@@ -58,7 +57,7 @@ class PlainTraining:
         self.prepared = prepared
         self.by_micro_batch = by_micro_batch
         self.task = task or target.task
-        self.names = target.call(1)[0].names
+        self._call = target.call(1)[0]
         self.model: nn.Module = target.model(settings.seed)
         # The first GPU, where the inline run's stages are.
         self._device = own_device(prepared.plan, settings, 0)
@@ -159,7 +158,7 @@ class PlainTraining:
         inputs, target = self._take(segment, positions, size)
         with forward_context(self.prepared.model.autocast, self._device.type):
             before = random_state(self._device)
-            output = Call(inputs, self.names).of(self.model)
+            output = self._call.of(self.model, inputs)
             self.traits.draws |= not torch.equal(before, random_state(self._device))
             if not real:
                 return None
@@ -170,5 +169,5 @@ class PlainTraining:
     def _take(self, segment: Segment, positions: range, size: int) -> tuple[Any, Any]:
         if size not in self._samples:
             seed = self.prepared.settings.seed
-            self._samples[size] = Samples(self.task, "train", size, seed)
+            self._samples[size] = Samples(self.task, "train", size, seed, self._call.names)
         return put(self._samples[size].take(segment.epoch, positions), self._device)  # type: ignore[no-any-return]

@@ -82,7 +82,8 @@ def try_in_parts(prepared: Prepared, result: Any, target: Any, only: Collection[
         if settings.evaluate:
             dataset = call_hook("data('test')", task.data, "test")
             size = dataset_size(dataset, "test")
-            fetch(dataset, range(min(size, prepared.distribution.evaluation_samples)))
+            some = range(min(size, prepared.distribution.evaluation_samples))
+            fetch(dataset, some, prepared.model.arguments)
         for s, piece in enumerate(prepared.model.pieces):
             parameters = [p for p in piece.module.parameters() if p.requires_grad]
             needed = _HELD * sum(p.nbytes for p in parameters)

@@ -149,3 +149,139 @@ class TimeFirst(FlatTask):
 
     time_first = True
     metrics = None
+
+
+# Batches of several forms for one small network -------------------------------------------------
+
+KINDS, STEPS, SENTENCES = 11, 4, 40
+
+
+class Net(nn.Module):
+    """``words`` and ``mask`` early, ``point`` of two halves late."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(KINDS, 6)
+        self.mix = nn.Linear(6, 6)
+        self.wide = nn.Linear(6, 8)
+        self.out = nn.Linear(8, 3)
+
+    def compute(self, words, mask, near, far):
+        x = torch.tanh(self.mix(self.embed(words) * mask)).mean(1)
+        return self.out(torch.tanh(self.wide(x)) + near * 0.5 + far)
+
+
+class Flat(Net):
+    def forward(self, words, mask, near, far):
+        return self.compute(words, mask, near, far)
+
+
+class Nested(Net):
+    """The second argument is a dict; one of its entries is a pair, and another isn't given."""
+
+    def forward(self, words, extra):
+        near, far = extra["point"]
+        assert extra.get("unused") is None
+        return self.compute(words, extra["mask"], near, far)
+
+
+class Named(Net):
+    """Takes the labels too, and gives its own loss, as Hugging Face's models do."""
+
+    def forward(self, words=None, mask=None, near=None, far=None, labels=None):
+        scores = self.compute(words, mask, near, far)
+        return {"loss": functional.cross_entropy(scores, labels), "scores": scores}
+
+
+class Sentences(Dataset):
+    def __init__(self, split, form):
+        generator = torch.Generator().manual_seed(1 + (split == "test"))
+
+        def normal(*shape):
+            return torch.randn(SENTENCES, *shape, generator=generator, dtype=torch.float64)
+
+        self.words = torch.randint(0, KINDS, (SENTENCES, STEPS), generator=generator)
+        self.mask, self.near, self.far = normal(STEPS, 1), normal(8), normal(8)
+        self.labels = self.words.sum(1) % 3
+        self.form = form
+
+    def __len__(self):
+        return SENTENCES
+
+    def __getitem__(self, k):
+        return self.form(self.words[k], self.mask[k], self.near[k], self.far[k], self.labels[k])
+
+
+class TupleTask:
+    """``(words, mask, near, far), label``."""
+
+    net = Flat
+
+    def model(self):
+        return self.net().double()
+
+    def data(self, split):
+        return Sentences(split, self.form)
+
+    @staticmethod
+    def form(words, mask, near, far, label):
+        return (words, mask, near, far), label
+
+    def loss(self, output, target):
+        return functional.cross_entropy(output, target)
+
+    def metrics(self, output, target):
+        return {"accuracy": (output.argmax(-1) == target).double().mean()}
+
+    def optimizer(self, parameters):
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+class NestedTask(TupleTask):
+    net = Nested
+
+    @staticmethod
+    def form(words, mask, near, far, label):
+        return (words, {"mask": mask, "point": (near, far)}), {"label": [label, -label]}
+
+    def loss(self, output, target):
+        label, negative = target["label"]
+        assert torch.equal(label, -negative)
+        return functional.cross_entropy(output, label)
+
+    def metrics(self, output, target):
+        return super().metrics(output, target["label"][0])
+
+
+class DictTask(TupleTask):
+    """Samples are dicts; one entry is no argument of the model's, and the loss has it all."""
+
+    net = Named
+
+    @staticmethod
+    def form(words, mask, near, far, label):
+        inputs = {"words": words, "mask": mask, "near": near, "far": far, "labels": label}
+        return {**inputs, "place": label + 7}
+
+    def loss(self, output, target):
+        assert torch.equal(target["place"], target["labels"] + 7)
+        return output["loss"]
+
+    def metrics(self, output, target):
+        return super().metrics(output["scores"], target["labels"])
+
+
+class OtherNames(DictTask):
+    """None of the entries is an argument of the model's."""
+
+    @staticmethod
+    def form(words, mask, near, far, label):
+        return {"ids": words, "label": label}
+
+
+class TextInside(NestedTask):
+    """A text is among the inputs."""
+
+    @staticmethod
+    def form(words, mask, near, far, label):
+        return (words, {"mask": mask, "point": (near, far), "name": "x"}), label

@@ -22,7 +22,6 @@ from ....planner.systems.operations import Op
 from ....profiles.errors import RunError, UserError
 from ....profiles.target import resolve
 from ....profiles.tasks.task import Task
-from ....profiles.tracing.call import Call
 from ...communication.transport import local_transport
 from ...prepare.data import NO_EVALUATION, Samples, Segment, real_part
 from ...prepare.devices import forward_context, move, own_device, put
@@ -207,7 +206,7 @@ class _Evaluator:
         self.points: list[EvaluationPoint] = []
         settings = prepared.settings
         target = resolve(settings.task)
-        self._task, self._names = prepared.task, target.call(1)[0].names
+        self._task, self._call = prepared.task, target.call(1)[0]
         self._every, self._length = every, length
         self._parts_of_all = parts
         self._last = [0] * parts
@@ -218,7 +217,8 @@ class _Evaluator:
         self._model: nn.Module = target.model(settings.seed)
         move([self._model], self._device)
         self._model.eval()
-        self._samples = Samples(self._task, "test", prepared.plan.mini_batch, settings.seed)
+        names, mini_batch = self._call.names, prepared.plan.mini_batch
+        self._samples = Samples(self._task, "test", mini_batch, settings.seed, names)
 
     def updated(self, stage: int, done: int, state: Callable[[], dict[str, Any]]) -> None:
         """A stage has made the update of its mini-batch number `done`.
@@ -244,7 +244,7 @@ class _Evaluator:
             for k in range(self._samples.evaluations):
                 inputs, target, real = self._samples.evaluation(k)
                 inputs, target = put(inputs, self._device), put(target, self._device)
-                result = Call(inputs, self._names).of(self._model)
+                result = self._call.of(self._model, inputs)
                 if real < self._samples.micro_batch:
                     result = real_part(result, real, self._samples.micro_batch, NO_EVALUATION)
                 metrics.add(self._task, result, target, real)
