@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from .api import plan, profile, run
+    from .api import check, dry_run, links, plan, profile, resume, run
     from .planner.cluster.cluster import Cluster
     from .planner.plan import Plan
     from .profiles.profile import Profile
@@ -25,6 +25,10 @@ _HOME = {
     "profile": "api",
     "plan": "api",
     "run": "api",
+    "resume": "api",
+    "check": "api",
+    "dry_run": "api",
+    "links": "api",
     "Profile": "profiles.profile",
     "Cluster": "planner.cluster.cluster",
     "Plan": "planner.plan",
@@ -43,8 +47,12 @@ __all__ = [
     "Stop",
     "Trainer",
     "__version__",
+    "check",
+    "dry_run",
+    "links",
     "plan",
     "profile",
+    "resume",
     "run",
 ]
 

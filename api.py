@@ -1,6 +1,7 @@
-"""The Python interface: `profile`, `plan` and `run`, one for each command.
+"""The Python interface: `profile`, `plan` and `run`, one for each command, and what else these do.
 
 Each takes what its command takes, with the same defaults; amounts are texts, as on a command line.
+`links` is `tp-profile --links`; `resume`, `check` and `dry_run` are options of `tp-run`.
 """
 
 from __future__ import annotations
@@ -9,22 +10,31 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from .planner.cluster.cluster import DEFAULT_BANDWIDTH, DEFAULT_LATENCY, Cluster, uniform_cluster
+from .planner.cluster.cluster import (
+    DEFAULT_BANDWIDTH,
+    DEFAULT_LATENCY,
+    Cluster,
+    read_cluster,
+    uniform_cluster,
+)
 from .planner.cluster.contention import with_contention
 from .planner.plan import Plan
 from .planner.search.solve import MUON, solve
 from .profiles.errors import PlanError, UserError
 from .profiles.profile import Profile
 from .profiles.published.reader import import_profile, is_foreign
+from .profiles.tasks.objects import SESSION, check_not_importing, name_of
 
 if TYPE_CHECKING:
     from .planner.costs.tied_parameters import Tied
     from .runtime.records.callbacks import Callback
     from .runtime.records.metrics import RunSummary
+    from .runtime.verify.check import CheckReport
+    from .runtime.verify.dry_run import DryRun
 
 
 def profile(
-    target: str,
+    target: object,
     *,
     batch_size: int | None = None,
     micro_batch_sizes: Sequence[int] | None = None,
@@ -43,7 +53,8 @@ def profile(
 
     Args:
         target: a built-in task or model, ``file.py:name``, ``pkg.module:name``, an ONNX file, or
-            a profile that another planner published, which is imported with the batch sizes.
+            a profile that another planner published, which is imported with the batch sizes; or
+            an object: a task, a model, a class or function that makes one.
         batch_size: samples in a mini-batch; by default the largest micro-batch size, or 64.
         micro_batch_sizes: sizes to measure, in samples.
         device: "cpu", "cuda", or "meta" to reckon with a device `spec` without running.
@@ -60,15 +71,22 @@ def profile(
         TargetError, TraceError: the model can't be imported, built or traced.
         FileError: a published profile or a device spec can't be read.
     """
-    if Path(target).is_file() and is_foreign(target):
-        return import_profile(target, batch_size=batch_size, micro_batch_sizes=micro_batch_sizes)
+    check_not_importing("timeprest.profile")
+    name = name_of(target)
+    if Path(name).is_file() and is_foreign(name):
+        return import_profile(name, batch_size=batch_size, micro_batch_sizes=micro_batch_sizes)
     from .profiles.measuring.measure import measure
     from .profiles.measuring.platforms import platform_of
     from .profiles.target import parse_input, resolve
 
     if together is not None and device != "cpu":
         raise UserError('together: is for device="cpu"')
-    found = resolve(target, [parse_input(text) for text in inputs])
+    if together is not None and name.startswith(SESSION):
+        raise UserError(
+            f"together: {name} is in no file, and other processes are to measure it too; put it in "
+            "a file, or leave together out"
+        )
+    found = resolve(name, [parse_input(text) for text in inputs])
     measured = measure(
         found,
         batch_size=batch_size or max(micro_batch_sizes or [64]),
@@ -192,7 +210,7 @@ def run(
     plan: Plan,
     run_dir: str | Path,
     *,
-    task: str | None = None,
+    task: object = None,
     epochs: int | None = None,
     steps: int | None = None,
     inline: bool = False,
@@ -205,7 +223,7 @@ def run(
 
     Args:
         run_dir: a new directory for metrics, weights and the summary.
-        task: by default the target that the plan's profile was made of.
+        task: its name, or an object; by default the target that the plan's profile was made of.
         epochs: passes over the data; 5 by default.
         steps: mini-batches in all, instead of `epochs`.
         inline: all stages in this process.
@@ -234,3 +252,102 @@ def run(
         **settings,
     )
     return trainer.run()
+
+
+def resume(
+    run_dir: str | Path,
+    *,
+    epochs: int | None = None,
+    steps: int | None = None,
+    at: int | None = None,
+    task: object = None,
+    inline: bool = False,
+    callbacks: Sequence[Callback] = (),
+    max_restarts: int = 0,
+    **changes: Any,
+) -> RunSummary:
+    """Go on with a run from its newest checkpoint (`tp-run --resume`).
+
+    Args:
+        epochs, steps: in all, where there are to be more than before.
+        at: mini-batches done at another of its checkpoints.
+        task: of a run whose task is in no file, that task again.
+        inline, callbacks, max_restarts: as of `run`.
+        changes: settings that don't change what is trained, such as device="cuda".
+
+    Raises as `run`, and UserError where the run has ended or its settings were changed.
+    """
+    from .runtime.run import Trainer
+
+    trainer = Trainer(
+        None,
+        run_dir,
+        callbacks=callbacks,
+        inline=inline,
+        max_restarts=max_restarts,
+        task=task,
+    )
+    return trainer.resume(changes, epochs=epochs, steps=steps, at=at)
+
+
+def check(
+    plan: Plan,
+    run_dir: str | Path | None = None,
+    *,
+    task: object = None,
+    inline: bool = False,
+    **settings: Any,
+) -> CheckReport:
+    """Train a few mini-batches with and without the pipeline, and compare (`tp-run --check`).
+
+    Args:
+        run_dir: keeps the pipelined run; None: nothing is kept.
+        settings: as of `run`; steps=3 by default.
+
+    Raises as `run`. That something differs is in the report's verdict.
+    """
+    from .runtime.settings import settings_of
+    from .runtime.verify.check import check as compare
+
+    check_not_importing("timeprest.check")
+    asked = {**settings, "task": None if task is None else name_of(task)}
+    return compare(plan, settings_of(plan, asked), run_dir=run_dir, inline=inline)
+
+
+def dry_run(
+    plan: Plan, run_dir: str | Path = "runs/dry", *, task: object = None, **settings: Any
+) -> DryRun:
+    """Check all that a run needs, without training (`tp-run --dry-run`).
+
+    Args:
+        run_dir: where the run would write; nothing is written.
+        settings: as of `run`.
+
+    Raises as `run`, for what makes a run impossible; `problems` has the rest.
+    """
+    from .runtime.settings import settings_of
+    from .runtime.verify.dry_run import dry_run as look
+
+    check_not_importing("timeprest.dry_run")
+    asked = {**settings, "task": None if task is None else name_of(task)}
+    found = look(plan, settings_of(plan, asked), str(run_dir))
+    assert found is not None
+    return found
+
+
+def links(path: str | Path = "cluster.toml", *, processes: int = 2, device: str = "cpu") -> Cluster:
+    """Measure the links between processes of this machine (`tp-profile --links`).
+
+    Args:
+        path: of the cluster file to write.
+        processes: how many.
+        device: "cpu" or "cuda".
+
+    Raises:
+        UserError: a bad path, too few processes or GPUs.
+        RunError: a process died, got stuck, or failed.
+    """
+    from .cli.links import links_command
+
+    links_command(str(path), processes=processes, device=device, quiet=True, as_json=False)
+    return read_cluster(str(path))

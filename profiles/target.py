@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from .errors import TargetError, TimeprestError
 from .files import is_file
 from .tasks.hooks import describe_error, is_ctrl_c
+from .tasks.objects import SESSION, given, importing
 from .tasks.task import Task, dataset_size, fetch_call
 from .tracing.call import Call
 from .zoo import BUILT_IN
@@ -169,7 +170,7 @@ def resolve(name: str, inputs: Sequence[InputSpec] = ()) -> Target:
     Args:
         name: a built-in task (``digits``, ``text``, ``text:FILE``), ``file.py:name`` or
             ``pkg.module:name``, where name is a task, a task class, a model class or factory;
-            or an ONNX file.
+            an ONNX file; or ``session:name`` for an object of this process (`tasks.objects`).
         inputs: for targets that aren't tasks, what the model takes.
 
     Raises:
@@ -190,7 +191,11 @@ def resolve(name: str, inputs: Sequence[InputSpec] = ()) -> Target:
         )
     # From the right: a path may hold a colon, a name can't.
     head, _, tail = name.rpartition(":")
-    found = _attribute(name, _import(name, head), tail)
+    if name.startswith(SESSION):
+        found = given(name)
+    else:
+        with importing(name):
+            found = _attribute(name, _import(name, head), tail)
     if _meant_as_task(found, inputs):
         task = _call(name, f"{tail}()", found) if inspect.isclass(found) else found
         _check_hooks(name, task)

@@ -18,6 +18,7 @@ from .. import __version__
 from ..planner.plan import Plan, check_plan
 from ..profiles.errors import RunError, StoppedError, UserError
 from ..profiles.measuring.process import keep_freed_memory
+from ..profiles.tasks.objects import as_bytes, check_not_importing, give, name_of
 from .checkpoint.start import (
     check_logs,
     check_settings,
@@ -45,7 +46,7 @@ from .records.callbacks import (
 from .records.metrics import EpochRecord, RunSummary, StageReport, decode, summarize
 from .records.progress import Observer, Silent, read_epochs
 from .records.run_dir import RunDir
-from .settings import RunSettings, settings_of
+from .settings import ADJUSTABLE, RunSettings, settings_of
 from .stage.delays import check_delays
 from .stage.optimizer import check_updates, warn_of_hooks
 from .training.inline import run_inline
@@ -231,7 +232,7 @@ def _train(
     for replica in prepared.replicas:
         if replica.tells:
             rewind_logs(where, settings, replica)
-    launch(where, [worker.label for worker in workers], observer)
+    launch(where, [worker.label for worker in workers], observer, as_bytes(settings.task))
     return where.read_reports(prepared.replicas)
 
 
@@ -311,12 +312,15 @@ class Trainer:
         inline: bool = False,
         max_restarts: int = 0,
         rendezvous: Rendezvous | None = None,
+        task: object = None,
         **asked: Any,
     ) -> None:
         """
         Args:
             plan: consistent in itself; None, where a run is to be resumed: that run's.
             run_dir: a new directory; of a run that is to be resumed, its directory.
+            task: of `asked`: its name, or an object (`profiles.tasks.objects`); of a run that is to
+                be resumed whose task is in no file, that task again.
             settings: of the run; where None, they are made of `asked`: fields of
                 `runtime.settings.RunSettings` such as epochs=3 or
                 optimizer={"name": "adam", "lr": 1e-3}, the others as of `tp-run`.
@@ -328,10 +332,16 @@ class Trainer:
         Raises UserError for settings that there aren't or that can't be, and for what isn't a
         callback.
         """
+        check_not_importing("timeprest.Trainer")
         if plan is not None and settings is None:
-            settings = settings_of(plan, asked)
-        elif asked:
-            raise UserError(f"{', '.join(asked)}: leave out; the run's settings are known")
+            named = None if task is None else name_of(task)
+            settings = settings_of(plan, {**asked, "task": named})
+        elif plan is None and task is not None:
+            give(RunDir(run_dir).read()[1].task, task)
+        elif asked or task is not None:
+            raise UserError(
+                f"{', '.join(asked) or 'task'}: leave out; the run's settings are known"
+            )
         self.plan, self.settings, self.where = plan, settings, Path(run_dir)
         self.callbacks = tuple(callbacks)
         self._observer = Callbacks(self.callbacks)
@@ -358,10 +368,17 @@ class Trainer:
         steps: int | None = None,
         at: int | None = None,
     ) -> RunSummary:
-        """Go on with the run in the run directory. Takes, returns and raises as `resume`."""
+        """Go on with the run in the run directory. Takes, returns and raises as `resume`;
+        UserError for changes that a resumed run can't have."""
+        changes = dict(changes or {})
+        if set(changes) - set(ADJUSTABLE):
+            raise UserError(
+                f"{', '.join(sorted(set(changes) - set(ADJUSTABLE)))}: a resumed run keeps its "
+                f"settings, but for {', '.join(ADJUSTABLE)}, and more epochs or steps"
+            )
         more: dict[str, Any] = {"epochs": epochs, "steps": steps, "at": at}
         first = partial(resume, self.where, changes, **more, **self._how)
-        return self._told(first, dict(changes or {}))
+        return self._told(first, changes)
 
     def _told(self, first: Callable[[], RunSummary], changes: Mapping[str, Any]) -> RunSummary:
         again = partial(resume, self.where, changes, **self._how)

@@ -124,6 +124,9 @@ class RunSettings(TaggedFile, frozen=True, kw_only=True, tag=FORMAT):
         return self.resume_at is not None
 
 
+ADJUSTABLE = ("device", "keep_checkpoints", "log_operations", "on_nan", "record", "timeout_s")
+"""Settings that a resumed run may have otherwise than before, besides its length."""
+
 DELAYS = (
     *("lr_rescheduling", "stagewise_momentum"),
     *("discrepancy_correction", "discrepancy_decay"),

@@ -193,8 +193,12 @@ def test_public_names():
         "Stop",
         "Trainer",
         "__version__",
+        "check",
+        "dry_run",
+        "links",
         "plan",
         "profile",
+        "resume",
         "run",
     ]
     assert all(hasattr(timeprest, name) for name in timeprest.__all__)

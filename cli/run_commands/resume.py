@@ -11,13 +11,11 @@ from click.core import ParameterSource
 
 from ...planner.plan import read_plan
 from ...profiles.errors import UserError
+from ...runtime.settings import ADJUSTABLE
 
 if TYPE_CHECKING:
     from ...planner.plan import Plan
     from ...runtime.settings import RunSettings
-
-ADJUSTABLE = ("device", "keep_checkpoints", "log_operations", "on_nan", "record", "timeout_s")
-"""Settings that a resumed run may have otherwise than before, besides its length."""
 
 
 def adjusted() -> dict[str, Any]:

@@ -8,6 +8,7 @@ the system ends them.
 
 from __future__ import annotations
 
+import hashlib
 import re
 import signal
 import tempfile
@@ -24,7 +25,7 @@ from ..records.run_dir import RunDir
 from ..records.status import WorkerStatus, read_statuses
 from .environment import LOOPBACK, Launched, take_signals, variables_of
 from .failures import circumstances, settled
-from .rendezvous import GRACE_S, Failure, LocalStore, MayGoOn
+from .rendezvous import GRACE_S, TASK_VARIABLE, Failure, LocalStore, MayGoOn
 from .start import WorkerProcess, start_process
 
 LOOK_S = 0.1
@@ -43,6 +44,8 @@ class Workers:
             that started it, with which it is to end.
         where: their directory, with their statuses and logs.
         labels: how each is named in messages, by rank.
+        task: bytes of a task that no file has (`profiles.tasks.objects`); None: each finds it by
+            its name.
         logs_kept: the directory stays, so that a message may send the user to the logs; where
             it doesn't, the last line of a log stands in the message.
     """
@@ -50,15 +53,19 @@ class Workers:
     module: str
     where: RunDir
     labels: tuple[str, ...]
+    task: bytes | None = None
     logs_kept: bool = True
 
 
-def launch(run_dir: RunDir, labels: Sequence[str], observer: Observer) -> None:
+def launch(
+    run_dir: RunDir, labels: Sequence[str], observer: Observer, task: bytes | None = None
+) -> None:
     """Run all workers of a prepared run directory and wait for their end.
 
     Args:
         labels: how each is named in messages, by rank.
         observer: is told of progress. Where it is waited for, workers ask it whether to go on.
+        task: as of `Workers`.
 
     Raises:
         RunError: a worker failed; the message says which one, at which operation and why.
@@ -66,7 +73,7 @@ def launch(run_dir: RunDir, labels: Sequence[str], observer: Observer) -> None:
         UserError: the same, where the user's input is the cause.
         KeyboardInterrupt: the user stopped the run; all workers have ended.
     """
-    workers = Workers(module=WORKER, where=run_dir, labels=tuple(labels))
+    workers = Workers(module=WORKER, where=run_dir, labels=tuple(labels), task=task)
     tail, start = Tail(run_dir.metrics, observer), _StartProgress(run_dir, len(labels), observer)
 
     def poll() -> None:
@@ -136,6 +143,8 @@ def run_workers(
     processes: list[WorkerProcess] = []
     if going is not None:
         store.be_asked()
+    if workers.task is not None:
+        store.give_task(workers.task)
     with _signals() as arrived:
         try:
             logs = _start(workers, store.port, processes)
@@ -179,12 +188,19 @@ def _start(workers: Workers, port: int, processes: list[WorkerProcess]) -> Path:
                 _log(logs, rank, "stderr").open("wb") as err,
             ):
                 where = [str(workers.where.path)]
-                variables = variables_of(launched)
+                variables = {**variables_of(launched), **_task_variables(workers)}
                 processes.append(start_process(workers.module, where, variables, out, err))
     except OSError as error:
         what = f"{error.filename}: can't be written" if error.filename else "the workers' files"
         raise FileError(f"{what}: {error.strerror}") from None
     return logs
+
+
+def _task_variables(workers: Workers) -> dict[str, str]:
+    """Tells a worker what the task in the store must be: others may write there."""
+    if workers.task is None:
+        return {}
+    return {TASK_VARIABLE: hashlib.sha256(workers.task).hexdigest()}
 
 
 def _log(logs: Path, rank: int, stream: str) -> Path:

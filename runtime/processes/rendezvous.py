@@ -10,6 +10,7 @@ and fails nothing, for a quarter of an hour: no end of a worker waits for it.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import signal
@@ -53,7 +54,10 @@ STORE_S = 3.0
 
 NAME = "timeprest"
 
-_ASKED, _GO_ON = "asked", b"go on"
+TASK_VARIABLE = "TIMEPREST_TASK_SHA256"
+"""The environment variable with the checksum of a task that the launcher sends."""
+
+_ASKED, _GO_ON, _TASK = "asked", b"go on", "task"
 
 T = TypeVar("T")
 
@@ -226,6 +230,22 @@ class Rendezvous:
             raise PeerError(f"rank {self.rank}: the launcher is gone") from error
         self._questions += 1
         return answer == _GO_ON
+
+    def task(self) -> bytes | None:
+        """A task that the launcher sends, since no file has it; None: there is none.
+
+        Raises PeerError when it isn't what the launcher has sent.
+        """
+        wanted = os.environ.get(TASK_VARIABLE)
+        if wanted is None:
+            return None
+        try:
+            content = bytes(self.store.get(_TASK))
+        except RuntimeError as error:
+            raise PeerError(f"rank {self.rank}: the launcher is gone") from error
+        if hashlib.sha256(content).hexdigest() != wanted:
+            raise PeerError(f"rank {self.rank}: the task isn't what the launcher has sent")
+        return content
 
     def check_same(self, what: dict[str, str]) -> None:
         """Raise UserError, on all workers, when they don't agree on all of this."""
@@ -458,6 +478,10 @@ class LocalStore:
     def be_asked(self) -> None:
         """Have the workers ask where the pipeline drains (`Rendezvous.ask`)."""
         self._space.set(_ASKED, b"")
+
+    def give_task(self, content: bytes) -> None:
+        """Have the workers take this for the task (`Rendezvous.task`)."""
+        self._space.set(_TASK, content)
 
     def answer(self, going: Callable[[MayGoOn], bool]) -> None:
         """Answer a worker's question, if there is one."""

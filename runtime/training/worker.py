@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ...profiles.measuring.process import end_with_parent, keep_freed_memory
+from ...profiles.tasks.objects import give_bytes
 from ..communication.all_reduce import ALL_WORKERS, ProcessAllReduce, stage_group
 from ..communication.channel import START_S, PeerError
 from ..communication.transport import (
@@ -50,6 +51,9 @@ def main(arguments: list[str]) -> None:
 
     def work() -> None:
         plan, settings = run_dir.read()
+        task = rendezvous.task()
+        if task is not None:
+            give_bytes(settings.task, task)
         status = tell_status(run_dir, workers_of(plan)[rendezvous.rank], settings, rendezvous)
         keep_freed_memory()
         use_interface(rendezvous.launched)

@@ -16,7 +16,7 @@ from timeprest.planner.plan import read_plan
 from timeprest.profiles.errors import PlanError, UserError
 from timeprest.profiles.files import write_file
 from timeprest.profiles.profile import Together
-from timeprest.runtime.settings import RunSettings
+from timeprest.runtime.settings import OptimizerChoice, RunSettings
 
 OF_THE_TERMINAL = {"as_json", "quiet", "verbose", "version", "path", "config_path", "print_config"}
 """Options about what is printed and written."""
@@ -27,14 +27,13 @@ def options_of(command):
 
 
 @pytest.mark.parametrize(
-    ("function", "command", "others", "without"),
+    ("function", "command", "others", "elsewhere"),
     [
         (
             "profile",
             profile_main,
             {},
-            # Measures this machine's links instead.
-            {"links", "processes"},
+            {"links": "links", "processes": "links.processes"},
         ),
         (
             "plan",
@@ -46,36 +45,51 @@ def options_of(command):
                 "time_limit": "time_limit_s",
             },
             # For all systems side by side.
-            {"study_path"},
+            {"study_path": None},
         ),
         (
             "run",
             run_main,
             {"plan_path": "plan"},
-            # `RunSettings` have the training's; these are about a run that is there already.
-            {"checks", "dry_run", "resume", "resume_at", "max_restarts"},
+            # The training's are fields of `RunSettings`.
+            {
+                "checks": "check",
+                "dry_run": "dry_run",
+                "resume": "resume",
+                "resume_at": "resume.at",
+            },
         ),
     ],
 )
-def test_python_takes_what_the_command_takes(function, command, others, without):
+def test_python_takes_what_the_command_takes(function, command, others, elsewhere):
     """With the same defaults, where both have one."""
     parameters = inspect.signature(getattr(timeprest, function)).parameters
     fields = {f.name: f for f in msgspec.structs.fields(RunSettings)}
-    renamed = {"timeout": "timeout_s", "decay_rate": "decay_rate"}
     for name, option in options_of(command).items():
-        if name in OF_THE_TERMINAL | without:
+        if name in OF_THE_TERMINAL or elsewhere.get(name, "") is None:
+            continue
+        if name in elsewhere:
+            other, _, parameter = elsewhere[name].partition(".")
+            found = inspect.signature(getattr(timeprest, other)).parameters
+            assert not parameter or parameter in found, name
             continue
         own = others.get(name, name)
         if function == "run" and own not in parameters:
             # Those of the optimizer are fields of the one that is chosen.
-            of_optimizer = {"lr", "momentum", "nesterov", "betas", "weight_decay"}
-            assert renamed.get(own, own) in fields or own in of_optimizer, own
+            of_optimizer = {f.name for f in msgspec.structs.fields(OptimizerChoice)}
+            assert own in fields or own in of_optimizer, own
             continue
         assert own in parameters, own
         default, other = parameters[own].default, option.default
         plain = isinstance(other, (str, int, float)) and not isinstance(other, bool)
         if plain and other != "auto" and default is not inspect.Parameter.empty:
             assert default == other, own
+
+
+def test_what_resume_takes_is_what_run_takes():
+    shared = {"epochs", "steps", "task", "inline", "callbacks", "max_restarts"}
+    for name in ("run", "resume"):
+        assert shared <= set(inspect.signature(getattr(timeprest, name)).parameters)
 
 
 def test_python_plans_as_the_command_does(mlp_profile, tmp_path):

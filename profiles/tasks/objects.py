@@ -1,0 +1,171 @@
+"""Tasks and models given as Python objects: the names by which other processes find them.
+
+What an importable module or a script has under a name is found by that name again. What else there
+is in a session (a class of a notebook, an instance made on the spot) has a name that this process
+alone knows, ``session:NAME``; to the workers' processes it goes as bytes (cloudpickle) through
+memory. Nothing is ever read from a file that way.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import pickle
+import sys
+import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ..errors import TargetError, UserError
+
+SESSION = "session:"
+"""What names of objects begin with that no file has."""
+
+_given: dict[str, Any] = {}
+_importing: list[str] = []
+
+
+def name_of(target: object) -> str:
+    """The name of a target for `profiles.target.resolve`, and for whoever reads a profile.
+
+    Args:
+        target: a name already; or a task, a model, or a class or function that makes one.
+    """
+    if isinstance(target, str):
+        return target
+    maker = target if inspect.isclass(target) or inspect.isroutine(target) else type(target)
+    module = sys.modules.get(str(getattr(maker, "__module__", None)))
+    name = None if module is None else _name_in(module, target)
+    if module is not None and name is not None:
+        named = _module_name(module)
+        if named is not None:
+            return f"{named}:{name}"
+    return _given_name(target, getattr(maker, "__name__", "object"))
+
+
+def _name_in(module: ModuleType, target: object) -> str | None:
+    """The name that a module has for an object."""
+    return next((name for name, found in vars(module).items() if found is target), None)
+
+
+def _module_name(module: ModuleType) -> str | None:
+    """How another process imports a module: by its name or its file; None: it can't."""
+    file = getattr(module, "__file__", None)
+    if module.__name__ == "__main__":
+        spec = module.__spec__
+        if hasattr(sys, "ps1") or file is None:
+            return None
+        # python -m pkg.module
+        return spec.name if spec is not None else str(file)
+    try:
+        spec = importlib.util.find_spec(module.__name__)
+    except (ImportError, ValueError):
+        spec = None
+    found = spec is not None and spec.origin == file
+    if found and ("." in module.__name__ or _is_installed(file)):
+        return module.__name__
+    # A neighbour of the script, which other processes find by its file alone.
+    return str(file) if file is not None and str(file).endswith(".py") else None
+
+
+def _is_installed(file: str | None) -> bool:
+    folders = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
+    return file is None or any(Path(file).is_relative_to(folder) for folder in folders)
+
+
+def _given_name(target: object, base: str) -> str:
+    for name, found in _given.items():
+        if found is target:
+            return name
+    name, count = SESSION + base, 1
+    # A class that a notebook defines anew takes the place of the one before.
+    while name in _given and not inspect.isclass(target) and not inspect.isroutine(target):
+        count += 1
+        name = f"{SESSION}{base}-{count}"
+    _given[name] = target
+    return name
+
+
+def give(name: str, target: object) -> None:
+    """From now on, this process has this object under a name."""
+    _given[name] = target
+
+
+def given(name: str) -> Any:
+    """The object of a name that begins with `SESSION`. Raises TargetError."""
+    if name not in _given:
+        raise TargetError(
+            f"{name}: is an object of the Python session that first used it, and no file has it; "
+            "give it again, as task=… of timeprest.Trainer or timeprest.run"
+        )
+    return _given[name]
+
+
+# To other processes -----------------------------------------------------------------------------
+
+
+def as_bytes(name: str) -> bytes | None:
+    """An object of this session for another process of this program; None: that finds the target
+    by its name.
+
+    Raises TargetError when it can't be sent, UserError without cloudpickle.
+    """
+    if not name.startswith(SESSION):
+        return None
+    try:
+        import cloudpickle
+    except ModuleNotFoundError:
+        raise UserError(
+            f"{name}: is in no file, so that other processes need cloudpickle for it: pip install "
+            "'timeprest[notebook]', put it in a file, or train inline"
+        ) from None
+    try:
+        # The path first: what modules have is found by it.
+        return pickle.dumps((sys.path, cloudpickle.dumps(given(name))))
+    except TargetError:
+        raise
+    except Exception as error:  # whatever the objects in it raise
+        reason = str(error).split("\n")[0]
+        raise TargetError(
+            f"{name}: can't be sent to the workers' processes: {reason}; make it in the task's own "
+            "methods, put the task in a file, or train inline"
+        ) from None
+
+
+def give_bytes(name: str, content: bytes) -> None:
+    """Have the object that this program's first process has made bytes of. Raises TargetError."""
+    try:
+        path, inside = pickle.loads(content)
+        sys.path += [folder for folder in path if folder not in sys.path]
+        give(name, pickle.loads(inside))
+    except Exception as error:  # whatever the objects in it raise
+        reason = str(error).split("\n")[0]
+        raise TargetError(
+            f"{name}: can't be made in a worker's process: {type(error).__name__}: {reason}; put "
+            "the task in a file, or train inline"
+        ) from None
+
+
+# Scripts that are imported ------------------------------------------------------------------------
+
+
+@contextmanager
+def importing(name: str) -> Iterator[None]:
+    """A target's module is being imported."""
+    _importing.append(name)
+    try:
+        yield
+    finally:
+        _importing.pop()
+
+
+def check_not_importing(what: str) -> None:
+    """Raise UserError where a script would do this whenever it is imported, in workers too."""
+    if _importing:
+        raise UserError(
+            f"{_importing[-1]}: calls {what} when it is imported, as every worker does; put that "
+            'under if __name__ == "__main__":'
+        )

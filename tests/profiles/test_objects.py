@@ -1,0 +1,144 @@
+"""Targets that are given as Python objects: their names, and how other processes get them."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import timeprest
+import torch
+from timeprest.profiles.errors import TargetError, UserError
+from timeprest.profiles.target import resolve
+from timeprest.profiles.tasks.objects import as_bytes, give, give_bytes, name_of
+from timeprest.profiles.zoo.digits import Digits
+from timeprest.runtime.communication.channel import PeerError
+from timeprest.runtime.processes.rendezvous import TASK_VARIABLE, Rendezvous
+from timeprest.runtime.records.progress import read_losses
+from torch import nn
+from torch.utils.data import TensorDataset
+
+
+def make_task(width=6):
+    """A class that no file has under a name, which uses what is around it."""
+
+    class Made:
+        def model(self):
+            return nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 2))
+
+        def data(self, split):
+            x = torch.randn(40, 4, generator=torch.Generator().manual_seed(1))
+            return TensorDataset(x, (x.sum(1) > 0).long())
+
+        def loss(self, output, target):
+            return nn.functional.cross_entropy(output, target)
+
+        def optimizer(self, parameters):
+            return torch.optim.SGD(parameters, lr=0.1)
+
+    return Made
+
+
+def test_names_of_what_can_be_imported(tmp_path, monkeypatch):
+    assert name_of("digits") == "digits"
+    assert name_of(Digits) == "timeprest.profiles.zoo.digits:Digits"
+    assert resolve(name_of(Digits)).task is not None
+    # A neighbour of a script goes by its file.
+    (tmp_path / "neighbour.py").write_text("class Task: ...\ntask = Task()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    import neighbour
+
+    assert name_of(neighbour.Task) == f"{tmp_path}/neighbour.py:Task"
+    assert name_of(neighbour.task) == f"{tmp_path}/neighbour.py:task"
+    assert name_of(neighbour.Task()).startswith("session:Task")
+
+
+def test_names_in_the_module_that_runs(tmp_path, monkeypatch):
+    main = ModuleType("__main__")
+    main.Task = type("Task", (), {"__module__": "__main__"})
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    assert name_of(main.Task) == "session:Task"
+    main.__file__, main.__spec__ = "dir/train.py", None
+    assert name_of(main.Task) == "dir/train.py:Task"
+    main.__spec__ = SimpleNamespace(name="pkg.train")
+    assert name_of(main.Task) == "pkg.train:Task"
+    # A notebook that runs the cell once more means the class as it is now.
+    del main.__file__
+    first = name_of(main.Task)
+    main.Task = type("Task", (), {"__module__": "__main__"})
+    assert name_of(main.Task) == first
+    # Instances aren't taken for each other.
+    one, other = main.Task(), main.Task()
+    assert name_of(one) != name_of(other)
+    assert name_of(one) == name_of(one)
+
+
+@pytest.mark.processes
+def test_a_task_of_a_session_trains_in_processes(tmp_path):
+    task = make_task()
+    profile = timeprest.profile(task, batch_size=8, seconds=0)
+    assert profile.target == "session:Made"
+    plan = timeprest.plan(profile, stages=2, replicas=False)
+    for name, inline in (("inline", True), ("processes", False)):
+        timeprest.run(plan, tmp_path / name, task=task, steps=3, inline=inline)
+    inline, processes = (
+        read_losses(tmp_path / name / "metrics.jsonl") for name in ("inline", "processes")
+    )
+    assert inline == processes
+    # Nothing of it is in a file.
+    assert not list(tmp_path.rglob("*.pkl"))
+
+
+def test_a_model_of_a_session_is_profiled():
+    found = timeprest.profile(
+        lambda: nn.Sequential(nn.Linear(3, 5), nn.ReLU()),
+        inputs=["3:float32"],
+        batch_size=4,
+        seconds=0,
+    )
+    assert [layer.name for layer in found.layers] == ["0", "1"]
+    with pytest.raises(UserError, match="together: session:Made is in no file"):
+        timeprest.profile(make_task(), together=2)
+
+
+def test_what_cannot_be_sent_is_told_in_one_line(monkeypatch, tmp_path):
+    with pytest.raises(TargetError, match=r"session:gone: is an object of the Python session"):
+        resolve("session:gone")
+    task = make_task()()
+    with (tmp_path / "file").open("w") as file:
+        task.file = file
+        give("session:bad", task)
+        message = r"session:bad: can't be sent to the workers' processes: .*pickle files.*inline$"
+        with pytest.raises(TargetError, match=message):
+            as_bytes("session:bad")
+    with pytest.raises(TargetError, match="session:bad: can't be made in a worker's process"):
+        give_bytes("session:bad", b"nonsense")
+    assert as_bytes("digits") is None
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    with pytest.raises(UserError, match=r"pip install 'timeprest\[notebook\]'"):
+        as_bytes("session:bad")
+
+
+def test_a_worker_takes_nothing_but_what_the_launcher_sent(monkeypatch):
+    rendezvous = object.__new__(Rendezvous)
+    rendezvous.rank, rendezvous.store = 0, {"task": b"the task"}
+    rendezvous.store = SimpleNamespace(get={"task": b"the task"}.get)
+    monkeypatch.delenv(TASK_VARIABLE, raising=False)
+    assert rendezvous.task() is None
+    monkeypatch.setenv(TASK_VARIABLE, hashlib.sha256(b"the task").hexdigest())
+    assert rendezvous.task() == b"the task"
+    monkeypatch.setenv(TASK_VARIABLE, hashlib.sha256(b"another").hexdigest())
+    with pytest.raises(PeerError, match="isn't what the launcher has sent"):
+        rendezvous.task()
+
+
+@pytest.mark.parametrize(
+    "call", ["timeprest.profile(Task)", "timeprest.Trainer(None, 'runs/a', task=Task)"]
+)
+def test_a_script_that_trains_when_imported_is_refused(call, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(f"import timeprest\nclass Task: ...\n{call}\n")
+    message = rf"train.py:Task: calls {call.split('(')[0]} when it is imported.*__main__"
+    with pytest.raises(UserError, match=message):
+        resolve(f"{script}:Task")
