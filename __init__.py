@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .planner.cluster.cluster import Cluster
     from .planner.plan import Plan
     from .profiles.profile import Profile
+    from .profiles.zoo.hf import hugging_face
     from .runtime.records.callbacks import Callback, EarlyStopping, Stop
     from .runtime.run import Trainer
 
@@ -29,6 +30,7 @@ _HOME = {
     "check": "api",
     "dry_run": "api",
     "links": "api",
+    "hugging_face": "profiles.zoo.hf",
     "Profile": "profiles.profile",
     "Cluster": "planner.cluster.cluster",
     "Plan": "planner.plan",
@@ -49,6 +51,7 @@ __all__ = [
     "__version__",
     "check",
     "dry_run",
+    "hugging_face",
     "links",
     "plan",
     "profile",

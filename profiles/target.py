@@ -23,6 +23,7 @@ from .tasks.objects import SESSION, given, importing
 from .tasks.task import Task, dataset_size, fetch_call
 from .tracing.call import Call
 from .zoo import BUILT_IN
+from .zoo.hf_model import is_config
 
 _HOOKS = {
     "model": "model()",
@@ -196,6 +197,10 @@ def resolve(name: str, inputs: Sequence[InputSpec] = ()) -> Target:
     else:
         with importing(name):
             found = _attribute(name, _import(name, head), tail)
+    if is_config(found):
+        from .zoo.hf import hugging_face
+
+        found = hugging_face(found)
     if _meant_as_task(found, inputs):
         task = _call(name, f"{tail}()", found) if inspect.isclass(found) else found
         _check_hooks(name, task)

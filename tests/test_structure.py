@@ -195,6 +195,7 @@ def test_public_names():
         "__version__",
         "check",
         "dry_run",
+        "hugging_face",
         "links",
         "plan",
         "profile",

@@ -217,9 +217,9 @@ def sgd(parameters: Iterable[nn.Parameter], rate: float = 0.01) -> torch.optim.O
     return torch.optim.SGD(parameters, lr=rate, momentum=0.9)
 
 
-def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+def adamw(parameters: Iterable[nn.Parameter], rate: float = 3e-4) -> torch.optim.Optimizer:
     """AdamW (Loshchilov and Hutter 2019)."""
-    return torch.optim.AdamW(parameters, lr=3e-4)
+    return torch.optim.AdamW(parameters, lr=rate)
 
 
 def adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import msgspec
 import pytest
 import torch
@@ -54,19 +52,6 @@ def test_other_granularities_run(granularity, tmp_path):
     run(plan, RunSettings(task=name, steps=STEPS), tmp_path / "run", inline=True)
     losses, _ = train_plainly(name, plan.mini_batch, STEPS)
     assert read_losses(tmp_path / "run" / "metrics.jsonl") == pytest.approx(losses, abs=1e-10)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not find_spec("transformers"), reason="needs timeprest[hf]")
-@pytest.mark.parametrize(
-    "model", ["vit,hidden_dropout_prob=0,attention_probs_dropout_prob=0", "t5,dropout_rate=0"]
-)
-def test_a_hugging_face_model_trains_as_it_would_alone(model, tmp_path):
-    name = f"hf:{model}"
-    _, plan = plan_of(name, "gpipe", 1 if "t5" in model else 3, 4)
-    run(plan, RunSettings(task=name, steps=STEPS), tmp_path / "run", inline=True)
-    losses, _ = train_plainly(name, plan.mini_batch, STEPS)
-    assert read_losses(tmp_path / "run" / "metrics.jsonl") == pytest.approx(losses, rel=1e-4)
 
 
 @pytest.mark.processes

@@ -1,0 +1,561 @@
+"""Samples for Hugging Face models: synthetic, of a text file, of a `datasets` folder, in memory.
+
+Every sample is a dict of inputs by the names of the forward's arguments, and its labels.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.data import Dataset
+
+from ..errors import FileError, TargetError
+from ..files import check_regular
+from ..tasks.task import Split
+from .hf_model import (
+    BYTES,
+    FIRST_ID,
+    TEXT_LENGTH,
+    Request,
+    class_of,
+    library,
+    quiet,
+    skeleton,
+    tokenizer_of,
+)
+from .synthetic import FIRST_SEED, IGNORED, Sampler, images, integer, mask_tokens, progression
+
+# Synthetic samples ------------------------------------------------------------------------------
+
+
+def synthetic_sampler(request: Request, length: int) -> Sampler:
+    """Samples with a dict of inputs, keyed by the arguments of the model's forward."""
+    if request.family == "image":
+        plain = images(request.size, request.config.num_labels)
+
+        def image(generator: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
+            pixels, label = plain(generator)
+            return {"pixel_values": pixels}, label
+
+        return image
+
+    def tokens(generator: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
+        return _token_sample(request, length, generator)
+
+    return tokens
+
+
+def _token_sample(
+    request: Request, length: int, generator: torch.Generator
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Ids ``[length]``, in half of the samples with up to a quarter of padding at the end."""
+    padding_id = request.special_id("pad_token_id")
+    padded = integer(generator, 0, 2) * integer(generator, 1, length // 4 + 1)
+    used = torch.arange(length) < length - padded
+    ids = progression(generator, length + 1, FIRST_ID, request.vocabulary)
+    inputs = {"input_ids": ids[:-1].where(used, padding_id), "attention_mask": used.long()}
+    if request.family == "causal":
+        return inputs, ids[1:].where(used, IGNORED)
+    if request.family == "masked":
+        inputs["input_ids"], labels = mask_tokens(
+            generator, inputs["input_ids"], length - padded, _free_id(padding_id)
+        )
+        return inputs, labels
+    if request.family == "classification":
+        # Whether ids begin in the vocabulary's first or second half, or so.
+        return inputs, ids[0] * request.config.num_labels // request.vocabulary
+    if request.family == "tokens":
+        labels = inputs["input_ids"] * request.config.num_labels // request.vocabulary
+        return inputs, labels.where(used, IGNORED)
+    # Id k translates to k + 1; the decoder sees the translation one position later.
+    target = (ids[:-1] + 1 - FIRST_ID) % (request.vocabulary - FIRST_ID) + FIRST_ID
+    start = torch.tensor([request.special_id("decoder_start_token_id")])
+    inputs["decoder_input_ids"] = torch.cat([start, target[:-1]]).where(used, padding_id)
+    return inputs, target.where(used, IGNORED)
+
+
+def _free_id(padding_id: int) -> int:
+    """Of the ids below FIRST_ID, the one that isn't padding."""
+    return 1 if padding_id == 0 else 0
+
+
+# Rows: what a file, a folder or memory holds, each a mapping from columns to values -------------
+
+SPLITS: dict[Split, tuple[str, ...]] = {
+    "train": ("train",),
+    "test": ("test", "validation", "valid", "dev", "eval"),
+}
+"""What the parts of a folder are called, in order of preference."""
+TESTED = 10
+"""Where nothing is said to be for testing, the last of so many parts is."""
+
+
+class Columns:
+    """Columns of equal lengths as rows."""
+
+    def __init__(self, columns: Mapping[str, Sequence[Any]]) -> None:
+        self._columns = dict(columns)
+
+    def __len__(self) -> int:
+        return len(next(iter(self._columns.values()), ()))
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {name: column[index] for name, column in self._columns.items()}
+
+
+class _Part:
+    """Some of the rows."""
+
+    def __init__(self, rows: Any, part: range) -> None:
+        self._rows, self._part = rows, part
+
+    def __len__(self) -> int:
+        return len(self._part)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._rows[self._part[index]]
+
+
+def splits_of(target: str, found: Any) -> dict[Split, Any]:
+    """Rows for training and for testing.
+
+    Args:
+        found: rows, or rows by the names of their splits.
+
+    Raises TargetError where there are none for training.
+    """
+    by_name = isinstance(found, Mapping) and bool(set(found) & set(SPLITS["train"]))
+    if isinstance(found, Mapping) and not by_name:
+        if any(set(found) & set(names) for names in SPLITS.values()):
+            raise TargetError(f"{target}: its data has splits {', '.join(found)}, but no 'train'")
+        found = Columns(found)
+    if by_name:
+        chosen: dict[Split, Any] = {}
+        for split, names in SPLITS.items():
+            rows = next((found[name] for name in names if name in found), None)
+            if rows is not None:
+                chosen[split] = Columns(rows) if isinstance(rows, Mapping) else rows
+        if len(chosen) == len(SPLITS):
+            return chosen
+        found = chosen["train"]
+    count = len(found)
+    border = count - max(1, count // TESTED) if count > 1 else count
+    return {"train": _Part(found, range(border)), "test": _Part(found, range(border, count))}
+
+
+def rows_of(request: Request) -> dict[Split, Any]:
+    """Rows of the file or folder that the target names. Raises TargetError."""
+    path = Path(request.data).expanduser()
+    if path.is_dir():
+        return _folder_rows(request, path)
+    try:
+        check_regular(path)
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except FileError as error:
+        raise TargetError(f"{request.target}: data={error}") from None
+    except OSError as error:
+        raise TargetError(
+            f"{request.target}: data={request.data}: can't be read: {error.strerror}"
+        ) from None
+    return _text_rows(request, text)
+
+
+def _folder_rows(request: Request, path: Path) -> dict[Split, Any]:
+    datasets = library(request.target, "datasets")
+    try:
+        found = datasets.load_from_disk(str(path))
+    except Exception as error:  # the library's own kinds, and what lies there is the user's
+        reason = " ".join(str(error).split())
+        raise TargetError(
+            f"{request.target}: data={request.data}: isn't what a dataset's save_to_disk writes: "
+            f"{reason}"
+        ) from None
+    numbers = (
+        {name: part.with_format("numpy") for name, part in found.items()}
+        if isinstance(found, Mapping)
+        else found.with_format("numpy")
+    )
+    return splits_of(request.target, numbers)
+
+
+def _text_rows(request: Request, text: str) -> dict[Split, Any]:
+    """Of running text, rows of equal lengths; for pairs, a row for each line, with a tab within."""
+    if request.family in ("causal", "masked"):
+        length = text_length(request)
+        ids = Coder(request).ids(text)
+        count = len(ids) // length
+        if count < 2:
+            raise TargetError(
+                f"{request.target}: data={request.data}: has {len(ids)} tokens, which is less than "
+                f"2 samples of {length}: give more text, or a smaller length="
+            )
+        return splits_of(
+            request.target, {"input_ids": ids[: count * length].reshape(count, length)}
+        )
+    names = {"seq2seq": ("source", "target"), "classification": ("text", "label")}
+    if request.family not in names:
+        raise TargetError(
+            f"{request.target}: data={request.data}: text files are for causal, masked and "
+            "sequence-to-sequence language models and for classification: give a datasets folder"
+        )
+    first, second = names[request.family]
+    lines = [line.split("\t") for line in text.splitlines() if line.strip()]
+    for k, line in enumerate(lines, 1):
+        if len(line) != 2:
+            raise TargetError(
+                f"{request.target}: data={request.data}: its line {k} must be {first}, a tab and "
+                f"{second}"
+            )
+    seconds: list[Any] = [line[1] for line in lines]
+    if second == "label":
+        classes = {name: k for k, name in enumerate(sorted(set(seconds)))}
+        seconds = [classes[name] for name in seconds]
+    return splits_of(request.target, {first: [line[0] for line in lines], second: seconds})
+
+
+def text_length(request: Request) -> int:
+    """Tokens of a sample that is made from text."""
+    return request.length or min(TEXT_LENGTH, request.positions or TEXT_LENGTH)
+
+
+class Coder:
+    """From text to token ids: by the folder's tokenizer, or a token for each byte."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        request = self._request
+        if request.tokenizer:
+            return (
+                None
+                if request.tokenizer == BYTES
+                else tokenizer_of(request.target, request.tokenizer)
+            )
+        if request.folder:
+            raise TargetError(
+                f"{request.target}: there is no tokenizer in {request.folder}: give "
+                f"tokenizer=FOLDER, or tokenizer={BYTES} for a token of each byte"
+            )
+        return None
+
+    def ids(self, text: str, length: int | None = None) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Ids of a text: as one sample's of that length at most, or of running text."""
+        if self._tokenizer is None:
+            found = np.frombuffer(text.encode(), np.uint8).astype(np.int64) + FIRST_ID
+            return found[:length]
+        with quiet():
+            found = self._tokenizer(
+                text,
+                add_special_tokens=length is not None,
+                truncation=length is not None,
+                max_length=length,
+            )["input_ids"]
+        return np.asarray(found, np.int64)
+
+    @property
+    def mask_id(self) -> int | None:
+        """What stands for a hidden token; None: there is no such id."""
+        if self._tokenizer is None:
+            return _free_id(self._request.special_id("pad_token_id"))
+        return self._tokenizer.mask_token_id  # type: ignore[no-any-return]
+
+
+# From rows to samples ---------------------------------------------------------------------------
+
+_IDS = ("input_ids", "decoder_input_ids")
+_BESIDE = ("attention_mask", "token_type_ids", "decoder_attention_mask")
+"""Columns beside ids; filled up with 0."""
+_LABELS = ("labels", "label")
+_TEXTS = ("text", "source")
+_NEEDED = {
+    "causal": "input_ids or text",
+    "masked": "input_ids or text",
+    "seq2seq": "input_ids and labels, or source and target",
+    "classification": "input_ids and labels, or text and label",
+    "tokens": "input_ids and labels",
+    "image": "pixel_values or image, and labels",
+}
+"""Which columns rows must have."""
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Of all samples, in tokens: of what goes in, and of the labels of a sequence."""
+
+    inputs: int
+    labels: int
+
+
+def lengths_of(request: Request, splits: Mapping[Split, Any]) -> Lengths:
+    """What all samples of a model for tokens are filled up to, or cut: what is asked for, else the
+    longest of them.
+
+    Raises TargetError for rows that the model has too few positions for.
+    """
+    if request.length is not None:
+        return Lengths(request.length, request.length)
+    first = splits["train"][0] if len(splits["train"]) else {}
+    inputs = labels = text_length(request)
+    if "input_ids" in first:
+        inputs = max((_longest(rows, "input_ids") for rows in splits.values()), default=1)
+        labels = inputs
+    if request.family == "seq2seq" and "labels" in first:
+        labels = max((_longest(rows, "labels") for rows in splits.values()), default=1)
+    if request.positions is not None and max(inputs, labels) > request.positions:
+        raise TargetError(
+            f"{request.target}: the data's longest row has {max(inputs, labels)} tokens, and the "
+            f"model {request.positions} positions (max_position_embeddings): cut rows with "
+            "length=…"
+        )
+    return Lengths(inputs, labels)
+
+
+def _longest(rows: Any, name: str) -> int:
+    """Length of the longest value of a column."""
+    table: Any = getattr(rows, "data", None)
+    if hasattr(table, "column"):
+        compute = importlib.import_module("pyarrow.compute")
+        return int(compute.max(compute.list_value_length(table.column(name))).as_py() or 0)
+    return max((len(rows[k][name]) for k in range(len(rows))), default=0)
+
+
+class HuggingFaceSamples(Dataset[Any]):
+    """Rows as samples of one length: ``({argument: tensor}, labels)``.
+
+    Columns that the model's forward has no argument for are left out. Labels of causal models are
+    shifted here, by one position, as these models do by themselves.
+    """
+
+    def __init__(self, request: Request, split: Split, rows: Any, lengths: Lengths) -> None:
+        self._request = request
+        self._rows = rows
+        self._lengths = lengths
+        self._seed = FIRST_SEED[split]
+        self._coder = Coder(request)
+        self._pad = request.special_id("pad_token_id")
+        self._arguments = set(inspect.signature(class_of(request).forward).parameters)
+        if len(rows):
+            self._check_columns(rows[0])
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> tuple[dict[str, Tensor], Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        row = self._rows[index]
+        if self._request.family == "image":
+            return {"pixel_values": self._pixels(index, row)}, self._class(index, row)
+        inputs = self._inputs(row)
+        labels = self._labels(index, row, inputs)
+        if self._request.family == "seq2seq" and "decoder_input_ids" not in inputs:
+            inputs["decoder_input_ids"] = self._shift_right(labels)
+        for name in _IDS:
+            if name in inputs:
+                self._check_ids(index, name, inputs[name])
+        return inputs, labels
+
+    def _check_columns(self, row: Any) -> None:
+        if not isinstance(row, Mapping):
+            raise TargetError(
+                f"{self._request.target}: a row of its data is a {type(row).__name__}; it must be "
+                "a dict by the names of columns"
+            )
+        family, names = self._request.family, set(row)
+        labelled = bool(names & set(_LABELS))
+        there = "input_ids" in names or bool(names & set(_TEXTS))
+        if family == "image":
+            there = bool(names & {"pixel_values", "image"})
+        elif family == "tokens":
+            there = "input_ids" in names
+        elif family == "seq2seq":
+            labelled = labelled or "target" in names
+        if not there or not (labelled or family in ("causal", "masked")):
+            raise TargetError(
+                f"{self._request.target}: its data has columns {', '.join(sorted(names))}; for "
+                f"{family} there must be {_NEEDED[family]}"
+            )
+
+    # Tokens
+
+    def _inputs(self, row: Mapping[str, Any]) -> dict[str, Tensor]:
+        """What goes into the model, filled up."""
+        if "input_ids" in row:
+            wanted = self._arguments.intersection((*_IDS, *_BESIDE))
+            found = {name: _whole_numbers(row[name]) for name in wanted if name in row}
+        else:
+            text = str(next(row[name] for name in _TEXTS if name in row))
+            ids = self._coder.ids(text, self._lengths.inputs)
+            found = {"input_ids": torch.from_numpy(ids.copy())}
+        found.setdefault("attention_mask", torch.ones_like(found["input_ids"]))
+        return {name: self._fill(name, value) for name, value in found.items()}
+
+    def _fill(self, name: str, value: Tensor) -> Tensor:
+        length = self._lengths.labels if name.startswith("decoder") else self._lengths.inputs
+        return _filled(value, length, self._pad if name in _IDS else 0)
+
+    def _labels(self, index: int, row: Mapping[str, Any], inputs: dict[str, Tensor]) -> Tensor:
+        """What the model is to give; a masked model's inputs are masked where there are none."""
+        family = self._request.family
+        if family == "classification":
+            return self._class(index, row)
+        given = next((row[name] for name in _LABELS if name in row), None)
+        if given is None and family == "seq2seq":
+            given = self._coder.ids(str(row["target"]), self._lengths.labels)
+        if given is not None:
+            length = self._lengths.labels if family == "seq2seq" else self._lengths.inputs
+            labels = _filled(_whole_numbers(given), length, IGNORED)
+            classes = family == "tokens"
+            self._check_labels(index, labels, classes=classes)
+        elif family == "causal":
+            labels = inputs["input_ids"].where(inputs["attention_mask"].bool(), IGNORED)
+        else:
+            return self._mask(index, inputs)
+        if family == "causal":
+            labels = torch.cat([labels[1:], labels.new_tensor([IGNORED])])
+        return labels
+
+    def _mask(self, index: int, inputs: dict[str, Tensor]) -> Tensor:
+        """Hide some tokens: the same of each sample in every epoch."""
+        mask_id = self._coder.mask_id
+        if mask_id is None:
+            raise TargetError(
+                f"{self._request.target}: its tokenizer has no mask token: give data with labels"
+            )
+        generator = torch.Generator().manual_seed(self._seed + index)
+        used = int(inputs["attention_mask"].sum())
+        inputs["input_ids"], labels = mask_tokens(
+            generator, inputs["input_ids"], max(used, 1), mask_id
+        )
+        return labels
+
+    @cached_property
+    def _shift_right(self) -> Callable[[Tensor], Tensor]:
+        """What the decoder is given, of labels: each model says so itself."""
+        model = skeleton(self._request)
+        shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+        if shift is None:
+            raise TargetError(
+                f"{self._request.target}: this model doesn't say what its decoder is given: the "
+                "data needs a column decoder_input_ids"
+            )
+
+        def shifted(labels: Tensor) -> Tensor:
+            try:
+                found: Tensor = shift(labels[None])[0]
+            except (ValueError, TypeError, AttributeError) as error:
+                raise TargetError(
+                    f"{self._request.target}: the decoder's input can't be made of labels: {error}"
+                ) from None
+            return found
+
+        return shifted
+
+    def _check_ids(self, index: int, name: str, ids: Tensor) -> None:
+        size = self._request.vocabulary
+        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < size:
+            outside = int(ids.max()) if int(ids.max()) >= size else int(ids.min())
+            raise TargetError(
+                f"{self._request.target}: row {index} has {outside} in {name}, and the model ids "
+                f"from 0 to {size - 1} (vocab_size={size})"
+            )
+
+    def _check_labels(self, index: int, labels: Tensor, *, classes: bool) -> None:
+        config = self._request.config
+        size = config.num_labels if classes else self._request.vocabulary
+        wrong = labels[(labels != IGNORED) & ((labels < 0) | (labels >= size))]
+        if wrong.numel():
+            key = f"num_labels={size}" if classes else f"vocab_size={size}"
+            raise TargetError(
+                f"{self._request.target}: row {index} has {int(wrong[0])} among its labels, which "
+                f"must be from 0 to {size - 1} ({key}), or {IGNORED} where there is none"
+            )
+
+    # Classes and images
+
+    def _class(self, index: int, row: Mapping[str, Any]) -> Tensor:
+        """A class, or what is to be told instead by the config's problem_type."""
+        given = np.asarray(next(row[name] for name in _LABELS if name in row))
+        kind = problem_of(self._request.config)
+        if kind != "single_label_classification":
+            return torch.from_numpy(given.astype(np.float32))
+        if given.dtype.kind not in "iub" or given.ndim:
+            raise TargetError(
+                f"{self._request.target}: row {index}: its label must be the number of a class; "
+                "for several, or a measure, say problem_type=multi_label_classification or "
+                "regression"
+            )
+        label = torch.tensor(int(given))
+        self._check_labels(index, label[None], classes=True)
+        return label
+
+    def _pixels(self, index: int, row: Mapping[str, Any]) -> Tensor:
+        """Of an image ``[channels, size, size]``; pixels from 0 to 255 as the folder's
+        preprocessor has them, or from −1 to 1."""
+        if "pixel_values" in row:
+            found = _tensor(row["pixel_values"], np.float32)
+        else:
+            mean, deviation = self._pixel_scale
+            image = np.asarray(row["image"], np.float32) / 255
+            image = image[..., None].repeat(3, -1) if image.ndim == 2 else image[..., :3]
+            found = functional.interpolate(
+                torch.from_numpy(image).permute(2, 0, 1)[None],
+                size=(self._request.size, self._request.size),
+                mode="bilinear",
+                antialias=True,
+            )[0]
+            found = (found - mean) / deviation
+        if found.dim() != 3 or (
+            "image_size" in self._request.config.to_dict()
+            and found.shape[1:] != (self._request.size, self._request.size)
+        ):
+            raise TargetError(
+                f"{self._request.target}: row {index}: its pixel_values have shape "
+                f"{list(found.shape)}; they must be channels, {self._request.size}, "
+                f"{self._request.size} (image_size={self._request.size})"
+            )
+        return found
+
+    @cached_property
+    def _pixel_scale(self) -> tuple[Tensor, Tensor]:
+        file = Path(self._request.folder).expanduser() / "preprocessor_config.json"
+        said: dict[str, Any] = {}
+        if self._request.folder and file.is_file():
+            said = json.loads(file.read_text(encoding="utf-8"))
+        mean, deviation = (said.get(name, 0.5) for name in ("image_mean", "image_std"))
+        return torch.tensor(mean).reshape(-1, 1, 1), torch.tensor(deviation).reshape(-1, 1, 1)
+
+
+def problem_of(config: Any) -> str:
+    """Which kind of labels a classifier has, as transformers' own find out."""
+    kind = getattr(config, "problem_type", None)
+    if kind is not None:
+        return str(kind)
+    return "regression" if config.num_labels == 1 else "single_label_classification"
+
+
+def _whole_numbers(value: Any) -> Tensor:
+    return _tensor(value, np.int64).reshape(-1)
+
+
+def _tensor(value: Any, dtype: type[np.generic]) -> Tensor:
+    """A copy, of what may be a tensor, an array or lists."""
+    return torch.from_numpy(np.array(value.numpy() if isinstance(value, Tensor) else value, dtype))
+
+
+def _filled(value: Tensor, length: int, filling: int) -> Tensor:
+    """Cut or filled up at the end."""
+    return functional.pad(value[:length], (0, max(length - len(value), 0)), value=filling)

@@ -1,0 +1,548 @@
+"""Which Hugging Face model a target names: ``hf:NAME[,key=value...]``, ``hf:FOLDER[,...]``.
+
+Nothing is downloaded, ever. Needs the optional library transformers, which is imported only when
+such a target is asked for.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..errors import TargetError
+from .arguments import LIMITS, pairs
+
+# Heads, and which models have them --------------------------------------------------------------
+
+
+class Head(NamedTuple):
+    """What a model is trained for: the class that makes it, and the table of those that can be."""
+
+    maker: str
+    table: str
+
+
+HEADS = {
+    "seq2seq": Head("AutoModelForSeq2SeqLM", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES"),
+    "masked": Head("AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING_NAMES"),
+    "causal": Head("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"),
+    "image": Head(
+        "AutoModelForImageClassification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES"
+    ),
+    "classification": Head(
+        "AutoModelForSequenceClassification", "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES"
+    ),
+    "tokens": Head(
+        "AutoModelForTokenClassification", "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES"
+    ),
+}
+"""In the order in which a model's own is looked for: as many masked models can be had as causal
+ones too."""
+CHOICES = ("causal", "masked", "seq2seq", "classification", "tokens")
+"""What users may ask for with ``head=``; a classifier of images is one that takes images."""
+
+# The config -------------------------------------------------------------------------------------
+# Made from its class, small unless its keys say otherwise; or read from a folder.
+
+NAMES = (
+    *("gpt2", "bert", "vit", "resnet", "llama", "t5", "qwen2", "mistral", "gemma", "phi", "opt"),
+)
+"""Models that are tested; others are tried."""
+SMALL = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "intermediate_size": 128,
+    "vocab_size": 100,
+    "image_size": 32,
+    "patch_size": 8,
+    "num_labels": 10,
+}
+"""Defaults for every config that has a number by this name, or one that stands for it."""
+SMALLER: dict[str, dict[str, Any]] = {
+    "resnet": {"embedding_size": 16, "hidden_sizes": [16, 32], "depths": [1, 1]},
+    "t5": {"d_ff": 128},
+    "opt": {"ffn_dim": 128, "word_embed_proj_dim": 64},
+}
+"""Further defaults of one model."""
+LENGTH = 16
+"""Of synthetic samples."""
+TEXT_LENGTH = 128
+"""Of samples that are cut from text, unless the model has fewer positions."""
+IMAGE_SIZE = 32
+SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+FIXED = {
+    "model_type",
+    "transformers_version",
+    "architectures",
+    "_name_or_path",
+    "return_dict",
+    "use_cache",
+    "id2label",
+    "label2id",
+    "auto_map",
+    "quantization_config",
+}
+"""Keys of a config that aren't for the user to set."""
+LATER = ("num_labels", "problem_type", "decoder_start_token_id", "pad_token_id")
+"""Keys that a config takes though its class may not list them."""
+OURS = ("head", "data", "tokenizer", "weights")
+"""Keys of every target that aren't the config's, besides its length or image_size."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What stands in a target, checked.
+
+    Attributes:
+        target: as the user wrote it, for messages.
+        model: its name among the library's configs.
+        family: a key of HEADS.
+        length: of the samples in tokens, None: not said; size: side of the images in pixels.
+        folder: where config and weights are, or a name in the library's own cache; empty: they
+            are made.
+        weights: the folder's are taken.
+        own_head: the model has this head where it comes from, with weights.
+        data: where samples come from, a file or a folder; empty: they are synthetic.
+        tokenizer: a folder; empty: there is none; "bytes".
+        given: the config's keys that the user set.
+    """
+
+    target: str
+    model: str
+    family: str
+    config: Any
+    length: int | None
+    size: int
+    folder: str = ""
+    weights: bool = False
+    own_head: bool = True
+    data: str = ""
+    tokenizer: str = ""
+    given: frozenset[str] = frozenset()
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of token ids."""
+        return int(self.config.vocab_size)
+
+    @property
+    def positions(self) -> int | None:
+        """Tokens that the model can take; None: any number."""
+        found = getattr(self.config, "max_position_embeddings", None)
+        return found if isinstance(found, int) else None
+
+    def special_id(self, name: str) -> int:
+        """A special token id of the config by its name; 0 where the model has none."""
+        found = getattr(self.config, name, None)
+        return found if isinstance(found, int) and found > 0 else 0
+
+
+def library(target: str, module: str = "transformers", extra: str = "hf") -> Any:
+    """A module of an optional library. Raises TargetError where it isn't installed."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        name = module.partition(".")[0]
+        raise TargetError(
+            f"{target}: needs the library {name} ({error}): install timeprest[{extra}]"
+        ) from None
+
+
+def read(target: str, argument: str) -> Request:
+    """What the argument ``NAME[,key=value...]`` asks for.
+
+    Args:
+        target: the whole target, for messages.
+
+    Raises:
+        TargetError: there is no such model, folder or key, or the config doesn't take a value.
+    """
+    name, _, rest = argument.partition(",")
+    transformers = library(target)
+    made = name in transformers.CONFIG_MAPPING
+    plain = _make(target, name, {}) if made else _from_folder(target, name)
+    folder = "" if made else name
+    model = plain.model_type
+    known = {*LATER, *plain.to_dict(), *plain.attribute_map} - FIXED
+    texts = pairs(target, rest, [*OURS, *_some(known)])
+    asked = texts.pop("head", "")
+    family = _family(target, model, plain, asked)
+    settings = {key: texts.pop(key, "") for key in OURS if key != "head"}
+    ours = {"length"} if family != "image" else {"image_size"} - known
+    for key in texts:
+        if key not in known | ours:
+            shown = ", ".join([*sorted(ours), *OURS, *_some(known)])
+            raise TargetError(f"{target}: there is no {key!r}; among its arguments are {shown}")
+    if settings["weights"] not in ("", "random"):
+        raise TargetError(
+            f"{target}: weights={settings['weights']}: leave it out for the folder's own, or say "
+            "weights=random"
+        )
+    length = _whole(target, "length", texts["length"]) if "length" in texts else None
+    given = {plain.attribute_map.get(k, k): _value(texts[k]) for k in texts if k in known}
+    if folder:
+        config = _changed(target, plain, given)
+    else:
+        fresh = _defaults(target, model, plain, family, length, settings, given)
+        config = _make(target, model, {**fresh, **given})
+    size = 0
+    if family == "image":
+        _whole(target, "num_labels", str(config.num_labels))
+        side = str(getattr(config, "image_size", texts.get("image_size", IMAGE_SIZE)))
+        size = _whole(target, "image_size", side)
+    else:
+        _check_tokens(target, config, length)
+    own = _own_family(plain) if folder else family
+    return Request(
+        target,
+        model,
+        family,
+        config,
+        length,
+        size,
+        folder=folder,
+        weights=bool(folder) and not settings["weights"] and has_weights(target, folder),
+        own_head=own == family,
+        data=settings["data"],
+        tokenizer=settings["tokenizer"] or own_tokenizer(folder),
+        given=frozenset(given),
+    )
+
+
+def has_weights(target: str, folder: str) -> bool:
+    """Whether there are weights beside a config. Raises TargetError for those in other files."""
+    path = Path(folder).expanduser()
+    if not path.is_dir() or any(path.glob("*.safetensors")):
+        return True
+    if other := [file.name for file in sorted(path.glob("*.bin"))]:
+        raise TargetError(
+            f"{target}: its weights are in {other[0]}, which isn't read, as such files may run "
+            "code: save them as safetensors, or begin without them (weights=random)"
+        )
+    return False
+
+
+def own_tokenizer(folder: str) -> str:
+    """The folder itself where a tokenizer lies in it; else empty."""
+    path = Path(folder).expanduser()
+    there = any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
+    return folder if folder and (there or not path.is_dir()) else ""
+
+
+# Tokens of text ---------------------------------------------------------------------------------
+
+FIRST_ID = 2
+"""First token id that isn't special in synthetic samples, and where each byte is a token."""
+BYTES = "bytes"
+
+
+def tokenizer_of(target: str, folder: str) -> Any:
+    """The tokenizer of a folder. Raises TargetError where there is none."""
+    transformers = library(target)
+    path = Path(folder).expanduser()
+    try:
+        with quiet():
+            return transformers.AutoTokenizer.from_pretrained(
+                str(path) if path.is_dir() else folder, local_files_only=True
+            )
+    except Exception as error:  # as for a config
+        reason = " ".join(str(error).split())[:200]
+        raise TargetError(f"{target}: tokenizer={folder}: can't be read: {reason}") from None
+
+
+def vocabulary_of(target: str, tokenizer: str) -> int:
+    """Number of token ids that text becomes."""
+    if tokenizer in ("", BYTES):
+        return FIRST_ID + 256
+    return len(tokenizer_of(target, tokenizer))
+
+
+# The model --------------------------------------------------------------------------------------
+
+
+def class_of(request: Request) -> Any:
+    """The class that its head makes of its config."""
+    transformers = library(request.target)
+    maker = getattr(transformers, HEADS[request.family].maker)
+    return maker._model_mapping[type(request.config)]
+
+
+def build(request: Request) -> nn.Module:
+    """The model, with the folder's weights or random ones, in training mode.
+
+    Raises TargetError where the folder's weights aren't the model's.
+    """
+    transformers = library(request.target)
+    maker = getattr(transformers, HEADS[request.family].maker)
+    config = copy.deepcopy(request.config)
+    if not request.weights:
+        # A folder's config may say bfloat16, in which its weights were saved: half precision is
+        # autocast's.
+        dtype = {"dtype": torch.float32} if request.folder else {}
+        model: nn.Module = maker.from_config(config, **dtype)
+        return model.train()
+    path = Path(request.folder).expanduser()
+    try:
+        with quiet():
+            model, found = maker.from_pretrained(
+                str(path) if path.is_dir() else request.folder,
+                config=config,
+                local_files_only=True,
+                use_safetensors=True,
+                dtype=torch.float32,
+                output_loading_info=True,
+            )
+    except Exception as error:  # as for a config
+        reason = " ".join(str(error).split())[:300]
+        raise TargetError(f"{request.target}: its weights can't be taken: {reason}") from None
+    missing = sorted(found["missing_keys"])
+    if request.own_head and missing:
+        raise TargetError(
+            f"{request.target}: its weights lack {', '.join(missing[:3])}"
+            + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+            + ": complete them, or begin without them (weights=random)"
+        )
+    return model.train()
+
+
+def skeleton(request: Request) -> nn.Module:
+    """The model without numbers, which takes no time and no memory."""
+    transformers = library(request.target)
+    maker = getattr(transformers, HEADS[request.family].maker)
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        model: nn.Module = maker.from_config(copy.deepcopy(request.config))
+    return model
+
+
+def request_of(config: Any, head: str, length: int | None) -> Request:
+    """What a config of transformers asks for, made in Python.
+
+    Args:
+        head: as behind ``head=``; empty: the config's own, or the first that it can have.
+
+    Raises:
+        TargetError: it isn't a config, or of a model without such a head.
+    """
+    target = type(config).__name__
+    if not is_config(config):
+        raise TargetError(f"{target}: isn't a config of transformers")
+    config = _without_cache(copy.deepcopy(config))
+    family = _family(target, config.model_type, config, head)
+    if family == "image":
+        size = _whole(target, "image_size", str(getattr(config, "image_size", IMAGE_SIZE)))
+        return Request(target, config.model_type, family, config, None, size)
+    _check_tokens(target, config, length)
+    return Request(target, config.model_type, family, config, length, 0)
+
+
+def is_config(found: Any) -> bool:
+    """Whether something is a config of transformers, without importing that."""
+    return any(
+        kind.__module__.startswith("transformers.") and kind.__name__.lower() == "pretrainedconfig"
+        for kind in type(found).__mro__
+    )
+
+
+def no_model(target: str, what: str) -> TargetError:
+    """The error for a model that can't be had: why, and which can."""
+    return TargetError(f"{target}: {what}; take one of {', '.join(NAMES)}")
+
+
+def _some(known: set[str]) -> list[str]:
+    """Keys to show in a message: those that most users look for, then a dozen others."""
+    return [*sorted(known & set(SMALL)), *sorted(known - set(SMALL))[:12], "…"]
+
+
+def _make(target: str, model: str, values: dict[str, Any]) -> Any:
+    try:
+        config = library(target).CONFIG_MAPPING[model](**values)
+    except Exception as error:  # the library checks values in many ways
+        reason = " ".join(str(error).split())
+        raise TargetError(f"{target}: the model's config doesn't take this: {reason}") from None
+    return _without_cache(config)
+
+
+def _without_cache(config: Any) -> Any:
+    """The cache serves generation alone, and would be part of the model's result."""
+    if hasattr(config, "use_cache"):
+        config.use_cache = False
+    return config
+
+
+def _from_folder(target: str, name: str) -> Any:
+    """The config of a folder, or of a model that the library's cache holds."""
+    transformers = library(target)
+    path = Path(name).expanduser()
+    if not name or (not path.is_dir() and (path.exists() or name[0] in "./~")):
+        what = f"{name} is no folder" if name else "no model is named"
+        raise no_model(target, f"{what}: give hf:FOLDER with a config.json, or hf:NAME")
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise no_model(target, f"{name}: there is no config.json in this folder")
+    try:
+        with quiet():
+            config = transformers.AutoConfig.from_pretrained(
+                str(path) if path.is_dir() else name, local_files_only=True
+            )
+    except Exception as error:  # the file is the user's, and what the library raises its own
+        if path.is_dir():
+            reason = " ".join(str(error).split())
+            raise TargetError(f"{target}: {name}/config.json can't be read: {reason}") from None
+        raise no_model(
+            target,
+            f"there is no model {name!r} among transformers' configs, no folder of this name, and "
+            "nothing in its cache (nothing is downloaded)",
+        ) from None
+    return _without_cache(config)
+
+
+def _changed(target: str, config: Any, given: dict[str, Any]) -> Any:
+    try:
+        for key, value in given.items():
+            setattr(config, key, value)
+    except Exception as error:  # as for `_make`
+        reason = " ".join(str(error).split())
+        raise TargetError(f"{target}: the model's config doesn't take this: {reason}") from None
+    return config
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """The library's bars and hints are for other uses."""
+    logging = importlib.import_module("transformers.utils.logging")
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _tables(target: str) -> Any:
+    return library(target, "transformers.models.auto.modeling_auto")
+
+
+def _family(target: str, model: str, config: Any, asked: str) -> str:
+    """The head that is asked for; else the one it had, or the first that it can have."""
+    tables = _tables(target)
+    can = [name for name, head in HEADS.items() if model in getattr(tables, head.table)]
+    if asked:
+        named = {head.maker: name for name, head in HEADS.items()}.get(asked, asked)
+        if named not in (*CHOICES, "image"):
+            raise TargetError(f"{target}: head={asked}: must be one of {', '.join(CHOICES)}")
+        if named == "classification" and named not in can:
+            named = "image"
+        if named not in can:
+            heads = " or ".join(dict.fromkeys("classification" if c == "image" else c for c in can))
+            raise TargetError(
+                f"{target}: transformers has no {model} for head={asked}"
+                + (f": it has {heads}" if heads else "")
+            )
+        return named
+    own = _own_family(config)
+    if own in can:
+        return own
+    for name in ("seq2seq", "masked", "causal", "image"):
+        if name in can and config.is_encoder_decoder == (name == "seq2seq"):
+            return name
+    raise no_model(target, f"{model} is neither a language model nor an image classifier")
+
+
+def _own_family(config: Any) -> str:
+    """Which head a config says that the model has; empty: none of ours."""
+    tables = _tables("")
+    for architecture in getattr(config, "architectures", None) or ():
+        for name, head in HEADS.items():
+            if architecture in _names_in(getattr(tables, head.table).get(config.model_type)):
+                return name
+    return ""
+
+
+def _names_in(value: Any) -> tuple[str, ...]:
+    return tuple(value) if isinstance(value, (tuple, list)) else (str(value),)
+
+
+def _defaults(
+    target: str,
+    model: str,
+    plain: Any,
+    family: str,
+    length: int | None,
+    settings: dict[str, str],
+    given: dict[str, Any],
+) -> dict[str, Any]:
+    """A small config, its keys under the config's own names."""
+    length = length or (TEXT_LENGTH if settings["data"] else LENGTH)
+    # Some models count positions from behind the padding id: hence a few more.
+    wanted = {**SMALL, "max_position_embeddings": max(64, length + 8)}
+    if settings["data"] and family != "image":
+        wanted["vocab_size"] = vocabulary_of(target, settings["tokenizer"])
+    # A key by the same name may mean another thing, such as a list with a value for each stage.
+    found = {
+        plain.attribute_map.get(key, key): value
+        for key, value in wanted.items()
+        if isinstance(getattr(plain, key, None), int)
+    }
+    heads = given.get(plain.attribute_map.get("num_attention_heads", "num_attention_heads"))
+    if isinstance(heads, int) and heads % SMALL["num_key_value_heads"]:
+        found = {k: heads if k == "num_key_value_heads" else v for k, v in found.items()}
+    vocabulary = given.get("vocab_size", wanted["vocab_size"])
+    for key in SPECIAL_IDS:
+        special = getattr(plain, key, None)
+        if isinstance(vocabulary, int) and isinstance(special, int) and special >= vocabulary:
+            found[key] = 0
+    if family == "classification" and getattr(plain, "pad_token_id", None) is None:
+        # By it, models that read from left to right find a text's last token.
+        found["pad_token_id"] = 0
+    if family == "seq2seq" and getattr(plain, "decoder_start_token_id", None) is None:
+        found["decoder_start_token_id"] = getattr(plain, "pad_token_id", None) or 0
+    return {**found, **SMALLER.get(model, {})}
+
+
+def _check_tokens(target: str, config: Any, length: int | None) -> None:
+    """Raise TargetError for sizes that can't be."""
+    low, _ = LIMITS["vocabulary"]
+    vocabulary = getattr(config, "vocab_size", None)
+    if not isinstance(vocabulary, int) or vocabulary < low:
+        raise TargetError(f"{target}: vocab_size={vocabulary}: must be {low} or more")
+    positions = getattr(config, "max_position_embeddings", None)
+    if length is not None and isinstance(positions, int) and length > positions:
+        raise TargetError(
+            f"{target}: length={length} is more than max_position_embeddings={positions}"
+        )
+
+
+def _whole(target: str, key: str, text: str) -> int:
+    low, high = LIMITS.get(key.removeprefix("image_"), (1, 2**20))
+    try:
+        value = int(text)
+    except ValueError:
+        value = low - 1
+    if not low <= value <= high:
+        raise TargetError(f"{target}: {key}={text}: must be a whole number from {low} to {high}")
+    return value
+
+
+def _value(text: str) -> int | float | bool | str:
+    """What a config's key is given: a number or a truth value where it looks like one."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text

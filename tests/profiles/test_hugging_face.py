@@ -1,0 +1,331 @@
+"""Hugging Face models as tasks: heads and their losses, folders, and data as people have it."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+from timeprest.profiles.errors import TargetError
+from timeprest.profiles.target import resolve
+from timeprest.profiles.tasks.task import fetch_call, read_loss
+from timeprest.profiles.zoo.hf import hugging_face
+
+transformers = pytest.importorskip("transformers")
+datasets = pytest.importorskip("datasets")
+
+SIZES = "hidden_size=16,num_hidden_layers=1,num_attention_heads=2"
+TINY = f"{SIZES},intermediate_size=24"
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch):
+    """Any attempt to reach another machine fails the test."""
+
+    def refuse(*_):
+        raise AssertionError("a connection was tried")
+
+    monkeypatch.setattr("socket.socket.connect", refuse)
+    datasets.disable_progress_bars()
+
+
+def first_batch(task, samples=4, split="train"):
+    call, labels = fetch_call(task.data(split), list(range(samples)))
+    return dict(zip(call.names, call.tensors, strict=True)), labels
+
+
+def refusal(argument, data=None):
+    def first_sample():
+        return hugging_face(argument, data).data("train")[0]
+
+    with pytest.raises(TargetError) as caught:
+        first_sample()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# Heads and their losses -------------------------------------------------------------------------
+
+CLASSES = [0, 2, 1, -100, 2, 0]
+HEADS = {
+    "classes": (f"bert,{TINY},head=classification,num_labels=3", CLASSES),
+    "classes, from left to right": (f"llama,{TINY},head=classification,num_labels=3", CLASSES),
+    "a measure": (f"bert,{TINY},head=classification,num_labels=1", [0.5, 2.0, -1.0, 0, 3, 1]),
+    "two measures": (
+        f"bert,{TINY},head=classification,num_labels=2,problem_type=regression",
+        [[0.5, k] for k in range(6)],
+    ),
+    "several classes": (
+        f"bert,{TINY},head=classification,num_labels=2,problem_type=multi_label_classification",
+        [[k % 2, k % 3 > 0] for k in range(6)],
+    ),
+    "tokens": (
+        f"bert,{TINY},head=AutoModelForTokenClassification,num_labels=3",
+        [[0, 1, -100, 2]] + [[-100, 1, -100, -100]] * 5,
+    ),
+    "images": (f"vit,{TINY},image_size=16,num_labels=3", CLASSES),
+    "images by head": (f"vit,{TINY},image_size=16,num_labels=3,head=classification", CLASSES),
+    "text to text": (f"t5,{SIZES},d_kv=8", [[5, 6, 7], [5, -100, 8]] * 3),
+    "another text to text": (
+        "bart,d_model=16,encoder_layers=1,decoder_layers=1,encoder_ffn_dim=24,decoder_ffn_dim=24",
+        [[5, 6, 7], [5, -100, 8]] * 3,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", HEADS)
+def test_the_loss_is_the_models_own_however_it_is_cut(case):
+    argument, labels = HEADS[case]
+    if "image" in argument:
+        rows = [{"pixel_values": torch.randn(3, 16, 16), "label": label} for label in labels]
+    else:
+        ids = [[2 + k, 3, 4, 5 + k] for k in range(6)]
+        rows = [{"input_ids": i, "labels": v} for i, v in zip(ids, labels, strict=True)]
+    task = hugging_face(argument, {"train": rows, "test": rows})
+    model = task.model().eval().requires_grad_(False)
+    inputs, target = first_batch(task, 6)
+    own = model(**{k: v for k, v in inputs.items() if k != "decoder_input_ids"}, labels=target)
+    output = model(**inputs)
+    torch.testing.assert_close(read_loss(task.loss(output, target)).mean, own.loss)
+    # Micro-batches with unlike numbers of labels, one with none at all among the first case's.
+    total = weight = 0.0
+    for part in (slice(0, 3), slice(3, 4), slice(4, 6)):
+        found = read_loss(task.loss(model(**{k: v[part] for k, v in inputs.items()}), target[part]))
+        counted = part.stop - part.start if found.weight is None else found.weight
+        total += float(found.value) * (counted if found.weight is None else 1)
+        weight += counted
+    assert total / weight == pytest.approx(float(own.loss), rel=1e-5)
+    for value in task.metrics(output, target).values():
+        assert value is not None
+
+
+def test_a_head_that_the_model_cannot_have_is_refused():
+    assert "causal" in refusal("bert,head=nonsense")
+    assert "transformers has no vit for head=causal: it has classification" in refusal(
+        "vit,head=causal"
+    )
+
+
+def test_another_loss_than_cross_entropy_is_refused(monkeypatch):
+    monkeypatch.setattr("timeprest.profiles.zoo.hf._own_loss", lambda *_: torch.tensor(1234.0))
+    assert "own loss isn't plain cross-entropy" in refusal("roberta")
+
+
+# Configs and folders ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A small causal model with weights and a tokenizer, as save_pretrained writes them."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    path = tmp_path_factory.mktemp("models") / "mine"
+    torch.manual_seed(7)
+    config = transformers.LlamaConfig(
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=24,
+        vocab_size=40,
+        max_position_embeddings=32,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(path)
+    words = {word: k for k, word in enumerate(["<unk>", "<pad>", "<mask>", *"abcdefgh"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<pad>", mask_token="<mask>"
+    ).save_pretrained(path)
+    return path
+
+
+def test_a_folders_weights_are_where_training_begins(folder):
+    found = resolve(f"hf:{folder}").task.model()
+    own = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert found.training
+    assert type(found) is type(own)
+    for name, weight in own.state_dict().items():
+        torch.testing.assert_close(found.state_dict()[name], weight, rtol=0, atol=0)
+    assert found.config.use_cache is False
+    torch.manual_seed(0)
+    fresh = resolve(f"hf:{folder},weights=random").task.model().state_dict()
+    assert not torch.equal(fresh["lm_head.weight"], own.state_dict()["lm_head.weight"])
+    optimizers = [
+        resolve(name).task.optimizer(own.parameters()).param_groups[0]["lr"]
+        for name in (f"hf:{folder}", f"hf:{folder},weights=random")
+    ]
+    assert optimizers == [5e-5, 3e-4]
+
+
+def test_a_folders_model_gets_a_new_head_when_asked(folder):
+    task = hugging_face(f"{folder},head=classification,num_labels=3,pad_token_id=1")
+    torch.manual_seed(0)
+    model = task.model()
+    own = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert type(model).__name__ == "LlamaForSequenceClassification"
+    torch.testing.assert_close(model.model.embed_tokens.weight, own.model.embed_tokens.weight)
+    assert model.score.weight.shape == (3, 16)
+
+
+def test_folders_that_are_not_whole_are_refused(folder, tmp_path):
+    assert "no config.json in this folder" in refusal(str(tmp_path))
+    assert "no folder" in refusal(str(tmp_path / "missing"))
+    assert "nothing is downloaded" in refusal("somebody/something")
+    assert "is no folder" in refusal(str(folder / "config.json"))
+    config = (folder / "config.json").read_text()
+    (tmp_path / "config.json").write_text(config)
+    assert (tmp_path / "config.json").exists()
+    hugging_face(str(tmp_path)).model()  # without weights: random ones
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    assert "pytorch_model.bin, which isn't read" in refusal(str(tmp_path))
+    (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    smaller = json.loads(config) | {"hidden_size": 8, "head_dim": 4}
+    (tmp_path / "config.json").write_text(json.dumps(smaller))
+    with pytest.raises(TargetError, match="its weights can't be taken"):
+        hugging_face(str(tmp_path)).model()
+    (tmp_path / "config.json").write_text(json.dumps(json.loads(config) | {"num_hidden_layers": 2}))
+    with pytest.raises(TargetError, match=r"its weights lack model\.layers\.1.*and 6 more"):
+        hugging_face(str(tmp_path)).model()
+    (tmp_path / "config.json").write_text("{")
+    assert "config.json can't be read" in refusal(str(tmp_path))
+
+
+def test_a_config_is_a_task(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from transformers import GPT2Config\n"
+        "config = GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=30, n_positions=32)\n"
+    )
+    target = resolve(f"{tmp_path / 'mine.py'}:config")
+    model = target.model()
+    assert type(model).__name__ == "GPT2LMHeadModel"
+    assert target.call(2)[0].tensors[0].shape == (2, 16)
+    assert model.config.use_cache is False
+    data = {"input_ids": torch.randint(0, 30, (20, 6))}
+    task = hugging_face(model.config, data, head="causal")
+    assert [len(task.data(split)) for split in ("train", "test")] == [18, 2]
+    inputs, labels = task.data("train")[0]
+    assert labels.tolist() == [*inputs["input_ids"].tolist()[1:], -100]
+    with pytest.raises(TargetError, match="isn't a config"):
+        hugging_face(3)
+
+
+# Data -------------------------------------------------------------------------------------------
+
+
+def test_a_text_file_is_cut_into_samples(folder, tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_text("a b c d e f g h " * 20)
+    task = resolve(f"hf:{folder},data={file},length=8").task
+    assert [len(task.data(split)) for split in ("train", "test")] == [18, 2]
+    inputs, labels = task.data("train")[3]
+    assert inputs["input_ids"].tolist() == [3, 4, 5, 6, 7, 8, 9, 10]
+    assert inputs["attention_mask"].tolist() == [1] * 8
+    assert labels.tolist() == [4, 5, 6, 7, 8, 9, 10, -100]
+    # Without a tokenizer, each byte is a token.
+    task = resolve(f"hf:gpt2,data={file},length=8").task
+    assert task.data("train")[0][0]["input_ids"].tolist() == [2 + b for b in b"a b c d "]
+    assert task.model().config.vocab_size == 258
+    assert "less than 2 samples of 400" in refusal(f"gpt2,data={file},length=400")
+    assert "no such file" in refusal(f"gpt2,data={tmp_path / 'no.txt'}")
+
+
+def test_tokens_are_hidden_for_a_masked_model(folder, tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_text("a b c d e f g h " * 20)
+    task = resolve(f"hf:bert,{TINY},data={file},tokenizer={folder},length=8").task
+    assert task.model().config.vocab_size == 11
+    inputs, labels = task.data("train")[0]
+    hidden = labels != -100
+    assert hidden.sum() == 1
+    assert (inputs["input_ids"][hidden] == 2).all()
+    assert (torch.where(hidden, labels, inputs["input_ids"]) == torch.arange(3, 11)).all()
+    assert (task.data("train")[0][1] == labels).all()
+
+
+def test_lines_with_a_tab_are_pairs(tmp_path):
+    file = tmp_path / "pairs.tsv"
+    file.write_text("".join(f"abc{k}\t{'good' if k % 2 else 'bad'}\n" for k in range(10)))
+    task = resolve(f"hf:bert,{TINY},head=classification,num_labels=2,data={file}").task
+    inputs, label = task.data("train")[1]
+    assert int(label) == 1
+    assert inputs["input_ids"].tolist()[:5] == [2 + b for b in b"abc1"] + [0]
+    assert inputs["attention_mask"].sum() == 4
+    task = resolve(f"hf:t5,{SIZES},data={file},length=6").task
+    inputs, labels = task.data("train")[0]
+    assert labels.tolist() == [2 + b for b in b"bad"] + [-100] * 3
+    assert inputs["decoder_input_ids"].tolist() == [0, *[2 + b for b in b"bad"], 0, 0]
+    file.write_text("one\n")
+    assert "its line 1 must be source, a tab and target" in refusal(f"t5,data={file}")
+    assert "give a datasets folder" in refusal(f"bert,head=tokens,data={file}")
+
+
+def test_a_datasets_folder_is_read(folder, tmp_path):
+    rows = [{"input_ids": list(range(2, 4 + k % 3)), "other": "x"} for k in range(20)]
+    datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "tokens"))
+    task = resolve(f"hf:gpt2,data={tmp_path / 'tokens'}").task
+    assert [len(task.data(split)) for split in ("train", "test")] == [18, 2]
+    inputs, labels = first_batch(task, 3)
+    assert sorted(inputs) == ["attention_mask", "input_ids"]
+    assert inputs["input_ids"].tolist() == [[2, 3, 0, 0], [2, 3, 4, 0], [2, 3, 4, 5]]
+    assert labels.tolist() == [[3, -100, -100, -100], [3, 4, -100, -100], [3, 4, 5, -100]]
+    texts = datasets.Dataset.from_dict({"text": ["a b", "c d e"], "label": [1, 0]})
+    whole = datasets.DatasetDict({"train": texts, "validation": texts.select([1])})
+    whole.save_to_disk(str(tmp_path / "texts"))
+    task = resolve(
+        f"hf:bert,{TINY},head=classification,num_labels=2,tokenizer={folder},length=4,"
+        f"data={tmp_path / 'texts'}"
+    ).task
+    inputs, labels = first_batch(task, 2)
+    assert inputs["input_ids"].tolist() == [[3, 4, 0, 0], [5, 6, 7, 0]]
+    assert labels.tolist() == [1, 0]
+    assert len(task.data("test")) == 1
+    (tmp_path / "empty").mkdir()
+    assert "isn't what a dataset's save_to_disk writes" in refusal(
+        f"gpt2,data={tmp_path / 'empty'}"
+    )
+
+
+def test_images_are_sized_and_scaled():
+    image = torch.full((8, 8, 3), 255, dtype=torch.uint8).numpy()
+    rows = [{"image": image, "label": 1}] * 3
+    task = hugging_face(f"vit,{TINY},image_size=16,num_labels=2", rows)
+    inputs, label = task.data("train")[0]
+    assert inputs["pixel_values"].shape == (3, 16, 16)
+    assert torch.allclose(inputs["pixel_values"], torch.ones(()))
+    assert int(label) == 1
+
+
+@pytest.mark.parametrize(
+    ("argument", "rows", "words"),
+    [
+        ("gpt2", [{"input_ids": [2, 300]}], "row 0 has 300 in input_ids.*vocab_size=100"),
+        ("gpt2,vocab_size=9", [{"input_ids": [2], "labels": [9]}], "row 0 has 9 among its labels"),
+        ("gpt2", [{"words": "a"}], "has columns words; for causal there must be input_ids or text"),
+        ("t5", [{"input_ids": [2]}], "for seq2seq there must be input_ids and labels"),
+        ("gpt2", [[1, 2]], "a row of its data is a list"),
+        ("gpt2", {"test": []}, "has splits test, but no 'train'"),
+        ("gpt2,n_positions=4", [{"input_ids": [2] * 9}], "longest row has 9.*4 positions.*length="),
+        ("vit,image_size=16", [{"image": "a"}], "for image there must be pixel_values or image"),
+        (
+            "vit,image_size=16,num_labels=2",
+            [{"pixel_values": torch.zeros(3, 8, 8), "label": 0}],
+            r"pixel_values have shape \[3, 8, 8\].*3?16, 16",
+        ),
+        (
+            "bert,head=classification,num_labels=2",
+            [{"input_ids": [2], "label": 2}],
+            "row 0 has 2 among its labels.*num_labels=2",
+        ),
+        (
+            "bert,head=classification,num_labels=2",
+            [{"input_ids": [2], "label": 0.5}],
+            "must be the number of a class.*problem_type",
+        ),
+    ],
+)
+def test_data_that_a_model_cannot_take_is_named(argument, rows, words):
+    if isinstance(rows, list):
+        rows = {"train": rows, "test": rows}
+    found = refusal(argument, rows)
+    assert re.search(words, found), found

@@ -1,0 +1,160 @@
+"""Hugging Face models train with no user code, as with their own loss in a plain loop."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+from helpers.plans import plan_by_hand, with_times
+from timeprest.planner.systems.variants import VARIANTS
+from timeprest.profiles.measuring.measure import measure
+from timeprest.profiles.measuring.platforms import platform_of
+from timeprest.profiles.target import resolve
+from timeprest.runtime.records.progress import read_losses
+from timeprest.runtime.run import run
+from timeprest.runtime.settings import RunSettings
+
+pytestmark = pytest.mark.skipif(
+    not (find_spec("transformers") and find_spec("datasets")), reason="needs timeprest[hf]"
+)
+
+STEPS, MINI_BATCH, LENGTH = 4, 6, 8
+
+FAMILIES = {
+    "gpt2": "attn_pdrop=0,embd_pdrop=0,resid_pdrop=0",
+    "llama": "intermediate_size=24,num_key_value_heads=1",
+    "qwen2": "intermediate_size=24,num_key_value_heads=1",
+    "mistral": "intermediate_size=24,num_key_value_heads=2",
+    "gemma": "intermediate_size=24,num_key_value_heads=1,head_dim=8",
+    "phi": "intermediate_size=24,num_key_value_heads=2",
+    "opt": "ffn_dim=24,word_embed_proj_dim=16,dropout=0",
+    "bert": "intermediate_size=24,hidden_dropout_prob=0,attention_probs_dropout_prob=0",
+    "t5": "d_ff=24,d_kv=8,dropout_rate=0",
+    "vit": "intermediate_size=24,image_size=16,num_labels=4",
+}
+
+
+@pytest.fixture(scope="module")
+def rows():
+    """Rows of tokens, of unlike lengths and with unlike numbers of labels, and of images."""
+    generator = torch.Generator().manual_seed(0)
+
+    def number(low, high):
+        return int(torch.randint(low, high, (), generator=generator))
+
+    tokens = []
+    for _ in range(STEPS * MINI_BATCH + 4):
+        ids = torch.randint(2, 30, (number(4, LENGTH + 1),), generator=generator)
+        labels = ids.where(torch.rand(len(ids), generator=generator) < 0.5, -100)
+        labels[-1] = ids[-1]
+        tokens.append({"input_ids": ids.tolist(), "labels": labels.tolist()})
+    tokens[0]["input_ids"] += [2] * (LENGTH - len(tokens[0]["input_ids"]))
+    tokens[0]["labels"] += [-100] * (LENGTH - len(tokens[0]["labels"]))
+    images = [
+        {
+            "pixel_values": torch.randn(3, 16, 16, generator=generator).tolist(),
+            "labels": number(0, 4) if k % 5 else -100,
+        }
+        for k in range(STEPS * MINI_BATCH + 4)
+    ]
+    return {"tokens": tokens, "images": images}
+
+
+@pytest.fixture(scope="module")
+def folders(rows, tmp_path_factory):
+    """The same as folders of `datasets`, with rows for testing."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    folder = tmp_path_factory.mktemp("data")
+    for name, found in rows.items():
+        whole = datasets.Dataset.from_list(found)
+        parts = {"train": whole, "test": whole.select(range(5))}
+        datasets.DatasetDict(parts).save_to_disk(str(folder / name))
+    return folder
+
+
+def target_of(family, folders):
+    # Most of the time is torch.export's, three times for each layer.
+    layers = 2 if family in ("gpt2", "bert") else 1
+    sizes = f"hidden_size=16,num_attention_heads=2,num_hidden_layers={layers}"
+    kind = "images" if family == "vit" else "tokens"
+    more = "" if family == "vit" else ",vocab_size=30"
+    return f"hf:{family},{sizes}{more},{FAMILIES[family]},data={folders / kind}"
+
+
+def plan_of(target, variant, stages, micro_batches):
+    profile = measure(
+        resolve(target),
+        batch_size=MINI_BATCH,
+        micro_batch_sizes=[MINI_BATCH // micro_batches],
+        platform=platform_of("meta", "a100-80gb", None),
+        seconds=0,
+    )
+    tied = "split" if VARIANTS[variant].flushes else "together"
+    return plan_by_hand(
+        with_times(profile), variant, stages, micro_batches, mini_batch=MINI_BATCH, tied=tied
+    )
+
+
+def train_by_own_loss(target, rows):
+    """A plain loop over the rows, with the loss that the model makes of labels."""
+    config = resolve(target).model().config
+    maker = {"bert": "MaskedLM", "t5": "Seq2SeqLM", "vit": "ImageClassification"}
+    import transformers
+
+    kind = getattr(transformers, f"AutoModelFor{maker.get(config.model_type, 'CausalLM')}")
+    torch.manual_seed(0)
+    model = kind.from_config(config).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist()
+    losses = []
+    for b in range(STEPS):
+        chosen = [rows[k] for k in order[b * MINI_BATCH : (b + 1) * MINI_BATCH]]
+        if config.model_type == "vit":
+            batch = {name: torch.tensor([row[name] for row in chosen]) for name in chosen[0]}
+        else:
+            batch = {
+                "input_ids": padded([row["input_ids"] for row in chosen], config.pad_token_id or 0),
+                "attention_mask": padded([[1] * len(row["input_ids"]) for row in chosen], 0),
+                "labels": padded([row["labels"] for row in chosen], -100),
+            }
+        optimizer.zero_grad()
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def padded(lists, filling):
+    return torch.tensor([one + [filling] * (LENGTH - len(one)) for one in lists])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_flush_run_is_the_plain_loop_with_the_models_own_loss(family, folders, rows, tmp_path):
+    target = target_of(family, folders)
+    plan = plan_of(target, "gpipe", 3, 3)
+    assert plan.profile.front_end == "export"
+    run(plan, RunSettings(task=target, steps=STEPS), tmp_path / "run", inline=True)
+    wanted = train_by_own_loss(target, rows["images" if family == "vit" else "tokens"])
+    found = read_losses(tmp_path / "run" / "metrics.jsonl")
+    assert found == pytest.approx(wanted, rel=2e-6)
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(("family", "variant"), [("llama", "timeprest"), ("bert", "gpipe")])
+def test_processes_equal_inline(family, variant, folders, tmp_path):
+    target = target_of(family, folders)
+    plan = plan_of(target, variant, 2, 3)
+    settings = RunSettings(task=target, steps=STEPS)
+    for mode in ("inline", "processes"):
+        run(plan, settings, tmp_path / mode, inline=mode == "inline")
+    inline, processes = (
+        read_losses(tmp_path / m / "metrics.jsonl") for m in ("inline", "processes")
+    )
+    assert processes == inline
