@@ -77,6 +77,8 @@ class RunSettings(TaggedFile, frozen=True, kw_only=True, tag=FORMAT):
     autocast: Literal["profiled", "bfloat16", "off"] = "profiled"
     """What forwards run under: torch.autocast with this dtype, or what the profile was made
     with."""
+    compile: bool = False
+    """Run the forwards and backwards of stages compiled by torch.compile, where they can be."""
     deferred_batch_norm: bool = False
     """Update the running statistics of batch norms once for each mini-batch, with its own."""
     checkpoint_every: Annotated[int, Meta(ge=0, le=MAX_COUNT)] | None = None
@@ -133,6 +135,12 @@ DELAYS = (
 )
 """Settings of what a stage's version difference does to its training."""
 
+LATER = (*DELAYS, "compile")
+"""Settings that runs of before didn't have; the default is what they did."""
+
+COMPILING_S = 600.0
+"""Longest wait for a message, where stages may have to be compiled first."""
+
 
 def given(settings: RunSettings, names: Collection[str] = DELAYS) -> dict[str, object]:
     """Of these, the settings that aren't the default."""
@@ -150,11 +158,12 @@ def settings_of(plan: Plan, asked: Mapping[str, Any]) -> RunSettings:
 
     Raises UserError for a field that there isn't, or a value that can't be.
     """
+    least = COMPILING_S if asked.get("compile") else 25.0
     defaults = {
         "task": plan.profile.target,
         "epochs": 5,
         "threads": plan.profile.threads,
-        "timeout_s": min(max(25.0, 100 * plan.predicted.period_s), MAX_SECONDS),
+        "timeout_s": min(max(least, 100 * plan.predicted.period_s), MAX_SECONDS),
     }
     given = {name: value for name, value in asked.items() if value is not None}
     try:

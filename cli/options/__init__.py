@@ -300,6 +300,12 @@ run_options = options(
             type=Whole(1, MAX_THREADS),
             help="Torch's threads for each stage.  [default: as profiled]",
         ),
+        _setting(
+            "compile",
+            is_flag=True,
+            help="Train each stage under torch.compile, where it can be; the summary says where "
+            "not.",
+        ),
         click.option(
             "--inline",
             is_flag=True,
@@ -309,7 +315,8 @@ run_options = options(
             "--timeout",
             "timeout_s",
             type=Number(0, MAX_FACTOR, above=True),
-            help="Longest wait for a message, in seconds.  [default: 25, or 100 periods]",
+            help="Longest wait for a message, in seconds.  [default: 25, or 100 periods; with "
+            "--compile 600]",
         ),
     ),
     group(

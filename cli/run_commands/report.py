@@ -149,6 +149,7 @@ def print_run(console: Console, run: RunFacts) -> None:
     """Print a run's figures beside its plan's."""
     from ...planner.recordings.lane_times import steady_times
     from ...runtime.records.recording import mini_batches_of
+    from ..tables.run import compile_lines
 
     plan = run.plan
     done = sum(len(each) for each in run.losses)
@@ -198,6 +199,8 @@ def print_run(console: Console, run: RunFacts) -> None:
             f"after {counted(len(run.epochs), 'epoch', 'epochs')}: train loss {last.train_loss:.4g}"
             + (f", {test}" if test else "")
         )
+    for told in [] if run.summary is None else compile_lines(plan, run.summary):
+        console.print(told)
     for line in run.missing:
         console.print(Text(line, "yellow"))
 

@@ -65,6 +65,15 @@ def _device_lines(plan: Plan, summary: RunSummary) -> list[Text]:
     return [Text(f"{where}{how}. This peak is torch's, of all tensors of the process")]
 
 
+def compile_lines(plan: Plan, summary: RunSummary) -> list[Text]:
+    """Stages that were to be compiled, and weren't."""
+    return [
+        Text(f"stage {_which(plan, report)} isn't compiled: {report.not_compiled}")
+        for report in summary.stages
+        if report.not_compiled
+    ]
+
+
 def _workers(plan: Plan) -> str:
     stages, workers = len(plan.stages), plan.workers
     text = counted(stages, "stage", "stages")
@@ -114,6 +123,7 @@ def summary_lines(plan: Plan, summary: RunSummary) -> list[Text]:
         apart = f"; weights up to {report.weight_distance:.2%} apart" * bool(report.weight_distance)
         which = _which(plan, report)
         lines.append(Text(f"version differences seen on stage {which}: {seen} backwards{apart}"))
+    lines += compile_lines(plan, summary)
     for report in summary.stages:
         if report.not_finite:
             lines.append(

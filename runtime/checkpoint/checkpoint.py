@@ -32,7 +32,7 @@ from ..prepare.data import Segment
 from ..prepare.workers import Replica
 from ..records.metrics import EpochSums
 from ..records.run_dir import RunDir, tensor_bytes, tensor_metadata
-from ..settings import DELAYS, STEADY, RunSettings, given
+from ..settings import LATER, STEADY, RunSettings, given
 from ..stage.runner import StageRunner
 from .worker_state import WorkerState, capture
 
@@ -100,7 +100,9 @@ def plan_checksum(plan: Plan) -> str:
 def settings_checksum(settings: RunSettings) -> str:
     """Changes whenever a setting does that what is trained depends on."""
     # Older checkpoints knew nothing of some.
-    return _checksum(msgspec.structs.replace(settings, **FREE), set(DELAYS) - {*given(settings)})
+    return _checksum(
+        msgspec.structs.replace(settings, **FREE), set(LATER) - {*given(settings, LATER)}
+    )
 
 
 def _checksum(value: msgspec.Struct, without: Collection[str] = ()) -> str:

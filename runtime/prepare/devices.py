@@ -54,11 +54,27 @@ def device_of(kind: str, local_rank: int, gpus: int) -> torch.device:
 def devices_here(plan: Plan, settings: RunSettings) -> tuple[str, int]:
     """The kind of device that a run trains on, and how many GPUs this host has.
 
-    Raises UserError where it can't train on such a device.
+    Raises UserError where it can't train on such a device, or can't compile for it.
     """
     kind, gpus = device_kind(plan, settings), gpu_count()
     check_kind(kind, settings, gpus)
+    if settings.compile and kind == "cpu":
+        check_compiler()
     return kind, gpus
+
+
+def check_compiler() -> None:
+    """Raise UserError where there is no C++ compiler, which is needed on the CPU."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        raise UserError(
+            "--compile: on the CPU it needs a C++ compiler, and none is found: install g++ or "
+            "clang++, or name one in the environment variable CXX"
+        ) from None
 
 
 def own_device(plan: Plan, settings: RunSettings, local_rank: int) -> torch.device:

@@ -191,6 +191,8 @@ class StageReport(msgspec.Struct, frozen=True, kw_only=True):
     not_finite: list[int] = []
     """Mini-batches whose loss or gradients weren't finite, where the run went on."""
     epochs: list[StageEpoch] = []
+    not_compiled: str = ""
+    """Why the stage wasn't compiled, where it was to be."""
     idle_share: float | None = None
     """Of `wall_s`; None of an inline run, where stages take turns (`training_times`)."""
 

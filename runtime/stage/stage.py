@@ -34,6 +34,7 @@ from ..weights.staleness import Staleness, WeightDistances
 from ..weights.stash import WeightVersions
 from ..weights.tied_weights import StageTies, TiedWeights
 from .batch_norm import DeferredBatchNorm
+from .compiled import forward_of
 from .delays import Rescheduling, delay_of
 from .handed_over import HandedOver
 from .memory import MemoryAccount
@@ -64,6 +65,7 @@ class Stage:
 
     Attributes:
         names: for each name of a parameter, the first that the whole model has for it.
+        compute: the piece's forward in training, which may be compiled.
         walk: which version each operation uses; the runtime follows it with real weights.
         account: what the stage holds, and its peak.
         staleness: what its backwards saw since the segment began.
@@ -101,6 +103,7 @@ class Stage:
         move([self.module, self.evaluation_module], device)
         self.module.train()
         self.number = s = replica.stage
+        self.compute = forward_of(prepared, s, self.module)
         self._borrowed = model.updated_elsewhere(s)
         named = model.updated_by(s)
         self.updated = [p for _, p in named]
@@ -443,7 +446,7 @@ class Stage:
         with self.weights.forward(tensors, hooks=hooks), precision:
             arguments = [self._admit(name, values, micro) for name in self.piece.inputs]
             watched = self.handed_over.watch(self.piece.inputs, arguments)
-            out = self.module(*arguments)
+            out = self.compute(*arguments)
             del arguments
             loss = self._loss(out[-1], target, part) if self.piece.has_result else None
             if loss is not None:
@@ -518,17 +521,14 @@ class Stage:
     def _distance(self, op: Op, version: int, tensors: list[Tensor] | None) -> float:
         if self._distances is None:
             return 0.0
-        made = self._made(version, tensors)
+        # Those that were made for the operation, if they aren't any version's.
+        made = tensors if version == self.walk.latest else None
         return self._distances.backward(self._together(op), version, made)
 
     def _together(self, op: Op) -> tuple[int, int | None]:
         """What has one backward, by its mini-batch, and its micro-batch where that has one."""
         by_micro_batch = self.variant.backward_unit == "micro"
         return op.mini_batch, op.micro_batch if by_micro_batch else None
-
-    def _made(self, version: int, tensors: list[Tensor] | None) -> list[Tensor] | None:
-        """Weights that were made for an operation: not those of any version."""
-        return tensors if version == self.walk.latest else None
 
     def _admit(self, name: str, values: Mapping[str, Tensor], micro: _MicroBatch) -> Any:
         tensor = values[name]

@@ -396,6 +396,7 @@ class Course:
                     version_differences=_sum_of_counts(e.version_differences for e in epochs),
                     weight_distance=max((e.weight_distance for e in epochs), default=0.0),
                     not_finite=runner.not_finite.mini_batches,
+                    not_compiled=runner.stage.compute.why_not,
                     epochs=epochs,
                 )
             )

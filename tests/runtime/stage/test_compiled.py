@@ -1,0 +1,143 @@
+"""Stages under torch.compile: the same weights on the same versions; a word where they can't."""
+
+from __future__ import annotations
+
+import shutil
+from textwrap import dedent
+
+import pytest
+import torch
+from helpers.against_oracle import train
+from helpers.paths import TESTS
+from helpers.plans import plan_by_hand, with_times
+from timeprest.cli.tables.run import compile_lines
+from timeprest.profiles.errors import UserError
+from timeprest.profiles.measuring.measure import measure
+from timeprest.profiles.target import resolve
+from timeprest.runtime.records.run_dir import load_weights
+from timeprest.runtime.run import run
+from timeprest.runtime.settings import RunSettings
+from timeprest.runtime.stage import compiled
+
+needs_compiler = pytest.mark.skipif(
+    not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler"
+)
+
+
+@pytest.fixture(autouse=True)
+def kernels(tmp_path_factory, monkeypatch):
+    """What is compiled is found again by later tests, and isn't kept beyond them."""
+    folder = tmp_path_factory.getbasetemp() / "kernels"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
+
+
+def graphs():
+    """How many have been compiled so far."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["timeprest", "gpipe"])
+def test_compiled_stages_equal_the_oracle(variant, mlp_profile, mlp_target, tmp_path):
+    """Weights, losses, versions used and held: backwards on later weights, and flushed."""
+    before = graphs()
+    plan = plan_by_hand(with_times(mlp_profile), variant, 2, 2)
+    train(plan, mlp_target, "momentum", tmp_path / "run", compile=True)
+    assert graphs() >= before + 2
+
+
+@pytest.fixture(scope="module")
+def normed(tmp_path_factory):
+    """A task whose norm's output, computed again on later weights, isn't what it was."""
+    file = tmp_path_factory.mktemp("tasks") / "normed.py"
+    file.write_text(
+        dedent(f"""
+        import sys
+        sys.path.insert(0, {str(TESTS / "tasks")!r})
+        from mlp_task import WIDTHS, MLPTask
+        from torch import nn
+
+        class Normed(MLPTask):
+            def model(self):
+                return nn.Sequential(
+                    nn.Linear(WIDTHS[0], 6),
+                    nn.LayerNorm(6),
+                    nn.GELU(),
+                    nn.Linear(6, WIDTHS[-1]),
+                ).double()
+        """)
+    )
+    target = f"{file}:Normed"
+    profile = measure(resolve(target), batch_size=8, micro_batch_sizes=[2, 4, 8], seconds=0)
+    return target, with_times(profile)
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_nothing_is_computed_again_on_other_weights(normed, tmp_path, monkeypatch):
+    """What the compiler would compute again in a backward stays that of the forward's weights."""
+    target, profile = normed
+    names = [layer.name for layer in profile.layers]
+    plan = plan_by_hand(profile, "timeprest", 2, 2, cut=[names[:3], names[3:]])
+
+    def weights(name, **more):
+        settings = RunSettings(task=target, steps=6, evaluate=False, **more)
+        summary = run(plan, settings, tmp_path / name, inline=True)
+        assert not any(report.not_compiled for report in summary.stages)
+        return load_weights(tmp_path / name)
+
+    def apart(found, wanted):
+        return max(float((found[name] - wanted[name]).abs().max()) for name in wanted)
+
+    eager = weights("eager")
+    assert apart(weights("compiled", compile=True), eager) < 1e-12
+    # It would be otherwise, were the compiler let.
+    monkeypatch.setattr(compiled, "same_weights", lambda prepared: True)
+    torch._dynamo.reset()
+    assert apart(weights("otherwise", compile=True), eager) > 1e-6
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.processes
+def test_compiled_in_processes(mlp_profile, mlp_target, tmp_path):
+    """Each worker compiles its own stage while the others wait for it."""
+    plan = plan_by_hand(with_times(mlp_profile), "timeprest", 2, 2)
+    train(plan, mlp_target, "momentum", tmp_path / "run", inline=False, compile=True)
+
+
+def test_what_cant_be_compiled_is_said(mlp_profile, mlp_target, tmp_path, monkeypatch):
+    """Systems that split backwards, and whatever the compiler refuses, in a line for each stage."""
+    monkeypatch.setattr("timeprest.runtime.prepare.devices.check_compiler", lambda: None)
+    plan = plan_by_hand(with_times(mlp_profile), "zb-h1", 2, 2)
+    settings = RunSettings(task=mlp_target, steps=2, evaluate=False, compile=True)
+    summary = run(plan, settings, tmp_path / "split", inline=True)
+    why = "isn't compiled: zb-h1 splits backwards in two, and compiled ones are one piece"
+    assert [str(line) for line in compile_lines(plan, summary)] == [
+        f"stage 0 {why}",
+        f"stage 1 {why}",
+    ]
+
+    def refused(module, **_):
+        def call(*arguments):
+            raise RuntimeError("can't take\n  this graph " + "x" * 300)
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", refused)
+    plan = plan_by_hand(with_times(mlp_profile), "timeprest", 2, 2)
+    train(plan, mlp_target, "momentum", tmp_path / "refused", compile=True)
+    summary = run(plan, settings, tmp_path / "again", inline=True)
+    for s, line in enumerate(compile_lines(plan, summary)):
+        assert str(line).startswith(f"stage {s} isn't compiled: ")
+        assert str(line).endswith("RuntimeError: can't take this graph …")
+
+
+def test_without_a_compiler_it_is_said_at_once(mlp_profile, mlp_target, tmp_path, monkeypatch):
+    monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("no-such-compiler",))
+    plan = plan_by_hand(with_times(mlp_profile), "gpipe", 2, 2)
+    settings = RunSettings(task=mlp_target, steps=2, compile=True)
+    with pytest.raises(UserError, match=r"--compile: .*install g\+\+ or clang\+\+, or name one"):
+        run(plan, settings, tmp_path / "run", inline=True)
+    assert not (tmp_path / "run").exists()
