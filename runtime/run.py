@@ -44,7 +44,7 @@ from .records.callbacks import (
     Stop,
 )
 from .records.metrics import EpochRecord, RunSummary, StageReport, decode, summarize
-from .records.progress import Observer, Silent, read_epochs
+from .records.progress import Losses, Observer, Silent, read_epochs, read_progress
 from .records.run_dir import RunDir
 from .settings import ADJUSTABLE, RunSettings, settings_of
 from .stage.delays import check_delays
@@ -183,11 +183,16 @@ def _begun(prepared: Prepared, where: RunDir) -> RunBegun:
     """What observers are told when training begins. Raises FileError."""
     settings, last = prepared.settings, prepared.segments[-1]
     done, before = 0, list[EvaluationDone]()
-    for record in _epochs_before(where, settings):
-        done += record.mini_batches
-        if record.test and done <= (settings.resume_at or 0):
+    # A line after the checkpoint, which is cut off, may be damaged.
+    for record in read_progress(where.metrics) if settings.resume_at else ():
+        if isinstance(record, Losses):
+            continue
+        at = done + record.mini_batches
+        if isinstance(record, EpochRecord):
+            done = at
+        if record.test and at <= (settings.resume_at or 0):
             figures = dict(record.test)
-            before.append(EvaluationDone(mini_batch=done, epoch=record.epoch, figures=figures))
+            before.append(EvaluationDone(mini_batch=at, epoch=record.epoch, figures=figures))
     return RunBegun(
         plan=prepared.plan,
         settings=settings,
@@ -197,11 +202,6 @@ def _begun(prepared: Prepared, where: RunDir) -> RunBegun:
         resumed_at=settings.resume_at or 0,
         before=tuple(before),
     )
-
-
-def _epochs_before(where: RunDir, settings: RunSettings) -> list[EpochRecord]:
-    # A line after the checkpoint, which is cut off, may be damaged.
-    return read_epochs(where.metrics) if settings.resume_at else []
 
 
 def _stopped(observer: Observer) -> str | None:

@@ -99,6 +99,9 @@ class RunSettings(TaggedFile, frozen=True, kw_only=True, tag=FORMAT):
     on one host, by gloo else."""
     threads: Threads = 1
     evaluate: bool = True
+    eval_every: Count | None = None
+    """Mini-batches between two evaluations, besides those at the ends of epochs; the pipeline
+    drains at each."""
     on_nan: Literal["stop", "warn", "skip"] = "stop"
     """A loss or gradients that aren't finite: end the run, count them and go on, or leave that
     update out too."""
@@ -135,7 +138,7 @@ DELAYS = (
 )
 """Settings of what a stage's version difference does to its training."""
 
-LATER = (*DELAYS, "compile")
+LATER = (*DELAYS, "compile", "eval_every")
 """Settings that runs of before didn't have; the default is what they did."""
 
 COMPILING_S = 600.0

@@ -266,6 +266,11 @@ run_options = options(
             help="Evaluate on the test data after each epoch.",
         ),
         _setting(
+            "eval_every",
+            type=Whole(),
+            help="Evaluate every so many mini-batches too; the pipeline drains there.",
+        ),
+        _setting(
             "on_nan",
             help="A loss or gradients that aren't finite: end the run, count them and go on, or "
             "leave that update out too.",

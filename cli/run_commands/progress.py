@@ -17,6 +17,7 @@ from ...runtime.prepare.workers import workers_of
 from ...runtime.records.callbacks import (
     Callback,
     EpochDone,
+    EvaluationDone,
     MiniBatchDone,
     RestartDue,
     RunBegun,
@@ -25,7 +26,7 @@ from ...runtime.records.status import WorkerStatus, read_statuses
 from ...runtime.settings import RunSettings
 from ..errors import tell, why_unprinted
 from ..progress import Bar
-from ..tables.run import epoch_line
+from ..tables.run import epoch_line, evaluation_line
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -76,6 +77,7 @@ class TrainingProgress(Callback):
         self._opening = opening
         self._rate = Rate(plan.mini_batch)
         self._first: int | None = None
+        self._within = False
         self._busy: BusyShares | None = None
         if run_dir is not None:
             workers = workers_of(plan)
@@ -99,12 +101,19 @@ class TrainingProgress(Callback):
         """As `Callback`."""
         if self._busy is not None and self._bar.shown:
             self._busy.start()
+        self._within = event.done < event.of
         self._first = event.of if self._first is None else self._first
         so_far = event.epoch * self._first + event.done
         rate = self._rate(so_far, time.monotonic())
         shares = self._busy.shares() if self._busy is not None else []
         total = self._settings.steps or self._settings.epochs * self._first
         self._bar(training_text(event, rate, shares), so_far, total)
+
+    @_stopping
+    def on_evaluation(self, event: EvaluationDone) -> None:
+        """As `Callback`. That of an epoch's end comes in the epoch's own line."""
+        if self._within and not self._bar.quiet:
+            self._bar.print(evaluation_line(event))
 
     @_stopping
     def on_epoch(self, event: EpochDone) -> None:

@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from rich.table import Table
 from rich.text import Text
 
 from ...planner.plan import Plan
 from ...profiles.units import format_bytes, format_seconds
+from ...runtime.records.callbacks import EvaluationDone
 from ...runtime.records.metrics import EpochRecord, RunSummary, StageReport
 from .layout import compact_table, counted
 
 
 def epoch_line(record: EpochRecord) -> str:
     """One epoch in one line."""
-    figures = "  ".join(
-        f"test {name} {value:.2%}" if name == "accuracy" else f"test {name} {value:.4f}"
-        for name, value in record.test.items()
-    )
     return (
         f"epoch {record.epoch + 1:3d}  {record.seconds:6.2f} s  "
-        f"{record.samples_per_s:7.0f} samples/s  train loss {record.train_loss:.4f}  {figures}"
+        f"{record.samples_per_s:7.0f} samples/s  train loss {record.train_loss:.4f}  "
+        f"{_figures(record.test)}"
+    )
+
+
+def evaluation_line(event: EvaluationDone) -> str:
+    """An evaluation while an epoch goes on, in one line."""
+    return f"epoch {event.epoch + 1:3d}  mini-batch {event.mini_batch}  {_figures(event.figures)}"
+
+
+def _figures(test: Mapping[str, float]) -> str:
+    return "  ".join(
+        f"test {name} {value:.2%}" if name == "accuracy" else f"test {name} {value:.4f}"
+        for name, value in test.items()
     )
 
 

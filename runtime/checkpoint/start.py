@@ -37,6 +37,8 @@ def check_settings(settings: RunSettings) -> RunSettings:
     if settings.optimizer is not None:
         check_choice(settings.optimizer)
     record_named(settings.record)
+    if settings.eval_every is not None and not settings.evaluate:
+        raise UserError("--eval-every: goes with --evaluate")
     if settings.warmup and settings.lr_schedule is None:
         raise UserError("--warmup: goes with an --lr-schedule")
     if settings.start_from is not None:

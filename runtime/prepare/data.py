@@ -23,7 +23,7 @@ from .tracing import ForwardLook, TracedTask
 @dataclass(frozen=True)
 class Segment:
     """A stretch of training that ends drained: an epoch, what `steps` leave of it, or its part
-    between two checkpoints.
+    between two checkpoints or evaluations.
 
     Attributes:
         epoch: counted from 0.
@@ -36,6 +36,7 @@ class Segment:
         offset: mini-batches of its epoch before it.
         rest: mini-batches of its epoch after it.
         checkpoint: one is written at its end.
+        evaluation: one is made at its end, though the epoch goes on.
         whole_epoch: mini-batches of an epoch that no `steps` cut short.
     """
 
@@ -49,6 +50,7 @@ class Segment:
     offset: int = 0
     rest: int = 0
     checkpoint: bool = False
+    evaluation: bool = False
     whole_epoch: int = 0
 
     @property
@@ -108,10 +110,16 @@ def segments(plan: Plan, settings: RunSettings, samples: int) -> tuple[Segment, 
     found: list[Segment] = []
     for epoch, first in enumerate(range(0, total, each)):
         count = min(each, total - first)
-        cuts = checkpoints_within(first, count, settings.checkpoint_every, plan.update_every)
+        cuts = places_within(first, count, settings.checkpoint_every, plan.update_every)
+        evaluations = (
+            places_within(first, count, settings.eval_every, plan.update_every)
+            if settings.evaluate and settings.eval_every is not None
+            else ()
+        )
         # A run of --steps that is to have more of them goes on where it ended.
         stopped = max((settings.resume_at or 0) - first, 0)
-        for start, end in itertools.pairwise(sorted({0, *cuts, min(stopped, count), count})):
+        ends = {0, *cuts, *evaluations, min(stopped, count), count}
+        for start, end in itertools.pairwise(sorted(ends)):
             left = samples - start * plan.mini_batch
             due = end in cuts or (settings.checkpoint_every != 0 and first + end == total)
             found.append(
@@ -126,16 +134,15 @@ def segments(plan: Plan, settings: RunSettings, samples: int) -> tuple[Segment, 
                     offset=start,
                     rest=count - end,
                     checkpoint=due,
+                    evaluation=end in evaluations and end < count,
                     whole_epoch=each,
                 )
             )
     return tuple(found)
 
 
-def checkpoints_within(
-    first: int, count: int, every: int | None, update_every: int
-) -> tuple[int, ...]:
-    """Where the checkpoints of an epoch are, in mini-batches of the epoch.
+def places_within(first: int, count: int, every: int | None, update_every: int) -> tuple[int, ...]:
+    """Where the checkpoints or evaluations of an epoch are, in mini-batches of the epoch.
 
     Each comes at the update that a multiple of `every` falls on, or the next one: updates are made
     of the same mini-batches with and without it.

@@ -19,7 +19,7 @@ from ...planner.plan import Plan
 from ...profiles.errors import RunError, TimeprestError, UserError
 from ...profiles.tasks.hooks import describe_error
 from ..settings import RunSettings
-from .metrics import EpochRecord, RunSummary
+from .metrics import EpochRecord, EvaluationRecord, RunSummary
 from .run_dir import RunDir
 
 # What callbacks are told of ---------------------------------------------------------------------
@@ -207,7 +207,7 @@ class Callbacks:
         self.waited_for = any(callback.waited_for for callback in callbacks)
         self.stop: Stop | None = None
         self._begun: RunBegun | None = None
-        self._done = 0
+        self._done = self._evaluated = 0
 
     def starting(self, what: str) -> None:
         """As `Observer`."""
@@ -216,6 +216,7 @@ class Callbacks:
     def begin(self, begun: RunBegun) -> None:
         """As `Observer`."""
         self._begun, self._done, self.stop = begun, begun.resumed_at, None
+        self._evaluated = 0
         self._tell("on_begin", begun)
 
     def mini_batch(self, epoch: int, done: int, of: int, loss: float) -> None:
@@ -225,9 +226,19 @@ class Callbacks:
         event = MiniBatchDone(mini_batch=self._done, epoch=epoch, done=done, of=of, loss=loss)
         self._tell("on_mini_batch", event)
 
+    def evaluation(self, record: EvaluationRecord) -> None:
+        """As `Observer`."""
+        assert self._begun is not None
+        done = record.epoch * self._begun.epoch_mini_batches + record.mini_batches
+        self._evaluated = done
+        figures = dict(record.test)
+        event = EvaluationDone(mini_batch=done, epoch=record.epoch, figures=figures)
+        self._tell("on_evaluation", event)
+
     def epoch(self, record: EpochRecord) -> None:
         """As `Observer`."""
-        if record.test:
+        # Where a run ends early, that of the place where it stopped has been told of.
+        if record.test and self._evaluated != self._done:
             figures = dict(record.test)
             event = EvaluationDone(mini_batch=self._done, epoch=record.epoch, figures=figures)
             self._tell("on_evaluation", event)

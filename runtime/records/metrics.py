@@ -140,6 +140,17 @@ class EpochRecord(msgspec.Struct, frozen=True, kw_only=True):
     stage has nothing to train."""
 
 
+class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """An evaluation while its epoch goes on."""
+
+    epoch: int
+    mini_batches: int
+    """Of that epoch that were done."""
+    seconds: float
+    """Of training in that epoch so far, evaluations left out."""
+    test: dict[str, float]
+
+
 class StageEpoch(msgspec.Struct, frozen=True, kw_only=True):
     """Metrics of a stage's replica over one epoch."""
 

@@ -12,7 +12,7 @@ import msgspec
 from ...profiles.errors import FileError
 from ...profiles.files import read_lines
 from .growing_file import GrowingFile
-from .metrics import EpochRecord, with_nan
+from .metrics import EpochRecord, EvaluationRecord, with_nan
 
 if TYPE_CHECKING:
     from .callbacks import RunBegun
@@ -35,6 +35,9 @@ class Observer(Protocol):
 
     def mini_batch(self, epoch: int, done: int, of: int, loss: float) -> None:
         """A mini-batch's forward is done on the last stage."""
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        """The test data have been evaluated while an epoch goes on."""
 
     def epoch(self, record: EpochRecord) -> None:
         """An epoch and its evaluation are done."""
@@ -61,6 +64,9 @@ class Silent:
         """Ignored."""
 
     def mini_batch(self, epoch: int, done: int, of: int, loss: float) -> None:
+        """Ignored."""
+
+    def evaluation(self, record: EvaluationRecord) -> None:
         """Ignored."""
 
     def epoch(self, record: EpochRecord) -> None:
@@ -92,6 +98,11 @@ class Both:
         """Tell both."""
         for observer in self.pair:
             observer.mini_batch(epoch, done, of, loss)
+
+    def evaluation(self, record: EvaluationRecord) -> None:
+        """Tell both."""
+        for observer in self.pair:
+            observer.evaluation(record)
 
     def epoch(self, record: EpochRecord) -> None:
         """Tell both."""
@@ -141,6 +152,11 @@ class MetricsFile(Silent):
             {"kind": "mini_batches", "epoch": epoch, "done": done, "of": of, "losses": losses}
         )
 
+    def evaluation(self, record: EvaluationRecord) -> None:
+        """Note an evaluation, behind the losses before it."""
+        self.flush()
+        self._write({"kind": "evaluation", **msgspec.to_builtins(record)})
+
     def epoch(self, record: EpochRecord) -> None:
         """Note an epoch's record."""
         self._write({"kind": "epoch", **msgspec.to_builtins(record)})
@@ -183,6 +199,8 @@ class Tail:
             kind = found.pop("kind")
             if kind == "epoch":
                 self.observer.epoch(msgspec.convert(found, EpochRecord))
+            elif kind == "evaluation":
+                self.observer.evaluation(msgspec.convert(found, EvaluationRecord))
             else:
                 losses = found["losses"]
                 for done, loss in enumerate(losses, found["done"] - len(losses) + 1):
@@ -201,7 +219,11 @@ class Losses(msgspec.Struct, frozen=True, kw_only=True):
     """None: it wasn't finite."""
 
 
-def read_progress(path: Path, size: int | None = None) -> list[Losses | EpochRecord]:
+Progress = Losses | EvaluationRecord | EpochRecord
+"""What a line of a metrics file may be."""
+
+
+def read_progress(path: Path, size: int | None = None) -> list[Progress]:
     """All lines of a metrics file; none where there is no file.
 
     Args:
@@ -209,12 +231,14 @@ def read_progress(path: Path, size: int | None = None) -> list[Losses | EpochRec
 
     Raises FileError: it can't be read, or a line is damaged; the message has its number.
     """
-    found: list[Losses | EpochRecord] = []
+    found: list[Progress] = []
     for number, line in read_lines(path, size):
         kind = line.pop("kind", None)
         try:
             if kind == "epoch":
                 found.append(msgspec.convert(with_nan(line), EpochRecord))
+            elif kind == "evaluation":
+                found.append(msgspec.convert(with_nan(line), EvaluationRecord))
             elif kind == "mini_batches":
                 found.append(msgspec.convert(line, Losses))
             else:

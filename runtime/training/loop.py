@@ -33,6 +33,7 @@ from ..records.metrics import (
     EpochRecord,
     EpochSums,
     EvaluationMetrics,
+    EvaluationRecord,
     SegmentMetrics,
     StageEpoch,
     StageReport,
@@ -209,14 +210,17 @@ class Course:
                 metrics.append(runner.metrics)
                 beside = [other.metrics for other in others]
                 sums.add(segment, runner.metrics, runner.stage.staleness, beside)
+            test: dict[str, float] | None = None
             if not segment.rest:
                 self._end_epoch(segment)
+            elif segment.evaluation:
+                test = self._evaluate_within(segment)
             self.done = segment.end
             if segment.checkpoint:
                 self._write_checkpoint(segment)
             going = self._drained(segment)
             if segment is not self.prepared.segments[-1] and not self._agree(going):
-                self._end_early(segment)
+                self._end_early(segment, test)
                 break
 
     def _drained(self, segment: Segment, *, checkpoint: bool = False) -> bool:
@@ -226,18 +230,39 @@ class Course:
         written = self._checkpoints is not None and (segment.checkpoint or checkpoint)
         return self.observer.drained(segment.end, checkpoint=written)
 
-    def _end_early(self, segment: Segment) -> None:
-        """End the run after this segment as after its last: checkpoint, evaluation, record."""
+    def _end_early(self, segment: Segment, test: dict[str, float] | None) -> None:
+        """End the run after this segment as after its last: checkpoint, evaluation, record.
+
+        `test`: of an evaluation that has been made there.
+        """
         if not segment.checkpoint and self.prepared.settings.checkpoint_every != 0:
             # Before the epoch's figures are closed: a run that is resumed goes on with them.
             self._write_checkpoint(segment)
             self._drained(segment, checkpoint=True)
         if segment.rest:
-            self._end_epoch(replace(segment, rest=0))
+            self._end_epoch(replace(segment, rest=0), test)
 
-    def _end_epoch(self, segment: Segment) -> None:
-        """Evaluate, and tell of the epoch. `segment`: its last."""
-        test = self._evaluate() if self.prepared.settings.evaluate else {}
+    def _evaluate_within(self, segment: Segment) -> dict[str, float]:
+        """Evaluate at the end of a segment whose epoch goes on."""
+        test = self._evaluate()
+        for runner, sums in zip(self.runners, self.sums, strict=True):
+            if runner.tells:
+                done = segment.offset + segment.mini_batches
+                record = EvaluationRecord(
+                    epoch=segment.epoch, mini_batches=done, seconds=sums.wall_s, test=test
+                )
+                self.observer.evaluation(record)
+        return test
+
+    def _end_epoch(self, segment: Segment, test: dict[str, float] | None = None) -> None:
+        """Evaluate, and tell of the epoch.
+
+        Args:
+            segment: its last.
+            test: of an evaluation that has been made.
+        """
+        if test is None:
+            test = self._evaluate() if self.prepared.settings.evaluate else {}
         for position, runner in enumerate(self.runners):
             sums, self.sums[position] = self.sums[position], EpochSums()
             self.stage_epochs[position].append(sums.stage_epoch(segment.epoch))

@@ -18,6 +18,7 @@ from ....profiles.files import read_limited
 from ....runtime.prepare.workers import Replica, Worker, workers_of
 from ....runtime.records.metrics import (
     EpochRecord,
+    EvaluationRecord,
     RunSummary,
     StageEpoch,
     decode,
@@ -39,7 +40,8 @@ class RunFacts:
 
     Attributes:
         name: what the report calls the run. losses: per epoch that was begun, of each mini-batch in
-        it; NaN where it wasn't a number. of_epoch: mini-batches of an epoch; None: not known yet.
+        it; NaN where it wasn't a number. evaluations: those within epochs. of_epoch: mini-batches
+        of an epoch; None: not known yet.
         worker_epochs: per worker, of each epoch that it has done. summary: None: the run hasn't
         ended. times: per worker, of a mini-batch (`runtime.records.metrics.measured_times`); None:
         not known
@@ -55,6 +57,7 @@ class RunFacts:
     losses: tuple[tuple[float, ...], ...]
     of_epoch: int | None
     epochs: tuple[EpochRecord, ...]
+    evaluations: tuple[EvaluationRecord, ...]
     worker_epochs: tuple[tuple[StageEpoch, ...], ...]
     summary: RunSummary | None
     times: tuple[LaneTimes | None, ...]
@@ -94,7 +97,7 @@ def read_facts(run_dir: str | Path, name: str | None = None) -> RunFacts:
         raise FileError(f"{run_dir}: is no run of this version: it has no settings.json")
     plan, settings = where.read()
     workers = workers_of(plan)
-    losses, of_epoch, epochs = _progress(where.metrics)
+    losses, of_epoch, epochs, evaluations = _progress(where.metrics)
     missing = []
     summary_path = where.path / "summary.json"
     summary = _decoded(summary_path, RunSummary) if summary_path.exists() else None
@@ -131,6 +134,7 @@ def read_facts(run_dir: str | Path, name: str | None = None) -> RunFacts:
         losses,
         of_epoch,
         epochs,
+        evaluations,
         by_worker,
         summary,
         times,
@@ -156,19 +160,28 @@ def _no_operations(settings: RunSettings, summary: RunSummary | None) -> str:
 
 def _progress(
     path: Path,
-) -> tuple[tuple[tuple[float, ...], ...], int | None, tuple[EpochRecord, ...]]:
-    """Losses by epoch, mini-batches of an epoch, and the epochs that are done."""
+) -> tuple[
+    tuple[tuple[float, ...], ...],
+    int | None,
+    tuple[EpochRecord, ...],
+    tuple[EvaluationRecord, ...],
+]:
+    """Losses by epoch, mini-batches of an epoch, the epochs that are done, and the evaluations
+    within epochs."""
     losses: dict[int, list[float]] = {}
     of_epoch = None
-    epochs = []
+    epochs, evaluations = [], []
     for line in read_progress(path):
         if isinstance(line, EpochRecord):
             epochs.append(line)
+        elif isinstance(line, EvaluationRecord):
+            evaluations.append(line)
         else:
             own = losses.setdefault(line.epoch, [])
             own += [math.nan if loss is None else loss for loss in line.losses]
             of_epoch = of_epoch or line.of
-    return tuple(tuple(losses[e]) for e in sorted(losses)), of_epoch, tuple(epochs)
+    by_epoch = tuple(tuple(losses[e]) for e in sorted(losses))
+    return by_epoch, of_epoch, tuple(epochs), tuple(evaluations)
 
 
 def _decoded(path: Path, kind: type[RunSummary]) -> RunSummary:
@@ -203,6 +216,7 @@ def run_figures(facts: RunFacts) -> dict[str, Any]:
         "losses": curve["losses"],
         "loss_seconds": curve["seconds"],
         "epochs": _epochs(facts),
+        **({"evaluations": _evaluations(facts)} if facts.evaluations else {}),
         "workers": [_worker(facts, worker) for worker in facts.workers],
         "recorded": _recorded(facts),
     }
@@ -262,6 +276,26 @@ def _epochs(facts: RunFacts) -> list[dict[str, Any]]:
             }
         )
     return found
+
+
+def _evaluations(facts: RunFacts) -> list[dict[str, Any]]:
+    """All of them, within epochs and at their ends, counted from the run's beginning."""
+    found = []
+    ends = {record["epoch"]: record for record in _epochs(facts)}
+    for record in facts.evaluations:
+        # Epochs before it are done.
+        before = ends.get(record.epoch - 1, {"mini_batches": 0, "seconds": 0.0})
+        found.append(
+            {
+                "epoch": record.epoch,
+                "mini_batches": before["mini_batches"] + record.mini_batches,
+                "seconds": before["seconds"] + record.seconds,
+                "test": {name: _number(value) for name, value in record.test.items()},
+            }
+        )
+    kept = ("epoch", "mini_batches", "seconds", "test")
+    found += [{name: end[name] for name in kept} for end in ends.values() if end["test"]]
+    return sorted(found, key=lambda each: each["mini_batches"])
 
 
 def _epochs_of(where: RunDir, replica: Replica, summary: RunSummary | None) -> Sequence[StageEpoch]:

@@ -174,7 +174,7 @@
         TP.lineChart(line((run) => run.loss_seconds, (run) => run.losses), { name: "loss-by-second", title: "Training loss over time", xLabel: "seconds of training, evaluation left out", noisy: true }));
       for (const name of names) {
         const text = name === "accuracy" ? TP.percent : TP.number;
-        const of = (run) => run.epochs.filter((epoch) => epoch.test[name] !== undefined);
+        const of = (run) => (run.evaluations || run.epochs).filter((each) => each.test[name] !== undefined);
         grid.append(
           TP.lineChart(line((run) => of(run).map((epoch) => epoch.mini_batches), (run) => of(run).map((epoch) => epoch.test[name])), { name: `test-${name}`, title: `Test ${name}`, xLabel: "mini-batches", yText: text }),
           TP.lineChart(line((run) => of(run).map((epoch) => epoch.seconds), (run) => of(run).map((epoch) => epoch.test[name])), { name: `test-${name}-by-second`, title: `Test ${name} over time`, xLabel: "seconds of training", yText: text }));
