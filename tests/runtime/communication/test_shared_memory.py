@@ -14,7 +14,7 @@ import torch.distributed as dist
 from timeprest.planner.systems.operations import BACKWARD, FORWARD
 from timeprest.profiles.errors import UserError
 from timeprest.profiles.tracing.shapes import ValueSpec
-from timeprest.runtime.communication import transport
+from timeprest.runtime.communication import shared_memory, transport
 from timeprest.runtime.communication.channel import PeerError
 from timeprest.runtime.communication.shared_memory import (
     MOST_SLOTS,
@@ -141,6 +141,31 @@ def test_a_sender_waits_where_it_is_asked_to():
         source.throttle(2)
     target.receive(c, FORWARD)
     source.throttle(2)
+
+
+def test_a_record_that_the_thread_takes_is_not_waited_for(monkeypatch):
+    """Just after the sender has looked, and just before it waits."""
+    c = route(shape=LARGE)
+    source, target = both(c, timeout_s=2.0)
+    for k in range(MOST_SLOTS + 1):
+        source.send(c, FORWARD, message(c, k))
+    (outbox,) = source._outboxes.values()
+    assert outbox._thread is not None
+    for _ in range(MOST_SLOTS):
+        target.receive(c, FORWARD)
+    source.throttle(1)
+    before = shared_memory._wait
+
+    def taken_meanwhile(connection, deadline):
+        if threading.current_thread() is threading.main_thread():
+            monkeypatch.setattr(shared_memory, "_wait", before)
+            target.receive(c, FORWARD)
+            with outbox._lock:
+                outbox._take_back()
+        before(connection, deadline)
+
+    monkeypatch.setattr(shared_memory, "_wait", taken_meanwhile)
+    source.throttle(0)
 
 
 def test_a_receiver_waits_no_longer_than_the_bound():
