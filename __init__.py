@@ -2,7 +2,7 @@
 
     profile = timeprest.profile("digits")             what the model costs
     plan = timeprest.plan(profile, devices=2)         how to cut it
-    summary = timeprest.run(plan, "runs/first")       train it by the plan
+    run = timeprest.run(plan, "runs/first")           train it by the plan
 
 Nothing heavy is imported before it is used; planning never imports torch.
 """
@@ -10,6 +10,8 @@ Nothing heavy is imported before it is used; planning never imports torch.
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+
+from .profiles.files import Views, show_with
 
 __version__ = "0.1.0"
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from .planner.plan import Plan
     from .profiles.profile import Profile
     from .profiles.zoo.hf import hugging_face
+    from .results import Run
     from .runtime.records.callbacks import Callback, EarlyStopping, Stop
     from .runtime.run import Trainer
 
@@ -34,6 +37,7 @@ _HOME = {
     "Profile": "profiles.profile",
     "Cluster": "planner.cluster.cluster",
     "Plan": "planner.plan",
+    "Run": "results",
     "Trainer": "runtime.run",
     "Callback": "runtime.records.callbacks",
     "EarlyStopping": "runtime.records.callbacks",
@@ -46,6 +50,7 @@ __all__ = [
     "EarlyStopping",
     "Plan",
     "Profile",
+    "Run",
     "Stop",
     "Trainer",
     "__version__",
@@ -66,6 +71,15 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     return getattr(import_module(f".{_HOME[name]}", __name__), name)
+
+
+def _views() -> Views:
+    from . import views
+
+    return views
+
+
+show_with(_views)
 
 
 def __dir__() -> list[str]:

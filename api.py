@@ -24,11 +24,11 @@ from .profiles.errors import PlanError, UserError
 from .profiles.profile import Profile
 from .profiles.published.reader import import_profile, is_foreign
 from .profiles.tasks.objects import SESSION, check_not_importing, name_of
+from .results import Run
 
 if TYPE_CHECKING:
     from .planner.costs.tied_parameters import Tied
     from .runtime.records.callbacks import Callback
-    from .runtime.records.metrics import RunSummary
     from .runtime.verify.check import CheckReport
     from .runtime.verify.dry_run import DryRun
 
@@ -218,7 +218,7 @@ def run(
     callbacks: Sequence[Callback] = (),
     max_restarts: int = 0,
     **settings: Any,
-) -> RunSummary:
+) -> Run:
     """Train by a plan (`tp-run`).
 
     Args:
@@ -231,6 +231,8 @@ def run(
         max_restarts: after failures, from the newest checkpoint.
         settings: other fields of `runtime.settings.RunSettings`, such as ragged="pad" or
             optimizer={"name": "adam", "lr": 1e-3}.
+
+    Returns the run, which shows itself in a notebook; its `summary` is what tp-run prints.
 
     Raises:
         UserError: a setting that there isn't, or that can't be.
@@ -251,7 +253,8 @@ def run(
         seed=seed,
         **settings,
     )
-    return trainer.run()
+    trainer.run()
+    return Run(run_dir)
 
 
 def resume(
@@ -265,7 +268,7 @@ def resume(
     callbacks: Sequence[Callback] = (),
     max_restarts: int = 0,
     **changes: Any,
-) -> RunSummary:
+) -> Run:
     """Go on with a run from its newest checkpoint (`tp-run --resume`).
 
     Args:
@@ -287,7 +290,8 @@ def resume(
         max_restarts=max_restarts,
         task=task,
     )
-    return trainer.resume(changes, epochs=epochs, steps=steps, at=at)
+    trainer.resume(changes, epochs=epochs, steps=steps, at=at)
+    return Run(run_dir)
 
 
 def check(

@@ -15,10 +15,12 @@ from ..profiles.files import (
     Count,
     Factor,
     Predicted,
+    Shown,
     TaggedFile,
     Threads,
     TotalBytes,
     read_file,
+    write_file,
 )
 from ..profiles.profile import Profile, check_front_end
 from .cluster.cluster import Cluster
@@ -195,7 +197,7 @@ def _without_cores(plan: Any) -> None:
         )
 
 
-class Plan(TaggedFile, frozen=True, kw_only=True, tag=FORMAT):
+class Plan(TaggedFile, Shown, frozen=True, kw_only=True, tag=FORMAT):
     """A plan that tp-run can execute."""
 
     older: ClassVar = {"timeprest-plan/1": _without_cores}
@@ -217,6 +219,15 @@ class Plan(TaggedFile, frozen=True, kw_only=True, tag=FORMAT):
     edges: tuple[PlanEdge, ...]
     predicted: Prediction
     solver: SolverReport
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan file. Raises FileError or PlanError naming the file and field."""
+        return read_plan(path)
+
+    def save(self, path: str | Path) -> None:
+        """Write a plan file. Raises FileError."""
+        write_file(path, self)
 
     @property
     def micro_batch(self) -> int:

@@ -11,11 +11,11 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -84,6 +84,47 @@ class TaggedFile(
     older: ClassVar[Mapping[str, Callable[[Any], None]]] = {}
     """Formats that are still read, and what makes an object of this one of theirs; raises
     FileError where it can't."""
+
+
+class Views(Protocol):
+    """What shows profiles, plans and runs to people (`timeprest.views`)."""
+
+    def html(self, shown: Any) -> str:
+        """As a notebook shows it."""
+
+    def show(self, shown: Any) -> None:
+        """Print it."""
+
+    def compare(self, shown: Sequence[Any]) -> Any:
+        """Several of one kind side by side; shows itself, too."""
+
+
+_load_views: list[Callable[[], Views]] = []
+
+
+def show_with(load: Callable[[], Views]) -> None:
+    """Have all `Shown` objects shown by what `load` gives, when the first of them is."""
+    _load_views[:] = [load]
+
+
+class Shown:
+    """Shows itself in a notebook and on a terminal, and beside others of its kind.
+
+    What draws it belongs to the command line, which imports this; so it is handed in (`show_with`).
+    """
+
+    __slots__ = ()
+
+    def show(self) -> None:
+        """Print tables, as the commands do."""
+        _load_views[0]().show(self)
+
+    def compare(self, *others: Any) -> Any:
+        """This and others of its kind side by side: shows itself in a notebook, or by `show()`."""
+        return _load_views[0]().compare((self, *others))
+
+    def _repr_html_(self) -> str:
+        return _load_views[0]().html(self)
 
 
 T = TypeVar("T", bound=TaggedFile)

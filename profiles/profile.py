@@ -6,6 +6,7 @@ Times are for a whole micro-batch of the size at hand, in seconds.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -21,9 +22,12 @@ from .files import (
     Count,
     Factor,
     Seconds,
+    Shown,
     TaggedFile,
     Tally,
     Threads,
+    read_file,
+    write_file,
 )
 
 if TYPE_CHECKING:
@@ -174,7 +178,7 @@ class Totals(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     saved_bytes: Bytes
 
 
-class Profile(TaggedFile, frozen=True, kw_only=True, tag=FORMAT):
+class Profile(TaggedFile, Shown, frozen=True, kw_only=True, tag=FORMAT):
     """A measured model. Layers are in topological order."""
 
     target: str
@@ -220,6 +224,15 @@ class Profile(TaggedFile, frozen=True, kw_only=True, tag=FORMAT):
     def can_run(self) -> bool:
         """Whether there is a model behind it that tp-run could train."""
         return self.front_end not in IMPORTED
+
+    @classmethod
+    def load(cls, path: str | Path) -> Profile:
+        """Read a profile file. Raises FileError naming the file and field."""
+        return check_profile(read_file(path, cls), str(path))
+
+    def save(self, path: str | Path) -> None:
+        """Write a profile file. Raises FileError."""
+        write_file(path, self)
 
     def graph(self) -> nx.DiGraph:
         """The layers and what goes between them, as a `networkx.DiGraph`.

@@ -190,6 +190,7 @@ def test_public_names():
         "EarlyStopping",
         "Plan",
         "Profile",
+        "Run",
         "Stop",
         "Trainer",
         "__version__",

@@ -136,7 +136,7 @@ def test_what_cant_be_planned_or_run_is_refused(mlp_profile, tmp_path):
 
 def test_python_trains_with_the_settings_given(mlp_profile, tmp_path):
     plan = timeprest.plan(mlp_profile, stages=2, replicas=False)
-    summary = timeprest.run(
+    found = timeprest.run(
         plan,
         tmp_path / "run",
         steps=3,
@@ -144,5 +144,17 @@ def test_python_trains_with_the_settings_given(mlp_profile, tmp_path):
         optimizer={"name": "sgd", "lr": 0.125},
         evaluate=False,
     )
-    assert summary.mini_batches == 3
-    assert summary.epochs[-1].lr == 0.125
+    assert found.summary.mini_batches == 3
+    assert found.epochs[-1].lr == 0.125
+    more = timeprest.resume(tmp_path / "run", steps=5, inline=True)
+    assert more.summary.mini_batches == 5
+    with pytest.raises(UserError, match="seed: a resumed run keeps its settings"):
+        timeprest.resume(tmp_path / "run", seed=3)
+
+
+def test_python_checks_and_looks_before_a_run(mlp_profile, tmp_path):
+    plan = timeprest.plan(mlp_profile, stages=2, replicas=False, variant="gpipe")
+    assert timeprest.check(plan, inline=True, steps=2).verdict == "same"
+    found = timeprest.dry_run(plan, tmp_path / "run")
+    assert [cut.source for cut in found.cuts]
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,363 @@
+"""How profiles, plans and runs show themselves: in a notebook, on a terminal, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from html import escape
+from typing import Any
+
+from .cli.errors import output, printable
+from .cli.pictures.svg.frame import FigureSettings, window_of
+from .cli.pictures.svg.options import recorded
+from .cli.pictures.svg.timeline import timelines_svg
+from .cli.tables.layout import compact_table, counted, first_to_last
+from .cli.tables.plan import gap, print_plan, rate
+from .cli.tables.profile import print_profile
+from .cli.tables.stages import device_count, on_devices
+from .planner.plan import Plan
+from .planner.recordings.recording import Recording
+from .profiles.errors import ScheduleError, UserError
+from .profiles.files import MAX_COUNT
+from .profiles.profile import Profile
+from .profiles.units import format_bytes, format_seconds
+from .results import Run
+
+_MOST_ROWS = 24
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """A table, and a figure below it.
+
+    Attributes:
+        words: how many columns from the left are words; the others are figures.
+        facts: lines between title and table.
+        figure: SVG text; empty: there is none.
+    """
+
+    title: str
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    words: int = 1
+    facts: tuple[str, ...] = ()
+    figure: str = ""
+
+    def html(self) -> str:
+        """For a notebook: light, whatever theme it has, as the figure is."""
+        rows = [*self.rows[:_MOST_ROWS]]
+        if len(self.rows) > _MOST_ROWS:
+            more = f"… {len(self.rows) - _MOST_ROWS} more"
+            rows.append((more, *[""] * (len(self.head) - 1)))
+        lines = [
+            f'<div style="{_BOX}">',
+            f"<b>{_text(self.title)}</b>",
+            *(f"<div>{_text(fact)}</div>" for fact in self.facts),
+            f'<table style="{_TABLE}"><thead><tr>',
+            *(self._cell("th", k, name) for k, name in enumerate(self.head)),
+            "</tr></thead><tbody>",
+            *(
+                f"<tr>{''.join(self._cell('td', k, cell) for k, cell in enumerate(row))}</tr>"
+                for row in rows
+            ),
+            "</tbody></table>",
+        ]
+        if self.figure:
+            # The declaration of a document of its own doesn't stand within another.
+            lines.append(self.figure[self.figure.index("<svg") :])
+        return "\n".join([*lines, "</div>"])
+
+    def _cell(self, tag: str, column: int, text: str) -> str:
+        side = "left" if column < self.words else "right"
+        wrap = "; white-space: nowrap" * (tag == "td")
+        return f'<{tag} style="text-align: {side}; {_CELL}{wrap}">{_text(text)}</{tag}>'
+
+    def print(self) -> None:
+        """On the terminal, without the figure."""
+        table = compact_table(self.title, self.head[: self.words], self.head[self.words :])
+        for row in self.rows:
+            table.add_row(*map(printable, row))
+        output().print(table)
+        for fact in self.facts:
+            output().print(fact)
+
+
+_BOX = (
+    "background: #ffffff; color: #1a1f27; padding: 0.6em 0.8em; max-width: 178mm; "
+    "overflow-x: auto; font: 13px sans-serif"
+)
+_TABLE = "border-collapse: collapse; margin: 0.5em 0; font-size: 12px"
+_CELL = "padding: 1px 6px; background: #ffffff; color: #1a1f27; vertical-align: bottom"
+
+
+def _text(text: str) -> str:
+    return escape(printable(text))
+
+
+class Comparison:
+    """Several profiles, plans or runs side by side."""
+
+    def __init__(self, sheet: Sheet) -> None:
+        self.sheet = sheet
+
+    def show(self) -> None:
+        """Print the table."""
+        self.sheet.print()
+
+    def _repr_html_(self) -> str:
+        return self.sheet.html()
+
+
+# What `profiles.files.Views` asks for -----------------------------------------------------------
+
+
+def html(shown: Any) -> str:
+    """As a notebook shows it."""
+    if isinstance(shown, Profile):
+        return _profile_sheet(shown).html()
+    if isinstance(shown, Plan):
+        return _plan_sheet(shown).html()
+    return _run_sheet(shown).html()
+
+
+def show(shown: Any) -> None:
+    """Print it, as the commands do."""
+    if isinstance(shown, Profile):
+        print_profile(output(), shown, verbose=False)
+    elif isinstance(shown, Plan):
+        print_plan(shown, 0)
+    else:
+        from .cli.pictures.html.run_data import read_facts
+        from .cli.run_commands.report import print_run
+
+        print_run(output(), read_facts(shown.path))
+
+
+def compare(shown: Sequence[Any]) -> Comparison:
+    """Side by side. Raises UserError for things of different kinds."""
+    for kind, sheet in ((Profile, _profiles_sheet), (Plan, _plans_sheet), (Run, _runs_sheet)):
+        if all(isinstance(each, kind) for each in shown):
+            return Comparison(sheet(shown))
+    kinds = ", ".join(dict.fromkeys(type(each).__name__ for each in shown))
+    raise UserError(f"compare: give profiles, plans or runs alone, not {kinds}")
+
+
+# Profiles ---------------------------------------------------------------------------------------
+
+
+def _profile_sheet(profile: Profile) -> Sheet:
+    size, whole = profile.micro_batch_sizes[-1], profile.whole_model[-1]
+    rows = []
+    for layer in profile.layers:
+        found = layer.measurements[-1]
+        times = format_seconds(found.forward_s), format_seconds(found.backward_s)
+        cost = format_bytes(layer.parameter_bytes), *times, format_bytes(found.saved_bytes)
+        rows.append((layer.name, layer.kind, *cost))
+    total = sum(layer.parameter_bytes for layer in profile.layers)
+    times = format_seconds(whole.forward_s), format_seconds(whole.backward_s)
+    return Sheet(
+        f"{profile.target}: {counted(len(profile.layers), 'layer', 'layers')}",
+        ("layer", "kind", "parameters", "forward", "backward", "saved"),
+        tuple(rows),
+        words=2,
+        facts=(
+            f"on {profile.device}, micro-batch of {size}; the whole model: {format_bytes(total)} "
+            f"of parameters, forward {times[0]}, backward {times[1]}",
+        ),
+    )
+
+
+def _profiles_sheet(profiles: Sequence[Profile]) -> Sheet:
+    """Times of the layers that have the same names; of each the largest micro-batch."""
+    each = [
+        {layer.name: _passes_s(layer.measurements[-1]) for layer in profile.layers}
+        for profile in profiles
+    ]
+    names = list(dict.fromkeys(name for found in each for name in found))
+    whole = [_passes_s(profile.whole_model[-1]) for profile in profiles]
+    rows = [(name, *_times([found.get(name) for found in each])) for name in names]
+    return Sheet(
+        "forward and backward of each layer",
+        ("layer", *_told_apart([_profile_name(profile) for profile in profiles])),
+        (("whole model", *_times(whole)), *rows),
+    )
+
+
+def _passes_s(found: Any) -> float:
+    return float(found.forward_s + found.backward_s)
+
+
+def _times(seconds: Sequence[float | None]) -> list[str]:
+    """The first as it is, the others with how many times as long they take."""
+    first, found = seconds[0], []
+    for k, each in enumerate(seconds):
+        ratio = f" ({each / first:.2f} ×)" if k and each is not None and first else ""
+        found.append("-" if each is None else f"{format_seconds(each)}{ratio}")
+    return found
+
+
+def _profile_name(profile: Profile) -> str:
+    return f"{profile.target} on {profile.device}, {profile.micro_batch_sizes[-1]}"
+
+
+# Plans ------------------------------------------------------------------------------------------
+
+
+def _plan_sheet(plan: Plan) -> Sheet:
+    rows = []
+    for s, (stage, found) in enumerate(zip(plan.stages, plan.predicted.stages, strict=True)):
+        devices = first_to_last([plan.cluster.devices[d].name for d in stage.devices])
+        times = format_seconds(found.forward_s), format_seconds(found.backward_s)
+        held = str(found.version_difference), str(found.versions_held)
+        memory = format_bytes(found.memory_bytes)
+        layers = first_to_last(stage.nodes, 36)
+        rows.append((str(s), layers, devices, *times, f"{found.idle_share:.0%}", *held, memory))
+    return Sheet(
+        f"{plan.variant}: {counted(len(plan.stages), 'stage', 'stages')} on "
+        f"{counted(device_count(plan.stages), 'device', 'devices')}, mini-batch of "
+        f"{plan.mini_batch} in {counted(plan.micro_batches, 'micro-batch', 'micro-batches')}",
+        ("stage", "layers", "device", "forward", "backward", "idle", "d", "versions", "memory"),
+        tuple(rows),
+        words=3,
+        facts=(f"period {format_seconds(plan.predicted.period_s)}: {rate(plan)}",),
+        figure=_plan_figure([("", plan)]),
+    )
+
+
+def _plans_sheet(plans: Sequence[Plan]) -> Sheet:
+    names = _told_apart([plan.variant for plan in plans])
+    rows = []
+    for name, plan in zip(names, plans, strict=True):
+        predicted, stages = plan.predicted, plan.predicted.stages
+        devices = [device.predicted for device in on_devices(plan)]
+        rows.append(
+            (
+                name,
+                str(len(plan.stages)),
+                str(device_count(plan.stages)),
+                str(plan.micro_batches),
+                format_seconds(predicted.period_s),
+                f"{predicted.samples_per_s:.4g}",
+                format_bytes(max(device.memory_bytes for device in devices)),
+                str(max(stage.versions_held for stage in stages)),
+                str(max(stage.version_difference for stage in stages)),
+                f"{min(device.idle_share for device in devices):.0%}",
+                gap(plan),
+            )
+        )
+    return Sheet(
+        f"{len(plans)} plans",
+        (
+            *("system", "stages", "devices", "micro-batches", "period", "samples/s", "memory"),
+            *("versions", "d", "idle", "gap"),
+        ),
+        tuple(rows),
+        facts=("memory, versions, d: of the stage or device with most; idle: of the busiest",),
+        figure=_plan_figure(list(zip(names, plans, strict=True))),
+    )
+
+
+def _plan_figure(plans: Sequence[tuple[str, Plan]]) -> str:
+    """What the plans predict, one above the other on one axis; empty for a schedule that can't be
+    drawn."""
+    settings = FigureSettings()
+    try:
+        first = recorded(plans[0][1], settings)
+        window = window_of(first, settings)
+        settings = replace(settings, mini_batches=window.last - window.first + 1)
+        found = [(name, recorded(plan, settings)) for name, plan in plans]
+    except ScheduleError:
+        return ""
+    return timelines_svg(found, settings)
+
+
+# Runs -------------------------------------------------------------------------------------------
+
+
+def _run_sheet(run: Run) -> Sheet:
+    from .cli.pictures.html.run_data import read_facts
+
+    facts = read_facts(run.path)
+    figures = list(dict.fromkeys(name for record in facts.epochs for name in record.test))
+    rows = [
+        (
+            str(record.epoch + 1),
+            str(record.mini_batches),
+            f"{record.samples_per_s:.0f}",
+            f"{record.train_loss:.4g}",
+            *(f"{record.test[name]:.4g}" if name in record.test else "-" for name in figures),
+        )
+        for record in facts.epochs
+    ]
+    period = f"period predicted {format_seconds(facts.plan.predicted.period_s)}"
+    if facts.period_s:
+        period = f"period measured {format_seconds(facts.period_s)}, {period[7:]}"
+    stopped = facts.summary.stopped if facts.summary is not None else None
+    recordings = [r for r in (facts.measured, facts.predicted) if r is not None]
+    return Sheet(
+        f"{facts.name}: {facts.settings.task} with {facts.plan.variant}",
+        ("epoch", "mini-batches", "samples/s", "train loss", *(f"test {f}" for f in figures)),
+        tuple(rows),
+        facts=(period, *([f"stopped early: {stopped}"] if stopped else []), *facts.missing),
+        figure=_recordings_figure((recording.source, recording) for recording in recordings),
+    )
+
+
+def _runs_sheet(runs: Sequence[Run]) -> Sheet:
+    from .cli.pictures.html.run_data import distinct_names, read_facts
+
+    names = distinct_names([str(run.path) for run in runs])
+    facts = [read_facts(run.path, name) for run, name in zip(runs, names, strict=True)]
+    figures = list(
+        dict.fromkeys(name for each in facts for record in each.epochs for name in record.test)
+    )
+    rows = []
+    for each in facts:
+        last = each.epochs[-1] if each.epochs else None
+        test = {} if last is None else last.test
+        rows.append(
+            (
+                each.name,
+                each.plan.variant,
+                str(sum(len(losses) for losses in each.losses)),
+                format_seconds(each.plan.predicted.period_s),
+                format_seconds(each.period_s) if each.period_s else "-",
+                "-" if last is None else f"{last.samples_per_s:.0f}",
+                "-" if last is None else f"{last.train_loss:.4g}",
+                *(f"{test[name]:.4g}" if name in test else "-" for name in figures),
+            )
+        )
+    recordings = [(each.name, each.measured) for each in facts if each.measured is not None]
+    return Sheet(
+        f"{len(runs)} runs",
+        (
+            *("run", "system", "mini-batches", "period predicted", "measured", "samples/s"),
+            *("train loss", *(f"test {figure}" for figure in figures)),
+        ),
+        tuple(rows),
+        words=2,
+        facts=("losses and figures: of the last epoch",),
+        figure=_recordings_figure(recordings),
+    )
+
+
+def _recordings_figure(found: Iterable[tuple[str, Recording]]) -> str:
+    """Recordings one above the other: the mini-batches that all have, where there are such; else
+    the first one alone."""
+    drawn = list(found)
+    if not drawn:
+        return ""
+    everything = FigureSettings(mini_batches=MAX_COUNT)
+    windows = [window_of(recording, everything) for _, recording in drawn]
+    first, last = max(w.first for w in windows), min(w.last for w in windows)
+    if first > last:
+        return timelines_svg(drawn[:1], everything)
+    return timelines_svg(drawn, FigureSettings(first=first, mini_batches=last - first + 1))
+
+
+def _told_apart(names: Sequence[str]) -> list[str]:
+    """Names, with numbers where several are the same."""
+    return [
+        name if names.count(name) == 1 else f"{name} ({names[: k + 1].count(name)})"
+        for k, name in enumerate(names)
+    ]
