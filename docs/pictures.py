@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,9 @@ PLACED = {
 }
 """Plans whose devices have several stages: how they are solved, for two devices, and drawn."""
 
+STACKED = ("timeprest", "pipedream", "gpipe")
+"""Systems whose timelines stand on one axis."""
+
 PAGE = (1340, 1680)
 """Of the pictures of pages: width and height, in pixels."""
 
@@ -71,6 +75,12 @@ def draw_placed(profile: Path) -> None:
         command("plan", "solve", profile, "-q", *machines, *asked.split(), "-o", plan)
         path = PICTURES / f"{name}.timeline.svg"
         command("plan", "show", plan, "-q", "--svg", path, "--svg-messages", *shown.split())
+
+
+def draw_stacked(plans: Sequence[Path]) -> None:
+    """Timelines of several systems, one above the other."""
+    path = PICTURES / "stacked.timeline.svg"
+    command("plan", "compare", *plans, "-q", "--svg", path, "--mini-batches", "6")
 
 
 def draw(plan: Path, variant: str) -> None:
@@ -177,6 +187,7 @@ def main() -> None:
             photograph(variant, chromium)
         told[variant] = Told.of(read_plan(plan))
         print(variant, told[variant], flush=True)
+    draw_stacked([WORK / f"{variant}.json" for variant in STACKED])
     column = ["--svg-width", "85mm", "--svg-messages", "--mini-batches", "4"]
     path = PICTURES / "column.svg"
     command("plan", "show", WORK / "pipedream.json", "-q", "--svg", path, *column)

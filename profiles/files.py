@@ -5,6 +5,7 @@ Profile and plan files are JSON with a format name, read strictly, written whole
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -383,7 +384,8 @@ class Kind(Enum):
     STUDY = "a study"
     CLUSTER = "a cluster file"
     PAGE = "a page (HTML) of ours"
-    FIGURE = "a figure (SVG) of ours"
+    FIGURE = "a figure of ours"
+    CURVES = "a table (CSV) of curves of ours"
     TRACE = "a Chrome trace of ours"
     MODEL = "an exported model"
 
@@ -407,6 +409,12 @@ _SVG = re.compile(
     rb'<\?xml[^>]*>\s*<svg xmlns="http://www\.w3\.org/2000/svg" width="[\d.]+mm" '
     rb'height="[\d.]+mm" viewBox="[^"]*" role="img" font-family='
 )
+PDF_MARK = b"% a figure of timeprest"
+"""The last line of a figure in PDF."""
+
+CURVES_HEAD = "run,system,quantity,epochs,mini_batches,seconds,value"
+"""The first line of a table of curves."""
+
 _PAGE = re.compile(rb'<meta name="generator" content="' + GENERATOR.encode() + rb'">')
 _TRACE = re.compile(rb'\{"otherData":\{"made_by":"timeprest ')
 _TAGGED: dict[str, Kind | str] = {
@@ -493,6 +501,10 @@ def standing(path: Path) -> Kind | str | None:
             return kind
     if _PAGE.search(head):
         return Kind.PAGE
+    if head.startswith(CURVES_HEAD.encode()):
+        return Kind.CURVES
+    if head.startswith(b"%PDF-"):
+        return Kind.FIGURE if _ends_with(path, PDF_MARK) else "a PDF of another origin"
     tag = _TAG.match(head)
     name = tag[1].decode() if tag else _tag_within(path, head, size)
     if name is not None:
@@ -509,6 +521,13 @@ def standing(path: Path) -> Kind | str | None:
     if b"<svg" in head:
         return "a figure (SVG) of another origin"
     return _SUFFIXES.get(suffix, "a file of another kind")
+
+
+def _ends_with(path: Path, mark: bytes) -> bool:
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        file.seek(-min(len(mark) + 1, path.stat().st_size), os.SEEK_END)
+        return file.read().rstrip() == mark
+    return False
 
 
 def run_above(path: Path) -> Path | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console, Group
@@ -13,11 +13,13 @@ from rich.text import Text
 
 from ...planner.plan import Plan, read_plan
 from ...profiles.errors import UserError
+from ...profiles.files import Kind, check_outputs
 from ...profiles.units import format_seconds, short_bytes
 from ..errors import errors_as_lines, output, print_json, printable
 from ..options import common_options
 from ..options.command import GroupedCommand, examples
 from ..options.values import FileName
+from ..pictures.svg.options import StackedFigures, stacked_options, write_stacked_figure
 from ..tables.layout import counted, device_range, first_to_last, fitted, fixed, shortened, words
 from ..tables.plan import bare_rate, gap
 from ..tables.stages import (
@@ -27,6 +29,9 @@ from ..tables.stages import (
     placement_name,
     shares_devices,
 )
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 # Figures of plans and of their stages, and layers that moved --------------------------------------
 
@@ -224,12 +229,22 @@ _DIFFERS = "≠"
     epilog=examples(
         "tp-plan compare plan.gpipe.json plan.timeprest.json",
         "tp-plan compare plan.*.json --json",
+        "tp-plan compare plan.timeprest.json plan.pipedream.json plan.gpipe.json --svg all.pdf",
     ),
 )
 @click.argument("paths", type=FileName(), metavar="PLAN PLAN…", nargs=-1, required=True)
+@stacked_options
 @common_options
 @errors_as_lines
-def compare(paths: Sequence[str], as_json: bool, quiet: bool, verbose: bool) -> None:
+def compare(
+    paths: Sequence[str],
+    first: int | None,
+    mini_batches: int | None,
+    as_json: bool,
+    quiet: bool,
+    verbose: bool,
+    **figures: Unpack[StackedFigures],
+) -> None:
     """Show PLANs side by side: what differs, what is best, and which layers moved.
 
     Up to four plans stand beside each other; more are rows of a table. -v also shows what is the
@@ -237,11 +252,23 @@ def compare(paths: Sequence[str], as_json: bool, quiet: bool, verbose: bool) -> 
     """
     if len(paths) < 2:
         raise UserError(f"{paths[0]}: give a second plan to compare it with")
+    check_outputs(("--svg", figures["svg"], Kind.FIGURE))
     plans = dict(zip(_names(paths), map(read_plan, paths), strict=True))
+    written = write_stacked_figure(_by_system(plans), first, mini_batches, figures)
     if as_json:
         print_json(as_data(plans))
     elif not quiet:
         print_comparison(output(), plans, every=verbose)
+        if written:
+            output().print(f"wrote {written}", soft_wrap=True)
+
+
+def _by_system(plans: Mapping[str, Plan]) -> Mapping[str, Plan]:
+    """Plans by their systems' names, where those tell them apart; else by both names."""
+    systems = {plan.variant: plan for plan in plans.values()}
+    if len(systems) == len(plans):
+        return systems
+    return {f"{name} ({plan.variant})": plan for name, plan in plans.items()}
 
 
 def _names(paths: Sequence[str]) -> list[str]:

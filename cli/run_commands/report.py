@@ -17,7 +17,17 @@ from ..errors import errors_as_lines, output, print_json
 from ..options import CONTEXT, common_options
 from ..options.command import GroupedCommand, examples, group
 from ..options.values import FileName, FolderName
-from ..pictures.svg.options import width_option, write_run_figure
+from ..pictures.curves import (
+    AXES,
+    CurveTarget,
+    RunCurve,
+    axes_of,
+    curves_kind,
+    curves_of_runs,
+    read_target,
+    target_figures,
+)
+from ..pictures.svg.options import width_option, write_curves, write_run_figure
 from ..tables.layout import compact_table, counted
 
 if TYPE_CHECKING:
@@ -30,9 +40,9 @@ if TYPE_CHECKING:
     cls=GroupedCommand,
     context_settings=CONTEXT,
     epilog=examples(
-        "tp-run report runs/first",
         "tp-run report runs/first -o report.html",
         "tp-run report runs/timeprest runs/gpipe -o both.html",
+        "tp-run report runs/* --curves accuracy.pdf --over epochs,seconds --target accuracy=0.9",
     ),
 )
 @click.argument("run_dirs", type=FolderName(), metavar="RUN...", nargs=-1, required=True)
@@ -46,9 +56,37 @@ if TYPE_CHECKING:
         help="Write the recorded operations, measured and predicted, as a Chrome trace.",
     ),
     click.option(
-        "--svg", type=FileName(), help="Write both timelines as a figure (SVG), of one run."
+        "--svg",
+        type=FileName(),
+        help="Write both timelines as a figure, or the measured ones of several runs: SVG, or PDF "
+        "where FILE ends in .pdf.",
+    ),
+    click.option(
+        "--curves",
+        "curve_files",
+        type=FileName(),
+        multiple=True,
+        help="Write losses and the task's figures as a figure (SVG, or PDF where FILE ends in "
+        ".pdf) or a table (.csv). May be given again.",
+    ),
+    click.option(
+        "--over",
+        "axes",
+        callback=lambda context, option, text: axes_of(text),
+        default=",".join(AXES),
+        metavar="AXIS,…",
+        help="With --curves: what figures are drawn over: mini-batches, epochs, seconds.",
+        show_default=True,
     ),
     width_option,
+)
+@group(
+    "Time to accuracy",
+    click.option(
+        "--target",
+        metavar="NAME=VALUE",
+        help="Say when each run first reached it: accuracy=0.9, or 'test loss=0.4'.",
+    ),
 )
 @common_options
 @errors_as_lines
@@ -57,7 +95,10 @@ def report(
     path: str | None,
     trace_path: str | None,
     svg: str | None,
+    curve_files: Sequence[str],
+    axes: Sequence[str],
     svg_width: float,
+    target: str | None,
     as_json: bool,
     quiet: bool,
     verbose: bool,
@@ -69,10 +110,17 @@ def report(
     from ..pictures.html.run_data import distinct_names, read_facts, run_figures
 
     check_outputs(
-        ("-o", path, Kind.PAGE), ("--trace", trace_path, Kind.TRACE), ("--svg", svg, Kind.FIGURE)
+        ("-o", path, Kind.PAGE),
+        ("--trace", trace_path, Kind.TRACE),
+        ("--svg", svg, Kind.FIGURE),
+        *(("--curves", file, curves_kind(file)) for file in curve_files),
     )
     names = distinct_names(run_dirs)
     runs = [read_facts(run, name) for run, name in zip(run_dirs, names, strict=True)]
+    curves = curves_of_runs(runs)
+    level = read_target(target, curves)
+    for file in curve_files:
+        write_curves(file, curves, axes, svg_width, level)
     if path:
         from ..pictures.html.page import write_page
 
@@ -84,16 +132,19 @@ def report(
     if svg:
         _write_figure(runs, svg, svg_width)
     if as_json:
-        print_json({"runs": [run_figures(run) for run in runs]})
+        reached = {} if level is None else {"target": target_figures(level, curves)}
+        print_json({"runs": [run_figures(run) for run in runs], **reached})
     elif not quiet:
         console = output()
         for run in runs:
             print_run(console, run)
         if len(runs) > 1:
             console.print(_overview(runs))
-        for file in (path, trace_path, svg):
-            if file:
-                console.print(f"wrote {file}", soft_wrap=True)
+        if level is not None:
+            console.print(_target_table(level, curves))
+        for written in (path, trace_path, svg, *curve_files):
+            if written:
+                console.print(f"wrote {written}", soft_wrap=True)
 
 
 def page_data(runs: Sequence[RunFacts]) -> dict[str, Any]:
@@ -123,9 +174,19 @@ def page_data(runs: Sequence[RunFacts]) -> dict[str, Any]:
 
 
 def _write_figure(runs: Sequence[RunFacts], svg: str, width: float) -> None:
-    """Write the measured timeline above the predicted one. Raises UserError without either."""
+    """Write a run's measured timeline above the predicted one; of several runs, those that were
+    measured, one above the other. Raises UserError where there is none."""
     if len(runs) > 1:
-        raise UserError("--svg: draws one run; give one")
+        for run in runs:
+            if run.measured is None:
+                raise UserError(f"--svg: {run.name}: {run.missing[-1]}")
+        of = {run.plan.variant for run in runs}
+        names = [run.plan.variant if len(of) == len(runs) else run.name for run in runs]
+        several = [(name, run.measured) for name, run in zip(names, runs, strict=True)]
+        write_run_figure(
+            [(name, found) for name, found in several if found is not None], svg, width
+        )
+        return
     found = [(r.source, r) for r in (runs[0].measured, runs[0].predicted) if r is not None]
     if not found:
         raise UserError(f"--svg: {runs[0].missing[-1]}")
@@ -238,4 +299,22 @@ def _overview(runs: Sequence[RunFacts]) -> Any:
             "-" if last is None else f"{last.train_loss:.4f}",
             "-" if loss is None else f"{loss:.4f}",
         )
+    return table
+
+
+def _target_table(target: CurveTarget, curves: Sequence[RunCurve]) -> Any:
+    table = compact_table(
+        f"{target.quantity} {target.value:g} first reached", ["run"], ["after", "epochs", "time"]
+    )
+    # There, all stages took turns: the time is no pipeline's.
+    inline = {curve.run for curve in curves if curve.inline}
+    for run, point in target.reached(curves).items():
+        cells = ["not reached", "-", "-"]
+        if point is not None:
+            cells = [
+                counted(point.mini_batches, "mini-batch", "mini-batches"),
+                f"{point.epochs:.3g}",
+                format_seconds(point.seconds),
+            ]
+        table.add_row(f"{run}, inline" if run in inline else run, *cells)
     return table

@@ -297,7 +297,14 @@ def test_several_runs_are_told_apart(runs, tmp_path):
     assert found[0]["loss_seconds"][-1] == pytest.approx(found[0]["epochs"][-1]["seconds"])
     assert distinct_names(["a/x", "b/x"]) == ["a/x", "b/x"]
     assert distinct_names(["x", "x"]) == ["x (1)", "x (2)"]
-    assert "draws one run" in invoke(runs / "one", runs / "two", "--svg", "x.svg", code=2)
+    svg, table = tmp_path / "both.svg", tmp_path / "both.csv"
+    more = ["--curves", table, "--target", "test loss=1e9"]
+    text = invoke(runs / "one", runs / "two", "--svg", svg, *more)
+    assert "test loss 1e+09 first reached" in text
+    assert svg.read_text().count(">timeprest<") == svg.read_text().count(">gpipe<") == 1
+    assert {line.split(",")[0] for line in table.read_text().splitlines()} == {"run", "one", "two"}
+    bare = invoke(runs / "one", runs / "bare", "--svg", tmp_path / "x.svg", code=2)
+    assert "--svg: bare: No timeline" in bare
 
 
 def test_a_run_without_recording_says_what_is_missing(runs, tmp_path):

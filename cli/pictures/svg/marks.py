@@ -63,7 +63,8 @@ def marks_of(recording: Recording, window: TimeWindow, scale: Scale, most: int) 
 
 
 def _mark(span: Span, window: TimeWindow, scale: Scale, *, several: bool) -> Mark:
-    x = scale(span.start_s)
+    # The scale may go on beyond the window, where another recording is longer.
+    x = scale(max(span.start_s, window.begin_s))
     cut = span.start_s < window.begin_s or span.end_s > window.end_s
     return Mark(
         span.lane,
@@ -72,7 +73,7 @@ def _mark(span: Span, window: TimeWindow, scale: Scale, *, several: bool) -> Mar
         span.mini_batch,
         span.micro_batch,
         x,
-        scale(span.end_s) - x,
+        scale(min(span.end_s, window.end_s)) - x,
         1,
         cut,
         span.version,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TypedDict
 
@@ -15,8 +15,11 @@ from ....planner.recordings.recording import Recording
 from ....profiles.errors import UserError
 from ....profiles.files import MAX_COUNT, write_bytes
 from ...options.command import group
-from ...options.values import FileName
-from .frame import FigureSettings
+from ...options.values import FileName, Whole
+from ..curves import CurveTarget, RunCurve, as_csv, is_table
+from .curves import curves_svg
+from .figure_file import write_figure
+from .frame import FigureSettings, window_of
 from .memory import memory_svg
 from .svg import POINTS_PER_MM
 from .timeline import timeline_svg, timelines_svg
@@ -46,15 +49,7 @@ width_option = click.option(
 )
 
 
-figure_options = group(
-    "Figures",
-    click.option("--svg", type=FileName(), help="Write the timeline as a figure (SVG)."),
-    click.option(
-        "--svg-memory",
-        type=FileName(),
-        help="Write memory over time, on the same scale, as a figure (SVG).",
-    ),
-    width_option,
+_marks = (
     click.option(
         "--svg-messages", is_flag=True, help="With --svg: draw what stages send as lines."
     ),
@@ -64,20 +59,67 @@ figure_options = group(
         help="With --svg: say which weight version each operation had.",
     ),
 )
+
+figure_options = group(
+    "Figures",
+    click.option(
+        "--svg",
+        type=FileName(),
+        help="Write the timeline as a figure: SVG, or PDF where FILE ends in .pdf.",
+    ),
+    click.option(
+        "--svg-memory",
+        type=FileName(),
+        help="Write memory over time, on the same scale, as a figure (SVG or PDF).",
+    ),
+    width_option,
+    *_marks,
+)
 """--svg and those that go with it; they come as `Figures`."""
 
+stacked_options = group(
+    "Figures",
+    click.option(
+        "--svg",
+        type=FileName(),
+        help="Write the timelines of all plans, one above the other on one axis, as a figure: "
+        "SVG, or PDF where FILE ends in .pdf.",
+    ),
+    width_option,
+    *_marks,
+    click.option(
+        "--from-mini-batch",
+        "first",
+        type=Whole(0),
+        help="With --svg: begin there; 0 is the first.",
+    ),
+    click.option(
+        "--mini-batches",
+        type=Whole(),
+        help="With --svg: how many to draw.  [default: the first plan's filling and two more]",
+    ),
+)
+"""The same of several plans; they come as `StackedFigures`."""
 
-class Figures(TypedDict):
-    """Values of `figure_options`."""
+
+class StackedFigures(TypedDict):
+    """Values of `stacked_options`, but for the mini-batches."""
 
     svg: str | None
-    svg_memory: str | None
     svg_width: float
     svg_messages: bool
     svg_versions: bool
 
 
-def settings_of(first: int | None, mini_batches: int | None, figures: Figures) -> FigureSettings:
+class Figures(StackedFigures):
+    """Values of `figure_options`."""
+
+    svg_memory: str | None
+
+
+def settings_of(
+    first: int | None, mini_batches: int | None, figures: StackedFigures
+) -> FigureSettings:
     """Settings from the options of a command."""
     return FigureSettings(
         width=figures["svg_width"],
@@ -97,8 +139,7 @@ def write_plan_figures(
     ScheduleError as `recording.predicted`.
     """
     svg, svg_memory = figures["svg"], figures["svg_memory"]
-    if not svg and (figures["svg_messages"] or figures["svg_versions"]):
-        raise UserError("--svg-messages, --svg-versions: go with --svg FILE")
+    _check_marks(figures)
     if not svg and not svg_memory:
         return []
     settings = settings_of(first, mini_batches, figures)
@@ -114,8 +155,41 @@ def write_plan_figures(
     if svg_memory:
         texts.append((svg_memory, memory_svg(recording, limits(plan, recording), settings)))
     for path, text in texts:
-        write_bytes(path, text.encode())
+        write_figure(path, text)
     return [path for path, _ in texts]
+
+
+def write_stacked_figure(
+    plans: Mapping[str, Plan],
+    first: int | None,
+    mini_batches: int | None,
+    figures: StackedFigures,
+) -> str | None:
+    """Write the timelines of plans, one above the other. Returns the file's name, if there is one.
+
+    Args:
+        plans: by the words to stand above each.
+
+    Raises as `write_plan_figures`.
+    """
+    _check_marks(figures)
+    if not figures["svg"]:
+        if first is not None or mini_batches is not None:
+            raise UserError("--from-mini-batch, --mini-batches: go with --svg FILE")
+        return None
+    settings = settings_of(first, mini_batches, figures)
+    found = [(name, recorded(plan, settings)) for name, plan in plans.items()]
+    shown = window_of(found[0][1], settings)
+    # The others' recordings have to be as long as what is drawn of the first.
+    wanted = replace(settings, first=shown.first, mini_batches=shown.last - shown.first + 1)
+    found[1:] = [(name, recorded(plans[name], wanted)) for name, _ in found[1:]]
+    write_figure(figures["svg"], timelines_svg(found, wanted))
+    return figures["svg"]
+
+
+def _check_marks(figures: StackedFigures) -> None:
+    if not figures["svg"] and (figures["svg_messages"] or figures["svg_versions"]):
+        raise UserError("--svg-messages, --svg-versions: go with --svg FILE")
 
 
 def write_run_figure(
@@ -124,7 +198,8 @@ def write_run_figure(
     """Write timelines one above the other, all that the first one has recorded.
 
     Args:
-        recordings: each with its name: what was measured, then what was predicted.
+        recordings: each with its name: of a run what was measured, then what was predicted; of
+            several what was measured.
         width: in points; None: a page's.
 
     Raises FileError, and UserError where there is nothing to draw.
@@ -134,7 +209,26 @@ def write_run_figure(
     settings = FigureSettings(mini_batches=MAX_COUNT)
     if width is not None:
         settings = replace(settings, width=width)
-    write_bytes(svg, timelines_svg(recordings, settings).encode())
+    write_figure(svg, timelines_svg(recordings, settings))
+
+
+def write_curves(
+    path: str,
+    curves: Sequence[RunCurve],
+    axes: Sequence[str],
+    width: float,
+    target: CurveTarget | None = None,
+) -> None:
+    """Write curves of runs as what the file's name says: a figure or a table.
+
+    Raises FileError, and UserError where there is nothing to draw yet.
+    """
+    if not curves:
+        raise UserError(f"--curves {path}: no mini-batch is done yet")
+    if is_table(path):
+        write_bytes(path, as_csv(curves).encode())
+    else:
+        write_figure(path, curves_svg(curves, axes, width, target))
 
 
 def recorded(plan: Plan, settings: FigureSettings) -> Recording:

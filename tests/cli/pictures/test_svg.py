@@ -469,6 +469,39 @@ def test_show_writes_figures(tmp_path):
     assert "mini-batches 2 to 4" in svg.read_text(encoding="utf-8")
 
 
+def test_compare_stacks_timelines(tmp_path):
+    """On one axis, as many mini-batches of each; what the window cuts off ends with it."""
+    names = []
+    for variant in ("timeprest", "pipedream", "gpipe"):
+        names.append(str(tmp_path / f"{variant}.json"))
+        write_file(names[-1], chain_plan(variant))
+    svg = tmp_path / "all.svg"
+    run = CliRunner().invoke(main, ["compare", *names, "--svg", str(svg), "--mini-batches", "4"])
+    assert run.exit_code == 0, run.output
+    assert run.output.endswith(f"wrote {svg}\n")
+    text = svg.read_text(encoding="utf-8")
+    assert text.count("mini-batches 0 to 3") == 3
+    figure = Figure(text)
+    bold = [words for _, look, words in figure.elements if look.get("font-weight") == "bold"]
+    assert bold == ["timeprest", "pipedream", "gpipe"]
+    lanes = [
+        (float(look["y"]), float(look["x"]) + float(look["width"]))
+        for name, look, _ in figure.elements
+        if name == "rect" and look.get("fill") == "#f0f1f3" and float(look["x"]) > 1
+    ]
+    marks = [look for name, look, _ in figure.elements if look.get("class") in KINDS]
+    assert marks
+    for look in marks:
+        ends = [right for y, right in lanes if y == float(look["y"])]
+        assert float(look["x"]) + float(look["width"]) <= ends[-1] + 0.02
+    both = CliRunner().invoke(main, ["compare", names[0], names[0], "--svg", str(svg)])
+    assert both.exit_code == 0
+    assert "timeprest (timeprest)" in svg.read_text(encoding="utf-8")
+    lone = CliRunner().invoke(main, ["compare", *names, "--mini-batches", "4"])
+    assert lone.exit_code == 2
+    assert "go with --svg FILE" in lone.output
+
+
 def test_files_are_written(tmp_path):
     """Options, the files they name, and limits by lane."""
     plan = chain_plan("gpipe", replicas=2)
