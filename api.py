@@ -55,7 +55,8 @@ def profile(
         target: a built-in task or model, ``file.py:name``, ``pkg.module:name``, an ONNX file, or
             a profile that another planner published, which is imported with the batch sizes; or
             an object: a task, a model, a class or function that makes one.
-        batch_size: samples in a mini-batch; by default the largest micro-batch size, or 64.
+        batch_size: samples in a mini-batch; by default the largest micro-batch size, or those
+            of a batch of the task's DataLoader, or 64.
         micro_batch_sizes: sizes to measure, in samples.
         device: "cpu", "cuda", or "meta" to reckon with a device `spec` without running.
         autocast: dtype of torch.autocast, "bfloat16" or "float16"; None: off.
@@ -87,9 +88,11 @@ def profile(
             "a file, or leave together out"
         )
     found = resolve(name, [parse_input(text) for text in inputs])
+    if batch_size is None:
+        batch_size = max(micro_batch_sizes) if micro_batch_sizes else found.batch_size
     measured = measure(
         found,
-        batch_size=batch_size or max(micro_batch_sizes or [64]),
+        batch_size=batch_size,
         micro_batch_sizes=micro_batch_sizes,
         platform=platform_of(device, spec, autocast),
         threads=threads,

@@ -57,7 +57,7 @@ _options = options(
         click.option(
             "--batch-size",
             type=Whole(),
-            help="Samples in a mini-batch.  [default: 64]",
+            help="Samples in a mini-batch.  [default: its DataLoader's, or 64]",
         ),
         click.option(
             "--micro-batch-sizes",
@@ -222,7 +222,7 @@ def _measure(
     keep_freed_memory()
     platform = platform_of(options["device"], options["spec"], options["autocast"])
     found = resolve(target, [parse_input(text) for text in options["inputs"]])
-    batch_size = options["batch_size"] or max(sizes or [64])
+    batch_size = options["batch_size"] or (max(sizes) if sizes else found.batch_size)
     with Bar(f"profiling {target}", quiet=quiet) as bar:
         profile = measure(
             found,

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from .errors import TargetError, TimeprestError
 from .files import is_file
 from .tasks.hooks import describe_error, is_ctrl_c
+from .tasks.loaders import batch_size_of, some_samples
 from .tasks.objects import SESSION, given, importing
-from .tasks.task import Task, dataset_size, fetch_call
+from .tasks.task import Task
 from .tracing.call import Call
 from .zoo import BUILT_IN
 from .zoo.hf_model import is_config
@@ -39,6 +40,7 @@ _OPTIONAL_HOOKS = {
     "figures": "figures(means)",
     "scheduler_step": 'scheduler_step = "epoch"',
 }
+_BATCH_SIZE = 64
 _ALIKE, _VERY_ALIKE = 0.6, 0.8
 """From which ratio of difflib's on a name may be meant for another, where that one is missing, or
 needn't be there."""
@@ -101,14 +103,25 @@ class Target:
             return Call(tensors, tuple(spec.name for spec in self._inputs)), None
         task = self.task
         dataset = _call(self.name, "data('train')", lambda: task.data("train"))
-        size = dataset_size(dataset, "train")
-        indices = [k % size for k in range(samples)]
         batch: tuple[Call, Any] = _call(
             self.name,
             "collating samples",
-            lambda: fetch_call(dataset, indices, self._arguments_among),
+            lambda: some_samples(dataset, "train", samples, self._arguments_among),
         )
         return batch
+
+    @property
+    def batch_size(self) -> int:
+        """Samples in a mini-batch where nothing else is said: the data's own, or 64.
+
+        Raises TargetError where `data` does.
+        """
+        task = self.task
+        if task is None:
+            return _BATCH_SIZE
+        return batch_size_of(_call(self.name, "data('train')", lambda: task.data("train"))) or (
+            _BATCH_SIZE
+        )
 
     def _arguments_among(self, keys: Collection[str]) -> Sequence[str]:
         """Which of a batch's keys are names of the model's arguments. Raises TargetError."""

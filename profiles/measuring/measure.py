@@ -23,7 +23,8 @@ from ..tasks.hooks import (
     task_scheduler,
     try_figures,
 )
-from ..tasks.task import Task, dataset_size, fetch_call
+from ..tasks.loaders import comes_in_batches, size_of, some_samples
+from ..tasks.task import Task, dataset_size
 from ..tracing.call import Call, unchanged
 from ..tracing.front_ends import TRACE_SAMPLES, trace
 from ..tracing.graph import TracedModel, fingerprint, state_of_layer
@@ -211,9 +212,10 @@ def _try_evaluation(bench: Bench, task: Task, trained: tuple[Call, Any]) -> None
     try:
         with _disable_current_modes():
             dataset = call_hook("data('test')", task.data, "test")
-            call, wanted = fetch_call(
-                dataset, range(min(size, dataset_size(dataset, "test"))), trained[0].names
-            )
+            some = size
+            if not comes_in_batches(dataset):
+                some = min(size, dataset_size(dataset, "test"))
+            call, wanted = some_samples(dataset, "test", some, trained[0].names)
     except TargetError as error:
         _warn(f"{error} (or train with tp-run --no-evaluate)")
         call, wanted = trained
@@ -248,7 +250,8 @@ def _try_scheduler(task: Task, optimizer: torch.optim.Optimizer, length: RunLeng
 def _usual_length(bench: Bench, task: Task) -> RunLength:
     """Of a run with as many epochs as tp-run trains where nothing else is said."""
     with _disable_current_modes():
-        samples = dataset_size(call_hook("data('train')", task.data, "train"), "train")
+        given = call_hook("data('train')", task.data, "train")
+        samples = size_of(given, "train", bench.batch_size) or 0
     updates = max(samples // bench.batch_size, 1)
     return RunLength(_EPOCHS * updates, updates)
 

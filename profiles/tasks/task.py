@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from ..errors import TargetError, TraceError
 from ..tracing.call import Call
@@ -41,12 +41,12 @@ class Task(Protocol):
         """A new model with its initial weights. The seed is set before the call, and every
         worker calls it: the same seed must give the same weights."""
 
-    def data(self, split: Split) -> Dataset[Any]:
+    def data(self, split: Split) -> Dataset[Any] | DataLoader[Any]:
         """The samples, each ``(inputs, target)``; inputs are a tensor, a tuple in the order of the
         model's arguments, or a dict by the arguments' names, each argument a tensor or a nest of
         tuples and dicts of tensors. Or each a dict, which is the target as a whole and whose
-        entries with the names of the model's arguments are the inputs. Must have a length and be
-        indexable."""
+        entries with the names of the model's arguments are the inputs. With a length and
+        indexable; or a DataLoader or IterableDataset, whose batches are such."""
 
     def loss(self, output: Any, target: Any) -> Tensor | tuple[Tensor, Tensor | float]:
         """The loss of a micro-batch: a mean over its samples, so that uneven ones weigh right.

@@ -15,12 +15,12 @@ from ...planner.schedules.check import check_schedule
 from ...planner.schedules.schedules import make_schedule
 from ...planner.simulator.pipeline import Pipeline
 from ...profiles.errors import PlanError
-from ...profiles.tasks.task import Task, dataset_size
+from ...profiles.tasks.task import Task
 from ...profiles.tracing.graph import TracedModel, shared_parameters, tied_layers, values
 from ...profiles.tracing.matrices import hidden_matrices
 from ...profiles.tracing.pieces import Piece, cut
 from ..settings import RunSettings
-from .data import Segment, check_padding, segments
+from .data import Segment, check_padding, segments, training_samples
 from .devices import autocast_of, forward_context
 from .distribution import Distribution, SentValue, Specs, distribute
 from .loss import LossKind, kind_of_loss
@@ -159,7 +159,7 @@ def prepare(
     ties = give_copies([[piece.module for piece in both] for both in modes], pipeline.placement)
     _check_shared(ties.shared, plan)
     stages = zip(chosen, evaluation_pieces, (specs[n] for n in samples), strict=True)
-    size = dataset_size(task.data("train"), "train")
+    size = training_samples(plan, settings, task.data("train"))
     course = segments(plan, settings, size)
     check_padding(plan, settings, task, course, samples, traced, looks)
     prepared = Prepared(

@@ -153,6 +153,16 @@ class StageRunner:
         if self.log is not None:
             own = [op for op in schedule[self.number] if op.kind == UPDATE or self.share.of(op)]
             self.log.choose(segment, own, self.prepared.segments[-1].end)
+        if self.loads:
+            self.samples("train").expect(
+                (
+                    segment.epoch,
+                    real_samples(segment, op.mini_batch, op.micro_batch, self.share.dealt),
+                    self.share.samples,
+                )
+                for op in schedule[self.number]
+                if op.kind == FORWARD and op.micro_batch is not None and self.share.of(op)
+            )
 
     def series(self, mini_batches: int) -> list[MessageSeries]:
         """All messages that come in a segment."""
@@ -515,9 +525,20 @@ class StageRunner:
                 else self.prepared.distribution.evaluation_samples
             )
             self._samples[split] = Samples(
-                self.prepared.task, split, size, settings.seed, self.prepared.model.arguments
+                self.prepared.task,
+                split,
+                size,
+                settings.seed,
+                self.prepared.model.arguments,
+                plan.mini_batch,
+                settings.timeout_s,
             )
         return self._samples[split]
+
+    def end_loading(self) -> None:
+        """End what loads in the background."""
+        for samples in self._samples.values():
+            samples.close()
 
     def _own(
         self, segment: Segment, mini_batch: int, micro_batch: int

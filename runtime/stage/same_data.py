@@ -53,8 +53,8 @@ def compare_lengths(runners: Sequence[StageRunner]) -> None:
     def lengths(runner: StageRunner) -> Row:
         found = [prepared.samples, prepared.samples]
         if runner.loads:
-            found[1] = runner.samples("train").size
-        return [*found, *(runner.samples(split).size for split in splits[1:])]
+            found[1] = runner.samples("train").size or prepared.samples
+        return [*found, *(runner.samples(split).size or -1 for split in splits[1:])]
 
     rows = _gather_rows(runners, "the lengths of the data", 2 + len(splits[1:]), lengths)
     first, *others = rows
@@ -79,9 +79,7 @@ def compare_training(runners: Sequence[StageRunner], segment: Segment) -> None:
     Raises as `compare_lengths`.
     """
     plan = runners[0].prepared.plan
-    begin = segment.offset * segment.mini_batch
-    count = min(MINI_BATCHES * segment.mini_batch, segment.samples)
-    parts = list(_parts(range(begin, begin + count), plan.micro_batch))
+    parts = list(_first_parts(segment, plan.micro_batch))
     _compare(
         runners,
         "train",
@@ -104,10 +102,15 @@ def compare_evaluation(runners: Sequence[StageRunner]) -> None:
     )
 
 
-def _parts(positions: range, size: int) -> Iterator[range]:
-    most = max(SAMPLES, size)
-    for start in range(0, min(len(positions), most), size):
-        yield positions[start : min(start + size, most)]
+def _first_parts(segment: Segment, size: int) -> Iterator[range]:
+    """Positions of a segment's first samples, none of which lie in two mini-batches."""
+    left = max(SAMPLES, size)
+    for b in range(min(MINI_BATCHES, segment.mini_batches)):
+        begin = (segment.offset + b) * segment.mini_batch
+        end = begin + min(segment.samples_of(b), left)
+        for start in range(begin, end, size):
+            yield range(start, min(start + size, end))
+        left -= end - begin
 
 
 _Take = Callable[[StageRunner], Iterator[tuple[Any, Any]]]

@@ -189,8 +189,12 @@ class Course:
 
     def run(self) -> None:
         """Train all segments and evaluate after each epoch; fewer, where the observer says so."""
-        with nullcontext() if self.prepared.settings.dropout else WithoutDropout():
-            self._run()
+        try:
+            with nullcontext() if self.prepared.settings.dropout else WithoutDropout():
+                self._run()
+        finally:
+            for runner in self.runners:
+                runner.end_loading()
 
     def _run(self) -> None:
         compare_lengths(self.runners)

@@ -92,11 +92,15 @@ class PlainTraining:
         Args:
             after: is called after each mini-batch with its segment, its number there and its loss.
         """
-        for segment in self.prepared.segments:
-            for b in range(segment.mini_batches):
-                self._mini_batch(segment, b)
-                if after is not None:
-                    after(segment, b, self.losses[-1])
+        try:
+            for segment in self.prepared.segments:
+                for b in range(segment.mini_batches):
+                    self._mini_batch(segment, b)
+                    if after is not None:
+                        after(segment, b, self.losses[-1])
+        finally:
+            for samples in self._samples.values():
+                samples.close()
 
     def _mini_batch(self, segment: Segment, b: int) -> None:
         total, weight = 0.0, 0.0
@@ -169,5 +173,8 @@ class PlainTraining:
     def _take(self, segment: Segment, positions: range, size: int) -> tuple[Any, Any]:
         if size not in self._samples:
             seed = self.prepared.settings.seed
-            self._samples[size] = Samples(self.task, "train", size, seed, self._call.names)
+            mini_batch = self.prepared.plan.mini_batch
+            self._samples[size] = Samples(
+                self.task, "train", size, seed, self._call.names, mini_batch
+            )
         return put(self._samples[size].take(segment.epoch, positions), self._device)  # type: ignore[no-any-return]

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
-from torch.utils.data import Dataset, Subset
 
 from ...profiles.tasks.hooks import call_hook, stand_in, try_figures, try_loss
-from ...profiles.tasks.task import Split, Task, dataset_size, fetch
+from ...profiles.tasks.loaders import few, some_samples
+from ...profiles.tasks.task import Split, Task
 from ..checkpoint.worker_state import capture
 from ..communication.transport import free_bytes, local_transport
 from ..prepare.data import length_of
@@ -81,9 +81,8 @@ def try_in_parts(prepared: Prepared, result: Any, target: Any, only: Collection[
         lines = try_figures(task, made, target, metrics=settings.evaluate)
         if settings.evaluate:
             dataset = call_hook("data('test')", task.data, "test")
-            size = dataset_size(dataset, "test")
-            some = range(min(size, prepared.distribution.evaluation_samples))
-            fetch(dataset, some, prepared.model.arguments)
+            some = prepared.distribution.evaluation_samples
+            some_samples(dataset, "test", some, prepared.model.arguments)
         for s, piece in enumerate(prepared.model.pieces):
             parameters = [p for p in piece.module.parameters() if p.requires_grad]
             needed = _HELD * sum(p.nbytes for p in parameters)
@@ -116,12 +115,12 @@ class _Trial:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._task, name)
 
-    def data(self, split: Split) -> Dataset[Any]:
+    def data(self, split: Split) -> Any:
         """The task's own, cut short for the test."""
         found = self._task.data(split)
         if split == "train":
             return found
-        return Subset(found, range(min(self._test_samples, dataset_size(found, split))))
+        return few(found, split, self._test_samples)
 
     def loss(self, output: Any, target: Any) -> Any:
         """The task's own."""

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import random
+import signal
+from typing import ClassVar
+
 import numpy as np
 import torch
 from graph_task import GraphTask, Tokens
 from mlp_task import MLPTask
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import Dataset, Subset, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+    get_worker_info,
+)
 
 
 class _Changed(MLPTask):
@@ -285,3 +297,164 @@ class TextInside(NestedTask):
     @staticmethod
     def form(words, mask, near, far, label):
         return (words, {"mask": mask, "point": (near, far), "name": "x"}), label
+
+
+# Loaders and streams -----------------------------------------------------------------------------
+
+
+class Rows42(Dataset):
+    """The small network's samples, one by one."""
+
+    def __init__(self, task, split, count=42):
+        self.x, self.y = (part[:count] for part in MLPTask.data(task, split).tensors)
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, k):
+        return self.x[k], self.y[k]
+
+
+class Listed(MLPTask):
+    """A data set that isn't in memory as far as anybody can tell."""
+
+    def data(self, split):
+        return Rows42(self, split)
+
+
+def stacked(samples):
+    """A collate function of the user's own."""
+    x, y = zip(*samples, strict=True)
+    return torch.stack(x), torch.stack(y)
+
+
+class Loaded(MLPTask):
+    """A shuffled loader of mini-batches of 8; the last 2 of 42 samples are left out."""
+
+    workers = 0
+    more: ClassVar = {}
+
+    def data(self, split):
+        return DataLoader(
+            self.samples(split),
+            batch_size=8,
+            shuffle=split == "train",
+            drop_last=split == "train",
+            collate_fn=stacked,
+            num_workers=self.workers,
+            **self.more,
+        )
+
+    def samples(self, split):
+        return Rows42(self, split)
+
+
+class LoadedByWorkers(Loaded):
+    workers = 2
+
+
+class LoadedAndKept(Loaded):
+    """By workers that stay."""
+
+    workers = 1
+    more: ClassVar = {"persistent_workers": True}
+
+
+class Noisy(Rows42):
+    """With noise of all three generators, on inputs and targets."""
+
+    def __getitem__(self, k):
+        x, y = super().__getitem__(k)
+        noise = torch.randn(()) + random.random() + np.random.normal()
+        return x + 0.01 * noise, y + 0.01 * noise
+
+
+class LoadedNoisy(Loaded):
+    def samples(self, split):
+        return Noisy(self, split)
+
+
+class LoadedNoisyByWorkers(LoadedNoisy):
+    workers = 2
+
+
+class _Flow(IterableDataset):
+    def __init__(self, samples, length):
+        self.samples, self.length = samples, length
+
+    def __iter__(self):
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        for k in range(first, len(self.samples), step):
+            yield self.samples[k]
+
+    def __len__(self):
+        if not self.length:
+            raise TypeError("nobody knows")
+        return len(self.samples)
+
+
+class Stream(MLPTask):
+    """Sample after sample, 42 of them."""
+
+    length = True
+
+    def data(self, split):
+        return _Flow(Rows42(self, split), self.length)
+
+
+class EndlessStream(Stream):
+    """One that doesn't say how many there are."""
+
+    length = False
+
+
+class StreamByWorkers(EndlessStream):
+    """Each of two workers makes batches of its own share."""
+
+    def data(self, split):
+        return DataLoader(super().data(split), batch_size=8, num_workers=2)
+
+
+class WrongBatches(Loaded):
+    """Batches of 6 in mini-batches of 8."""
+
+    def data(self, split):
+        return DataLoader(self.samples(split), batch_size=6)
+
+
+class Failing(Rows42):
+    def __getitem__(self, k):
+        if k == 23:
+            raise ValueError("no such picture:\n23.png")
+        return super().__getitem__(k)
+
+
+class LoadedFailing(Loaded):
+    def samples(self, split):
+        return Failing(self, split) if split == "train" else Rows42(self, split)
+
+
+class LoadedFailingByWorkers(LoadedFailing):
+    workers = 2
+
+
+class Dying(Rows42):
+    def __getitem__(self, k):
+        if k == 23 and get_worker_info() is not None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(k)
+
+
+class LoadedDying(LoadedByWorkers):
+    def samples(self, split):
+        return Dying(self, split)
+
+
+class BatchesOfEightAtOnce(MLPTask):
+    """The data set gives whole batches, by a sampler of its own."""
+
+    def data(self, split):
+        x, y = (part[:40].reshape(5, 8, -1) for part in MLPTask.data(self, split).tensors)
+        order = (3, 1, 4, 0, 2)
+        return DataLoader(list(zip(x, y, strict=True)), batch_size=None, sampler=order)

@@ -37,9 +37,9 @@ from ....planner.study.tuning import (
     together,
 )
 from ....profiles.errors import TargetError, UserError
-from ....profiles.tasks.task import dataset_size
+from ....profiles.tasks.loaders import size_of
 from ...checkpoint.start import check_settings
-from ...prepare.data import segments
+from ...prepare.data import segments, training_samples
 from ...prepare.tracing import task_to_train
 from ...settings import RunSettings, given
 from .pool import Processes, ThisProcess, TrainingPool
@@ -131,7 +131,7 @@ def prospect(
         )
     check_settings(msgspec.structs.replace(settings, warmup=max(warmups)))
     target, task = task_to_train(settings.task, first.profile)
-    samples = dataset_size(task.data("train"), "train")
+    samples = training_samples(first, settings, task.data("train"))
     steps = sum(s.mini_batches for s in segments(first, settings, samples))
     length = math.ceil(steps * choices.longer)
     tune_length = min(choices.tune_steps or length, length)
@@ -141,7 +141,7 @@ def prospect(
     if not every and choices.metric != "loss":
         raise UserError(f"--eval-every 0: a target of the {choices.metric} needs evaluations")
     if every:
-        dataset_size(task.data("test"), "test")
+        size_of(task.data("test"), "test", first.mini_batch)
     if choices.metric == "accuracy" and not hasattr(task, "metrics"):
         raise TargetError(
             f"{settings.task}: has no metrics, and so no accuracy to have for a target; give it "

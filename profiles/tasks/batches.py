@@ -1,0 +1,275 @@
+"""Whole batches of a loader or a stream, epoch by epoch, loaded ahead in the background."""
+
+from __future__ import annotations
+
+import hashlib
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from ..errors import TargetError
+from .loaders import (
+    Fetched,
+    Given,
+    WorkerInit,
+    as_loader,
+    as_ours,
+    is_stream,
+    pick,
+    prepare_epoch,
+    rows_of,
+    sequence_of,
+)
+from .prefetch import LOADING, Ahead, OwnRandomness
+from .task import Names, Split, read_batch
+
+WAIT_S = 60.0
+START_S = 120.0
+"""Longest wait for an epoch's first batch: workers start, and buffers of shuffles fill."""
+_KEPT = 2
+"""Batches that are kept, for whoever looks at the first ones before they are trained on."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples that the data put together.
+
+    Attributes:
+        inputs: each of shape ``[rows, ...]``.
+    """
+
+    inputs: tuple[Tensor, ...]
+    target: Any
+    rows: int
+
+    def part(self, real: Sequence[int], size: int) -> tuple[tuple[Tensor, ...], Any]:
+        """Inputs and target of these rows.
+
+        The inputs are filled up to `size` with copies of their first sample; the target is that
+        of the real ones, and None where there are none.
+
+        Raises TargetError where something has no row for every sample.
+        """
+        if isinstance(real, range) and real and len(real) == size:
+            taken: slice | Tensor = slice(real.start, real.stop, real.step)
+            return pick(self.inputs, taken, self.rows), pick(self.target, taken, self.rows)
+        rows = list(real)
+        filled = torch.tensor(rows + [rows[0] if rows else 0] * (size - len(rows)))
+        target = pick(self.target, torch.tensor(rows), self.rows) if rows else None
+        return pick(self.inputs, filled, self.rows), target
+
+
+class Batches:
+    """Batches of a DataLoader or an IterableDataset, in the sequence that the run's seed and the
+    epoch make.
+
+    They come from the loader's own workers, or from a thread. Only what draws random numbers in
+    this process is loaded when it is asked for: training draws them too.
+    """
+
+    def __init__(
+        self,
+        given: Given,
+        split: Split,
+        seed: int,
+        mini_batch: int,
+        names: Names = sorted,
+        wait_s: float = WAIT_S,
+    ) -> None:
+        """
+        Args:
+            seed: of the run.
+            mini_batch: samples in a batch of a stream that comes sample by sample.
+            names: of the model's arguments, where a batch is a dict alone.
+            wait_s: longest wait for a batch.
+        """
+        self.split = split
+        self.loader = as_loader(given, mini_batch)
+        self.stream = is_stream(self.loader)
+        self._seed = seed
+        self._names = names
+        self._wait_s = wait_s
+        self._epoch = -1
+        self._first = self._next = 0
+        self._kept: dict[int, Batch] = {}
+        self._items: Iterator[Any] = iter(())
+        self._ahead: Ahead[Any] | None = None
+        self._alone = OwnRandomness(seed)
+        self._jobs: list[tuple[int, Any]] = []
+        self._fetched: DataLoader[Any] | None = None
+
+    def batch(self, epoch: int, number: int) -> Batch:
+        """The batch of this number in an epoch. Cheap where they are asked for in their sequence,
+        and for the last two once more.
+
+        Raises:
+            TargetError: it failed in the user's code, isn't what a batch may be, or there is
+                none.
+            RunError: a worker of the loader died, or gave nothing for too long.
+        """
+        if epoch != self._epoch or (number < self._next and number not in self._kept):
+            self._open(epoch, number)
+        while self._next <= number:
+            self._kept[self._next] = self._read(self._take())
+            self._kept.pop(self._next - _KEPT, None)
+            self._next += 1
+        return self._kept[number]
+
+    def sizes(self, epoch: int = 0) -> list[int]:
+        """Samples in each batch of an epoch: all are loaded once. Raises as `batch`."""
+        found: list[int] = []
+        while True:
+            try:
+                found.append(self.batch(epoch, len(found)).rows)
+            except _DryError:
+                break
+        self.close()
+        return found
+
+    def close(self) -> None:
+        """End what loads in the background."""
+        ahead, self._ahead = self._ahead, None
+        ended = ahead is None or ahead.close()
+        self._epoch, self._kept, self._jobs = -1, {}, []
+        if ended:
+            # The loader's workers end with what iterates over them.
+            self._items = iter(())
+
+    def _open(self, epoch: int, first: int) -> None:
+        self.close()
+        self._epoch, self._first, self._next = epoch, first, first
+        # What a sampler or a stream's worker draws before its own seeds are set.
+        self._alone = OwnRandomness(self._number(epoch, "stream"))
+        try:
+            with self._alone(), _own_signals():
+                self._items = self._opened(epoch, first)
+        except Exception as error:  # the user's data set and sampler run here
+            self._epoch = -1
+            raise as_ours(error, self.split) from error
+        self._alone.used = False
+        if self.loader.num_workers:
+            # They load ahead themselves; the thread takes what they have to this process.
+            self._ahead = Ahead(self._items, 1)
+
+    def _opened(self, epoch: int, first: int) -> Iterator[Any]:
+        loader, seed = self.loader, self._number(epoch)
+        if self.stream:
+            prepare_epoch(loader, epoch, seed)
+            return _behind(iter(loader), first)
+        order = sequence_of(loader, epoch, seed)[first:]
+        self._jobs = [(self._number(epoch, first + k), each) for k, each in enumerate(order)]
+        if not loader.num_workers:
+            return map(Fetched(loader).__getitem__, self._jobs)
+        if self._fetched is None:
+            self._fetched = _loader_of_jobs(loader, _Jobs(self))
+        self._fetched.generator = torch.Generator().manual_seed(seed)
+        return iter(self._fetched)
+
+    @property
+    def jobs(self) -> list[tuple[int, Any]]:
+        """Of a map-style data set: a seed for each batch still to come, and what is in it."""
+        return self._jobs
+
+    def _take(self) -> Any:
+        begins = self._next == self._first
+        wait_s = max(self._wait_s, START_S) if begins else self._wait_s
+        try:
+            if self._ahead is not None:
+                return self._ahead.next(wait_s, f"data({self.split!r})")
+            own = self._randomness()
+            with LOADING, own():
+                found = next(self._items)
+            if begins and not own.used:
+                self._ahead = Ahead(self._items, lock=LOADING)
+            return found
+        except StopIteration:
+            raise _DryError(
+                f"data({self.split!r}) ran dry: it has no batch {self._next + 1} in epoch "
+                f"{self._epoch + 1}; give fewer --steps, or data that say how many they are "
+                "(__len__)"
+            ) from None
+        except Exception as error:  # the user's data set runs here
+            raise as_ours(error, self.split) from error
+
+    def _randomness(self) -> OwnRandomness:
+        """The random numbers of the next batch, which this process makes: a stream's own, that go
+        on, and else the batch's own."""
+        k = self._next - self._first
+        if self.stream or k >= len(self._jobs):
+            return self._alone
+        return OwnRandomness(self._jobs[k][0])
+
+    def _read(self, found: Any) -> Batch:
+        call, target = read_batch(found, self._names)
+        return Batch(call.tensors, target, rows_of(call.tensors, self.split))
+
+    def _number(self, *what: Any) -> int:
+        """A number for a seed, of the run's seed and what it is for."""
+        text = repr((self._seed, self.split, *what)).encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+class _DryError(TargetError):
+    """There are no more batches."""
+
+
+class _Jobs:
+    """The jobs of the epoch at hand, as a loader's sampler."""
+
+    def __init__(self, of: Batches) -> None:
+        self._of = of
+
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
+        return iter(self._of.jobs)
+
+    def __len__(self) -> int:
+        return len(self._of.jobs)
+
+
+def _loader_of_jobs(loader: DataLoader[Any], jobs: _Jobs) -> DataLoader[Any]:
+    """The user's loader, whose workers are given jobs."""
+    return DataLoader(
+        Fetched(loader),
+        batch_size=None,
+        sampler=jobs,
+        collate_fn=_as_it_is,
+        num_workers=loader.num_workers,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=WorkerInit(loader.worker_init_fn),
+        multiprocessing_context=loader.multiprocessing_context,
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers,
+    )
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _behind(batches: Iterator[Any], count: int) -> Iterator[Any]:
+    """What comes behind so many batches."""
+    for k, batch in enumerate(batches):
+        if k >= count:
+            yield batch
+
+
+@contextmanager
+def _own_signals() -> Iterator[None]:
+    """Without the handler that torch has for workers that die: it raises wherever the main thread
+    happens to be, and who waits for a batch is told anyway."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGCHLD)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, before if before is not None else signal.SIG_DFL)

@@ -1,0 +1,249 @@
+"""Data from loaders and streams: which samples, in which sequence, loaded by whom, and how it ends
+when they fail."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from data_tasks import Listed, Loaded, Rows42
+from helpers.paths import TESTS
+from helpers.plans import plan_by_hand
+from helpers.processes.stopped_runs import check_resumed
+from timeprest.profiles.errors import RunError, TargetError, UserError
+from timeprest.profiles.target import resolve
+from timeprest.profiles.tasks.loaders import few, pick, size_of, some_samples, why
+from timeprest.runtime.prepare.data import Samples
+from timeprest.runtime.records.progress import read_losses
+from timeprest.runtime.records.run_dir import load_weights
+from timeprest.runtime.run import run
+from timeprest.runtime.settings import RunSettings
+from timeprest.runtime.verify.check import check
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+
+FILE = TESTS / "tasks/data_tasks.py"
+
+
+def trained(plan, name, where, **how):
+    """Losses, weights and test figures of an inline run."""
+    settings = RunSettings(task=f"{FILE}:{name}", **{"epochs": 2, "timeout_s": 20, **how})
+    summary = run(plan, settings, where, inline=True)
+    assert not [t for t in threading.enumerate() if t.name == "loading"]
+    tests = [epoch.test for epoch in summary.epochs]
+    return read_losses(where / "metrics.jsonl"), load_weights(where), tests
+
+
+def assert_same(found, other):
+    assert found[0] == other[0]
+    assert found[1].keys() == other[1].keys()
+    assert all(torch.equal(found[1][key], weight) for key, weight in other[1].items())
+    assert found[2] == other[2]
+
+
+@pytest.fixture
+def plan(mlp_profile):
+    return plan_by_hand(mlp_profile, "timeprest", 3, 2)
+
+
+def batches(name, epoch, count=5):
+    """What a worker takes of an epoch, in micro-batches of 4."""
+    samples = Samples(resolve(f"{FILE}:{name}").task, "train", 4, seed=3, mini_batch=8)
+    try:
+        taken = [samples.take(epoch, range(k, k + 4)) for k in range(0, 8 * count, 4)]
+    finally:
+        samples.close()
+    return torch.cat([inputs[0] for inputs, _ in taken]), torch.cat([target for _, target in taken])
+
+
+# Which samples ------------------------------------------------------------------------------------
+
+
+def test_a_shuffled_loader_gives_every_sample_once_and_other_epochs_otherwise():
+    own = Rows42(Loaded(), "train")
+    x, y = batches("Loaded", 0)
+    rows = [(own.x == row).all(1).nonzero().item() for row in x]
+    assert len(set(rows)) == 40
+    assert torch.equal(y, own.y[rows])
+    assert not torch.equal(batches("Loaded", 1)[0], x)
+    # Whoever loads them, and however often.
+    for name in ("Loaded", "LoadedByWorkers", "LoadedAndKept"):
+        assert torch.equal(batches(name, 0)[0], x)
+
+
+def test_noise_is_the_same_for_all_workers_and_others_draws_stay_as_they_are():
+    torch.manual_seed(7)
+    x, _ = batches("LoadedNoisy", 1)
+    drawn = torch.rand(3)
+    torch.manual_seed(7)
+    assert torch.equal(torch.rand(3), drawn)
+    assert torch.equal(batches("LoadedNoisyByWorkers", 1)[0], x)
+
+
+def test_a_stream_comes_as_it_flows():
+    own = Rows42(Loaded(), "train")
+    assert torch.equal(batches("Stream", 0)[0], own.x[:40])
+    # Two workers in turn, each with batches of its share.
+    x, _ = batches("StreamByWorkers", 0, 4)
+    assert torch.equal(x[:16], torch.cat([own.x[0:16:2], own.x[1:16:2]]))
+
+
+def test_batches_that_the_data_set_makes():
+    own = Rows42(Loaded(), "train")
+    x, _ = batches("BatchesOfEightAtOnce", 0)
+    assert torch.equal(x, torch.cat([own.x[8 * k : 8 * k + 8] for k in (3, 1, 4, 0, 2)]))
+
+
+def test_any_batch_can_be_the_first():
+    """As for a run that goes on in mid-epoch."""
+    for name in ("LoadedNoisy", "LoadedByWorkers", "Stream"):
+        whole, _ = batches(name, 1)
+        samples = Samples(resolve(f"{FILE}:{name}").task, "train", 8, seed=3)
+        assert torch.equal(samples.take(1, range(24, 32))[0][0], whole[24:32])
+        # And of those just had, once more.
+        assert torch.equal(samples.take(1, range(32, 40))[0][0], whole[32:40])
+        assert torch.equal(samples.take(1, range(24, 32))[0][0], whole[24:32])
+        assert torch.equal(samples.take(1, range(8, 16))[0][0], whole[8:16])
+        samples.close()
+
+
+@pytest.mark.parametrize(
+    ("loader", "size"),
+    [
+        (DataLoader(range(10), batch_size=4), 10),
+        (DataLoader(range(10), batch_size=4, drop_last=True), 8),
+        (DataLoader(range(10), batch_sampler=BatchSampler(range(7), 3, drop_last=True)), 6),
+        (DataLoader(range(10), sampler=RandomSampler(range(10), num_samples=5)), 5),
+        (DataLoader(range(10), batch_sampler=[[1, 2], [3]]), 16),
+        (DataLoader(range(10), batch_size=None), 80),
+    ],
+)
+def test_how_many_samples_there_are(loader, size):
+    assert size_of(loader, "train", 8) == size
+
+
+def test_a_few_samples_of_anything():
+    for name in ("Loaded", "Stream", "BatchesOfEightAtOnce", "StreamByWorkers"):
+        given = resolve(f"{FILE}:{name}").task.data("test")
+        call, target = some_samples(given, "test", 11)
+        assert call.tensors[0].shape == (11, 5)
+        assert target.shape == (11, 3)
+        task = type("Few", (), {"data": lambda self, split, g=given: few(g, split, 3)})()
+        samples = Samples(task, "test", 2, seed=0, mini_batch=8)
+        assert 1 <= samples.evaluations <= 4
+        samples.close()
+
+
+def test_rows_of_a_nest():
+    batch = {"x": torch.arange(6), "names": list("abcdef"), "n": 6, "t": torch.tensor(2.0)}
+    part = pick(batch, slice(2, 6, 2), 6)
+    assert part["x"].tolist() == [2, 4]
+    assert part["names"] == ["c", "e"]
+    assert (part["n"], part["t"].item()) == (6, 2.0)
+    with pytest.raises(TargetError, match=r"batch of 6 samples holds a tensor of shape \[3\]"):
+        pick({"odd": torch.zeros(3)}, slice(0, 2), 6)
+
+
+# Training -----------------------------------------------------------------------------------------
+
+
+def test_a_thread_that_loads_ahead_changes_nothing(plan, tmp_path):
+    """The same samples in memory, taken when they are asked for."""
+    in_memory = run(
+        plan,
+        RunSettings(task=f"{TESTS / 'tasks/mlp_task.py'}:ShortEpochs", epochs=2),
+        tmp_path / "memory",
+        inline=True,
+    )
+    found = trained(plan, "Listed", tmp_path / "listed")
+    assert found[0] == read_losses(tmp_path / "memory/metrics.jsonl")
+    for key, weight in load_weights(tmp_path / "memory").items():
+        assert torch.equal(found[1][key], weight)
+    # Its test data are fewer.
+    assert len(found[2]) == len(in_memory.epochs)
+    assert isinstance(Listed().data("train"), Rows42)
+
+
+@pytest.mark.parametrize(
+    ("one", "others"),
+    [("Loaded", ["LoadedByWorkers", "LoadedAndKept"]), ("LoadedNoisy", ["LoadedNoisyByWorkers"])],
+)
+def test_how_many_workers_load_changes_nothing(one, others, plan, tmp_path):
+    first = trained(plan, one, tmp_path / one)
+    assert len(first[0]) == 10
+    for name in others:
+        assert_same(trained(plan, name, tmp_path / name), first)
+
+
+def test_streams_train_and_evaluate_alike_with_and_without_a_length(plan, tmp_path):
+    known = trained(plan, "Stream", tmp_path / "known", steps=5)
+    assert_same(trained(plan, "EndlessStream", tmp_path / "endless", steps=5), known)
+
+
+def test_a_flush_run_on_a_loader_is_plain_training(mlp_profile):
+    plan = plan_by_hand(mlp_profile, "pipedream-flush", 2, 4)
+    settings = RunSettings(task=f"{FILE}:LoadedNoisy", steps=6)
+    assert check(plan, settings, inline=True).verdict == "same"
+
+
+@pytest.mark.parametrize("name", ["LoadedNoisy", "LoadedByWorkers", "EndlessStream"])
+def test_a_run_goes_on_with_the_samples_that_it_would_have_had(name, plan, tmp_path):
+    """Stopped in mid-epoch, behind the checkpoint before."""
+    steps = 5 if name == "EndlessStream" else 9
+    settings = RunSettings(
+        task=f"{FILE}:{name}", steps=steps, checkpoint_every=3, evaluate=False, timeout_s=20
+    )
+    check_resumed(plan, settings, tmp_path, at=steps - 1, last=steps)
+
+
+@pytest.mark.processes
+def test_processes_load_what_one_process_does(mlp_profile, tmp_path):
+    plan = plan_by_hand(mlp_profile, "timeprest", 2, 2)
+    inline = trained(plan, "LoadedNoisyByWorkers", tmp_path / "inline")
+    settings = RunSettings(task=f"{FILE}:LoadedNoisyByWorkers", epochs=2, timeout_s=20)
+    run(plan, settings, tmp_path / "run")
+    assert read_losses(tmp_path / "run/metrics.jsonl") == inline[0]
+    for key, weight in load_weights(tmp_path / "run").items():
+        assert torch.equal(inline[1][key], weight)
+    settings = RunSettings(task=f"{FILE}:LoadedFailingByWorkers", epochs=1, timeout_s=20)
+    with pytest.raises(UserError, match=MISTAKES["LoadedFailingByWorkers"]):
+        run(plan, settings, tmp_path / "fails")
+
+
+# What goes wrong ----------------------------------------------------------------------------------
+
+MISTAKES = {
+    "WrongBatches": r"DataLoader makes batches of 6 samples, and the plan's mini-batch has 8: plan "
+    r"with --mini-batch 6",
+    "LoadedFailing": r"data\('train'\) failed: .*data_tasks.py:\d+: ValueError: no such picture",
+    "LoadedFailingByWorkers": r"data\('train'\) failed: .*data_tasks.py:\d+: ValueError: no such",
+    "EndlessStream": r"data\('train'\) has no length, so an epoch has no end: .* --steps",
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_in_the_data_is_one_line(name, plan, tmp_path):
+    with pytest.raises(TargetError, match=MISTAKES[name]) as error:
+        trained(plan, name, tmp_path / "run")
+    assert "\n" not in str(error.value)
+    assert not [t for t in threading.enumerate() if t.name == "loading"]
+
+
+def test_a_stream_that_runs_dry_says_so(plan, tmp_path):
+    with pytest.raises(TargetError, match=r"batch 6 of epoch 1 has 2 samples where a mini-batch"):
+        trained(plan, "EndlessStream", tmp_path / "short", steps=6)
+    with pytest.raises(TargetError, match=r"ran dry: it has no batch 6 in epoch 1; give fewer"):
+        batches("BatchesOfEightAtOnce", 0, 6)
+
+
+def test_a_worker_of_the_loader_that_dies_ends_the_run(plan, tmp_path):
+    with pytest.raises(RunError, match=r"a worker of its DataLoader is gone: DataLoader worker"):
+        trained(plan, "LoadedDying", tmp_path / "run")
+
+
+def test_errors_of_workers_are_told_by_the_users_line():
+    text = (
+        "Caught ValueError in DataLoader worker process 0.\nOriginal Traceback (most recent call "
+        'last):\n  File "/x/site.py", line 3, in go\n    run()\nValueError: no\n'
+    )
+    assert why(ValueError(text)) == "/x/site.py:3: ValueError: no"
