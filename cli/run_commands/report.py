@@ -210,15 +210,19 @@ def print_run(console: Console, run: RunFacts) -> None:
     """Print a run's figures beside its plan's."""
     from ...planner.recordings.lane_times import steady_times
     from ...runtime.records.recording import mini_batches_of
-    from ..tables.run import compile_lines
+    from ..tables.run import compile_lines, takes_long
 
     plan = run.plan
     done = sum(len(each) for each in run.losses)
+    loading = any(t is not None and takes_long(t.loading_share) for t in run.times)
     table = compact_table(
         f"{run.name}: {run.settings.task} with {plan.variant}, "
         f"{counted(done, 'mini-batch', 'mini-batches')}" + ", inline" * run.inline,
         ["worker"],
-        ["compute", "(pred.)", "comm.", "idle", "(pred.)", "memory", "(pred.)", "versions"],
+        [
+            *("compute", "(pred.)", "comm.", *["loading"] * loading, "idle", "(pred.)"),
+            *("memory", "(pred.)", "versions"),
+        ],
     )
     steady = steady_times(plan)
     for worker in run.workers:
@@ -234,6 +238,7 @@ def print_run(console: Console, run: RunFacts) -> None:
             "-" if times is None else format_seconds(times.compute_s),
             format_seconds(steady[first].compute_s),
             "-" if times is None else format_seconds(times.communication_s),
+            *["-" if times is None else format_seconds(times.loading_s)] * loading,
             "-" if idle is None else f"{idle:.0%}",
             f"{predicted.idle_share:.0%}",
             "-" if peak is None else format_bytes(peak),

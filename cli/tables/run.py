@@ -38,10 +38,14 @@ def _figures(test: Mapping[str, float]) -> str:
 def summary_table(plan: Plan, summary: RunSummary) -> Table:
     """One row per stage's replica: measured beside predicted; idle time, peak and RSS are its
     worker's."""
+    loading = any(r.wall_s and takes_long(r.loading_s / r.wall_s) for r in summary.stages)
     table = compact_table(
         f"{summary.variant}, {_workers(plan)}, {summary.mode}",
         ["stage"],
-        ["compute", "comm.", "idle", "(pred.)", "peak", "(pred.)", "RSS", "versions", "(pred.)"],
+        [
+            *("compute", "comm.", *["loading"] * loading, "idle", "(pred.)"),
+            *("peak", "(pred.)", "RSS", "versions", "(pred.)"),
+        ],
     )
     for report in summary.stages:
         predicted = plan.predicted.device_of(report.stage)
@@ -52,6 +56,7 @@ def summary_table(plan: Plan, summary: RunSummary) -> Table:
             _which(plan, report),
             format_seconds(report.compute_s),
             format_seconds(report.communication_s),
+            *[format_seconds(report.loading_s)] * loading,
             "-" if report.idle_share is None else f"{report.idle_share:.0%}",
             f"{predicted.idle_share:.0%}",
             format_bytes(report.peak.total) if report.peak else "-",
@@ -61,6 +66,11 @@ def summary_table(plan: Plan, summary: RunSummary) -> Table:
             str(versions),
         )
     return table
+
+
+def takes_long(share: float) -> bool:
+    """Whether so much of a worker's time is worth a column."""
+    return share >= 0.01
 
 
 def _device_lines(plan: Plan, summary: RunSummary) -> list[Text]:
@@ -148,12 +158,13 @@ def summary_lines(plan: Plan, summary: RunSummary) -> list[Text]:
             )
     lines.append(
         Text(
-            "idle: neither computing nor communicating, in all training, evaluation left out; "
-            "predicted in the steady state. peak: weights, older versions, gradients, optimizer, "
-            "activations, messages; without scratch memory. RSS: the whole process, libraries "
-            "included. versions: of the weights, held at once. difference: version of a backward "
-            "less that of its forward. v: mini-batches from one to the next of the same sequence "
-            "of updates. apart: ‖W_B − W_F‖ / ‖W_F‖, the mean of the epoch with the largest.",
+            "loading: waiting for samples, where that takes 1 % or more. idle: neither computing "
+            "nor communicating nor loading, in all training, evaluation left out; predicted in "
+            "the steady state. peak: weights, older versions, gradients, optimizer, activations, "
+            "messages; without scratch memory. RSS: the whole process, libraries included. "
+            "versions: of the weights, held at once. difference: version of a backward less that "
+            "of its forward. v: mini-batches from one to the next of the same sequence of updates. "
+            "apart: ‖W_B − W_F‖ / ‖W_F‖, the mean of the epoch with the largest.",
             style="dim",
         )
     )

@@ -1,9 +1,9 @@
-"""Where each worker's time goes: computing, communicating, idle.
+"""Where each worker's time goes: computing, communicating, loading, idle.
 
-Idle is what is left of a worker's time in training when computing and communicating are taken out
-of it; its share of that time is what every table, page and figure calls idle
-(docs/reading_tables.md). What a plan predicts is `timeline.idle_shares`, of the steady state; what
-a run measured is `runtime.records.metrics.measured_times`, of all training.
+Idle is what is left of a worker's time in training when the other three are taken out of it; its
+share of that time is what every table, page and figure calls idle (docs/reading_tables.md). What a
+plan predicts is `timeline.idle_shares`, of the steady state; what a run measured is
+`runtime.records.metrics.measured_times`, of all training.
 """
 
 from __future__ import annotations
@@ -19,34 +19,45 @@ class LaneTimes(NamedTuple):
     """One worker's, in seconds; together they are all of its time.
 
     Attributes:
-        compute_s: operations, and the loading of samples for them.
+        compute_s: operations.
         communication_s: handing messages over, and summing gradients with others. What is predicted
             has these inside operations, or beside them.
-        idle_s: neither; waiting for messages above all.
+        idle_s: none of it; waiting for messages above all.
+        loading_s: samples: waiting for them, and cutting them into micro-batches. What loads in the
+            background counts nowhere. None is predicted.
     """
 
     compute_s: float
     communication_s: float
     idle_s: float
+    loading_s: float = 0.0
 
     @property
     def wall_s(self) -> float:
         """All of it."""
-        return self.compute_s + self.communication_s + self.idle_s
+        return sum(self)
 
     @property
     def idle_share(self) -> float:
         """Share of it that is idle."""
         return self.idle_s / self.wall_s if self.wall_s else 0.0
 
+    @property
+    def loading_share(self) -> float:
+        """Share of it that goes into waiting for samples."""
+        return self.loading_s / self.wall_s if self.wall_s else 0.0
+
     def per(self, count: float) -> LaneTimes:
         """Mean of so many."""
         return LaneTimes(*(seconds / count for seconds in self)) if count else self
 
 
-def of_wall(wall_s: float, compute_s: float, communication_s: float) -> LaneTimes:
-    """What wasn't spent on either is idle. Times in seconds."""
-    return LaneTimes(compute_s, communication_s, max(wall_s - compute_s - communication_s, 0.0))
+def of_wall(
+    wall_s: float, compute_s: float, communication_s: float, loading_s: float = 0.0
+) -> LaneTimes:
+    """What wasn't spent on any of it is idle. Times in seconds."""
+    idle_s = max(wall_s - compute_s - communication_s - loading_s, 0.0)
+    return LaneTimes(compute_s, communication_s, idle_s, loading_s)
 
 
 def steady_times(plan: Plan) -> tuple[LaneTimes, ...]:
@@ -65,7 +76,7 @@ def steady_times(plan: Plan) -> tuple[LaneTimes, ...]:
 def lane_times(recording: Recording) -> tuple[LaneTimes, ...]:
     """Of each lane, from its first moment in the recording to its last."""
     count = len(recording.lanes)
-    compute, communication = [0.0] * count, [0.0] * count
+    compute, communication, loading = ([0.0] * count for _ in range(3))
     first, last = [float("inf")] * count, [0.0] * count
     for span in recording.spans:
         compute[span.lane] += span.end_s - span.start_s
@@ -74,14 +85,14 @@ def lane_times(recording: Recording) -> tuple[LaneTimes, ...]:
     for activity in recording.activities:
         lane, seconds = activity.lane, activity.end_s - activity.start_s
         if activity.kind == "load":
-            compute[lane] += seconds
+            loading[lane] += seconds
         elif activity.kind != "wait":
             communication[lane] += seconds
         first[lane] = min(first[lane], activity.start_s)
         last[lane] = max(last[lane], activity.end_s)
     return tuple(
-        of_wall(max(last[k] - first[k], 0.0), own, other)
-        for k, (own, other) in enumerate(zip(compute, communication, strict=True))
+        of_wall(max(last[k] - first[k], 0.0), compute[k], communication[k], loading[k])
+        for k in range(count)
     )
 
 

@@ -35,27 +35,37 @@ class SegmentMetrics:
         losses: mean loss of each mini-batch, on the last stage.
         weights: of each of them in a mean over mini-batches: its samples, or what counts in it.
         sent_bytes: outputs and gradients for other stages.
-        latest: begin, end, compute_s and communication_s of the last operation.
+        latest: begin, end, compute_s, communication_s and loading_s of the last operation.
     """
 
     compute_s: float = 0.0
     communication_s: float = 0.0
+    loading_s: float = 0.0
     first_s: float | None = None
     last_s: float = 0.0
     updates: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
     sent_bytes: int = 0
-    latest: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
+    latest: tuple[float, float, float, float, float] = (0.0, 0.0, 0.0, 0.0, 0.0)
 
-    def add(self, begin: float, end: float, *, compute_s: float, communication_s: float) -> None:
+    def add(
+        self,
+        begin: float,
+        end: float,
+        *,
+        compute_s: float,
+        communication_s: float,
+        loading_s: float = 0.0,
+    ) -> None:
         """Account for one operation, begun (with its waiting) and ended then."""
         if self.first_s is None:
             self.first_s = begin
         self.last_s = end
-        self.latest = begin, end, compute_s, communication_s
+        self.latest = begin, end, compute_s, communication_s, loading_s
         self.compute_s += compute_s
         self.communication_s += communication_s
+        self.loading_s += loading_s
 
     @property
     def period_s(self) -> float | None:
@@ -159,6 +169,8 @@ class StageEpoch(msgspec.Struct, frozen=True, kw_only=True):
     communication_s: float
     idle_s: float
     """Of the worker that runs it."""
+    loading_s: float = 0.0
+    """Waiting for samples; inside compute_s in files of before it was told apart."""
     versions_held: int
     """Most weight versions held at once."""
     version_differences: dict[int, int]
@@ -179,6 +191,8 @@ class StageReport(msgspec.Struct, frozen=True, kw_only=True):
     communication_s: float
     idle_s: float
     """Of the worker: what is left of its time by all its stages."""
+    loading_s: float = 0.0
+    """As in `StageEpoch`."""
     wall_s: float
     """Of the worker."""
     sent_bytes: int = 0
@@ -286,8 +300,9 @@ class EpochSums(msgspec.Struct, kw_only=True):
     """Of the worker."""
     compute_s: float = 0.0
     communication_s: float = 0.0
+    loading_s: float = 0.0
     others_s: float = 0.0
-    """Of both, by the worker's other stages."""
+    """Of all three, by the worker's other stages."""
     versions_held: int = 1
     version_differences: dict[int, int] = {}
     backwards: int = 0
@@ -314,9 +329,10 @@ class EpochSums(msgspec.Struct, kw_only=True):
                 self.weighted_loss = self.loss + loss * weight
                 self.weight = (self.weight or 0.0) + weight
         self.wall_s += wall_s((metrics, *beside))
-        self.others_s += sum(other.compute_s + other.communication_s for other in beside)
+        self.others_s += sum(m.compute_s + m.communication_s + m.loading_s for m in beside)
         self.compute_s += metrics.compute_s
         self.communication_s += metrics.communication_s
+        self.loading_s += metrics.loading_s
         self.versions_held = max(self.versions_held, seen.versions_held)
         for difference, count in seen.differences.items():
             before = self.version_differences.get(difference, 0)
@@ -332,8 +348,9 @@ class EpochSums(msgspec.Struct, kw_only=True):
             compute_s=self.compute_s,
             communication_s=self.communication_s,
             idle_s=of_wall(
-                self.wall_s - self.others_s, self.compute_s, self.communication_s
+                self.wall_s - self.others_s, self.compute_s, self.communication_s, self.loading_s
             ).idle_s,
+            loading_s=self.loading_s,
             versions_held=self.versions_held,
             version_differences=dict(sorted(self.version_differences.items())),
             weight_distance=self.distances / self.backwards if self.backwards else 0.0,
@@ -366,7 +383,7 @@ class EpochSums(msgspec.Struct, kw_only=True):
 
 def training_times(epochs: Iterable[StageEpoch]) -> LaneTimes:
     """A worker's times in all its epochs, in seconds."""
-    each = [LaneTimes(e.compute_s, e.communication_s, e.idle_s) for e in epochs]
+    each = [LaneTimes(e.compute_s, e.communication_s, e.idle_s, e.loading_s) for e in epochs]
     return (
         LaneTimes(*(sum(seconds) for seconds in zip(*each, strict=True)))
         if each
@@ -398,6 +415,7 @@ def _of_worker(stages: Sequence[StageEpoch]) -> StageEpoch:
         compute_s=sum(epoch.compute_s for epoch in stages),
         communication_s=sum(epoch.communication_s for epoch in stages),
         idle_s=max(epoch.idle_s for epoch in stages),
+        loading_s=sum(epoch.loading_s for epoch in stages),
         versions_held=max(epoch.versions_held for epoch in stages),
         version_differences=dict(sorted(differences.items())),
         weight_distance=distance / max(sum(backwards), 1),

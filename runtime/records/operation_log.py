@@ -103,7 +103,8 @@ class Use(NamedTuple):
         start_s, end_s: it computed; before that it waited for messages.
         begin_s: it was at hand, and loaded its samples, if any.
         sent_s: its messages were under way.
-        compute_s, communication_s: how much of the time from begin_s to sent_s was which.
+        compute_s, communication_s, loading_s: how much of the time from begin_s to sent_s was
+            which.
     """
 
     version: int
@@ -114,6 +115,7 @@ class Use(NamedTuple):
     sent_s: float
     compute_s: float
     communication_s: float
+    loading_s: float
 
 
 class OperationLog:
@@ -183,6 +185,7 @@ class OperationLog:
             "sent_s": use.sent_s,
             "compute_s": use.compute_s,
             "communication_s": use.communication_s,
+            "loading_s": use.loading_s,
             "held": held,
             "left": left,
         }

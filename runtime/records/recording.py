@@ -98,6 +98,8 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
     sent_s: float
     compute_s: float
     communication_s: float
+    loading_s: float | None = None
+    """None in logs of before: what of compute_s wasn't computed was loading."""
     held: tuple[int, ...] | None = None
     left: tuple[int, ...]
     received: tuple[_LoggedMessage, ...] = ()
@@ -365,7 +367,10 @@ def _around(span: Span, line: Line, shift: float) -> Iterator[Activity]:
         yield Activity(span.lane, "sum", span.name, begin, start)
         return
     # Samples are loaded first.
-    loaded = min(begin + max(line.compute_s - (line.end_s - line.start_s), 0.0), start)
+    loading_s = line.loading_s
+    if loading_s is None:
+        loading_s = max(line.compute_s - (line.end_s - line.start_s), 0.0)
+    loaded = min(begin + loading_s, start)
     if loaded - begin > 1e-7:
         yield Activity(span.lane, "load", span.name, begin, loaded)
     yield Activity(span.lane, "wait", span.name, loaded, start)

@@ -282,7 +282,11 @@ class StageRunner:
                 self.metrics.sent_bytes += 0 if c.handed_over else part_sent.nbytes
         sent = clock()
         self.metrics.add(
-            begin, sent, compute_s=end - start + loaded - begin, communication_s=sent - end
+            begin,
+            sent,
+            compute_s=end - start,
+            communication_s=sent - end,
+            loading_s=loaded - begin,
         )
         self._log(op, version, None, start, end)
 

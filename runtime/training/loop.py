@@ -413,6 +413,7 @@ class Course:
                     compute_s=times.compute_s,
                     communication_s=times.communication_s,
                     idle_s=times.idle_s,
+                    loading_s=times.loading_s,
                     wall_s=training_times(together).wall_s,
                     sent_bytes=sum(m.sent_bytes for m in metrics),
                     periods_s=[m.period_s for m in metrics if m.period_s is not None],

@@ -185,7 +185,10 @@ def test_a_report_has_page_trace_figure_and_text(processes, tmp_path):
     for first, recording in ((0, facts.measured), (lanes, facts.predicted)):
         for k, times in enumerate(lane_times(recording)):
             busy = sum(e["dur"] for e in slices[first + k, 1])
-            assert busy == pytest.approx(times.compute_s * 1e6, abs=0.5)
+            # Samples are loaded in the row of the operation that they are for.
+            loading = sum(e["dur"] for e in slices[first + k, 1] if e["cat"] == "load")
+            assert loading == pytest.approx(times.loading_s * 1e6, abs=0.5)
+            assert busy - loading == pytest.approx(times.compute_s * 1e6, abs=0.5)
             if recording is facts.measured:
                 sending = sum(e["dur"] for e in slices[k, 2])
                 assert sending == pytest.approx(times.communication_s * 1e6, abs=0.5)
@@ -242,9 +245,10 @@ def test_idle_has_one_answer(processes, tmp_path):
     measured_ones, predicted_ones = summary[::2], summary[1::2]
     assert shown["figure"] == measured_ones + predicted_ones
     assert shown["plan"] == predicted_ones
-    # Of all training, first operations to last ones, neither computing nor communicating.
+    # Of all training, first operations to last ones: not computing, communicating or loading.
     for report_of in ended.stages:
         rest = report_of.wall_s - report_of.compute_s - report_of.communication_s
+        rest -= report_of.loading_s
         assert report_of.idle_share == pytest.approx(rest / report_of.wall_s, abs=1e-9)
     assert sum(report_of.wall_s for report_of in ended.stages) > 0
 

@@ -343,6 +343,7 @@ def _worker(facts: RunFacts, worker: Worker) -> dict[str, Any]:
                 "compute_s": epoch.compute_s,
                 "communication_s": epoch.communication_s,
                 "idle_s": epoch.idle_s,
+                "loading_s": epoch.loading_s,
             }
             for epoch in epochs
         ],

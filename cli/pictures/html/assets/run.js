@@ -201,12 +201,12 @@
     show(0);
   };
 
-  const PARTS = [["compute_s", "computing", "op-F"], ["communication_s", "communication", "op-W"], ["idle_s", "idle", "line"]];
+  const PARTS = [["compute_s", "computing", "op-F"], ["communication_s", "communication", "op-W"], ["loading_s", "loading", "op-U"], ["idle_s", "idle", "line"]];
   const timeBar = (one, most) => TP.el("div", { class: "bar", "aria-hidden": "true" }, PARTS.map(([key, label, colour]) => one[key] > 0
     ? TP.el("span", { class: `part ${key === "communication_s" ? "diagonal" : "plain"}`, title: `${label}: ${TP.seconds(one[key])}`,
       style: { width: `${100 * one[key] / most}%`, "--fill": `var(--${colour})`, "--on": key === "idle_s" ? "var(--ink)" : `var(--${colour}-ink)` } },
       one[key] / most > 0.12 ? TP.el("b", {}, TP.seconds(one[key])) : null) : null));
-  const wall = (one) => one.compute_s + one.communication_s + one.idle_s;
+  const wall = (one) => one.compute_s + one.communication_s + one.loading_s + one.idle_s;
 
   TP.section({
     name: "run-times",
@@ -225,14 +225,14 @@
         const { recorded } = run;
         box.append(TP.el("p", { class: "lead" }, "Of a mini-batch, measured in ", run.epochs.length || !recorded ? "all training"
           : `mini-batches ${recorded.first_mini_batch} to ${recorded.first_mini_batch + recorded.mini_batches - 1}, which were recorded`,
-        " (start-up and evaluation left out), predicted in the steady state. Idle: neither computing nor communicating.",
+        " (start-up and evaluation left out), predicted in the steady state. Idle: neither computing nor communicating nor loading.",
         run.mode === "inline" ? " All stages took turns in one process: being idle says nothing here." : ""),
         TP.legend(PARTS.map(([key, label, colour]) => [label, `var(--${colour})`, key === "communication_s" ? "diagonal" : "plain"])),
         TP.el("div", { class: "bars paired", tabindex: rows.length > 32 ? "0" : null, role: "group", "aria-label": "Time of each worker" },
           rows.map((row) => TP.el("div", { class: "bar-row" },
             TP.el("span", { class: "name" }, row.source === "measured" ? row.worker.name : null, TP.el("small", {}, row.source)), timeBar(row.one, most),
             TP.el("span", { class: "value" }, TP.seconds(wall(row.one)), row.idle === null ? null : TP.el("small", {}, " ", idleShare(row), " idle"))))),
-        TP.asTable("Times, as a table", () => TP.table("Times of each worker", ["worker", "", "computing", "communication", "idle", "share idle"],
+        TP.asTable("Times, as a table", () => TP.table("Times of each worker", ["worker", "", "computing", "communication", "loading", "idle", "share idle"],
           rows.map((row) => [row.worker.name, row.source,
             ...PARTS.map(([key]) => TP.figure(`runs.${k}.workers.${row.w}.per_mini_batch.${row.source}.${key}`, row.one[key], TP.seconds(row.one[key]))), idleShare(row)]), 2)));
       });
