@@ -21,7 +21,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO ?= demo
 
-.PHONY: demo test quick check lint types tests browser format model-table bench-planner bench-scale claims claims-quick bench bench-quick bench-links deepspeed pictures fuzz chaos clean
+.PHONY: demo test quick check lint types tests browser format model-table bench-planner bench-scale claims claims-quick bench bench-quick bench-links deepspeed pictures notebook fuzz chaos clean
 
 demo: $(READY)
 	rm -rf $(DEMO)
@@ -99,6 +99,9 @@ deepspeed: $(READY)
 
 pictures: $(READY)
 	$(BIN)/python docs/pictures.py
+
+notebook: $(READY)
+	$(BIN)/python tests/helpers/output/notebooks.py docs/examples/first_steps.ipynb
 
 fuzz: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore tests/fuzz --files 2000 --lines 500

@@ -12,7 +12,7 @@ from .cli.pictures.svg.frame import FigureSettings, window_of
 from .cli.pictures.svg.options import recorded
 from .cli.pictures.svg.timeline import timelines_svg
 from .cli.tables.layout import compact_table, counted, first_to_last
-from .cli.tables.plan import gap, print_plan, rate
+from .cli.tables.plan import bare_rate, gap, print_plan, rate
 from .cli.tables.profile import print_profile
 from .cli.tables.stages import device_count, on_devices
 from .planner.plan import Plan
@@ -237,7 +237,7 @@ def _plans_sheet(plans: Sequence[Plan]) -> Sheet:
                 str(device_count(plan.stages)),
                 str(plan.micro_batches),
                 format_seconds(predicted.period_s),
-                f"{predicted.samples_per_s:.4g}",
+                bare_rate(predicted.samples_per_s),
                 format_bytes(max(device.memory_bytes for device in devices)),
                 str(max(stage.versions_held for stage in stages)),
                 str(max(stage.version_difference for stage in stages)),

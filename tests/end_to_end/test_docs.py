@@ -29,7 +29,7 @@ from timeprest.cli.plan import main as plan_main
 from timeprest.cli.profile import main as profile_main
 from timeprest.cli.run import main as run_main
 from timeprest.cli.tables.stages import stage_table
-from timeprest.planner.cluster.cluster import read_cluster
+from timeprest.planner.cluster.cluster import read_cluster, uniform_cluster
 from timeprest.planner.plan import Plan, PlanStage, SolverReport, read_plan
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.files import RUN_OWN, read_toml, write_file
@@ -37,6 +37,7 @@ from timeprest.profiles.measuring.device_specs import load_spec
 from timeprest.profiles.profile import Layer, Measurement, Profile
 from timeprest.profiles.tasks.task import read_loss
 from timeprest.profiles.zoo import BUILT_IN
+from timeprest.runtime.records.callbacks import Callback
 from timeprest.runtime.records.recording import Line
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import RunSettings
@@ -446,6 +447,14 @@ def test_python_runs(name, place, monkeypatch):
 
     for which in real:
         monkeypatch.setattr(timeprest, which, instead(which), raising=False)
+    # Measuring starts processes, and is measured elsewhere.
+    measure = inspect.signature(timeprest.links)
+    monkeypatch.setattr(
+        timeprest,
+        "links",
+        lambda *args, **given: measure.bind(*args, **given) and uniform_cluster(2),
+        raising=False,
+    )
     import mine
 
     if name == "README.md":
@@ -466,6 +475,17 @@ def test_python_runs(name, place, monkeypatch):
             check_hooks(block, text, hooks)
         else:
             exec(code, known)
+
+
+def test_every_public_name_has_an_example():
+    """In Python that the test above runs."""
+    code = "\n".join(b.text for b in blocks(PAGES["docs/python.md"]) if b.language == "python")
+    used = {node.attr for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Attribute)}
+    used |= {node.id for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Name)}
+    assert set(timeprest.__all__) - {"__version__"} <= used
+    methods = {name for name in vars(Callback) if name.startswith("on_")}
+    page = PAGES["docs/python.md"].read_text("utf-8")
+    assert methods == set(re.findall(r"^\| `(on_\w+)`", page, re.M))
 
 
 def check_hooks(block, text, hooks):

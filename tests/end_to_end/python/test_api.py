@@ -11,7 +11,8 @@ from click.testing import CliRunner
 from timeprest.cli.plan import main as plan_main
 from timeprest.cli.profile import main as profile_main
 from timeprest.cli.run import main as run_main
-from timeprest.planner.cluster.cluster import uniform_cluster
+from timeprest.planner.cluster.cluster import read_cluster, uniform_cluster
+from timeprest.planner.cluster.link_fit import LinkPoint
 from timeprest.planner.plan import read_plan
 from timeprest.profiles.errors import PlanError, UserError
 from timeprest.profiles.files import write_file
@@ -158,3 +159,27 @@ def test_python_checks_and_looks_before_a_run(mlp_profile, tmp_path):
     found = timeprest.dry_run(plan, tmp_path / "run")
     assert [cut.source for cut in found.cuts]
     assert not (tmp_path / "run").exists()
+
+
+def test_python_measures_links(monkeypatch, tmp_path):
+    """What the command would write, read back."""
+    from timeprest.runtime.calibration import links
+
+    def measured(processes, device, progress):
+        sizes = (64, 2**16, 2**20, 2**24)
+        times = tuple(
+            LinkPoint(message_bytes=n, seconds=1e-4 + n / 1e9, error=0.01, repetitions=9)
+            for n in sizes
+        )
+        return links.LinkTimes(
+            processes=processes,
+            device=device,
+            backend="gloo",
+            pairs=(times,) * (processes - 1),
+            all_reduce=times,
+        )
+
+    monkeypatch.setattr(links, "measure_links", measured)
+    found = timeprest.links(tmp_path / "cluster.toml", processes=2)
+    assert len(found.devices) == 2
+    assert found == read_cluster(tmp_path / "cluster.toml")
