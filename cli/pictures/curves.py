@@ -9,15 +9,12 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from ...profiles.errors import UserError
 from ...profiles.files import CURVES_HEAD, Kind
-
-if TYPE_CHECKING:
-    from .html.run_data import RunFacts
 
 TRAINING = "training loss"
 
@@ -96,7 +93,8 @@ def curves_of(figures: Mapping[str, Any], of_epoch: int | None) -> tuple[RunCurv
     ]
     found = [RunCurve(run, system, TRAINING, tuple(points), inline)]
     tests: dict[str, list[CurvePoint]] = {}
-    for record in figures["epochs"]:
+    # Those within epochs, too, where there are any.
+    for record in figures.get("evaluations", figures["epochs"]):
         done = record["mini_batches"]
         for name, value in record["test"].items():
             value = math.nan if value is None else value
@@ -104,13 +102,6 @@ def curves_of(figures: Mapping[str, Any], of_epoch: int | None) -> tuple[RunCurv
             tests.setdefault(f"test {name}", []).append(point)
     found += [RunCurve(run, system, name, tuple(own), inline) for name, own in tests.items()]
     return tuple(curve for curve in found if curve.points)
-
-
-def curves_of_runs(runs: Sequence[RunFacts]) -> tuple[RunCurve, ...]:
-    """Of all runs, one run after the other."""
-    from .html.run_data import run_figures
-
-    return tuple(curve for run in runs for curve in curves_of(run_figures(run), run.of_epoch))
 
 
 def read_target(text: str | None, curves: Sequence[RunCurve]) -> CurveTarget | None:

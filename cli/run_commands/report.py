@@ -23,7 +23,7 @@ from ..pictures.curves import (
     RunCurve,
     axes_of,
     curves_kind,
-    curves_of_runs,
+    curves_of,
     read_target,
     target_figures,
 )
@@ -117,7 +117,7 @@ def report(
     )
     names = distinct_names(run_dirs)
     runs = [read_facts(run, name) for run, name in zip(run_dirs, names, strict=True)]
-    curves = curves_of_runs(runs)
+    curves = [each for run in runs for each in curves_of(run_figures(run), run.of_epoch)]
     level = read_target(target, curves)
     for file in curve_files:
         write_curves(file, curves, axes, svg_width, level)

@@ -58,6 +58,7 @@ from ....profiles.files import write_bytes
 from ...errors import printable
 from ...options.values import FileName
 from ...palette import LIGHTENED, LIMIT, MEMORY, OPERATIONS, SERIES
+from ..svg.frame import FigureSettings, window_of
 
 # A recording as packed columns of numbers: tens of thousands of operations stay small -------------
 
@@ -91,6 +92,7 @@ def columns(recording: Recording) -> dict[str, Any]:
         "period_s": recording.period_s,
         "end_s": end_s,
         "tick_s": tick_s,
+        "idle_shares": list(recording.idle_shares),
         "lanes": {
             "name": [lane.name for lane in recording.lanes],
             "stage": [lane.stages[0] for lane in recording.lanes],
@@ -258,11 +260,13 @@ def plan_part(plan: Plan, name: str, mini_batches: int | None = None) -> dict[st
     """
     recording = predicted(plan, mini_batches)
     shown = {span.mini_batch for span in recording.spans}
+    # It opens where a figure would be drawn.
+    window = window_of(recording, FigureSettings())
     return {
         "name": name,
         "plan": msgspec.to_builtins(plan),
         **placed_part(plan),
-        "recording": columns(recording),
+        "recording": {**columns(recording), "window": [window.begin_s, window.end_s]},
         "mini_batches_shown": len(shown),
     }
 

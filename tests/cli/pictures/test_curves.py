@@ -70,6 +70,14 @@ def test_curves_are_those_of_the_run():
     assert curves_of({**figures(losses=()), "epochs": []}, None) == ()
 
 
+def test_evaluations_within_epochs_are_drawn():
+    often = [
+        {"mini_batches": k, "seconds": k / 2, "test": {"loss": 2.0 - k / 4}} for k in (1, 2, 3, 4)
+    ]
+    (_, loss) = curves_of({**figures(), "evaluations": often}, 4)
+    assert [point.epochs for point in loss.points] == [0.25, 0.5, 0.75, 1.0]
+
+
 def test_a_target_is_reached_at_the_first_point_that_is_there():
     curves = (*curves_of(figures(), 2), *curves_of(figures("slow", "gpipe"), 2))
     reached = read_target("accuracy=0.9", curves).reached(curves)

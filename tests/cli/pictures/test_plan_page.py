@@ -13,10 +13,12 @@ from helpers.output.browser import Watched, chromium
 from helpers.plans import ALL, chain_plan, plan_by_hand
 from timeprest.cli.pictures.html.page import page as page_text
 from timeprest.cli.pictures.html.page import plan_part, plan_report, script_text
+from timeprest.cli.pictures.svg.frame import FigureSettings, window_of
 from timeprest.cli.plan import main
 from timeprest.planner.recordings.predicted import predicted
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.files import write_file
+from timeprest.profiles.units import format_seconds
 
 pytestmark = pytest.mark.browser
 
@@ -168,11 +170,35 @@ def test_wheel_buttons_and_dragging_move_in_time(opened):
     assert opened.evaluate(time) > under
     assert opened.evaluate("() => TP.timeline.group.followed") == -1
     opened.get_by_role("button", name="Show the whole time").click()
+    whole = opened.evaluate("() => TP.timeline.recording.end_s")
     assert opened.evaluate(RANGE) == whole
     opened.get_by_role("button", name="Zoom in").click()
     assert opened.evaluate(RANGE) == pytest.approx(whole / 2)
     shown = opened.locator(".range")
     assert float(shown.get_attribute("data-t1")) - float(shown.get_attribute("data-t0")) < whole
+
+
+def test_it_opens_where_a_figure_is_drawn(opened, plan):
+    """With the last period of it between two lines, and each lane's idle share."""
+    recording = predicted(plan)
+    window = window_of(recording, FigureSettings())
+    assert window.end_s < recording.end_s
+    shown = opened.evaluate("() => [TP.timeline.group.t0, TP.timeline.group.t1]")
+    assert shown == pytest.approx([window.begin_s, window.end_s])
+    period = plan.predicted.period_s
+    marked = opened.evaluate("() => TP.timeline.recording.lastPeriod")
+    assert marked == pytest.approx([window.end_s - period, window.end_s])
+    assert f"period {format_seconds(period)}" in opened.locator(".period").inner_text()
+    texts = """() => {
+        const { gantt } = TP.timeline, said = [], context = gantt.canvas.getContext("2d");
+        const real = context.fillText;
+        context.fillText = (text) => said.push(text);
+        gantt.draw();
+        context.fillText = real;
+        return said.filter((text) => text.endsWith(" idle"));
+    }"""
+    idle = [f"{share:.0%} idle".replace("%", " %") for share in recording.idle_shares]
+    assert opened.evaluate(texts) == idle
 
 
 def test_a_mini_batch_is_followed_through_all_stages(opened):
@@ -292,6 +318,7 @@ def test_devices_with_several_stages(browser, tmp_path):
     assert page.evaluate("() => TP.timeline.memory.peaks") == [d.memory_bytes for d in devices]
     # What the second stage of the first device runs has a rule; messages are of the right stage.
     ruled = """() => {
+        TP.timeline.group.set(0, TP.timeline.recording.end_s);
         TP.timeline.gantt.draw();
         return TP.timeline.gantt.ruled.filter((_, k) => k % 6 === 0);
     }"""

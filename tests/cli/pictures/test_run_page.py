@@ -91,6 +91,24 @@ def test_runs_lie_over_each_other(browser, runs, tmp_path):
     values = page.locator("#loss-by-mini-batch .values").inner_text()
     for one in figures["runs"]:
         assert f"{one['name']} {one['losses'][-1]:.3g}" in values
+    # Losses have a logarithmic scale: equal steps down are equal shares.
+    assert "(logarithmic)" in page.locator("#loss-by-mini-batch").inner_text()
+    # A level that all reach, at first; when each did is what the figures say.
+    level = page.locator("#time-to input")
+    assert all(
+        min(epoch["test"]["loss"] for epoch in one["epochs"]) <= float(level.input_value())
+        for one in figures["runs"]
+    )
+    rows = page.locator("#time-to tbody tr")
+    done = figures["runs"][0]["epochs"][-1]["mini_batches"]
+    assert rows.nth(0).inner_text().split()[:3] == ["timeprest", "timeprest", str(done)]
+    level.fill("-1")
+    assert rows.all_inner_texts()[1].split()[:4] == ["gpipe", "gpipe", "not", "reached"]
+    # Timelines of all runs stand on one axis, until one is chosen.
+    titles = page.locator("#run-timeline h3").all_inner_texts()
+    assert titles == ["timeprest", "gpipe"]
+    ends = page.evaluate("() => TP.runTimeline.recordings.map((one) => one.end_s)")
+    assert page.evaluate("() => TP.runTimeline.group.end_s") == max(ends)
     page.select_option("#run-timeline select", label="gpipe")
     assert page.evaluate("() => TP.runTimeline.measured.variant") == "gpipe"
     at_rest(watched)

@@ -71,6 +71,7 @@
       host.append(TP.el("p", { class: "lead" },
         `The first ${TP.counted(shown, "mini-batch", "mini-batches")} as the plan predicts them, `,
         `${TP.counted(recording.spans.count, "operation", "operations")}. `,
+        "Shown are the filling and two mini-batches more (Whole: all of them), with one period between the dashed lines and each lane's idle share of it. ",
         "Point at an operation for its times, bytes and weights; click it to follow its mini-batch through all stages."));
       const group = new TP.TimeGroup(host, recording.end_s);
       const one = view.plan.placement ? "device" : "stage";
@@ -88,6 +89,7 @@
           limits: recording.lanes.stage.map((stage) => limits[stage]),
         });
       }
+      if (recording.window) group.set(...recording.window);
       host.append(TP.el("p", { class: "hint" },
         "Zoom: Ctrl + wheel, or the wheel alone after a click; two fingers; + and −. Move: drag, Shift + wheel, Page Up and Page Down. " +
         "Keys: arrows go from operation to operation, Shift + arrows within a mini-batch, Enter follows, N and P follow the next and previous mini-batch, Escape ends it."));

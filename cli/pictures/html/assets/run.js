@@ -40,28 +40,54 @@
     return text;
   };
 
+  /** Round numbers from `low` to `high`. */
+  const ticks = (low, high) => {
+    const step = TP.niceStep(high - low, 5), found = [];
+    for (let v = Math.ceil(low / step) * step; v <= high + step * 1e-9; v += step) found.push(v);
+    return found;
+  };
+
+  /** The same for a logarithmic axis, from 10 to the power of `low` to that of `high`. */
+  const logTicks = (low, high) => {
+    for (const digits of [[1], [1, 3], [1, 2, 5]]) {
+      const found = [];
+      for (let power = Math.floor(low); power <= high; power++) {
+        for (const digit of digits) {
+          const v = digit * 10 ** power;
+          if (Math.log10(v) >= low && Math.log10(v) <= high) found.push(v);
+        }
+      }
+      if (found.length > 12) return found.filter((_, k) => k % Math.ceil(found.length / 8) === 0);
+      if (found.length > 2) return found;
+    }
+    return ticks(10 ** low, 10 ** high);
+  };
+
   /**
    * @param series [{name, xs, ys, index}], index: which colour
    * @param options.title, name, xLabel, xText, yText; noisy: draw a mean over the noise; zero: let
-   *   the vertical axis begin at 0
+   *   the vertical axis begin at 0; log: a logarithmic vertical axis where all is positive
    */
-  TP.lineChart = (series, { title, name, xLabel, xText = TP.number, yText = TP.number, noisy = false, zero = false }) => {
+  TP.lineChart = (series, { title, name, xLabel, xText = TP.number, yText = TP.number, noisy = false, zero = false, log = false }) => {
     const known = series.filter((one) => one.xs.length);
     const ys = known.flatMap((one) => one.ys.filter((v) => v !== null && v !== undefined));
     const xs = known.flatMap((one) => [one.xs[0], one.xs[one.xs.length - 1]]);
-    const figure = TP.el("figure", { class: "chart line-chart", id: name }, TP.el("figcaption", {}, TP.el("h3", {}, title)));
+    const logarithmic = log && ys.every((v) => v > 0);
+    const up = logarithmic ? Math.log10 : (v) => v;
+    const figure = TP.el("figure", { class: "chart line-chart", id: name }, TP.el("figcaption", {},
+      TP.el("h3", {}, logarithmic && ys.length ? `${title} (logarithmic)` : title)));
     if (!ys.length) { figure.append(TP.el("p", { class: "hint" }, "Nothing yet.")); return figure; }
-    let low = ys.reduce((a, b) => Math.min(a, b)), high = ys.reduce((a, b) => Math.max(a, b));
+    let low = up(ys.reduce((a, b) => Math.min(a, b))), high = up(ys.reduce((a, b) => Math.max(a, b)));
     if (zero) low = Math.min(low, 0);
     if (high === low) { high += Math.abs(high) * 0.1 || 1; low -= zero ? 0 : Math.abs(low) * 0.1 || 1; }
     const room = (high - low) * 0.05;
     high += room; if (!zero || low < 0) low -= room;
     const left = Math.min(0, ...xs), right = Math.max(...xs);
     const x = (v) => LEFT + (WIDTH - LEFT - RIGHT) * (right > left ? (v - left) / (right - left) : 0.5);
-    const y = (v) => HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * (v - low) / (high - low);
+    const y = (v) => HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * (up(v) - low) / (high - low);
     const svg = TP.el("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": `${title}, ${known.map((one) => one.name).join(", ")}; the numbers are in the table below`, class: "lines" });
-    const yStep = TP.niceStep(high - low, 5), xStep = TP.niceStep(right - left || 1, 6);
-    for (let v = Math.ceil(low / yStep) * yStep; v <= high + yStep * 1e-9; v += yStep) {
+    const xStep = TP.niceStep(right - left || 1, 6);
+    for (const v of logarithmic ? logTicks(low, high) : ticks(low, high)) {
       svg.append(TP.el("line", { class: "grid", x1: LEFT, x2: WIDTH - RIGHT, y1: y(v), y2: y(v) }),
         TP.el("text", { class: "tick", x: LEFT - 6, y: y(v) + 4, "text-anchor": "end" }, yText(Number(v.toPrecision(10)))));
     }
@@ -157,6 +183,42 @@
     },
   });
 
+  const evaluated = (run, name) => (run.evaluations || run.epochs).filter((each) => each.test[name] !== undefined);
+  /** Of what is named so, less is better. */
+  const falls = (name) => /loss|error|perplexity/.test(name);
+
+  /** When each run first reached a level, which can be chosen. */
+  const timeTo = (view, names) => {
+    const box = TP.el("div", {}), first = names.includes("accuracy") ? "accuracy" : names[0];
+    const select = TP.el("select", { "aria-label": "What is to be reached" }, names.map((name) => TP.el("option", { value: name }, `test ${name}`)));
+    const level = TP.el("input", { type: "number", step: "any", "aria-label": "The level to be reached" });
+    const sign = () => falls(select.value) ? 1 : -1;
+    // At first, a level that all runs reach.
+    const common = () => {
+      const bests = view.runs.map((run) => evaluated(run, select.value).map((each) => each.test[select.value]).filter((v) => v !== null))
+        .filter((own) => own.length).map((own) => Math.min(...own.map((v) => sign() * v)));
+      level.value = bests.length ? Number((sign() * Math.max(...bests)).toPrecision(4)) : "";
+      // Rounding mustn't put it out of reach.
+      if (bests.length && sign() * level.value < Math.max(...bests)) level.value = sign() * Math.max(...bests);
+    };
+    const show = () => {
+      const rows = view.runs.map((run, k) => {
+        const there = level.value === "" ? undefined : evaluated(run, select.value)
+          .find((each) => each.test[select.value] !== null && sign() * each.test[select.value] <= sign() * Number(level.value));
+        return [TP.el("span", {}, colourOf(run, k, view), run.name), run.variant,
+          ...there ? [TP.number(there.mini_batches), TP.number(there.epoch + 1), TP.seconds(there.seconds)] : ["not reached", "–", "–"]];
+      });
+      box.replaceChildren(TP.table("When it was first reached", ["run", "system", "mini-batches", "in epoch", "training"], rows, 2));
+    };
+    select.value = first;
+    select.addEventListener("change", () => { common(); show(); });
+    level.addEventListener("input", show);
+    common();
+    show();
+    return TP.el("div", { id: "time-to" }, TP.el("h3", {}, "Time to accuracy"),
+      TP.el("p", { class: "choose" }, select, " ", level), box);
+  };
+
   TP.section({
     name: "loss",
     title: "Loss and accuracy",
@@ -170,16 +232,19 @@
       const names = [...new Set(runs.flatMap((run) => run.epochs.flatMap((epoch) => Object.keys(epoch.test))))];
       if (runs.length > 1) host.append(TP.seriesLegend(runs.map((run) => run.name)));
       const grid = TP.el("div", { class: "chart-grid" },
-        TP.lineChart(line(count, (run) => run.losses), { name: "loss-by-mini-batch", title: "Training loss", xLabel: "mini-batches", noisy: true }),
-        TP.lineChart(line((run) => run.loss_seconds, (run) => run.losses), { name: "loss-by-second", title: "Training loss over time", xLabel: "seconds of training, evaluation left out", noisy: true }));
+        TP.lineChart(line(count, (run) => run.losses), { name: "loss-by-mini-batch", title: "Training loss", xLabel: "mini-batches", noisy: true, log: true }),
+        TP.lineChart(line((run) => run.loss_seconds, (run) => run.losses), { name: "loss-by-second", title: "Training loss over time", xLabel: "seconds of training, evaluation left out", noisy: true, log: true }));
       for (const name of names) {
         const text = name === "accuracy" ? TP.percent : TP.number;
-        const of = (run) => (run.evaluations || run.epochs).filter((each) => each.test[name] !== undefined);
+        const of = (run) => evaluated(run, name);
+        const log = falls(name);
         grid.append(
-          TP.lineChart(line((run) => of(run).map((epoch) => epoch.mini_batches), (run) => of(run).map((epoch) => epoch.test[name])), { name: `test-${name}`, title: `Test ${name}`, xLabel: "mini-batches", yText: text }),
-          TP.lineChart(line((run) => of(run).map((epoch) => epoch.seconds), (run) => of(run).map((epoch) => epoch.test[name])), { name: `test-${name}-by-second`, title: `Test ${name} over time`, xLabel: "seconds of training", yText: text }));
+          TP.lineChart(line((run) => of(run).map((epoch) => epoch.mini_batches), (run) => of(run).map((epoch) => epoch.test[name])), { name: `test-${name}`, title: `Test ${name}`, xLabel: "mini-batches", yText: text, log }),
+          TP.lineChart(line((run) => of(run).map((epoch) => epoch.seconds), (run) => of(run).map((epoch) => epoch.test[name])), { name: `test-${name}-by-second`, title: `Test ${name} over time`, xLabel: "seconds of training", yText: text, log }));
       }
-      host.append(grid, TP.asTable("Epochs, as a table", () => TP.table("Epochs",
+      host.append(grid);
+      if (names.length) host.append(timeTo(view, names));
+      host.append(TP.asTable("Epochs, as a table", () => TP.table("Epochs",
         ["run", "epoch", "mini-batches", "seconds", "train loss", ...names.map((name) => `test ${name}`)],
         runs.flatMap((run, k) => run.epochs.map((epoch, e) => [run.name, epoch.epoch + 1, TP.number(epoch.mini_batches), TP.number(epoch.seconds, 4),
           figure(`runs.${k}.epochs.${e}.train_loss`, epoch.train_loss, TP.number),
@@ -187,18 +252,24 @@
     },
   });
 
-  /** Which run a section shows, where it can show only one. `draw(box, run, k)`. */
-  const chosen = (host, view, label, able, draw) => {
+  /** Which run a section shows, where it can show only one. `draw(box, run, k)`; `drawAll(box, runs)`
+   *  where it can show all of them, too, which it does at first. */
+  const chosen = (host, view, label, able, draw, drawAll = null) => {
     const runs = view.runs.map((run, k) => [run, k]).filter(([run]) => able(run));
-    const box = TP.el("div", {});
-    const show = (position) => { box.replaceChildren(); draw(box, ...runs[position]); };
+    const box = TP.el("div", {}), together = drawAll && runs.length > 1;
+    const show = (position) => {
+      box.replaceChildren();
+      if (position < 0) drawAll(box, runs.map(([run]) => run));
+      else draw(box, ...runs[position]);
+    };
     if (runs.length > 1) {
-      const select = TP.el("select", { "aria-label": label }, runs.map(([run], position) => TP.el("option", { value: position }, run.name)));
+      const select = TP.el("select", { "aria-label": label }, together ? TP.el("option", { value: -1 }, "all, measured") : null,
+        runs.map(([run], position) => TP.el("option", { value: position }, run.name)));
       select.addEventListener("change", () => show(Number(select.value)));
       host.append(TP.el("p", { class: "choose" }, select));
     }
     host.append(box);
-    show(0);
+    show(together ? -1 : 0);
   };
 
   const PARTS = [["compute_s", "computing", "op-F"], ["communication_s", "communication", "op-W"], ["loading_s", "loading", "op-U"], ["idle_s", "idle", "line"]];
@@ -261,6 +332,14 @@
         if (predicted) TP.runTimeline.charts.push(new TP.Gantt(group, predicted, { title: "Predicted" }));
         if (measured.memory.count) new TP.Memory(group, measured, { title: "Memory, measured (scratch memory isn't seen)", limits });
         if (predicted && predicted.memory.count) new TP.Memory(group, predicted, { title: "Memory, predicted", limits });
+      }, (box, runs) => {
+        box.append(TP.el("p", { class: "lead" }, "What was recorded of each run, on one axis; each begins with its first operation that was recorded. ",
+          "The choice above shows one of them beside what was predicted. Click an operation to follow its mini-batch in all of them."));
+        const recordings = runs.map((run) => new TP.Recording(run.recordings.measured));
+        const group = new TP.TimeGroup(box, Math.max(...recordings.map((one) => one.end_s)));
+        const apart = new Set(runs.map((run) => run.variant)).size === runs.length;
+        TP.runTimeline = { group, recordings };
+        TP.runTimeline.charts = recordings.map((one, k) => new TP.Gantt(group, one, { title: apart ? runs[k].variant : `${runs[k].name} (${runs[k].variant})` }));
       });
     },
   });

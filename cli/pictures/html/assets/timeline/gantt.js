@@ -12,15 +12,46 @@
         axis: "top",
         lane: [9, 34],
         cap: 620,
-        legend: TP.operationLegend(recording),
+        legend: TP.el("div", { class: "beside" }, TP.operationLegend(recording), recording.lastPeriod
+          ? TP.el("span", { class: "period" }, `┆ period ${TP.seconds(recording.period_s)}`) : null),
         describe: `${title}: timeline of ${TP.counted(recording.laneCount, "worker", "workers")}. Arrow keys move between ` +
           "operations, Enter follows an operation's mini-batch, Escape ends it, plus and minus zoom, Page Up and Page Down move in time.",
       });
       this.tellsFollowed = true;
       this.focused = -1;
       this.hovered = -1;
+      if (recording.idleShares.some((share) => share !== null)) group.margin = 66;
       this.listen();
       group.add(this);
+    }
+
+    /** Names of lanes on the left; on the right, how much of a period each is idle. */
+    names(context) {
+      super.names(context);
+      if (this.group.margin < 60 || this.width < 560 || this.laneHeight < 11) return;
+      const [first, end] = this.lanesShown();
+      context.fillStyle = TP.colour("faint");
+      context.textAlign = "left";
+      for (let lane = first; lane < end; lane++) {
+        const share = this.recording.idleShares[lane];
+        if (share !== null && share !== undefined) context.fillText(`${TP.share(share)} idle`, this.right + 6, this.nameY(lane));
+      }
+    }
+
+    /** Lines at both ends of the last period that is shown at first. */
+    periodLines(context) {
+      if (!this.recording.lastPeriod) return;
+      context.strokeStyle = TP.colour("ink");
+      context.lineWidth = 1.2;
+      context.setLineDash([4, 3]);
+      context.beginPath();
+      for (const time of this.recording.lastPeriod) {
+        const x = Math.min(Math.round(this.x(time)), this.right - 1) + 0.5;
+        context.moveTo(x, this.top);
+        context.lineTo(x, this.bottom);
+      }
+      context.stroke();
+      context.setLineDash([]);
     }
 
     paint(context) {
@@ -40,6 +71,7 @@
       });
       this.details(context, followed);
       context.globalAlpha = 1;
+      this.periodLines(context);
       if (followed >= 0) this.arrows(context, this.recording.follow(followed).messages);
       else if (this.hovered >= 0 || this.focused >= 0) {
         const { received, sent } = this.recording.messagesOf(this.hovered >= 0 ? this.hovered : this.focused);

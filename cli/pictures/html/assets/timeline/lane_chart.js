@@ -40,7 +40,7 @@
       this.canvas.style.height = `${this.height}px`;
       this.ratio = ratio;
       this.left = this.width < 560 ? 44 : 108;
-      this.right = this.width - (this.width < 560 ? 6 : 16);
+      this.right = this.width - (this.width < 560 ? 6 : this.group.margin);
       this.top = this.options.axis === "top" ? AXIS : 0;
       this.bottom = this.height - (this.options.axis === "bottom" ? AXIS : 0);
     }

@@ -40,11 +40,20 @@
   TP.MOST_RULES = 3;
 
   TP.Recording = class {
+    /** The last period of what is shown at first: [begin, end] in seconds; null where it isn't in it. */
+    get lastPeriod() {
+      const [begin, end] = this.window || [0, this.end_s];
+      return this.period_s > 0 && end - this.period_s >= begin - 1e-9 * end ? [end - this.period_s, end] : null;
+    }
+
     constructor(columns) {
       this.source = columns.source;
       this.variant = columns.variant;
       this.period_s = columns.period_s;
       this.end_s = columns.end_s;
+      this.idleShares = columns.idle_shares || [];
+      /** What is shown at first: [begin, end] in seconds; null: all. */
+      this.window = columns.window || null;
       this.tick_s = columns.tick_s;
       this.lanes = columns.lanes;
       this.spans = table(columns.spans);

@@ -28,6 +28,8 @@
       this.t0 = 0;
       this.t1 = this.end_s;
       this.charts = [];
+      /** Right of the lanes, on wide windows; in pixels. */
+      this.margin = 16;
       this.followed = -1;
       this.cursor = null;
       this.frame = 0;
