@@ -149,7 +149,7 @@ def _recommendations(found: Sequence[FoundCell]) -> list[str]:
                 _short_name(each.cell),
                 f"`{told.plan}`",
                 f"`{best}`",
-                f"{over:.2f}",
+                "target not reached" if over == float("inf") else f"{over:.2f}",
                 "within 5 %" if close else "said to be open" if open_ else "**missed**",
             ]
         )
