@@ -525,7 +525,11 @@ def _steady_difference(pipeline: Pipeline, held: Holdings, cycle: int) -> int:
 
 def make_plan(question: Question, found: Evaluation, report: SolverReport) -> Plan:
     """The plan file's content for evaluated stages. Raises PlanError as `check_plan` does."""
-    profile = question.profile
+    profile, predicted = question.profile, found.prediction
+    if profile.loading_s_per_sample is not msgspec.UNSET:
+        loading_s = profile.loading_s_per_sample * question.mini_batch
+        predicted = predicted.loading(loading_s)
+        report = report.loading(loading_s)
     return check_plan(
         Plan(
             variant=question.variant,
@@ -561,7 +565,7 @@ def make_plan(question: Question, found: Evaluation, report: SolverReport) -> Pl
                 )
                 for c in found.transfers
             ),
-            predicted=found.prediction,
+            predicted=predicted,
             solver=report,
         )
     )

@@ -156,10 +156,40 @@ class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     sequence_distance: Count | None = None
     """v: mini-batches from one to the next of the same sequence of updates, the largest in the
     steady state (`steady_state.sequence_distance`); None in plans of before it was counted."""
+    loading_s: Predicted | msgspec.UnsetType = msgspec.UNSET
+    """To load a mini-batch: no period is shorter. Not there where the profile doesn't say it."""
     stages: tuple[StagePrediction, ...]
     devices: tuple[DevicePrediction, ...] = ()
     """Where devices have several stages, in the sequence in which stages come to them. Empty:
     each stage has devices of its own, and `stages` says it."""
+
+    def loading(self, seconds: float) -> Prediction:
+        """The same where a mini-batch takes so many seconds to load, by whoever loads ahead: a
+        pipeline that is faster waits for samples, idle as it is then."""
+        if seconds <= self.period_s:
+            # One device would wait, too.
+            speedup = max(self.speedup, seconds / self.period_s if self.period_s else 0.0)
+            return msgspec.structs.replace(self, speedup=speedup, loading_s=seconds)
+        share = self.period_s / seconds
+
+        def waits(idle_share: float) -> float:
+            return 1 - (1 - idle_share) * share
+
+        replace = msgspec.structs.replace
+        return replace(
+            self,
+            period_s=seconds,
+            samples_per_s=self.samples_per_s * share,
+            speedup=max(self.speedup * share, 1.0),
+            stages=tuple(replace(s, idle_share=waits(s.idle_share)) for s in self.stages),
+            devices=tuple(replace(d, idle_share=waits(d.idle_share)) for d in self.devices),
+            loading_s=seconds,
+        )
+
+    @property
+    def waits_for_samples(self) -> bool:
+        """Whether it is loading that the period is made of."""
+        return self.loading_s is not msgspec.UNSET and self.loading_s >= self.period_s
 
     def device_of(self, stage: int) -> StagePrediction | DevicePrediction:
         """What the device that a stage is on should hold and do."""
@@ -184,6 +214,18 @@ class SolverReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """What ended the search early; None: nothing did."""
     plans_tried: int
     seconds: Predicted
+
+    def loading(self, seconds: float) -> SolverReport:
+        """The same where no period is shorter than loading allows, whatever the cut: the best one
+        is the best with it, too."""
+        objective_s, bound_s = max(self.objective_s, seconds), max(self.bound_s, seconds)
+        return msgspec.structs.replace(
+            self,
+            objective_s=objective_s,
+            bound_s=bound_s,
+            gap=max(objective_s / bound_s - 1, 0.0) if bound_s != self.bound_s else self.gap,
+            optimal=self.optimal or objective_s <= seconds,
+        )
 
 
 def _without_cores(plan: Any) -> None:

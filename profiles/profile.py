@@ -217,6 +217,9 @@ class Profile(TaggedFile, Shown, frozen=True, kw_only=True, tag=FORMAT):
     """None: not measured."""
     operation: OperationCost | None = None
     """None: not measured, and planned as if it cost nothing."""
+    loading_s_per_sample: Seconds | msgspec.UnsetType = msgspec.UNSET
+    """Between two samples of the training data, by loaders that do nothing else; not there where
+    the data are in memory, or it wasn't measured."""
     assumptions: tuple[str, ...] = ()
     """What wasn't measured but taken to be so, a sentence each."""
 

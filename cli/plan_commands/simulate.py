@@ -53,7 +53,7 @@ def simulate_plan(
         )
     schedule = make_schedule(pipeline, count)
     timeline = simulate(pipeline, schedule)
-    period_s = steady_state(pipeline).period_s
+    period_s = max(steady_state(pipeline).period_s, plan.predicted.loading_s or 0.0)
     if as_json:
         print_json(_json(pipeline, schedule, timeline, period_s))
     elif not quiet:

@@ -77,6 +77,7 @@ def verdict(plan: Plan) -> Table:
     return labelled(
         [
             ("period", f"{format_seconds(predicted.period_s)} per mini-batch of {plan.mini_batch}"),
+            *_loading(plan),
             ("rate", rate(plan)),
             *_placed(plan),
             ("busiest", busy),
@@ -89,6 +90,19 @@ def verdict(plan: Plan) -> Table:
             ("solver", f"{plan.solver.method}: {proof(plan)}"),
         ]
     )
+
+
+def _loading(plan: Plan) -> list[tuple[str, str]]:
+    """That samples are what a plan waits for."""
+    if not plan.predicted.waits_for_samples:
+        return []
+    return [
+        (
+            "loading",
+            "takes as long, and no pipeline is faster than its samples come: give the DataLoader "
+            "more workers",
+        )
+    ]
 
 
 def _placed(plan: Plan) -> list[tuple[str, str]]:

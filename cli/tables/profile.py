@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 from rich.console import Console
 
 from ...profiles.profile import FRONT_ENDS, IMPORTED, Measurement, Profile
@@ -93,6 +94,12 @@ def _print_trust(console: Console, profile: Profile) -> None:
             f"besides its layers a stage takes {format_seconds(cost.forward_s)} for each "
             f"micro-batch, {format_seconds(cost.mini_batch_s)} for each mini-batch and "
             f"{format_seconds(cost.pack_s + cost.unpack_s)} for each tensor that autograd keeps"
+        )
+    if profile.loading_s_per_sample is not msgspec.UNSET:
+        each_s = profile.loading_s_per_sample
+        console.print(
+            f"loading takes {format_seconds(each_s)} for a sample, "
+            f"{format_seconds(each_s * profile.batch_size)} for {profile.batch_size} of them"
         )
     for assumption in profile.assumptions:
         console.print(f"assumed: {assumption}")

@@ -55,6 +55,8 @@ def recheck(plan: Plan, profile: Profile, where: str = "plan") -> Recheck:
     question = question_of(plan, profile)
     found = evaluate(question, plan.stages, plan.micro_batches)
     period_s = found.prediction.period_s
+    if profile.loading_s_per_sample is not msgspec.UNSET:
+        period_s = max(period_s, profile.loading_s_per_sample * plan.mini_batch)
     bound_s = plan.solver.bound_s if plan.solver.bound_s <= period_s * SAME else 0.0
     optimal = plan.solver.optimal and period_s <= bound_s * SAME
     report = msgspec.structs.replace(

@@ -24,6 +24,7 @@ from ..tasks.hooks import (
     try_figures,
 )
 from ..tasks.loaders import comes_in_batches, size_of, some_samples
+from ..tasks.loading import loading_s_per_sample
 from ..tasks.task import Task, dataset_size
 from ..tracing.call import Call, unchanged
 from ..tracing.front_ends import TRACE_SAMPLES, trace
@@ -128,6 +129,7 @@ def measure(
                 _try_evaluation(bench, target.task, calls[several])
             optimizer = _optimizer(bench)
             bench.run(seconds, error)
+            loading_s = _loading_s(bench, call)
         except UserError:
             raise
         except Exception as failure:  # the user's model and loss run here
@@ -138,6 +140,7 @@ def measure(
             optimizer=optimizer,
             graph_fingerprint=print_of_graph,
             assumptions=left_out,
+            loading_s=loading_s,
         )
     return check_profile(profile)
 
@@ -254,6 +257,16 @@ def _usual_length(bench: Bench, task: Task) -> RunLength:
         samples = size_of(given, "train", bench.batch_size) or 0
     updates = max(samples // bench.batch_size, 1)
     return RunLength(_EPOCHS * updates, updates)
+
+
+def _loading_s(bench: Bench, call: Call) -> float | None:
+    task = bench.target.task
+    if task is None or bench.platform.computed:
+        return None
+    if bench.progress is not None:
+        bench.progress("loading samples", 0, 1)
+    given = call_hook("data('train')", task.data, "train")
+    return loading_s_per_sample(given, bench.batch_size, call.names)
 
 
 def _warn(line: str) -> None:

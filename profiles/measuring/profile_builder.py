@@ -34,8 +34,14 @@ def assemble(
     optimizer: OptimizerCost,
     graph_fingerprint: str,
     assumptions: tuple[str, ...] = (),
+    loading_s: float | None = None,
 ) -> Profile:
-    """The profile that a bench's measurements make. `assumptions`: made before them."""
+    """The profile that a bench's measurements make.
+
+    Args:
+        assumptions: made before them.
+        loading_s: between two samples; None: not known.
+    """
     traced, first = bench.traced, bench.cases[0]
     bound = first.saved.bound_by_changes(first.crossing, len(bench.names))
     shared = shared_parameters(traced)
@@ -76,6 +82,7 @@ def assemble(
             )
             for case in bench.cases
         ),
+        loading_s_per_sample=msgspec.UNSET if loading_s is None else _rounded(loading_s),
         assumptions=(*assumptions, *_assumptions(bench)),
     )
 

@@ -45,7 +45,13 @@ def with_times(profile, forward_s=1e-3, backward_s=2e-3, shares=None):
         profile.optimizer, update_fixed_s=0.0, update_s_per_byte=0.0
     )
     loss = tuple(msgspec.structs.replace(m, forward_s=0.0, backward_s=0.0) for m in profile.loss)
-    return msgspec.structs.replace(profile, layers=layers, optimizer=optimizer, loss=loss)
+    return msgspec.structs.replace(
+        profile,
+        layers=layers,
+        optimizer=optimizer,
+        loss=loss,
+        loading_s_per_sample=msgspec.UNSET,
+    )
 
 
 def split_evenly(names, stages):

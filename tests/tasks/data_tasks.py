@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import time
 from typing import ClassVar
 
 import numpy as np
@@ -458,3 +459,16 @@ class BatchesOfEightAtOnce(MLPTask):
         x, y = (part[:40].reshape(5, 8, -1) for part in MLPTask.data(self, split).tensors)
         order = (3, 1, 4, 0, 2)
         return DataLoader(list(zip(x, y, strict=True)), batch_size=None, sampler=order)
+
+
+class _Slow(Rows42):
+    def __getitem__(self, k):
+        time.sleep(2e-3)
+        return super().__getitem__(k)
+
+
+class Slow(Loaded):
+    """2 ms a sample."""
+
+    def samples(self, split):
+        return _Slow(self, split)

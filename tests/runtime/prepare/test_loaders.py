@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import threading
 
+import msgspec
 import pytest
 import torch
 from data_tasks import Listed, Loaded, Rows42
 from helpers.paths import TESTS
-from helpers.plans import plan_by_hand
+from helpers.plans import plan_by_hand, with_times
 from helpers.processes.stopped_runs import check_resumed
+from timeprest.planner.search.recheck import recheck
 from timeprest.profiles.errors import RunError, TargetError, UserError
 from timeprest.profiles.target import resolve
 from timeprest.profiles.tasks.loaders import few, pick, size_of, some_samples, why
+from timeprest.profiles.tasks.loading import loading_s_per_sample
 from timeprest.runtime.prepare.data import Samples
 from timeprest.runtime.records.progress import read_losses
 from timeprest.runtime.records.run_dir import load_weights
@@ -208,6 +211,47 @@ def test_processes_load_what_one_process_does(mlp_profile, tmp_path):
     settings = RunSettings(task=f"{FILE}:LoadedFailingByWorkers", epochs=1, timeout_s=20)
     with pytest.raises(UserError, match=MISTAKES["LoadedFailingByWorkers"]):
         run(plan, settings, tmp_path / "fails")
+
+
+# What it costs ------------------------------------------------------------------------------------
+
+
+def test_loading_is_measured_where_samples_are_not_in_memory():
+    def task(name):
+        return resolve(f"{FILE}:{name}").task
+
+    assert loading_s_per_sample(task("FewSamples").data("train").dataset, 8) is None
+    # A sleep is never too short.
+    assert 2e-3 <= loading_s_per_sample(task("Slow").data("train"), 8, seconds=0.1) < 1
+    assert 2e-3 <= loading_s_per_sample(task("Slow").samples("train"), 8, seconds=0.1) < 1
+    assert loading_s_per_sample(task("Slow").data("train"), 8, seconds=0) >= 2e-3
+
+
+def test_no_plan_is_faster_than_its_samples_come(mlp_profile):
+    profile = with_times(mlp_profile)
+    plan = plan_by_hand(profile, "timeprest", 3, 2)
+    assert b"loading" not in msgspec.json.encode(plan)
+    fast = with_loading(profile, plan.predicted.period_s / 16)
+    other = plan_by_hand(fast, "timeprest", 3, 2).predicted
+    assert other.period_s == plan.predicted.period_s
+    assert not other.waits_for_samples
+    slow = plan_by_hand(with_loading(profile, plan.predicted.period_s / 4), "timeprest", 3, 2)
+    assert slow.predicted.waits_for_samples
+    assert slow.predicted.period_s == pytest.approx(2 * plan.predicted.period_s)
+    for one, stage in zip(slow.predicted.stages, plan.predicted.stages, strict=True):
+        # As busy in twice the time.
+        assert 1 - one.idle_share == pytest.approx((1 - stage.idle_share) / 2)
+        assert one.memory_bytes == stage.memory_bytes
+    # Proven, whatever the cut.
+    assert slow.solver.optimal
+    assert slow.solver.gap == 0
+    fresh = recheck(slow, with_loading(profile, plan.predicted.period_s / 4))
+    assert fresh.plan.predicted == slow.predicted
+    assert not fresh.changes
+
+
+def with_loading(profile, seconds):
+    return msgspec.structs.replace(profile, loading_s_per_sample=seconds)
 
 
 # What goes wrong ----------------------------------------------------------------------------------

@@ -1,0 +1,74 @@
+"""How long loading takes, by itself: what bounds the rate of any pipeline."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from torch.utils.data import DataLoader, TensorDataset
+
+from .batches import Batches
+from .loaders import comes_in_batches, size_of
+from .prefetch import OwnRandomness
+from .task import Names, dataset_size, fetch
+
+SECONDS = 3.0
+"""To spend on it; two rounds of a loader's workers are waited for in any case."""
+_MOST = 1000
+"""Batches."""
+
+
+def loading_s_per_sample(
+    given: Any, mini_batch: int, names: Names = sorted, seconds: float = SECONDS
+) -> float | None:
+    """Seconds between two samples of the training data, loaded as a run loads them, when nobody
+    does anything else.
+
+    Args:
+        given: what the task's data("train") gave.
+
+    Returns:
+        None for what is in memory, and for too few batches to tell.
+
+    Raises as `Batches.batch`.
+    """
+    if isinstance(given, TensorDataset):
+        return None
+    if not comes_in_batches(given):
+        return _one_by_one(given, mini_batch, names, seconds)
+    workers = max(given.num_workers if isinstance(given, DataLoader) else 0, 1)
+    size = size_of(given, "train", mini_batch)
+    most = _MOST if size is None else size // mini_batch
+    batches = Batches(given, "train", 0, mini_batch, names)
+    try:
+        # Workers come with their first batches at once, late by their start.
+        first, rounds = workers, 2
+        if most < first + workers:
+            return None
+        for k in range(first):
+            batches.batch(0, k)
+        begin, done, samples = time.perf_counter(), 0, 0
+        while first + done + workers <= most:
+            # Whole rounds: what several workers make comes in bursts.
+            for _ in range(workers):
+                samples += batches.batch(0, first + done).rows
+                done += 1
+            passed = time.perf_counter() - begin
+            if passed > seconds and done >= rounds * workers:
+                break
+        return passed / samples
+    finally:
+        batches.close()
+
+
+def _one_by_one(given: Any, mini_batch: int, names: Names, seconds: float) -> float:
+    size = dataset_size(given, "train")
+    begin, done = time.perf_counter(), 0
+    with OwnRandomness(0)():
+        while True:
+            fetch(given, [(done + k) % size for k in range(mini_batch)], names)
+            done += mini_batch
+            passed = time.perf_counter() - begin
+            # What is in memory after all is known at once.
+            if passed > seconds / 10 or done >= size:
+                return passed / done
