@@ -398,7 +398,7 @@ RUN_FILES = (
 )
 RUN_FOLDERS = (
     *("stages", "operations", "recorded", "gradients", "checkpoints", "weights", "reports"),
-    *("status", "logs"),
+    *("status", "logs", "dashboards"),
 )
 RUN_OWN = RUN_FILES + RUN_FOLDERS
 """What a run directory holds (`runtime.records.run_dir`)."""

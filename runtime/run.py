@@ -43,6 +43,7 @@ from .records.callbacks import (
     RunEnded,
     Stop,
 )
+from .records.metric_logs import MetricLogs, check_logs_at_hand
 from .records.metrics import EpochRecord, RunSummary, StageReport, decode, summarize
 from .records.progress import Losses, Observer, Silent, read_epochs, read_progress
 from .records.run_dir import RunDir
@@ -141,6 +142,8 @@ def _run(
     tells = any(worker.tells for worker in here)
     observer = observer if tells else Silent()
     devices_here(plan, settings)
+    if tells:
+        check_logs_at_hand(settings)
     if settings.resumed:
         check_logs(where, settings, [replica for worker in here for replica in worker.replicas])
     prepared = prepare(plan, settings, observer.starting)
@@ -344,7 +347,7 @@ class Trainer:
             )
         self.plan, self.settings, self.where = plan, settings, Path(run_dir)
         self.callbacks = tuple(callbacks)
-        self._observer = Callbacks(self.callbacks)
+        self._observer = Callbacks((*self.callbacks, MetricLogs()))
         self._max_restarts = max_restarts
         self._how: dict[str, Any] = {
             "inline": inline,

@@ -118,6 +118,9 @@ class RunSettings(TaggedFile, frozen=True, kw_only=True, tag=FORMAT):
     record: str = STEADY
     """Which mini-batches' operations to write to recorded/ for the report, where not all are
     written to operations/ (`record`)."""
+    log: str = ""
+    """Where to write metrics step by step, besides metrics.jsonl: some of csv, tensorboard and
+    wandb, with commas between them (`records.metric_logs`)."""
     dropout: bool = True
     """False: nothing drops out in training, so that runs can be held against each other."""
     keep_gradients: bool = False
@@ -129,7 +132,9 @@ class RunSettings(TaggedFile, frozen=True, kw_only=True, tag=FORMAT):
         return self.resume_at is not None
 
 
-ADJUSTABLE = ("device", "keep_checkpoints", "log_operations", "on_nan", "record", "timeout_s")
+ADJUSTABLE = (
+    *("device", "keep_checkpoints", "log", "log_operations", "on_nan", "record", "timeout_s"),
+)
 """Settings that a resumed run may have otherwise than before, besides its length."""
 
 DELAYS = (
@@ -138,7 +143,7 @@ DELAYS = (
 )
 """Settings of what a stage's version difference does to its training."""
 
-LATER = (*DELAYS, "compile", "eval_every")
+LATER = (*DELAYS, "compile", "eval_every", "log")
 """Settings that runs of before didn't have; the default is what they did."""
 
 COMPILING_S = 600.0

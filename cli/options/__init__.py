@@ -332,6 +332,12 @@ run_options = options(
             help="What it writes.  [default: runs/VARIANT-DATE-TIME]",
         ),
         _setting(
+            "log",
+            metavar="WHERE",
+            help="Metrics of every mini-batch for other programs too: csv, tensorboard, wandb, or "
+            "several with commas. They go to RUN/dashboards.",
+        ),
+        _setting(
             "distances",
             "--distances/--no-distances",
             help="Measure how far apart the weights of forwards and backwards are.",

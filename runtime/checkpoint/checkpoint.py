@@ -50,6 +50,7 @@ FREE: dict[str, Any] = {
     "transport": "auto",
     "resume_at": None,
     "keep_checkpoints": 3,
+    "log": "",
     "log_operations": False,
     "record": STEADY,
     "timeout_s": 60.0,
@@ -100,9 +101,8 @@ def plan_checksum(plan: Plan) -> str:
 def settings_checksum(settings: RunSettings) -> str:
     """Changes whenever a setting does that what is trained depends on."""
     # Older checkpoints knew nothing of some.
-    return _checksum(
-        msgspec.structs.replace(settings, **FREE), set(LATER) - {*given(settings, LATER)}
-    )
+    settings = msgspec.structs.replace(settings, **FREE)
+    return _checksum(settings, set(LATER) - {*given(settings, LATER)})
 
 
 def _checksum(value: msgspec.Struct, without: Collection[str] = ()) -> str:

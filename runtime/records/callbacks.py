@@ -10,8 +10,8 @@ mini-batches up to there, in every system, bit for bit those that the whole run 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,6 +45,7 @@ class MiniBatchDone:
         epoch: counted from 0.
         done: mini-batches of this epoch, this one among them; `of` so many.
         loss: the mean over its samples; NaN where it wasn't finite.
+        figures: where the settings' `log` asks for them (`runtime.training.figures`).
     """
 
     mini_batch: int
@@ -52,6 +53,7 @@ class MiniBatchDone:
     done: int
     of: int
     loss: float
+    figures: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,6 +210,7 @@ class Callbacks:
         self.stop: Stop | None = None
         self._begun: RunBegun | None = None
         self._done = self._evaluated = 0
+        self._figures: Mapping[str, float] = {}
 
     def starting(self, what: str) -> None:
         """As `Observer`."""
@@ -219,11 +222,18 @@ class Callbacks:
         self._evaluated = 0
         self._tell("on_begin", begun)
 
+    def figures(self, found: Mapping[str, float]) -> None:
+        """As `Observer`."""
+        self._figures = found
+
     def mini_batch(self, epoch: int, done: int, of: int, loss: float) -> None:
         """As `Observer`."""
         assert self._begun is not None
         self._done = epoch * self._begun.epoch_mini_batches + done
-        event = MiniBatchDone(mini_batch=self._done, epoch=epoch, done=done, of=of, loss=loss)
+        figures, self._figures = self._figures, {}
+        event = MiniBatchDone(
+            mini_batch=self._done, epoch=epoch, done=done, of=of, loss=loss, figures=figures
+        )
         self._tell("on_mini_batch", event)
 
     def evaluation(self, record: EvaluationRecord) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -33,6 +34,9 @@ class Observer(Protocol):
     def begin(self, begun: RunBegun) -> None:
         """All checks have passed; training begins."""
 
+    def figures(self, found: Mapping[str, float]) -> None:
+        """Figures of the mini-batch that is told next, where the settings' `log` asks for them."""
+
     def mini_batch(self, epoch: int, done: int, of: int, loss: float) -> None:
         """A mini-batch's forward is done on the last stage."""
 
@@ -61,6 +65,9 @@ class Silent:
         """Ignored."""
 
     def begin(self, begun: RunBegun) -> None:
+        """Ignored."""
+
+    def figures(self, found: Mapping[str, float]) -> None:
         """Ignored."""
 
     def mini_batch(self, epoch: int, done: int, of: int, loss: float) -> None:
@@ -94,6 +101,11 @@ class Both:
         for observer in self.pair:
             observer.begin(begun)
 
+    def figures(self, found: Mapping[str, float]) -> None:
+        """Tell both."""
+        for observer in self.pair:
+            observer.figures(found)
+
     def mini_batch(self, epoch: int, done: int, of: int, loss: float) -> None:
         """Tell both."""
         for observer in self.pair:
@@ -126,8 +138,13 @@ class MetricsFile(Silent):
         self.path = path
         self._file = GrowingFile(path, more=more)
         self._losses: list[float] = []
+        self._figures: list[Mapping[str, float]] = []
         self._at = (0, 0, 0)
         self._written = 0.0
+
+    def figures(self, found: Mapping[str, float]) -> None:
+        """Note figures."""
+        self._figures.append(found)
 
     def mini_batch(self, epoch: int, done: int, of: int, loss: float) -> None:
         """Note a loss."""
@@ -148,9 +165,10 @@ class MetricsFile(Silent):
         epoch, done, of = self._at
         losses, self._losses = self._losses, []
         self._written = time.monotonic()
-        self._write(
-            {"kind": "mini_batches", "epoch": epoch, "done": done, "of": of, "losses": losses}
-        )
+        line = {"kind": "mini_batches", "epoch": epoch, "done": done, "of": of, "losses": losses}
+        if self._figures:
+            line["figures"], self._figures = self._figures, []
+        self._write(line)
 
     def evaluation(self, record: EvaluationRecord) -> None:
         """Note an evaluation, behind the losses before it."""
@@ -202,8 +220,12 @@ class Tail:
             elif kind == "evaluation":
                 self.observer.evaluation(msgspec.convert(found, EvaluationRecord))
             else:
-                losses = found["losses"]
+                losses, figures = found["losses"], found.get("figures", [])
                 for done, loss in enumerate(losses, found["done"] - len(losses) + 1):
+                    if figures:
+                        own = figures[done - found["done"] - 1]
+                        known = {k: v for k, v in own.items() if v is not None}
+                        self.observer.figures(known)
                     self.observer.mini_batch(found["epoch"], done, found["of"], _number(loss))
         return bool(whole)
 
@@ -217,6 +239,8 @@ class Losses(msgspec.Struct, frozen=True, kw_only=True):
     of: int
     losses: list[float | None]
     """None: it wasn't finite."""
+    figures: list[dict[str, float | None]] = []
+    """Of each, where the settings' `log` asks for them."""
 
 
 Progress = Losses | EvaluationRecord | EpochRecord

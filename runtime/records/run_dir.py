@@ -47,6 +47,7 @@ class RunDir:
     summary.json               the end of the run
     status/stage0.json         what each worker is at
     logs/                      what the workers printed
+    dashboards/                metrics for other programs, where asked for (`metric_logs`)
     lock, lock.workers         held while the run goes on (`locks`)
 
     What a stage's replica 0 writes is called stage0, what the others write stage0.1, stage0.2, …

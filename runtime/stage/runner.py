@@ -64,6 +64,7 @@ class StageRunner:
         last_op: text of the operation at hand, for reports.
         status: is told of every operation.
         not_finite: mini-batches with losses or gradients that weren't.
+        gradient_norm: of the whole model, before its last clipping; None: there was none.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class StageRunner:
         self.status = Status()
         self._losses: dict[int, float] = {}
         self.not_finite = NotFinite(settings.on_nan)
+        self.gradient_norm: float | None = None
         self._loss_weights = (
             LossWeights(self.stage, all_reduce, self.not_finite, is_last=self.is_last)
             if prepared.model.loss.weighted
@@ -125,7 +127,7 @@ class StageRunner:
 
         def makers(routes: Iterable[MessageRoute]) -> HandedOver:
             found = {c.spec.name: stages[c.source.stage] for c in routes if c.handed_over}
-            return HandedOver({name: partial(_kept, stage) for name, stage in found.items()})
+            return HandedOver({n: partial(getattr, s, "kept_outputs") for n, s in found.items()})
 
         self.stage.handed_over = makers(c for routes in self.incoming.values() for c in routes)
         self.stage.evaluation_handed_over = makers(self._evaluated())
@@ -419,6 +421,7 @@ class StageRunner:
             summing = self.all_reduce.start(ALL_WORKERS, [squared])
             yield
             summing.wait()
+            self.gradient_norm = math.sqrt(float(squared))
         else:
             every = [p for piece in self.prepared.model.pieces for p in piece.module.parameters()]
             most = own_part(most, trained(own), trained(every))
@@ -585,11 +588,6 @@ class StageRunner:
             if given_up or is_ctrl_c(error):
                 raise
             raise RunError(f"{who}{self.last_op}: {describe_error(error)}") from error
-
-
-def _kept(stage: Stage) -> set[str]:
-    """Outputs that a stage keeps for its backward."""
-    return stage.kept_outputs
 
 
 def _by_name(routes: Iterable[MessageRoute]) -> dict[str, list[MessageRoute]]:

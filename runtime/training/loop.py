@@ -46,6 +46,7 @@ from ..records.run_dir import RunDir
 from ..stage.runner import EVALUATION_AHEAD, StageRunner
 from ..stage.same_data import compare_evaluation, compare_lengths, compare_training
 from .dropout import WithoutDropout
+from .figures import StepFigures
 
 Barrier = Callable[[], None]
 
@@ -153,6 +154,7 @@ class Course:
         self._checkpoints = checkpoints
         self._agree = agree
         self._orders: dict[int, Schedule] = {}
+        self._figures = StepFigures()
         # Every worker draws from a random stream of its own, inline as in processes.
         self._random: list[torch.Tensor] = []
         self._beside = [
@@ -393,6 +395,9 @@ class Course:
 
     def _tell(self, segment: Segment, mini_batch: int, loss: float) -> None:
         done = segment.offset + mini_batch + 1
+        if self.prepared.settings.log:
+            (teller,) = (runner for runner in self.runners if runner.tells)
+            self.observer.figures(self._figures(teller, segment, mini_batch))
         self.observer.mini_batch(segment.epoch, done, segment.of_epoch, loss)
 
     def reports(self) -> list[StageReport]:

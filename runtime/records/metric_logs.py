@@ -1,0 +1,333 @@
+"""Metrics for dashboards (--log): CSV files, TensorBoard, Weights & Biases.
+
+They are written where progress is told of, by one process of the run: no worker waits for them. A
+step is a mini-batch. Names are torchtitan's (its `components/metrics.py`) where it has one.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import io
+import math
+import os
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from ...planner.plan import Plan
+from ...profiles.errors import FileError, UserError
+from ...profiles.files import write_bytes
+from ..settings import RunSettings
+from .callbacks import Callback, EvaluationDone, MiniBatchDone, RunBegun, RunEnded
+from .growing_file import GrowingFile
+
+FOLDER = "dashboards"
+"""Of the run directory."""
+VALIDATION = "validation_metrics/"
+
+NAMES = {
+    "loss": "loss_metrics/global_avg_loss",
+    "gradient_norm": "grad_norm",
+    "lr": "lr",
+    "seconds": "time_metrics/end_to_end(s)",
+    "loading_s": "time_metrics/data_loading(s)",
+    "loading": "time_metrics/data_loading(%)",
+    "samples_per_s": "throughput(samples/s)",
+    "tokens_per_s": "throughput(tps)",
+    "memory": "memory/max_active(GiB)",
+}
+"""What each is called in the logs, in the sequence in which CSV files have them."""
+
+_NEEDS = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}
+
+
+def check_logs_at_hand(settings: RunSettings) -> None:
+    """Raise UserError where the settings' `log` names what there isn't, or a library that it needs
+    isn't installed."""
+    for name in logs_named(settings.log):
+        if name in _NEEDS:
+            _library(name)
+
+
+def logs_named(text: str) -> tuple[str, ...]:
+    """``"csv,wandb"`` → ("csv", "wandb"). Raises UserError."""
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    unknown = [name for name in names if name not in _OPEN]
+    if unknown:
+        raise UserError(f"--log {text!r}: there is no {unknown[0]!r}; give {', '.join(_OPEN)}")
+    return names
+
+
+def _library(name: str) -> Any:
+    try:
+        return importlib.import_module(_NEEDS[name])
+    except ImportError as error:
+        raise UserError(
+            f"--log {name}: needs the library {name} ({error}): install timeprest[{name}]"
+        ) from None
+
+
+def metrics_of(event: MiniBatchDone, devices: int) -> dict[str, float]:
+    """A mini-batch's metrics by their names in the logs; without those that aren't known, or
+    aren't finite.
+
+    ``throughput(tps)``: what counts in the loss, a second and device, as torchtitan has it of
+    tokens; where the task's loss says how much that is.
+
+    Args:
+        devices: of the plan.
+    """
+    figures, seconds = event.figures, event.figures.get("seconds", 0.0)
+    found: dict[str, float | None] = {
+        "loss": event.loss,
+        **{name: figures.get(name) for name in ("gradient_norm", "lr", "seconds", "loading_s")},
+    }
+    if seconds:
+        if "loading_s" in figures:
+            found["loading"] = 100 * figures["loading_s"] / seconds
+        found["samples_per_s"] = figures["samples"] / seconds
+        if "counted" in figures:
+            found["tokens_per_s"] = figures["counted"] / seconds / devices
+    if "memory_bytes" in figures:
+        found["memory"] = figures["memory_bytes"] / 2**30
+    return {
+        NAMES[name]: value
+        for name, value in found.items()
+        if value is not None and math.isfinite(value)
+    }
+
+
+class MetricLog(Protocol):
+    """Where metrics go."""
+
+    def write(self, step: int, epoch: int, metrics: Mapping[str, float]) -> None:
+        """Those of a mini-batch."""
+
+    def write_evaluation(self, step: int, epoch: int, metrics: Mapping[str, float]) -> None:
+        """Those of an evaluation after so many mini-batches."""
+
+    def close(self) -> None:
+        """The run is over."""
+
+
+class MetricLogs(Callback):
+    """Writes a run's metrics wherever its settings' `log` says; a run that is resumed goes on with
+    what is there up to its checkpoint."""
+
+    waited_for = False
+
+    def __init__(self) -> None:
+        self._logs: list[MetricLog] = []
+        self._devices = 1
+
+    def on_begin(self, event: RunBegun) -> None:
+        """Open them. Raises FileError and UserError."""
+        self._close()
+        self._devices = event.plan.workers
+        folder = event.run_dir / FOLDER
+        for name in logs_named(event.settings.log):
+            self._logs.append(_OPEN[name](folder, event))
+
+    def on_mini_batch(self, event: MiniBatchDone) -> None:
+        """Write its metrics."""
+        if self._logs:
+            metrics = metrics_of(event, self._devices)
+            for log in self._logs:
+                log.write(event.mini_batch, event.epoch + 1, metrics)
+
+    def on_evaluation(self, event: EvaluationDone) -> None:
+        """Write its figures."""
+        metrics = {
+            f"{VALIDATION}{name}": value
+            for name, value in event.figures.items()
+            if math.isfinite(value)
+        }
+        for log in self._logs:
+            log.write_evaluation(event.mini_batch, event.epoch + 1, metrics)
+
+    def on_end(self, event: RunEnded) -> None:
+        """Close them."""
+        self._close()
+
+    def _close(self) -> None:
+        logs, self._logs = self._logs, []
+        for log in logs:
+            log.close()
+
+
+# CSV ----------------------------------------------------------------------------------------------
+
+
+class _CsvFile:
+    """Rows of step, epoch and metrics; those after a checkpoint are cut off."""
+
+    def __init__(self, path: Path, resumed_at: int, columns: Sequence[str] = ()) -> None:
+        """`columns`: by default those of the first row."""
+        self.path = path
+        self.columns: list[str] = []
+        kept = _rows_up_to(path, resumed_at) if resumed_at else []
+        if kept:
+            self.columns = kept[0]
+            write_bytes(path, _lines(kept))
+        self._file = GrowingFile(path, more=bool(kept))
+        if not kept and columns:
+            self._begin(columns)
+
+    def _begin(self, columns: Sequence[str]) -> None:
+        self.columns = ["step", "epoch", *columns]
+        self._file.write(_lines([self.columns]))
+
+    def write(self, step: int, epoch: int, metrics: Mapping[str, float]) -> None:
+        """A row, empty where there is no value."""
+        if not self.columns:
+            self._begin(list(metrics))
+        values = {"step": step, "epoch": epoch, **metrics}
+        self._file.write(_lines([[values.get(name, "") for name in self.columns]]))
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _rows_up_to(path: Path, step: int) -> list[list[str]]:
+    """The head of a CSV file and its rows up to a step; none where there is no such file."""
+    try:
+        with path.open(newline="") as file:
+            head, *rows = csv.reader(file)
+    except (FileNotFoundError, ValueError):
+        return []
+    except OSError as error:
+        raise FileError(f"{path}: can't be read: {error.strerror}") from None
+    # The last line may be a part.
+    whole = [row for row in rows if len(row) == len(head) and row[0].isdigit()]
+    return [head, *(row for row in whole if int(row[0]) <= step)]
+
+
+def _lines(rows: Sequence[Sequence[object]]) -> bytes:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue().encode()
+
+
+class CsvLog:
+    """``metrics.csv`` with a row for each mini-batch, ``evaluations.csv`` for each evaluation."""
+
+    def __init__(self, folder: Path, event: RunBegun) -> None:
+        """Raises FileError."""
+        at = event.resumed_at
+        self._metrics = _CsvFile(folder / "metrics.csv", at, list(NAMES.values()))
+        self._evaluations = _CsvFile(folder / "evaluations.csv", at)
+
+    def write(self, step: int, epoch: int, metrics: Mapping[str, float]) -> None:
+        """As `MetricLog`."""
+        self._metrics.write(step, epoch, metrics)
+
+    def write_evaluation(self, step: int, epoch: int, metrics: Mapping[str, float]) -> None:
+        """As `MetricLog`."""
+        self._evaluations.write(step, epoch, metrics)
+
+    def close(self) -> None:
+        """As `MetricLog`."""
+        self._metrics.close()
+        self._evaluations.close()
+
+
+# TensorBoard --------------------------------------------------------------------------------------
+
+
+class TensorBoardLog:
+    """Event files; what earlier ones have after the checkpoint, TensorBoard leaves out."""
+
+    def __init__(self, folder: Path, event: RunBegun) -> None:
+        """Raises FileError and UserError."""
+        writer = _library("tensorboard").SummaryWriter
+        purge = event.resumed_at + 1 if event.resumed_at else None
+        try:
+            self._writer = writer(str(folder / "tensorboard"), purge_step=purge, flush_secs=10)
+        except OSError as error:
+            raise FileError(f"{folder}: can't be written: {error.strerror}") from None
+
+    def write(self, step: int, epoch: int, metrics: Mapping[str, float]) -> None:
+        """As `MetricLog`."""
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    write_evaluation = write
+
+    def close(self) -> None:
+        """As `MetricLog`."""
+        self._writer.close()
+
+
+# Weights & Biases ---------------------------------------------------------------------------------
+
+
+class WandbLog:
+    """A run of Weights & Biases, in the project that WANDB_PROJECT names, or "timeprest"."""
+
+    def __init__(self, folder: Path, event: RunBegun) -> None:
+        """Raises FileError; UserError where nobody is logged in."""
+        wandb = _library("wandb")
+        online = os.environ.get("WANDB_MODE", "online") == "online"
+        if online and wandb.api.api_key is None:
+            raise UserError(
+                "--log wandb: nobody is logged in: run wandb login, set WANDB_API_KEY, or write to "
+                "the disk alone with WANDB_MODE=offline"
+            )
+        place = folder / "wandb"
+        try:
+            self._run = wandb.init(
+                project=os.environ.get("WANDB_PROJECT", "timeprest"),
+                name=event.run_dir.name,
+                id=_run_id(place / "id.txt", new=not event.resumed_at),
+                resume="allow",
+                dir=str(place),
+                config=_config(event.plan, event.settings),
+                settings=wandb.Settings(silent=True, console="off"),
+            )
+        except OSError as error:
+            raise FileError(f"{place}: can't be written: {error.strerror}") from None
+        except wandb.Error as error:
+            raise UserError(f"--log wandb: {' '.join(str(error).split())}") from None
+
+    def write(self, step: int, epoch: int, metrics: Mapping[str, float]) -> None:
+        """As `MetricLog`."""
+        self._run.log({**metrics, "epoch": epoch}, step=step)
+
+    write_evaluation = write
+
+    def close(self) -> None:
+        """As `MetricLog`."""
+        self._run.finish()
+
+
+def _run_id(path: Path, *, new: bool) -> str:
+    """By which a run that is resumed goes on with its own. Raises FileError."""
+    try:
+        if not new and path.exists():
+            return path.read_text().strip()
+    except OSError as error:
+        raise FileError(f"{path}: can't be read: {error.strerror}") from None
+    found = uuid.uuid4().hex[:8]
+    write_bytes(path, found.encode())
+    return found
+
+
+def _config(plan: Plan, settings: RunSettings) -> dict[str, Any]:
+    """What runs are told apart by."""
+    return {
+        "task": settings.task,
+        "system": plan.variant,
+        "stages": len(plan.stages),
+        "workers": plan.workers,
+        "mini_batch": plan.mini_batch,
+        "micro_batches": plan.micro_batches,
+        "seed": settings.seed,
+        "predicted_period_s": plan.predicted.period_s,
+    }
+
+
+_OPEN: dict[str, Any] = {"csv": CsvLog, "tensorboard": TensorBoardLog, "wandb": WandbLog}

@@ -1,0 +1,58 @@
+"""Figures of a mini-batch for dashboards (--log), on the worker that tells of progress."""
+
+from __future__ import annotations
+
+from ..prepare.data import Segment
+from ..prepare.devices import peak_bytes
+from ..records.metrics import SegmentMetrics
+from ..stage.runner import StageRunner
+
+
+class StepFigures:
+    """Makes the figures of one mini-batch after the other, of the same runner."""
+
+    def __init__(self) -> None:
+        self._metrics: SegmentMetrics | None = None
+        self._loading_s = 0.0
+
+    def __call__(self, runner: StageRunner, segment: Segment, mini_batch: int) -> dict[str, float]:
+        """As `figures_of`, and ``loading_s``: for which the worker has waited for data since the
+        last one."""
+        metrics = runner.metrics
+        before = self._loading_s if metrics is self._metrics else 0.0
+        self._metrics, self._loading_s = metrics, metrics.loading_s
+        loading_s = metrics.loading_s - before
+        return {**figures_of(runner, segment, mini_batch), "loading_s": loading_s}
+
+
+def figures_of(runner: StageRunner, segment: Segment, mini_batch: int) -> dict[str, float]:
+    """What is known of a mini-batch whose update is done.
+
+    - ``seconds``: of its update, since the one before it in the segment, or since that began; of
+      an update after several mini-batches, shared out among them.
+    - ``samples``; ``counted``: what counts in its loss, where the task says (tokens, say).
+    - ``lr``: of the last stage's first parameter group.
+    - ``gradient_norm``: of the whole model before clipping, where that is computed anyway.
+    - ``memory_bytes``: most that the worker has held so far; of its GPU, all tensors.
+
+    Args:
+        mini_batch: in the segment.
+    """
+    metrics, stage = runner.metrics, runner.stage
+    before = metrics.updates[-2] if len(metrics.updates) > 1 else metrics.first_s
+    assert before is not None
+    together = segment.together(mini_batch)
+    found = {
+        "seconds": (metrics.updates[-1] - before) / together,
+        "samples": float(segment.samples_of(mini_batch)),
+    }
+    if runner.prepared.model.loss.weighted:
+        found["counted"] = metrics.weights[-1]
+    if stage.lr is not None:
+        found["lr"] = stage.lr
+    if runner.gradient_norm is not None:
+        found["gradient_norm"] = runner.gradient_norm
+    on_device, peak = peak_bytes(runner.device), stage.account.peak
+    if on_device is not None or peak is not None:
+        found["memory_bytes"] = float(on_device or (peak.total if peak else 0))
+    return found

@@ -1,0 +1,189 @@
+"""Metrics for dashboards: what is in them, read back by the programs that they are for."""
+
+from __future__ import annotations
+
+import csv
+import math
+import sys
+
+import pytest
+from helpers.plans import plan_by_hand, with_times
+from helpers.processes.stopped_runs import Stopped, StopsAfter
+from timeprest import Trainer
+from timeprest.profiles.errors import UserError
+from timeprest.runtime.records.callbacks import MiniBatchDone
+from timeprest.runtime.records.metric_logs import NAMES, VALIDATION, metrics_of
+from timeprest.runtime.records.progress import Losses, read_losses, read_progress
+from timeprest.runtime.run import resume, run
+from timeprest.runtime.settings import OptimizerChoice, RunSettings
+
+LOSS, RATE = NAMES["loss"], NAMES["lr"]
+
+
+def plan_of(profile, variant="gpipe"):
+    return plan_by_hand(with_times(profile), variant, 2, 2)
+
+
+def train(profile, target, where, log, *, variant="gpipe", inline=True, **more):
+    how = {"task": target, "steps": 6, "eval_every": 4, "log": log, **more}
+    return Trainer(plan_of(profile, variant), where, inline=inline, **how)
+
+
+def rows(where, name="metrics.csv"):
+    with (where / "dashboards" / name).open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def column(found, name):
+    return [float(row[name]) for row in found]
+
+
+def test_csv_has_each_mini_batch(mlp_profile, mlp_target, tmp_path):
+    """Loss, rate, gradient norm, throughput, memory; figures of evaluations in a file of theirs."""
+    schedule = {"lr_schedule": "linear", "optimizer": OptimizerChoice(name="sgd", lr=0.05)}
+    run_dir = tmp_path / "run"
+    train(mlp_profile, mlp_target, run_dir, "csv", clip_norm=0.1, **schedule).run()
+    found = rows(run_dir)
+    assert list(found[0]) == ["step", "epoch", *NAMES.values()]
+    assert [row["step"] for row in found] == ["1", "2", "3", "4", "5", "6"]
+    assert column(found, LOSS) == read_losses(run_dir / "metrics.jsonl")
+    assert column(found, RATE) == pytest.approx([0.05 * (1 - k / 6) for k in range(6)])
+    assert all(norm > 0.1 for norm in column(found, NAMES["gradient_norm"]))
+    for row in found:
+        seconds, rate = float(row[NAMES["seconds"]]), float(row[NAMES["samples_per_s"]])
+        assert seconds * rate == pytest.approx(8)
+        assert float(row[NAMES["memory"]]) > 0
+        assert 0 < float(row[NAMES["loading_s"]]) < seconds
+        share = 100 * float(row[NAMES["loading_s"]]) / seconds
+        assert float(row[NAMES["loading"]]) == pytest.approx(share)
+        assert row[NAMES["tokens_per_s"]] == ""
+    evaluated = rows(run_dir, "evaluations.csv")
+    lines = read_progress(run_dir / "metrics.jsonl")
+    told = [line.test["loss"] for line in lines if not isinstance(line, Losses)]
+    assert [row["step"] for row in evaluated] == ["4", "6"]
+    assert column(evaluated, f"{VALIDATION}loss") == told
+
+
+def test_a_resumed_run_goes_on_in_the_same_files(mlp_profile, mlp_target, tmp_path):
+    """What came after the checkpoint is cut off; each mini-batch is there once."""
+    run_dir = tmp_path / "run"
+    first = train(mlp_profile, mlp_target, run_dir, "csv", checkpoint_every=2, eval_every=3)
+    first._how["observer"] = both(first._how["observer"], StopsAfter(4))
+    with pytest.raises(Stopped):
+        first.run()
+    before = rows(run_dir)
+    assert [row["step"] for row in before] == ["1", "2", "3", "4", "5"]
+    with (run_dir / "dashboards/metrics.csv").open("a") as file:
+        file.write("6,1,0.")
+    Trainer(None, run_dir, inline=True).resume()
+    after = rows(run_dir)
+    assert [row["step"] for row in after] == ["1", "2", "3", "4", "5", "6"]
+    assert after[:4] == before[:4]
+    assert column(after, LOSS) == read_losses(run_dir / "metrics.jsonl")
+    assert [row["step"] for row in rows(run_dir, "evaluations.csv")] == ["3", "6"]
+
+
+def both(first, second):
+    from timeprest.runtime.records.progress import Both
+
+    return Both(first, second)
+
+
+def test_without_the_option_nothing_is_written(mlp_profile, mlp_target, tmp_path):
+    train(mlp_profile, mlp_target, tmp_path / "run", "").run()
+    assert not (tmp_path / "run" / "dashboards").exists()
+    lines = read_progress(tmp_path / "run/metrics.jsonl")
+    assert not any(line.figures for line in lines if isinstance(line, Losses))
+
+
+@pytest.mark.slow
+def test_tensorboard_reads_its_files(mlp_profile, mlp_target, tmp_path):
+    """By TensorBoard's own reader; after a resumed run, each step once."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run_dir = tmp_path / "run"
+    train(mlp_profile, mlp_target, run_dir, "tensorboard", checkpoint_every=4).run()
+    Trainer(None, run_dir, inline=True).resume(steps=8)
+    found = EventAccumulator(str(run_dir / "dashboards/tensorboard"))
+    found.Reload()
+    assert {LOSS, RATE, f"{VALIDATION}loss", NAMES["samples_per_s"]} <= set(found.Tags()["scalars"])
+    losses = found.Scalars(LOSS)
+    assert [each.step for each in losses] == list(range(1, 9))
+    wanted = read_losses(run_dir / "metrics.jsonl")
+    assert [each.value for each in losses] == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.slow
+def test_wandb_writes_offline(mlp_profile, mlp_target, tmp_path, monkeypatch):
+    """To the disk alone: a file that its own reader takes, with the losses in it."""
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    run_dir = tmp_path / "run"
+    train(mlp_profile, mlp_target, run_dir, "wandb").run()
+    (file,) = (run_dir / "dashboards/wandb").rglob("offline-run-*/*.wandb")
+    found = list(wandb_history(file.read_bytes()))
+    losses = [float(items[LOSS]) for items in found if LOSS in items]
+    assert losses == pytest.approx(read_losses(run_dir / "metrics.jsonl"))
+    assert any(f"{VALIDATION}loss" in items for items in found)
+
+
+def wandb_history(data):
+    """What a transaction log of wandb's has of each step: LevelDB's log format behind a head of
+    7 bytes, a protocol buffer in each record."""
+    from wandb.proto import wandb_internal_pb2
+
+    at, waiting = 7, b""
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+            continue
+        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        waiting += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(waiting)
+            waiting = b""
+            if record.HasField("history"):
+                items = record.history.item
+                yield {item.key or "/".join(item.nested_key): item.value_json for item in items}
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_processes_log_what_an_inline_run_does(mlp_profile, mlp_target, tmp_path):
+    for name in ("inline", "processes"):
+        how = {"variant": "timeprest", "inline": name == "inline"}
+        train(mlp_profile, mlp_target, tmp_path / name, "csv", **how).run()
+    one, other = (rows(tmp_path / name) for name in ("inline", "processes"))
+    for key in ("step", "epoch", LOSS, RATE):
+        assert [row[key] for row in one] == [row[key] for row in other]
+    assert all(float(row[NAMES["seconds"]]) > 0 for row in other)
+
+
+def test_what_is_counted_is_told_as_tokens():
+    figures = {"seconds": 0.5, "samples": 4.0, "counted": 60.0, "lr": math.inf}
+    event = MiniBatchDone(mini_batch=1, epoch=0, done=1, of=2, loss=math.nan, figures=figures)
+    assert metrics_of(event, devices=3) == {
+        NAMES["seconds"]: 0.5,
+        NAMES["samples_per_s"]: 8.0,
+        NAMES["tokens_per_s"]: 40.0,
+    }
+
+
+def test_what_isnt_there_is_said_before_anything_starts(
+    mlp_profile, mlp_target, tmp_path, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    for log, message in (
+        ("csv,wandb", r"--log wandb: needs the library wandb .*install timeprest\[wandb\]"),
+        ("cvs", "--log 'cvs': there is no 'cvs'; give csv, tensorboard, wandb"),
+    ):
+        settings = RunSettings(task=mlp_target, log=log)
+        with pytest.raises(UserError, match=message):
+            run(plan_of(mlp_profile), settings, tmp_path / "run", inline=True)
+        assert not (tmp_path / "run").exists()
+    train(mlp_profile, mlp_target, tmp_path / "run", "").run()
+    with pytest.raises(UserError, match="--log wandb"):
+        resume(tmp_path / "run", {"log": "wandb"}, steps=7, inline=True)
