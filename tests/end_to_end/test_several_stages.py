@@ -362,7 +362,7 @@ def test_times_of_a_worker_are_of_all_its_stages(mlp_profile, mlp_target, tmp_pa
     for first, second in (summary.stages[::2], summary.stages[1::2]):
         assert first.wall_s == second.wall_s
         assert first.idle_s == pytest.approx(second.idle_s, abs=1e-9)
-        busy_s = sum(r.compute_s + r.communication_s for r in (first, second))
+        busy_s = sum(r.compute_s + r.communication_s + r.loading_s for r in (first, second))
         assert first.wall_s == pytest.approx(busy_s + first.idle_s)
         assert first.sent_bytes > 0
 
