@@ -48,13 +48,14 @@ def profile(
     seconds: float = 15.0,
     relative_error: float = 0.05,
     together: int | None = None,
+    edges: str | Path | None = None,
 ) -> Profile:
     """Measure a target (`tp-profile`).
 
     Args:
         target: a built-in task or model, ``file.py:name``, ``pkg.module:name``, an ONNX file, or
-            a profile that another planner published, which is imported with the batch sizes; or
-            an object: a task, a model, a class or function that makes one.
+            a profile that another planner published or a table of costs, which is imported with
+            the batch sizes; or an object: a task, a model, a class or function that makes one.
         batch_size: samples in a mini-batch; by default the largest micro-batch size, or those
             of a batch of the task's DataLoader, or 64.
         micro_batch_sizes: sizes to measure, in samples.
@@ -67,6 +68,7 @@ def profile(
         relative_error: stop when every layer with 1 % of the time is known so well.
         together: measure too what stages cost besides their layers, and how so many processes slow
             each other down.
+        edges: with a table of costs (.csv) as target, the table of its edges.
 
     Raises:
         TargetError, TraceError: the model can't be imported, built or traced.
@@ -75,7 +77,11 @@ def profile(
     check_not_importing("timeprest.profile")
     name = name_of(target)
     if Path(name).is_file() and is_foreign(name):
-        return import_profile(name, batch_size=batch_size, micro_batch_sizes=micro_batch_sizes)
+        return import_profile(
+            name, batch_size=batch_size, micro_batch_sizes=micro_batch_sizes, edges=edges
+        )
+    if edges is not None:
+        raise UserError("edges: goes with a table of costs (.csv)")
     from .profiles.measuring.measure import measure
     from .profiles.measuring.platforms import platform_of
     from .profiles.target import parse_input, resolve

@@ -85,6 +85,16 @@ _options = options(
         ),
     ),
     group(
+        "Numbers instead of a model",
+        click.option(
+            "--edges",
+            type=FileName(),
+            metavar="FILE",
+            help="With a table of costs as TARGET: a table (CSV) with the columns from, to and, if "
+            "need be, bytes.  [default: each layer feeds the next]",
+        ),
+    ),
+    group(
         "Device",
         click.option(
             "--device",
@@ -166,8 +176,8 @@ def main(
 
     TARGET: a built-in task or model (digits, text:FILE, vgg16, resnet50:size=64, gpt2,
     hf:bert …), file.py:NAME or pkg.module:NAME, where NAME is a task, a model, or a function
-    that makes one; model.onnx; or a profile that another planner published (PipeDream's
-    graph.txt, JSON workloads).
+    that makes one; model.onnx; a table of costs (.csv); or a profile that another planner
+    published (PipeDream's graph.txt, JSON workloads).
     """
     if links:
         if target is not None:
@@ -197,8 +207,15 @@ def main(
             f"{options['batch_size']}"
         )
     if is_file(target) and is_foreign(target):
-        profile = import_profile(target, batch_size=options["batch_size"], micro_batch_sizes=sizes)
+        profile = import_profile(
+            target,
+            batch_size=options["batch_size"],
+            micro_batch_sizes=sizes,
+            edges=options["edges"],
+        )
     else:
+        if options["edges"]:
+            raise UserError("--edges: goes with a table of costs (.csv)")
         profile = _measure(target, sizes, options, quiet=quiet)
     write_file(path, profile)
     if as_json:

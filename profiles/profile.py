@@ -48,6 +48,7 @@ IMPORTED = {
     "pipedream": "PipeDream's graph.txt",
     "placement": "a workload of the NeurIPS'20 placement paper",
     "piper": "a workload of the NeurIPS'21 planner (Piper)",
+    "table": "a table of costs",
 }
 """Profiles made elsewhere: costs without a model, so they can be planned but not run."""
 

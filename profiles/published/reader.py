@@ -9,12 +9,13 @@ from typing import Any
 
 import msgspec
 
-from ..errors import FileError
+from ..errors import FileError, TargetError
 from ..files import read_limited
 from ..profile import Profile
 from .pipedream import import_pipedream, pipedream_workload
 from .piper import import_piper, piper_workload
 from .placement import import_placement, placement_workload
+from .table import EXPECTED, import_table
 from .workload import Workload
 
 _OURS = re.compile(rb'\s*\{\s*"format"\s*:\s*"timeprest-')
@@ -22,16 +23,17 @@ _KINDS = (
     "expected PipeDream's graph.txt, or a workload of the NeurIPS'20 placement paper (nodes with "
     "fpgaLatency) or of the NeurIPS'21 planner (nodes with TMPCs)"
 )
+_TABLE = ".csv"
 
 
 def is_foreign(path: str | Path) -> bool:
     """Whether `import_profile` is the one to read this, or to say what is wrong with it.
 
-    True for .txt and .json files but our own, which begin with their format's name. What can't be
-    read counts by its suffix, unless it has a colon, as ``text:FILE`` has.
+    True for .csv, .txt and .json files but our own, which begin with their format's name. What
+    can't be read counts by its suffix, unless it has a colon, as ``text:FILE`` has.
     """
     path = Path(path)
-    if path.suffix.lower() not in (".txt", ".json"):
+    if path.suffix.lower() not in (_TABLE, ".txt", ".json"):
         return False
     try:
         if path.is_file():
@@ -47,13 +49,15 @@ def import_profile(
     *,
     batch_size: int | None = None,
     micro_batch_sizes: Sequence[int] | None = None,
+    edges: str | Path | None = None,
 ) -> Profile:
-    """Read a profile that another planner's authors published.
+    """Read a profile that another planner's authors published, or a table of costs.
 
     Args:
-        batch_size: samples in a mini-batch. PipeDream's times are for so many; in the other
-            files a sample is all that their times are for, and 1 is the default.
+        batch_size: samples in a mini-batch. PipeDream's times and a table's are for so many; in
+            the other files a sample is all that their times are for, and 1 is the default.
         micro_batch_sizes: sizes to list besides the file's own, with costs in proportion.
+        edges: with a table of costs, the table of its edges; None: each layer feeds the next.
 
     Raises:
         FileError: no such file, of another kind, or malformed; names the line or the place.
@@ -61,6 +65,11 @@ def import_profile(
     """
     where = str(path)
     kind, text = _recognise(Path(path))
+    if kind == "table":
+        assert isinstance(text, str)
+        return import_table(where, text, batch_size, micro_batch_sizes, edges)
+    if edges is not None:
+        raise TargetError(f"{edges}: edges go with a table of costs (.csv); {where} has its own")
     return _PROFILES[kind](where, text, batch_size, micro_batch_sizes)
 
 
@@ -70,6 +79,8 @@ def read_workload(path: str | Path) -> Workload:
     Raises FileError: no such file, of another kind, or malformed; names the line or the place.
     """
     kind, text = _recognise(Path(path))
+    if kind == "table":
+        raise FileError(f"{path}: a table of costs isn't a published workload; {_KINDS}")
     return _WORKLOADS[kind](str(path), text)
 
 
@@ -88,11 +99,13 @@ _WORKLOADS: dict[str, Callable[[str, Any], Workload]] = {
 def _recognise(path: Path) -> tuple[str, str | bytes]:
     """Of which kind a file is, and its text; bytes where that is JSON."""
     text = read_limited(path, _KINDS)
-    if text.lstrip()[:1] not in (b"{", b"["):
+    table = path.suffix.lower() == _TABLE
+    if table or text.lstrip()[:1] not in (b"{", b"["):
         try:
-            return "pipedream", text.decode("utf-8")
+            return "table" if table else "pipedream", text.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise FileError(f"{path}: isn't text: {error}; {_KINDS}") from None
+            expected = EXPECTED if table else _KINDS
+            raise FileError(f"{path}: isn't text: {error}; {expected}") from None
     try:
         found = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -1,0 +1,144 @@
+"""A table of costs: what its numbers become, and what is wrong with one is said."""
+
+from __future__ import annotations
+
+import pytest
+import timeprest
+from click.testing import CliRunner
+from timeprest.cli.profile import main
+from timeprest.profiles.errors import FileError, TargetError, UserError
+from timeprest.profiles.files import read_file
+from timeprest.profiles.profile import Profile
+from timeprest.profiles.published.reader import import_profile, is_foreign, read_workload
+
+TABLE = """layer,forward (ms),backward (ms),parameter bytes,activation bytes
+embedding,0.5,0.25,32MB,4MB
+block,5,10,28MB,4MB
+head,2,4,32MB,130MB
+"""
+EDGES = "from,to,bytes\nembedding,block,\nblock,head,\nembedding,head,1MB\n"
+
+
+def write(tmp_path, text, name="costs.csv"):
+    path = tmp_path / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_rows_are_layers_and_each_feeds_the_next(tmp_path):
+    path = write(tmp_path, TABLE)
+    assert is_foreign(path)
+    profile = import_profile(path, batch_size=16, micro_batch_sizes=[4])
+    assert [layer.name for layer in profile.layers] == ["embedding", "block", "head"]
+    assert (profile.batch_size, profile.micro_batch_sizes) == (16, (4, 16))
+    small, whole = profile.layers[1].measurements
+    assert (whole.forward_s, whole.backward_s) == pytest.approx((5e-3, 10e-3))
+    assert small.forward_s == pytest.approx(5e-3 / 4)
+    assert (whole.saved_bytes, profile.layers[1].parameter_bytes) == (4_000_000, 28_000_000)
+    ends = [(edge.producer, edge.consumer) for edge in profile.edges]
+    assert ends == [("embedding", "block"), ("block", "head"), ("head", "output")]
+    said = " ".join(profile.assumptions)
+    assert "taken to be for 16 samples" in said
+    assert "Each layer feeds the next" in said
+    assert "Each layer keeps its own activation" in said
+
+
+def test_units_stand_in_the_header_or_in_the_cell(tmp_path):
+    def of(text):
+        (layer,) = import_profile(write(tmp_path, text), batch_size=1).layers
+        (one,) = layer.measurements
+        return one.forward_s, one.backward_s, layer.parameter_bytes, one.saved_bytes
+
+    plain = "Layer,Forward,Backward,Parameters,Activation_bytes\na,0.001,2e-3,1000,20\n"
+    assert of(plain) == pytest.approx((1e-3, 2e-3, 1000, 20))
+    header = "layer,forward time us,backward_ms,parameter KiB,activations (B)\na,1000,2,1,20\n"
+    assert of(header) == pytest.approx((1e-3, 2e-3, 1024, 20))
+    cells = "\ufefflayer,forward,backward (ms),parameters,activations\n\n a ,1 ms,2e3us,1kB,20\n"
+    assert of(cells) == pytest.approx((1e-3, 2e-3, 1000, 20))
+    saved = "layer,forward,backward,parameters,activations,saved bytes\na,1,2,0,20,7\n"
+    assert of(saved)[3] == 7
+
+
+def test_edges_are_those_of_their_table(tmp_path):
+    """And rows may stand in any sequence."""
+    rows = TABLE.splitlines(keepends=True)
+    path = write(tmp_path, "".join([rows[0], *reversed(rows[1:])]))
+    edges = write(tmp_path, EDGES, "edges.csv")
+    profile = import_profile(path, batch_size=16, edges=edges)
+    assert [layer.name for layer in profile.layers] == ["embedding", "block", "head"]
+    nbytes = {
+        (edge.producer, edge.consumer): 16 * edge.bytes_per_sample + edge.fixed_bytes
+        for edge in profile.edges
+    }
+    assert nbytes == {
+        ("embedding", "block"): 4_000_000,
+        ("block", "head"): 4_000_000,
+        ("embedding", "head"): 1_000_000,
+        ("head", "output"): 130_000_000,
+    }
+    assert "feeds the next" not in " ".join(profile.assumptions)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", r"costs\.csv: .*(empty|has no column)"),
+        ("layer,forward\na,1\n", r"costs\.csv:1: has no column 'backward'; expected a table"),
+        ("layer,colour\na,1\n", r":1: column 'colour': isn't known; expected"),
+        (TABLE.replace("parameter bytes", "forward"), r":1: column 'forward': stands there twice"),
+        (TABLE.splitlines()[0], r"costs\.csv: has no layer; expected a table"),
+        (TABLE + "more,1,2\n", r"costs\.csv:5: has 3 cells; the header has 5"),
+        (TABLE + "head,1,2,3,4\n", r":5: layer 'head' has a row already; names must be unique"),
+        (TABLE + ",1,2,3,4\n", r":5: layer: '' can't be a layer's name"),
+        (TABLE + "x,fast,2,3,4\n", r":5: forward: can't read 'fast'; write it like 10us, 0.5ms"),
+        (TABLE + "x,-1,2,3,4\n", r":5: forward: can't read '-1ms'"),
+        (TABLE + "x,1,2,3,4 apples\n", r":5: activation: unknown unit in '4 apples'"),
+        (TABLE + '"x,1,2,3,4\n', r"costs\.csv:\d: "),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_line(tmp_path, text, message):
+    with pytest.raises(FileError, match=message):
+        import_profile(write(tmp_path, text), batch_size=16)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a,b\n", r"edges\.csv:1: expected the columns from, to and, if need be, bytes"),
+        ("from,to\nblock,tail\n", r"edges\.csv:2: no layer is named 'tail'"),
+        ("from,to\nblock\n", r"edges\.csv:2: has 1 cells; the header has 2"),
+        (EDGES + "block,head,\n", r"edges\.csv:5: block to head stands there twice"),
+        (EDGES + "head,embedding,\n", r"edges\.csv: "),
+        ("from,to,bytes\nblock,head,much\n", r"edges\.csv:2: bytes: can't read 'much'"),
+    ],
+)
+def test_what_is_wrong_with_edges_is_said_too(tmp_path, text, message):
+    path, edges = write(tmp_path, TABLE), write(tmp_path, text, "edges.csv")
+    with pytest.raises(FileError, match=message):
+        import_profile(path, batch_size=16, edges=edges)
+
+
+def test_what_doesnt_go_together_is_refused(tmp_path):
+    path = write(tmp_path, TABLE)
+    with pytest.raises(TargetError, match=r"doesn't say the batch size .* --batch-size"):
+        import_profile(path)
+    with pytest.raises(FileError, match="a table of costs isn't a published workload"):
+        read_workload(path)
+    graph = write(tmp_path, "node1 -- Linear -- x\n", "graph.txt")
+    with pytest.raises(TargetError, match="edges go with a table of costs"):
+        import_profile(graph, batch_size=1, edges=path)
+    with pytest.raises(UserError, match="edges: goes with a table of costs"):
+        timeprest.profile("digits", edges=path)
+
+
+def test_the_command_reads_it_and_it_can_be_planned(tmp_path):
+    path, edges = write(tmp_path, TABLE), write(tmp_path, EDGES, "edges.csv")
+    out = tmp_path / "profile.json"
+    arguments = [str(path), "--edges", str(edges), "--batch-size", "16", "-o", str(out)]
+    done = CliRunner().invoke(main, arguments)
+    assert done.exit_code == 0, done.output
+    plan = timeprest.plan(read_file(out, Profile), devices=2, variant="timeprest")
+    assert [stage.nodes for stage in plan.stages] == [("embedding", "block"), ("head",)]
+    wrong = CliRunner().invoke(main, ["digits", "--edges", str(edges), "-o", str(out)])
+    assert wrong.exit_code == 2
+    assert wrong.output.endswith(": --edges: goes with a table of costs (.csv)\n")
