@@ -99,6 +99,8 @@ class Prepared:
         samples: in the training data.
         replicas: of all stages, by number.
         workers: by rank.
+        flops_per_sample: of the model's forward; None: not known, or the settings' `log` doesn't
+            ask for it.
     """
 
     plan: Plan
@@ -111,6 +113,7 @@ class Prepared:
     workers: tuple[Worker, ...]
     model: PreparedModel
     distribution: Distribution
+    flops_per_sample: float | None = None
 
 
 def prepare(
@@ -183,6 +186,7 @@ def prepare(
             autocast=autocast,
         ),
         distribution=distribution,
+        flops_per_sample=traced.flops_per_sample(least) if settings.log else None,
     )
     few = min(3, max(segment.mini_batches for segment in course))
     check_schedule(pipeline, make_schedule(pipeline, few), few)

@@ -14,6 +14,7 @@ from ...profiles.profile import IMPORTED
 from ...profiles.target import Target, resolve
 from ...profiles.tasks.hooks import describe_error
 from ...profiles.tasks.task import Task
+from ...profiles.tracing.call import unchanged
 from ...profiles.tracing.front_ends import TRACE_SAMPLES, trace
 from ...profiles.tracing.graph import TracedModel, fingerprint, values
 from ...profiles.tracing.pieces import take_apart
@@ -113,6 +114,25 @@ class TracedTask:
         for node in graph.inputs:
             specs.pop(node.name, None)
         return ForwardLook(specs, result, wanted)
+
+    def flops_per_sample(self, samples: int) -> float | None:
+        """Floating-point operations of a forward, of so many samples, for each of them; as
+        torch.utils.flop_counter has it: of matrix products, convolutions and attention, a
+        multiply-add being two. None: they can't be counted, or there are none."""
+        from torch._subclasses.fake_tensor import FakeTensorMode
+        from torch.utils.flop_counter import FlopCounterMode
+
+        graph = self.training[samples]
+        inputs, _ = self.target.sample(samples)
+        try:
+            # The other way round, the cache of fake tensors would hide operations.
+            with unchanged(graph.module), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+                given = [mode.from_tensor(tensor) for tensor in inputs]
+                with FlopCounterMode(display=False) as counter:
+                    graph.module(*given)
+        except Exception:  # an operation without a fake form, of whatever library
+            return None
+        return counter.get_total_flops() / samples or None
 
 
 def trace_for_run(

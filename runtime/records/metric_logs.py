@@ -19,6 +19,8 @@ from typing import Any, Protocol
 from ...planner.plan import Plan
 from ...profiles.errors import FileError, UserError
 from ...profiles.files import write_bytes
+from ...profiles.measuring.device_specs import load_spec
+from ..prepare.devices import device_kind
 from ..settings import RunSettings
 from .callbacks import Callback, EvaluationDone, MiniBatchDone, RunBegun, RunEnded
 from .growing_file import GrowingFile
@@ -36,6 +38,8 @@ NAMES = {
     "loading": "time_metrics/data_loading(%)",
     "samples_per_s": "throughput(samples/s)",
     "tokens_per_s": "throughput(tps)",
+    "tflops": "tflops",
+    "mfu": "mfu(%)",
     "memory": "memory/max_active(GiB)",
 }
 """What each is called in the logs, in the sequence in which CSV files have them."""
@@ -69,7 +73,7 @@ def _library(name: str) -> Any:
         ) from None
 
 
-def metrics_of(event: MiniBatchDone, devices: int) -> dict[str, float]:
+def metrics_of(event: MiniBatchDone, devices: int, peak: float | None = None) -> dict[str, float]:
     """A mini-batch's metrics by their names in the logs; without those that aren't known, or
     aren't finite.
 
@@ -78,6 +82,7 @@ def metrics_of(event: MiniBatchDone, devices: int) -> dict[str, float]:
 
     Args:
         devices: of the plan.
+        peak: of each, in floating-point operations a second; None: not known.
     """
     figures, seconds = event.figures, event.figures.get("seconds", 0.0)
     found: dict[str, float | None] = {
@@ -88,6 +93,10 @@ def metrics_of(event: MiniBatchDone, devices: int) -> dict[str, float]:
         if "loading_s" in figures:
             found["loading"] = 100 * figures["loading_s"] / seconds
         found["samples_per_s"] = figures["samples"] / seconds
+        if "flops" in figures:
+            each = figures["flops"] / seconds / devices
+            found["tflops"] = each / 1e12
+            found["mfu"] = None if peak is None else 100 * each / peak
         if "counted" in figures:
             found["tokens_per_s"] = figures["counted"] / seconds / devices
     if "memory_bytes" in figures:
@@ -97,6 +106,20 @@ def metrics_of(event: MiniBatchDone, devices: int) -> dict[str, float]:
         for name, value in found.items()
         if value is not None and math.isfinite(value)
     }
+
+
+def peak_of(plan: Plan, settings: RunSettings) -> float | None:
+    """A device's peak in floating-point operations a second, by the data sheet that the plan's
+    profile was made with; None: it was made without, or the run isn't on such a device."""
+    made_on, name = plan.profile.device.partition(":")[::2]
+    if made_on != "meta" or device_kind(plan, settings) != "cuda":
+        return None
+    try:
+        peaks = load_spec(name).peak_flops_per_s
+    except FileError:  # of a file that isn't there any more
+        return None
+    under = plan.profile.autocast if settings.autocast == "profiled" else settings.autocast
+    return (peaks.bfloat16 if under == "bfloat16" else None) or peaks.float32
 
 
 class MetricLog(Protocol):
@@ -121,11 +144,13 @@ class MetricLogs(Callback):
     def __init__(self) -> None:
         self._logs: list[MetricLog] = []
         self._devices = 1
+        self._peak: float | None = None
 
     def on_begin(self, event: RunBegun) -> None:
         """Open them. Raises FileError and UserError."""
         self._close()
         self._devices = event.plan.workers
+        self._peak = peak_of(event.plan, event.settings)
         folder = event.run_dir / FOLDER
         for name in logs_named(event.settings.log):
             self._logs.append(_OPEN[name](folder, event))
@@ -133,7 +158,7 @@ class MetricLogs(Callback):
     def on_mini_batch(self, event: MiniBatchDone) -> None:
         """Write its metrics."""
         if self._logs:
-            metrics = metrics_of(event, self._devices)
+            metrics = metrics_of(event, self._devices, self._peak)
             for log in self._logs:
                 log.write(event.mini_batch, event.epoch + 1, metrics)
 

@@ -31,6 +31,8 @@ def figures_of(runner: StageRunner, segment: Segment, mini_batch: int) -> dict[s
     - ``seconds``: of its update, since the one before it in the segment, or since that began; of
       an update after several mini-batches, shared out among them.
     - ``samples``; ``counted``: what counts in its loss, where the task says (tokens, say).
+    - ``flops``: of its forwards and backwards, which take twice as many; what is computed again
+      doesn't count (PaLM, 2204.02311, appendix B). Where they are known.
     - ``lr``: of the last stage's first parameter group.
     - ``gradient_norm``: of the whole model before clipping, where that is computed anyway.
     - ``memory_bytes``: most that the worker has held so far; of its GPU, all tensors.
@@ -46,6 +48,8 @@ def figures_of(runner: StageRunner, segment: Segment, mini_batch: int) -> dict[s
         "seconds": (metrics.updates[-1] - before) / together,
         "samples": float(segment.samples_of(mini_batch)),
     }
+    if runner.prepared.flops_per_sample is not None:
+        found["flops"] = 3 * runner.prepared.flops_per_sample * found["samples"]
     if runner.prepared.model.loss.weighted:
         found["counted"] = metrics.weights[-1]
     if stage.lr is not None:

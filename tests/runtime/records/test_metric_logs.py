@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import math
 import sys
 
+import msgspec
 import pytest
 from helpers.plans import plan_by_hand, with_times
 from helpers.processes.stopped_runs import Stopped, StopsAfter
 from timeprest import Trainer
 from timeprest.profiles.errors import UserError
 from timeprest.runtime.records.callbacks import MiniBatchDone
-from timeprest.runtime.records.metric_logs import NAMES, VALIDATION, metrics_of
+from timeprest.runtime.records.metric_logs import NAMES, VALIDATION, metrics_of, peak_of
 from timeprest.runtime.records.progress import Losses, read_losses, read_progress
 from timeprest.runtime.run import resume, run
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
@@ -56,7 +58,10 @@ def test_csv_has_each_mini_batch(mlp_profile, mlp_target, tmp_path):
         assert 0 < float(row[NAMES["loading_s"]]) < seconds
         share = 100 * float(row[NAMES["loading_s"]]) / seconds
         assert float(row[NAMES["loading"]]) == pytest.approx(share)
-        assert row[NAMES["tokens_per_s"]] == ""
+        # Of each linear layer a product of matrices; backwards take two.
+        flops = 8 * 3 * sum(2 * a * b for a, b in itertools.pairwise((5, 7, 6, 4, 3)))
+        assert float(row[NAMES["tflops"]]) * seconds * 2e12 == pytest.approx(flops)
+        assert row[NAMES["mfu"]] == row[NAMES["tokens_per_s"]] == ""
     evaluated = rows(run_dir, "evaluations.csv")
     lines = read_progress(run_dir / "metrics.jsonl")
     told = [line.test["loss"] for line in lines if not isinstance(line, Losses)]
@@ -162,10 +167,22 @@ def test_processes_log_what_an_inline_run_does(mlp_profile, mlp_target, tmp_path
     assert all(float(row[NAMES["seconds"]]) > 0 for row in other)
 
 
+def test_a_peak_is_that_of_the_data_sheet(mlp_profile):
+    settings = RunSettings(task="t", device="cuda")
+    on_sheet = msgspec.structs.replace(mlp_profile, device="meta:a100-40gb")
+    plan = plan_of(on_sheet)
+    assert peak_of(plan, settings) == 19.5e12
+    assert peak_of(plan, msgspec.structs.replace(settings, autocast="bfloat16")) == 312e12
+    assert peak_of(plan, msgspec.structs.replace(settings, device="cpu")) is None
+    assert peak_of(plan_of(mlp_profile), settings) is None
+
+
 def test_what_is_counted_is_told_as_tokens():
-    figures = {"seconds": 0.5, "samples": 4.0, "counted": 60.0, "lr": math.inf}
+    figures = {"seconds": 0.5, "samples": 4.0, "counted": 60.0, "flops": 3e12, "lr": math.inf}
     event = MiniBatchDone(mini_batch=1, epoch=0, done=1, of=2, loss=math.nan, figures=figures)
-    assert metrics_of(event, devices=3) == {
+    assert metrics_of(event, devices=3, peak=8e12) == {
+        NAMES["tflops"]: 2.0,
+        NAMES["mfu"]: 25.0,
         NAMES["seconds"]: 0.5,
         NAMES["samples_per_s"]: 8.0,
         NAMES["tokens_per_s"]: 40.0,
