@@ -445,6 +445,11 @@ def _family(target: str, model: str, config: Any, asked: str) -> str:
             raise TargetError(f"{target}: head={asked}: must be one of {', '.join(CHOICES)}")
         if named == "classification" and named not in can:
             named = "image"
+        if named == "classification" and config.is_encoder_decoder:
+            raise TargetError(
+                f"{target}: head={asked}: a {model} with encoder and decoder finds a text's end by "
+                "its values, which no trace can follow; take a model without a decoder"
+            )
         if named not in can:
             heads = " or ".join(dict.fromkeys("classification" if c == "image" else c for c in can))
             raise TargetError(
@@ -494,7 +499,7 @@ def _defaults(
     found = {
         plain.attribute_map.get(key, key): value
         for key, value in wanted.items()
-        if isinstance(getattr(plain, key, None), int)
+        if isinstance(getattr(plain, key, None), int) and not _derived(plain, key)
     }
     heads = given.get(plain.attribute_map.get("num_attention_heads", "num_attention_heads"))
     if isinstance(heads, int) and heads % SMALL["num_key_value_heads"]:
@@ -510,6 +515,12 @@ def _defaults(
     if family == "seq2seq" and getattr(plain, "decoder_start_token_id", None) is None:
         found["decoder_start_token_id"] = getattr(plain, "pad_token_id", None) or 0
     return {**found, **SMALLER.get(model, {})}
+
+
+def _derived(config: Any, key: str) -> bool:
+    """Whether a config reckons a number out by itself, and it can't be set."""
+    found = getattr(type(config), key, None)
+    return isinstance(found, property) and found.fset is None
 
 
 def _check_tokens(target: str, config: Any, length: int | None) -> None:

@@ -105,6 +105,7 @@ def test_a_head_that_the_model_cannot_have_is_refused():
     assert "transformers has no vit for head=causal: it has classification" in refusal(
         "vit,head=causal"
     )
+    assert "no trace can follow" in refusal("t5,head=classification")
 
 
 def test_another_loss_than_cross_entropy_is_refused(monkeypatch):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import runpy
 from importlib.util import find_spec
 
 import pytest
 import torch
+from helpers.paths import ROOT
 from helpers.plans import plan_by_hand, with_times
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.measuring.platforms import platform_of
 from timeprest.profiles.target import resolve
+from timeprest.runtime.checkpoint.export import export
 from timeprest.runtime.records.progress import read_losses
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import RunSettings
@@ -158,3 +161,21 @@ def test_processes_equal_inline(family, variant, folders, tmp_path):
         read_losses(tmp_path / m / "metrics.jsonl") for m in ("inline", "processes")
     )
     assert processes == inline
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("stages", [2, 3])
+def test_the_example_fine_tunes_a_model_that_loads_anywhere(stages, tmp_path, monkeypatch):
+    import transformers
+
+    monkeypatch.chdir(tmp_path)
+    example = runpy.run_path(str(ROOT / "docs/examples/fine_tuning.py"))
+    assert example["main"](stages) > 0.9
+    export("runs/fine_tuning", "fine_tuned", to="hf")
+    model = transformers.AutoModelForSequenceClassification.from_pretrained("fine_tuned").eval()
+    tokens = transformers.AutoTokenizer.from_pretrained("model")
+    texts = tokens(["we saw rain and snow", "a soup the bread"], return_tensors="pt", padding=True)
+    with torch.no_grad():
+        assert model(**texts).logits.argmax(-1).tolist() == [0, 1]
