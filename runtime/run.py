@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,13 +25,14 @@ from .checkpoint.start import (
     check_settings,
     check_start,
     check_unfinished,
+    noted_sizes,
     rewind_logs,
     settings_to_resume,
 )
 from .prepare.devices import devices_here
 from .prepare.prepare import Prepared, prepare
 from .prepare.workers import workers_of
-from .processes.environment import use_interface
+from .processes.environment import launched_by, use_interface
 from .processes.launcher import launch
 from .processes.locks import alone, as_worker
 from .processes.rendezvous import Rendezvous
@@ -166,7 +168,8 @@ def _run(
             where.join(plan, settings)
         if tells:
             warn_of_hooks(prepared)
-        observer.begin(_begun(prepared, where))
+        if tells:
+            observer.begin(_begun(prepared, where))
         begin = time.perf_counter()
         reports = _train(prepared, where, observer, rendezvous, inline=inline)
         seconds, epochs = time.perf_counter() - begin, read_epochs(where.metrics)
@@ -183,11 +186,13 @@ def _run(
 
 
 def _begun(prepared: Prepared, where: RunDir) -> RunBegun:
-    """What observers are told when training begins. Raises FileError."""
+    """What observers are told when training begins, where one tells. Raises FileError."""
     settings, last = prepared.settings, prepared.segments[-1]
     done, before = 0, list[EvaluationDone]()
-    # A line after the checkpoint, which is cut off, may be damaged.
-    for record in read_progress(where.metrics) if settings.resume_at else ():
+    teller = next(replica for replica in prepared.replicas if replica.tells)
+    # What came after the checkpoint is cut off, and may be damaged.
+    size = noted_sizes(where, settings, teller).get(where.metrics.name, 0)
+    for record in read_progress(where.metrics, size) if size else ():
         if isinstance(record, Losses):
             continue
         at = done + record.mini_batches
@@ -336,6 +341,12 @@ class Trainer:
         callback.
         """
         check_not_importing("timeprest.Trainer")
+        launched = None if rendezvous is not None or inline else launched_by(os.environ)
+        if launched is not None:
+            raise UserError(
+                f"this process is one of those that {launched.by} has started; start tp-run by "
+                f"{launched.by}, or train from Python by itself"
+            )
         if plan is not None and settings is None:
             named = None if task is None else name_of(task)
             settings = settings_of(plan, {**asked, "task": named})

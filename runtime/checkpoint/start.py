@@ -129,7 +129,7 @@ def check_logs(where: RunDir, settings: RunSettings, replicas: Sequence[Replica]
     Raises FileError that names the line.
     """
     for replica in replicas:
-        noted = _noted_sizes(where, settings, replica)
+        noted = noted_sizes(where, settings, replica)
         _check_log(where, where.stage_metrics(replica), noted, read_stage_epochs)
         if replica.tells:
             _check_log(where, where.metrics, noted, read_progress)
@@ -154,7 +154,7 @@ def _check_log(
 _GONE = "put the file back as it was, or start another run from the weights: tp-run PLAN --from RUN"
 
 
-def _noted_sizes(where: RunDir, settings: RunSettings, replica: Replica) -> Mapping[str, int]:
+def noted_sizes(where: RunDir, settings: RunSettings, replica: Replica) -> Mapping[str, int]:
     """Bytes of a replica's logs at the checkpoint that a run is resumed from, by their paths."""
     if not settings.resume_at:
         return {}
@@ -168,7 +168,7 @@ def rewind_logs(where: RunDir, settings: RunSettings, replica: Replica) -> None:
     """
     if settings.resume_at is None:
         return
-    noted = _noted_sizes(where, settings, replica)
+    noted = noted_sizes(where, settings, replica)
     logs = [where.operations(replica), where.recorded(replica), where.stage_metrics(replica)]
     if replica.tells:
         logs.append(where.metrics)

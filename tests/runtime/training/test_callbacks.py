@@ -6,11 +6,14 @@ import dataclasses
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers.plans import plan_by_hand, with_times
 from helpers.processes.stopped_runs import assert_same
 from timeprest import Callback, EarlyStopping, Stop, Trainer
 from timeprest.profiles.errors import RunError, UserError
 from timeprest.runtime.checkpoint.checkpoint import Saved, checkpoints_in
+from timeprest.runtime.communication.channel import PeerError
+from timeprest.runtime.processes.rendezvous import LocalStore, MayGoOn, Rendezvous
 from timeprest.runtime.records.callbacks import EvaluationDone, RunBegun
 from timeprest.runtime.records.progress import read_epochs, read_losses
 from timeprest.runtime.records.run_dir import RunDir, load_weights
@@ -139,6 +142,46 @@ def test_a_run_stops_in_the_middle_of_an_epoch(plan, short_epochs, tmp_path):
         for each in (tmp_path / "whole" / "metrics.jsonl", where / "metrics.jsonl")
     ]
     assert records[0] == records[1]
+
+
+def test_a_resumed_run_knows_what_was_before(plan, short_epochs, tmp_path):
+    """Up to its checkpoint; a line after that may have broken off."""
+    where, settings = tmp_path / "run", of_epochs(short_epochs, checkpoint_every=3)
+    notes = Notes(("EvaluationDone", 5))
+    Trainer(plan, where, settings, callbacks=[notes], inline=True).run()
+    (seen,) = [e for e in notes.events if type(e).__name__ == "EvaluationDone"]
+    (where / "summary.json").unlink()
+    with (where / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"kind": "mini_ba\n')
+    for at, before in ((5, (seen,)), (3, ())):
+        notes = Notes(("MiniBatchDone", 6))
+        Trainer(None, where, callbacks=[notes], inline=True).resume(at=at)
+        assert notes.events[0].before == before
+        assert notes.events[0].resumed_at == at
+
+
+def test_answers_of_callbacks_come_in_time_or_the_run_ends():
+    store, answers = dist.HashStore(), []
+    local, worker = object.__new__(LocalStore), object.__new__(Rendezvous)
+    local._space, local._answered = store, 0
+    worker.store, worker.rank, worker._questions = store, 1, 0
+    assert not worker.is_asked()
+    local.be_asked()
+    assert worker.is_asked()
+    for going in (True, False):
+        message = r"no answer within 0\.01 s after mini-batch 7: a callback"
+        with pytest.raises(PeerError, match=message):
+            worker.ask(MayGoOn(7, checkpoint=True), 0.01)
+        local.answer(lambda asked, going=going: answers.append(asked) or going)
+        assert worker.ask(MayGoOn(7, checkpoint=True), 1.0) == going
+    assert answers == [MayGoOn(7, checkpoint=True)] * 2
+
+
+def test_python_leaves_torchrun_to_the_command(plan, short_epochs, tmp_path, monkeypatch):
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="that torchrun has started; start tp-run by torchrun"):
+        Trainer(plan, tmp_path / "run", of_epochs(short_epochs))
 
 
 def test_a_stop_at_the_end_is_none(plan, short_epochs, tmp_path):
