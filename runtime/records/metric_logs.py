@@ -302,19 +302,19 @@ class WandbLog:
                 "--log wandb: nobody is logged in: run wandb login, set WANDB_API_KEY, or write to "
                 "the disk alone with WANDB_MODE=offline"
             )
-        place = folder / "wandb"
         try:
             self._run = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", "timeprest"),
                 name=event.run_dir.name,
-                id=_run_id(place / "id.txt", new=not event.resumed_at),
+                id=_run_id(folder / "wandb" / "id.txt", new=not event.resumed_at),
                 resume="allow",
-                dir=str(place),
+                # It makes a folder called wandb there.
+                dir=str(folder),
                 config=_config(event.plan, event.settings),
                 settings=wandb.Settings(silent=True, console="off"),
             )
         except OSError as error:
-            raise FileError(f"{place}: can't be written: {error.strerror}") from None
+            raise FileError(f"{folder}: can't be written: {error.strerror}") from None
         except wandb.Error as error:
             raise UserError(f"--log wandb: {' '.join(str(error).split())}") from None
 
