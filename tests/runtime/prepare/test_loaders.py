@@ -17,6 +17,7 @@ from timeprest.profiles.errors import RunError, TargetError, UserError
 from timeprest.profiles.target import resolve
 from timeprest.profiles.tasks.loaders import few, pick, size_of, some_samples, why
 from timeprest.profiles.tasks.loading import loading_s_per_sample
+from timeprest.profiles.tasks.prefetch import Ahead
 from timeprest.runtime.prepare.data import Samples
 from timeprest.runtime.records.progress import read_losses
 from timeprest.runtime.records.run_dir import load_weights
@@ -283,6 +284,24 @@ def test_a_stream_that_runs_dry_says_so(plan, tmp_path):
 def test_a_worker_of_the_loader_that_dies_ends_the_run(plan, tmp_path):
     with pytest.raises(RunError, match=r"a worker of its DataLoader is gone: DataLoader worker"):
         trained(plan, "LoadedDying", tmp_path / "run")
+
+
+def test_data_that_never_come_are_given_up():
+    never = threading.Event()
+
+    def samples():
+        never.wait()
+        yield
+
+    ahead = Ahead(samples())
+    try:
+        with pytest.raises(
+            RunError, match=r"data\('train'\) gave nothing for 0.05 s; .* --timeout"
+        ):
+            ahead.next(0.05, "data('train')")
+    finally:
+        never.set()
+        assert ahead.close()
 
 
 def test_errors_of_workers_are_told_by_the_users_line():
