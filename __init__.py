@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from .planner.plan import Plan
     from .profiles.profile import Profile
     from .profiles.zoo.hf import hugging_face
-    from .results import Run
     from .runtime.records.callbacks import Callback, EarlyStopping, Stop
+    from .runtime.records.run import Run
     from .runtime.run import Trainer
 
 _HOME = {
@@ -37,7 +37,7 @@ _HOME = {
     "Profile": "profiles.profile",
     "Cluster": "planner.cluster.cluster",
     "Plan": "planner.plan",
-    "Run": "results",
+    "Run": "runtime.records.run",
     "Trainer": "runtime.run",
     "Callback": "runtime.records.callbacks",
     "EarlyStopping": "runtime.records.callbacks",
@@ -74,9 +74,9 @@ def __getattr__(name: str) -> Any:
 
 
 def _views() -> Views:
-    from . import views
+    from .cli import notebook
 
-    return views
+    return notebook
 
 
 show_with(_views)

@@ -24,7 +24,7 @@ from .profiles.errors import PlanError, UserError
 from .profiles.profile import Profile
 from .profiles.published.reader import import_profile, is_foreign
 from .profiles.tasks.objects import SESSION, check_not_importing, name_of
-from .results import Run
+from .runtime.records.run import Run
 
 if TYPE_CHECKING:
     from .planner.costs.tied_parameters import Tied

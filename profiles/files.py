@@ -88,7 +88,7 @@ class TaggedFile(
 
 
 class Views(Protocol):
-    """What shows profiles, plans and runs to people (`timeprest.views`)."""
+    """What shows profiles, plans and runs to people (`cli.notebook`)."""
 
     def html(self, shown: Any) -> str:
         """As a notebook shows it."""

@@ -22,7 +22,7 @@ from ...planner.recordings.recording import Lane, Recording, Span, stages_text
 from ...planner.systems.operations import BACKWARD, FORWARD, UPDATE, WEIGHT
 from ...profiles.errors import UserError
 from ...profiles.units import format_seconds
-from ..palette import OPERATIONS, has_colours, operation_style
+from ..tables.palette import OPERATIONS, has_colours, operation_style
 
 _FILL = {FORWARD: "-", BACKWARD: "=", WEIGHT: "~", UPDATE: "+"}
 """What follows an operation's name as far as it goes, where colours don't say it."""

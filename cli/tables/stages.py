@@ -15,8 +15,8 @@ from ...planner.recordings.recording import lanes_of, stages_text
 from ...planner.systems.placement import pattern_of
 from ...profiles.units import format_bytes, format_seconds, short_bytes
 from ..errors import printable
-from ..palette import LETTERS, LIMIT, MEMORY, memory_style
 from .layout import Cell, Column, counted, device_range, first_to_last, fitted, fixed, words
+from .palette import LETTERS, LIMIT, MEMORY, memory_style
 
 # Devices and their stages ------------------------------------------------------------------------
 

@@ -57,7 +57,7 @@ from ....planner.systems.placement import pattern_of
 from ....profiles.files import write_bytes
 from ...errors import printable
 from ...options.values import FileName
-from ...palette import LIGHTENED, LIMIT, MEMORY, OPERATIONS, SERIES
+from ...tables.palette import LIGHTENED, LIMIT, MEMORY, OPERATIONS, SERIES
 from ..svg.frame import FigureSettings, window_of
 
 # A recording as packed columns of numbers: tens of thousands of operations stay small -------------

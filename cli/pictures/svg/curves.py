@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from ...palette import SERIES
+from ...tables.palette import SERIES
 from ..curves import AXES, CurveTarget, RunCurve, thinned
 from .frame import GRID, SIZE, SMALL, Entry, legend, steps, tick_text
 from .svg import INK, Drawing, number, text_width

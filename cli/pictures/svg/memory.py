@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ....planner.recordings.recording import MEMORY_KINDS, Recording
 from ....profiles.units import format_bytes
-from ...palette import LIMIT, MEMORY
+from ...tables.palette import LIMIT, MEMORY
 from .frame import (
     GRID,
     RIGHT,

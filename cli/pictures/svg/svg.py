@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from xml.sax.saxutils import escape, quoteattr
 
 from ...errors import printable
-from ...palette import MEMORY, OPERATIONS, blended
+from ...tables.palette import MEMORY, OPERATIONS, blended
 
 POINTS_PER_MM = 72 / 25.4
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ....planner.recordings.recording import Recording
 from ....profiles.units import format_seconds
-from ...palette import OPERATIONS
+from ...tables.palette import OPERATIONS
 from .frame import (
     MOST_RULES,
     RIGHT,

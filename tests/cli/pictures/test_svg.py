@@ -15,7 +15,6 @@ from click.testing import CliRunner
 from helpers.drawn.plans import evaluated
 from helpers.plans import ALL, REPORT, chain_plan
 from hypothesis import given, settings
-from timeprest.cli.palette import MEMORY
 from timeprest.cli.pictures.svg import FigureSettings, memory_svg, timeline_svg, timelines_svg
 from timeprest.cli.pictures.svg.frame import window_of
 from timeprest.cli.pictures.svg.options import (
@@ -27,6 +26,7 @@ from timeprest.cli.pictures.svg.options import (
 )
 from timeprest.cli.pictures.svg.svg import SHADES, has_pattern, memory_shade, shade, text_width
 from timeprest.cli.plan import main
+from timeprest.cli.tables.palette import MEMORY
 from timeprest.planner.evaluate import make_plan
 from timeprest.planner.recordings.lane_times import steady_times
 from timeprest.planner.recordings.predicted import predicted

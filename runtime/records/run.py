@@ -6,15 +6,15 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .profiles.errors import FileError
-from .profiles.files import Shown
+from ...profiles.errors import FileError
+from ...profiles.files import Shown
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .planner.plan import Plan
-    from .runtime.records.metrics import EpochRecord, RunSummary
-    from .runtime.settings import RunSettings
+    from ...planner.plan import Plan
+    from ..settings import RunSettings
+    from .metrics import EpochRecord, RunSummary
 
 
 class Run(Shown):
@@ -50,23 +50,23 @@ class Run(Shown):
     @property
     def plan(self) -> Plan:
         """What it trains by. Raises FileError, as all of these."""
-        from .runtime.records.run_dir import RunDir
+        from .run_dir import RunDir
 
         return RunDir(self.path).read()[0]
 
     @property
     def settings(self) -> RunSettings:
         """How it trains."""
-        from .runtime.records.run_dir import RunDir
+        from .run_dir import RunDir
 
         return RunDir(self.path).read()[1]
 
     @property
     def summary(self) -> RunSummary | None:
         """The end of the run; None before that."""
-        from .profiles.files import read_limited
-        from .runtime.records.metrics import RunSummary, decode
-        from .runtime.records.run_dir import RunDir
+        from ...profiles.files import read_limited
+        from .metrics import RunSummary, decode
+        from .run_dir import RunDir
 
         path = RunDir(self.path).summary
         if not path.exists():
@@ -79,21 +79,21 @@ class Run(Shown):
     @property
     def epochs(self) -> list[EpochRecord]:
         """Those that are done: losses, figures of evaluations, times."""
-        from .runtime.records.progress import read_epochs
-        from .runtime.records.run_dir import RunDir
+        from .progress import read_epochs
+        from .run_dir import RunDir
 
         return read_epochs(RunDir(self.path).metrics)
 
     @property
     def losses(self) -> list[float]:
         """The training loss of each mini-batch that is done."""
-        from .runtime.records.progress import read_losses
-        from .runtime.records.run_dir import RunDir
+        from .progress import read_losses
+        from .run_dir import RunDir
 
         return read_losses(RunDir(self.path).metrics)
 
     def weights(self) -> dict[str, Tensor]:
         """Of the whole model, under its own names. Raises FileError before the run's end."""
-        from .runtime.records.run_dir import load_weights
+        from .run_dir import load_weights
 
         return load_weights(self.path)

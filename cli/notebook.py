@@ -7,21 +7,21 @@ from dataclasses import dataclass, replace
 from html import escape
 from typing import Any
 
-from .cli.errors import output, printable
-from .cli.pictures.svg.frame import FigureSettings, window_of
-from .cli.pictures.svg.options import recorded
-from .cli.pictures.svg.timeline import timelines_svg
-from .cli.tables.layout import compact_table, counted, first_to_last
-from .cli.tables.plan import bare_rate, gap, print_plan, rate
-from .cli.tables.profile import print_profile
-from .cli.tables.stages import device_count, on_devices
-from .planner.plan import Plan
-from .planner.recordings.recording import Recording
-from .profiles.errors import ScheduleError, UserError
-from .profiles.files import MAX_COUNT
-from .profiles.profile import Profile
-from .profiles.units import format_bytes, format_seconds
-from .results import Run
+from ..planner.plan import Plan
+from ..planner.recordings.recording import Recording
+from ..profiles.errors import ScheduleError, UserError
+from ..profiles.files import MAX_COUNT
+from ..profiles.profile import Profile
+from ..profiles.units import format_bytes, format_seconds
+from ..runtime.records.run import Run
+from .errors import output, printable
+from .pictures.svg.frame import FigureSettings, window_of
+from .pictures.svg.options import recorded
+from .pictures.svg.timeline import timelines_svg
+from .tables.layout import compact_table, counted, first_to_last
+from .tables.plan import bare_rate, gap, print_plan, rate
+from .tables.profile import print_profile
+from .tables.stages import device_count, on_devices
 
 _MOST_ROWS = 24
 
@@ -127,8 +127,8 @@ def show(shown: Any) -> None:
     elif isinstance(shown, Plan):
         print_plan(shown, 0)
     else:
-        from .cli.pictures.html.run_data import read_facts
-        from .cli.run_commands.report import print_run
+        from .pictures.html.run_data import read_facts
+        from .run_commands.report import print_run
 
         print_run(output(), read_facts(shown.path))
 
@@ -275,7 +275,7 @@ def _plan_figure(plans: Sequence[tuple[str, Plan]]) -> str:
 
 
 def _run_sheet(run: Run) -> Sheet:
-    from .cli.pictures.html.run_data import read_facts
+    from .pictures.html.run_data import read_facts
 
     facts = read_facts(run.path)
     figures = list(dict.fromkeys(name for record in facts.epochs for name in record.test))
@@ -304,7 +304,7 @@ def _run_sheet(run: Run) -> Sheet:
 
 
 def _runs_sheet(runs: Sequence[Run]) -> Sheet:
-    from .cli.pictures.html.run_data import distinct_names, read_facts
+    from .pictures.html.run_data import distinct_names, read_facts
 
     names = distinct_names([str(run.path) for run in runs])
     facts = [read_facts(run.path, name) for run, name in zip(runs, names, strict=True)]
