@@ -16,7 +16,7 @@ from .profiles.files import Views, show_with
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from .api import check, dry_run, links, plan, profile, resume, run
+    from .api import check, dry_run, links, plan, plans, profile, resume, run
     from .planner.cluster.cluster import Cluster
     from .planner.plan import Plan
     from .profiles.profile import Profile
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _HOME = {
     "profile": "api",
     "plan": "api",
+    "plans": "api",
     "run": "api",
     "resume": "api",
     "check": "api",
@@ -59,6 +60,7 @@ __all__ = [
     "hugging_face",
     "links",
     "plan",
+    "plans",
     "profile",
     "resume",
     "run",

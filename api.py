@@ -6,7 +6,7 @@ Each takes what its command takes, with the same defaults; amounts are texts, as
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,8 +19,12 @@ from .planner.cluster.cluster import (
 )
 from .planner.cluster.contention import with_contention
 from .planner.plan import Plan
+from .planner.search.pareto import ParetoFront, pareto_point
 from .planner.search.solve import MUON, solve
-from .profiles.errors import PlanError, UserError
+from .planner.study.choose import StudyFigures, by_time_to_target
+from .planner.study.study import read_study
+from .planner.systems.variants import VARIANTS, variant_named
+from .profiles.errors import InfeasibleError, PlanError, UserError
 from .profiles.profile import Profile
 from .profiles.published.reader import import_profile, is_foreign
 from .profiles.tasks.objects import SESSION, check_not_importing, name_of
@@ -28,6 +32,7 @@ from .runtime.records.run import Run
 
 if TYPE_CHECKING:
     from .planner.costs.tied_parameters import Tied
+    from .planner.evaluate import Evaluation
     from .runtime.records.callbacks import Callback
     from .runtime.verify.check import CheckReport
     from .runtime.verify.dry_run import DryRun
@@ -141,6 +146,7 @@ def plan(
     between_latency: str | None = None,
     half_duplex: bool = False,
     overlap: bool = True,
+    seen: Callable[[Evaluation], None] | None = None,
 ) -> Plan:
     """Find the best plan (`tp-plan solve`).
 
@@ -167,6 +173,7 @@ def plan(
             are of the links between machines then.
         half_duplex: a link carries one direction at a time.
         overlap: devices compute while they transfer.
+        seen: is told of every plan that fits.
 
     Raises:
         PlanError, InfeasibleError: the settings contradict each other, or nothing fits.
@@ -212,7 +219,60 @@ def plan(
         pins=tuple((pins or {}).items()),
         solver=solver,
         time_limit_s=time_limit_s,
+        seen=seen,
     )
+
+
+def plans(
+    profile: Profile,
+    cluster: Cluster | None = None,
+    *,
+    variants: Sequence[str] | None = None,
+    study: str | Path | None = None,
+    **options: Any,
+) -> dict[str, Plan]:
+    """Each system's best plan, by the system's name (`tp-plan solve --variant all`).
+
+    Args:
+        variants: the systems; None: all of them. Those that nothing fits are left out.
+        study: a file of `tp-run study`: plans are judged by their time to its target. The best one
+            by that comes first then, in the place of its system's.
+        options: as of `plan`.
+
+    Raises as `plan`; InfeasibleError where no system has a plan.
+    """
+    from .cli.plan_commands.solve import chosen_by_study
+
+    figures = None if study is None else StudyFigures(read_study(str(study)))
+    if figures is not None:
+        mini_batch = options.get("mini_batch") or profile.batch_size
+        figures.check(profile.fingerprint, mini_batch, str(study))
+    found: dict[str, Plan] = {}
+    failed: dict[str, str] = {}
+    fronts: list[ParetoFront] = []
+    for name in VARIANTS if variants is None else variants:
+        # By a study a plan may be best that another system's beats in all three prices.
+        fronts.append(front := ParetoFront())
+        system = variant_named(name)
+
+        def keep(seen: Evaluation, front: ParetoFront = front, system: str = system.name) -> None:
+            front.add(pareto_point(system, seen))
+
+        try:
+            found[name] = plan(profile, cluster, variant=name, seen=keep, **options)
+        except (InfeasibleError, PlanError) as error:
+            failed[name] = str(error)
+    if not found:
+        raise InfeasibleError("; ".join(f"{name}: {why}" for name, why in failed.items()))
+    if figures is None:
+        return found
+    points = [point for front in fronts for point in front.points]
+    times = by_time_to_target(points, figures, options.get("update_every", 1))
+    if not times:
+        return found
+    best = times[0].point.variant
+    chosen = chosen_by_study(profile, found.pop(best), times[0])
+    return {best: chosen, **found}
 
 
 def run(

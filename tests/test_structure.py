@@ -199,6 +199,7 @@ def test_public_names():
         "hugging_face",
         "links",
         "plan",
+        "plans",
         "profile",
         "resume",
         "run",

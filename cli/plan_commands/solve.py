@@ -267,7 +267,7 @@ def _solve_all(
         points = [point for front in by_system.values() for point in front.points]
         times = by_time_to_target(points, figures, asked["update_every"])
         if times:
-            write_file(path, _chosen(profile, plans[times[0].point.variant], times[0]))
+            write_file(path, chosen_by_study(profile, plans[times[0].point.variant], times[0]))
     if as_json:
         told = {"plans": plans, "failed": failed}
         print_json(told if figures is None else {**told, "by_study": _told(times, plans, figures)})
@@ -287,7 +287,7 @@ def _solve_all(
         console.print(f"wrote {', '.join(written)}")
 
 
-def _chosen(profile: Profile, own: Plan, best: TargetPoint) -> Plan:
+def chosen_by_study(profile: Profile, own: Plan, best: TargetPoint) -> Plan:
     """The plan file of the best by a study. `own`: the best of its system, by period."""
     found = best.point.evaluation
     if found.stages == own.stages and found.micro_batches == own.micro_batches:

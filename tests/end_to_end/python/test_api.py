@@ -8,13 +8,16 @@ import msgspec
 import pytest
 import timeprest
 from click.testing import CliRunner
+from helpers.by_hand.studies import PLAIN_ARM, arm, study
+from helpers.plans import with_times
 from timeprest.cli.plan import main as plan_main
 from timeprest.cli.profile import main as profile_main
 from timeprest.cli.run import main as run_main
 from timeprest.planner.cluster.cluster import read_cluster, uniform_cluster
 from timeprest.planner.cluster.link_fit import LinkPoint
 from timeprest.planner.plan import read_plan
-from timeprest.profiles.errors import PlanError, UserError
+from timeprest.planner.study.study import write_study
+from timeprest.profiles.errors import InfeasibleError, PlanError, UserError
 from timeprest.profiles.files import write_file
 from timeprest.profiles.profile import Together
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
@@ -45,8 +48,7 @@ def options_of(command):
                 "no_overlap": "overlap",
                 "time_limit": "time_limit_s",
             },
-            # For all systems side by side.
-            {"study_path": None},
+            {"study_path": "plans.study"},
         ),
         (
             "run",
@@ -67,7 +69,7 @@ def test_python_takes_what_the_command_takes(function, command, others, elsewher
     parameters = inspect.signature(getattr(timeprest, function)).parameters
     fields = {f.name: f for f in msgspec.structs.fields(RunSettings)}
     for name, option in options_of(command).items():
-        if name in OF_THE_TERMINAL or elsewhere.get(name, "") is None:
+        if name in OF_THE_TERMINAL:
             continue
         if name in elsewhere:
             other, _, parameter = elsewhere[name].partition(".")
@@ -183,3 +185,26 @@ def test_python_measures_links(monkeypatch, tmp_path):
     found = timeprest.links(tmp_path / "cluster.toml", processes=2)
     assert len(found.devices) == 2
     assert found == read_cluster(tmp_path / "cluster.toml")
+
+
+def test_python_plans_every_system(mlp_profile, tmp_path, monkeypatch):
+    """As the command does, with a study and without."""
+    monkeypatch.chdir(tmp_path)
+    profile = with_times(mlp_profile)
+    how = {"devices": 2, "bandwidth": "100MB/s", "variants": ("v-timeprest", "pipedream")}
+    found = timeprest.plans(profile, **how)
+    assert list(found) == ["v-timeprest", "pipedream"]
+    wanted = timeprest.plan(profile, variant="pipedream", devices=2, bandwidth="100MB/s")
+    assert found["pipedream"].stages == wanted.stages
+    arms = [PLAIN_ARM, arm("v-timeprest", (9, 9, 9)), arm("pipedream", (1.1, 1.2, 1.0))]
+    made = study(arms, dict.fromkeys(found, 1.0), plans=found, mini_batch=profile.batch_size)
+    write_study("study.json", made)
+    judged = timeprest.plans(profile, study="study.json", **how)
+    assert set(judged) == set(found)
+    # A plan of one stage trains plainly; else a mini-batch of the other takes nine times as many.
+    best = next(iter(judged.values()))
+    assert best.variant == "pipedream" or len(best.stages) == 1
+    with pytest.raises(UserError, match="is a study of mini-batches"):
+        timeprest.plans(profile, study="study.json", mini_batch=2)
+    with pytest.raises(InfeasibleError, match="pipedream: "):
+        timeprest.plans(profile, variants=["pipedream"], memory="1KiB")
