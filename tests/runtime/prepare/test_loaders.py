@@ -190,6 +190,14 @@ def test_a_flush_run_on_a_loader_is_plain_training(mlp_profile):
     assert check(plan, settings, inline=True).verdict == "same"
 
 
+@pytest.mark.parametrize("how", [{"replicas": (2, 1)}, {"micro_batches": 3}])
+def test_parts_of_batches_and_the_last_one_filled_up(how, mlp_profile):
+    """42 samples: the sixth batch has 2, and some micro-batches none."""
+    plan = plan_by_hand(mlp_profile, "gpipe", 2, **{"micro_batches": 4, **how})
+    settings = RunSettings(task=f"{FILE}:Stream", steps=7, ragged="pad")
+    assert check(plan, settings, inline=True).verdict == "same"
+
+
 @pytest.mark.parametrize("name", ["LoadedNoisy", "LoadedByWorkers", "EndlessStream"])
 def test_a_run_goes_on_with_the_samples_that_it_would_have_had(name, plan, tmp_path):
     """Stopped in mid-epoch, behind the checkpoint before."""
