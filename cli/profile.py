@@ -175,8 +175,8 @@ def main(
     """Measure TARGET layer by layer and write a profile file.
 
     TARGET: a built-in task or model (digits, text:FILE, vgg16, resnet50:size=64, gpt2,
-    hf:bert …), file.py:NAME or pkg.module:NAME, where NAME is a task, a model, or a function
-    that makes one; model.onnx; a table of costs (.csv); or a profile that another planner
+    hf:bert, hf:FOLDER …), file.py:NAME or pkg.module:NAME, where NAME is a task, a model, or a
+    function that makes one; model.onnx; a table of costs (.csv); or a profile that another planner
     published (PipeDream's graph.txt, JSON workloads).
     """
     if links:
