@@ -16,7 +16,7 @@ from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
 from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import run
-from timeprest.runtime.settings import RunSettings
+from timeprest.runtime.settings import COMPILING_S, RunSettings
 from timeprest.runtime.stage import compiled
 
 needs_compiler = pytest.mark.skipif(
@@ -104,7 +104,8 @@ def test_nothing_is_computed_again_on_other_weights(normed, tmp_path, monkeypatc
 def test_compiled_in_processes(mlp_profile, mlp_target, tmp_path):
     """Each worker compiles its own stage while the others wait for it."""
     plan = plan_by_hand(with_times(mlp_profile), "timeprest", 2, 2)
-    train(plan, mlp_target, "momentum", tmp_path / "run", inline=False, compile=True)
+    more = {"compile": True, "timeout_s": COMPILING_S}
+    train(plan, mlp_target, "momentum", tmp_path / "run", inline=False, **more)
 
 
 def test_what_cant_be_compiled_is_said(mlp_profile, mlp_target, tmp_path, monkeypatch):
