@@ -104,6 +104,7 @@ class Batches:
         self._alone = OwnRandomness(seed)
         self._jobs: list[tuple[int, Any]] = []
         self._fetched: DataLoader[Any] | None = None
+        self._workers: Iterator[Any] | None = None
 
     def batch(self, epoch: int, number: int) -> Batch:
         """The batch of this number in an epoch. Cheap where they are asked for in their sequence,
@@ -134,16 +135,28 @@ class Batches:
         return found
 
     def close(self) -> None:
-        """End what loads in the background."""
+        """End what loads in the background, for good: also workers that are kept over epochs."""
+        self._stop()
+        for loader in (self.loader, self._fetched):
+            kept = getattr(loader, "_iterator", None)
+            if kept is not None:
+                loader._iterator = None  # type: ignore[union-attr]
+                _end_workers(kept)
+        self._fetched = None
+
+    def _stop(self) -> None:
+        """End what loads an epoch."""
         ahead, self._ahead = self._ahead, None
         ended = ahead is None or ahead.close()
         self._epoch, self._kept, self._jobs = -1, {}, []
+        workers, self._workers = self._workers, None
         if ended:
-            # The loader's workers end with what iterates over them.
             self._items = iter(())
+            if not self.loader.persistent_workers:
+                _end_workers(workers)
 
     def _open(self, epoch: int, first: int) -> None:
-        self.close()
+        self._stop()
         self._epoch, self._first, self._next = epoch, first, first
         # What a sampler or a stream's worker draws before its own seeds are set.
         self._alone = OwnRandomness(self._number(epoch, "stream"))
@@ -162,7 +175,8 @@ class Batches:
         loader, seed = self.loader, self._number(epoch)
         if self.stream:
             prepare_epoch(loader, epoch, seed)
-            return _behind(iter(loader), first)
+            self._workers = iter(loader)
+            return _behind(self._workers, first)
         order = sequence_of(loader, epoch, seed)[first:]
         self._jobs = [(self._number(epoch, first + k), each) for k, each in enumerate(order)]
         if not loader.num_workers:
@@ -170,7 +184,8 @@ class Batches:
         if self._fetched is None:
             self._fetched = _loader_of_jobs(loader, _Jobs(self))
         self._fetched.generator = torch.Generator().manual_seed(seed)
-        return iter(self._fetched)
+        self._workers = iter(self._fetched)
+        return self._workers
 
     @property
     def jobs(self) -> list[tuple[int, Any]]:
@@ -248,6 +263,17 @@ def _loader_of_jobs(loader: DataLoader[Any], jobs: _Jobs) -> DataLoader[Any]:
         prefetch_factor=loader.prefetch_factor,
         persistent_workers=loader.persistent_workers,
     )
+
+
+def _end_workers(iterator: Iterator[Any] | None) -> None:
+    """End the workers behind a loader's iterator, if it has any.
+
+    Left to the garbage collection, which may come in a process that was forked since, torch waits
+    5 s for them or complains that they are another's.
+    """
+    end = getattr(iterator, "_shutdown_workers", None)
+    if end is not None:
+        end()
 
 
 def _as_it_is(batch: Any) -> Any:
