@@ -319,13 +319,14 @@ def test_a_slow_machine_is_waited_for_or_told_of(tmp_path, monkeypatch):
         racer.close()
     assert any("not run" in line for line in lines)
     assert found.pace == 0.5
-    assert racer._good(found)
+    # Of a moment, others' share of the processors says nothing.
+    assert racer._good(msgspec.structs.replace(found, foreign_share=0.0))
 
 
 def test_window_is_from_update_to_update(tmp_path):
     lines = [
         {"op": f"0{kind}{k}", "begin_s": k + begin, "end_s": k + begin + spent + 0.1}
-        | {"compute_s": spent, "communication_s": 0.05}
+        | {"compute_s": spent / 2, "loading_s": spent / 2, "communication_s": 0.05}
         for k in range(6)
         for kind, begin, spent in (("F", 0.0, 0.2), ("B", 0.3, 0.3), ("U", 0.8, 0.1))
     ]
