@@ -6,7 +6,9 @@ import functools
 import io
 import json
 import os
+import signal
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +29,7 @@ _PLAIN_WIDTH = 100
 _MODULES = {f"{name}.py": f"tp-{name}" for name in ("profile", "plan", "run")}
 _LONGEST_LINE = 1000
 """Characters of an error; names in a broken file can be any length."""
+_AGAIN_S = 0.02
 
 
 def printable(name: str) -> str:
@@ -83,7 +86,7 @@ def errors_as_lines(function: F) -> F:
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         try:
-            with _warnings_as_lines():
+            with _warnings_as_lines(), _ctrl_c_again():
                 return function(*args, **kwargs)
         except TimeprestError as error:
             with suppress(OSError):
@@ -112,6 +115,27 @@ def errors_as_lines(function: F) -> F:
             sys.exit(1)
 
     return wrapped  # type: ignore[return-value]
+
+
+@contextmanager
+def _ctrl_c_again() -> Iterator[None]:
+    """Where nothing can be raised, in finalizers and callbacks of weak references, Python reports
+    and forgets Ctrl-C; while a model is traced or measured there are many. It comes again then."""
+    before = sys.unraisablehook
+
+    def hook(what: sys.UnraisableHookArgs) -> None:
+        if not issubclass(what.exc_type, KeyboardInterrupt):
+            before(what)
+            return
+        timer = threading.Timer(_AGAIN_S, os.kill, [os.getpid(), signal.SIGINT])
+        timer.daemon = True
+        timer.start()
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
 
 
 def why_unprinted(error: BaseException) -> str | None:
