@@ -16,7 +16,7 @@ from .profiles.files import Views, show_with
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from .api import check, dry_run, links, plan, plans, profile, resume, run
+    from .api import check, dry_run, links, plan, plans, profile, resume, run, what_if
     from .planner.cluster.cluster import Cluster
     from .planner.plan import Plan
     from .profiles.profile import Profile
@@ -29,6 +29,7 @@ _HOME = {
     "profile": "api",
     "plan": "api",
     "plans": "api",
+    "what_if": "api",
     "run": "api",
     "resume": "api",
     "check": "api",
@@ -64,6 +65,7 @@ __all__ = [
     "profile",
     "resume",
     "run",
+    "what_if",
 ]
 
 

@@ -6,10 +6,12 @@ Each takes what its command takes, with the same defaults; amounts are texts, as
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from .planner.cluster.changes import changed, parse_change
 from .planner.cluster.cluster import (
     DEFAULT_BANDWIDTH,
     DEFAULT_LATENCY,
@@ -273,6 +275,43 @@ def plans(
     best = times[0].point.variant
     chosen = chosen_by_study(profile, found.pop(best), times[0])
     return {best: chosen, **found}
+
+
+def what_if(
+    profile: Profile,
+    changes: Sequence[str],
+    cluster: Cluster | None = None,
+    **options: Any,
+) -> dict[str, Plan]:
+    """The best plan after each change of devices or links, by the change (`tp-plan solve
+    --what-if`).
+
+    Args:
+        changes: such as "bandwidth=2x,memory=24GiB", all of which holds at once then. Those after
+            which nothing fits are left out.
+        cluster, options: as of `plan`.
+
+    Raises as `plan`; InfeasibleError where nothing fits after any change.
+    """
+    own = cluster is None
+    if cluster is None:
+        of_cluster = inspect.signature(uniform_cluster).parameters
+        described = {name: options.pop(name) for name in of_cluster if name in options}
+        cluster = uniform_cluster(**{"devices": 2, **described})
+    together = profile.together if own else None
+    others = {
+        text: with_contention(changed(cluster, parse_change(text)), together) for text in changes
+    }
+    found: dict[str, Plan] = {}
+    failed: dict[str, str] = {}
+    for text, other in others.items():
+        try:
+            found[text] = plan(profile, other, **options)
+        except InfeasibleError as error:
+            failed[text] = str(error)
+    if failed and not found:
+        raise InfeasibleError("; ".join(f"{text}: {why}" for text, why in failed.items()))
+    return found
 
 
 def run(

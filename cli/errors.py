@@ -86,7 +86,7 @@ def errors_as_lines(function: F) -> F:
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         try:
-            with _warnings_as_lines(), _ctrl_c_again():
+            with _warnings_as_lines(), _ctrl_c_heard():
                 return function(*args, **kwargs)
         except TimeprestError as error:
             with suppress(OSError):
@@ -118,7 +118,7 @@ def errors_as_lines(function: F) -> F:
 
 
 @contextmanager
-def _ctrl_c_again() -> Iterator[None]:
+def _ctrl_c_heard() -> Iterator[None]:
     """Where nothing can be raised, in finalizers and callbacks of weak references, Python reports
     and forgets Ctrl-C; while a model is traced or measured there are many. It comes again then."""
     before = sys.unraisablehook

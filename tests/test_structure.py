@@ -203,6 +203,7 @@ def test_public_names():
         "profile",
         "resume",
         "run",
+        "what_if",
     ]
     assert all(hasattr(timeprest, name) for name in timeprest.__all__)
     assert dir(timeprest) == sorted(timeprest.__all__)

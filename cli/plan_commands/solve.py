@@ -9,6 +9,7 @@ from typing import Any
 import click
 import msgspec
 
+from ...planner.cluster.changes import changed, parse_change
 from ...planner.cluster.cluster import Cluster
 from ...planner.cluster.contention import with_contention
 from ...planner.costs.tied_parameters import TIED
@@ -47,6 +48,9 @@ from ..tables.pareto import (
     without_figure,
 )
 from ..tables.plan import assumed, few_stages, print_plan
+from ..tables.what_if import what_if_table
+
+WHAT_IF = "--what-if"
 
 
 def _count_or_auto(text: str, option: str) -> int | None:
@@ -164,6 +168,13 @@ def _pin(text: str) -> tuple[str, int]:
         type=FileName(),
         help="With --variant all: judge plans by a study's time to target; -o gets the best.",
     ),
+    click.option(
+        "--what-if",
+        "what_if",
+        multiple=True,
+        metavar="CHANGE",
+        help="Say what other devices or links would bring: bandwidth=2x,memory=24GiB.",
+    ),
 )
 @config_options
 @common_options
@@ -173,6 +184,7 @@ def solve(
     path: str,
     variant: str,
     study_path: str | None,
+    what_if: Sequence[str],
     as_json: bool,
     quiet: bool,
     verbose: bool,
@@ -187,6 +199,8 @@ def solve(
         variant_named(variant)
         if study_path is not None:
             raise UserError("--study: goes with --variant all, whose systems it compares")
+    elif what_if:
+        raise UserError("--what-if: goes with one system; name it by --variant")
     files = [path] if variant != "all" else [_beside(path, name) for name in VARIANTS]
     for file in files + [path] * (study_path is not None):
         check_output(file, Kind.PLAN)
@@ -196,10 +210,14 @@ def solve(
         mini_batch = asked["mini_batch"] or profile.batch_size
         figures.check(profile.fingerprint, mini_batch, str(study_path))
     own = asked["cluster_path"] is None
-    cluster = cluster_of(asked)
-    if own:
-        # A cluster file says itself how fast its devices are.
-        cluster = with_contention(cluster, profile.together)
+    described = cluster_of(asked)
+    # A cluster file says itself how fast its devices are.
+    together = profile.together if own else None
+    cluster = with_contention(described, together)
+    others = {
+        text: with_contention(changed(described, parse_change(text, WHAT_IF), WHAT_IF), together)
+        for text in what_if
+    }
     for name in ("micro_batches", "stages", "stages_per_device"):
         asked[name] = _count_or_auto(asked[name], f"--{name.replace('_', '-')}")
     asked |= _state(asked.pop("optimizer_state"))
@@ -210,11 +228,20 @@ def solve(
         return
     with Bar("planning", quiet=quiet) as bar:
         plan = solve_plan(profile, cluster, variant, progress=bar, **asked)
+        plans: dict[str, Plan] = {}
+        failed: dict[str, str] = {}
+        for text, other in others.items():
+            try:
+                plans[text] = solve_plan(profile, other, variant, progress=bar, **asked)
+            except InfeasibleError as error:
+                failed[text] = str(error)
     write_file(path, plan)
     if as_json:
-        print_json(plan)
+        print_json({"plan": plan, "what_if": plans, "failed": failed} if what_if else plan)
     elif not quiet:
         print_plan(plan, 16 if verbose else 0, every=verbose)
+        if what_if:
+            output().print(what_if_table(plan, plans, failed, output().width))
         _print_notes(profile, [plan], asked)
         output().print(f"wrote {path}; {_next(plan, path)}")
 

@@ -43,6 +43,30 @@ def test_every_system_is_planned_and_compared(folder):
     assert found["failed"] == {}
 
 
+def test_what_changes_would_bring(folder):
+    """As if each had been asked for by itself; the plan written is that without them."""
+    words = ("solve", "profile.json", "--devices", 2, "--bandwidth", "1MB/s", "--memory", "1MiB")
+    asked = json.loads(call(*words, "--json"))
+    changes = ("devices=4,bandwidth=1000x", "memory=1KiB")
+    given = [word for change in changes for word in ("--what-if", change)]
+    found = json.loads(call(*words, *given, "--json"))
+    wanted = "solve profile.json --devices 4 --bandwidth 1GB/s --memory 1MiB --json"
+    wanted = json.loads(call(*wanted.split()))
+    for plan in (asked, found["plan"], wanted, found["what_if"][changes[0]]):
+        plan["solver"].pop("seconds")
+    assert found["plan"] == asked
+    assert found["what_if"] == {changes[0]: wanted}
+    assert wanted["predicted"]["samples_per_s"] > asked["predicted"]["samples_per_s"]
+    assert "no plan fits" in found["failed"][changes[1]]
+    text = call(*words, *given)
+    assert "memory=1KiB: no plan fits" in text
+    assert read_plan(folder / "plan.json").predicted.period_s == asked["predicted"]["period_s"]
+    row = next(line.split() for line in text.splitlines() if line.startswith(changes[0]))
+    ratio = wanted["predicted"]["samples_per_s"] / asked["predicted"]["samples_per_s"]
+    assert f"{ratio:.2f}" in row
+    assert "goes with one system" in call(*words, "--variant", "all", *given, code=2)
+
+
 def planned(name, **more):
     """All systems' plans, and a study of two of them: one 1.3 times as slow in samples, the other
     never there."""

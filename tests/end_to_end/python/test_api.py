@@ -48,7 +48,7 @@ def options_of(command):
                 "no_overlap": "overlap",
                 "time_limit": "time_limit_s",
             },
-            {"study_path": "plans.study"},
+            {"study_path": "plans.study", "what_if": "what_if.changes"},
         ),
         (
             "run",
@@ -185,6 +185,25 @@ def test_python_measures_links(monkeypatch, tmp_path):
     found = timeprest.links(tmp_path / "cluster.toml", processes=2)
     assert len(found.devices) == 2
     assert found == read_cluster(tmp_path / "cluster.toml")
+
+
+def test_python_says_what_changes_would_bring(mlp_profile):
+    """As the command does: on devices that slow each other down, and each change by itself."""
+    profile = msgspec.structs.replace(
+        with_times(mlp_profile), together=Together(processes=2, slowdown=1.5)
+    )
+    how = {"variant": "pipedream", "devices": 2}
+    changes = ["devices=3,memory=1GiB", "memory=1KiB"]
+    found = timeprest.what_if(profile, changes, **how)
+    wanted = timeprest.plan(profile, variant="pipedream", devices=3, memory="1GiB")
+    assert list(found) == changes[:1]
+    assert found[changes[0]].predicted == wanted.predicted
+    assert found[changes[0]].cluster == wanted.cluster
+    cluster = wanted.cluster
+    (same,) = timeprest.what_if(profile, ["devices=3"], cluster, variant="pipedream").values()
+    assert same.cluster == cluster
+    with pytest.raises(InfeasibleError, match="memory=1KiB: "):
+        timeprest.what_if(profile, changes[1:], **how)
 
 
 def test_python_plans_every_system(mlp_profile, tmp_path, monkeypatch):

@@ -1,0 +1,166 @@
+"""Changes of a cluster as people ask for them, and the cluster after them: what if it had more?"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from ...profiles.errors import UserError
+from ...profiles.units import parse_bandwidth, parse_bytes, parse_seconds
+from .cluster import MAX_DEVICES, AllReduce, Cluster, Device, Network
+
+_EXAMPLE = "write it like bandwidth=2x,memory=24GiB"
+_TIMES = re.compile(r"(\d+(?:\.\d*)?|\.\d+)[x×]")
+
+
+@dataclass(frozen=True)
+class Change:
+    """What holds of a cluster besides what it was; fields are texts as people write them.
+
+    "2x" is twice what there is, "24GiB" an amount. `bandwidth` and `latency` are of links in a
+    machine, or of all where links between machines aren't others; what an all-reduce was measured
+    to take changes as these do. `memory` is that of every device, `speed` a factor.
+    """
+
+    bandwidth: str | None = None
+    latency: str | None = None
+    between_bandwidth: str | None = None
+    between_latency: str | None = None
+    memory: str | None = None
+    speed: str | None = None
+    devices: int | None = None
+
+
+def parse_change(text: str, what: str = "what_if") -> Change:
+    """``"bandwidth=2x,memory=24GiB"`` → all of it at once.
+
+    Raises UserError naming `what` and the part that can't be read.
+    """
+    change = Change()
+    for part in text.split(","):
+        name, given, value = (each.strip() for each in part.partition("="))
+        field = name.replace("-", "_")
+        if not given or not value:
+            raise UserError(f"{what} {text!r}: {_EXAMPLE}")
+        if field not in Change.__dataclass_fields__:
+            known = ", ".join(each.replace("_", "-") for each in Change.__dataclass_fields__)
+            raise UserError(f"{what} {text!r}: {name!r} can't be changed; give {known}")
+        if getattr(change, field) is not None:
+            raise UserError(f"{what} {text!r}: {name} is given twice")
+        if field == "devices":
+            if not re.fullmatch(r"[1-9]\d{0,5}", value) or int(value) > MAX_DEVICES:
+                raise UserError(
+                    f"{what} {text!r}: devices: give a whole number from 1 to {MAX_DEVICES}"
+                )
+        if field == "speed" and not _TIMES.fullmatch(value):
+            raise UserError(f"{what} {text!r}: speed: say how many times as fast, as in speed=2x")
+        more: dict[str, Any] = {field: int(value) if field == "devices" else value}
+        change = replace(change, **more)
+    return change
+
+
+def changed(cluster: Cluster, change: Change, what: str = "what_if") -> Cluster:
+    """The cluster after a change.
+
+    More devices are as the last one is, in machines as full as the first; with fewer, those that
+    are listed last go.
+
+    Raises:
+        UserError: names `what` for an amount that can't be read, for twice a memory that has no
+            limit, and for links between machines where there is one machine.
+    """
+    devices = _so_many(cluster, change.devices or len(cluster.devices))
+    devices = tuple(_device(device, change, what) for device in devices)
+    network = _network(cluster.network, change.bandwidth, change.latency, what)
+    between = cluster.between_machines
+    if change.between_bandwidth or change.between_latency:
+        if len({device.machine for device in devices}) < 2:
+            raise UserError(
+                f"{what}: between-bandwidth, between-latency: there is one machine; say "
+                "--per-machine, or give each device its machine in the cluster file"
+            )
+        between = _network(
+            between or cluster.network, change.between_bandwidth, change.between_latency, what
+        )
+    return msgspec.structs.replace(
+        cluster,
+        devices=devices,
+        network=network,
+        between_machines=between,
+        all_reduce=_all_reduce(cluster.all_reduce, cluster.network, network),
+    )
+
+
+def _so_many(cluster: Cluster, count: int) -> tuple[Device, ...]:
+    devices = list(cluster.devices)
+    first = sum(device.machine == devices[0].machine for device in devices)
+    last = devices[-1]
+    names = {device.name for device in devices}
+    stem = last.name.rstrip("0123456789") or last.name
+    while len(devices) < count:
+        home = devices[-1].machine
+        if home is not None and sum(device.machine == home for device in devices) >= first:
+            home = _next_name(home.rstrip("0123456789"), {d.machine or "" for d in devices})
+        name = _next_name(stem, names)
+        names.add(name)
+        devices.append(msgspec.structs.replace(last, name=name, machine=home))
+    return tuple(devices[:count])
+
+
+def _next_name(stem: str, taken: set[str]) -> str:
+    number = len(taken)
+    while f"{stem}{number}" in taken:
+        number += 1
+    return f"{stem}{number}"
+
+
+def _device(device: Device, change: Change, what: str) -> Device:
+    if change.memory is not None:
+        if _TIMES.fullmatch(change.memory) and device.memory_bytes is None:
+            raise UserError(f"{what}: memory={change.memory}: {device.name} has no limit of memory")
+        memory = _amount(change.memory, device.memory_bytes or 0, parse_bytes, f"{what}: memory")
+        if memory < 1:
+            raise UserError(f"{what}: memory: must be more than 0, not {change.memory!r}")
+        device = msgspec.structs.replace(device, memory_bytes=int(memory))
+    if change.speed is not None:
+        factor = _factor(change.speed, f"{what}: speed")
+        device = msgspec.structs.replace(device, speed=device.speed * factor)
+    return device
+
+
+def _network(network: Network, bandwidth: str | None, latency: str | None, what: str) -> Network:
+    if bandwidth is not None:
+        now = network.bandwidth_bytes_per_s
+        found = _amount(bandwidth, now, parse_bandwidth, f"{what}: bandwidth")
+        network = msgspec.structs.replace(network, bandwidth_bytes_per_s=found)
+    if latency is not None:
+        found = _amount(latency, network.latency_s, parse_seconds, f"{what}: latency")
+        network = msgspec.structs.replace(network, latency_s=found)
+    return network
+
+
+def _all_reduce(measured: AllReduce | None, was: Network, now: Network) -> AllReduce | None:
+    if measured is None:
+        return None
+    faster = now.bandwidth_bytes_per_s / was.bandwidth_bytes_per_s
+    later = now.latency_s / was.latency_s if was.latency_s else 1.0
+    return msgspec.structs.replace(
+        measured,
+        bandwidth_bytes_per_s=measured.bandwidth_bytes_per_s * faster,
+        latency_s=measured.latency_s * later,
+    )
+
+
+def _amount(text: str, now: float, parse: Callable[[str, str], float], what: str) -> float:
+    return now * _factor(text, what) if _TIMES.fullmatch(text) else parse(text, what)
+
+
+def _factor(text: str, what: str) -> float:
+    factor = float(text[:-1])
+    if not 1e-6 <= factor <= 1e6:
+        raise UserError(f"{what}: {text!r} isn't between 1e-6 and 1e6 times what there is")
+    return factor
