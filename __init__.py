@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .profiles.files import Views, show_with
+from .profiles.profile import import_graphs_with
 
 __version__ = "0.1.0"
 
@@ -83,7 +84,14 @@ def _views() -> Views:
     return notebook
 
 
+def _import_graph() -> Any:
+    from .profiles.published.networkx_graph import import_graph
+
+    return import_graph
+
+
 show_with(_views)
+import_graphs_with(_import_graph)
 
 
 def __dir__() -> list[str]:

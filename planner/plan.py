@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import Meta
@@ -32,6 +32,9 @@ from .schedules.schedules import limit_ranges
 from .simulator.pipeline import Pipeline
 from .systems.placement import check_placement, numbered_devices
 from .systems.variants import Variant, variant_named
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 FORMAT = "timeprest-plan/2"
 
@@ -270,6 +273,28 @@ class Plan(TaggedFile, Shown, frozen=True, kw_only=True, tag=FORMAT):
     def save(self, path: str | Path) -> None:
         """Write a plan file. Raises FileError."""
         write_file(path, self)
+
+    def to_networkx(self) -> nx.DiGraph:
+        """The stages and what goes between them, as a `networkx.DiGraph` (docs/python.md).
+
+        Nodes are the stages' numbers; the fields of `PlanStage` and of `StagePrediction` are
+        attributes. An edge has `tensors`, the `PlanEdge` of each tensor that goes there, and
+        `bytes_per_micro_batch`, their sum. The graph itself has the attribute `plan`, this one.
+        """
+        import networkx as nx
+
+        graph = nx.DiGraph(plan=self)
+        for s, (stage, predicted) in enumerate(
+            zip(self.stages, self.predicted.stages, strict=True)
+        ):
+            fields = {**msgspec.structs.asdict(stage), **msgspec.structs.asdict(predicted)}
+            graph.add_node(s, **fields)
+        for edge in self.edges:
+            graph.add_edge(edge.source, edge.target)
+            ends = graph.edges[edge.source, edge.target]
+            ends.setdefault("tensors", []).append(edge)
+            ends["bytes_per_micro_batch"] = sum(e.bytes_per_micro_batch for e in ends["tensors"])
+        return graph
 
     @property
     def micro_batch(self) -> int:

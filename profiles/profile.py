@@ -6,6 +6,7 @@ Times are for a whole micro-batch of the size at hand, in seconds.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -49,6 +50,7 @@ IMPORTED = {
     "placement": "a workload of the NeurIPS'20 placement paper",
     "piper": "a workload of the NeurIPS'21 planner (Piper)",
     "table": "a table of costs",
+    "networkx": "a networkx graph",
 }
 """Profiles made elsewhere: costs without a model, so they can be planned but not run."""
 
@@ -179,6 +181,14 @@ class Totals(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     saved_bytes: Bytes
 
 
+_load_import: list[Callable[[], Callable[..., Profile]]] = []
+
+
+def import_graphs_with(load: Callable[[], Callable[..., Profile]]) -> None:
+    """Have graphs made profiles by what `load` gives: it imports this, so it is handed in."""
+    _load_import[:] = [load]
+
+
 class Profile(TaggedFile, Shown, frozen=True, kw_only=True, tag=FORMAT):
     """A measured model. Layers are in topological order."""
 
@@ -238,17 +248,17 @@ class Profile(TaggedFile, Shown, frozen=True, kw_only=True, tag=FORMAT):
         """Write a profile file. Raises FileError."""
         write_file(path, self)
 
-    def graph(self) -> nx.DiGraph:
-        """The layers and what goes between them, as a `networkx.DiGraph`.
+    def to_networkx(self) -> nx.DiGraph:
+        """The layers and what goes between them, as a `networkx.DiGraph` (docs/python.md).
 
         Nodes are the layers' names in their order, and behind them "output", the model's result,
-        where a layer gives it; edges lead from a producer to a consumer. Of a layer, `kind`,
-        `parameter_bytes`, `buffer_bytes`, `saves` and `measurements` are attributes, as in
-        `Layer`; an edge has `tensors`, the `Edge` of each tensor that goes there.
+        where a layer gives it; edges lead from a producer to a consumer. Of a layer, the fields of
+        `Layer` are attributes; an edge has `tensors`, the `Edge` of each tensor that goes there.
+        The graph itself has the attribute `profile`, this one.
         """
         import networkx as nx
 
-        graph = nx.DiGraph()
+        graph = nx.DiGraph(profile=self)
         for layer in self.layers:
             attributes = msgspec.structs.asdict(layer)
             graph.add_node(attributes.pop("name"), **attributes)
@@ -256,6 +266,32 @@ class Profile(TaggedFile, Shown, frozen=True, kw_only=True, tag=FORMAT):
             graph.add_edge(edge.producer, edge.consumer)
             graph.edges[edge.producer, edge.consumer].setdefault("tensors", []).append(edge)
         return graph
+
+    @classmethod
+    def from_networkx(
+        cls,
+        graph: nx.DiGraph,
+        *,
+        batch_size: int | None = None,
+        micro_batch_sizes: Sequence[int] | None = None,
+    ) -> Profile:
+        """The profile of a graph of one's own, or of what was made of one that `to_networkx` gave.
+
+        Args:
+            graph: either has the attributes that `to_networkx` gives, however changed; layers
+                that went take their edges along. Or each node, named by a text, has `forward_s`
+                and `backward_s`, seconds for a mini-batch, `parameter_bytes`, `activation_bytes`
+                and perhaps `saved_bytes`; an edge may have `bytes`, where not all of an activation
+                is sent.
+            batch_size: samples that such numbers are for.
+            micro_batch_sizes: other sizes to list, with costs in proportion.
+
+        Raises:
+            FileError: naming the node or edge, for an attribute that is missing or none, for edges
+                that form a cycle.
+            TargetError: no batch size, or one where the graph has its own.
+        """
+        return _load_import[0]()(graph, batch_size, micro_batch_sizes)
 
 
 def check_profile(profile: Profile, where: str = "profile") -> Profile:

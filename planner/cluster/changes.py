@@ -51,14 +51,14 @@ def parse_change(text: str, what: str = "what_if") -> Change:
             raise UserError(f"{what} {text!r}: {name!r} can't be changed; give {known}")
         if getattr(change, field) is not None:
             raise UserError(f"{what} {text!r}: {name} is given twice")
-        if field == "devices":
-            if not re.fullmatch(r"[1-9]\d{0,5}", value) or int(value) > MAX_DEVICES:
-                raise UserError(
-                    f"{what} {text!r}: devices: give a whole number from 1 to {MAX_DEVICES}"
-                )
+        number = int(value) if re.fullmatch(r"\d{1,6}", value) else 0
+        if field == "devices" and not 1 <= number <= MAX_DEVICES:
+            raise UserError(
+                f"{what} {text!r}: devices: give a whole number from 1 to {MAX_DEVICES}"
+            )
         if field == "speed" and not _TIMES.fullmatch(value):
             raise UserError(f"{what} {text!r}: speed: say how many times as fast, as in speed=2x")
-        more: dict[str, Any] = {field: int(value) if field == "devices" else value}
+        more: dict[str, Any] = {field: number if field == "devices" else value}
         change = replace(change, **more)
     return change
 

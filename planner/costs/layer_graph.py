@@ -89,7 +89,7 @@ class LayerGraph:
 
     Attributes:
         names: of the n layers.
-        graph: `Profile.graph` without the result.
+        graph: `Profile.to_networkx` without the result.
         needs: per layer, bit mask of the layers it uses.
         together: bit masks of layers that must share a stage.
         one_device: bit masks of layers that must share a device.
@@ -102,7 +102,7 @@ class LayerGraph:
         self.profile = profile
         self.names = tuple(layer.name for layer in profile.layers)
         self.position = {name: k for k, name in enumerate(self.names)}
-        self.graph = profile.graph()
+        self.graph = profile.to_networkx()
         self.graph.remove_nodes_from(["output"])
         self.needs = needs_of(self.graph)
         self.together = tuple(

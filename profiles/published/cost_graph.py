@@ -151,7 +151,7 @@ def make_profile(
     return check_profile(
         Profile(
             target=where,
-            fingerprint=_fingerprint(front_end, layers, edges),
+            fingerprint=fingerprint_of(front_end, layers, edges),
             front_end=front_end,
             device="imported",
             threads=1,
@@ -261,7 +261,8 @@ def _totals(layers: Sequence[Layer], k: int, micro_batch: int) -> Totals:
     )
 
 
-def _fingerprint(front_end: str, layers: Sequence[Layer], edges: Sequence[Edge]) -> str:
+def fingerprint_of(front_end: str, layers: Sequence[Layer], edges: Sequence[Edge]) -> str:
+    """Of a graph that was imported: another wherever it is another."""
     parts = (
         front_end,
         [(la.name, la.kind, la.parameter_bytes, la.buffer_bytes) for la in layers],

@@ -25,6 +25,7 @@ from .cost_graph import (
     MAX_BYTES,
     MAX_SECONDS,
     Cost,
+    Sizes,
     Tensor,
     choose_sizes,
     make_profile,
@@ -81,8 +82,6 @@ def import_table(
         TargetError: no batch size, or micro-batches that are larger.
         FileError: a table is malformed; names the line and the column.
     """
-    import networkx as nx
-
     rows = read_rows(where, text)
     if batch_size is None:
         raise TargetError(
@@ -91,25 +90,50 @@ def import_table(
         )
     sizes = choose_sizes(where, batch_size, batch_size, micro_batch_sizes)
     if edges_path is None:
-        edges = [TableEdge(k, k + 1, None) for k in range(len(rows) - 1)]
-    else:
-        edges = read_edges(str(edges_path), [row.name for row in rows])
+        chain = [TableEdge(k, k + 1, None) for k in range(len(rows) - 1)]
+        feeds = ["Each layer feeds the next, and no other."]
+        return profile_of(where, "table", rows, chain, sizes, feeds)
+    edges = read_edges(str(edges_path), [row.name for row in rows])
+    return profile_of(where, "table", rows, edges, sizes, edges_at=str(edges_path))
+
+
+def profile_of(
+    where: str,
+    front_end: str,
+    rows: Sequence[TableRow],
+    edges: Sequence[TableEdge],
+    sizes: Sizes,
+    assumptions: Sequence[str] = (),
+    *,
+    edges_at: str | None = None,
+) -> Profile:
+    """A profile of rows in any sequence, whose edges form no cycle.
+
+    Args:
+        where: what messages name; edges_at: where the edges come from, if from elsewhere.
+        assumptions: more sentences about what was taken to be so.
+
+    Raises:
+        FileError: edges that form a cycle, or costs beyond what a profile can hold.
+    """
+    import networkx as nx
+
     graph = nx.DiGraph()
     for k, row in enumerate(rows):
         graph.add_node(k, name=row.name)
     graph.add_edges_from((edge.source, edge.target) for edge in edges)
-    order = topological_order(where if edges_path is None else str(edges_path), graph, int)
+    order = topological_order(edges_at or where, graph, int)
     results = [k for k in order if not graph.succ[k]]
     uses = [(rows[e.source].name, rows[e.target].name, _tensor(rows, e)) for e in edges]
     uses += [(rows[k].name, "output", _tensor(rows, TableEdge(k, k, None))) for k in results]
     return make_profile(
         where,
-        "table",
+        front_end,
         sizes,
-        [_cost(rows[k]) for k in order],
+        [_cost(rows[k], front_end) for k in order],
         uses,
         storage_bytes={row.name: float(row.activation_bytes) for row in rows},
-        assumptions=_assumptions(rows, sizes.given, results, edges_path),
+        assumptions=_assumptions(front_end, rows, sizes.given, results, assumptions),
     )
 
 
@@ -120,11 +144,11 @@ def _tensor(rows: Sequence[TableRow], edge: TableEdge) -> Tensor:
     return Tensor(f"{row.name}[{edge.nbytes}]", row.name, edge.nbytes, needs_grad=True)
 
 
-def _cost(row: TableRow) -> Cost:
+def _cost(row: TableRow, kind: str) -> Cost:
     own = row.saved_bytes is None
     return Cost(
         name=row.name,
-        kind="table",
+        kind=kind,
         forward_s=row.forward_s,
         backward_s=row.backward_s,
         saved_bytes=row.activation_bytes if row.saved_bytes is None else row.saved_bytes,
@@ -134,17 +158,21 @@ def _cost(row: TableRow) -> Cost:
 
 
 def _assumptions(
-    rows: Sequence[TableRow], given: int, results: Sequence[int], edges_path: str | Path | None
+    front_end: str,
+    rows: Sequence[TableRow],
+    given: int,
+    results: Sequence[int],
+    more: Sequence[str],
 ) -> list[str]:
-    sentences = [f"The table's times and activations were taken to be for {given} samples."]
+    whose = "table" if front_end == "table" else "graph"
+    sentences = [f"The {whose}'s times and activations were taken to be for {given} samples."]
     unsaid = sum(row.saved_bytes is None for row in rows)
     if unsaid:
         which = "Each layer" if unsaid == len(rows) else f"{unsaid} layers without saved bytes"
         keeps = "keeps its" if unsaid == len(rows) else "keep their"
         sentences.append(f"{which} {keeps} own activation for the backward, and nothing else.")
     sentences.append("Gradients are as large as the tensors they belong to.")
-    if edges_path is None:
-        sentences.append("Each layer feeds the next, and no other.")
+    sentences.extend(more)
     last = ", ".join(rows[k].name for k in results[:4])
     more = f" and {len(results) - 4} more" if len(results) > 4 else ""
     sentences.append(f"The model's result was taken to be that of {last}{more}.")
