@@ -17,7 +17,7 @@ from .profiles.profile import import_graphs_with
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from .api import check, dry_run, links, plan, plans, profile, resume, run, what_if
+    from .api import check, dry_run, export, links, plan, plans, profile, resume, run, what_if
     from .planner.cluster.cluster import Cluster
     from .planner.plan import Plan
     from .profiles.profile import Profile
@@ -35,6 +35,7 @@ _HOME = {
     "resume": "api",
     "check": "api",
     "dry_run": "api",
+    "export": "api",
     "links": "api",
     "hugging_face": "profiles.zoo.hf",
     "Profile": "profiles.profile",
@@ -59,6 +60,7 @@ __all__ = [
     "__version__",
     "check",
     "dry_run",
+    "export",
     "hugging_face",
     "links",
     "plan",

@@ -196,6 +196,7 @@ def test_public_names():
         "__version__",
         "check",
         "dry_run",
+        "export",
         "hugging_face",
         "links",
         "plan",

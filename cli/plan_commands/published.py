@@ -9,8 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ...planner.partition.problem import StageProblem, members, stage_bytes, stage_load
+from ...planner.partition.published import COST_MODELS, problem_of
 from ...planner.partition.solve import SOLVERS, CutAnswer, solve_cut
-from ...planner.published import COST_MODELS, problem_of
 from ...profiles.errors import InfeasibleError
 from ...profiles.files import MAX_FACTOR
 from ...profiles.published.reader import read_workload

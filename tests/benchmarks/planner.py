@@ -23,9 +23,9 @@ from typing import Any
 
 from timeprest.planner.cluster.cluster import Cluster, uniform_cluster
 from timeprest.planner.partition.problem import StageProblem, cut_load
+from timeprest.planner.partition.published import problem_of
 from timeprest.planner.partition.solve import CutAnswer, solve_cut
 from timeprest.planner.plan import Plan
-from timeprest.planner.published import problem_of
 from timeprest.planner.search.solve import solve
 from timeprest.planner.systems.placement import numbered_devices, pattern_of
 from timeprest.profiles.errors import InfeasibleError

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..profiles.errors import UserError
-from ..profiles.published.workload import Node, Workload
-from .partition.dp.identical_devices import IdenticalPlaces
-from .partition.problem import (
+from ...profiles.errors import UserError
+from ...profiles.published.workload import Node, Workload
+from .dp.identical_devices import IdenticalPlaces
+from .problem import (
     CutTensor,
     Mode,
     Option,

@@ -1,0 +1,76 @@
+"""tp-plan export: a plan as files that another engine reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from ...planner.exports.export import ENGINES, EngineName, exported
+from ...planner.exports.torch_pipelining import ModelFacts
+from ...planner.plan import Plan, read_plan
+from ...profiles.files import new_folder, write_bytes
+from ..errors import errors_as_lines, output, print_json
+from ..options import common_options
+from ..options.command import GroupedCommand, examples
+from ..options.values import FileName, FolderName
+
+
+@click.command(
+    name="export",
+    cls=GroupedCommand,
+    epilog=examples(
+        "tp-plan export plan.json --to torch -o exported",
+        "tp-plan export plan.json --to torchtitan -o exported",
+        "tp-plan export plan.json --to megatron -o exported",
+    ),
+)
+@click.argument("plan_path", type=FileName(), metavar="PLAN")
+@click.option(
+    "--to",
+    "engine",
+    type=click.Choice(ENGINES),
+    required=True,
+    help="torch: split points, schedule and a script for torch.distributed.pipelining. torchtitan: "
+    "settings and schedule. megatron: arguments with the layout. deepspeed: a PipelineModule.",
+)
+@click.option(
+    "-o", "--output", "folder", type=FolderName(), required=True, help="The new folder to write."
+)
+@common_options
+@errors_as_lines
+def export_plan(
+    plan_path: str, engine: EngineName, folder: str, as_json: bool, quiet: bool, verbose: bool
+) -> None:
+    """Write PLAN as another engine reads it: its cuts, and its schedule where that takes one.
+
+    What the engine can't express is refused.
+    """
+    plan = read_plan(plan_path)
+    written, notes = write_export(plan, engine, folder)
+    if as_json:
+        print_json({"engine": engine, "files": written})
+    elif not quiet:
+        for path in written:
+            output().print(f"wrote {path}")
+        for note in notes:
+            output().print(note)
+
+
+def write_export(plan: Plan, engine: EngineName, folder: str | Path) -> tuple[list[str], list[str]]:
+    """Write the files into a new folder; their paths, and notes on their use.
+
+    Raises as `exported`, and FileError.
+    """
+    with new_folder(folder) as place:
+        found = exported(plan, engine, _facts)
+        for name, text in found.files.items():
+            write_bytes(place / name, text.encode())
+    paths = [str(Path(folder) / name) for name in found.files]
+    return paths, [note.format(folder=folder) for note in found.notes]
+
+
+def _facts(plan: Plan) -> ModelFacts:
+    from ...runtime.prepare.facts import facts_of  # loads torch
+
+    return facts_of(plan)

@@ -1,0 +1,1 @@
+"""Plans as other engines read them. Never imports torch."""

@@ -1,0 +1,132 @@
+"""What other engines can express of a plan; the rest is refused, in a line that says why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ...profiles.errors import PlanError
+from ..plan import Plan
+from ..systems.placement import pattern_of
+from ..systems.variants import VARIANTS, ScheduleRule
+
+
+@dataclass(frozen=True)
+class EngineFiles:
+    """A plan as an engine reads it.
+
+    Attributes:
+        files: the text of each, by its name.
+        notes: a line each for whoever uses them; ``{folder}`` stands for where they are.
+    """
+
+    files: Mapping[str, str]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What an engine can do.
+
+    Attributes:
+        name: for messages.
+        schedules: the sequences of operations that it runs, each under its own name for it.
+        placements: the patterns of several stages on each device that it has.
+        sums_ties: whether it sums the gradients of parameters that several stages use.
+    """
+
+    name: str
+    schedules: Mapping[ScheduleRule, str]
+    placements: frozenset[str] = frozenset()
+    sums_ties: bool = False
+
+    def refuse(self, why: str) -> PlanError:
+        """The error for what the engine can't express."""
+        return PlanError(f"{self.name} can't run this plan: {why}")
+
+    def check(self, plan: Plan) -> None:
+        """Raise PlanError, naming the first thing that the engine can't express."""
+        if len(plan.stages) == 1:
+            raise self.refuse("it has one stage, so there is no pipeline")
+        self._check_system(plan)
+        self._check_devices(plan)
+        self._check_stages(plan)
+
+    def _check_system(self, plan: Plan) -> None:
+        system = plan.system
+        if system.schedule not in self.schedules:
+            known = ", ".join(v.name for v in VARIANTS.values() if v.schedule in self.schedules)
+            why = (
+                f"it has no schedule like {system.name}'s"
+                if system.flushes
+                else f"{system.name} never flushes, and it flushes before each update"
+            )
+            raise self.refuse(f"{why}; plan with --variant {known}")
+        if plan.update_every > 1:
+            raise self.refuse(
+                f"its updates are made of {plan.update_every} mini-batches each; plan with a "
+                "larger --mini-batch instead of --update-every"
+            )
+        if plan.mini_batch % plan.micro_batches:
+            raise self.refuse(
+                f"{plan.micro_batches} micro-batches don't divide its mini-batch of "
+                f"{plan.mini_batch} samples, and there they are all alike"
+            )
+
+    def _check_devices(self, plan: Plan) -> None:
+        replicas = [len(stage.devices) for stage in plan.stages]
+        if len(set(replicas)) > 1:
+            raise self.refuse(
+                f"its stages have {', '.join(map(str, replicas))} replicas, and there each has as "
+                "many; plan with --replicas off"
+            )
+        pattern = pattern_of(plan.placement, len(plan.stages))
+        if plan.placement and pattern not in self.placements:
+            can = " or ".join(f"--placement {name}" for name in sorted(self.placements))
+            raise self.refuse(
+                f"its devices have several stages, placed {pattern}; plan with "
+                f"{can or '--stages-per-device 1'}"
+            )
+        per_rank = {len(stages) for stages in ranks_of(plan)}
+        if len(per_rank) > 1:
+            raise self.refuse(
+                "its devices have different numbers of stages, and there each has as many; edit "
+                "the plan, or plan with another number of --stages"
+            )
+
+    def _check_stages(self, plan: Plan) -> None:
+        for edge in plan.edges:
+            if edge.target > edge.source + 1:
+                raise self.refuse(
+                    f"tensor {edge.tensor!r} skips from stage {edge.source} to stage "
+                    f"{edge.target}, and there stages send to the next one alone; plan fewer "
+                    "stages, or keep its layers together with --pin"
+                )
+        for s, stage in enumerate(plan.stages):
+            if stage.recompute:
+                raise self.refuse(
+                    f"stage {s} keeps its inputs alone and computes the rest again, and there "
+                    "that can't be said of a stage; plan with --recompute off"
+                )
+        if not self.sums_ties:
+            self._check_ties(plan)
+
+    def _check_ties(self, plan: Plan) -> None:
+        on_one_device = {s for d in plan.predicted.devices for tie in d.ties for s in tie.stages}
+        for s, stage in enumerate(plan.predicted.stages):
+            # Without replicas, an all-reduce is of parameters that other stages use too.
+            copied = len(plan.stages[s].devices) == 1 and stage.all_reduce_s > 0
+            if s in on_one_device or copied:
+                raise self.refuse(
+                    f"stage {s} shares parameters with another stage, and there nobody sums their "
+                    "gradients; plan with --tied together and one stage on each device"
+                )
+
+
+def ranks_of(plan: Plan) -> list[list[int]]:
+    """For each rank of the pipeline, its stages; replicas are one rank."""
+    placement = plan.placement or range(len(plan.stages))
+    found: list[list[int]] = [[] for _ in range(max(placement) + 1)]
+    for s, rank in enumerate(placement):
+        found[rank].append(s)
+    return found

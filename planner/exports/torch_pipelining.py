@@ -1,0 +1,383 @@
+"""torch.distributed.pipelining: split points by module name, the schedule, a script that trains.
+
+The script lets ``torch.distributed.pipelining.pipeline`` trace the model and split it before the
+first module of each stage but the first. GPipe and 1F1B are classes of torch's; every other
+schedule goes as CSV into the runtime that torch's own looped and zero-bubble schedules use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ..plan import Plan
+from .engines import Engine, EngineFiles, ranks_of
+from .schedule import schedule_csv
+
+TORCH = Engine(
+    "torch.distributed.pipelining",
+    {
+        "gpipe": "GPipe",
+        "1f1b-flush": "1F1B",
+        "1f1b-split": "",
+        "interleaved": "",
+        "v-shaped": "",
+    },
+    placements=frozenset({"loop", "v"}),
+)
+
+SCRIPT, CSV = "train.py", "schedule.csv"
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What has to be known of the model itself.
+
+    Attributes:
+        layers: in the sequence in which they run.
+        calls: for each layer whose name is a module's, how often a forward calls that.
+        ties: groups of layers that share parameters.
+        one_tensor: whether its result is one tensor.
+        weighted: whether the loss gives a sum and a weight.
+        unused_hooks: hooks of the task that the script doesn't call.
+    """
+
+    layers: tuple[str, ...]
+    calls: Mapping[str, int]
+    ties: Sequence[Sequence[str]]
+    one_tensor: bool
+    weighted: bool
+    unused_hooks: tuple[str, ...] = ()
+
+
+def for_torch(plan: Plan, look: Callable[[Plan], ModelFacts]) -> EngineFiles:
+    """Script and schedule.
+
+    Args:
+        look: sees what has to be known of the model.
+
+    Raises PlanError where torch can't express the plan.
+    """
+    TORCH.check(plan)
+    facts = look(plan)
+    points = split_points(plan, facts)
+    if facts.weighted:
+        raise TORCH.refuse(
+            "the task's loss gives a sum and a weight, and there each micro-batch's loss is a mean"
+        )
+    notes = [f"start it: torchrun --nproc-per-node {plan.workers} {{folder}}/{SCRIPT}"]
+    if facts.unused_hooks:
+        hooks = " and ".join(facts.unused_hooks)
+        notes.append(f"the script doesn't call the task's {hooks}: add what they do")
+    files = {SCRIPT: _script(plan, points, facts), CSV: schedule_csv(plan)}
+    return EngineFiles(files, tuple(notes))
+
+
+def split_points(plan: Plan, facts: ModelFacts) -> list[str]:
+    """The module that each stage but the first begins with.
+
+    Raises PlanError where a stage doesn't begin with a module that is called once, its layers
+    don't run one after another, or it shares parameters with another stage.
+    """
+    stage_of = {name: s for s, stage in enumerate(plan.stages) for name in stage.nodes}
+    points: list[str] = []
+    before = facts.layers[0]
+    for name in facts.layers:
+        s, last = stage_of[name], stage_of[before]
+        if s < last:
+            raise TORCH.refuse(
+                f"layer {name!r} of stage {s} runs behind {before!r} of stage {last}, and there "
+                f"the model is cut in the sequence in which it runs; plan with --pin {before}={s} "
+                f"or --pin {name}={last}"
+            )
+        if s > last:
+            points.append(name)
+        before = name
+    for s, name in enumerate(points, start=1):
+        called = facts.calls.get(name, 0)
+        if called != 1:
+            why = "isn't a module of the model" if not called else f"is called {called} times"
+            raise TORCH.refuse(
+                f"stage {s} begins with {name!r}, which {why}, and there cuts are before modules "
+                "that are called once; profile with --granularity layer or with patterns of names"
+            )
+    for group in facts.ties:
+        stages = sorted({stage_of[name] for name in group})
+        if len(stages) > 1:
+            raise TORCH.refuse(
+                f"layers {', '.join(map(repr, group))} share parameters and are on stages "
+                f"{', '.join(map(str, stages))}, and there nobody sums their gradients; plan with "
+                "--tied together and one stage on each device"
+            )
+    return points
+
+
+def _script(plan: Plan, points: Sequence[str], facts: ModelFacts) -> str:
+    ranks, replicas = ranks_of(plan), len(plan.stages[0].devices)
+    micro_batches = plan.micro_batches // replicas
+    name = "" if plan.placement else TORCH.schedules[plan.system.schedule]
+    if name == "1F1B" and micro_batches < len(plan.stages):
+        name = ""  # torch's class wants a micro-batch for each stage
+    if name:
+        imported = (
+            "from torch.distributed.pipelining import "
+            f"PipelineStage, Schedule{name}, SplitPoint, pipeline"
+        )
+        made = f"Schedule{name}(stages[0], {micro_batches}, loss_fn=loss_of)"
+        loaded = ""
+    else:
+        imported = (
+            "from torch.distributed.pipelining import PipelineStage, SplitPoint, pipeline\n"
+            "from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime"
+        )
+        made = f"_PipelineScheduleRuntime(stages, {micro_batches}, loss_fn=loss_of)"
+        loaded = f'    schedule._load_csv(str(Path(__file__).with_name("{CSV}")))\n'
+    values = {
+        "target": repr(plan.profile.target),
+        "mini_batch": str(plan.mini_batch),
+        "micro_batches": str(plan.micro_batches),
+        "points": _lines(points),
+        "ranks": repr(ranks),
+        "replicas": str(replicas),
+        "threads": str(plan.profile.threads),
+        "processes": str(plan.workers),
+        "system": plan.variant,
+        "imported": imported,
+        "made": made,
+        "loaded": loaded,
+        "path": "" if name else "from pathlib import Path\n",
+        "result": _PLAIN if facts.one_tensor else _NESTED,
+        "trees": _TREES if facts.one_tensor else f"{_TREES}, tree_structure, tree_unflatten",
+        "copy": "" if facts.one_tensor else "import copy\n",
+        "summed": _SUMMED if replicas > 1 else "",
+    }
+    text = _TEXT
+    for key, value in values.items():
+        text = text.replace(f"<{key}>", value)
+    return text
+
+
+def _lines(names: Sequence[str]) -> str:
+    return "[\n" + "".join(f"    {name!r},\n" for name in names) + "]"
+
+
+_TREES = "tree_leaves, tree_map"
+_PLAIN = """    def rebuilt(output):
+        return output
+"""
+_NESTED = """    # Stages give tensors alone: how the model nests them is seen on a copy of it.
+    with torch.no_grad():
+        result = copy.deepcopy(model)(*part(args, rows), **part(kwargs, rows))
+    structure = tree_structure(result)
+
+    def rebuilt(output):
+        tensors = output if isinstance(output, (list, tuple)) else [output]
+        return tree_unflatten(list(tensors), structure)
+"""
+_SUMMED = """        for p in parameters:
+            if p.grad is not None:
+                dist.all_reduce(p.grad, group=mesh.get_group("replicas"))
+                p.grad /= REPLICAS
+"""
+
+_TEXT = '''"""Trains by a plan with torch.distributed.pipelining; written by tp-plan export.
+
+    torchrun --nproc-per-node <processes> train.py --steps 100
+
+The model, its data, loss and optimizer come from the plan's target, through timeprest. To do
+without it, write `task` anew. The plan's system is <system>. On GPUs: the backend "nccl" in the
+place of "gloo", and DEVICE = torch.device("cuda", local rank).
+"""
+
+import argparse
+<copy>import json
+import operator
+import statistics
+import time
+<path>
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+<imported>
+from torch.utils._pytree import <trees>
+
+TARGET = <target>
+MINI_BATCH = <mini_batch>
+MICRO_BATCHES = <micro_batches>
+SPLIT_POINTS = <points>
+STAGES_OF_RANK = <ranks>
+REPLICAS = <replicas>
+THREADS = <threads>
+DEVICE = torch.device("cpu")
+
+
+def task(seed):
+    """What to train.
+
+    Returns the model; its batches, (arguments, arguments by name, target) of each step; the loss
+    of an output and a target, a mean over samples; and what makes an optimizer of parameters.
+    """
+    from timeprest.profiles.target import resolve
+    from timeprest.runtime.prepare.data import Samples
+
+    found = resolve(TARGET)
+    call, _ = found.call(1)
+    samples = Samples(found.task, "train", MINI_BATCH, seed, mini_batch=MINI_BATCH)
+    in_epoch = samples.size // MINI_BATCH
+
+    def batch(step):
+        epoch, k = divmod(step, in_epoch)
+        tensors, target = samples.take(epoch, range(k * MINI_BATCH, (k + 1) * MINI_BATCH))
+        args, kwargs = call.arguments(tensors)
+        return tuple(args), kwargs, target
+
+    return found.model(seed), batch, found.task.loss, found.task.optimizer
+
+
+class Stage(nn.Module):
+    """A stage of the traced model, called with what the one before gave.
+
+    Inputs of the model that a later stage takes are given to it by name.
+
+    Attributes:
+        own: its name for each of those, and the traced model's.
+        takes, gives: tensors like those of its calls, so that nothing is run to learn shapes.
+    """
+
+    def __init__(self, pipe, s, args, kwargs):
+        super().__init__()
+        calls = [node for node in pipe.split_gm.graph.nodes if node.op == "call_module"]
+        self.inner = pipe.get_stage_module(s)
+        self.first, self.keywords = not s, list(kwargs)
+        inside = [node for node in self.inner.graph.nodes if node.op == "placeholder"]
+        sources = dict(zip(inside, calls[s].args, strict=True))
+        received = [node for node in inside if sources[node].op != "placeholder"]
+        self.received = [node.name for node in received]
+        self.own = {}
+        if not self.first:
+            self.own = {n.name: sources[n].name for n in inside if n not in received}
+        gives = tree_leaves(self.inner.graph.output_node().args[0])
+        self.picked = list(range(len(gives)))
+        if s + 1 < len(calls):
+            sent = [node for node in calls[s + 1].args if node.op != "placeholder"]
+            self.picked = [n.args[1] if n.target is operator.getitem else 0 for n in sent]
+        self.takes = tuple(map(like, inside[: len(args)] if self.first else received))
+        self.gives = tuple(like(gives[k]) for k in self.picked)
+
+    def forward(self, *args, **named):
+        if self.first:
+            output = self.inner(*args, **{name: named[name] for name in self.keywords})
+        else:
+            own = {name: named[root] for name, root in self.own.items()}
+            output = self.inner(**dict(zip(self.received, args, strict=True)), **own)
+        leaves = tree_leaves(output)
+        picked = tuple(leaves[k].contiguous() for k in self.picked)  # as gloo wants messages
+        return picked if len(picked) > 1 else picked[0]
+
+
+def like(node):
+    """A tensor like the one that a node of a traced graph gives."""
+    value = node.meta["val"]
+    empty = torch.empty(value.shape, dtype=value.dtype, device=DEVICE)
+    return empty.requires_grad_(value.is_floating_point())
+
+
+def part(value, rows):
+    """These rows of every tensor in a nest."""
+    return tree_map(lambda leaf: leaf[rows] if isinstance(leaf, torch.Tensor) else leaf, value)
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Train by a plan with torch's pipelining.")
+    parser.add_argument("--steps", type=int, default=10, help="mini-batches")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--losses", help="a JSON file for the losses and seconds of all steps")
+    asked = parser.parse_args()
+    torch.set_num_threads(THREADS)
+    dist.init_process_group("gloo")
+    ranks = len(STAGES_OF_RANK)
+    if dist.get_world_size() != ranks * REPLICAS:
+        raise SystemExit(f"start {ranks * REPLICAS} processes, not {dist.get_world_size()}")
+    mesh = init_device_mesh(DEVICE.type, (ranks, REPLICAS), mesh_dim_names=("stages", "replicas"))
+    rank, replica = mesh.get_coordinate()
+    mine = STAGES_OF_RANK[rank]
+    first, last = 0 in mine, len(SPLIT_POINTS) in mine
+
+    model, batch, loss, make_optimizer = task(asked.seed)
+    model.train()
+    args, kwargs, _ = batch(0)
+    size = MINI_BATCH // MICRO_BATCHES
+    rows = torch.arange(size)
+<result>
+    pipe = pipeline(
+        model,
+        part(args, rows),
+        part(kwargs, rows),
+        split_spec={name: SplitPoint.BEGINNING for name in SPLIT_POINTS},
+    )
+    modules = [Stage(pipe, s, args, kwargs) for s in mine]
+    stages = [
+        PipelineStage(
+            module,
+            s,
+            len(SPLIT_POINTS) + 1,
+            DEVICE,
+            input_args=module.takes,
+            output_args=module.gives,
+            group=mesh.get_group("stages"),
+        )
+        for s, module in zip(mine, modules, strict=True)
+    ]
+    wanted = {root for module in modules for root in module.own.values()}
+    roots = [node.name for node in pipe.split_gm.graph.nodes if node.op == "placeholder"]
+
+    def named(args, kwargs):
+        leaves = dict(zip(roots, tree_leaves((args, kwargs)), strict=True))
+        return {**(kwargs if first else {}), **{name: leaves[name] for name in wanted}}
+
+    parameters = [p for module in modules for p in module.parameters()]
+    optimizer = make_optimizer(parameters)
+    of_replica = torch.cat(torch.arange(MINI_BATCH).split(size)[replica::REPLICAS])
+
+    # Targets can be nests of tensors, and the schedule splits one tensor: it is given their rows.
+    def loss_of(output, rows):
+        return loss(rebuilt(output), part(target, rows))
+
+    schedule = <made>
+<loaded>    losses, seconds = [], []
+    for step in range(asked.steps):
+        dist.barrier()
+        begun = time.perf_counter()
+        args, kwargs, target = batch(step)
+        found = []
+        schedule.step(
+            *(part(args, of_replica) if first else ()),
+            **part(named(args, kwargs), of_replica),
+            target=of_replica if last else None,
+            losses=found if last else None,
+            return_outputs=False,
+        )
+<summed>        optimizer.step()
+        optimizer.zero_grad()
+        seconds.append(time.perf_counter() - begun)
+        if last:
+            mean = torch.stack([value.detach() for value in found]).mean()
+            if REPLICAS > 1:
+                dist.all_reduce(mean, group=mesh.get_group("replicas"))
+                mean /= REPLICAS
+            losses.append(float(mean))
+            if not replica:
+                print(f"step {step}: loss {losses[-1]:.6f}, {seconds[-1]:.4f} s", flush=True)
+    if last and not replica:
+        print(f"{statistics.median(seconds):.4f} s per mini-batch, in the median")
+        if asked.losses:
+            with open(asked.losses, "w") as file:
+                json.dump({"losses": losses, "seconds": seconds}, file)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
+'''

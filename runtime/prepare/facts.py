@@ -1,0 +1,66 @@
+"""What an export to torch.distributed.pipelining has to know of a model: looked up in its graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...planner.exports.torch_pipelining import ModelFacts
+from ...planner.plan import Plan
+from ...profiles.tracing.call import Call, unchanged
+from ...profiles.tracing.graph import tied_layers
+from .loss import kind_of_loss
+from .tracing import task_to_train, trace_for_run
+
+_NOT_CALLED = ("parameter_groups", "scheduler")
+"""Hooks of a task that change how it trains, and that an exported script doesn't call."""
+
+
+def facts_of(plan: Plan) -> ModelFacts:
+    """Trace the plan's model and see.
+
+    Raises:
+        TargetError: the task can't be imported or built, or fails.
+        TraceError: the model can't be traced.
+        PlanError: it is another model than the plan's.
+    """
+    target, task = task_to_train(plan.profile.target, plan.profile)
+    model = target.model()
+    model.train()
+    traced_task = trace_for_run(model, target, plan, [plan.micro_batch])
+    traced = traced_task.training[plan.micro_batch]
+    names = [layer.name for layer in traced.layers]
+    call, wanted = target.call(plan.micro_batch)
+    result, calls = _run(model, call, names)
+    return ModelFacts(
+        layers=tuple(names),
+        calls=calls,
+        ties=[[names[k] for k in group] for group in tied_layers(traced)],
+        one_tensor=isinstance(result, Tensor),
+        weighted=kind_of_loss(task, result, wanted).weighted,
+        unused_hooks=tuple(hook for hook in _NOT_CALLED if hasattr(task, hook)),
+    )
+
+
+def _run(model: nn.Module, call: Call, names: list[str]) -> tuple[Any, dict[str, int]]:
+    """The model's result, and how often it calls the modules of these names."""
+    modules = dict(model.named_modules())
+    calls = {name: 0 for name in names if name in modules}
+
+    def counting(name: str) -> Callable[..., None]:
+        def count(*_: Any) -> None:
+            calls[name] += 1
+
+        return count
+
+    hooks = [modules[name].register_forward_pre_hook(counting(name)) for name in calls]
+    try:
+        with unchanged(model), torch.no_grad():
+            result = call.of(model)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return result, calls

@@ -1,0 +1,96 @@
+"""tp-plan export: what it writes, prints and refuses; and torch runs what it wrote."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+
+import pytest
+import timeprest
+from click.testing import CliRunner
+from helpers.plans import chain_plan, plan_by_hand, with_times
+from timeprest.cli.plan import main
+from timeprest.profiles.errors import FileError
+from timeprest.profiles.files import write_file
+from timeprest.runtime.records.progress import read_losses
+
+BERT = "bert-base:layers=4,width=16,heads=2,vocabulary=50,length=8,dropout=0,tied=0"
+
+
+def call(*words, code=0):
+    done = CliRunner().invoke(main, [str(word) for word in words])
+    assert done.exit_code == code, done.output
+    return done.output
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with a plan in it."""
+    write_file(tmp_path / "plan.json", chain_plan("pipedream-flush"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_files_are_written_whole_or_not_at_all(folder):
+    said = call("export", "plan.json", "--to", "deepspeed", "-o", "out")
+    assert said.splitlines()[:2] == ["wrote out/pipeline_module.py", "wrote out/ds_config.json"]
+    there = sorted(path.name for path in (folder / "out").iterdir())
+    assert there == ["ds_config.json", "pipeline_module.py"]
+    said = call("export", "plan.json", "--to", "torchtitan", "-o", "out", code=2)
+    assert ": out: isn't overwritten" in said
+    assert there == sorted(path.name for path in (folder / "out").iterdir())
+    said = call("export", "plan.json", "--to", "megatron", "-o", "other", code=2)
+    assert said.endswith(
+        ": Megatron-Core can't run this plan: its layers are in no list of transformer blocks\n"
+    )
+    assert sorted(path.name for path in folder.iterdir()) == ["out", "plan.json"]
+
+
+def test_a_plan_without_a_model_has_no_script(folder):
+    said = call("export", "plan.json", "--to", "torch", "-o", "out", code=2)
+    assert said.count("\n") == 1
+    assert "by-hand" in said or "target" in said
+
+
+def test_it_is_quiet_and_json(folder):
+    assert call("export", "plan.json", "--to", "torchtitan", "-o", "a", "-q") == ""
+    found = json.loads(call("export", "plan.json", "--to", "torchtitan", "-o", "b", "--json"))
+    assert found["engine"] == "torchtitan"
+    assert found["files"] == ["b/torchtitan.toml", "b/schedule.csv"]
+
+
+def test_python_exports_as_the_command_does(folder):
+    plan = timeprest.Plan.load("plan.json")
+    call("export", "plan.json", "--to", "torchtitan", "-o", "a")
+    for path in timeprest.export(plan, "torchtitan", "b"):
+        assert path.read_text() == (folder / "a" / path.name).read_text()
+    with pytest.raises(FileError, match="isn't overwritten"):
+        timeprest.export(plan, "torchtitan", "b")
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_torch_runs_what_was_written(tmp_path):
+    """In a V whose later stages take the model's mask, with split backwards, outputs in a dict and
+    targets in another: losses are those of the same plan here."""
+    profile = timeprest.profile(BERT, batch_size=8, granularity="bert.layer.*", seconds=0.01)
+    names = [layer.name for layer in profile.layers]
+    cut = [tuple(names[a:b]) for a, b in itertools.pairwise((0, 5, 6, 8, len(names)))]
+    plan = plan_by_hand(with_times(profile), "zb-v", 4, 4, cut=cut, placement=(0, 1, 1, 0))
+    timeprest.export(plan, "torch", tmp_path / "out")
+    timeprest.run(plan, tmp_path / "run", steps=3, inline=True, evaluate=False)
+    words = ["-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = [tmp_path / "out" / "train.py", "--steps", "3", "--losses", tmp_path / "losses.json"]
+    done = subprocess.run(
+        [sys.executable, *words, *map(str, script)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert not done.returncode, done.stderr
+    theirs = json.loads((tmp_path / "losses.json").read_text())["losses"]
+    wanted = list(read_losses(tmp_path / "run" / "metrics.jsonl"))
+    assert theirs == pytest.approx(wanted, abs=1e-6)
