@@ -12,6 +12,9 @@ from hypothesis import settings
 # One thread per process: the tests run side by side on two cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# torch.compile would build a program to see what the processor can do: half of all its time.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+
 # Processes that tests start needn't compile the package anew, each by itself.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
