@@ -29,13 +29,14 @@ from .checkpoint.start import (
     rewind_logs,
     settings_to_resume,
 )
-from .prepare.devices import devices_here
+from .prepare.devices import device_kind, devices_here
 from .prepare.prepare import Prepared, prepare
 from .prepare.workers import workers_of
 from .processes.environment import launched_by, use_interface
 from .processes.launcher import launch
 from .processes.locks import alone, as_worker
 from .processes.rendezvous import Rendezvous
+from .processes.start import slow_libraries
 from .records.callbacks import (
     Callback,
     Callbacks,
@@ -240,7 +241,11 @@ def _train(
     for replica in prepared.replicas:
         if replica.tells:
             rewind_logs(where, settings, replica)
-    launch(where, [worker.label for worker in workers], observer, as_bytes(settings.task))
+    # A GPU's driver, which some of them look for, can't be forked.
+    on_cpu = device_kind(prepared.plan, settings) == "cpu"
+    libraries = slow_libraries() if on_cpu else ()
+    labels = [worker.label for worker in workers]
+    launch(where, labels, observer, as_bytes(settings.task), libraries)
     return where.read_reports(prepared.replicas)
 
 

@@ -46,6 +46,7 @@ class Workers:
         labels: how each is named in messages, by rank.
         task: bytes of a task that no file has (`profiles.tasks.objects`); None: each finds it by
             its name.
+        libraries: modules that all of them will need (`start.slow_libraries`).
         logs_kept: the directory stays, so that a message may send the user to the logs; where
             it doesn't, the last line of a log stands in the message.
     """
@@ -54,18 +55,23 @@ class Workers:
     where: RunDir
     labels: tuple[str, ...]
     task: bytes | None = None
+    libraries: tuple[str, ...] = ()
     logs_kept: bool = True
 
 
 def launch(
-    run_dir: RunDir, labels: Sequence[str], observer: Observer, task: bytes | None = None
+    run_dir: RunDir,
+    labels: Sequence[str],
+    observer: Observer,
+    task: bytes | None = None,
+    libraries: Sequence[str] = (),
 ) -> None:
     """Run all workers of a prepared run directory and wait for their end.
 
     Args:
         labels: how each is named in messages, by rank.
         observer: is told of progress. Where it is waited for, workers ask it whether to go on.
-        task: as of `Workers`.
+        task, libraries: as of `Workers`.
 
     Raises:
         RunError: a worker failed; the message says which one, at which operation and why.
@@ -73,7 +79,7 @@ def launch(
         UserError: the same, where the user's input is the cause.
         KeyboardInterrupt: the user stopped the run; all workers have ended.
     """
-    workers = Workers(module=WORKER, where=run_dir, labels=tuple(labels), task=task)
+    workers = Workers(WORKER, run_dir, tuple(labels), task, tuple(libraries))
     tail, start = Tail(run_dir.metrics, observer), _StartProgress(run_dir, len(labels), observer)
 
     def poll() -> None:
@@ -189,7 +195,8 @@ def _start(workers: Workers, port: int, processes: list[WorkerProcess]) -> Path:
             ):
                 where = [str(workers.where.path)]
                 variables = {**variables_of(launched), **_task_variables(workers)}
-                processes.append(start_process(workers.module, where, variables, out, err))
+                started = (workers.module, where, variables, out, err, workers.libraries)
+                processes.append(start_process(*started))
     except OSError as error:
         what = f"{error.filename}: can't be written" if error.filename else "the workers' files"
         raise FileError(f"{what}: {error.strerror}") from None

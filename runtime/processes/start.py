@@ -2,7 +2,8 @@
 
 Loading torch takes a core one to three seconds, and often more workers start than there are cores.
 So on Linux a fork server is started first (`main`): it loads the workers' module once and is forked
-for each of them. It never computes, so nothing of torch has begun that a fork would break. It stays
+for each of them; so it does with libraries that the task needs and that take as long. It never
+computes, so nothing of torch has begun that a fork would break. It stays
 for the next run of the same thread with the same environment, and ends with its launcher, or when
 it hasn't been asked for a while. Elsewhere each worker is a process of its own from the beginning.
 """
@@ -38,6 +39,7 @@ LOADING_S = 300.0
 """Longest wait for a fork server to load torch."""
 
 _MESSAGE_BYTES = 1 << 16
+_AT_ONCE = 200
 _LOOK_S = 0.02
 _ENDING_S = 1.0
 _KILLED = -signal.SIGKILL
@@ -66,6 +68,7 @@ def start_process(
     variables: Mapping[str, str],
     out: IO[bytes],
     err: IO[bytes],
+    libraries: Sequence[str] = (),
 ) -> WorkerProcess:
     """Start ``python -m module``, whose last argument is the number of the process that starts it.
 
@@ -73,6 +76,7 @@ def start_process(
 
     Args:
         variables: of the environment, besides those of this process.
+        libraries: modules that it will need, as `slow_libraries` names them.
 
     Raises:
         OSError: there can't be another process.
@@ -80,8 +84,30 @@ def start_process(
     server = _server_of_this_thread(module, err)
     if server is not None:
         with contextlib.suppress(ConnectionError):
-            return server.fork(module, arguments, variables, out, err)
+            return server.fork(module, arguments, variables, out, err, libraries)
     return _Spawned(module, arguments, variables, out, err)
+
+
+_SLOW = ("datasets", "sklearn", "torchvision", "transformers")
+"""Libraries that take a second or more to load, and start nothing when they are."""
+
+_OPTIMIZERS_LOAD = "torch._dynamo"
+
+
+def slow_libraries() -> list[str]:
+    """Modules of such libraries that this process has loaded, and its workers will; and what every
+    optimizer of torch loads when it is made."""
+    found = [
+        name
+        for name, module in list(sys.modules.items())
+        if name.partition(".")[0] in _SLOW
+        # What has the same name in the user's folder is the user's.
+        and {"site-packages", "dist-packages"}
+        & {*Path(getattr(module, "__file__", None) or "").parts}
+    ]
+    # Loading a module loads the packages around it.
+    packages = {name.rpartition(".")[0] for name in found}
+    return [_OPTIMIZERS_LOAD, *(name for name in found if name not in packages)]
 
 
 class _Spawned:
@@ -171,6 +197,7 @@ class _Server:
         self._gone = False
         self._asked: deque[_Forked] = deque()
         self._forked: dict[int, _Forked] = {}
+        self._libraries: set[str] = set()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             fd = theirs.fileno()
@@ -201,8 +228,10 @@ class _Server:
         variables: Mapping[str, str],
         out: IO[bytes],
         err: IO[bytes],
+        libraries: Sequence[str],
     ) -> _Forked:
         """Have a worker forked. Raises ConnectionError where the server has ended."""
+        self._load(libraries)
         asked = {
             "module": module,
             "arguments": list(arguments),
@@ -217,6 +246,14 @@ class _Server:
             raise ConnectionError from error
         self._asked.append(_Forked(self))
         return self._asked[-1]
+
+    def _load(self, libraries: Sequence[str]) -> None:
+        new = [name for name in libraries if name not in self._libraries]
+        self._libraries.update(new)
+        for begin in range(0, len(new), _AT_ONCE):
+            self._socket.setblocking(True)
+            self.send({"load": new[begin : begin + _AT_ONCE]})
+            self._socket.setblocking(False)
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Say something to it, if it is there."""
@@ -327,6 +364,12 @@ def _serve(asking: socket.socket) -> None:
                 selector.unregister(asking)
                 continue
             said = json.loads(text)
+            if "load" in said:
+                for name in said["load"]:
+                    # Whatever is wrong with it, the worker that needs it will say.
+                    with contextlib.suppress(Exception):
+                        importlib.import_module(name)
+                continue
             if "forget" in said:
                 os.waitpid(said["forget"], 0)
                 continue

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import ModuleType
 
 import psutil
 import pytest
@@ -26,6 +27,7 @@ def main(arguments):
         "parent": os.getppid(), "folder": os.getcwd(), "session": os.getsid(0),
         "rank": os.environ.get("RANK"), "other": os.environ.get("OTHER"),
         "drawn": [random.random(), numpy.random.rand()], "first": sys.path[0],
+        "library_in": getattr(sys.modules.get("drawn_library"), "LOADED_IN", None),
     }
     print(json.dumps(told), flush=True)
     print("to stderr", file=sys.stderr, flush=True)
@@ -50,13 +52,13 @@ class Started:
         self.folder = folder
         self.all: list[start.WorkerProcess] = []
 
-    def __call__(self, what: str, **variables: str) -> start.WorkerProcess:
+    def __call__(self, what: str, libraries=(), **variables: str) -> start.WorkerProcess:
         at = len(self.all)
         with (
             (self.folder / f"{at}.out").open("wb") as out,
             (self.folder / f"{at}.err").open("wb") as err,
         ):
-            process = start.start_process("drawn_worker", [what], variables, out, err)
+            process = start.start_process("drawn_worker", [what], variables, out, err, libraries)
         self.all.append(process)
         return process
 
@@ -104,6 +106,35 @@ def test_it_is_as_a_process_of_its_own(started, tmp_path, monkeypatch):
     assert told[0]["drawn"][0] != told[1]["drawn"][0]
     assert told[0]["drawn"][1] != told[1]["drawn"][1]
     assert (tmp_path / "0.err").read_text() == "to stderr\n"
+
+
+def test_libraries_are_loaded_once_for_all(forked, tmp_path):
+    """Also after the first worker; one that can't be loaded is for who needs it to complain of."""
+    (tmp_path / "drawn_library.py").write_text("import os\nLOADED_IN = os.getpid()\n")
+    (tmp_path / "broken_library.py").write_text("raise SystemError\n")
+    assert forked("0").wait(30) == 0
+    both = ["broken_library", "drawn_library", *(f"no_such{k}" for k in range(500))]
+    processes = [forked("0", libraries=both), forked("0", libraries=both)]
+    assert [process.wait(30) for process in processes] == [0, 0]
+    told = [forked.told(k) for k in range(3)]
+    assert [one["library_in"] for one in told] == [None, told[0]["parent"], told[0]["parent"]]
+
+
+def test_slow_libraries_are_those_that_are_installed(monkeypatch):
+    site = "/somewhere/lib/python3/site-packages"
+    for name, file in (
+        ("transformers", f"{site}/transformers/__init__.py"),
+        ("transformers.models", f"{site}/transformers/models/__init__.py"),
+        ("transformers.models.of_mine", f"{site}/transformers/models/of_mine.py"),
+        ("datasets", "/home/somebody/datasets.py"),
+    ):
+        module = ModuleType(name)
+        module.__file__ = file
+        monkeypatch.setitem(sys.modules, name, module)
+    found = start.slow_libraries()
+    assert found[0] == "torch._dynamo"
+    assert "transformers.models.of_mine" in found
+    assert not {"transformers", "transformers.models", "datasets"} & {*found}
 
 
 def test_how_it_ended_is_known(started):
