@@ -21,9 +21,10 @@ from .planner.cluster.cluster import (
 )
 from .planner.cluster.contention import with_contention
 from .planner.plan import Plan
-from .planner.search.pareto import ParetoFront, pareto_point
+from .planner.schedules.given import read_order
 from .planner.search.solve import MUON, solve
 from .planner.study.choose import StudyFigures, by_time_to_target
+from .planner.study.pareto import ParetoFront, pareto_point
 from .planner.study.study import read_study
 from .planner.systems.variants import VARIANTS, variant_named
 from .profiles.errors import InfeasibleError, PlanError, UserError
@@ -127,6 +128,7 @@ def plan(
     cluster: Cluster | None = None,
     *,
     variant: str = "timeprest",
+    order: str | Path | None = None,
     mini_batch: int | None = None,
     micro_batches: int | None = None,
     stages: int | None = None,
@@ -157,6 +159,8 @@ def plan(
         cluster: of devices and links; those described from `devices` on are left out then. By
             default there are so many equal ones.
         variant: the training system.
+        order: a file of what each device runs, in the system's weight rules and in the place of
+            its own order. It says stages, micro-batches and which device runs what.
         mini_batch: samples per update; the profile's batch size by default.
         micro_batches, stages: how many; None: what is best.
         replicas: stages may take several devices.
@@ -180,6 +184,7 @@ def plan(
 
     Raises:
         PlanError, InfeasibleError: the settings contradict each other, or nothing fits.
+        FileError, OrderError: the order's file is unreadable, or breaks a rule.
         UserError: an amount that can't be read, or a cluster beside what describes one.
     """
     described = {
@@ -210,6 +215,7 @@ def plan(
         cluster,
         variant,
         mini_batch=mini_batch,
+        order=None if order is None else read_order(order),
         **state,
         update_every=update_every,
         tied=tied,

@@ -45,13 +45,14 @@ from .plan import (
     check_plan,
     check_stages,
 )
+from .schedules.given import system_of
 from .schedules.schedules import is_patterned
 from .schedules.steady_state import Steady, sequence_distance, steady_state
 from .simulator.clock import SimulatedClock
 from .simulator.pipeline import Pipeline
 from .simulator.timeline import idle_shares, most_waiting
 from .systems.operations import FORWARD, FORWARDS, Op, numbered, numbered_schedule
-from .systems.variants import Variant, variant_named
+from .systems.variants import Variant
 from .systems.versions import entry_versions
 
 
@@ -68,6 +69,8 @@ class Question:
     tied: Tied = "together"
     matrix_state_factor: float | None = None
     """Of matrices of hidden layers, where it is another."""
+    order: tuple[str, ...] = ()
+    """What devices run, where a user gives it (`Order.lines`)."""
 
     @property
     def least_state_factor(self) -> float:
@@ -86,7 +89,7 @@ class Question:
     @cached_property
     def system(self) -> Variant:
         """The training system of this name. Raises PlanError where there is none."""
-        return variant_named(self.variant)
+        return system_of(self.variant, self.order)
 
     @cached_property
     def costs(self) -> Costs:
@@ -554,6 +557,7 @@ def make_plan(question: Question, found: Evaluation, report: SolverReport) -> Pl
             ),
             update_every=question.update_every,
             tied=question.tied,
+            order=question.order or msgspec.UNSET,
             stages=found.stages,
             edges=tuple(
                 PlanEdge(

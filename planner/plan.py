@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import msgspec
 from msgspec import Meta
 
-from ..profiles.errors import FileError, PlanError
+from ..profiles.errors import FileError, OrderError, PlanError
 from ..profiles.files import (
     Count,
     Factor,
@@ -28,10 +28,11 @@ from .costs.layout import StageTimes, make_pipeline
 from .costs.memory import MemoryByKind, StageBytes
 from .costs.stage_costs import Transfer
 from .costs.tied_parameters import Tied, check_tied, hint, misplaced
+from .schedules.given import system_of
 from .schedules.schedules import limit_ranges
 from .simulator.pipeline import Pipeline
 from .systems.placement import check_placement, numbered_devices
-from .systems.variants import Variant, variant_named
+from .systems.variants import Variant
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -260,6 +261,8 @@ class Plan(TaggedFile, Shown, frozen=True, kw_only=True, tag=FORMAT):
     """Mini-batches per update: their gradients are averaged. Fewer updates, smaller differences."""
     tied: Tied = "together"
     """"split": layers that share parameters may be on several devices, each with a copy."""
+    order: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
+    """What each device runs, where a user gave that (`systems.orders`); else the system says it."""
     stages: Annotated[tuple[PlanStage, ...], Meta(min_length=1)]
     edges: tuple[PlanEdge, ...]
     predicted: Prediction
@@ -303,8 +306,11 @@ class Plan(TaggedFile, Shown, frozen=True, kw_only=True, tag=FORMAT):
 
     @property
     def system(self) -> Variant:
-        """What the training system does. Raises PlanError where there is none of this name."""
-        return variant_named(self.variant)
+        """What the training system does, in the plan's own order if it has one.
+
+        Raises PlanError where there is none of this name, or for a bad order.
+        """
+        return system_of(self.variant, () if self.order is msgspec.UNSET else self.order)
 
     @property
     def placement(self) -> tuple[int, ...]:
@@ -352,6 +358,8 @@ def check_plan(plan: Plan, where: str = "plan") -> Plan:
     check_front_end(plan.profile.front_end, f"{where}: profile")
     try:
         variant = plan.system
+    except OrderError as error:
+        raise fail(str(error)) from None
     except PlanError as error:
         raise fail(f"variant: {error}") from None
     try:
@@ -371,6 +379,7 @@ def check_stages(
         PlanError: micro-batches that the system can't have, replicas that don't share the work
             evenly, or limits that rise along the pipeline or that the system doesn't have.
     """
+    _check_order(variant, micro_batches, stages)
     if micro_batches > MAX_MICRO_BATCHES:
         raise PlanError(f"micro_batches: {micro_batches} are more than {MAX_MICRO_BATCHES}")
     if micro_batches > mini_batch:
@@ -400,7 +409,7 @@ def check_stages(
     limits = [stage.in_flight for stage in stages]
     ranges = limit_ranges(variant, len(limits), several=bool(placement))
     for s, (limit, (least, most)) in enumerate(zip(limits, ranges, strict=True)):
-        if s and limit > limits[s - 1]:
+        if s and limit > limits[s - 1] and variant.order is None:
             raise PlanError(
                 f"stages[{s}].in_flight: {limit} is more than stage {s - 1}'s {limits[s - 1]}; "
                 "limits must not rise along the pipeline"
@@ -408,6 +417,25 @@ def check_stages(
         if least == most != limit:
             on = " on the last stage" if s == len(limits) - 1 and not variant.flushes else ""
             raise PlanError(f"stages[{s}].in_flight: must be {most}{on} in {variant.name}")
+
+
+def _check_order(variant: Variant, micro_batches: int, stages: Sequence[PlanStage]) -> None:
+    """Check that an order, if one is given, is of these stages."""
+    order = variant.order
+    if order is None:
+        return
+    if len(stages) != order.stages:
+        raise PlanError(f"order: has {order.stages} stages, the plan {len(stages)}")
+    if micro_batches != order.micro_batches:
+        raise PlanError(
+            f"micro_batches: the order has {order.micro_batches} in a mini-batch, not "
+            f"{micro_batches}"
+        )
+    if numbered_devices([stage.devices for stage in stages]) != order.placement:
+        raise PlanError("order: its lines have other stages than the plan's devices")
+    for s, stage in enumerate(stages):
+        if len(stage.devices) > 1:
+            raise PlanError(f"stages[{s}].devices: a stage of a given order has no replicas")
 
 
 def _check_devices(plan: Plan, fail: Callable[[str], PlanError]) -> None:

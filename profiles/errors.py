@@ -49,6 +49,10 @@ class PlanError(UserError):
     """A plan contradicts its profile, its model or itself."""
 
 
+class OrderError(PlanError):
+    """An order of operations that a user gave breaks a rule; names file, line and operation."""
+
+
 class InfeasibleError(UserError):
     """No plan fits the limits.
 

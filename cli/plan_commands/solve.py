@@ -16,13 +16,14 @@ from ...planner.costs.tied_parameters import TIED
 from ...planner.evaluate import Evaluation, gap_between, make_plan
 from ...planner.partition.solve import SOLVERS
 from ...planner.plan import Plan
+from ...planner.schedules.given import read_order
 from ...planner.search.choices import RECOMPUTE
-from ...planner.search.pareto import ParetoFront, pareto_point
 from ...planner.search.placed import PLACEMENTS
 from ...planner.search.recheck import question_of
 from ...planner.search.solve import MUON
 from ...planner.search.solve import solve as solve_plan
 from ...planner.study.choose import StudyFigures, TargetPoint, by_time_to_target
+from ...planner.study.pareto import ParetoFront, pareto_point
 from ...planner.study.study import read_study
 from ...planner.systems.variants import VARIANTS, variant_named
 from ...profiles.errors import InfeasibleError, PlanError, UserError
@@ -92,6 +93,7 @@ def _pin(text: str) -> tuple[str, int]:
         "tp-plan solve profile.json --devices 4 --memory 16GiB -o plan.json",
         "tp-plan solve profile.json --variant pipedream-2bw --micro-batches 4",
         "tp-plan solve profile.json --variant all --cluster cluster.toml",
+        "tp-plan solve profile.json --order order.txt --variant timeprest --devices 2",
     ),
 )
 @click.argument("profile_path", type=FileName(), metavar="PROFILE")
@@ -105,6 +107,13 @@ def _pin(text: str) -> tuple[str, int]:
         type=SystemName(),
         default="timeprest",
         help=f"Training system: {', '.join(VARIANTS)}; or all.",
+    ),
+    click.option(
+        "--order",
+        "order_path",
+        type=FileName(),
+        metavar="FILE",
+        help="What each device runs, in the system's weight rules and instead of its own order.",
     ),
     click.option(
         "--mini-batch",
@@ -183,6 +192,7 @@ def solve(
     profile_path: str,
     path: str,
     variant: str,
+    order_path: str | None,
     study_path: str | None,
     what_if: Sequence[str],
     as_json: bool,
@@ -223,6 +233,7 @@ def solve(
     asked |= _state(asked.pop("optimizer_state"))
     asked["replicas"] = asked["replicas"] == "auto"
     asked["pins"] = tuple(map(_pin, asked["pins"]))
+    asked["order"] = None if order_path is None else read_order(order_path)
     if variant == "all":
         _solve_all(profile, cluster, asked, path, figures, as_json=as_json, quiet=quiet)
         return

@@ -8,8 +8,8 @@ from rich.console import Group
 from rich.text import Text
 
 from ...planner.plan import Plan, StagePrediction
-from ...planner.search.pareto import ParetoPoint, beaten
 from ...planner.study.choose import StudyFigures, TargetPoint
+from ...planner.study.pareto import ParetoPoint, beaten
 from ...profiles.units import format_bytes, format_seconds
 from ..errors import printable
 from .layout import counted, fitted, fixed, words

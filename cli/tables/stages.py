@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
+import msgspec
 from rich.console import Console, Group
 from rich.text import Text
 
@@ -274,6 +275,8 @@ def notes(plan: Plan, *, every: bool = False) -> Text:
         "one to the next of the same sequence of updates. In the bars: "
     )
     said += ", ".join(f"{LETTERS[kind]} {kind}" for kind in used) + "."
+    if plan.order is not msgspec.UNSET:
+        said += f" The order is a given one, in {plan.variant}'s weight rules."
     if shares_devices(plan):
         said += " A device's peak isn't the sum of its stages' peaks: those come at other moments."
     if any(stage.recompute for stage in plan.stages):

@@ -32,6 +32,7 @@ from typing import NamedTuple
 from ..simulator.pipeline import Pipeline
 from ..systems.operations import B, F, Schedule, U, W, numbered_schedule
 from ..systems.variants import ScheduleRule, Variant
+from .given import OrderPattern, ordered_schedule
 from .interleaved import interleaved
 from .list_schedule import MicroBatchScheduler
 from .nf1b import ListScheduler
@@ -50,6 +51,8 @@ def limit_ranges(variant: Variant, stages: int, *, several: bool = False) -> Ran
     Args:
         several: devices have several stages, so that mini-batches wait at each for the others.
     """
+    if variant.order is not None:
+        return tuple((limit, limit) for limit in variant.order.limits)
     behind = range(stages - 1, -1, -1)
     if variant.schedule == "nf1b" or (several and variant.schedule == "1f1b"):
         return tuple((1, 1 + 2 * d) for d in behind)
@@ -63,6 +66,8 @@ def limit_ranges(variant: Variant, stages: int, *, several: bool = False) -> Ran
 def make_schedule(pipeline: Pipeline, mini_batches: int) -> Schedule:
     """The schedule of all stages for a run of `mini_batches`, from first forward to last update."""
     variant = pipeline.variant
+    if variant.order is not None:
+        return ordered_schedule(variant.order, mini_batches, pipeline.update_every)
     kinds: Sequence[Iterable[int]]
     turns: Sequence[Iterable[int]] = ()
     if is_patterned(pipeline):
@@ -136,13 +141,15 @@ class Pattern(NamedTuple):
 def is_patterned(pipeline: Pipeline) -> bool:
     """Whether the schedule repeats with every mini-batch."""
     variant = pipeline.variant
+    if variant.order is not None:
+        return True
     if not pipeline.placement:
         return variant.schedule in PATTERNS or variant.schedule in ROWS
     return variant.flushes
 
 
 def schedule_patterns(pipeline: Pipeline) -> tuple[Pattern, ...]:
-    """Per device its pattern. Of pipelines that are patterned."""
+    """Per device its pattern. Of pipelines that are patterned by a rule."""
     variant, n = pipeline.variant, pipeline.micro_batches
     if pipeline.placement or variant.schedule in ROWS:
         rows = ROWS.get(variant.schedule, _flushed)(pipeline)
@@ -162,7 +169,7 @@ def schedule_patterns(pipeline: Pipeline) -> tuple[Pattern, ...]:
 
 
 def kinds_by_stage(
-    pipeline: Pipeline, patterns: Sequence[Pattern], updates: int
+    pipeline: Pipeline, patterns: Sequence[Pattern] | Sequence[OrderPattern], updates: int
 ) -> tuple[bytes, ...]:
     """Per stage, kinds of its operations up to so many updates."""
     if not pipeline.placement:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import inf
+from math import inf, lcm
 from typing import Protocol
 
 from ...profiles.errors import ScheduleError
@@ -22,7 +22,14 @@ from ..systems.operations import (
     W,
     numbered_schedule,
 )
-from .schedules import is_patterned, kinds_by_stage, list_scheduler, schedule_patterns
+from .given import OrderPattern, order_patterns
+from .schedules import (
+    Pattern,
+    is_patterned,
+    kinds_by_stage,
+    list_scheduler,
+    schedule_patterns,
+)
 
 MOST_OPERATIONS = 400_000
 """A simulation has about so many at most, settled or not."""
@@ -173,8 +180,11 @@ class _Patterned:
     def __init__(self, pipeline: Pipeline, length: int) -> None:
         self.length = length
         self.clock = clock = SimulatedClock(pipeline)
-        self._patterns = schedule_patterns(pipeline)
-        self._ahead = max(pipeline.limits)
+        order = pipeline.variant.order
+        self._patterns: tuple[Pattern, ...] | tuple[OrderPattern, ...]
+        self._patterns = order_patterns(order) if order else schedule_patterns(pipeline)
+        # In an order, stages of one device may be apart by what both have in flight.
+        self._ahead = max(pipeline.limits) * (2 if order else 1)
         self._run: ListExecutor | ContendedExecutor = ListExecutor(clock)
         if clock.contended:
             clock.grow(length + 2 * self._ahead)
@@ -203,11 +213,17 @@ class _Patterned:
     @property
     def _updates(self) -> int:
         pipeline = self.clock.pipeline
-        return (0 if pipeline.variant.flushes else 2 * self._ahead) + pipeline.update_every
+        updates = (0 if pipeline.variant.flushes else 2 * self._ahead) + pipeline.update_every
+        order = pipeline.variant.order
+        return updates + (max(r.begins for r in order.rows) + 2 * order.cycle if order else 0)
 
     def _block(self, d: int, b: int) -> list[Task]:
         """What a device runs from its b-th update to the next, or those of all its stages."""
         pattern = self._patterns[d]
+        if isinstance(pattern, OrderPattern):
+            steps, done_by_stage = pattern.block(b)
+            kinds, turns = zip(*steps, strict=True)
+            return coded(self.clock, kinds, turns, by_stage=done_by_stage)
         if not b:
             return coded(self.clock, pattern.first, pattern.first_turns)
         # All stages of one device have run as many.
@@ -269,6 +285,13 @@ class _CycleWatch:
             for mine, each in zip(starts[kind], slots[kind], strict=True)
         ]
         self._begun = [0 for _ in self._rows]
+        # What repeats in an order given may be several mini-batches, after a beginning.
+        order = source.clock.pipeline.variant.order
+        self._every = source.clock.pipeline.update_every
+        self._begins = 0
+        if order:
+            self._every = lcm(self._every, *(row.cycle for row in order.rows))
+            self._begins = max(row.begins for row in order.rows)
 
     def cycle(self, done: int) -> int:
         """c, or 0 where nothing repeats yet. All stages have updated after `done` mini-batches."""
@@ -276,8 +299,9 @@ class _CycleWatch:
         for k, (starts, slots) in enumerate(self._rows):
             while len(starts) > self._begun[k] * slots and starts[self._begun[k] * slots] >= 0:
                 self._begun[k] += 1
-        every = self.clock.pipeline.update_every
-        for cycle in range(every, min(max(MOST_CYCLE, every), done - 1) + 1, every):
+        every = self._every
+        most = min(max(MOST_CYCLE, every), done - 1 - self._begins)
+        for cycle in range(every, most + 1, every):
             shift = last[done - 1] - last[done - 1 - cycle]
             if all(
                 self._repeats(starts, slots, begun, done, cycle, shift)

@@ -302,6 +302,13 @@ class PlacedSearch:
         finally:
             self._bound()
 
+    def look_at(self, branches: Sequence[PlacedBranch]) -> None:
+        """Look for the best plan of these branches alone. Raises as `run`."""
+        try:
+            self._look(branches)
+        finally:
+            self._bound()
+
     def _look_at_more(self) -> bool:
         """Look at 2, 3, … stages on each device while they pay. Returns whether that were all that
         were asked for, and are possible."""

@@ -39,6 +39,7 @@ def question_of(plan: Plan, profile: Profile) -> Question:
         plan.update_every,
         plan.tied,
         None if own is msgspec.UNSET else own,
+        () if plan.order is msgspec.UNSET else plan.order,
     )
 
 

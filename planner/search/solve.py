@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from ...profiles.errors import InfeasibleError, PlanError
 from ...profiles.files import ratio
@@ -16,11 +17,13 @@ from ..evaluate import Evaluation, Question, gap_between, make_plan
 from ..partition.problem import SAME
 from ..partition.solve import SOLVERS, source_for
 from ..plan import Plan, SolverReport
+from ..systems.orders import Order
 from ..systems.variants import variant_named
 from .budget import EFFORT, Budget, OutOfBudget
 from .choices import RECOMPUTE, Branch, Freedom, micro_batch_counts
 from .diagnosis import diagnose, lacking
 from .exploration import run
+from .ordered import check_asked, search_of, under
 from .placed import PlacedSearch, no_branches, stages_asked
 from .relaxation import Relaxation
 from .state import Progress, SearchState
@@ -76,6 +79,7 @@ def solve(
     matrix_state_factor: float | None = None,
     update_every: int = 1,
     tied: Tied = "together",
+    order: Order | None = None,
     progress: Progress | None = None,
     seen: Callable[[Evaluation], None] | None = None,
     **asked: object,
@@ -90,6 +94,8 @@ def solve(
         update_every: mini-batches per update.
         tied: "split": layers that share parameters may be on several devices, each with a copy;
             for systems that flush.
+        order: what devices run, in the system's weight rules and in the place of its own; it says
+            stages, micro-batches and which device runs what (line by line, the first ones).
         progress: told (what is done, how much of it, of how much).
         seen: told every plan that fits.
         asked: fields of `SearchRequest`.
@@ -124,22 +130,59 @@ def solve(
         matrix_state_factor,
     )
     request = SearchRequest(**asked)  # type: ignore[arg-type]
-    search = explore(question, request, progress or (lambda *_: None), seen)
-    placed = _placed(search, request)
+    progress = progress or (lambda *_: None)
+    placed: PlacedSearch | None = None
+    if order is not None:
+        question = under(question, order)
+        search, go = _ordered(question, request, order, progress, seen)
+    else:
+        search = explore(question, request, progress, seen)
+        placed = _placed(search, request)
+        go = partial(_run, search, placed)
     try:
-        stopped = _run(search, placed)
+        stopped = go()
     except KeyboardInterrupt:
         # Once there is a plan to keep, Ctrl-C ends the search alone.
         if search.best is None:
             raise
         stopped = "interrupted"
     if search.best is None:
-        found = diagnose(search, stopped) if placed is None else lacking(search, stopped)
+        apart = placed is None and order is None
+        found = diagnose(search, stopped) if apart else lacking(search, stopped)
         if isinstance(found, InfeasibleError):
             raise found
         search.best = found
     search.tighten()
     return make_plan(question, search.best, _report(search, stopped, begin))
+
+
+def _ordered(
+    question: Question,
+    request: SearchRequest,
+    order: Order,
+    progress: Progress,
+    seen: Callable[[Evaluation], None] | None,
+) -> tuple[SearchState, Callable[[], str | None]]:
+    """The search for the cut that suits an order, and what runs it. Raises PlanError."""
+    _check_request(question, request)
+    check_asked(
+        order,
+        len(question.cluster.devices),
+        stages=request.stages,
+        micro_batches=request.micro_batches,
+        per_device=request.stages_per_device,
+        placement=request.placement,
+    )
+    return search_of(
+        question,
+        order,
+        recompute=request.recompute,
+        solver=request.solver,
+        pins=lambda relaxation: _pins(relaxation, request.pins, order.stages),
+        budget=Budget(request.effort, _deadline(request)),
+        progress=progress,
+        seen=seen or (lambda _: None),
+    )
 
 
 def _placed(search: SearchState, request: SearchRequest) -> PlacedSearch | None:
@@ -197,8 +240,10 @@ def _report(search: SearchState, stopped: str | None, begin: float) -> SolverRep
     objective = search.period_s
     bound = min(search.bound_s, objective)
     proven = objective <= bound * SAME
+    best = search.best
+    by_loads = best is not None and (best.pipeline.placement or search.question.order)
     return SolverReport(
-        method="loads" if search.best and search.best.pipeline.placement else search.source.method,
+        method="loads" if by_loads else search.source.method,
         objective_s=objective,
         bound_s=bound,
         gap=0.0 if proven else gap_between(objective, bound),
@@ -216,15 +261,8 @@ def explore(
     seen: Callable[[Evaluation], None] | None = None,
 ) -> SearchState:
     """The search that answers a request; not begun yet. Raises PlanError."""
-    if request.recompute not in RECOMPUTE:
-        raise PlanError(f"--recompute {request.recompute}: give one of {', '.join(RECOMPUTE)}")
-    refusal = question.system.recompute_refusal
-    if request.recompute == "on" and refusal:
-        raise PlanError(f"--recompute on: {refusal}")
-    freedom = Freedom(request.replicas, request.recompute)
-    if request.solver not in SOLVERS:
-        raise PlanError(f"--solver {request.solver}: give one of {', '.join(SOLVERS)}")
-    deadline = None if request.time_limit_s is None else time.monotonic() + request.time_limit_s
+    _check_request(question, request)
+    freedom, deadline = Freedom(request.replicas, request.recompute), _deadline(request)
     counts = micro_batch_counts(question, request.micro_batches)
     relaxation = Relaxation(question, freedom)
     source = source_for(relaxation.problem(Branch(counts[0])), request.solver, deadline)
@@ -252,6 +290,20 @@ def explore(
         progress=progress,
         seen=seen or (lambda _: None),
     )
+
+
+def _check_request(question: Question, request: SearchRequest) -> None:
+    if request.recompute not in RECOMPUTE:
+        raise PlanError(f"--recompute {request.recompute}: give one of {', '.join(RECOMPUTE)}")
+    refusal = question.system.recompute_refusal
+    if request.recompute == "on" and refusal:
+        raise PlanError(f"--recompute on: {refusal}")
+    if request.solver not in SOLVERS:
+        raise PlanError(f"--solver {request.solver}: give one of {', '.join(SOLVERS)}")
+
+
+def _deadline(request: SearchRequest) -> float | None:
+    return None if request.time_limit_s is None else time.monotonic() + request.time_limit_s
 
 
 def _most_stages(question: Question, relaxation: Relaxation, asked: int | None) -> int:

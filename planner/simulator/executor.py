@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -101,14 +101,15 @@ def coded(
     kinds: Iterable[int],
     turns: Iterable[int],
     done: Sequence[int] = (0, 0, 0, 0),
+    by_stage: Mapping[int, Sequence[int]] | None = None,
 ) -> list[Task]:
     """A device's operations of these kinds, after so many of each, as the clock numbers them.
 
     Args:
         turns: the stage of each.
-        done: at each of its stages.
+        done: at each of its stages; `by_stage` where they differ.
     """
-    counts: dict[int, list[int]] = {}
+    counts = {s: list(each) for s, each in (by_stage or {}).items()}
     found: list[Task] = []
     last, count, width = -1, list(done), [1, 1, 1, 1]
     for kind, s in zip(kinds, turns, strict=True):

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from ...profiles.errors import UserError
 from ..evaluate import Evaluation
-from ..search.pareto import ParetoPoint
 from ..systems.variants import variant_named
+from .pareto import ParetoPoint
 from .results import Reckoning, pareto
 from .spread import Spread
 from .study import PLAIN, StudiedPlan, Study

@@ -6,10 +6,11 @@ here, and at most one small rule there. docs/systems.md explains each row and it
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from ...profiles.errors import PlanError
+from ...profiles.errors import OrderError, PlanError
+from .orders import Order
 
 ScheduleRule = Literal[
     "gpipe",
@@ -21,6 +22,7 @@ ScheduleRule = Literal[
     "nf1b",
     "interleaved",
     "v-shaped",
+    "given",
 ]
 BackwardUnit = Literal["micro", "mini"]
 ForwardWeights = Literal["latest", "micro-batch-entry", "mini-batch-entry", "predicted"]
@@ -62,6 +64,7 @@ class Variant:
             and W for those of its weights; W has no messages and may come later.
         placement: which device runs which stage (`placement`); "any": as the plan says.
         half_memory: devices keep about half the activations of 1F1B's fullest.
+        order: what devices run, where a user gives it; the schedule is "given" then.
     """
 
     name: str
@@ -81,6 +84,7 @@ class Variant:
     split_backward: bool = False
     placement: Placement = "any"
     half_memory: bool = False
+    order: Order | None = None
 
     @property
     def recompute_refusal(self) -> str:
@@ -111,10 +115,11 @@ class Variant:
         """Whether this stage predicts or corrects weights over any update.
 
         The last one's backward follows its forward at once. But to the end of the round trip it
-        makes ⌊s/2⌋ updates more, with S − s mini-batches in flight (SpecTrain, section 3.2).
+        makes ⌊s/2⌋ updates more, with S − s mini-batches in flight (SpecTrain, section 3.2). In an
+        order that a user gives, updates may come anywhere.
         """
-        if not self.scratch_copies:
-            return False
+        if not self.scratch_copies or self.order is not None:
+            return self.scratch_copies > 0
         return stage < stages - 1 or (self.horizon == "round-trip" and stage > 1)
 
     def least_micro_batches(self, stages: int) -> int:
@@ -331,3 +336,45 @@ def variant_named(name: str) -> Variant:
         return VARIANTS[name]
     except KeyError:
         raise PlanError(f"unknown system {name!r}; known are {', '.join(VARIANTS)}") from None
+
+
+def under_order(variant: Variant, order: Order) -> Variant:
+    """The system with its weight rules as they are and an order in the place of its own.
+
+    Systems of whole mini-batches run on several micro-batches by the same rules, each micro-batch
+    with the version that its own forward finds (our reading); but those that predict don't.
+
+    Raises OrderError where its backwards aren't of such operations.
+    """
+    micro, n = variant.backward_unit == "micro", order.micro_batches
+    allowed = [v for v in _TABLE if v.flushes or not order.split]
+    if n > 1:
+        its_unit = "micro" if order.micro else "mini"
+        allowed = [v for v in allowed if v.backward_unit == its_unit and not v.prediction]
+    fitting = ", ".join(v.name for v in allowed)
+    if order.micro != micro and n > 1:
+        each, its = ("micro-batch", "mini-batch") if order.micro else ("mini-batch", "micro-batch")
+        raise OrderError(
+            f"{order.where}: each backward takes a {each}, in {variant.name} a {its}; such an "
+            f"order runs in {fitting}"
+        )
+    if order.split and not variant.flushes:
+        raise OrderError(
+            f"{order.where}: its backwards have two parts, which {variant.name} doesn't know; such "
+            f"an order runs in {fitting}"
+        )
+    if variant.prediction and n > 1:
+        raise OrderError(
+            f"{order.where}: has {n} micro-batches in a mini-batch; {variant.name} predicts for "
+            "whole ones: give an order with one"
+        )
+    return replace(
+        variant,
+        schedule="given",
+        order=replace(order, micro=micro),
+        whole_mini_batches=variant.whole_mini_batches and n == 1,
+        forwards_first=False,
+        split_backward=order.split,
+        placement="any",
+        half_memory=False,
+    )

@@ -423,6 +423,8 @@ def test_commands_run(name, place):
     for block in blocks(PAGES[name]):
         if block.language == "toml" and block.text.startswith("# tp-run options"):
             Path("run.toml").write_text(block.text)
+        if block.text.startswith("# order.txt"):
+            Path("order.txt").write_text(block.text)
         for line in commands(block):
             words = words_of(line.text)
             given = cheaper(words)
@@ -469,6 +471,8 @@ def test_python_runs(name, place, monkeypatch):
         shutil.rmtree("runs/first")
     known = {"model": mine.Task().model(), "__name__": "snippet"}
     for block in blocks(PAGES[name]):
+        if block.text.startswith("# order.txt"):
+            Path("order.txt").write_text(block.text)
         if block.language != "python":
             continue
         text = textwrap.dedent(block.text)

@@ -45,6 +45,7 @@ def options_of(command):
             {
                 "profile_path": "profile",
                 "cluster_path": "cluster",
+                "order_path": "order",
                 "no_overlap": "overlap",
                 "time_limit": "time_limit_s",
             },

@@ -1,0 +1,286 @@
+"""Schedules of orders that users give (`systems.orders`): checks, and what each device runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import islice
+from math import lcm
+from pathlib import Path
+
+from ...profiles.errors import FileError, OrderError, ScheduleError
+from ..simulator.executor import execute
+from ..simulator.pipeline import Link, Pipeline
+from ..systems.operations import (
+    BACKWARDS,
+    FORWARD,
+    FORWARDS,
+    UPDATE,
+    UPDATES,
+    WEIGHTS,
+    Op,
+    Schedule,
+    op_text,
+)
+from ..systems.orders import Order, OrderRow, Step, parse_order
+from ..systems.variants import VARIANTS, Variant, under_order, variant_named
+
+MOST_BYTES = 64 * 1024 * 1024
+"""Larger files aren't read."""
+
+
+def read_order(path: str | Path) -> Order:
+    """The order in a file.
+
+    Raises:
+        FileError: it can't be read.
+        OrderError: naming file, line and operation: it breaks a rule of `parse_order`, or its
+            devices would wait for each other for ever.
+    """
+    try:
+        if Path(path).stat().st_size > MOST_BYTES:
+            raise FileError(f"{path}: is larger than {MOST_BYTES} bytes")
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "isn't text"
+        raise FileError(f"{path}: can't be read: {why}") from None
+    order = parse_order(text, str(path))
+    check_order(order)
+    return order
+
+
+def check_order(order: Order) -> None:
+    """Check that devices never wait for each other for ever, as far as each stage feeds the next.
+
+    Raises OrderError naming the lines, and the operations that wait.
+    """
+    count = 2 + max(row.begins for row in order.rows) + 2 * max(order.limits)
+    count += 2 * lcm(*(row.cycle for row in order.rows))
+    stages = order.stages
+    pipeline = Pipeline(
+        variant=_any_rules(order),
+        micro_batches=order.micro_batches,
+        forward_s=(1.0,) * stages,
+        backward_s=(1.0,) * stages,
+        update_s=(0.0,) * stages,
+        links=tuple(Link(s, s + 1, 0.0, 0.0, 0.0) for s in range(stages - 1)),
+        limits=order.limits,
+        placement=order.placement,
+        weight_s=(0.5,) * stages if order.split else (),
+    )
+    try:
+        execute(pipeline, ordered_schedule(order, count))
+    except ScheduleError as error:
+        raise OrderError(f"{order.where}: {_with_lines(order, str(error))}") from None
+
+
+def _any_rules(order: Order) -> Variant:
+    """Of those with such operations; when they run is the same in all."""
+    unit = "micro" if order.micro else "mini"
+    rules = next(v for v in VARIANTS.values() if v.backward_unit == unit)
+    return replace(rules, split_backward=order.split, whole_mini_batches=False)
+
+
+def _with_lines(order: Order, what: str) -> str:
+    """A deadlock's words, each operation with its line."""
+    head, _, words = what.rpartition(": ")
+    if not head:
+        return what
+    line_of = {s: row.line for row in order.rows for s in row.stages}
+    found = []
+    for word in words.split(", "):
+        stage = word.partition(next((c for c in word if c.isalpha()), " "))[0]
+        number = line_of.get(int(stage), 0) if stage.isdecimal() else 0
+        found.append(f"{word} (line {number})" if number else word)
+    return f"{head}: {', '.join(found)}"
+
+
+@lru_cache(maxsize=256)
+def system_of(name: str, lines: tuple[str, ...] = ()) -> Variant:
+    """The system of this name; with lines, in the order that they give.
+
+    Raises PlanError where there is no such system, OrderError for a bad order.
+    """
+    variant = variant_named(name)
+    if not lines:
+        return variant
+    order = parse_order(lines)
+    check_order(order)
+    return in_rules_of(variant, order)
+
+
+# In a system's weight rules ----------------------------------------------------------------------
+
+
+def in_rules_of(variant: Variant, order: Order) -> Variant:
+    """The system with its weight rules as they are, and this order in the place of its own.
+
+    Raises OrderError, naming line and operation, where the rules don't allow the order: other
+    backwards than the system's; a forward of a further mini-batch before the update, where the
+    system flushes; a forward that is to use a version which its stage hasn't got yet.
+    """
+    found = under_order(variant, order)
+    if variant.flushes:
+        _check_flushes(variant, order)
+    elif variant.synchronises:
+        _check_versions(found, order)
+    return found
+
+
+def _check_flushes(variant: Variant, order: Order) -> None:
+    for row in order.rows:
+        updates = Counter[int]()
+        for s, op in order.numbered(row, (*row.first, *row.again, *row.again)):
+            updates[s] += op.kind == UPDATE
+            if op.kind == FORWARD and op.mini_batch > updates[s]:
+                raise _not_so(
+                    order,
+                    row,
+                    (s, op),
+                    f"stands before {op_text(s, Op(UPDATE, op.mini_batch - 1))}; {variant.name} "
+                    "flushes before each update: choose a system that doesn't (--variant)",
+                )
+
+
+def _check_versions(variant: Variant, order: Order) -> None:
+    """That the version of each entry at stage 0 is there at every stage when it comes."""
+    n = order.micro_batches
+    count = 2 + max(row.begins for row in order.rows)
+    count += 2 * lcm(*(row.cycle for row in order.rows))
+    by_mini_batch = variant.forward_weights == "mini-batch-entry"
+    schedule = ordered_schedule(order, count)
+    entered: dict[tuple[int, int], int] = {}
+    updates = 0
+    for op in schedule[0]:
+        updates += op.kind == UPDATE
+        if op.kind == FORWARD:
+            b, i = op.mini_batch, op.micro_batch or 0
+            entered[b, i] = entered[b, 0] if by_mini_batch and i else updates
+    for row in order.rows:
+        for s in row.stages:
+            updates = 0
+            for op in schedule[s]:
+                updates += op.kind == UPDATE
+                if op.kind == FORWARD and entered[op.mini_batch, op.micro_batch or 0] > updates:
+                    raise _not_so(
+                        order,
+                        row,
+                        (s, op),
+                        f"stands before {op_text(s, Op(UPDATE, updates))}, which stage 0 had made "
+                        f"when the micro-batch entered there; {variant.name} uses one version at "
+                        f"all stages, of {n} micro-batches each",
+                    )
+
+
+def _not_so(order: Order, row: OrderRow, op: tuple[int, Op], what: str) -> OrderError:
+    line = f"line {row.line}: " if row.line else ""
+    return OrderError(f"{order.where}: {line}{op_text(*op)}: {what}")
+
+
+# What devices run --------------------------------------------------------------------------------
+
+
+def ordered_schedule(order: Order, mini_batches: int, update_every: int = 1) -> Schedule:
+    """The schedule of so many mini-batches."""
+    stages: dict[int, list[Op]] = {}
+    turns = []
+    for row in order.rows:
+        left = dict.fromkeys(row.stages, mini_batches)
+        mine: list[int] = []
+        stages |= {s: [] for s in row.stages}
+        for s, op in order.numbered(row, _endless(row, left)):
+            if op.kind == UPDATE:
+                left[s] = mini_batches - 1 - op.mini_batch
+                if (op.mini_batch + 1) % update_every and op.mini_batch < mini_batches - 1:
+                    continue
+            if op.mini_batch < mini_batches:
+                stages[s].append(op)
+                mine.append(s)
+        turns.append(tuple(mine))
+    found = tuple(tuple(stages[s]) for s in sorted(stages))
+    return Schedule(found, tuple(turns) if order.placement else ())
+
+
+def _endless(row: OrderRow, left: Mapping[int, int]) -> Iterator[Step]:
+    """Steps while any of a device's stages has an update left."""
+    for step in row.steps():
+        if not any(left.values()):
+            return
+        yield step
+
+
+@dataclass(frozen=True)
+class OrderPattern:
+    """A device's operations in an order, as `Pattern` has those of a rule."""
+
+    order: Order
+    row: OrderRow
+
+    def steps(self, updates: int) -> tuple[Step, ...]:
+        """Until all its stages have updated so often, in a run without an end."""
+        return tuple(islice(self.row.steps(), self._length(updates)))
+
+    def kinds(self, updates: int) -> bytes:
+        """Of these."""
+        return bytes(kind for kind, _ in self.steps(updates))
+
+    def turns(self, updates: int) -> tuple[int, ...]:
+        """The stages of these."""
+        return tuple(s for _, s in self.steps(updates))
+
+    def block(self, b: int) -> tuple[tuple[Step, ...], dict[int, tuple[int, ...]]]:
+        """What comes after all have updated b times, until they have once more; and what of each
+        kind each stage has run before."""
+        before = self._length(b)
+        steps = tuple(islice(self.row.steps(), before, self._length(b + 1)))
+        return steps, {s: self._counts(s, before) for s in self.row.stages}
+
+    def _counts(self, stage: int, length: int) -> tuple[int, ...]:
+        """Of a stage's forwards, backwards, updates and weight parts among the first steps."""
+        row = self.row
+        if length <= len(row.first):
+            part = row.first[:length]
+            rounds, rest = 0, tuple[Step, ...]()
+        else:
+            part = row.first
+            rounds, left = divmod(length - len(row.first), len(row.again))
+            rest = row.again[:left]
+        return tuple(
+            part.count((kind, stage))
+            + rest.count((kind, stage))
+            + rounds * row.cycle * self.order.each(kind)
+            for kind in (FORWARDS, BACKWARDS, UPDATES, WEIGHTS)
+        )
+
+    def _length(self, updates: int) -> int:
+        """Steps until all stages have updated so often."""
+        if not updates:
+            return 0
+        row = self.row
+        begun = min(row.first.count((UPDATES, s)) for s in row.stages)
+        rounds = max(0, (updates - begun - 1) // row.cycle)
+        left = {s: updates - row.first.count((UPDATES, s)) - rounds * row.cycle for s in row.stages}
+        if max(left.values()) <= 0:
+            left = dict.fromkeys(row.stages, updates)
+            return 1 + _last(row.first, left)
+        return len(row.first) + rounds * len(row.again) + 1 + _last((*row.again, *row.again), left)
+
+
+def _last(steps: Sequence[Step], left: dict[int, int]) -> int:
+    """Position of the step with which each stage has made so many updates, the last one's."""
+    left = {s: count for s, count in left.items() if count > 0}
+    for position, (kind, s) in enumerate(steps):
+        if kind == UPDATES and s in left:
+            left[s] -= 1
+            if not left[s]:
+                del left[s]
+                if not left:
+                    return position
+    raise AssertionError("an order's repeated part updates every stage")
+
+
+def order_patterns(order: Order) -> tuple[OrderPattern, ...]:
+    """Per device."""
+    return tuple(OrderPattern(order, row) for row in order.rows)

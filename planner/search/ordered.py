@@ -1,0 +1,136 @@
+"""Plans for an order that a user gives: it says stages, devices and micro-batches; the search cuts.
+
+Cuts are tried from the lowest load of their busiest device on, as for devices with several stages
+(`placed`), each by the order itself.
+
+Index letters: S stages; D devices; N micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from ...profiles.errors import PlanError
+from ..costs.layer_graph import held_together
+from ..evaluate import Evaluation, Question
+from ..partition.solve import source_for
+from ..schedules.given import in_rules_of
+from ..systems.orders import Order
+from .budget import Budget, OutOfBudget
+from .choices import Branch, Freedom, PlacedBranch, micro_batch_counts
+from .placed import PlacedSearch, StagesAsked
+from .relaxation import Relaxation
+from .state import Progress, SearchState
+
+
+def under(question: Question, order: Order) -> Question:
+    """The question with this order.
+
+    Raises OrderError, naming file, line and operation, where the system's rules don't allow it.
+    """
+    in_rules_of(question.system, order)
+    return replace(question, order=order.lines())
+
+
+def check_asked(
+    order: Order,
+    devices: int,
+    *,
+    stages: int | None,
+    micro_batches: int | None,
+    per_device: int | None,
+    placement: str,
+) -> None:
+    """Check that nothing else is asked for than the order has.
+
+    Args:
+        devices: of the cluster.
+        per_device: stages of each; 1 and None: nothing is asked for.
+
+    Raises PlanError.
+    """
+    where = order.where
+    if len(order.rows) > devices:
+        raise PlanError(
+            f"{where}: has {len(order.rows)} lines, one for each device; the cluster has {devices} "
+            f"(--devices {len(order.rows)})"
+        )
+    if stages not in (None, order.stages):
+        raise PlanError(f"--stages {stages}: {where} has {order.stages} stages; leave it out")
+    if micro_batches not in (None, order.micro_batches):
+        raise PlanError(
+            f"--micro-batches {micro_batches}: {where} has {order.micro_batches} in a mini-batch; "
+            "leave it out"
+        )
+    if per_device not in (None, 1, max(len(row.stages) for row in order.rows)):
+        raise PlanError(
+            f"--stages-per-device {per_device}: {where} says which device runs which stages; leave "
+            "it out"
+        )
+    if placement != "auto":
+        raise PlanError(
+            f"--placement {placement}: {where} says which device runs which stage; leave it out"
+        )
+
+
+def search_of(
+    question: Question,
+    order: Order,
+    *,
+    recompute: str,
+    solver: str,
+    pins: Callable[[Relaxation], Sequence[tuple[int, int]]],
+    budget: Budget,
+    progress: Progress,
+    seen: Callable[[Evaluation], None],
+) -> tuple[SearchState, Callable[[], str | None]]:
+    """The search, and what runs it: says what ended it early.
+
+    Args:
+        question: with the order.
+        pins: of the layers' positions, with the stages.
+
+    Raises PlanError where the model can't be cut into so many stages.
+    """
+    (n,) = micro_batch_counts(question, order.micro_batches)
+    relaxation = Relaxation(question, Freedom(False, recompute))
+    several = relaxation.with_several_stages() if order.placement else relaxation
+    most = several.graph.most_stages
+    if order.stages > most:
+        tie = held_together(question.profile, relaxation.variant, question.tied)
+        count = "1 stage" if most == 1 else f"{most} stages"
+        raise PlanError(
+            f"{order.where}: has {order.stages} stages; the model can be cut into {count} at most "
+            f"({len(question.profile.layers)} layers)" + (f": {tie}" if tie else "")
+        )
+    if not relaxation.allows(order.stages, n):
+        least = relaxation.variant.least_micro_batches(order.stages)
+        raise PlanError(
+            f"{order.where}: has {n} micro-batches; {question.variant} needs one for each of the "
+            f"{least} stages at least"
+        )
+    source = source_for(relaxation.problem(Branch(n)), solver, budget.deadline)
+    search = SearchState(
+        relaxation=relaxation,
+        source=source,
+        branches=[],
+        most_stages=order.stages,
+        budget=budget,
+        progress=progress,
+        seen=seen,
+    )
+    asked = StagesAsked(False, False, (), (), False)
+    placed = PlacedSearch(search, asked, [n], order.stages, pins(relaxation))
+    placement = order.placement or tuple(range(order.stages))
+    devices = tuple(row.device for row in order.rows)
+    branches = [PlacedBranch(n, placement, devices, r) for r in relaxation.recompute]
+
+    def run() -> str | None:
+        try:
+            placed.look_at(branches)
+        except OutOfBudget as reason:
+            return str(reason)
+        return None
+
+    return search, run
