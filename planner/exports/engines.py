@@ -54,7 +54,7 @@ class Engine:
 
     def _check_system(self, plan: Plan) -> None:
         system = plan.system
-        if system.schedule not in self.schedules:
+        if system.schedule not in self.schedules or not system.flushes:
             known = ", ".join(v.name for v in VARIANTS.values() if v.schedule in self.schedules)
             why = (
                 f"it has no schedule like {system.name}'s"
@@ -62,6 +62,10 @@ class Engine:
                 else f"{system.name} never flushes, and it flushes before each update"
             )
             raise self.refuse(f"{why}; plan with --variant {known}")
+        if system.order is not None and not system.order.alike:
+            raise self.refuse(
+                "the order given differs from mini-batch to mini-batch, and there all are alike"
+            )
         if plan.update_every > 1:
             raise self.refuse(
                 f"its updates are made of {plan.update_every} mini-batches each; plan with a "

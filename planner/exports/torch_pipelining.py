@@ -22,6 +22,7 @@ TORCH = Engine(
         "1f1b-split": "",
         "interleaved": "",
         "v-shaped": "",
+        "given": "",
     },
     placements=frozenset({"loop", "v"}),
 )

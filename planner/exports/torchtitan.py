@@ -23,6 +23,7 @@ TORCHTITAN = Engine(
         "1f1b-split": "",
         "interleaved": "",
         "v-shaped": "",
+        "given": "",
     },
     placements=frozenset({"loop", "v"}),
 )

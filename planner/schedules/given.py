@@ -23,16 +23,18 @@ from ..systems.operations import (
     Op,
     Schedule,
     op_text,
+    parse_op,
 )
 from ..systems.orders import Order, OrderRow, Step, parse_order
 from ..systems.variants import VARIANTS, Variant, under_order, variant_named
+from .torch_csv import parse_csv
 
 MOST_BYTES = 64 * 1024 * 1024
 """Larger files aren't read."""
 
 
 def read_order(path: str | Path) -> Order:
-    """The order in a file.
+    """The order in a file: our text, or torch's CSV, as its name or a comma says.
 
     Raises:
         FileError: it can't be read.
@@ -46,7 +48,8 @@ def read_order(path: str | Path) -> Order:
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "isn't text"
         raise FileError(f"{path}: can't be read: {why}") from None
-    order = parse_order(text, str(path))
+    is_csv = Path(path).suffix.lower() == ".csv" or "," in text.partition("#")[0]
+    order = (parse_csv if is_csv else parse_order)(text, str(path))
     check_order(order)
     return order
 
@@ -86,14 +89,12 @@ def _any_rules(order: Order) -> Variant:
 def _with_lines(order: Order, what: str) -> str:
     """A deadlock's words, each operation with its line."""
     head, _, words = what.rpartition(": ")
-    if not head:
-        return what
     line_of = {s: row.line for row in order.rows for s in row.stages}
     found = []
     for word in words.split(", "):
-        stage = word.partition(next((c for c in word if c.isalpha()), " "))[0]
-        number = line_of.get(int(stage), 0) if stage.isdecimal() else 0
-        found.append(f"{word} (line {number})" if number else word)
+        stage, op = parse_op(word)
+        number = line_of[stage]
+        found.append(order.spelt(stage, op) + (f" (line {number})" if number else ""))
     return f"{head}: {', '.join(found)}"
 
 

@@ -18,7 +18,7 @@ repeats.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -110,6 +110,7 @@ class Order:
         micro: each backward takes a micro-batch, not a mini-batch.
         split: backwards have two parts.
         where: the file, for errors.
+        spelt: how it has operations, for errors.
     """
 
     rows: tuple[OrderRow, ...]
@@ -117,6 +118,7 @@ class Order:
     micro: bool
     split: bool
     where: str = field(default="order", compare=False)
+    spelt: Callable[[int, Op], str] = field(default=op_text, compare=False, repr=False)
 
     @property
     def stages(self) -> int:
@@ -133,6 +135,11 @@ class Order:
     def cycle(self) -> int:
         """The most mini-batches of what repeats on a device."""
         return max(row.cycle for row in self.rows)
+
+    @property
+    def alike(self) -> bool:
+        """Whether every device runs one whole mini-batch after another, each in one sequence."""
+        return all(not row.first and row.cycle == 1 for row in self.rows)
 
     @property
     def limits(self) -> tuple[int, ...]:
@@ -162,11 +169,10 @@ class Order:
 
     def lines(self) -> tuple[str, ...]:
         """As text, device by device; `parse_order` reads it."""
-        whole = all(not row.first and row.cycle == 1 for row in self.rows)
         found = []
         for row in self.rows:
             words = [op_text(*op) for op in self.numbered(row, (*row.first, *row.again))]
-            if not whole:
+            if not self.alike:
                 words.insert(len(row.first), REPEATS)
             found.append(" ".join(words))
         return tuple(found)
@@ -193,8 +199,13 @@ def parse_order(text: str | Sequence[str], where: str = "order") -> Order:
     return order_of(found, where)
 
 
-def order_of(lines: Sequence[OrderLine], where: str) -> Order:
+def order_of(
+    lines: Sequence[OrderLine], where: str, spelt: Callable[[int, Op], str] = op_text
+) -> Order:
     """The order that a file's lines give.
+
+    Args:
+        spelt: how the file has operations, for errors.
 
     Raises:
         OrderError: naming file, line and operation: one stands twice, is missing, or stands
@@ -207,7 +218,7 @@ def order_of(lines: Sequence[OrderLine], where: str) -> Order:
     micro = _unit(words, where)
     split = any(word.op.kind == WEIGHT for _, word in words)
     n = 1 + max((word.op.micro_batch or 0 for _, word in words), default=0)
-    shape = Order((), n, micro, split, where)
+    shape = Order((), n, micro, split, where, spelt)
     has_updates = any(word.op.kind == UPDATE for _, word in words)
     with_bar = [line for line in lines if line.repeats is not None]
     if with_bar and len(with_bar) < len(lines):
@@ -233,7 +244,7 @@ def order_of(lines: Sequence[OrderLine], where: str) -> Order:
             _check_repeats(shape, line, stages, again)
         rows.append(_shortest(shape, first, again, stages, device, line.number))
     rows.sort(key=lambda row: row.stages)
-    return Order(tuple(rows), n, micro, split, where)
+    return Order(tuple(rows), n, micro, split, where, spelt)
 
 
 # What a file has ---------------------------------------------------------------------------------
@@ -303,7 +314,7 @@ def _walk(shape: Order, line: OrderLine, *, updates: bool) -> tuple[list[Step], 
             raise fail("stands twice")
         wanted = shape.nth(kind, counts[kind, s])
         if op != wanted:
-            expected = op_text(s, wanted)
+            expected = shape.spelt(s, wanted)
             if (s, wanted) in ahead:
                 raise fail(
                     f"stands before {expected}; a stage runs its micro-batches in sequence, its "
@@ -322,9 +333,9 @@ def _walk(shape: Order, line: OrderLine, *, updates: bool) -> tuple[list[Step], 
             if counts[last_part, s] < needs:
                 missing = shape.nth(last_part, counts[last_part, s])
         if missing is not None:
-            raise fail(f"stands before {op_text(s, missing)}, which it needs")
+            raise fail(f"stands before {shape.spelt(s, missing)}, which it needs")
         if kind in (BACKWARDS, WEIGHTS) and counts[UPDATES, s] < op.mini_batch:
-            before = op_text(s, Op(UPDATE, counts[UPDATES, s]))
+            before = shape.spelt(s, Op(UPDATE, counts[UPDATES, s]))
             raise fail(f"stands before {before}; gradients of two mini-batches would mix")
         seen.add((s, op))
         steps.append((kind, s))
@@ -345,7 +356,7 @@ def _check_whole(
     for s in stages:
         for kind in (FORWARDS, BACKWARDS, WEIGHTS, UPDATES):
             if counts[kind, s] < written * shape.each(kind):
-                missing = op_text(s, shape.nth(kind, counts[kind, s]))
+                missing = shape.spelt(s, shape.nth(kind, counts[kind, s]))
                 raise _error(
                     shape.where,
                     line.number,
