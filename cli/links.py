@@ -1,9 +1,10 @@
-"""tp-profile --links: measure the links between local processes → a cluster file."""
+"""tp-profile --links: measure the links between processes → a cluster file."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -25,6 +26,7 @@ from .tables.layout import compact_table, counted
 
 if TYPE_CHECKING:
     from ..runtime.calibration.links import LinkTimes
+    from ..runtime.processes.rendezvous import Rendezvous
 
 
 class LinkReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,94 +34,157 @@ class LinkReport(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         cluster: the file that was written.
-        link: the median pair's times; the cluster's network.
+        link: the median pair's times on one machine, the cluster's network; None: no machine has
+            two processes.
+        between: the same of pairs on two machines; None: there is one machine.
         pairs: each pair of neighbouring processes, (0, 1), (1, 2), ….
         all_reduce: over all processes; its bytes are those of the tensor that is summed.
+        machines: name of each process's; empty: all are on one.
     """
 
     cluster: str
     processes: int
     device: str
     backend: str
-    link: LinkFit
+    link: LinkFit | None
     pairs: tuple[LinkFit, ...]
     all_reduce: LinkFit
+    between: LinkFit | None = None
+    machines: tuple[str, ...] = ()
+
+    def crosses(self, pair: int) -> bool:
+        """Whether two neighbours are on two machines."""
+        return bool(self.machines) and self.machines[pair] != self.machines[pair + 1]
 
 
-def links_command(path: str, *, processes: int, device: str, quiet: bool, as_json: bool) -> None:
+def links_command(
+    path: str,
+    *,
+    processes: int,
+    device: str,
+    quiet: bool,
+    as_json: bool,
+    rendezvous: Rendezvous | None = None,
+) -> None:
     """Measure, write the cluster file, and print what was found.
 
     Args:
         path: the cluster file to write.
         processes: how many local processes; neighbours are measured in pairs.
         device: "cpu" or "cuda".
+        rendezvous: of the processes that torchrun or srun has started: it is measured between
+            them, and the first of them writes and prints.
 
     Raises:
         UserError: a bad path, too few processes or GPUs.
         RunError: a worker died, got stuck, or failed. Nothing is written then.
     """
-    check_output(path, Kind.CLUSTER)
-    # Torch takes its time; bad paths needn't wait for it.
-    from ..runtime.calibration.links import measure_links
+    follows = rendezvous is not None and rendezvous.rank > 0
+    if not follows:
+        check_output(path, Kind.CLUSTER)
+    with Bar("measuring links", quiet=quiet or as_json or follows) as bar:
+        # Torch takes its time; bad paths needn't wait for it.
+        if rendezvous is None:
+            from ..runtime.calibration.links import measure_links
 
-    with Bar("measuring links", quiet=quiet or as_json) as bar:
-        times = measure_links(processes, device, progress=bar)
+            times = measure_links(processes, device, progress=bar)
+        else:
+            from ..runtime.calibration.link_worker import measure_here
+
+            found = measure_here(rendezvous, device, bar)
+            if found is None:
+                return
+            times = found
     report = report_of(times, path)
     write_bytes(path, cluster_text(report).encode())
     if as_json:
         print_json(report)
     elif not quiet:
         command = f"tp-plan solve PROFILE --cluster {shlex.quote(path)}"
-        for part in (_table(report), *_fit_lines(report)):
+        for part in (*_tables(report), *_fit_lines(report)):
             output().print(part)
         output().print(f"wrote {path}; next: {command}", soft_wrap=True)
 
 
 def report_of(times: LinkTimes, path: str) -> LinkReport:
     """Fit latency and bandwidth to measured times. Raises RunError as `fit_link`."""
+    here = [a == b for a, b in pairwise(times.machines)] or [True] * len(times.pairs)
+    near = [points for points, same in zip(times.pairs, here, strict=True) if same]
+    far = [points for points, same in zip(times.pairs, here, strict=True) if not same]
     return LinkReport(
         cluster=path,
         processes=times.processes,
         device=times.device,
         backend=times.backend,
-        link=fit_link(typical_pair(times.pairs)),
+        link=fit_link(typical_pair(near)) if near else None,
         pairs=tuple(fit_link(points) for points in times.pairs),
         all_reduce=fit_link(times.all_reduce),
+        between=fit_link(typical_pair(far)) if far else None,
+        machines=times.machines,
     )
 
 
 def cluster_text(report: LinkReport) -> str:
     """The cluster file: the fits as its fields, the points as comments."""
-    link, all_reduce = report.link, report.all_reduce
+    all_reduce = report.all_reduce
     return measured_cluster(
         report.device,
-        Network(
-            bandwidth_bytes_per_s=link.bandwidth_bytes_per_s,
-            latency_s=link.latency_s,
-        ),
+        _network(report.link),
         AllReduce(
             processes=report.processes,
             bandwidth_bytes_per_s=all_reduce.bandwidth_bytes_per_s,
             latency_s=all_reduce.latency_s,
         ),
         _notes(report),
+        report.machines,
+        _network(report.between),
     )
+
+
+def _network(fit: LinkFit | None) -> Network | None:
+    if fit is None:
+        return None
+    return Network(bandwidth_bytes_per_s=fit.bandwidth_bytes_per_s, latency_s=fit.latency_s)
 
 
 def _notes(report: LinkReport) -> list[str]:
     lines = [
-        f"Measured by tp-profile --links: {report.processes} local processes on "
-        f"{report.device}, by {report.backend}.",
+        f"Measured by tp-profile --links: {_processes(report)}, by {report.backend}.",
         "Fitted: seconds = latency + bytes / bandwidth. Times are medians.",
-        "",
-        *_rows(f"Half a round trip between {_neighbours(report)}:", report.link),
-        "",
-        *_rows(f"All-reduce over {report.processes} processes:", report.all_reduce),
     ]
+    for fit, whose in _kinds(report):
+        lines += ["", *_rows(f"Half a round trip between {whose}:", fit)]
+    if report.link is None:
+        lines += ["", "No machine had two processes: links in a machine were not measured."]
+    lines += ["", *_rows(f"All-reduce over {report.processes} processes:", report.all_reduce)]
     if len(report.pairs) > 1:
         lines += ["", "Each pair of neighbours:"]
-        lines += [f"  {k} and {k + 1}: {_formula(fit)}" for k, fit in enumerate(report.pairs)]
+        lines += [
+            f"  {k} and {k + 1}{' (two machines)' * report.crosses(k)}: {_formula(fit)}"
+            for k, fit in enumerate(report.pairs)
+        ]
     return lines
+
+
+def _processes(report: LinkReport) -> str:
+    where = "local processes"
+    if report.machines:
+        where = f"processes on {len(set(report.machines))} machines"
+    return f"{report.processes} {where} on {report.device}"
+
+
+def _kinds(report: LinkReport) -> list[tuple[LinkFit, str]]:
+    """The fits of links that there are, and between whom."""
+    found = []
+    for fit, far in ((report.link, False), (report.between, True)):
+        if fit is not None:
+            count = sum(report.crosses(k) == far for k in range(len(report.pairs)))
+            where = ""
+            if report.machines:
+                where = " on different machines" if far else " on one machine"
+            median = f"neighbours{where} (the median of {counted(count, 'pair', 'pairs')})"
+            found.append((fit, f"the two{where}" if count == len(report.pairs) == 1 else median))
+    return found
 
 
 def _rows(title: str, fit: LinkFit) -> list[str]:
@@ -130,45 +195,46 @@ def _rows(title: str, fit: LinkFit) -> list[str]:
     return [title, f"{'bytes':>11}{'seconds':>15}{'fitted':>15}{'measured/fitted':>19}", *rows]
 
 
-def _table(report: LinkReport) -> Table:
-    title = f"{report.processes} processes on {report.device}, by {report.backend}"
-    if len(report.pairs) > 1:
-        title += f"; messages between {_neighbours(report)}"
-    table = compact_table(
-        title,
-        [],
-        [
-            "size",
-            "half trip",
-            "±",
-            "bandwidth",
-            "meas./fit",
-            "all-reduce",
-            "±",
-            "meas./fit",
-        ],
-    )
-    link, all_reduce = report.link, report.all_reduce
-    for k, (one, of_all) in enumerate(zip(link.points, all_reduce.points, strict=True)):
-        table.add_row(
-            format_bytes(one.message_bytes),
-            format_seconds(one.seconds),
-            f"{one.error:.0%}",
-            write_bandwidth(one.message_bytes / one.seconds),
-            f"{link.ratios[k]:.2f}",
-            format_seconds(of_all.seconds),
-            f"{of_all.error:.0%}",
-            f"{all_reduce.ratios[k]:.2f}",
-        )
-    return table
+def _tables(report: LinkReport) -> list[Table]:
+    """For each kind of link one, the all-reduce beside the first."""
+    tables = []
+    several = len(report.pairs) > 1
+    for k, (fit, whose) in enumerate(_kinds(report)):
+        title = f"{report.processes} processes on {report.device}, by {report.backend}"
+        title = f"{title}; messages between {whose}" if several else title
+        columns = ["size", "half trip", "±", "bandwidth", "meas./fit"]
+        columns += ["all-reduce", "±", "meas./fit"] if not k else []
+        table = compact_table(title if not k else f"messages between {whose}", [], columns)
+        of_all = report.all_reduce
+        for at, one in enumerate(fit.points):
+            cells = [
+                format_bytes(one.message_bytes),
+                format_seconds(one.seconds),
+                f"{one.error:.0%}",
+                write_bandwidth(one.message_bytes / one.seconds),
+                f"{fit.ratios[at]:.2f}",
+            ]
+            if not k:
+                point = of_all.points[at]
+                cells += [
+                    format_seconds(point.seconds),
+                    f"{point.error:.0%}",
+                    f"{of_all.ratios[at]:.2f}",
+                ]
+            table.add_row(*cells)
+        tables.append(table)
+    return tables
 
 
 def _fit_lines(report: LinkReport) -> list[str]:
+    names = ((report.link, "link"), (report.between, "between machines"))
     lines = [
-        f"link: {_formula(report.link)}; {_span(report.link.ratios)}",
-        f"all-reduce of {report.processes}: {_formula(report.all_reduce)}; "
-        f"{_span(report.all_reduce.ratios)}",
+        f"{name}: {_formula(fit)}; {_span(fit.ratios)}" for fit, name in names if fit is not None
     ]
+    lines.append(
+        f"all-reduce of {report.processes}: {_formula(report.all_reduce)}; "
+        f"{_span(report.all_reduce.ratios)}"
+    )
     if len(report.pairs) > 1:
         slowest = max(range(len(report.pairs)), key=lambda k: _largest_s(report.pairs[k]))
         lines.append(
@@ -188,9 +254,3 @@ def _span(ratios: Sequence[float]) -> str:
 
 def _largest_s(fit: LinkFit) -> float:
     return fit.points[-1].seconds
-
-
-def _neighbours(report: LinkReport) -> str:
-    if len(report.pairs) == 1:
-        return "the two"
-    return f"neighbours (the median of {counted(len(report.pairs), 'pair', 'pairs')})"

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from ..profiles.errors import UserError
 from ..profiles.files import MAX_FACTOR, MAX_THREADS, Kind, check_output, is_file, write_file
@@ -14,9 +15,10 @@ from ..profiles.profile import FRONT_ENDS, Profile
 from ..profiles.published.reader import import_profile, is_foreign
 from .errors import errors_as_lines, output, print_json
 from .options import CONTEXT, common_options, config_options
-from .options.command import GroupedCommand, examples, group, options
+from .options.command import examples, group, options
 from .options.values import FileName, Fraction, Number, TargetName, Whole, whole_numbers
 from .progress import Bar
+from .run_commands.rank import OneRankCommand, one_rank_tells, rendezvous_at_hand
 from .tables.profile import print_profile
 
 _options = options(
@@ -125,7 +127,8 @@ _options = options(
         click.option(
             "--links",
             is_flag=True,
-            help="Measure the links between local processes instead → cluster.toml.",
+            help="Measure the links between local processes, or those that torchrun or srun has "
+            "started, instead → cluster.toml.",
         ),
         click.option(
             "--processes",
@@ -150,7 +153,7 @@ def _check_processes(option: str, count: int) -> None:
 
 
 @click.command(
-    cls=GroupedCommand,
+    cls=OneRankCommand,
     context_settings=CONTEXT,
     epilog=examples(
         "tp-profile digits",
@@ -162,6 +165,7 @@ def _check_processes(option: str, count: int) -> None:
 @config_options
 @common_options
 @errors_as_lines
+@one_rank_tells
 def main(
     target: str | None,
     path: str | None,
@@ -179,10 +183,23 @@ def main(
     function that makes one; model.onnx; a table of costs (.csv); or a profile that another planner
     published (PipeDream's graph.txt, JSON workloads).
     """
+    rendezvous = rendezvous_at_hand()
+    if rendezvous is not None and not links:
+        raise UserError(
+            f"{rendezvous.launched.by} started {rendezvous.launched.world_size} processes: a model "
+            "is measured by one; of several, only --links measures something"
+        )
     if links:
         if target is not None:
-            raise UserError("--links: measures this machine and takes no TARGET")
-        _check_processes("--processes", processes)
+            raise UserError("--links: measures links and takes no TARGET")
+        given = click.get_current_context().get_parameter_source("processes")
+        if rendezvous is None:
+            _check_processes("--processes", processes)
+        elif given is not ParameterSource.DEFAULT:
+            raise UserError(
+                f"--processes: leave it out; {rendezvous.launched.by} started "
+                f"{rendezvous.launched.world_size}"
+            )
         from .links import links_command
 
         links_command(
@@ -191,6 +208,7 @@ def main(
             device=options["device"],
             quiet=quiet,
             as_json=as_json,
+            rendezvous=rendezvous,
         )
         return
     if target is None:

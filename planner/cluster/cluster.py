@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Hashable, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -379,32 +381,42 @@ def read_cluster(path: str | Path) -> Cluster:
 
 
 def measured_cluster(
-    device: str, network: Network, all_reduce: AllReduce, notes: Sequence[str]
+    device: str,
+    network: Network | None,
+    all_reduce: AllReduce,
+    notes: Sequence[str],
+    machines: Sequence[str] = (),
+    between: Network | None = None,
 ) -> str:
     """The TOML of a cluster whose links were measured, as `read_cluster` takes it.
 
     Args:
         device: what the devices are called, up to their numbers: "cpu". There is one for each
             process of the all-reduce.
+        network: None: no machine has two of them.
         notes: lines for the comment at the top.
+        machines: of each device; empty: all are in one.
+        between: links between machines, where there are several.
     """
-    lines = [
-        *(f"# {note}".rstrip() for note in notes),
-        "",
-        "[[devices]]",
-        f'name = "{device}"',
-        f"count = {all_reduce.processes}",
-        '# Memory was not measured. Say what each device has: memory = "..."',
-        "",
-        "[network]",
-        f'bandwidth = "{write_bandwidth(network.bandwidth_bytes_per_s)}"',
-        f'latency = "{write_latency(network.latency_s)}"',
-        "",
-        "[all_reduce]",
-        f"processes = {all_reduce.processes}",
-        f'bandwidth = "{write_bandwidth(all_reduce.bandwidth_bytes_per_s)}"',
-        f'latency = "{write_latency(all_reduce.latency_s)}"',
-    ]
+    lines = [f"# {note}".rstrip() for note in notes]
+    lines += ["", '# Memory was not measured. Say what each device has: memory = "..."']
+    number = 0
+    for machine, group in groupby(machines or [""] * all_reduce.processes):
+        count = len(list(group))
+        name = device if count > 1 else f"{device}{number}"
+        lines += ["", "[[devices]]", f'name = "{name}"', f"count = {count}"]
+        lines += [f"machine = {json.dumps(machine)}"] if machines else []
+        number += count
+    tables = [("network", network), ("between_machines", between), ("all_reduce", all_reduce)]
+    for title, link in tables:
+        if link is None:
+            continue
+        lines += ["", f"[{title}]"]
+        lines += [f"processes = {link.processes}"] if isinstance(link, AllReduce) else []
+        lines += [
+            f'bandwidth = "{write_bandwidth(link.bandwidth_bytes_per_s)}"',
+            f'latency = "{write_latency(link.latency_s)}"',
+        ]
     return "\n".join(lines) + "\n"
 
 

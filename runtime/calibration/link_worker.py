@@ -1,22 +1,29 @@
-"""A process that measures links.
+"""A process that measures links, with others like it.
 
-``python -m timeprest.runtime.calibration.link_worker FOLDER LAUNCHER``
+``python -m timeprest.runtime.calibration.link_worker FOLDER LAUNCHER``, or one of those that
+torchrun or srun have started (`measure_here`).
 """
 
 from __future__ import annotations
 
+import json
+import os
+import socket
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import timedelta
 from statistics import fmean, median
+from typing import Any
 
 import msgspec
 import torch
 import torch.distributed as dist
 
 from ...planner.cluster.link_fit import LinkPoint, error_of_median
+from ...profiles.errors import UserError
 from ...profiles.files import write_bytes
 from ...profiles.units import format_bytes
 from ..communication.channel import PeerError
@@ -24,7 +31,19 @@ from ..processes.environment import use_interface
 from ..processes.rendezvous import Rendezvous
 from ..records.growing_file import GrowingFile
 from ..training.worker import join
-from .links import ALL_REDUCE, LinkDir, LinkSettings, LinkTimes, Process, backend_of
+from .links import (
+    ALL_REDUCE,
+    FAR_TIMEOUT_S,
+    MESSAGE_BYTES,
+    TIMEOUT_S,
+    LinkDir,
+    LinkSettings,
+    LinkTimes,
+    Process,
+    Progress,
+    backend_of,
+    check_gpus,
+)
 
 # Longest wait for the others to start. All load torch at once, on the cores that there are.
 LOADING_S = 30.0
@@ -35,6 +54,9 @@ MAX_REPETITIONS = 50
 # Of the few bursts that were possible when time is out; and before an error is trusted.
 MIN_BURSTS = 7
 TRUSTED_BURSTS = 15
+# Of messages that take so many times the cap together, over slow links.
+FEWEST_BURSTS = 3
+FAR_BEYOND = 5
 PROGRESS_S = 0.1
 
 
@@ -77,7 +99,9 @@ class TimedOperation:
         """From 0 to 1, which is: precise enough, or out of time."""
         bursts = len(self.medians)
         precise = bursts >= TRUSTED_BURSTS and error_of_median(self.medians) <= precision
-        if precise or (bursts >= MIN_BURSTS and self.spent_s >= self.cap_s):
+        out_of_time = bursts >= MIN_BURSTS and self.spent_s >= self.cap_s
+        too_slow = bursts >= FEWEST_BURSTS and self.spent_s >= FAR_BEYOND * self.cap_s
+        if precise or out_of_time or too_slow:
             return 1.0
         return min(0.99, max(bursts / TRUSTED_BURSTS, self.spent_s / self.cap_s))
 
@@ -91,8 +115,8 @@ class TimedOperation:
         )
 
 
-def lead(process: Process, processes: int, settings: LinkSettings, where: LinkDir) -> None:
-    """Measure everything and write it down; for process 0."""
+def lead(process: Process, processes: int, settings: LinkSettings, progress: Progress) -> LinkTimes:
+    """Measure everything; for process 0."""
     pairs = range(processes - 1)
     shares = {pair: settings.cap_s / len(pairs) for pair in pairs} | {ALL_REDUCE: settings.cap_s}
     cells = [
@@ -102,7 +126,7 @@ def lead(process: Process, processes: int, settings: LinkSettings, where: LinkDi
     ]
     for cell in cells:
         cell.warm_up(process)
-    _take_turns(process, cells, settings, where)
+    _take_turns(process, cells, settings, progress)
     points = {pair: tuple(c.point() for c in cells if c.pair == pair) for pair in shares}
     found = LinkTimes(
         processes=processes,
@@ -111,27 +135,63 @@ def lead(process: Process, processes: int, settings: LinkSettings, where: LinkDi
         pairs=tuple(points[pair] for pair in pairs),
         all_reduce=points[ALL_REDUCE],
     )
-    write_bytes(where.times, msgspec.json.encode(found))
     process.end()
+    return found
 
 
 def _take_turns(
-    process: Process, cells: list[TimedOperation], settings: LinkSettings, where: LinkDir
+    process: Process, cells: list[TimedOperation], settings: LinkSettings, progress: Progress
 ) -> None:
     """Burst by burst, until no cell needs more. A cell that has enough is left out."""
     shown = 0.0
-    with closing(GrowingFile(where.progress)) as progress:
-        left = cells
-        while left:
-            for cell in left:
-                if time.monotonic() - shown > PROGRESS_S:
-                    shown = time.monotonic()
-                    done = fmean(c.share_done(settings.precision) for c in cells)
-                    line = (format_bytes(cell.message_bytes), int(1000 * done), 1000)
-                    progress.write(msgspec.json.encode(line) + b"\n")
-                    progress.flush()
-                cell.burst(process)
-            left = [cell for cell in left if cell.share_done(settings.precision) < 1]
+    left = cells
+    while left:
+        for cell in left:
+            if time.monotonic() - shown > PROGRESS_S:
+                shown = time.monotonic()
+                done = fmean(c.share_done(settings.precision) for c in cells)
+                progress(format_bytes(cell.message_bytes), int(1000 * done), 1000)
+            cell.burst(process)
+        left = [cell for cell in left if cell.share_done(settings.precision) < 1]
+
+
+def measure_here(
+    rendezvous: Rendezvous, device: str, progress: Progress, **more: Any
+) -> LinkTimes | None:
+    """Measure the links between the processes that torchrun or srun have started.
+
+    Args:
+        progress: is told how far it is, in process 0.
+        more: other fields of `LinkSettings`.
+
+    Returns what was measured in process 0; None in the others.
+
+    Raises:
+        UserError: a process alone, another device in each, no GPU for one of them.
+        PeerError: another process is gone, or doesn't answer.
+    """
+    launched = rendezvous.launched
+    rendezvous.check_same({"--device": device})
+    if launched.world_size < 2:
+        raise UserError(f"{launched.by} started 1 process: links are between two or more")
+    if device == "cuda":
+        check_gpus(launched.local_rank + 1)
+    node = os.environ.get("GROUP_RANK", os.environ.get("SLURM_NODEID", "0"))
+    mine = json.dumps([socket.gethostname(), node]).encode()
+    found = [tuple(json.loads(each)) for each in rendezvous.gather("machine", mine)]
+    machines = _names(found)
+    far = len(set(machines)) > 1
+    fields = {"message_bytes": MESSAGE_BYTES, "timeout_s": FAR_TIMEOUT_S if far else TIMEOUT_S}
+    times = _take_part(rendezvous, LinkSettings(device=device, **{**fields, **more}), progress)
+    if times is None or not far:
+        return times
+    return msgspec.structs.replace(times, machines=machines)
+
+
+def _names(found: Sequence[tuple[str, str]]) -> tuple[str, ...]:
+    """Of each process's machine; machines that call themselves the same are told apart."""
+    nodes = {host: {node for other, node in found if other == host} for host, _ in found}
+    return tuple(host if len(nodes[host]) == 1 else f"{host}-{node}" for host, node in found)
 
 
 def main(arguments: list[str]) -> None:
@@ -142,13 +202,30 @@ def main(arguments: list[str]) -> None:
 
 def _work(where: LinkDir, rendezvous: Rendezvous) -> None:
     settings = msgspec.json.decode(where.settings.read_bytes(), type=LinkSettings)
+    if rendezvous.rank:
+        _take_part(rendezvous, settings)
+        return
+    with closing(GrowingFile(where.progress)) as file:
+
+        def progress(*line: Any) -> None:
+            file.write(msgspec.json.encode(line) + b"\n")
+            file.flush()
+
+        found = _take_part(rendezvous, settings, progress)
+    write_bytes(where.times, msgspec.json.encode(found))
+
+
+def _take_part(
+    rendezvous: Rendezvous, settings: LinkSettings, progress: Progress = lambda *_: None
+) -> LinkTimes | None:
+    launched = rendezvous.launched
     torch.set_num_threads(1)
     _join_group(settings.device, rendezvous)
-    process = Process(rendezvous.rank, settings.device, settings.timeout_s)
+    process = Process(rendezvous.rank, launched.local_rank, settings.device, settings.timeout_s)
     if rendezvous.rank == 0:
-        lead(process, rendezvous.launched.world_size, settings, where)
-    else:
-        process.follow()
+        return lead(process, launched.world_size, settings, progress)
+    process.follow()
+    return None
 
 
 def _join_group(device: str, rendezvous: Rendezvous) -> None:
@@ -157,7 +234,7 @@ def _join_group(device: str, rendezvous: Rendezvous) -> None:
     use_interface(rendezvous.launched)
     backend = "gloo"
     if device == "cuda":
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(rendezvous.launched.local_rank)
         # What the processes tell each other stays on the CPU.
         backend = f"cpu:gloo,cuda:{backend_of(device)}"
     store = dist.PrefixStore("links", rendezvous.store)  # type: ignore[attr-defined]

@@ -1,4 +1,5 @@
-"""Measuring the links between local processes: message times and all-reduce times."""
+"""Measuring the links between processes, of this machine or of several: message times and
+all-reduce times."""
 
 from __future__ import annotations
 
@@ -30,7 +31,10 @@ CAP_S = 0.6
 """Time for one message size, for all pairs together, and as much for its all-reduce."""
 
 TIMEOUT_S = 10.0
-"""Longest wait for another process, once all have started."""
+"""Longest wait for another process of this machine, once all have started."""
+
+FAR_TIMEOUT_S = 90.0
+"""Of another machine: over 100 Mbit/s the largest message takes 11 s there and back."""
 
 MAX_PROCESSES = 64
 """Each one loads torch; more of them on one machine would measure its memory."""
@@ -56,6 +60,7 @@ class LinkTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     Attributes:
         pairs: for processes (0, 1), (1, 2), …: half a round trip for each message size.
         all_reduce: a sum over all processes, for the same sizes.
+        machines: name of each process's; empty: all are on one.
     """
 
     processes: int
@@ -63,6 +68,7 @@ class LinkTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     backend: str
     pairs: tuple[tuple[LinkPoint, ...], ...]
     all_reduce: tuple[LinkPoint, ...]
+    machines: tuple[str, ...] = ()
 
 
 class LinkDir(RunDir):
@@ -96,12 +102,17 @@ def check_request(processes: int, device: str) -> None:
     if device not in ("cpu", "cuda"):
         raise UserError(f"device: links are measured on cpu or cuda, not {device!r}")
     if device == "cuda":
-        found = torch.cuda.device_count()
-        if found < processes:
-            raise UserError(
-                f"device cuda: {processes} processes need a GPU each, and there are {found}; "
-                "ask for fewer processes, or measure cpu"
-            )
+        check_gpus(processes)
+
+
+def check_gpus(processes: int) -> None:
+    """Raise UserError unless this machine has a GPU for each."""
+    found = torch.cuda.device_count()
+    if found < processes:
+        raise UserError(
+            f"device cuda: {processes} processes need a GPU each, and there are {found}; "
+            "ask for fewer processes, or measure cpu"
+        )
 
 
 def measure_links(
@@ -189,10 +200,10 @@ class Process:
     doesn't answer.
     """
 
-    def __init__(self, rank: int, device: str, timeout_s: float) -> None:
+    def __init__(self, rank: int, local_rank: int, device: str, timeout_s: float) -> None:
         self.rank = rank
         self.on_gpu = device == "cuda"
-        self.device = torch.device("cuda", rank) if self.on_gpu else torch.device("cpu")
+        self.device = torch.device("cuda", local_rank) if self.on_gpu else torch.device("cpu")
         self.timeout = timedelta(seconds=timeout_s)
         self._outgoing: dict[int, Tensor] = {}
 

@@ -14,6 +14,7 @@ import torch
 from helpers.paths import TESTS
 from helpers.plans import plan_by_hand, with_times
 from helpers.processes.two_hosts import TwoHosts, why_not
+from timeprest.planner.cluster.cluster import read_cluster
 from timeprest.profiles.files import write_file
 from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import run
@@ -113,4 +114,35 @@ def test_two_hosts_without_a_network_both_end(how, hosts, plan, mlp_target, tmp_
     assert "nothing came for 3 s (--timeout)" in told[0][0]
     assert "nothing came for 3 s (--timeout)" in told[1][0]
     assert "rank 0's store at 10.77.0.1:29500 doesn't answer" in told[1][0]
+    assert not left_in(tmp_path)
+
+
+MEASURE = """
+from timeprest.cli.profile import main
+from timeprest.runtime.calibration import link_worker
+
+link_worker.MESSAGE_BYTES = (4096, 4194304)
+main()
+"""
+
+
+@pytest.mark.processes
+def test_links_between_hosts_are_measured_into_one_file(hosts, tmp_path):
+    """By the first process; the wire carries 12.5 MB/s."""
+    (tmp_path / "measure.py").write_text(MEASURE)
+    words = ["--links", "--quiet"]
+    processes = [
+        hosts.torchrun(
+            host, 1, [*words, "-o", f"{host}.toml"], ["measure.py"], **{**HOW, "cwd": tmp_path}
+        )
+        for host in (0, 1)
+    ]
+    errors = [process.communicate(timeout=100)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], errors
+    assert not (tmp_path / "1.toml").exists()
+    cluster = read_cluster(tmp_path / "0.toml")
+    assert [device.machine for device in cluster.devices] == ["host-a", "host-b"]
+    assert cluster.between_machines.bandwidth_bytes_per_s < 13e6
+    assert cluster.all_reduce.processes == 2
+    assert "links in a machine were not measured" in (tmp_path / "0.toml").read_text()
     assert not left_in(tmp_path)

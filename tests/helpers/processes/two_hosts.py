@@ -86,12 +86,17 @@ class TwoHosts:
         return subprocess.Popen([*inside, *command], text=True, **how)  # type: ignore[call-overload]
 
     def torchrun(
-        self, host: int, processes: int, arguments: Sequence[str], **how: object
+        self,
+        host: int,
+        processes: int,
+        arguments: Sequence[str],
+        program: Sequence[str] = ("-m", "timeprest.cli.run"),
+        **how: object,
     ) -> subprocess.Popen[str]:
-        """Start tp-run's workers of a host with torchrun."""
+        """Start a host's part of tp-run, or of another program, with torchrun."""
         launcher = ["-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(host)]
         where = ["--master-addr", self.addresses[0], "--master-port", str(PORT)]
-        what = ["--nproc-per-node", str(processes), "-m", "timeprest.cli.run", *arguments]
+        what = ["--nproc-per-node", str(processes), *program, *arguments]
         return self.start(host, [sys.executable, *launcher, *where, *what], **how)
 
     @contextmanager

@@ -13,12 +13,19 @@ import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from timeprest.cli.errors import errors_as_lines
-from timeprest.cli.links import cluster_text, links_command, report_of
+from timeprest.cli.errors import errors_as_lines, output
+from timeprest.cli.links import (
+    _fit_lines,
+    _tables,
+    cluster_text,
+    links_command,
+    report_of,
+)
 from timeprest.planner.cluster.cluster import Cluster, read_cluster, write_bandwidth, write_latency
 from timeprest.planner.cluster.link_fit import LinkPoint, error_of_median, fit_link, typical_pair
 from timeprest.profiles.errors import RunError, UserError
 from timeprest.profiles.units import parse_bandwidth, parse_seconds
+from timeprest.runtime.calibration.link_worker import _names
 from timeprest.runtime.calibration.links import MESSAGE_BYTES, LinkTimes, measure_links
 
 FEW = (4096, 262144, 16777216)
@@ -153,6 +160,45 @@ def test_the_cluster_file_reads_back(pairs, tmp_path):
     comments = [line for line in path.read_text().splitlines() if line.startswith("#")]
     assert all(sum(str(n) in line.split() for line in comments) == 2 for n in MESSAGE_BYTES)
     assert max(len(line) for line in comments) <= 100
+
+
+def test_links_of_several_machines_are_told_apart(tmp_path, capsys):
+    """Of pairs on one machine the median, of pairs on two the other; in devices' sequence."""
+    near, far = points(lambda n: 5e-5 + n / 2e9), points(lambda n: 1e-3 + n / 1e8)
+    times = LinkTimes(
+        processes=4,
+        device="cpu",
+        backend="gloo",
+        pairs=(tuple(near), tuple(far), tuple(far)),
+        all_reduce=tuple(points(lambda n: 2e-3 + n / 5e7)),
+        machines=("a", "a", 'b "2"', "c"),
+    )
+    report = report_of(times, "cluster.toml")
+    path = tmp_path / "cluster.toml"
+    path.write_text(cluster_text(report))
+    cluster = read_cluster(path)
+    assert [(d.name, d.machine) for d in cluster.devices] == [
+        ("cpu0", "a"),
+        ("cpu1", "a"),
+        ("cpu2", 'b "2"'),
+        ("cpu3", "c"),
+    ]
+    assert cluster.network.bandwidth_bytes_per_s == pytest.approx(2e9)
+    assert cluster.between_machines.bandwidth_bytes_per_s == pytest.approx(1e8)
+    assert cluster.between_machines.latency_s == pytest.approx(1e-3)
+    assert cluster.all_reduce.processes == 4
+    for part in (*_tables(report), *_fit_lines(report)):
+        output().print(part)
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 100
+    assert "neighbours on one machine (the median of 1 pair)" in " ".join(printed.split())
+    assert "neighbours on different machines (the median of 2 pairs)" in " ".join(printed.split())
+    assert "between machines: 1ms + bytes / 100MB/s" in printed
+
+
+def test_machines_of_one_name_are_told_apart():
+    assert _names([("x", "0"), ("x", "0"), ("y", "1"), ("x", "2")]) == ("x-0", "x-0", "y", "x-2")
+    assert _names([("x", "0"), ("x", "0")]) == ("x", "x")
 
 
 def test_clusters_of_older_plans_still_load():
