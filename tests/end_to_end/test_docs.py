@@ -144,7 +144,7 @@ def check_command(words, *, in_text=False):
 
 
 def check_torchrun(words):
-    """Torchrun's own parser takes the words, and what it starts is `tp-run`, or what `tp-plan
+    """Torchrun's own parser takes the words, and what it starts is a command, or what `tp-plan
     export` wrote."""
     parser = get_args_parser()
     parser.error = lambda said: pytest.fail(f"torchrun: {said}")
@@ -154,8 +154,9 @@ def check_torchrun(words):
             assert f'"{word}"' in SCRIPT_TEXT, word
         return
     assert found.module
-    assert found.training_script == "timeprest.cli.run"
-    parse("tp-run", found.training_script_args)
+    package, _, name = found.training_script.rpartition(".")
+    assert (package, name in ("profile", "run")) == ("timeprest.cli", True)
+    parse(f"tp-{name}", found.training_script_args)
 
 
 def check_script(words):
