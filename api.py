@@ -56,6 +56,7 @@ def profile(
     inputs: Sequence[str] = (),
     seconds: float = 15.0,
     relative_error: float = 0.05,
+    batches: int | None = None,
     together: int | None = None,
     edges: str | Path | None = None,
 ) -> Profile:
@@ -75,6 +76,8 @@ def profile(
         inputs: for a model that isn't a task, ``SHAPE:DTYPE`` of each of its inputs.
         seconds: to spend on timing at most.
         relative_error: stop when every layer with 1 % of the time is known so well.
+        batches: mini-batches to look at, where a collate_fn or a batch_sampler may make them of
+            different shapes; the largest is measured. None: 32, within 5 s.
         together: measure too what stages cost besides their layers, and how so many processes slow
             each other down.
         edges: with a table of costs (.csv) as target, the table of its edges.
@@ -115,6 +118,7 @@ def profile(
         granularity=granularity,
         seconds=seconds,
         error=relative_error,
+        batches=batches,
     )
     if together is None:
         return measured

@@ -79,6 +79,13 @@ _options = options(
             help="Stop when every layer with 1 % of the time is known so well.",
         ),
         click.option(
+            "--batches",
+            type=Whole(1),
+            metavar="N",
+            help="Mini-batches to look at where a collate_fn or a batch_sampler may make them of "
+            "different shapes: the largest is measured.  [default: 32, within 5 s]",
+        ),
+        click.option(
             "--together",
             type=Whole(2),
             metavar="N",
@@ -269,6 +276,7 @@ def _measure(
             granularity=options["granularity"],
             seconds=options["seconds"],
             error=options["relative_error"],
+            batches=options["batches"],
             progress=bar,
         )
         if options["together"] is None:

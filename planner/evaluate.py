@@ -538,16 +538,7 @@ def make_plan(question: Question, found: Evaluation, report: SolverReport) -> Pl
             variant=question.variant,
             mini_batch=question.mini_batch,
             micro_batches=found.micro_batches,
-            profile=ProfileReference(
-                target=profile.target,
-                fingerprint=profile.fingerprint,
-                front_end=profile.front_end,
-                granularity=profile.granularity,
-                device=profile.device,
-                threads=profile.threads,
-                dtype=profile.dtype,
-                autocast=profile.autocast,
-            ),
+            profile=ProfileReference.to(profile),
             cluster=question.cluster,
             optimizer_state_factor=question.optimizer_state_factor,
             matrix_state_factor=(

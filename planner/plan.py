@@ -22,7 +22,7 @@ from ..profiles.files import (
     read_file,
     write_file,
 )
-from ..profiles.profile import Profile, check_front_end
+from ..profiles.profile import Profile, VaryingShapes, check_front_end, check_varying
 from .cluster.cluster import Cluster
 from .costs.layout import StageTimes, make_pipeline
 from .costs.memory import MemoryByKind, StageBytes
@@ -56,6 +56,14 @@ class ProfileReference(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     threads: Threads
     dtype: str
     autocast: str | None = None
+    varying: VaryingShapes | msgspec.UnsetType = msgspec.UNSET
+    """Shapes of inputs, where mini-batches differ in them; memory and times are for those that were
+    profiled. Not there where they are all alike."""
+
+    @classmethod
+    def to(cls, profile: Profile) -> ProfileReference:
+        """The reference to this one."""
+        return cls(**{name: getattr(profile, name) for name in cls.__struct_fields__})
 
 
 class PlanStage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -356,6 +364,7 @@ def check_plan(plan: Plan, where: str = "plan") -> Plan:
                 "tensors go to later stages only"
             )
     check_front_end(plan.profile.front_end, f"{where}: profile")
+    check_varying(plan.profile.varying, f"{where}: profile")
     try:
         variant = plan.system
     except OrderError as error:

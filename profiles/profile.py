@@ -126,6 +126,40 @@ class ModelInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     consumers: tuple[str, ...]
 
 
+Shapes = tuple[tuple[Count, ...], ...]
+"""Of each input that the model has, for one sample."""
+
+
+class VaryingShapes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Shapes that inputs have in mini-batches where not all of these are alike."""
+
+    profiled: Shapes
+    """In the mini-batch that was measured, the one with the most bytes."""
+    least: Shapes
+    """The smallest size of each dimension."""
+    most: Shapes
+    """The largest."""
+    batches: Count
+    """Mini-batches that were looked at."""
+
+    @property
+    def free(self) -> tuple[tuple[int, ...], ...]:
+        """Of each input the dimensions that vary, counted with that of the samples."""
+        pairs = zip(self.least, self.most, strict=True)
+        return tuple(
+            tuple(d for d, (a, b) in enumerate(zip(low, high, strict=True), 1) if a != b)
+            for low, high in pairs
+        )
+
+    def beyond(self, shapes: Sequence[Sequence[int]]) -> bool:
+        """Whether a mini-batch of these shapes, for one sample, has more than any looked at."""
+        return any(
+            size > most
+            for found, limits in zip(shapes, self.most, strict=False)
+            for size, most in zip(found, limits, strict=False)
+        )
+
+
 class SharedParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Parameters of several layers that share nothing else: each can have a copy of them."""
 
@@ -231,6 +265,8 @@ class Profile(TaggedFile, Shown, frozen=True, kw_only=True, tag=FORMAT):
     loading_s_per_sample: Seconds | msgspec.UnsetType = msgspec.UNSET
     """Between two samples of the training data, by loaders that do nothing else; not there where
     the data are in memory, or it wasn't measured."""
+    varying: VaryingShapes | msgspec.UnsetType = msgspec.UNSET
+    """Not there where the inputs of all mini-batches that were looked at have the same shapes."""
     assumptions: tuple[str, ...] = ()
     """What wasn't measured but taken to be so, a sentence each."""
 
@@ -335,12 +371,26 @@ def check_profile(profile: Profile, where: str = "profile") -> Profile:
         for name in group:
             if name not in position:
                 raise FileError(f"{where}: tied: unknown layer {name!r}")
+    check_varying(profile.varying, where)
     groups = {frozenset(group) for group in profile.tied}
     for shared in profile.shared:
         if frozenset(shared.layers) not in groups:
             shown = ", ".join(map(repr, shared.layers))
             raise FileError(f"{where}: shared: {shown} aren't a group of `tied`")
     return profile
+
+
+def check_varying(varying: VaryingShapes | msgspec.UnsetType, where: str) -> None:
+    """Raise FileError where shapes that vary contradict each other."""
+    if varying is msgspec.UNSET:
+        return
+    every = (varying.least, varying.profiled, varying.most)
+    if len({tuple(map(len, shapes)) for shapes in every}) > 1 or any(
+        not a <= b <= c
+        for shapes in zip(*every, strict=True)
+        for a, b, c in zip(*shapes, strict=True)
+    ):
+        raise FileError(f"{where}: varying: each size of `profiled` must be from `least` to `most`")
 
 
 def check_front_end(name: str, where: str) -> None:

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from .errors import TargetError, TimeprestError
 from .files import is_file
 from .tasks.hooks import describe_error, is_ctrl_c
-from .tasks.loaders import batch_size_of, some_samples
+from .tasks.loaders import batch_size_of, first_batch, may_vary, rows_among, some_samples
 from .tasks.objects import SESSION, given, importing
-from .tasks.task import Task
+from .tasks.shapes import LookedAt, look_at_batches
+from .tasks.task import Task, read_batch
 from .tracing.call import Call
 from .zoo import BUILT_IN
 from .zoo.hf_model import is_config
@@ -101,12 +102,43 @@ class Target:
         if self.task is None:
             tensors = tuple(spec.sample(samples) for spec in self._inputs)
             return Call(tensors, tuple(spec.name for spec in self._inputs)), None
-        task = self.task
-        dataset = _call(self.name, "data('train')", lambda: task.data("train"))
+        if self._first_batch is not None:
+            return rows_among(*self._first_batch, "train", samples)
         batch: tuple[Call, Any] = _call(
             self.name,
             "collating samples",
-            lambda: some_samples(dataset, "train", samples, self._arguments_among),
+            lambda: some_samples(self._training(), "train", samples, self._arguments_among),
+        )
+        return batch
+
+    def look_at_batches(self, mini_batch: int, most: int | None = None) -> LookedAt | None:
+        """Look at the shapes of the training data's first mini-batches; None where they can't
+        differ, or there are none. Arguments and errors as of `tasks.shapes.look_at_batches`."""
+        if self._first_batch is None:
+            return None
+        like, names = self._first_batch[0], self._arguments_among
+        found: LookedAt | None = _call(
+            self.name,
+            "loading mini-batches",
+            lambda: look_at_batches(self._training(), mini_batch, like, names, most),
+        )
+        return found
+
+    def _training(self) -> Any:
+        """The training data. Raises TargetError."""
+        task = self.task
+        assert task is not None
+        return _call(self.name, "data('train')", lambda: task.data("train"))
+
+    @functools.cached_property
+    def _first_batch(self) -> tuple[Call, Any] | None:
+        """A mini-batch of data whose mini-batches may differ in shape: samples of one are alike."""
+        if self.task is None or not may_vary(data := self._training()):
+            return None
+        batch: tuple[Call, Any] = _call(
+            self.name,
+            "collating samples",
+            lambda: read_batch(first_batch(data, "train", _BATCH_SIZE), self._arguments_among),
         )
         return batch
 
@@ -116,12 +148,9 @@ class Target:
 
         Raises TargetError where `data` does.
         """
-        task = self.task
-        if task is None:
+        if self.task is None:
             return _BATCH_SIZE
-        return batch_size_of(_call(self.name, "data('train')", lambda: task.data("train"))) or (
-            _BATCH_SIZE
-        )
+        return batch_size_of(self._training()) or _BATCH_SIZE
 
     def _arguments_among(self, keys: Collection[str]) -> Sequence[str]:
         """Which of a batch's keys are names of the model's arguments. Raises TargetError."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
+import msgspec
 from rich.table import Table
 
 from ...profiles.errors import UserError
@@ -32,7 +33,7 @@ def device_lines(
         inline: all of them in this process.
         one_host: all of them on this one.
     """
-    from ...runtime.communication.transport import transport_here
+    from ...runtime.communication.transport import between_processes, transport_here
     from ...runtime.prepare.devices import device_kind, gpu_count
     from ...runtime.verify.dry_run import turns_warning, usable_cores
 
@@ -46,7 +47,9 @@ def device_lines(
         if inline:
             lines.append("all stages compute on the first GPU")
         elif one_host:
+            varying = plan.profile.varying is not msgspec.UNSET
             how = transport_here(kind, workers, gpus)
+            how = between_processes(how, "auto", one_host=True, varying=varying)
             lines.append(
                 f"stages compute on {min(workers, gpus)} of {gpus} GPUs; messages by {how}"
             )

@@ -5,7 +5,14 @@ from __future__ import annotations
 import msgspec
 from rich.console import Console
 
-from ...profiles.profile import FRONT_ENDS, IMPORTED, Measurement, Profile
+from ...profiles.profile import (
+    FRONT_ENDS,
+    IMPORTED,
+    Measurement,
+    Profile,
+    Shapes,
+    VaryingShapes,
+)
 from ...profiles.units import format_bytes, format_seconds
 from .layout import fitted, fixed, words
 
@@ -101,8 +108,24 @@ def _print_trust(console: Console, profile: Profile) -> None:
             f"loading takes {format_seconds(each_s)} for a sample, "
             f"{format_seconds(each_s * profile.batch_size)} for {profile.batch_size} of them"
         )
+    if profile.varying is not msgspec.UNSET:
+        console.print(f"mini-batches differ in shape: {_varying(profile.varying)}")
     for assumption in profile.assumptions:
         console.print(f"assumed: {assumption}")
+
+
+def _varying(varying: VaryingShapes) -> str:
+    """From which to which shapes, of a sample, and which were measured."""
+    one = len(varying.profiled) == 1
+
+    def shown(shapes: Shapes) -> str:
+        found = ["×".join(map(str, shape)) or "1" for shape in shapes]
+        return found[0] if one else f"({', '.join(found)})"
+
+    return (
+        f"of a sample, {shown(varying.least)} to {shown(varying.most)} in "
+        f"{varying.batches} of them; measured at {shown(varying.profiled)}"
+    )
 
 
 def layer_sum_ratios(profile: Profile) -> list[tuple[int, float]]:

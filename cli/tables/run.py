@@ -156,6 +156,16 @@ def summary_lines(plan: Plan, summary: RunSummary) -> list[Text]:
                     style="bold",
                 )
             )
+        if report.larger:
+            lines.append(
+                Text(
+                    f"{counted(len(report.larger), 'mini-batch', 'mini-batches')} had larger "
+                    "shapes than any that was profiled, the first of them mini-batch "
+                    f"{report.larger[0]}: memory may be more than planned; tp-profile --batches N "
+                    "looks at more of them",
+                    style="bold",
+                )
+            )
     lines.append(
         Text(
             "loading: waiting for samples, where that takes 1 % or more. idle: neither computing "

@@ -27,7 +27,7 @@ from ..tasks.loaders import comes_in_batches, size_of, some_samples
 from ..tasks.loading import loading_s_per_sample
 from ..tasks.task import Task, dataset_size
 from ..tracing.call import Call, unchanged
-from ..tracing.front_ends import TRACE_SAMPLES, trace
+from ..tracing.front_ends import TRACE_SAMPLES, check_other, trace
 from ..tracing.graph import TracedModel, fingerprint, state_of_layer
 from .bench import Bench, Progress
 from .optimizer_cost import measure_optimizer
@@ -66,6 +66,7 @@ def measure(
     seconds: float = SECONDS,
     error: float = RELATIVE_ERROR,
     seed: int = 0,
+    batches: int | None = None,
     progress: Progress | None = None,
 ) -> Profile:
     """Profile a target in train mode.
@@ -81,6 +82,8 @@ def measure(
         error: relative standard error to reach for every layer with 1 % of the step or more;
             measuring ends when it is reached, or the seconds are over.
         seed: for the model's initial weights.
+        batches: mini-batches to look at, where these may differ in shape: the largest is measured;
+            by default those of the first seconds, 32 at most.
 
     Raises:
         TargetError: the model can't be built, or fails on its own inputs.
@@ -91,7 +94,9 @@ def measure(
         _warn(line)
     sizes = tuple(sorted(set(micro_batch_sizes or default_sizes(batch_size, platform))))
     torch.set_num_threads(threads)
-    calls = {size: target.call(size) for size in {TRACE_SAMPLES, *sizes}}
+    looked = target.look_at_batches(batch_size, batches)
+    call_of = target.call if looked is None or looked.varying is None else looked.call
+    calls = {size: call_of(size) for size in {TRACE_SAMPLES, *sizes}}
     # The importer of ONNX files works on the constants' values.
     model = platform.build(lambda: target.model(seed), first=target.front_end == "onnx")
     model.train()
@@ -114,6 +119,9 @@ def measure(
             granularity=granularity,
             verify=not platform.computed,
         )
+        if looked is not None and looked.varying is not None and not platform.computed:
+            smallest = looked.call(TRACE_SAMPLES, looked.smallest)
+            check_other(model, target.name, traced, _placed(platform, *smallest)[0])
         print_of_graph = fingerprint(traced)
         try:
             graphs = [_for_size(traced, model, target, placed[size][0]) for size in sizes]
@@ -141,6 +149,7 @@ def measure(
             graph_fingerprint=print_of_graph,
             assumptions=left_out,
             loading_s=loading_s,
+            varying=None if looked is None else looked.varying,
         )
     return check_profile(profile)
 

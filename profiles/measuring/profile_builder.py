@@ -21,6 +21,7 @@ from ..profile import (
     SharedParameters,
     Storage,
     Totals,
+    VaryingShapes,
 )
 from ..tracing.graph import OUTPUT, shared_parameters, state_of_layer, tied_layers
 from ..tracing.matrices import hidden_matrices
@@ -35,12 +36,14 @@ def assemble(
     graph_fingerprint: str,
     assumptions: tuple[str, ...] = (),
     loading_s: float | None = None,
+    varying: VaryingShapes | None = None,
 ) -> Profile:
     """The profile that a bench's measurements make.
 
     Args:
         assumptions: made before them.
         loading_s: between two samples; None: not known.
+        varying: shapes of the mini-batches; None: they are alike.
     """
     traced, first = bench.traced, bench.cases[0]
     bound = first.saved.bound_by_changes(first.crossing, len(bench.names))
@@ -82,6 +85,7 @@ def assemble(
             )
             for case in bench.cases
         ),
+        varying=msgspec.UNSET if varying is None else varying,
         loading_s_per_sample=msgspec.UNSET if loading_s is None else _rounded(loading_s),
         assumptions=(*assumptions, *_assumptions(bench)),
     )

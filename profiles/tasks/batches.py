@@ -91,7 +91,7 @@ class Batches:
             wait_s: longest wait for a batch.
         """
         self.split = split
-        self.loader = as_loader(given, mini_batch)
+        self.loader = as_loader(given, mini_batch, split)
         self.stream = is_stream(self.loader)
         self._seed = seed
         self._names = names
@@ -129,7 +129,7 @@ class Batches:
         while True:
             try:
                 found.append(self.batch(epoch, len(found)).rows)
-            except _DryError:
+            except DryError:
                 break
         self.close()
         return found
@@ -205,7 +205,7 @@ class Batches:
                 self._ahead = Ahead(self._items, lock=LOADING)
             return found
         except StopIteration:
-            raise _DryError(
+            raise DryError(
                 f"data({self.split!r}) ran dry: it has no batch {self._next + 1} in epoch "
                 f"{self._epoch + 1}; give fewer --steps, or data that say how many they are "
                 "(__len__)"
@@ -231,7 +231,7 @@ class Batches:
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
-class _DryError(TargetError):
+class DryError(TargetError):
     """There are no more batches."""
 
 

@@ -19,6 +19,7 @@ from torch.utils.data import (
     Dataset,
     IterableDataset,
     Subset,
+    default_collate,
     get_worker_info,
 )
 
@@ -33,8 +34,23 @@ Given = Any
 
 
 def comes_in_batches(given: Given) -> bool:
-    """Whether it says itself what is in a batch and which comes next; else we choose samples."""
-    return isinstance(given, (DataLoader, IterableDataset))
+    """Whether it says itself how a batch is put together, or what is in it and which comes next;
+    else we choose samples."""
+    return isinstance(given, (DataLoader, IterableDataset)) or collates(given)
+
+
+def collates(given: Given) -> bool:
+    """Whether it is a map-style data set with a `collate_fn` of its own, which makes a mini-batch
+    of a list of samples."""
+    return not isinstance(given, DataLoader) and callable(getattr(given, "collate_fn", None))
+
+
+def may_vary(given: Given) -> bool:
+    """Whether its batches may have different shapes: not where torch's own `default_collate` stacks
+    samples that are chosen one by one."""
+    if isinstance(given, DataLoader):
+        return given.batch_size is None or given.collate_fn is not default_collate
+    return collates(given)
 
 
 def batch_size_of(given: Given) -> int | None:
@@ -113,11 +129,15 @@ def _own_way(loader: DataLoader[Any]) -> bool:
     return type(loader).__iter__ is not DataLoader.__iter__
 
 
-def as_loader(given: Given, mini_batch: int) -> DataLoader[Any]:
-    """A DataLoader as it is; a stream of samples in one that makes mini-batches of them."""
+def as_loader(given: Given, mini_batch: int, split: Split = "train") -> DataLoader[Any]:
+    """A DataLoader as it is; a stream of samples, or a data set that collates them itself, in one
+    that makes mini-batches of them, shuffled for training where they can be."""
     if isinstance(given, DataLoader):
         return given
-    return DataLoader(given, batch_size=mini_batch)
+    if collates(given) and not isinstance(given, IterableDataset):
+        shuffled = split == "train"
+        return DataLoader(given, mini_batch, shuffle=shuffled, collate_fn=given.collate_fn)
+    return DataLoader(given, mini_batch, collate_fn=getattr(given, "collate_fn", None))
 
 
 # A few samples, without opening it ---------------------------------------------------------------
@@ -133,12 +153,15 @@ def some_samples(given: Given, split: Split, count: int, names: Names = sorted) 
     if not comes_in_batches(given):
         size = dataset_size(given, split)
         return fetch_call(given, [k % size for k in range(count)], names)
-    if not is_stream(given) and given.batch_size is not None:
+    if isinstance(given, DataLoader) and not is_stream(given) and not may_vary(given):
         size = dataset_size(given.dataset, split)
         chosen = [given.dataset[k % size] for k in range(count)]
         return read_batch(given.collate_fn(chosen), names)
-    batch = first_batch(given, split, count)
-    call, target = read_batch(batch, names)
+    return rows_among(*read_batch(first_batch(given, split, count), names), split, count)
+
+
+def rows_among(call: Call, target: Any, split: Split, count: int) -> tuple[Call, Any]:
+    """So many samples of a batch, the first ones again where it has fewer. Raises TargetError."""
     rows = rows_of(call.tensors, split)
     taken = torch.arange(count) % rows
     return (
@@ -148,11 +171,15 @@ def some_samples(given: Given, split: Split, count: int, names: Names = sorted) 
 
 
 def first_batch(given: Given, split: Split, mini_batch: int) -> Any:
-    """The first batch, made in this process. Raises TargetError where there is none."""
-    loader = as_loader(given, mini_batch)
+    """The first batch, made in this process: where a sampler chooses samples one by one, of the
+    first samples. Raises TargetError where there is none."""
+    loader = as_loader(given, mini_batch, split)
     with OwnRandomness(0)():
         if _own_way(loader):
             found = next(iter(loader), None)
+        elif not is_stream(loader) and loader.batch_size is not None:
+            size = dataset_size(loader.dataset, split)
+            found = loader.collate_fn([loader.dataset[k % size] for k in range(loader.batch_size)])
         else:
             more: dict[str, Any] = {"batch_sampler": loader.batch_sampler}
             if loader.batch_sampler is None or is_stream(loader):
@@ -168,6 +195,8 @@ def few(given: Given, split: Split, count: int) -> Given:
     """The same data with so many samples at most; of a stream its first batch."""
     if not comes_in_batches(given):
         return Subset(given, range(min(count, dataset_size(given, split))))
+    if collates(given) and not is_stream(given):
+        given = as_loader(given, count, split)
     if not is_stream(given) and given.batch_size is not None:
         some = Subset(given.dataset, range(min(count, dataset_size(given.dataset, split))))
         return DataLoader(some, batch_size=given.batch_size, collate_fn=given.collate_fn)

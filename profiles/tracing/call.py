@@ -23,11 +23,14 @@ class Call:
             position. Those by position come first.
         nests: for each argument how it is made of tensors, with a `Slot` for each; None: every
             argument is a tensor.
+        varying: for each tensor the dimensions, besides the first, that differ from mini-batch to
+            mini-batch; None: none does.
     """
 
     tensors: tuple[Tensor, ...]
     names: tuple[str | None, ...]
     nests: tuple[Any, ...] | None = None
+    varying: tuple[tuple[int, ...], ...] | None = None
 
     def of(self, model: nn.Module, tensors: Sequence[Any] | None = None) -> Any:
         """Call `model` with these tensors, or with others in their places."""

@@ -47,7 +47,11 @@ def trace_export(
         free_batch: leave the first dimension of every input open; else the graph takes
             only as many samples as `call` has.
     """
-    shapes = tuple({0: torch.export.Dim.DYNAMIC} if t.dim() else None for t in call.tensors)
+    varying = call.varying or ((),) * len(call.tensors)
+    shapes = tuple(
+        dict.fromkeys((0, *more), torch.export.Dim.DYNAMIC) if t.dim() else None
+        for t, more in zip(call.tensors, varying, strict=True)
+    )
     structures: list[Any] = []
     with _silent():
         program = torch.export.export(

@@ -109,7 +109,8 @@ _ADVICE = re.compile(
 )
 _MAX_REASON = 200
 
-_ORDER = ("fx", "export", "export-static", "sequential")
+STATIC = "export-static"
+_ORDER = ("fx", "export", STATIC, "sequential")
 
 _TRACERS: dict[str, Callable[[nn.Module, Call, str], TracedModel]] = {
     "fx": trace_fx,
@@ -148,7 +149,15 @@ def trace(
         return _checked(_attempt_plain(model, target, granularity), target)
     refusals: list[str] = []
     failures: list[Exception] = []
-    order = (front_end,) if front_end else _ORDER
+    order: Sequence[str] = (front_end,) if front_end else _ORDER
+    if call.varying is not None:
+        # A graph of one shape is of no use.
+        order = tuple(name for name in order if name != STATIC)
+        if not order:
+            raise TraceError(
+                f"{target}: mini-batches differ in shape, and {FRONT_ENDS[STATIC]} takes one: "
+                f"leave out --front-end {STATIC}, or have the data fill them up to one shape"
+            )
     # What the model itself gives, for the same random numbers.
     wanted = _run(model, model, call) if verify else None
     for name in order:
@@ -166,6 +175,22 @@ def trace(
             continue
         return _checked(replace(traced, refusals=tuple(refusals)), target)
     raise TraceError(_explain(model, target, refusals, failures)) from failures[0]
+
+
+def check_other(model: nn.Module, target: str, traced: TracedModel, call: Call) -> None:
+    """Check that a graph holds for inputs of other shapes than it was made with.
+
+    Raises TraceError.
+    """
+    try:
+        _compare(_run(model, traced.module, call.flat()), _run(model, model, call))
+    except Exception as error:  # the user's forward runs here
+        shapes = ", ".join(str(list(tensor.shape)) for tensor in call.tensors)
+        raise TraceError(
+            f"{target}: mini-batches differ in shape, and the graph of the model doesn't hold for "
+            f"inputs of {shapes}: {_reason(error)}. Have its forward take sizes from its inputs, "
+            "or the data fill mini-batches up to one shape"
+        ) from error
 
 
 def _attempt_plain(model: nn.Module, target: str, granularity: str) -> TracedModel:
@@ -223,7 +248,10 @@ def _reason(error: Exception) -> str:
     """The gist of an error: torch's go on with advice for their own callers."""
     text = " ".join(str(error).split())
     if "Constraints violated" in text:
-        return "the forward fixes the batch size (int(x.shape[0]), a loop over samples, or so)"
+        return (
+            "the forward fixes the batch size, or another that varies (int(x.shape[0]), a loop "
+            "over samples, or so)"
+        )
     text = _ADVICE.split(text)[0].strip().rstrip(".! ")
     if len(text) > _MAX_REASON:
         text = text[:_MAX_REASON].rsplit(" ", 1)[0] + " …"

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from itertools import cycle, islice
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,8 +23,9 @@ from .channel import PeerError, ProcessChannels, lost
 class GlooChannels(ProcessChannels):
     """Messages between processes by torch.distributed; one object per worker.
 
-    Receives are posted ahead. Sends are waited for by a thread of their own for each peer, so
-    that a tensor is let go as soon as it is gone, and computing never waits for a receiver.
+    Receives are posted ahead; where messages have shapes of their own, those of the shapes. Sends
+    are waited for by a thread of their own for each peer, so that a tensor is let go as soon as it
+    is gone, and computing never waits for a receiver.
     """
 
     def __init__(
@@ -32,14 +34,18 @@ class GlooChannels(ProcessChannels):
         timeout_s: float,
         status: Status | None = None,
         room: Callable[[Sequence[int], torch.dtype], Tensor] | None = None,
+        *,
+        varying: bool = False,
     ) -> None:
         """
         Args:
             names: of all workers, by rank; for messages.
             status: is told whom this worker waits for.
             room: makes the tensors, by shape and dtype, that messages are received into.
+            varying: messages have shapes of their own, and each comes behind one that says it.
         """
         self._room = room or _room
+        self._varying = varying
         self.names = names
         self.status = status or Status()
         self.timeout = timedelta(seconds=timeout_s)
@@ -63,14 +69,26 @@ class GlooChannels(ProcessChannels):
         route = next(upcoming, None)
         if route is None:
             return False
-        buffer = self._room(route.shape(kind), route.spec.dtype)
-        try:
-            work = dist.irecv(buffer, route.ends(kind)[0], tag=_tag(route, kind))
-        except RuntimeError as error:
-            raise self._lost(route.ends(kind)[0], error) from error
-        assert work is not None
-        self._posted[route.number, kind].append((work, buffer))
+        buffer = (
+            _shape_of(torch.empty(route.shape(kind), device="meta"))
+            if self._varying
+            else self._room(route.shape(kind), route.spec.dtype)
+        )
+        posted = self._receive_into(buffer, route, kind, of_shape=self._varying)
+        self._posted[route.number, kind].append((posted, buffer))
         return True
+
+    def _receive_into(
+        self, buffer: Tensor, route: MessageRoute, kind: str, *, of_shape: bool = False
+    ) -> dist.Work:
+        """Post a receive. `of_shape`: not of a message, but of the shape that it has."""
+        peer = route.ends(kind)[0]
+        try:
+            work = dist.irecv(buffer, peer, tag=_tag(route, kind, of_shape=of_shape))
+        except RuntimeError as error:
+            raise self._lost(peer, error) from error
+        assert work is not None
+        return work
 
     def send(self, route: MessageRoute, kind: str, tensor: Tensor, *, kept: bool = False) -> None:
         """Hand the message to gloo and its thread."""
@@ -82,11 +100,18 @@ class GlooChannels(ProcessChannels):
             raise self._lost(peer, sender.error)
         kept = kept and tensor.is_contiguous()
         tensor = tensor.contiguous()
+        work: dist.Work | _BehindItsShape | None
         try:
+            if self._varying:
+                shape = _shape_of(tensor)
+                first = dist.isend(shape, peer, tag=_tag(route, kind, of_shape=True))
             work = dist.isend(tensor, peer, tag=_tag(route, kind))
         except RuntimeError as error:
             raise self._lost(peer, error) from error
         assert work is not None
+        if self._varying:
+            assert first is not None
+            work = _BehindItsShape(first, shape, work)
         sender.put(work, tensor, 0 if kept else tensor.nbytes)
 
     def receive(self, route: MessageRoute, kind: str) -> Tensor:
@@ -100,6 +125,9 @@ class GlooChannels(ProcessChannels):
         self.status.wait((peer,))
         try:
             work.wait(self.timeout)
+            if self._varying:
+                buffer = self._room(buffer[1:].tolist(), route.spec.dtype)
+                self._receive_into(buffer, route, kind).wait(self.timeout)
         except RuntimeError as error:
             raise self._lost(peer, error) from error
         self.status.go_on()
@@ -132,6 +160,23 @@ class GlooChannels(ProcessChannels):
         return lost(self.names[peer], error, self.timeout)
 
 
+class _BehindItsShape(NamedTuple):
+    """Two sends under way: of a message's shape, and of the message."""
+
+    of_shape: dist.Work
+    shape: Tensor
+    of_message: dist.Work
+
+    def wait(self, timeout: timedelta) -> None:
+        """Wait for both."""
+        self.of_shape.wait(timeout)
+        self.of_message.wait(timeout)
+
+
+_Sent = tuple[dist.Work | _BehindItsShape, Tensor, int]
+"""A send, its tensor, and how many bytes count."""
+
+
 class _Sender:
     """A thread that waits for the sends to one peer, in their sequence."""
 
@@ -142,11 +187,11 @@ class _Sender:
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._count = 0
-        self._queue: queue.SimpleQueue[tuple[dist.Work, Tensor, int] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Sent | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
 
-    def put(self, work: dist.Work, tensor: Tensor, counted_bytes: int) -> None:
+    def put(self, work: dist.Work | _BehindItsShape, tensor: Tensor, counted_bytes: int) -> None:
         """Wait for this send too; hold its tensor until then."""
         with self._lock:
             self._count += 1
@@ -189,5 +234,10 @@ def _room(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.empty(tuple(shape), dtype=dtype)
 
 
-def _tag(route: MessageRoute, kind: str) -> int:
-    return 2 * route.number + (kind == BACKWARD)
+def _shape_of(tensor: Tensor) -> Tensor:
+    """Its number of dimensions, and their sizes: of a number too there is something to send."""
+    return torch.tensor([tensor.dim(), *tensor.shape], dtype=torch.int64)
+
+
+def _tag(route: MessageRoute, kind: str, *, of_shape: bool = False) -> int:
+    return 4 * route.number + 2 * of_shape + (kind == BACKWARD)

@@ -27,10 +27,10 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 
@@ -38,23 +38,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...planner.costs.stage_costs import RECEIVES_AHEAD
-from ...planner.systems.operations import BACKWARD, FORWARD
 from ...profiles.errors import RunError
 from ...profiles.units import format_bytes
 from ..prepare.messages import MessageRoute, MessageSeries
 from ..records.status import Status
 from .channel import START_S, PeerError, ProcessChannels, lost
+from .slots import Box, Key, Part, boxes, write
 
 # One direction: its slots, and the socket -------------------------------------------------------
-
-Key = tuple[int, str]
-"""Number of a route, and the kind of message."""
-
-SLOT_BYTES = 2**20
-"""Memory of a route's slots, where those that stand for posted receives take less."""
-
-MOST_SLOTS = 64
 
 _MOMENT_S = 10.0
 """Longest wait for the system to take a record."""
@@ -62,73 +53,8 @@ _MOMENT_S = 10.0
 _SHARED_WAIT_S = 0.05
 """Longest wait for a record where another thread may take it instead."""
 
-_ALIGNED = 64
 _RECORD = struct.Struct("<HH")
 _READ = 1024 * _RECORD.size
-
-
-@dataclass(frozen=True)
-class Box:
-    """The slots of one route's messages of a kind.
-
-    Attributes:
-        ahead: slots that stand for receives posted ahead, as between hosts.
-        slots: in all.
-        offset: of the first, in bytes.
-    """
-
-    key: Key
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    ahead: int
-    slots: int
-    offset: int
-
-    @property
-    def nbytes(self) -> int:
-        """Of a message."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-    @property
-    def end(self) -> int:
-        """Where the next box may begin."""
-        return self.offset + self.slots * aligned(self.nbytes)
-
-    def views(self, memory: mmap.mmap) -> list[Tensor]:
-        """The slots as tensors."""
-        count = torch.Size(self.shape).numel()
-        if not count:
-            return [torch.empty(self.shape, dtype=self.dtype) for _ in range(self.slots)]
-        step = aligned(self.nbytes)
-        return [
-            torch.frombuffer(
-                memory, dtype=self.dtype, count=count, offset=self.offset + k * step
-            ).view(self.shape)
-            for k in range(self.slots)
-        ]
-
-
-def aligned(nbytes: int) -> int:
-    """A slot's size for so many bytes."""
-    return -(-nbytes // _ALIGNED) * _ALIGNED
-
-
-def boxes(routes: Iterable[MessageRoute], source: int, target: int) -> tuple[Box, ...]:
-    """The layout of the memory from one worker to another, by rank; the same on both."""
-    found: list[Box] = []
-    for route in routes:
-        for kind in (FORWARD, BACKWARD):
-            if kind == BACKWARD and not route.spec.needs_grad:
-                continue
-            if route.ends(kind) != (source, target):
-                continue
-            shape, dtype = route.shape(kind), route.spec.dtype
-            size = max(1, torch.Size(shape).numel() * dtype.itemsize)
-            ahead = RECEIVES_AHEAD[kind]
-            slots = max(ahead, min(MOST_SLOTS, SLOT_BYTES // size))
-            offset = found[-1].end if found else 0
-            found.append(Box((route.number, kind), shape, dtype, ahead, slots, offset))
-    return tuple(found)
 
 
 class GoneError(ConnectionError):
@@ -191,6 +117,7 @@ class Inbox:
         connection.setblocking(False)
         self._connection = connection
         self._index = {box.key: k for k, box in enumerate(layout)}
+        self._layout = layout
         self._views = [box.views(memory) for box in layout]
         self._come: list[deque[int]] = [deque() for _ in layout]
 
@@ -207,15 +134,38 @@ class Inbox:
         while not self.here(key):
             _wait(self._connection, deadline)
 
-    def take(self, key: Key) -> Tensor:
-        """The message that came first, copied out."""
+    def take(self, key: Key, timeout_s: float) -> Tensor:
+        """The message that came first, copied out. Of one in several slots the others are waited
+        for. Raises GoneError, TimeoutError."""
         k = self._index[key]
+        if self._layout[k].varying:
+            return self._taken_together(k, timeout_s)
         slot = self._come[k].popleft()
         message = self._views[k][slot].clone()
+        self._give_back(k, slot)
+        return message
+
+    def _taken_together(self, k: int, timeout_s: float) -> Tensor:
+        box = self._layout[k]
+        message, begin = None, box.said_bytes
+        while True:
+            slot = self._come[k].popleft()
+            part = self._views[k][slot]
+            if message is None:
+                message = box.room(part)
+                left = message.reshape(-1).view(torch.uint8)
+            count = min(len(left), len(part) - begin)
+            left[:count] = part[begin : begin + count]
+            left, begin = left[count:], 0
+            self._give_back(k, slot)
+            if not len(left):
+                return message
+            self.wait(box.key, timeout_s)
+
+    def _give_back(self, k: int, slot: int) -> None:
         # The message is here; that its sender has gone will show when the next one doesn't come.
         with contextlib.suppress(GoneError):
             _tell(self._connection, k, slot)
-        return message
 
     def _look(self) -> None:
         for k, slot in _records(self._connection) or ():
@@ -251,7 +201,9 @@ class Outbox:
         # The slot given back last is taken first: those never needed take no memory.
         self._free = [list(range(box.slots))[::-1] for box in layout]
         self._counted: list[list[int]] = [[0] * box.slots for box in layout]
-        self._waiting: deque[tuple[int, Tensor, int]] = deque()
+        # Whether what a slot has is a message's last.
+        self._last: list[list[bool]] = [[True] * box.slots for box in layout]
+        self._waiting: deque[tuple[int, Part, int, bool]] = deque()
         self._under_way = 0
         self._lock = threading.Lock()
         self._some_wait = threading.Condition(self._lock)
@@ -264,12 +216,18 @@ class Outbox:
         with self._lock:
             self._check()
             self._under_way += 1
-            if not self._free[k] or self._waiting:
-                self._take_back()
-            if self._free[k] and not self._waiting:
-                self._put(k, tensor, counted_bytes)
+            parts = self._layout[k].parts(tensor)
+            counted_bytes //= len(parts)
+            for part in parts:
+                last = part is parts[-1]
+                if not self._free[k] or self._waiting:
+                    self._take_back()
+                if self._free[k] and not self._waiting:
+                    self._put(k, part, counted_bytes, last=last)
+                else:
+                    self._waiting.append((k, part, counted_bytes, last))
+            if not self._waiting:
                 return
-            self._waiting.append((k, tensor, counted_bytes))
             self._some_wait.notify_all()
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, daemon=True)
@@ -301,7 +259,7 @@ class Outbox:
             # Whoever sends or receives next will tell.
             with contextlib.suppress(GoneError):
                 self._take_back()
-            held = sum(counted for _, _, counted in self._waiting)
+            held = sum(counted for _, _, counted, _ in self._waiting)
             for box, free, counted in zip(self._layout, self._free, self._counted, strict=True):
                 if box.slots - len(free) > box.ahead:
                     held += sum(counted) - box.ahead * max(counted)
@@ -322,10 +280,11 @@ class Outbox:
         if self.error is not None:
             raise self.error
 
-    def _put(self, k: int, tensor: Tensor, counted_bytes: int) -> None:
+    def _put(self, k: int, part: Part, counted_bytes: int, *, last: bool) -> None:
         slot = self._free[k].pop()
-        self._views[k][slot].copy_(tensor)
+        write(self._views[k][slot], part)
         self._counted[k][slot] = counted_bytes
+        self._last[k][slot] = last
         _tell(self._connection, k, slot)
 
     def _take_back(self) -> None:
@@ -334,17 +293,17 @@ class Outbox:
             for k, slot in records:
                 self._free[k].append(slot)
                 self._counted[k][slot] = 0
-            self._under_way -= len(records)
-        left: deque[tuple[int, Tensor, int]] = deque()
+                self._under_way -= self._last[k][slot]
+        left: deque[tuple[int, Part, int, bool]] = deque()
         full: set[int] = set()
         while self._waiting:
-            k, tensor, counted = self._waiting.popleft()
+            k, part, counted, last = self._waiting.popleft()
             if k not in full and self._free[k]:
-                self._put(k, tensor, counted)
+                self._put(k, part, counted, last=last)
             else:
                 # Later messages of this box mustn't overtake it.
                 full.add(k)
-                left.append((k, tensor, counted))
+                left.append((k, part, counted, last))
         self._waiting = left
 
     # The thread --------------------------------------------------------------------------------
@@ -430,7 +389,7 @@ class SharedMemoryChannels(ProcessChannels):
                 self.status.wait((peer,))
                 inbox.wait(key, self._timeout_s)
                 self.status.go_on()
-            message = inbox.take(key)
+            message = inbox.take(key, self._timeout_s)
         self._posted_bytes -= route.nbytes(kind)
         following = next(self._upcoming[key], None)
         if following is not None:
@@ -475,6 +434,7 @@ def connect(
     *,
     timeout_s: float,
     status: Status | None = None,
+    varying: bool = False,
 ) -> SharedMemoryChannels:
     """Connect with all workers that this one sends to or receives from; all do so together.
 
@@ -482,13 +442,15 @@ def connect(
         routes: of all workers, evaluation's among them.
         store: of all workers, in which addresses are told.
         timeout_s: longest wait for a message.
+        varying: messages have shapes of their own.
 
     Raises PeerError, and RunError where the memory can't be had.
     """
     others = [other for other in range(len(names)) if other != rank]
     start_s = max(timeout_s, START_S)
-    incoming = {s: found for s in others if (found := boxes(routes, s, rank))}
-    outgoing = {t: found for t in others if (found := boxes(routes, rank, t))}
+    layout = partial(boxes, routes, varying=varying)
+    incoming = {s: found for s in others if (found := layout(s, rank))}
+    outgoing = {t: found for t in others if (found := layout(rank, t))}
     inboxes, outboxes = {}, {}
     try:
         with _listening(len(incoming), start_s) as (listener, address):

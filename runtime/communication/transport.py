@@ -132,13 +132,15 @@ def transport_here(kind: str, workers: int, gpus: int) -> str:
     return NCCL if workers <= gpus else PINNED
 
 
-def between_processes(transport: str, wanted: str, *, one_host: bool) -> str:
-    """How messages on the CPU go between processes.
+def between_processes(transport: str, wanted: str, *, one_host: bool, varying: bool = False) -> str:
+    """How messages go between processes, those on the CPU as is wanted.
 
     Args:
         transport: of those that torch.distributed has.
         wanted: the setting.
         one_host: all workers were started on this host.
+        varying: mini-batches differ in shape. NCCL would have to know that of a message before it
+            comes.
 
     Raises UserError when shared memory is wanted and can't be had.
     """
@@ -154,6 +156,8 @@ def between_processes(transport: str, wanted: str, *, one_host: bool) -> str:
         ]
         if lacks:
             raise UserError(f"--transport shm: {lacks[0]}")
+    if transport == NCCL and varying:
+        return PINNED
     may = transport == GLOO and one_host and can_share_memory()
     return SHARED if may and wanted != "gloo" else transport
 
@@ -244,15 +248,23 @@ def open_transport(
         sums = ProcessAllReduce(groups, names, rank, timeout_s, status, nccl=device)
     elif transport == PINNED:
         copier = copier or CudaCopier(device)
-        host = GlooChannels(names, timeout_s, status, copier.room)
+        host = GlooChannels(names, timeout_s, status, copier.room, varying=prepared.varies)
         sums = ProcessAllReduce(groups, names, rank, timeout_s, status, copier=copier)
         channels = PinnedMemoryChannels(host, copier, timeout_s)
     else:
         sums = ProcessAllReduce(groups, names, rank, timeout_s, status)
         channels = (
-            connect(rank, names, routes, store, timeout_s=timeout_s, status=status)
+            connect(
+                rank,
+                names,
+                routes,
+                store,
+                timeout_s=timeout_s,
+                status=status,
+                varying=prepared.varies,
+            )
             if transport == SHARED
-            else GlooChannels(names, timeout_s, status)
+            else GlooChannels(names, timeout_s, status, varying=prepared.varies)
         )
     if len(worker.replicas) == 1:
         return WorkerTransport(channels, sums, (sums,))

@@ -17,7 +17,13 @@ from ...planner.plan import Plan
 from ...profiles.errors import RunError, TargetError, TraceError
 from ...profiles.tasks.batches import START_S, WAIT_S, Batches
 from ...profiles.tasks.hooks import RunLength, call_hook
-from ...profiles.tasks.loaders import batch_size_of, check_batches, comes_in_batches, size_of
+from ...profiles.tasks.loaders import (
+    batch_size_of,
+    check_batches,
+    collates,
+    comes_in_batches,
+    size_of,
+)
 from ...profiles.tasks.prefetch import LOADING, Ahead, same_states, states
 from ...profiles.tasks.task import Names, Split, Task, dataset_size, fetch
 from ...profiles.tracing.pieces import map_tensors
@@ -381,7 +387,8 @@ class Samples:
     def _parts(self) -> list[tuple[int, range]]:
         """The evaluation's micro-batches: which batch, and which of its rows."""
         assert self._batches is not None
-        if self.size and batch_size_of(self.dataset) and not self._batches.stream:
+        whole = batch_size_of(self.dataset) or collates(self.dataset)
+        if self.size and whole and not self._batches.stream:
             each = self.mini_batch
             rows = [min(each, self.size - done) for done in range(0, self.size, each)]
         else:

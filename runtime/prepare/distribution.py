@@ -53,11 +53,14 @@ def distribute(
     shares: Sequence[Share],
     sent: Sequence[SentValue],
     specs: Mapping[int, Specs],
+    *,
+    varying: bool = False,
 ) -> Distribution:
     """Distribute training and evaluation over the replicas.
 
     Args:
         specs: of all values, by number of samples.
+        varying: mini-batches differ in shape, and these are the specs of one.
 
     Raises:
         PlanError: a value whose samples can't be told apart would have to be dealt.
@@ -74,7 +77,7 @@ def distribute(
         dimension = None
         if whole and len(sources) != len(targets):
             if here.numbers != there.numbers:
-                _check_numbers(value, here, there, samples)
+                _check_numbers(value, here, there, samples, varying=varying)
                 known[value.target][value.name] = _as_sent(there)
                 continue
             dimension = _sample_dimension(value, here, there, samples)
@@ -131,10 +134,24 @@ def _common(a: Replica, b: Replica) -> int:
 
 
 def _check_numbers(
-    value: SentValue, here: ValueSpec, there: ValueSpec, samples: Sequence[int]
+    value: SentValue,
+    here: ValueSpec,
+    there: ValueSpec,
+    samples: Sequence[int],
+    *,
+    varying: bool,
 ) -> None:
-    """Raise PlanError for a number that isn't a count of samples, nor a multiple of it."""
+    """Raise PlanError for a number that isn't a count of samples, nor a multiple of it; where
+    shapes vary, for any but the count itself."""
     m, n = samples[value.source], samples[value.target]
+    if varying and any(
+        x != y and (x, y) != (m, n) for x, y in zip(here.numbers, there.numbers, strict=True)
+    ):
+        raise PlanError(
+            f"plan: {_between(value)}: {value.name!r} is a number that depends on the samples, and "
+            "may on the mini-batch's shape too, which differs from one to the next; give both "
+            "stages as many devices, or cut elsewhere"
+        )
     if any(x != y and x * n != y * m for x, y in zip(here.numbers, there.numbers, strict=True)):
         raise PlanError(
             f"plan: {_between(value)}: {value.name!r} is a number that each replica would make "

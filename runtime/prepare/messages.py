@@ -189,21 +189,35 @@ class MessageRoute:
         return slice(here[0], here[-1] + 1, step)
 
 
-def check_agreed(spec: ValueSpec, tensor: Tensor) -> None:
-    """Check what a stage made against what the others expect. Raises RunError."""
-    if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
+def check_agreed(spec: ValueSpec, tensor: Tensor, *, varies: bool = False) -> None:
+    """Check what a stage made against what the others expect. Raises RunError.
+
+    Args:
+        varies: mini-batches differ in shape: messages say theirs, of as many dimensions.
+    """
+    shape = tuple(tensor.shape)
+    agreed = len(shape) == len(spec.shape) if varies else shape == spec.shape
+    if not agreed or tensor.dtype != spec.dtype:
+        advice = (
+            "The number of dimensions must not change during a run"
+            if varies
+            else "Shapes may change from mini-batch to mini-batch where the plan's profile has "
+            "seen them do so: profile again, with more --batches if need be, and solve again"
+        )
         raise RunError(
-            f"{spec.name!r} has shape {list(tensor.shape)} of {tensor.dtype}; agreed was "
-            f"{list(spec.shape)} of {spec.dtype}. Shapes must not change during a run"
+            f"{spec.name!r} has shape {list(shape)} of {tensor.dtype}; agreed was "
+            f"{list(spec.shape)} of {spec.dtype}. {advice}"
         )
 
 
-def join(shape: Sequence[int], parts: Sequence[tuple[MessageRoute, Tensor]]) -> Tensor:
+def join(parts: Sequence[tuple[MessageRoute, Tensor]]) -> Tensor:
     """The receiver's tensor, of the parts that came for it."""
     route, message = parts[0]
     if route.placed is None:
         return message
-    whole = torch.empty(tuple(shape), dtype=message.dtype, device=message.device)
+    shape = list(message.shape)
+    shape[route.placed.dimension] *= route.placed.step
+    whole = torch.empty(shape, dtype=message.dtype, device=message.device)
     for route, message in parts:
         assert route.placed is not None
         route.placed.of(whole).copy_(message)
@@ -239,3 +253,11 @@ def message_series(
     routes = tuple(route for step in found for route in step)
     ahead = RECEIVES_AHEAD[kind] * len(found[0])
     return MessageSeries(kind, routes, ahead, len(routes) * rounds)
+
+
+def by_name(routes: Iterable[MessageRoute]) -> dict[str, list[MessageRoute]]:
+    """The routes of each tensor."""
+    found: dict[str, list[MessageRoute]] = {}
+    for route in routes:
+        found.setdefault(route.spec.name, []).append(route)
+    return found

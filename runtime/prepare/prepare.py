@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -115,6 +116,11 @@ class Prepared:
     distribution: Distribution
     flops_per_sample: float | None = None
 
+    @property
+    def varies(self) -> bool:
+        """Whether mini-batches may differ in shape."""
+        return self.plan.profile.varying is not msgspec.UNSET
+
 
 def prepare(
     plan: Plan, settings: RunSettings, tell: Callable[[str], None] = lambda what: None
@@ -154,7 +160,8 @@ def prepare(
     matrices = frozenset(name for name, p in model.named_parameters() if id(p) in hidden)
     groups, sent = _laid_on(plan, traced.training[least])
     tell("cutting the model into stages")
-    distribution = distribute(pipeline, replicas, shares, sent, specs)
+    varying = plan.profile.varying is not msgspec.UNSET
+    distribution = distribute(pipeline, replicas, shares, sent, specs, varying=varying)
     pieces = {n: cut(graph, groups) for n, graph in traced.training.items()}
     chosen = [pieces[n][s] for s, n in enumerate(samples)]
     evaluation_pieces = cut(traced.evaluation, groups)

@@ -6,13 +6,15 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from torch import Tensor, nn
 
 from ...planner.plan import Plan, ProfileReference
 from ...profiles.errors import PlanError, TargetError, TimeprestError, TraceError
-from ...profiles.profile import IMPORTED
+from ...profiles.profile import IMPORTED, VaryingShapes
 from ...profiles.target import Target, resolve
 from ...profiles.tasks.hooks import describe_error
+from ...profiles.tasks.shapes import at_profiled
 from ...profiles.tasks.task import Task
 from ...profiles.tracing.call import unchanged
 from ...profiles.tracing.front_ends import TRACE_SAMPLES, trace
@@ -58,7 +60,8 @@ class ForwardLook:
     """What a forward of some number of samples shows.
 
     Attributes:
-        specs: of what layers take from each other.
+        specs: of what layers take from each other; where mini-batches differ in shape, in one of
+            those shapes that were profiled.
         result: the model's, of fake tensors where it ran on such.
         target: that belongs to it.
     """
@@ -82,6 +85,7 @@ class TracedTask:
         training: by number of samples.
         evaluation: in evaluation mode: tracing fixes what depends on `self.training`.
         fake: forwards run on fake tensors.
+        varying: shapes of mini-batches, where they aren't all alike.
         arguments: names of the model's arguments, None for one that goes by position.
     """
 
@@ -90,6 +94,7 @@ class TracedTask:
     evaluation: TracedModel
     fake: bool
     arguments: tuple[str | None, ...]
+    varying: VaryingShapes | msgspec.UnsetType
 
     def look(self, samples: int, graph: TracedModel | None = None) -> ForwardLook:
         """Run the model on so many samples.
@@ -102,9 +107,12 @@ class TracedTask:
             TraceError: what a layer gives can't cross a cut.
         """
         graph = graph or self.training[samples]
-        inputs, wanted = self.target.sample(samples)
+        call, wanted = self.target.call(samples)
         try:
-            specs, result = specs_and_result(graph, inputs, fake=self.fake)
+            specs, result = specs_and_result(graph, call.tensors, fake=self.fake)
+            if self.varying is not msgspec.UNSET:
+                profiled = at_profiled(call, self.varying).tensors
+                specs, _ = specs_and_result(graph, profiled, fake=self.fake)
         except TimeprestError:
             raise
         except Exception as error:  # the user's model runs here
@@ -154,7 +162,7 @@ def trace_for_run(
 
     def traced(n: int) -> TracedModel:
         nonlocal arguments
-        call = target.call(n)[0]
+        call = at_profiled(target.call(n)[0], made_from.varying)
         arguments = call.names
         return trace(
             model,
@@ -192,7 +200,7 @@ def trace_for_run(
             f"{target.name}: the model's forward has other layers in evaluation mode than in "
             "training mode; it can't be evaluated with the pipeline it is trained with"
         )
-    return TracedTask(target, training, evaluation, fake, arguments)
+    return TracedTask(target, training, evaluation, fake, arguments, made_from.varying)
 
 
 def _layers_and_values(traced: TracedModel) -> tuple[list[str], list[str]]:

@@ -215,6 +215,9 @@ class StageReport(msgspec.Struct, frozen=True, kw_only=True):
     """Of the epoch with the largest mean (`StageEpoch`)."""
     not_finite: list[int] = []
     """Mini-batches whose loss or gradients weren't finite, where the run went on."""
+    larger: list[int] = []
+    """Mini-batches that have more in some dimension than any that was profiled; noted on the last
+    stage."""
     epochs: list[StageEpoch] = []
     not_compiled: str = ""
     """Why the stage wasn't compiled, where it was to be."""

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from msgspec import UNSET
 from torch import Tensor
 
 from ...planner.recordings.recording import by_kind
@@ -23,7 +24,6 @@ from ..communication.all_reduce import ALL_WORKERS, AllReducer, GradientAllReduc
 from ..communication.channel import Channels, LoggedChannels
 from ..prepare.data import (
     NO_EVALUATION,
-    MicroBatchPart,
     Samples,
     Segment,
     part_of,
@@ -31,7 +31,7 @@ from ..prepare.data import (
     real_samples,
 )
 from ..prepare.devices import CPU, clock_of, forward_context, put
-from ..prepare.messages import MessageRoute, MessageSeries, join, message_series
+from ..prepare.messages import MessageRoute, MessageSeries, by_name, join, message_series
 from ..prepare.prepare import Prepared
 from ..prepare.tied_parameters import TiedParameters
 from ..records.metrics import EvaluationMetrics, SegmentMetrics, StageEpoch
@@ -64,6 +64,7 @@ class StageRunner:
         last_op: text of the operation at hand, for reports.
         status: is told of every operation.
         not_finite: mini-batches with losses or gradients that weren't.
+        larger: mini-batches larger than any that was profiled, where this is who tells.
         gradient_norm: of the whole model, before its last clipping; None: there was none.
     """
 
@@ -101,7 +102,7 @@ class StageRunner:
         self.stage = Stage(prepared, replica, device)
         self.own_inputs = [n for n in self.stage.piece.inputs if n in prepared.model.inputs]
         routes = prepared.distribution.routes
-        self.incoming = _by_name(c for c in routes if c.target == replica)
+        self.incoming = by_name(c for c in routes if c.target == replica)
         self.outgoing = [c for c in routes if c.source == replica]
         returning = Counter(c.spec.name for c in self.outgoing if c.spec.needs_grad)
         self._summed = {name for name, count in returning.items() if count > 1}
@@ -114,6 +115,7 @@ class StageRunner:
         self._losses: dict[int, float] = {}
         self.not_finite = NotFinite(settings.on_nan)
         self.gradient_norm: float | None = None
+        self.larger: list[int] = []
         self._loss_weights = (
             LossWeights(self.stage, all_reduce, self.not_finite, is_last=self.is_last)
             if prepared.model.loss.weighted
@@ -256,7 +258,8 @@ class StageRunner:
         clock = self._clock
         begin = clock()
         values, target = self._own(segment, op.mini_batch, op.micro_batch)
-        part = self._part(segment, op)
+        share = self.share
+        part = part_of(segment, op.mini_batch, op.micro_batch, share.samples, share.dealt)
         loaded = clock()
         for name, routes in self.incoming.items():
             parts = [
@@ -264,7 +267,7 @@ class StageRunner:
                 for c in routes
                 if op.micro_batch in c.micro_batches
             ]
-            values[name] = join(self.stage.specs[name].shape, parts)
+            values[name] = join(parts)
         values.update(self.prepared.distribution.known[self.number])
         start = clock()
         version, outputs, loss = self.stage.forward(
@@ -304,7 +307,7 @@ class StageRunner:
                 if c.handed_over and name in self._summed:
                     # Others may have the same memory, and this is going to be added to.
                     message = message.clone()
-                shape = self.stage.specs[name].shape
+                shape = self.stage.made_shape(op, name)
                 grads[name] = c.add_gradient(grads.get(name), message, mine, shape)
         if self._loss_weights is not None and not self.prepared.pipeline.variant.split_backward:
             self._loss_weights.settle(op.mini_batch)
@@ -426,10 +429,6 @@ class StageRunner:
             every = [p for piece in self.prepared.model.pieces for p in piece.module.parameters()]
             most = own_part(most, trained(own), trained(every))
         clip(own, math.sqrt(float(squared)), most)
-
-    def _part(self, segment: Segment, op: Op) -> MicroBatchPart:
-        assert op.micro_batch is not None
-        return part_of(segment, op.mini_batch, op.micro_batch, self.share.samples, self.share.dealt)
 
     def _note_loss(self, op: Op, loss: Loss | None, share: float) -> None:
         """Add a micro-batch's share of its mini-batch's loss to what this worker has of it."""
@@ -555,6 +554,10 @@ class StageRunner:
         positions = real_samples(segment, mini_batch, micro_batch, self.share.dealt)
         samples = self.samples("train")
         inputs, target = samples.take(segment.epoch, positions, self.share.samples)
+        if self.tells and micro_batch == self.share.micro_batches[0]:
+            varying = self.prepared.plan.profile.varying
+            if varying is not UNSET and varying.beyond([t.shape[1:] for t in inputs]):
+                self.larger.append(segment.first + mini_batch)
         return self._named(inputs), self._target(target)
 
     def _named(self, inputs: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -588,11 +591,3 @@ class StageRunner:
             if given_up or is_ctrl_c(error):
                 raise
             raise RunError(f"{who}{self.last_op}: {describe_error(error)}") from error
-
-
-def _by_name(routes: Iterable[MessageRoute]) -> dict[str, list[MessageRoute]]:
-    """The routes of each tensor."""
-    found: dict[str, list[MessageRoute]] = {}
-    for route in routes:
-        found.setdefault(route.spec.name, []).append(route)
-    return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -24,7 +23,7 @@ from ...profiles.tasks.task import Loss
 from ...profiles.tracing.pieces import decode, encode
 from ..prepare.data import DIVIDE, DROP, MicroBatchPart, length_of, real_part
 from ..prepare.devices import CPU, forward_context, move, put
-from ..prepare.messages import check_agreed, mark_missing, missing_gradients
+from ..prepare.messages import check_agreed, missing_gradients
 from ..prepare.prepare import Prepared
 from ..prepare.workers import Replica
 from ..weights.drift import Drift
@@ -38,26 +37,9 @@ from .compiled import forward_of
 from .delays import Rescheduling, delay_of
 from .handed_over import HandedOver
 from .memory import MemoryAccount
+from .micro_batch import InputShapes, MicroBatch, collect, input_shapes
 from .optimizer import make_optimizer, make_scheduler, step_optimizer, system_optimizer
-from .recompute import ForwardInputs, Recomputation
-
-_Shapes = tuple[tuple[str, torch.Size], ...]
-"""Of what goes into a piece, by name."""
-
-
-@dataclass
-class _MicroBatch:
-    """A micro-batch between its forward and its backward.
-
-    Attributes:
-        inputs: what its forward is recomputed from before the backward; None: it isn't.
-    """
-
-    saved_bytes: int = 0
-    inlets: dict[str, Inlet] = field(default_factory=dict)
-    outlets: dict[str, GradientEdge] = field(default_factory=dict)
-    loss: Tensor | None = None
-    inputs: ForwardInputs | None = None
+from .recompute import Recomputation
 
 
 class Stage:
@@ -97,6 +79,7 @@ class Stage:
         self.device = device
         self.piece = stage.piece
         self.specs = stage.specs
+        self.varies = prepared.varies
         self.module = stage.piece.module
         self.evaluation_module = stage.evaluation_piece.module
         # Before anything looks at the parameters, which moving may replace.
@@ -154,14 +137,14 @@ class Stage:
         self._distances = WeightDistances([*parameters, *tied]) if settings.distances else None
         self._recomputation = Recomputation(self.module, device) if self.recomputes else None
         self._batch_norm = DeferredBatchNorm(self.module) if settings.deferred_batch_norm else None
-        self._flying: dict[tuple[int, int], _MicroBatch] = {}
+        self._flying: dict[tuple[int, int], MicroBatch] = {}
         # Per micro-batch whose weight part is still to come: that, and bytes saved for it.
         self._postponed: dict[tuple[int, int], tuple[SplitBackward, int]] = {}
         self._kept_bytes = 0
         # Where no update comes between a forward and its backward, autograd may keep the weights
         # themselves. Then hooks only count, once for each shape of a micro-batch.
         self._settled = self.variant.flushes and not self.recomputes and self.autocast is None
-        self._saved_by_shape: dict[_Shapes, tuple[int, set[str]]] = {}
+        self._saved_by_shape: dict[InputShapes, tuple[int, set[str]]] = {}
 
     def _use(self, ties: Sequence[TiedWeights], owner: Stage) -> None:
         """Run operations on these parameters too. `owner`: the stage that updates them."""
@@ -242,7 +225,8 @@ class Stage:
         if self._distances is not None:
             self._distances.forward(self._together(op), version, self.walk.latest, tensors)
         values = self.handed_over.safe(values)
-        known = self._saved_by_shape.get(shapes := self._shapes(values)) if self._settled else None
+        shapes = input_shapes(self.piece.inputs, values, self.specs) if self._settled else ()
+        known = self._saved_by_shape.get(shapes) if self._settled else None
         if self._recomputation is None:
             with self._statistics(op, part):
                 hooks = known is None
@@ -254,9 +238,10 @@ class Stage:
             with torch.no_grad(), self._statistics(op, part):
                 _, outputs, loss = self._compute(values, target, part, tensors)
             self._recomputation.kept(inputs)
-            micro = _MicroBatch(inputs.nbytes, inputs=inputs)
+            micro = MicroBatch(inputs.nbytes, inputs=inputs)
         for name, tensor in outputs.items():
-            check_agreed(self.specs[name], tensor)
+            check_agreed(self.specs[name], tensor, varies=self.varies)
+            micro.shapes[name] = tensor.shape
         if known is None:
             saved = self.weights.saved
             kept = {n for n, tensor in outputs.items() if storage_key(tensor) in saved}
@@ -316,7 +301,7 @@ class Stage:
                 # Of the first micro-batch; others may have run forward on later weights.
                 distance = self._distance(op, weights.version, weights.tensors)
         back = {
-            name: self._collect(name, [micro.inlets[name] for micro in micros.values()])
+            name: collect(self.specs[name], list(micros.values()), self.device)
             for name in micros[mine[0]].inlets
         }
         messages = (*grads.values(), *back.values())
@@ -343,6 +328,11 @@ class Stage:
         self.ties.put_aside(op)
         self._kept_bytes -= kept_bytes
         return version
+
+    def made_shape(self, op: Op, name: str) -> torch.Size:
+        """Of an output that this replica made in a backward's micro-batches, whose it is yet to
+        run."""
+        return self._flying[op.mini_batch, self.share.of(op)[0]].shapes[name]
 
     def skip(self, op: Op) -> None:
         """Another replica runs this forward or backward: only versions go on here."""
@@ -439,9 +429,9 @@ class Stage:
         tensors: list[Tensor] | None,
         *,
         hooks: bool = True,
-    ) -> tuple[_MicroBatch, dict[str, Tensor], Loss | None]:
+    ) -> tuple[MicroBatch, dict[str, Tensor], Loss | None]:
         """The piece's forward on these weights: its graph, its outputs by name, the loss."""
-        micro = _MicroBatch()
+        micro = MicroBatch()
         precision = forward_context(self.autocast, self.device.type)
         with self.weights.forward(tensors, hooks=hooks), precision:
             arguments = [self._admit(name, values, micro) for name in self.piece.inputs]
@@ -466,15 +456,12 @@ class Stage:
         self.weights.drop(self.walk.needed())
         self.ties.drop()
 
-    def _shapes(self, values: Mapping[str, Tensor]) -> _Shapes:
-        return tuple((name, values[name].shape) for name in self.piece.inputs)
-
     def _outputs(self, out: Sequence[Any]) -> dict[str, Tensor]:
         """What the piece gave, by name, as messages have it. Numbers become tensors."""
         made = zip(self.piece.outputs, out, strict=False)
         return {name: put(encode(value, name), self.device) for name, value in made}
 
-    def _take_back(self, op: Op, micro_batch: int) -> _MicroBatch:
+    def _take_back(self, op: Op, micro_batch: int) -> MicroBatch:
         """A micro-batch ready for its backward: recomputed where it has to be."""
         micro = self._flying.pop((op.mini_batch, micro_batch))
         if self._recomputation is None or micro.inputs is None:
@@ -491,7 +478,7 @@ class Stage:
     def _postpone(
         self,
         op: Op,
-        micro: _MicroBatch,
+        micro: MicroBatch,
         roots: Sequence[Tensor | GradientEdge],
         root_grads: Sequence[Tensor | None],
     ) -> None:
@@ -530,13 +517,14 @@ class Stage:
         by_micro_batch = self.variant.backward_unit == "micro"
         return op.mini_batch, op.micro_batch if by_micro_batch else None
 
-    def _admit(self, name: str, values: Mapping[str, Tensor], micro: _MicroBatch) -> Any:
+    def _admit(self, name: str, values: Mapping[str, Tensor], micro: MicroBatch) -> Any:
         tensor = values[name]
         spec = self.specs.get(name)
         if spec is None:
             return tensor
         if spec.needs_grad and torch.is_grad_enabled():
             micro.inlets[name] = inlet = Inlet()
+            micro.shapes[name] = tensor.shape
             return inlet.admit(tensor)
         return decode(tensor, spec.kind)
 
@@ -548,22 +536,6 @@ class Stage:
         loss = self.loss.read(call_hook("loss", self.task.loss, result, target, kind=RunError))
         check_depends(loss, result)
         return loss
-
-    def _collect(self, name: str, inlets: Sequence[Inlet]) -> Tensor:
-        spec = self.specs[name]
-        if len(inlets) == 1 and inlets[0].grad is not None:
-            grad = inlets[0].grad
-            # The graph, and the inlet with it, may stay.
-            inlets[0].grad = None
-            return grad.unsqueeze(0)
-        gathered = torch.empty((len(inlets), *spec.shape), dtype=spec.dtype, device=self.device)
-        for slot, inlet in zip(gathered, inlets, strict=True):
-            if inlet.grad is not None:
-                slot.copy_(inlet.grad)
-            else:
-                # The loss doesn't depend on it.
-                mark_missing(slot)
-        return gathered
 
     def lasts(self, output: Tensor) -> bool:
         """Whether an output is a parameter's or a buffer's memory, which is going to change."""

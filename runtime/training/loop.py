@@ -44,9 +44,9 @@ from ..records.operation_log import StageEpochFile, operation_log, read_stage_ep
 from ..records.progress import Both, MetricsFile, Observer, Silent
 from ..records.run_dir import RunDir
 from ..stage.runner import EVALUATION_AHEAD, StageRunner
-from ..stage.same_data import compare_evaluation, compare_lengths, compare_training
 from .dropout import WithoutDropout
 from .figures import StepFigures
+from .same_data import compare_evaluation, compare_lengths, compare_training
 
 Barrier = Callable[[], None]
 
@@ -431,6 +431,7 @@ class Course:
                     version_differences=_sum_of_counts(e.version_differences for e in epochs),
                     weight_distance=max((e.weight_distance for e in epochs), default=0.0),
                     not_finite=runner.not_finite.mini_batches,
+                    larger=runner.larger,
                     not_compiled=runner.stage.compute.why_not,
                     epochs=epochs,
                 )

@@ -148,6 +148,7 @@ def train_worker(
             agree_on_transport(place, partial(rendezvous.gather, "places")),
             settings.transport,
             one_host=launched.one_host,
+            varying=prepared.varies,
         )
         opened = open_transport(transport, prepared, worker, device, status, store)
     except RuntimeError as error:

@@ -18,6 +18,7 @@ from ...profiles.errors import RunError, TimeprestError
 from ...profiles.files import check_writable
 from ...profiles.target import resolve
 from ...profiles.tasks.hooks import describe_error
+from ...profiles.tasks.shapes import at_profiled
 from ...profiles.tracing.call import unchanged
 from ...profiles.tracing.pieces import encode
 from ...profiles.tracing.shapes import ValueSpec
@@ -221,7 +222,8 @@ def check_shapes(prepared: Prepared) -> tuple[Any, Any]:
         if not replica.leads:
             continue
         s = replica.stage
-        inputs, wanted = target.sample(prepared.distribution.shares[replica.number].samples)
+        call, wanted = target.call(prepared.distribution.shares[replica.number].samples)
+        inputs = at_profiled(call, prepared.plan.profile.varying).tensors
         named = dict(zip(prepared.model.inputs, inputs, strict=False))
         specs = prepared.model.stages[s].specs
         arguments = [
@@ -351,6 +353,7 @@ def _findings(
             transport_of((mine.host, mine.gpu) for mine in found),
             prepared.settings.transport,
             one_host=one_host,
+            varying=prepared.varies,
         ),
         gpus=gpus,
         workers=tuple(workers),

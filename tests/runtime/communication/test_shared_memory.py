@@ -17,13 +17,11 @@ from timeprest.profiles.tracing.shapes import ValueSpec
 from timeprest.runtime.communication import shared_memory, transport
 from timeprest.runtime.communication.channel import PeerError
 from timeprest.runtime.communication.shared_memory import (
-    MOST_SLOTS,
-    SLOT_BYTES,
     GoneError,
     _records,
-    boxes,
     connect,
 )
+from timeprest.runtime.communication.slots import MOST_SLOTS, SLOT_BYTES, boxes
 from timeprest.runtime.communication.transport import GLOO, NCCL, SHARED
 from timeprest.runtime.prepare.messages import MessageRoute, message_series
 from timeprest.runtime.prepare.workers import Replica
@@ -37,12 +35,13 @@ def route(number=0, shape=(2, 3), dtype=torch.float32, needs_grad=True):
     return MessageRoute(number, spec, Replica(0, 0, 0), Replica(1, 1, 1), (0,), 1)
 
 
-def both(*routes, timeout_s=5.0, count=1000):
+def both(*routes, timeout_s=5.0, count=1000, **how):
     """The channels of workers 0 and 1, open for many messages of each route."""
     store, found = dist.HashStore(), {}
 
     def join(rank):
-        found[rank] = connect(rank, ("stage 0", "stage 1"), routes, store, timeout_s=timeout_s)
+        names = ("stage 0", "stage 1")
+        found[rank] = connect(rank, names, routes, store, timeout_s=timeout_s, **how)
 
     threads = [threading.Thread(target=join, args=(rank,)) for rank in (0, 1)]
     for thread in threads:
@@ -79,6 +78,36 @@ def test_messages_come_in_sequence_however_many_wait(c):
             got = target.receive(c, FORWARD)
             assert got.dtype == c.spec.dtype
             assert torch.equal(got, message(c, k))
+        source.close()
+    source.end()
+    target.end()
+
+
+@pytest.mark.parametrize(
+    "c",
+    [
+        route(),
+        route(shape=LARGE),
+        route(shape=(), dtype=torch.int64, needs_grad=False),
+        route(shape=(3, 5), dtype=torch.bfloat16),
+    ],
+)
+def test_messages_say_their_shapes(c):
+    """Smaller and larger ones than the slots are for, also before any is taken."""
+    source, target = both(c, varying=True)
+    generator = torch.Generator().manual_seed(0)
+    rank = len(c.spec.shape)
+    shapes = [c.spec.shape, *(shape[:rank] for shape in ((1, 1), (0, 0), (7, 3), (400, 9)))]
+    if c.spec.shape == LARGE:
+        shapes = [(SLOT_BYTES, 3), (1, 1), (SLOT_BYTES // 4, 3)]
+    sent = [torch.randn(s, generator=generator).mul(99).to(c.spec.dtype) for s in shapes]
+    for _ in range(2):
+        for tensor in (*sent, *sent):
+            source.send(c, FORWARD, tensor.t() if rank > 1 else tensor)
+        for tensor in (*sent, *sent):
+            got = target.receive(c, FORWARD)
+            assert got.dtype == c.spec.dtype
+            assert torch.equal(got, tensor.t() if rank > 1 else tensor)
         source.close()
     source.end()
     target.end()

@@ -22,7 +22,7 @@ from timeprest.runtime.settings import RunSettings
 from timeprest.runtime.weights.stash import WeightVersions
 from torch import nn
 
-TARGET = f"{TESTS / 'tasks/precision_tasks.py'}:Single"
+TARGET = f"{TESTS / 'tasks/device_tasks.py'}:Single"
 STEPS = 5
 TOLERANCE = 2**-6
 """Of the weights, relative to the largest change. bfloat16 has eight bits: a weight gradient

@@ -22,7 +22,7 @@ from ...profiles.errors import TargetError
 from ...profiles.tasks.task import Split
 from ..communication.all_reduce import ALL_WORKERS
 from ..prepare.data import Segment
-from .runner import StageRunner
+from ..stage.runner import StageRunner
 
 MINI_BATCHES = 2
 """So many of an epoch's first ones are compared, and as many evaluation micro-batches;"""

@@ -1,0 +1,150 @@
+"""Slots in shared memory: what lies where between two processes.
+
+Messages of a route and kind have slots of their own, in a box. Where mini-batches differ in shape,
+a message says its own in front; one that is larger than its slots, which are made for those that
+were profiled, comes in several.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...planner.costs.stage_costs import RECEIVES_AHEAD
+from ...planner.systems.operations import BACKWARD, FORWARD
+from ..prepare.messages import MessageRoute
+
+Key = tuple[int, str]
+"""Number of a route, and the kind of message."""
+
+SLOT_BYTES = 2**20
+"""Memory of a route's slots, where those that stand for posted receives take less."""
+
+MOST_SLOTS = 64
+
+_ALIGNED = 64
+_SIZE = torch.int64.itemsize
+
+
+@dataclass(frozen=True)
+class Box:
+    """The slots of one route's messages of a kind.
+
+    Attributes:
+        ahead: slots that stand for receives posted ahead, as between hosts.
+        slots: in all.
+        offset: of the first, in bytes.
+        varying: messages have shapes of their own, of as many dimensions, and say them. One that is
+            larger than a slot comes in several.
+    """
+
+    key: Key
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    ahead: int
+    slots: int
+    offset: int
+    varying: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Of a message, with its shape where it says that."""
+        return self.said_bytes + torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    @property
+    def end(self) -> int:
+        """Where the next box may begin."""
+        return self.offset + self.slots * aligned(self.nbytes)
+
+    def views(self, memory: mmap.mmap) -> list[Tensor]:
+        """The slots as tensors; bytes, where messages say their shapes."""
+        if self.varying:
+            return self._of_bytes(memory)
+        count = torch.Size(self.shape).numel()
+        if not count:
+            return [torch.empty(self.shape, dtype=self.dtype) for _ in range(self.slots)]
+        step = aligned(self.nbytes)
+        return [
+            torch.frombuffer(
+                memory, dtype=self.dtype, count=count, offset=self.offset + k * step
+            ).view(self.shape)
+            for k in range(self.slots)
+        ]
+
+    def _of_bytes(self, memory: mmap.mmap) -> list[Tensor]:
+        step = aligned(self.nbytes)
+        return [
+            torch.frombuffer(memory, dtype=torch.uint8, count=step, offset=self.offset + k * step)
+            for k in range(self.slots)
+        ]
+
+    @property
+    def said_bytes(self) -> int:
+        """Of the shape that a message says."""
+        return aligned(len(self.shape) * _SIZE) if self.varying else 0
+
+    def parts(self, message: Tensor) -> list[Part]:
+        """What goes into slots for a message, one after another."""
+        if not self.varying:
+            return [(message,)]
+        said = torch.zeros(self.said_bytes // _SIZE, dtype=torch.int64)
+        said[: message.dim()] = torch.tensor(message.shape, dtype=torch.int64)
+        content = message.detach().contiguous().reshape(-1).view(torch.uint8)
+        step = aligned(self.nbytes)
+        first = step - self.said_bytes
+        rest = content[first:].split(step) if len(content) > first else ()
+        return [(said.view(torch.uint8), content[:first]), *((each,) for each in rest)]
+
+    def room(self, slot: Tensor) -> Tensor:
+        """For the message whose shape a slot says."""
+        shape = slot[: len(self.shape) * _SIZE].view(torch.int64)
+        return torch.empty(shape.tolist(), dtype=self.dtype)
+
+
+Part = tuple[Tensor, ...]
+"""What goes into one slot: a whole message, or bytes."""
+
+
+def write(slot: Tensor, part: Part) -> None:
+    """Copy it there."""
+    if len(part) == 1 and part[0].shape == slot.shape:
+        slot.copy_(part[0])
+        return
+    begin = 0
+    for each in part:
+        slot[begin : begin + len(each)] = each
+        begin += len(each)
+
+
+def aligned(nbytes: int) -> int:
+    """A slot's size for so many bytes."""
+    return -(-nbytes // _ALIGNED) * _ALIGNED
+
+
+def boxes(
+    routes: Iterable[MessageRoute], source: int, target: int, *, varying: bool = False
+) -> tuple[Box, ...]:
+    """The layout of the memory from one worker to another, by rank; the same on both.
+
+    Args:
+        varying: messages have shapes of their own; slots are for those of the routes.
+    """
+    found: list[Box] = []
+    for route in routes:
+        for kind in (FORWARD, BACKWARD):
+            if kind == BACKWARD and not route.spec.needs_grad:
+                continue
+            if route.ends(kind) != (source, target):
+                continue
+            shape, dtype = route.shape(kind), route.spec.dtype
+            size = max(1, torch.Size(shape).numel() * dtype.itemsize)
+            ahead = RECEIVES_AHEAD[kind]
+            slots = max(ahead, min(MOST_SLOTS, SLOT_BYTES // size))
+            offset = found[-1].end if found else 0
+            key = (route.number, kind)
+            found.append(Box(key, shape, dtype, ahead, slots, offset, varying))
+    return tuple(found)

@@ -1,0 +1,81 @@
+"""A micro-batch of a stage between its forward and its backward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from ...profiles.autograd.boundary import Inlet
+from ...profiles.errors import RunError
+from ...profiles.tracing.shapes import ValueSpec
+from ..prepare.messages import mark_missing
+from .recompute import ForwardInputs
+
+InputShapes = tuple[tuple[str, torch.Size, tuple[int, ...]], ...]
+"""Of what goes into a piece, by name; of a size or a number its value too, which others depend
+on."""
+
+
+@dataclass
+class MicroBatch:
+    """What is kept of it.
+
+    Attributes:
+        shapes: of what it has from other stages and has made for others.
+        inputs: what its forward is recomputed from before the backward; None: it isn't.
+    """
+
+    saved_bytes: int = 0
+    inlets: dict[str, Inlet] = field(default_factory=dict)
+    outlets: dict[str, GradientEdge] = field(default_factory=dict)
+    shapes: dict[str, torch.Size] = field(default_factory=dict)
+    loss: Tensor | None = None
+    inputs: ForwardInputs | None = None
+
+
+def input_shapes(
+    names: Sequence[str], values: Mapping[str, Tensor], specs: Mapping[str, ValueSpec]
+) -> InputShapes:
+    """What forwards of the same piece keep as many bytes for."""
+    return tuple(
+        (
+            name,
+            values[name].shape,
+            ()
+            if name not in specs or specs[name].kind == "tensor"
+            else tuple(values[name].reshape(-1).tolist()),
+        )
+        for name in names
+    )
+
+
+def collect(spec: ValueSpec, micros: Sequence[MicroBatch], device: torch.device) -> Tensor:
+    """The gradients of a received input, ``[micro-batches, ...]``, marked where there is none.
+
+    Raises RunError where the micro-batches of a mini-batch differ in shape.
+    """
+    name = spec.name
+    inlets, shapes = [m.inlets[name] for m in micros], [m.shapes[name] for m in micros]
+    if len(inlets) == 1 and inlets[0].grad is not None:
+        grad = inlets[0].grad
+        # The graph, and the inlet with it, may stay.
+        inlets[0].grad = None
+        return grad.unsqueeze(0)
+    if len(set(shapes)) > 1:
+        raise RunError(
+            f"{name!r} has shapes {' and '.join(sorted({str(list(s)) for s in shapes}))} in "
+            "micro-batches of one mini-batch: these must be alike; put a mini-batch's samples "
+            "together in a DataLoader or by a collate_fn (docs/tasks.md)"
+        )
+    gathered = torch.empty((len(inlets), *shapes[0]), dtype=spec.dtype, device=device)
+    for slot, inlet in zip(gathered, inlets, strict=True):
+        if inlet.grad is not None:
+            slot.copy_(inlet.grad)
+        else:
+            # The loss doesn't depend on it.
+            mark_missing(slot)
+    return gathered

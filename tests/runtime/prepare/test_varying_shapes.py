@@ -1,0 +1,151 @@
+"""Mini-batches that differ in shape: what trains on them is what would without a pipeline."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.against_oracle import train
+from helpers.paths import TESTS
+from helpers.plans import plan_by_hand, with_times
+from helpers.processes.stopped_runs import check_resumed
+from timeprest.cli.tables.run import summary_lines
+from timeprest.profiles.errors import RunError, TraceError
+from timeprest.profiles.measuring.measure import measure
+from timeprest.profiles.target import resolve
+from timeprest.profiles.tracing.call import Call
+from timeprest.profiles.tracing.front_ends import check_other, trace
+from timeprest.runtime.records.progress import read_losses
+from timeprest.runtime.run import run
+from timeprest.runtime.settings import RunSettings
+from timeprest.runtime.verify.check import check
+
+FILE = TESTS / "tasks/shape_tasks.py"
+
+
+def profile_of(name, **how):
+    target = resolve(f"{FILE}:{name}")
+    return with_times(measure(target, batch_size=8, micro_batch_sizes=[2, 4, 8], seconds=0, **how))
+
+
+@pytest.fixture(scope="module")
+def varying():
+    return profile_of("Varying")
+
+
+@pytest.fixture(scope="module")
+def unpadded():
+    return profile_of("Unpadded")
+
+
+def test_a_profile_has_the_largest_mini_batch(varying):
+    found = varying.varying
+    assert (found.least, found.profiled, found.most) == (((2, 5),), ((5, 5),), ((5, 5),))
+    assert varying.inputs[0].shape == (5, 5)
+    assert found.batches == 5
+
+
+@pytest.mark.parametrize(
+    ("variant", "n"),
+    [
+        ("gpipe", 2),
+        ("zb-h1", 4),
+        ("pipedream", 1),
+        ("pipedream-2bw", 4),
+        ("spectrain", 1),
+        ("timeprest", 2),
+        ("v-timeprest", 4),
+        ("i-timeprest", 2),
+    ],
+)
+def test_a_run_equals_the_oracle(variant, n, varying, tmp_path):
+    plan = plan_by_hand(varying, variant, 3, n)
+    train(plan, f"{FILE}:Varying", "momentum", tmp_path)
+
+
+@pytest.mark.parametrize(("front_end", "recompute"), [("fx", ()), ("export", (True,) * 3)])
+def test_flush_runs_are_plain_training(front_end, recompute):
+    profile = profile_of("Unpadded", front_end=front_end)
+    plan = plan_by_hand(profile, "gpipe", 3, 2, recompute=recompute)
+    settings = RunSettings(task=f"{FILE}:Unpadded", steps=6)
+    assert check(plan, settings, inline=True).verdict == "same"
+
+
+def test_sizes_cross_cuts(unpadded, tmp_path):
+    plan = plan_by_hand(unpadded, "timeprest", 4, 2)
+    sent = {edge.tensor for edge in plan.edges}
+    assert "a_v2" in sent, "what the second axis is long"
+    settings = RunSettings(task=f"{FILE}:Unpadded", steps=6)
+    summary = run(plan, settings, tmp_path / "four", inline=True)
+    assert summary.epochs[-1].test
+
+
+def test_a_stopped_run_goes_on(varying, tmp_path):
+    plan, task = plan_by_hand(varying, "timeprest", 3, 2), f"{FILE}:Varying"
+    check_resumed(
+        plan, RunSettings(task=task, steps=12, checkpoint_every=3, timeout_s=20), tmp_path
+    )
+
+
+def test_a_data_set_may_collate_its_mini_batches_itself(tmp_path):
+    profile = profile_of("CollatedTask", batches=6)
+    assert profile.varying.least == ((4,), (4, 5))
+    plan = plan_by_hand(profile, "gpipe", 2, 4)
+    assert check(plan, RunSettings(task=f"{FILE}:CollatedTask"), inline=True).verdict == "same"
+    summary = run(plan, RunSettings(task=f"{FILE}:CollatedTask", epochs=1), tmp_path, inline=True)
+    assert summary.epochs[0].test["loss"] > 0
+
+
+def test_larger_mini_batches_than_profiled_are_told_of(varying, tmp_path):
+    plan = plan_by_hand(varying, "timeprest", 2, 2)
+    summary = run(plan, RunSettings(task=f"{FILE}:Grown", epochs=1), tmp_path, inline=True)
+    first, last = summary.stages
+    assert not first.larger
+    assert last.larger
+    shown = " ".join(str(line) for line in summary_lines(plan, summary))
+    assert f"the first of them mini-batch {last.larger[0]}: memory may be more" in shown
+
+
+def test_a_plan_of_one_shape_says_what_to_do(mlp_profile, tmp_path):
+    plan = plan_by_hand(mlp_profile, "gpipe", 2, 2)
+    with pytest.raises(RunError, match=r"agreed was \[4, 5, 6\].* more --batches"):
+        run(plan, RunSettings(task=f"{FILE}:Varying", epochs=1), tmp_path, inline=True)
+
+
+def test_a_model_of_one_length_is_refused():
+    with pytest.raises(TraceError, match=r"fixes the batch size, or another that varies"):
+        profile_of("Fixed")
+    model, call = resolve(f"{FILE}:Fixed").model(), Call((torch.zeros(2, 4, 5).double(),), (None,))
+    baked = trace(model, call=call, front_end="export-static")
+    longer = call.with_tensors([torch.zeros(2, 5, 5).double()])
+    with pytest.raises(TraceError, match=r"doesn't hold for inputs of \[2, 5, 5\]"):
+        check_other(model, "m", baked, longer)
+    with pytest.raises(TraceError, match="one graph for each micro-batch size takes one"):
+        profile_of("Varying", front_end="export-static")
+
+
+def test_a_graph_of_free_lengths_is_found_again(tmp_path):
+    """A profile of torch.export's graph, whose fingerprint mustn't hang on lengths."""
+    profile = profile_of("Unpadded", front_end="export")
+    assert profile.varying.free == ((1,), (1,))
+    again = measure(
+        resolve(f"{FILE}:Unpadded"), batch_size=8, seconds=0, front_end="export", batches=3
+    )
+    assert again.fingerprint == profile.fingerprint
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("name", "transport"), [("Grown", "shm"), ("Unpadded", "gloo")])
+def test_processes_are_the_inline_run(name, transport, varying, unpadded, tmp_path):
+    """Also where messages are larger than any that was profiled, and numbers."""
+    profile = varying if name == "Grown" else unpadded
+    plan = plan_by_hand(profile, "timeprest", 2, 2)
+    settings = RunSettings(task=f"{FILE}:{name}", epochs=2, transport=transport, timeout_s=20)
+    summaries = [
+        run(plan, settings, tmp_path / mode, inline=mode == "inline")
+        for mode in ("inline", "processes")
+    ]
+    losses = [read_losses(tmp_path / mode / "metrics.jsonl") for mode in ("inline", "processes")]
+    assert losses[0] == losses[1]
+    tests = [[epoch.test for epoch in summary.epochs] for summary in summaries]
+    assert tests[0] == tests[1]
+    assert summaries[1].stages[0].transport == {"shm": "shared memory"}.get(transport, transport)
