@@ -6,6 +6,7 @@ import csv
 import itertools
 import math
 import sys
+import time
 
 import msgspec
 import pytest
@@ -127,9 +128,13 @@ def test_wandb_writes_offline(mlp_profile, mlp_target, tmp_path, monkeypatch):
     run_dir = tmp_path / "run"
     train(mlp_profile, mlp_target, run_dir, "wandb").run()
     (file,) = (run_dir / "dashboards/wandb").rglob("offline-run-*/*.wandb")
-    found = list(wandb_history(file.read_bytes()))
-    losses = [float(items[LOSS]) for items in found if LOSS in items]
-    assert losses == pytest.approx(read_losses(run_dir / "metrics.jsonl"))
+    wanted = read_losses(run_dir / "metrics.jsonl")
+    losses, end = [], time.monotonic() + 20
+    # Its own process writes the file, and may be at it still.
+    while len(losses) < len(wanted) and time.monotonic() < end:
+        found = list(wandb_history(file.read_bytes()))
+        losses = [float(items[LOSS]) for items in found if LOSS in items]
+    assert losses == pytest.approx(wanted)
     assert any(f"{VALIDATION}loss" in items for items in found)
 
 
