@@ -6,6 +6,7 @@
 # make bench-scale    plan a GPT-3 shape for up to 4,096 devices (some minutes)
 # make claims  study what the papers claim for docs/claims.md (goes on where it was stopped)
 # make claims-quick   a small part of that
+# make bench-sequences  plan drawn clusters of several kinds of devices for docs/planner_sequences.md (half an hour)
 # make bench-planner  solve published workloads anew for docs/planner_benchmark.md (some minutes)
 # make bench  race ours against other pipelines for docs/benchmarks.md (hours, on a quiet machine)
 # make bench-quick    a small part of that, in under 3 minutes
@@ -21,7 +22,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO ?= demo
 
-.PHONY: demo test quick check lint types tests browser format model-table bench-planner bench-scale claims claims-quick bench bench-quick bench-links deepspeed pictures notebook fuzz chaos clean
+.PHONY: demo test quick check lint types tests browser format model-table bench-planner bench-sequences bench-scale claims claims-quick bench bench-quick bench-links deepspeed pictures notebook fuzz chaos clean
 
 demo: $(READY)
 	rm -rf $(DEMO)
@@ -60,6 +61,9 @@ model-table: $(READY)
 
 bench-planner: $(READY)
 	$(BIN)/python tests/benchmarks/planner.py
+
+bench-sequences: $(READY)
+	$(BIN)/python tests/benchmarks/sequences.py
 
 CLAIMS := OMP_NUM_THREADS=1 $(BIN)/python -m timeprest.tests.benchmarks.claims
 

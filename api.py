@@ -139,6 +139,7 @@ def plan(
     replicas: bool | Literal["auto", "off"] = True,
     stages_per_device: int | Literal["auto"] = 1,
     placement: str = "auto",
+    sequence: Literal["best", "listed"] = "best",
     recompute: Literal["off", "on", "auto"] = "off",
     tied: Tied = "together",
     pins: Mapping[str, int] | None = None,
@@ -170,6 +171,7 @@ def plan(
         replicas: stages may take several devices.
         stages_per_device: "auto": more than 1 where that makes the period shorter.
         placement: which device runs which stage: "straight", "loop", "v" or "auto".
+        sequence: devices of several kinds are used in the "best" sequence, or as "listed".
         recompute: stages compute activations again instead of keeping them.
         tied: layers that share parameters are on one device "together", or "split" over several.
         pins: stage of each layer that is pinned, by the layer's name; 0 is the first.
@@ -228,6 +230,7 @@ def plan(
         replicas=replicas not in (False, "off"),
         stages_per_device=None if stages_per_device == "auto" else stages_per_device,
         placement=placement,
+        sequence=sequence,
         recompute=recompute,
         pins=tuple((pins or {}).items()),
         solver=solver,

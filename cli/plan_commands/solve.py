@@ -20,6 +20,7 @@ from ...planner.schedules.given import read_order
 from ...planner.search.choices import RECOMPUTE
 from ...planner.search.placed import PLACEMENTS
 from ...planner.search.recheck import question_of
+from ...planner.search.sequences import SEQUENCES
 from ...planner.search.solve import MUON
 from ...planner.search.solve import solve as solve_plan
 from ...planner.study.choose import StudyFigures, TargetPoint, by_time_to_target
@@ -151,6 +152,12 @@ def _pin(text: str) -> tuple[str, int]:
         help="1, 2, …: so many on each; auto: more than 1 where that gains 5 % or more.",
     ),
     choice("--placement", PLACEMENTS, "auto", "Which device runs which stage."),
+    choice(
+        "--sequence",
+        SEQUENCES,
+        "best",
+        "Devices of several kinds: in the best sequence, or as the cluster lists them.",
+    ),
     choice(
         "--recompute",
         RECOMPUTE,

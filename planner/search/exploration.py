@@ -19,11 +19,10 @@ from ..partition.dp.sweep import OutOfTime
 from ..partition.placings import Placings
 from ..partition.problem import Cut, StageProblem
 from ..partition.solve import DpSource, Enough, Found
-from .budget import CLOSE, OutOfBudget
 from .choices import Branch, Choice, InFlight, choice_of
 from .first_plans import try_blocks
 from .places import Assumptions, fixed_in_flight
-from .state import SearchState, shown
+from .state import CLOSE, OutOfBudget, SearchState, shown
 
 _MOST_UNITS = 512
 """With more devices, guesses let stages take several at once."""

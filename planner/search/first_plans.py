@@ -16,10 +16,9 @@ from ..partition.dp.identical_devices_by_target import identical_by_targets
 from ..partition.dp.minimax import minimax_with_bound
 from ..partition.problem import Cut, StageProblem
 from ..partition.solve import DpSource
-from .budget import CLOSE, SOON_S, is_late
 from .choices import Branch, InFlight, choice_of
 from .places import Assumptions, fixed_in_flight
-from .state import SearchState
+from .state import CLOSE, SOON_S, SearchState, is_late
 
 MOST_BLOCKS = 200
 """The first guesses cut between so many blocks of layers."""

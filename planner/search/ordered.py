@@ -17,11 +17,10 @@ from ..evaluate import Evaluation, Question
 from ..partition.solve import source_for
 from ..schedules.given import in_rules_of
 from ..systems.orders import Order
-from .budget import Budget, OutOfBudget
 from .choices import Branch, Freedom, PlacedBranch, micro_batch_counts
 from .placed import PlacedSearch, StagesAsked
 from .relaxation import Relaxation
-from .state import Progress, SearchState
+from .state import Budget, OutOfBudget, Progress, SearchState
 
 
 def under(question: Question, order: Order) -> Question:

@@ -32,11 +32,10 @@ from ..partition.problem import SAME, Place, StageProblem, members
 from ..partition.solve import DpSource, Enough, Source, source_for
 from ..systems.placement import Pattern, placements
 from ..systems.variants import Variant
-from .budget import CLOSE
 from .choices import Branch, Choice, Freedom, PlacedBranch
 from .places import Assumptions
 from .relaxation import Relaxation
-from .state import SearchState
+from .state import CLOSE, SearchState
 
 PLACEMENTS = ("auto", "straight", "loop", "v")
 """Which device runs which stage."""

@@ -12,7 +12,7 @@ from functools import cache, cached_property
 
 import numpy as np
 
-from ..cluster.cluster import Cluster, Network
+from ..cluster.cluster import Cluster, Device, Network
 from ..cluster.contention import AllReduceTimes
 from ..costs.stage_costs import weights_s_per_byte
 from ..evaluate import Question
@@ -39,6 +39,8 @@ class Assumptions:
         identical: devices are counted from a stage's first one to the end without those left
             out, and links are the fastest there are, wherever they lie.
         memory_share: of each device's memory, that a guess may use.
+        device: with `identical`, what all devices are like; None: as the first one.
+        link: with `identical`, what a guess sends all messages over; None: the fastest there is.
     """
 
     in_flight: InFlight | None = None
@@ -49,6 +51,8 @@ class Assumptions:
     view: str = ""
     identical: bool = False
     memory_share: float = 1.0
+    device: Device | None = None
+    link: Network | None = None
 
 
 BOUND = Assumptions()
@@ -105,7 +109,10 @@ class PlaceMaker:
         """
         question, in_flight, guess = self.question, self._in_flight, self.assumed.guess
         cluster, variant = question.cluster, question.system
-        count, device = len(cluster.devices), cluster.devices[0]
+        count, device = len(cluster.devices), self.assumed.device or cluster.devices[0]
+        slower = 1.0
+        if self.assumed.link is not None:
+            slower = cluster.fastest_bytes_per_s / self.assumed.link.bandwidth_bytes_per_s
         gradients = 1.0 + question.least_state_factor
         # A bound doesn't know which stage is the last, that predicts nothing.
         gradients += variant.scratch_copies * guess
@@ -131,7 +138,7 @@ class PlaceMaker:
                 memory_bytes=float(device.memory_bytes or np.inf),
                 sync_s=fixed_s,
                 sync_s_per_byte=per_byte,
-                lower_scale=1 / r / (1 if both_ways else max(count - r, 1)),
+                lower_scale=slower / r / (1 if both_ways else max(count - r, 1)),
                 upper_scale=1 / r,
                 units=units,
                 copies=gradients + in_flight.versions(0 if per_unit else count),

@@ -19,19 +19,22 @@ from ..partition.solve import SOLVERS, source_for
 from ..plan import Plan, SolverReport
 from ..systems.orders import Order
 from ..systems.variants import variant_named
-from .budget import EFFORT, Budget, OutOfBudget
 from .choices import RECOMPUTE, Branch, Freedom, micro_batch_counts
 from .diagnosis import diagnose, lacking
 from .exploration import run
 from .ordered import check_asked, search_of, under
 from .placed import PlacedSearch, no_branches, stages_asked
 from .relaxation import Relaxation
-from .state import Progress, SearchState
+from .sequences import SEQUENCES, forget_bounds, kinds_in, try_sequences
+from .state import EFFORT, Budget, OutOfBudget, Progress, SearchState
 
 LEAST_GAIN = 0.05
 """Several stages on each device must make the period so much shorter, where one will do: they cost
 versions, messages and waits that the simulation sees in part. In races (docs/benchmarks.md) plans
 that were to gain 0 to 8 % gained −12 to +4."""
+
+LISTED_SHARE = 2 / 3
+"""Of the time, for devices of several kinds as listed, before other sequences are tried."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,7 @@ class SearchRequest:
         stages_per_device: v; None: any number, more only where they pay (`LEAST_GAIN`).
             Systems that place their stages themselves have 2 at least, or one stage in all.
         placement: one of `PLACEMENTS`; "auto": any that so many stages can have.
+        sequence: one of `SEQUENCES`; only for plans with a stage for each device.
         recompute: "off", "on" or "auto": stages compute their activations again.
         pins: (layer's name, stage), 0 the first.
         solver: one of SOLVERS; "auto": dynamic programming where the downsets can be listed,
@@ -58,6 +62,7 @@ class SearchRequest:
     replicas: bool = False
     stages_per_device: int | None = 1
     placement: str = "auto"
+    sequence: str = "listed"
     recompute: str = "off"
     pins: tuple[tuple[str, int], ...] = ()
     solver: str = "auto"
@@ -138,7 +143,7 @@ def solve(
     else:
         search = explore(question, request, progress, seen)
         placed = _placed(search, request)
-        go = partial(_run, search, placed)
+        go = partial(_run, search, placed, request)
     try:
         stopped = go()
     except KeyboardInterrupt:
@@ -207,17 +212,17 @@ def _placed(search: SearchState, request: SearchRequest) -> PlacedSearch | None:
     raise no_branches(placed.relaxation, asked, stages)
 
 
-def _run(search: SearchState, placed: PlacedSearch | None) -> str | None:
+def _run(search: SearchState, placed: PlacedSearch | None, request: SearchRequest) -> str | None:
     """Search until all is proven, or the budget is used up: says then what was."""
     if placed is None:
-        return run(search)
+        return _run_straight(search, request)
     stopped, budget, straight = None, search.budget, None
     if search.branches:
         # Half of it is for plans with a stage for each device.
         deadline, left, rest = budget.deadline, budget.seconds_left, budget.effort // 2
         budget.effort -= rest
         budget.deadline = None if left is None else time.monotonic() + left / 2
-        stopped = run(search)
+        stopped = _run_straight(search, request)
         budget.effort, budget.deadline = max(budget.effort, 0) + rest, deadline
         straight = search.best
     try:
@@ -233,6 +238,35 @@ def _run(search: SearchState, placed: PlacedSearch | None) -> str | None:
             return (
                 f"asking {LEAST_GAIN:.0%} of several stages on each device, which gain {gain:.1%}"
             )
+    return stopped
+
+
+def _run_straight(search: SearchState, request: SearchRequest) -> str | None:
+    """Plans with a stage for each device, first on those as listed, then in other sequences."""
+    if request.sequence == "listed" or kinds_in(search.question.cluster) == 1:
+        return run(search)
+    budget = search.budget
+    deadline, left, effort = budget.deadline, budget.seconds_left, budget.effort
+    budget.deadline = None if left is None else time.monotonic() + left * LISTED_SHARE
+    try:
+        late = run(search) == "time limit"
+    except KeyboardInterrupt:
+        forget_bounds(search)
+        raise
+    listed, stopped = search.best, None
+    # Other sequences have as much again to spend.
+    budget.effort, budget.deadline = effort, deadline
+    try:
+        try_sequences(search)
+    except OutOfBudget as reason:
+        stopped = str(reason)
+    if listed is not None and listed.prediction.period_s <= search.period_s * SAME:
+        search.best = listed
+    if late and budget.seconds_left:
+        # What there was no time for; the bounds stay those of all sequences.
+        bounds = search.bounds
+        run(search)
+        search.bounds = bounds
     return stopped
 
 
@@ -300,6 +334,8 @@ def _check_request(question: Question, request: SearchRequest) -> None:
         raise PlanError(f"--recompute on: {refusal}")
     if request.solver not in SOLVERS:
         raise PlanError(f"--solver {request.solver}: give one of {', '.join(SOLVERS)}")
+    if request.sequence not in SEQUENCES:
+        raise PlanError(f"--sequence {request.sequence}: give one of {', '.join(SEQUENCES)}")
 
 
 def _deadline(request: SearchRequest) -> float | None:

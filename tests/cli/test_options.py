@@ -112,6 +112,7 @@ def completed(line):
         ("tp-plan solve profile.json --variant ", [*VARIANTS, "all"], []),
         ("tp-plan solve --variant gp", ["gpipe"], []),
         ("tp-plan solve --placement ", ["auto", "straight", "loop", "v"], []),
+        ("tp-plan solve --sequence ", ["best", "listed"], []),
         ("tp-plan solve --between-l", ["--between-latency"], []),
         ("tp-plan solve pro", [], ["file"]),
         ("tp-plan solve --cluster ", [], ["file"]),

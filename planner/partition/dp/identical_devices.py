@@ -10,8 +10,10 @@ list of them all.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from time import monotonic
+from typing import NamedTuple
 
 import numpy as np
 
@@ -215,11 +217,36 @@ class StagesAbove:
     units: Positions
 
 
+class CommonCosts(NamedTuple):
+    """What stages from one downset cost whatever their places, each with an option, [p].
+
+    Attributes:
+        above: position of the downset they end at.
+        at: the option, by its number among those that there are devices for.
+        compute, serial: seconds at speed 1.
+        once, flight: bytes held in any case, parameters left out, and for each unit.
+        parameters: bytes.
+        lower_s, upper_s: on the wire.
+        beside: of other layers that come on top, in s.
+    """
+
+    above: Positions
+    at: Positions
+    compute: Vector
+    once: Vector
+    flight: Vector
+    parameters: Vector
+    serial: Vector
+    lower_s: Vector
+    upper_s: Vector
+    beside: Vector
+
+
 class StageTable:
     """A problem whose places are `IdenticalPlaces`, on a lattice."""
 
     def __init__(self, problem: StageProblem, lattice: Lattice, places: IdenticalPlaces) -> None:
-        self._problem, self._copies_per_unit = problem, places.copies_per_unit
+        self._problem = problem
         columns = [lattice.column(layer) for layer in range(lattice.layers)]
         self._member: Flags = np.array(columns).reshape(lattice.layers, lattice.size)
         self._sum_up()
@@ -228,6 +255,10 @@ class StageTable:
         self._replicas = replicas[self._usable]
         self._mode = np.array([option.mode for option in problem.options])[self._usable]
         self._alike = [np.flatnonzero(self._replicas == r) for r in np.unique(self._replicas)]
+        self._take_places(places)
+
+    def _take_places(self, places: IdenticalPlaces) -> None:
+        self._copies_per_unit = places.copies_per_unit
         self._most = np.array(places.most)[self._usable]
         self._place = {
             field: np.array([getattr(places.with_one[o], field) for o in self._usable])
@@ -269,6 +300,17 @@ class StageTable:
         Left out: options that take more devices than there are, or more memory than a device has
         with 1 unit in flight, and modes that another one is as good as in all.
         """
+        return self.stages_of(self.common(below))
+
+    def with_places(self, problem: StageProblem, places: IdenticalPlaces) -> StageTable:
+        """The same for another problem that has other places alone."""
+        other = copy(self)
+        other._problem = problem
+        other._take_places(places)
+        return other
+
+    def common(self, below: int) -> CommonCosts:
+        """What stages from a downset cost whatever their places."""
         member = self._member
         above = np.flatnonzero((member >= member[:, below, None]).all(axis=0))
         above = above[above != below]
@@ -285,32 +327,41 @@ class StageTable:
             )
         at, which = np.nonzero(worth)
         mode = self._mode[at]
-        parameters = _rise(self._others, below, above)[0][which]
-        load = self._loads(below, above, at, which, compute[mode, which])
-        units = self._units(at, once[mode, which], flight[mode, which], parameters)
-        good = units > 0
-        at, which = at[good], which[good]
-        return StagesAbove(
-            above[which], self._usable[at], self._replicas[at], load[good], units[good]
-        )
-
-    def _loads(
-        self, below: int, above: Positions, at: Positions, which: Positions, compute: Vector
-    ) -> Vector:
-        """Of options by number in `at`, and upper downsets by number in `which`, [p]."""
         parameters, serial = _rise(self._others[:2], below, above)[:, which]
         lower, upper = self._tensors_at_cuts(below, above, "lower_s", "upper_s")
         before, after = self._others[2:]
-        return stage_loads(
+        return CommonCosts(
+            above[which],
+            at,
+            compute[mode, which],
+            once[mode, which],
+            flight[mode, which],
+            parameters,
+            serial,
+            lower[which],
+            upper[which],
+            before[below] + (after[-1] - after[above])[which],
+        )
+
+    def stages_of(self, found: CommonCosts) -> StagesAbove:
+        """Those of a downset whose costs are known, as `stages`."""
+        at = found.at
+        load = stage_loads(
             self._problem,
             lambda field: self._place[field][at],
             self._replicas[at],
-            compute,
-            serial,
-            parameters > 0,
-            lambda: parameters,
-            (lower[which], upper[which]),
-            before[below] + (after[-1] - after[above])[which],
+            found.compute,
+            found.serial,
+            found.parameters > 0,
+            lambda: found.parameters,
+            (found.lower_s, found.upper_s),
+            found.beside,
+        )
+        units = self._units(at, found.once, found.flight, found.parameters)
+        good = units > 0
+        at = at[good]
+        return StagesAbove(
+            found.above[good], self._usable[at], self._replicas[at], load[good], units[good]
         )
 
     def _tensors_at_cuts(

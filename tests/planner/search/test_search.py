@@ -20,7 +20,6 @@ from timeprest.planner.evaluate import Question, evaluate
 from timeprest.planner.partition.problem import members, stage_bytes, stage_load
 from timeprest.planner.schedules.schedules import limit_ranges
 from timeprest.planner.search import exploration, first_plans, state
-from timeprest.planner.search.budget import Budget, OutOfBudget
 from timeprest.planner.search.choices import (
     Branch,
     Choice,
@@ -34,6 +33,7 @@ from timeprest.planner.search.choices import (
 from timeprest.planner.search.places import Assumptions
 from timeprest.planner.search.relaxation import Relaxation
 from timeprest.planner.search.solve import SearchRequest, explore, solve
+from timeprest.planner.search.state import Budget, OutOfBudget
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import InfeasibleError, PlanError
 

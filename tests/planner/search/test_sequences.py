@@ -1,0 +1,163 @@
+"""Devices of several kinds in any sequence: held against solving every sequence by itself."""
+
+from __future__ import annotations
+
+import random
+from itertools import permutations
+
+import msgspec
+import pytest
+from helpers.by_hand.profiles import profile_by_hand
+from timeprest.planner.cluster.cluster import Cluster, Device, Network
+from timeprest.planner.partition.dp import kinds
+from timeprest.planner.search.solve import solve
+from timeprest.profiles.errors import InfeasibleError, PlanError
+
+LINK = Network(bandwidth_bytes_per_s=1e9, latency_s=0.0)
+SYSTEMS = ("timeprest", "pipedream", "gpipe", "pipedream-flush", "pipedream-2bw")
+
+
+def layers_of(times, tensor=16):
+    """A chain whose layers' forwards take so many ms, and backwards twice that."""
+    layers = [(f"n{k}", 100, ms * 1e-3, ms * 2e-3, 10, []) for k, ms in enumerate(times)]
+    edges = [(f"n{k}", f"n{k + 1}", f"t{k}", tensor) for k in range(len(times) - 1)]
+    return profile_by_hand(layers, [*edges, (f"n{len(times) - 1}", "output", "last", 4)])
+
+
+def devices(*speeds, **fields):
+    return tuple(Device(name=f"d{k}", speed=speed, **fields) for k, speed in enumerate(speeds))
+
+
+def drawn(seed):
+    """A profile, a cluster of 2 or 3 kinds, each device's kind, and what is asked."""
+    rng = random.Random(seed)
+    count = rng.randrange(4, 7)
+    layers = [
+        (
+            f"n{k}",
+            rng.randrange(50, 2000),
+            rng.uniform(0.2, 2) * 1e-3,
+            rng.uniform(0.4, 4) * 1e-3,
+            rng.randrange(5, 300),
+            [],
+        )
+        for k in range(count)
+    ]
+    edges = [(f"n{k}", f"n{k + 1}", f"t{k}", rng.randrange(100, 4000)) for k in range(count - 1)]
+    if rng.random() < 0.4:
+        edges.append(("n0", f"n{count - 1}", "t0", edges[0][3]))
+    profile = profile_by_hand(layers, [*edges, (f"n{count - 1}", "output", "last", 4)])
+    limits = [None, None, rng.randrange(20000, 60000)]
+    made = [
+        {"speed": round(rng.uniform(0.3, 3), 2), "memory_bytes": rng.choice(limits)}
+        for _ in range(2 + seed % 2)
+    ]
+    which = [*range(len(made)), *rng.choices(range(len(made)), k=4 - len(made))]
+    rng.shuffle(which)
+    link = Network(bandwidth_bytes_per_s=rng.choice([1e6, 3e7]), latency_s=1e-5)
+    cluster = Cluster(
+        devices=tuple(Device(name=f"d{k}", **made[g]) for k, g in enumerate(which)), network=link
+    )
+    asked = {"optimizer_state_factor": 1.0, "time_limit_s": None}
+    asked["replicas"] = rng.random() < 0.4
+    if rng.random() < 0.3:
+        asked["stages"] = rng.randrange(2, 4)
+    return profile, cluster, which, {**asked, "variant": rng.choice(SYSTEMS)}
+
+
+def period(profile, cluster, **asked):
+    try:
+        return solve(profile, cluster, **asked).predicted.period_s
+    except InfeasibleError:
+        return float("inf")
+
+
+def best_of_all(profile, cluster, which, **asked):
+    """The shortest period of all sequences, each listed and solved."""
+    found = {}
+    for places in permutations(range(len(which))):
+        key = tuple(which[k] for k in places)
+        if key not in found:
+            listed = tuple(cluster.devices[k] for k in places)
+            other = msgspec.structs.replace(cluster, devices=listed)
+            found[key] = period(profile, other, **asked)
+    return min(found.values())
+
+
+@pytest.mark.parametrize("seed", [4, 5, 7, 8, 9, 12])
+def test_no_sequence_is_better(seed):
+    profile, cluster, which, asked = drawn(seed)
+    best = best_of_all(profile, cluster, which, **asked)
+    if best == float("inf"):
+        with pytest.raises(InfeasibleError):
+            solve(profile, cluster, sequence="best", **asked)
+        return
+    plan = solve(profile, cluster, sequence="best", **asked)
+    assert plan.solver.optimal
+    assert plan.predicted.period_s == pytest.approx(best, rel=1e-9)
+
+
+def test_the_faster_device_takes_the_larger_layer():
+    """3 + 6 ms and 1 + 2 ms: 9 / 3 and 3 / 1 s are equal, the other way round it is 9."""
+    cluster = Cluster(devices=devices(1.0, 3.0), network=LINK)
+    asked = {"variant": "pipedream", "optimizer_state_factor": 0.0}
+    asked |= {"mini_batch": 1, "replicas": False}
+    profile = layers_of([3, 1])
+    listed = solve(profile, cluster, sequence="listed", **asked)
+    best = solve(profile, cluster, sequence="best", **asked)
+    assert best.stages[0].devices == (1,)
+    assert best.stages[1].devices == (0,)
+    assert best.cluster == cluster
+    assert best.predicted.period_s == pytest.approx(3e-3, rel=1e-4)
+    assert best.predicted.period_s < listed.predicted.period_s
+    assert best.solver.optimal
+
+
+def test_as_listed_where_no_sequence_is_better():
+    cluster = Cluster(devices=devices(3.0, 1.0), network=LINK)
+    asked = {"optimizer_state_factor": 0.0, "mini_batch": 4, "replicas": False}
+    profile = layers_of([3, 1])
+    listed = solve(profile, cluster, sequence="listed", **asked)
+    best = solve(profile, cluster, sequence="best", **asked)
+    assert best.stages == listed.stages
+    assert best.predicted == listed.predicted
+
+
+def test_large_tensors_stay_in_a_machine():
+    """Two machines with a fast and a slow device each; only one of three cuts is cheap."""
+    layers = [(f"n{k}", 100, 1e-3, 2e-3, 10, []) for k in range(4)]
+    sizes = [10**6, 16, 10**6]
+    edges = [(f"n{k}", f"n{k + 1}", f"t{k}", sizes[k]) for k in range(3)]
+    profile = profile_by_hand(layers, [*edges, ("n3", "output", "last", 4)])
+    homes = ("a", "b", "a", "b")
+    cluster = Cluster(
+        devices=tuple(
+            Device(name=f"d{k}", speed=1.0 + (k >= 2) * 0.1, machine=home)
+            for k, home in enumerate(homes)
+        ),
+        network=Network(bandwidth_bytes_per_s=1e12, latency_s=0.0),
+        between_machines=Network(bandwidth_bytes_per_s=1e8, latency_s=0.0),
+    )
+    asked = {"optimizer_state_factor": 0.0, "mini_batch": 4, "replicas": False, "stages": 4}
+    plan = solve(profile, cluster, sequence="best", **asked)
+    first, second, third, last = (cluster.devices[s.devices[0]].machine for s in plan.stages)
+    assert first == second
+    assert third == last
+    listed = solve(profile, cluster, sequence="listed", **asked)
+    assert plan.predicted.period_s < listed.predicted.period_s * 0.5
+
+
+@pytest.mark.parametrize("seed", [4, 8])
+def test_where_not_all_stages_can_be_listed_the_bound_holds(seed, monkeypatch):
+    profile, cluster, which, asked = drawn(seed)
+    best = best_of_all(profile, cluster, which, **asked)
+    monkeypatch.setattr(kinds, "MOST_STAGES", 200)
+    plan = solve(profile, cluster, sequence="best", **asked)
+    assert plan.solver.bound_s <= best * (1 + 1e-9)
+    assert plan.predicted.period_s <= period(profile, cluster, **asked) * (1 + 1e-9)
+
+
+def test_an_unknown_sequence_is_refused():
+    cluster = Cluster(devices=devices(1.0, 2.0), network=LINK)
+    with pytest.raises(PlanError, match="--sequence sorted: give one of best, listed"):
+        solve(layers_of([1, 1]), cluster, sequence="sorted")
