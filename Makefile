@@ -10,6 +10,7 @@
 # make bench-planner  solve published workloads anew for docs/planner_benchmark.md (some minutes)
 # make bench  race ours against other pipelines for docs/benchmarks.md (hours, on a quiet machine)
 # make bench-quick    a small part of that, in under 3 minutes
+# make bench-loaders  what loading costs a pipeline of two processes (some minutes, on a quiet machine)
 # make bench-links    its part over slow wires (as root, on Linux)
 # make pictures  draw plans of every system for docs/reading_pictures.md (two minutes)
 # make fuzz   break 2,000 files and 500 command lines, and see that each is refused in one line
@@ -22,7 +23,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO ?= demo
 
-.PHONY: demo test quick check lint types tests browser format model-table bench-planner bench-sequences bench-scale claims claims-quick bench bench-quick bench-links deepspeed pictures notebook fuzz chaos clean
+.PHONY: demo test quick check lint types tests browser format model-table bench-planner bench-sequences bench-scale claims claims-quick bench bench-quick bench-links bench-loaders deepspeed pictures notebook fuzz chaos clean
 
 demo: $(READY)
 	rm -rf $(DEMO)
@@ -83,6 +84,9 @@ bench: $(READY) deepspeed
 	$(SPEED) --fresh $(BENCH)
 	$(SPEED).held
 	@test "$$(id -u)" != 0 || $(MAKE) bench-links
+
+bench-loaders: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/benchmarks/loaders.py
 
 bench-links: $(READY)
 	$(SPEED).slow_links

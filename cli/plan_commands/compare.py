@@ -17,8 +17,9 @@ from ...profiles.files import Kind, check_outputs
 from ...profiles.units import format_seconds, short_bytes
 from ..errors import errors_as_lines, output, print_json, printable
 from ..options import common_options
-from ..options.command import GroupedCommand, examples
+from ..options.command import GroupedCommand, examples, group
 from ..options.values import FileName
+from ..pictures.html.page import html_option, plans_report
 from ..pictures.svg.options import StackedFigures, stacked_options, write_stacked_figure
 from ..tables.layout import counted, device_range, first_to_last, fitted, fixed, shortened, words
 from ..tables.plan import bare_rate, gap
@@ -229,15 +230,17 @@ _DIFFERS = "≠"
     epilog=examples(
         "tp-plan compare plan.gpipe.json plan.timeprest.json",
         "tp-plan compare plan.*.json --json",
-        "tp-plan compare plan.timeprest.json plan.pipedream.json plan.gpipe.json --svg all.pdf",
+        "tp-plan compare plan.timeprest.json plan.pipedream.json plan.gpipe.json --html all.html",
     ),
 )
 @click.argument("paths", type=FileName(), metavar="PLAN PLAN…", nargs=-1, required=True)
 @stacked_options
+@group("Page", html_option)
 @common_options
 @errors_as_lines
 def compare(
     paths: Sequence[str],
+    html: str | None,
     first: int | None,
     mini_batches: int | None,
     as_json: bool,
@@ -252,9 +255,12 @@ def compare(
     """
     if len(paths) < 2:
         raise UserError(f"{paths[0]}: give a second plan to compare it with")
-    check_outputs(("--svg", figures["svg"], Kind.FIGURE))
+    check_outputs(("--svg", figures["svg"], Kind.FIGURE), ("--html", html, Kind.PAGE))
     plans = dict(zip(_names(paths), map(read_plan, paths), strict=True))
     written = write_stacked_figure(_by_system(plans), first, mini_batches, figures)
+    if html:
+        plans_report(_by_system(plans), html)
+        written = " and ".join(filter(None, (written, html)))
     if as_json:
         print_json(as_data(plans))
     elif not quiet:

@@ -92,7 +92,6 @@ def _pin(text: str) -> tuple[str, int]:
     cls=GroupedCommand,
     epilog=examples(
         "tp-plan solve profile.json --devices 4 --memory 16GiB -o plan.json",
-        "tp-plan solve profile.json --variant pipedream-2bw --micro-batches 4",
         "tp-plan solve profile.json --variant all --cluster cluster.toml",
         "tp-plan solve profile.json --order order.txt --variant timeprest --devices 2",
     ),

@@ -290,10 +290,25 @@ def plan_report(plan: Plan, name: str, path: str) -> None:
     )
 
 
+def plans_report(plans: Mapping[str, Plan], path: str) -> None:
+    """Write the page of several plans, by their names: timelines of all of them on one axis, and
+    the rest of one that is chosen there. Raises as `plan_report`."""
+    systems = ", ".join(dict.fromkeys(plan.variant for plan in plans.values()))
+    write_page(
+        path,
+        {
+            "title": f"{len(plans)} plans: {systems}",
+            "made_by": {"timeprest": __version__},
+            "plans": [plan_part(plan, name) for name, plan in plans.items()],
+            "runs": [],
+        },
+    )
+
+
 html_option = click.option(
     "--html",
     "html",
     type=FileName(),
     help="Write a page with the stages, the timeline and the memory to look at in a browser.",
 )
-"""Of `tp-plan show`."""
+"""Of `tp-plan show` and `tp-plan compare`."""

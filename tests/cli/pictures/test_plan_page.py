@@ -15,6 +15,7 @@ from timeprest.cli.pictures.html.page import page as page_text
 from timeprest.cli.pictures.html.page import plan_part, plan_report, script_text
 from timeprest.cli.pictures.svg.frame import FigureSettings, window_of
 from timeprest.cli.plan import main
+from timeprest.planner.plan import read_plan
 from timeprest.planner.recordings.predicted import predicted
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.files import write_file
@@ -434,3 +435,32 @@ def test_show_writes_the_page(plan, tmp_path, monkeypatch):
     done = CliRunner().invoke(main, ["show", "plan.json", "--html", "x.html", "--json"])
     assert json.loads(done.output)["variant"] == plan.variant
     assert (tmp_path / "x.html").exists()
+
+
+def test_plans_that_are_compared_stand_on_one_axis(browser, tmp_path):
+    """Each system's timeline, from its first operation on; and one plan's page, by choice."""
+    paths = []
+    for variant in ("timeprest", "pipedream", "gpipe"):
+        plan = made(variant, 1 if variant == "pipedream" else N)
+        paths.append(str(tmp_path / f"{variant}.json"))
+        write_file(paths[-1], plan)
+    page = tmp_path / "all.html"
+    done = CliRunner().invoke(main, ["compare", *paths, "--html", str(page)])
+    assert done.exit_code == 0, done.output
+    assert f"wrote {page}" in done.output
+    watched = Watched(browser.new_page(viewport=WIDE))
+    shown = watched.open(page)
+    seen = shown.evaluate(
+        """() => TP.timelines.recordings.map(
+            (one) => [one.variant, one.spans.count > 0])"""
+    )
+    assert seen == [["timeprest", True], ["pipedream", True], ["gpipe", True]]
+    # One plan at a time below.
+    shown.get_by_label("Plan shown").select_option("2")
+    number = shown.locator('#timelines data[data-path="plans.2.plan.predicted.period_s"]')
+    shown.locator("#timelines summary").last.click()
+    wanted = read_plan(paths[2]).predicted.period_s
+    assert float(number.get_attribute("value")) == pytest.approx(wanted)
+    assert watched.complaints == []
+    assert watched.requests == []
+    shown.context.close()

@@ -59,6 +59,29 @@
   });
 
   TP.section({
+    name: "timelines",
+    title: "Timelines of all plans",
+    short: "All timelines",
+    order: 5,
+    when: (view) => view.plans.length > 1 && !view.runs.length,
+    build(host, view) {
+      const recordings = view.plans.map((one) => new TP.Recording(one.recording));
+      host.append(TP.el("p", { class: "lead" }, "What each plan predicts, one above the other on one axis, from the first operation on. ",
+        "Click an operation to follow its mini-batch in all of them. Below, the page shows one plan; choose which one at the top."));
+      const group = new TP.TimeGroup(host, Math.max(...recordings.map((one) => one.end_s)));
+      TP.timelines = { group, recordings };
+      TP.timelines.charts = recordings.map((one, k) => new TP.Gantt(group, one, { title: view.plans[k].name }));
+      const windows = recordings.map((one) => one.window).filter(Boolean);
+      if (windows.length) group.set(Math.min(...windows.map(([begin]) => begin)), Math.max(...windows.map(([, end]) => end)));
+      host.append(TP.asTable("Periods, as a table", () => TP.table("Period and idle time of each plan", ["plan", "period", "samples/s", "least idle"],
+        view.plans.map(({ name, plan }, k) => [name,
+          TP.figure(`plans.${k}.plan.predicted.period_s`, plan.predicted.period_s, TP.seconds(plan.predicted.period_s)),
+          TP.figure(`plans.${k}.plan.predicted.samples_per_s`, plan.predicted.samples_per_s, TP.number(plan.predicted.samples_per_s)),
+          `${Math.round(100 * Math.min(...recordings[k].idleShares))} %`]), 1)));
+    },
+  });
+
+  TP.section({
     name: "timeline",
     title: "Timeline and memory",
     short: "Timeline",
