@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 
 import msgspec
 import pytest
@@ -272,6 +272,36 @@ def test_a_time_limit_keeps_what_was_found():
     assert plan.solver.optimal == (plan.solver.gap == 0)
     if not plan.solver.optimal:
         assert plan.solver.stopped == "effort"
+
+
+def test_a_search_that_ends_early_is_no_worse_than_even_cuts(monkeypatch):
+    """Where messages are dear inside of blocks and cheap between them, and waiting for them counts
+    more than even loads."""
+    names = [f"h.{k}.{part}" for k in range(12) for part in "abcd"]
+    layers = [
+        (name, 64, 1e-4 * (1 + k * k % 11), 2e-4 * (1 + 3 * k * k % 7), 4, ())
+        for k, name in enumerate(names)
+    ]
+    edges = [
+        (a, b, a, 4_000_000 if k % 4 else 1_000_000)
+        for k, (a, b) in enumerate(pairwise(names), start=1)
+    ]
+    profile = profile_by_hand(layers, edges, (1, 2, 4, 8, 16))
+    for stages in (4, 6):
+        asked = (profile, cluster := uniform_cluster(stages, bandwidth="4GB/s"), "pipedream-flush")
+        more = {"mini_batch": 16, "micro_batches": 8, "stages": stages, "effort": 20_000}
+        plan = solve(*asked, **more)
+        assert plan.solver.stopped == "effort"
+        each = len(names) // stages
+        even = [names[s * each : (s + 1) * each] for s in range(stages)]
+        question = Question(profile, cluster, "pipedream-flush", 16, 1.0)
+        other = evaluate(question, lone_stages(even, [1] * stages), 8).prediction.period_s
+        assert plan.predicted.period_s <= other
+        with monkeypatch.context() as patch:
+            patch.setattr(exploration, "_settles", lambda search: False)
+            before = solve(*asked, **more)
+        assert plan.predicted.period_s < before.predicted.period_s
+        assert plan.solver.bound_s == before.solver.bound_s
 
 
 def test_a_bound_of_2bw_is_a_micro_batchs_round_trip():
