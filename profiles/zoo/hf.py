@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset, default_collate
 
+from ..errors import TargetError
 from ..tasks.task import Split, read_loss
 from .hf_data import (
     HuggingFaceSamples,
@@ -25,7 +26,8 @@ from .hf_data import (
     splits_of,
     synthetic_sampler,
 )
-from .hf_model import LENGTH, NAMES, Request, build, no_model, read, request_of
+from .hf_model import LENGTH, LONGEST, NAMES, Request, build, no_model, read, request_of
+from .hf_padding import UnpaddedSamples
 from .synthetic import (
     IGNORED,
     Synthetic,
@@ -67,13 +69,19 @@ class HuggingFaceTask:
             length = self._request.length or LENGTH
             return Synthetic(synthetic_sampler(self._request, length), split)
         splits, lengths = self._splits
-        return HuggingFaceSamples(self._request, split, splits[split], lengths)
+        kind = UnpaddedSamples if self._request.padding == LONGEST else HuggingFaceSamples
+        return kind(self._request, split, splits[split], lengths)
 
     @cached_property
     def _splits(self) -> tuple[dict[Split, Any], Lengths] | None:
         """Rows of both splits and the length of samples; None: they are synthetic."""
         request = self._request
         if self._data is None and not request.data:
+            if request.padding == LONGEST:
+                raise TargetError(
+                    f"{request.target}: padding={LONGEST}: synthetic samples have one length; say "
+                    "what to train on with data="
+                )
             return None
         found = rows_of(request) if self._data is None else splits_of(request.target, self._data)
         image = request.family == "image"
@@ -106,7 +114,7 @@ def make_task(name: str, argument: str | None) -> HuggingFaceTask:
 
 
 def hugging_face(
-    model: Any, data: Any = None, *, head: str = "", length: int | None = None
+    model: Any, data: Any = None, *, head: str = "", length: int | None = None, padding: str = ""
 ) -> HuggingFaceTask:
     """A task of a Hugging Face model, to be trained with its own loss.
 
@@ -118,16 +126,17 @@ def hugging_face(
             what `model` names, or synthetic samples.
         head: "causal", "masked", "seq2seq", "classification" or "tokens"; empty: the model's own.
         length: of samples in tokens; None: the longest row's.
+        padding: "max_length", to that length; "longest", to the longest row of a mini-batch.
 
     Raises:
         TargetError: there is no such model, or it can't have this head.
     """
     if isinstance(model, str):
-        more = {"head": head, "length": length or ""}
+        more = {"head": head, "length": length or "", "padding": padding}
         keys = "".join(f",{key}={value}" for key, value in more.items() if value)
         request = read(f"hf:{model}{keys}", f"{model}{keys}")
     else:
-        request = request_of(model, head, length)
+        request = request_of(model, head, length, padding)
     _look(request)
     return HuggingFaceTask(request, data)
 

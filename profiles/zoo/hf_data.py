@@ -275,7 +275,7 @@ class Coder:
 
 # From rows to samples ---------------------------------------------------------------------------
 
-_IDS = ("input_ids", "decoder_input_ids")
+IDS = ("input_ids", "decoder_input_ids")
 _BESIDE = ("attention_mask", "token_type_ids", "decoder_attention_mask")
 """Columns beside ids; filled up with 0."""
 _LABELS = ("labels", "label")
@@ -363,7 +363,7 @@ class HuggingFaceSamples(Dataset[Any]):
         labels = self._labels(index, row, inputs)
         if self._request.family == "seq2seq" and "decoder_input_ids" not in inputs:
             inputs["decoder_input_ids"] = self._shift_right(labels)
-        for name in _IDS:
+        for name in IDS:
             if name in inputs:
                 self._check_ids(index, name, inputs[name])
         return inputs, labels
@@ -394,7 +394,7 @@ class HuggingFaceSamples(Dataset[Any]):
     def _inputs(self, row: Mapping[str, Any]) -> dict[str, Tensor]:
         """What goes into the model, filled up."""
         if "input_ids" in row:
-            wanted = self._arguments.intersection((*_IDS, *_BESIDE))
+            wanted = self._arguments.intersection((*IDS, *_BESIDE))
             found = {name: _whole_numbers(row[name]) for name in wanted if name in row}
         else:
             text = str(next(row[name] for name in _TEXTS if name in row))
@@ -405,7 +405,13 @@ class HuggingFaceSamples(Dataset[Any]):
 
     def _fill(self, name: str, value: Tensor) -> Tensor:
         length = self._lengths.labels if name.startswith("decoder") else self._lengths.inputs
-        return _filled(value, length, self._pad if name in _IDS else 0)
+        return self._filled(value, length, self._filling(name))
+
+    def _filling(self, name: str) -> int:
+        return self._pad if name in IDS else 0
+
+    def _filled(self, value: Tensor, length: int, filling: int) -> Tensor:
+        return filled(value, length, filling)
 
     def _labels(self, index: int, row: Mapping[str, Any], inputs: dict[str, Tensor]) -> Tensor:
         """What the model is to give; a masked model's inputs are masked where there are none."""
@@ -417,7 +423,7 @@ class HuggingFaceSamples(Dataset[Any]):
             given = self._coder.ids(str(row["target"]), self._lengths.labels)
         if given is not None:
             length = self._lengths.labels if family == "seq2seq" else self._lengths.inputs
-            labels = _filled(_whole_numbers(given), length, IGNORED)
+            labels = self._filled(_whole_numbers(given), length, IGNORED)
             classes = family == "tokens"
             self._check_labels(index, labels, classes=classes)
         elif family == "causal":
@@ -556,6 +562,6 @@ def _tensor(value: Any, dtype: type[np.generic]) -> Tensor:
     return torch.from_numpy(np.array(value.numpy() if isinstance(value, Tensor) else value, dtype))
 
 
-def _filled(value: Tensor, length: int, filling: int) -> Tensor:
+def filled(value: Tensor, length: int, filling: int) -> Tensor:
     """Cut or filled up at the end."""
     return functional.pad(value[:length], (0, max(length - len(value), 0)), value=filling)

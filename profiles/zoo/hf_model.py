@@ -96,8 +96,11 @@ FIXED = {
 """Keys of a config that aren't for the user to set."""
 LATER = ("num_labels", "problem_type", "decoder_start_token_id", "pad_token_id")
 """Keys that a config takes though its class may not list them."""
-OURS = ("head", "data", "tokenizer", "weights")
+OURS = ("head", "data", "tokenizer", "weights", "padding")
 """Keys of every target that aren't the config's, besides its length or image_size."""
+LONGEST, MAX_LENGTH = "longest", "max_length"
+"""Kinds of padding, in the library's own words: to the longest row of a mini-batch, and to one
+length for all."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,7 @@ class Request:
         data: where samples come from, a file or a folder; empty: they are synthetic.
         tokenizer: a folder; empty: there is none; "bytes".
         given: the config's keys that the user set.
+        padding: LONGEST or MAX_LENGTH.
     """
 
     target: str
@@ -130,6 +134,7 @@ class Request:
     data: str = ""
     tokenizer: str = ""
     given: frozenset[str] = frozenset()
+    padding: str = MAX_LENGTH
 
     @property
     def vocabulary(self) -> int:
@@ -189,6 +194,7 @@ def read(target: str, argument: str) -> Request:
             f"{target}: weights={settings['weights']}: leave it out for the folder's own, or say "
             "weights=random"
         )
+    padding = _padding(target, settings["padding"], family)
     length = _whole(target, "length", texts["length"]) if "length" in texts else None
     given = {plain.attribute_map.get(k, k): _value(texts[k]) for k in texts if k in known}
     if folder:
@@ -217,7 +223,22 @@ def read(target: str, argument: str) -> Request:
         data=settings["data"],
         tokenizer=settings["tokenizer"] or own_tokenizer(folder),
         given=frozenset(given),
+        padding=padding,
     )
+
+
+def _padding(target: str, asked: str, family: str) -> str:
+    """Raises TargetError for a kind that there isn't, or isn't for this model."""
+    if asked not in ("", LONGEST, MAX_LENGTH):
+        raise TargetError(
+            f"{target}: padding={asked}: say {LONGEST} (of each mini-batch) or {MAX_LENGTH} (one "
+            "length for all)"
+        )
+    if asked == LONGEST and family == "image":
+        raise TargetError(
+            f"{target}: padding={LONGEST}: is for tokens, and this model takes images"
+        )
+    return asked or MAX_LENGTH
 
 
 def has_weights(target: str, folder: str) -> bool:
@@ -325,11 +346,12 @@ def skeleton(request: Request) -> nn.Module:
     return model
 
 
-def request_of(config: Any, head: str, length: int | None) -> Request:
+def request_of(config: Any, head: str, length: int | None, padding: str = "") -> Request:
     """What a config of transformers asks for, made in Python.
 
     Args:
         head: as behind ``head=``; empty: the config's own, or the first that it can have.
+        padding: as behind ``padding=``.
 
     Raises:
         TargetError: it isn't a config, or of a model without such a head.
@@ -339,11 +361,12 @@ def request_of(config: Any, head: str, length: int | None) -> Request:
         raise TargetError(f"{target}: isn't a config of transformers")
     config = _without_cache(copy.deepcopy(config))
     family = _family(target, config.model_type, config, head)
+    padding = _padding(target, padding, family)
     if family == "image":
         size = _whole(target, "image_size", str(getattr(config, "image_size", IMAGE_SIZE)))
         return Request(target, config.model_type, family, config, None, size)
     _check_tokens(target, config, length)
-    return Request(target, config.model_type, family, config, length, 0)
+    return Request(target, config.model_type, family, config, length, 0, padding=padding)
 
 
 def is_config(found: Any) -> bool:

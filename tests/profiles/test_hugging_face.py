@@ -11,6 +11,7 @@ from timeprest.profiles.errors import TargetError
 from timeprest.profiles.target import resolve
 from timeprest.profiles.tasks.task import fetch_call, read_loss
 from timeprest.profiles.zoo.hf import hugging_face
+from torch.utils.data import default_collate
 
 transformers = pytest.importorskip("transformers")
 datasets = pytest.importorskip("datasets")
@@ -330,3 +331,40 @@ def test_data_that_a_model_cannot_take_is_named(argument, rows, words):
         rows = {"train": rows, "test": rows}
     found = refusal(argument, rows)
     assert re.search(words, found), found
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bert", "t5", "classes"])
+def test_rows_are_filled_up_to_their_mini_batchs_longest(family):
+    """The loss, by counted labels, is that of one length for all."""
+    lengths = (3, 9, 5, 4)
+    rows = [{"input_ids": list(range(2, 2 + n))} for n in lengths]
+    if family == "t5":
+        rows = [{**row, "labels": row["input_ids"][1:]} for row in rows]
+    name = f"{family},{SIZES}"
+    if family == "classes":
+        name = f"bert,{TINY},head=classification,num_labels=3"
+        rows = [{**row, "labels": k % 3} for k, row in enumerate(rows)]
+    rows = {"train": rows, "test": rows[:1]}
+    found = []
+    for how in ({"padding": "longest"}, {"padding": "max_length", "length": 12}):
+        task = hugging_face(name, rows, **how)
+        data = task.data("train")
+        torch.manual_seed(0)
+        model = task.model().eval()
+        collate = getattr(data, "collate_fn", default_collate)
+        inputs, labels = collate([data[k] for k in range(4)])
+        with torch.no_grad():
+            found.append(read_loss(task.loss(model(**inputs), labels)).mean.item())
+        assert inputs["input_ids"].shape == (4, 9 if how["padding"] == "longest" else 12)
+        if how["padding"] == "longest":
+            short, wanted = collate([data[0], data[3]])
+            assert short["attention_mask"].tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
+            if family == "t5":
+                assert short["decoder_input_ids"].shape == wanted.shape == (2, 3)
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+def test_padding_that_there_is_none_of_is_refused():
+    assert "say longest (of each mini-batch) or max_length" in refusal("gpt2,padding=even")
+    assert "is for tokens, and this model takes images" in refusal("vit,padding=longest")
+    assert "synthetic samples have one length" in refusal("gpt2,padding=longest")

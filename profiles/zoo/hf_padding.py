@@ -1,0 +1,47 @@
+"""Samples for Hugging Face models of lengths of their own: mini-batches differ in shape."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .hf_data import HuggingFaceSamples, filled
+from .synthetic import IGNORED
+
+
+class UnpaddedSamples(HuggingFaceSamples):
+    """Rows as samples of their own lengths; a mini-batch is filled up to its longest."""
+
+    def _filled(self, value: Tensor, length: int, filling: int) -> Tensor:
+        return value[:length]
+
+    def collate_fn(
+        self, samples: Sequence[tuple[dict[str, Tensor], Tensor]]
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """Inputs ``[samples, longest]`` and labels."""
+        inputs, labels = zip(*samples, strict=True)
+        sequences = labels[0].dim() == 1 and self._request.family != "classification"
+        made = ("labels",) if sequences else ()
+        longest: dict[bool, int] = {}
+        for sample, wanted in samples:
+            for name, value in (*sample.items(), *((n, wanted) for n in made)):
+                side = self._of_decoder(name)
+                longest[side] = max(longest.get(side, 0), len(value))
+
+        def together(name: str, values: Sequence[Tensor], filling: int) -> Tensor:
+            length = longest[self._of_decoder(name)]
+            return torch.stack([filled(value, length, filling) for value in values])
+
+        return (
+            {
+                name: together(name, [each[name] for each in inputs], self._filling(name))
+                for name in inputs[0]
+            },
+            together("labels", labels, IGNORED) if sequences else torch.stack(labels),
+        )
+
+    def _of_decoder(self, name: str) -> bool:
+        """Whether it is as long as the labels of a sequence-to-sequence model."""
+        return self._request.family == "seq2seq" and name.startswith(("decoder", "labels"))
