@@ -17,7 +17,19 @@ from .profiles.profile import import_graphs_with
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from .api import check, dry_run, export, links, plan, plans, profile, resume, run, what_if
+    from .api import (
+        check,
+        dry_run,
+        export,
+        links,
+        plan,
+        plans,
+        plugin,
+        profile,
+        resume,
+        run,
+        what_if,
+    )
     from .planner.cluster.cluster import Cluster
     from .planner.plan import Plan
     from .profiles.profile import Profile
@@ -31,6 +43,7 @@ _HOME = {
     "plan": "api",
     "plans": "api",
     "what_if": "api",
+    "plugin": "api",
     "run": "api",
     "resume": "api",
     "check": "api",
@@ -65,6 +78,7 @@ __all__ = [
     "links",
     "plan",
     "plans",
+    "plugin",
     "profile",
     "resume",
     "run",

@@ -26,7 +26,7 @@ from .planner.search.solve import MUON, solve
 from .planner.study.choose import StudyFigures, by_time_to_target
 from .planner.study.pareto import ParetoFront, pareto_point
 from .planner.study.study import read_study
-from .planner.systems.variants import VARIANTS, variant_named
+from .planner.systems.variants import VARIANTS, load_plugin, variant_named
 from .profiles.errors import InfeasibleError, PlanError, UserError
 from .profiles.profile import Profile
 from .profiles.published.reader import import_profile, is_foreign
@@ -237,6 +237,18 @@ def plan(
         time_limit_s=time_limit_s,
         seen=seen,
     )
+
+
+def plugin(path: str | Path) -> tuple[str, ...]:
+    """Add the training systems of a file of your own (`--plugin`).
+
+    Processes that this one starts load it, too.
+
+    Returns their names.
+
+    Raises PluginError naming file and line: it isn't there, fails, or has a row that can't be.
+    """
+    return tuple(system.name for system in load_plugin(str(path)))
 
 
 def plans(

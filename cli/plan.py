@@ -13,7 +13,7 @@ from ..profiles.errors import UserError
 from ..profiles.files import Kind, check_output, check_outputs, read_file, write_file
 from ..profiles.profile import Profile, check_profile
 from .errors import OneLineGroup, errors_as_lines, output, print_json
-from .options import CONTEXT, common_options, version_option
+from .options import CONTEXT, common_options, plugin_option, version_option
 from .options.command import GroupedCommand, examples, group
 from .options.values import FileName, Whole
 from .pictures.chrome_trace import trace_option, write_plan_trace
@@ -88,6 +88,7 @@ main.add_command(published)
 )
 @figure_options
 @group("Pages and traces", html_option, trace_option)
+@plugin_option
 @common_options
 @errors_as_lines
 def show(
@@ -161,6 +162,7 @@ def show(
     type=FileName(),
     help="Write the plan with its predictions made anew.",
 )
+@plugin_option
 @common_options
 @errors_as_lines
 def check(

@@ -19,6 +19,7 @@ from .options import (
     common_options,
     config_options,
     optimizer_choice,
+    plugin_option,
     run_options,
     run_settings,
 )
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 @click.argument("plan_path", type=PlanOrCommand(), metavar="PLAN", required=False)
 @run_options
 @config_options
+@plugin_option
 @common_options
 @errors_as_lines
 @one_rank_tells

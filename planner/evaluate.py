@@ -13,7 +13,7 @@ from ..profiles.files import ratio
 from ..profiles.profile import Profile
 from .cluster.cluster import Cluster
 from .costs.device_memory import DeviceTies, device_peaks, tie_bytes, without_ties
-from .costs.layout import StageTimes, make_pipeline
+from .costs.layout import StageTimes, copies_beside, copies_from_outside, make_pipeline
 from .costs.memory import (
     Holdings,
     HoldingsWalk,
@@ -387,9 +387,7 @@ def _bytes(
         parameters=cost.parameter_bytes,
         buffers=cost.buffer_bytes,
         optimizer=question.state_bytes(cost),
-        scratch=cost.parameter_bytes
-        * pipeline.variant.scratch_copies
-        * pipeline.variant.makes_weights_on(s, pipeline.stages),
+        scratch=cost.parameter_bytes * copies_beside(pipeline, s),
         kept=kept,
         rebuilt=unit * cost.kept_bytes if stage.recompute else 0,
         messages=messages,
@@ -490,7 +488,11 @@ def _predict_devices(
             )
             for s in stages
         }
-        tied = [(tie.stages, tie_bytes(variant, tie)) for tie in ties if tie.owner in stages]
+        tied = [
+            (tie.stages, tie_bytes(variant, tie, copies_from_outside(pipeline, tie.owner)))
+            for tie in ties
+            if tie.owner in stages
+        ]
         walk = DeviceTies(variant, n, tied, entries, recompute=recompute, update_every=every)
         known = list(_until_entered(ops, len(entries), n)) if variant.synchronises else ops
         memory, accounted = device_peaks(walks, {s: needs[s] for s in stages}, known, walk)
@@ -549,6 +551,7 @@ def make_plan(question: Question, found: Evaluation, report: SolverReport) -> Pl
             update_every=question.update_every,
             tied=question.tied,
             order=question.order or msgspec.UNSET,
+            plugin=outside.plugin if (outside := question.system.outside) else msgspec.UNSET,
             stages=found.stages,
             edges=tuple(
                 PlanEdge(

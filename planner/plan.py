@@ -31,6 +31,7 @@ from .costs.tied_parameters import Tied, check_tied, hint, misplaced
 from .schedules.given import system_of
 from .schedules.schedules import limit_ranges
 from .simulator.pipeline import Pipeline
+from .systems.outside import GROUP, PACKAGE
 from .systems.placement import check_placement, numbered_devices
 from .systems.variants import Variant
 
@@ -271,6 +272,8 @@ class Plan(TaggedFile, Shown, frozen=True, kw_only=True, tag=FORMAT):
     """"split": layers that share parameters may be on several devices, each with a copy."""
     order: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
     """What each device runs, where a user gave that (`systems.orders`); else the system says it."""
+    plugin: str | msgspec.UnsetType = msgspec.UNSET
+    """Where the system is from, if not from the table: a file, or "package NAME"."""
     stages: Annotated[tuple[PlanStage, ...], Meta(min_length=1)]
     edges: tuple[PlanEdge, ...]
     predicted: Prediction
@@ -370,13 +373,23 @@ def check_plan(plan: Plan, where: str = "plan") -> Plan:
     except OrderError as error:
         raise fail(str(error)) from None
     except PlanError as error:
-        raise fail(f"variant: {error}") from None
+        if plan.plugin is msgspec.UNSET:
+            raise fail(f"variant: {error}") from None
+        raise fail(_lacking(plan.variant, plan.plugin)) from None
     try:
         check_tied(variant, plan.tied)
         check_stages(variant, plan.mini_batch, plan.micro_batches, plan.stages)
     except PlanError as error:
         raise fail(str(error)) from None
     return plan
+
+
+def _lacking(variant: str, plugin: str) -> str:
+    """What to do where a plan's plugin isn't at hand."""
+    name = plugin.removeprefix(PACKAGE)
+    if name != plugin:
+        return f"variant: {variant!r} is of an installed package's {GROUP} {name!r}; install it"
+    return f"variant: {variant!r} is of the plugin {plugin}; give --plugin {plugin}"
 
 
 def check_stages(

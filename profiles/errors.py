@@ -49,6 +49,10 @@ class PlanError(UserError):
     """A plan contradicts its profile, its model or itself."""
 
 
+class PluginError(UserError):
+    """A system from outside is missing, fails, or breaks a rule; names the plugin and the line."""
+
+
 class OrderError(PlanError):
     """An order of operations that a user gave breaks a rule; names file, line and operation."""
 

@@ -201,6 +201,7 @@ def test_public_names():
         "links",
         "plan",
         "plans",
+        "plugin",
         "profile",
         "resume",
         "run",

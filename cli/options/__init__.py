@@ -5,8 +5,9 @@ Options that set a field of `RunSettings` bear its name; `run_settings` puts the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, Literal, TypeVar, get_args, get_origin
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, TypeVar, cast, get_args, get_origin
 
 import click
 import msgspec
@@ -21,9 +22,11 @@ from ...planner.cluster.cluster import (
     uniform_cluster,
 )
 from ...planner.plan import Plan
+from ...planner.systems.variants import load_plugin
 from ...profiles.errors import UserError
 from ...profiles.files import MAX_FACTOR, MAX_THREADS
 from ...runtime.settings import OptimizerChoice, RunSettings, settings_of
+from ..errors import errors_as_lines
 from .command import group, options
 from .config import CLUSTER_FLAGS, CONFIG, PRINT
 from .values import FileName, FolderName, Fraction, Number, TargetName, Whole
@@ -52,6 +55,32 @@ common_options = options(
     click.option("--json", "as_json", is_flag=True, help="Print the result as JSON."),
     version_option,
 )
+
+
+_plugins = click.option(
+    "--plugin",
+    "plugins",
+    type=FileName(),
+    multiple=True,
+    metavar="FILE",
+    help="A file with training systems of your own; plans of theirs need it.",
+)
+
+
+def plugin_option(function: F) -> F:
+    """--plugin, whose systems are there when the command begins."""
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, plugins: Sequence[str], **kwargs: Any) -> Any:
+        errors_as_lines(_load)(plugins)
+        return function(*args, **kwargs)
+
+    return cast("F", _plugins(wrapped))
+
+
+def _load(plugins: Sequence[str]) -> None:
+    for plugin in plugins:
+        load_plugin(plugin)
 
 
 config_options = group(

@@ -16,7 +16,7 @@ from ...profiles.errors import UserError
 from ...profiles.files import Kind, check_outputs
 from ...profiles.units import format_seconds, short_bytes
 from ..errors import errors_as_lines, output, print_json, printable
-from ..options import common_options
+from ..options import common_options, plugin_option
 from ..options.command import GroupedCommand, examples, group
 from ..options.values import FileName
 from ..pictures.html.page import html_option, plans_report
@@ -236,6 +236,7 @@ _DIFFERS = "≠"
 @click.argument("paths", type=FileName(), metavar="PLAN PLAN…", nargs=-1, required=True)
 @stacked_options
 @group("Page", html_option)
+@plugin_option
 @common_options
 @errors_as_lines
 def compare(

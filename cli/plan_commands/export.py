@@ -11,7 +11,7 @@ from ...planner.exports.torch_pipelining import ModelFacts
 from ...planner.plan import Plan, read_plan
 from ...profiles.files import new_folder, write_bytes
 from ..errors import errors_as_lines, output, print_json
-from ..options import common_options
+from ..options import common_options, plugin_option
 from ..options.command import GroupedCommand, examples
 from ..options.values import FileName, FolderName
 
@@ -37,6 +37,7 @@ from ..options.values import FileName, FolderName
 @click.option(
     "-o", "--output", "folder", type=FolderName(), required=True, help="The new folder to write."
 )
+@plugin_option
 @common_options
 @errors_as_lines
 def export_plan(

@@ -16,7 +16,7 @@ from ...planner.systems.operations import Schedule, op_text
 from ...profiles.errors import UserError
 from ...profiles.units import format_seconds
 from ..errors import errors_as_lines, output, print_json
-from ..options import common_options
+from ..options import common_options, plugin_option
 from ..options.command import GroupedCommand, examples
 from ..options.values import FileName, Whole
 from ..tables.layout import compact_table, device_range
@@ -37,6 +37,7 @@ _MOST_OPERATIONS = 200_000
     type=Whole(),
     help="How many to run.  [default: enough for a steady state]",
 )
+@plugin_option
 @common_options
 @errors_as_lines
 def simulate_plan(

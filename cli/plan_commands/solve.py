@@ -37,6 +37,7 @@ from ..options import (
     cluster_options,
     common_options,
     config_options,
+    plugin_option,
     time_limit_option,
 )
 from ..options.command import GroupedCommand, examples, group
@@ -192,6 +193,7 @@ def _pin(text: str) -> tuple[str, int]:
     ),
 )
 @config_options
+@plugin_option
 @common_options
 @errors_as_lines
 def solve(

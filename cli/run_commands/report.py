@@ -14,7 +14,7 @@ from ...profiles.errors import UserError
 from ...profiles.files import Kind, check_outputs
 from ...profiles.units import format_bytes, format_seconds
 from ..errors import errors_as_lines, output, print_json
-from ..options import CONTEXT, common_options
+from ..options import CONTEXT, common_options, plugin_option
 from ..options.command import GroupedCommand, examples, group
 from ..options.values import FileName, FolderName
 from ..pictures.curves import (
@@ -88,6 +88,7 @@ if TYPE_CHECKING:
         help="Say when each run first reached it: accuracy=0.9, or 'test loss=0.4'.",
     ),
 )
+@plugin_option
 @common_options
 @errors_as_lines
 def report(

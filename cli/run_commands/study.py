@@ -24,6 +24,7 @@ from ..options import (
     delay_options,
     optimizer_choice,
     optimizer_options,
+    plugin_option,
     precision_options,
     run_settings,
     task_options,
@@ -154,6 +155,7 @@ _study_options = options(
 @click.argument("plan_paths", type=FileName(), metavar="PLAN...", nargs=-1, required=True)
 @_study_options
 @config_options
+@plugin_option
 @common_options
 @errors_as_lines
 def study(

@@ -186,11 +186,15 @@ def device_peaks(
 # What there is to hold -----------------------------------------------------------------------
 
 
-def tie_bytes(variant: Variant, tie: DeviceTie) -> StageBytes:
-    """Of such parameters. The optimizer's state is that of the stage that updates them."""
+def tie_bytes(variant: Variant, tie: DeviceTie, copies: int = 0) -> StageBytes:
+    """Of such parameters. The optimizer's state is that of the stage that updates them.
+
+    Args:
+        copies: of them that a system from outside has.
+    """
     nothing = dict.fromkeys(StageBytes.__struct_fields__, 0)
     parameters = tie.parameter_bytes
-    found = {"parameters": parameters, "scratch": parameters * variant.scratch_copies}
+    found = {"parameters": parameters, "scratch": parameters * (variant.scratch_copies + copies)}
     return StageBytes(**{**nothing, **found})
 
 

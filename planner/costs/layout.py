@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from ..cluster.cluster import Cluster
 from ..simulator.pipeline import Link, Pipeline, Route
+from ..systems.outside import StageContext
 from ..systems.placement import numbered_devices
 from ..systems.variants import Variant
 from .stage_costs import Transfer
@@ -145,3 +146,19 @@ def _link(
         has_gradient=returned is not None,
         routes=tuple(routes),
     )
+
+
+def copies_beside(pipeline: Pipeline, stage: int) -> int:
+    """Copies of a stage's weights besides its versions."""
+    variant = pipeline.variant
+    own = variant.scratch_copies * variant.makes_weights_on(stage, pipeline.stages)
+    return own + copies_from_outside(pipeline, stage)
+
+
+def copies_from_outside(pipeline: Pipeline, stage: int) -> int:
+    """Those of them that a system from outside declares."""
+    outside = pipeline.variant.outside
+    if outside is None:
+        return 0
+    replicas = pipeline.replicas(stage)
+    return outside.copies_on(StageContext(stage, pipeline.stages, pipeline.micro_batches, replicas))

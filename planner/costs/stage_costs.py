@@ -356,9 +356,11 @@ def weights_s_per_byte(
         return 0.0
     keeps = variant.stashes or (variant.synchronises and not first)
     kept = operation.keep_s_per_byte if keeps else 0.0
-    mixes = variant.backward_weights in ("intermediate", "corrected")
+    mixes = variant.backward_weights in ("intermediate", "corrected", "outside")
     mixed = operation.mix_s_per_byte if mixes else 0.0
-    predicted = operation.predict_s_per_byte if variant.prediction else 0.0
+    predicts = variant.prediction or variant.forward_weights == "outside"
+    predicted = operation.predict_s_per_byte if predicts else 0.0
     # What weights are corrected by is mixed at each update.
-    averaged = operation.mix_s_per_byte if variant.backward_weights == "corrected" else 0.0
+    averages = variant.backward_weights in ("corrected", "outside")
+    averaged = operation.mix_s_per_byte if averages else 0.0
     return kept + averaged + update_every * (mixed + predicted)

@@ -98,15 +98,17 @@ def _with_lines(order: Order, what: str) -> str:
     return f"{head}: {', '.join(found)}"
 
 
-@lru_cache(maxsize=256)
 def system_of(name: str, lines: tuple[str, ...] = ()) -> Variant:
     """The system of this name; with lines, in the order that they give.
 
     Raises PlanError where there is no such system, OrderError for a bad order.
     """
     variant = variant_named(name)
-    if not lines:
-        return variant
+    return _ordered(variant, lines) if lines else variant
+
+
+@lru_cache(maxsize=256)
+def _ordered(variant: Variant, lines: tuple[str, ...]) -> Variant:
     order = parse_order(lines)
     check_order(order)
     return in_rules_of(variant, order)

@@ -6,11 +6,15 @@ here, and at most one small rule there. docs/systems.md explains each row and it
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal, get_args
 
-from ...profiles.errors import OrderError, PlanError
+from ...profiles.errors import OrderError, PlanError, PluginError
 from .orders import Order
+from .outside import PACKAGE, Outside, packages, plugins_given, remember, systems_in
 
 ScheduleRule = Literal[
     "gpipe",
@@ -25,8 +29,8 @@ ScheduleRule = Literal[
     "given",
 ]
 BackwardUnit = Literal["micro", "mini"]
-ForwardWeights = Literal["latest", "micro-batch-entry", "mini-batch-entry", "predicted"]
-BackwardWeights = Literal["latest", "forward", "predicted", "intermediate", "corrected"]
+ForwardWeights = Literal["latest", "micro-batch-entry", "mini-batch-entry", "predicted", "outside"]
+BackwardWeights = Literal["latest", "forward", "predicted", "intermediate", "corrected", "outside"]
 Prediction = Literal["", "smoothed-gradient", "optimizer-step"]
 Horizon = Literal["", "round-trip", "backward"]
 UpdateRule = Literal["optimizer", "nesterov"]
@@ -64,6 +68,7 @@ class Variant:
             and W for those of its weights; W has no messages and may come later.
         placement: which device runs which stage (`placement`); "any": as the plan says.
         half_memory: devices keep about half the activations of 1F1B's fullest.
+        outside: the rules of a system from outside, which "outside" weights are made by.
         order: what devices run, where a user gives it; the schedule is "given" then.
     """
 
@@ -85,11 +90,12 @@ class Variant:
     placement: Placement = "any"
     half_memory: bool = False
     order: Order | None = None
+    outside: Outside | None = None
 
     @property
     def recompute_refusal(self) -> str:
         """Why stages can't compute their activations again before a backward; empty: they can."""
-        if self.prediction:
+        if self.prediction or self.forward_weights == "outside":
             return (
                 f"{self.name} predicts weights and doesn't keep them, so activations can't be "
                 "computed again"
@@ -100,6 +106,11 @@ class Variant:
                 "computed again; plan with --recompute off"
             )
         return ""
+
+    @property
+    def keeps_scratch(self) -> bool:
+        """Whether the memory that weights are made in stays from one backward to the next."""
+        return self.scratch_copies > 0 or self.outside is not None
 
     @property
     def synchronises(self) -> bool:
@@ -331,7 +342,13 @@ VARIANTS: dict[str, Variant] = {variant.name: variant for variant in _TABLE}
 
 
 def variant_named(name: str) -> Variant:
-    """The system of this name. Raises PlanError listing the known ones."""
+    """The system of this name: of the table, or of a plugin at hand.
+
+    Raises PlanError listing the known ones, PluginError for a plugin that fails.
+    """
+    if name not in VARIANTS:
+        for plugin in (*plugins_given(), *packages()):
+            load_plugin(plugin)
     try:
         return VARIANTS[name]
     except KeyError:
@@ -378,3 +395,70 @@ def under_order(variant: Variant, order: Order) -> Variant:
         placement="any",
         half_memory=False,
     )
+
+
+# Systems from outside (`outside`) ----------------------------------------------------------------
+
+_LOADED: dict[str, tuple[Variant, ...]] = {}
+
+_CHOICES: Mapping[str, Sequence[Any]] = {
+    "schedule": [rule for rule in get_args(ScheduleRule) if rule != "given"],
+    "backward_unit": get_args(BackwardUnit),
+    "forward_weights": get_args(ForwardWeights),
+    "backward_weights": get_args(BackwardWeights),
+    "prediction": get_args(Prediction),
+    "horizon": get_args(Horizon),
+    "update_rule": get_args(UpdateRule),
+    "placement": get_args(Placement),
+    **dict.fromkeys(
+        ("flushes", "whole_mini_batches", "micro_batch_per_stage", "forwards_first"), (False, True)
+    ),
+    **dict.fromkeys(("split_backward", "half_memory"), (False, True)),
+}
+
+
+def load_plugin(plugin: str) -> tuple[Variant, ...]:
+    """Add the systems of a plugin to the table; a plugin is loaded once.
+
+    Args:
+        plugin: a file, or "package NAME" with the name of an entry point.
+
+    Raises PluginError: it isn't there, fails, or has a row that can't be.
+    """
+    packaged = plugin.startswith(PACKAGE)
+    key = plugin if packaged else str(Path(plugin).resolve())
+    if key not in _LOADED:
+        rows = [_checked(plugin, k, row) for k, row in enumerate(systems_in(plugin))]
+        for row in rows:
+            if row.name in VARIANTS:
+                raise PluginError(f"{plugin}: there is a system {row.name!r} already")
+            VARIANTS[row.name] = row
+        _LOADED[key] = tuple(rows)
+    if not packaged:
+        remember(key)
+    return _LOADED[key]
+
+
+def _checked(plugin: str, number: int, row: object) -> Variant:
+    """A plugin's row, which says where it is from. Raises PluginError."""
+    where = f"{plugin}: SYSTEMS[{number}]"
+    if not isinstance(row, Variant):
+        raise PluginError(f"{where}: is a {type(row).__name__}; give a Variant")
+    for name, choices in _CHOICES.items():
+        value = getattr(row, name)
+        if value not in choices:
+            known = ", ".join(map(repr, choices))
+            raise PluginError(f"{where}.{name}: {value!r}: give one of {known}")
+    if not isinstance(row.name, str) or not re.fullmatch(r"[a-z][a-z0-9-]*", row.name):
+        raise PluginError(f"{where}.name: {row.name!r}: give small letters, digits and -")
+    outside = row.outside or Outside()
+    made = [
+        name for name in ("forward", "backward") if getattr(row, f"{name}_weights") == "outside"
+    ]
+    if made and outside.rules is None:
+        raise PluginError(f"{where}.outside: has no rules to make the {made[0]}'s weights")
+    if row.flushes and (made or row.stashes or row.synchronises or row.prediction):
+        raise PluginError(f"{where}: flushes, so all its passes run on the latest weights")
+    if "forward" in made and not row.horizon:
+        raise PluginError(f"{where}.horizon: say what the forward's weights aim at")
+    return replace(row, order=None, outside=replace(outside, plugin=plugin))

@@ -128,7 +128,8 @@ def capture(
     optimizer = stage.optimizer
     names: dict[Any, str] = {p: name for name, p in known_parameters(stage).items()}
     if stage.drift is not None:
-        tensors |= {_DRIFT + names[p]: mean for p, mean in stage.drift.mean.items()}
+        for key, means in stage.drift.kept.items():
+            tensors |= {_kept_as(key) + names[p]: mean for p, mean in means.items()}
     kept, groups = None, None
     if optimizer is not None:
         by_name = {names.get(p, ""): state for p, state in optimizer.state.items()}
@@ -180,13 +181,19 @@ def restore(stage: Stage, state: WorkerState, tensors: Mapping[str, Tensor]) -> 
     if stage.scheduler is not None:
         stage.scheduler.rule.load_state_dict(unpack(state.scheduler, tensors))
     if stage.drift is not None:
-        for name, p in named.items():
-            if p in stage.drift.mean:
-                stage.drift.mean[p].copy_(tensors[_DRIFT + name])
+        for key, means in stage.drift.kept.items():
+            for name, p in named.items():
+                if p in means:
+                    means[p].copy_(tensors[_kept_as(key) + name])
     if stage.predictor is not None:
         for name, gradient in unpack(state.last_gradients, tensors).items():
             stage.predictor.last[named[name]] = put(gradient, stage.device)
     return tensors[_RANDOM]
+
+
+def _kept_as(key: str) -> str:
+    """Where the tensors are that weights are corrected by, or that a system from outside keeps."""
+    return f"{_DRIFT}{key}/" if key else _DRIFT
 
 
 def give_kept(stage: Stage, kept: Mapping[str, Any]) -> None:

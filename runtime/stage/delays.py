@@ -9,7 +9,7 @@ Both are for systems without a flush: in others no stage has a delay.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from torch.optim import Optimizer
@@ -43,19 +43,23 @@ def check_delays(plan: Plan, settings: RunSettings) -> None:
 class Rescheduling:
     """A stage's learning rate while its delay is being got used to."""
 
-    def __init__(self, delay: int, updates: int) -> None:
+    def __init__(
+        self, delay: int, updates: int, more: Callable[[int], float] | None = None
+    ) -> None:
         """
         Args:
             delay: d, the stage's.
             updates: T; 0: the rate stays.
+            more: of that rate, what a system from outside gives an update.
         """
-        self.delay, self.updates = delay, updates
+        self.delay, self.updates, self._more = delay, updates, more
 
     def share(self, update: int) -> float:
         """Of the rate, what an update has. `update`: counted from 0."""
+        more = 1.0 if self._more is None else self._more(update)
         if self.delay < 2 or update >= self.updates:
-            return 1.0
-        return float(self.delay ** (update / self.updates - 1))
+            return more
+        return float(self.delay ** (update / self.updates - 1)) * more
 
     @contextmanager
     def at(self, update: int, optimizer: Optimizer) -> Iterator[None]:

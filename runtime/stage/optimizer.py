@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import SGD, Adam, NAdam, Optimizer
 from torch.optim.lr_scheduler import CyclicLR, LambdaLR, LRScheduler, OneCycleLR
 
+from ...planner.systems.outside import StageContext
 from ...planner.systems.variants import UpdateRule
 from ...profiles.errors import RunError, TargetError, TaskWarning, UserError
 from ...profiles.target import misspelt_hooks
@@ -35,7 +36,9 @@ from ..prepare.data import length_of
 from ..prepare.devices import device_kind
 from ..prepare.prepare import Prepared
 from ..settings import OptimizerChoice, RunSettings
+from ..weights.drift import Drift
 from ..weights.muon import MuonWithAdamW, has_muon
+from ..weights.outside import OutsideRules, context_of, outside_rules
 from .delays import delay_of
 
 ParameterGroups = list[dict[str, Any]]
@@ -326,7 +329,28 @@ def system_optimizer(prepared: Prepared, s: int, optimizer: Optimizer) -> Optimi
     """
     if prepared.settings.stagewise_momentum:
         raise_momentum(optimizer, delay_of(prepared.plan, s), len(prepared.plan.stages))
-    return _RULES[prepared.pipeline.variant.update_rule](optimizer)
+    variant = prepared.pipeline.variant
+    if variant.outside is not None and variant.outside.update is not None:
+        optimizer = variant.outside.update(context_at(prepared, s), optimizer)
+    return _RULES[variant.update_rule](optimizer)
+
+
+def context_at(prepared: Prepared, s: int) -> StageContext:
+    """What a system from outside may know of a stage."""
+    every = prepared.plan.update_every
+    updates = sum(-(-segment.mini_batches // every) for segment in prepared.segments)
+    return context_of(prepared.plan, s, updates)
+
+
+def drift_of(
+    prepared: Prepared, s: int, parameters: Sequence[nn.Parameter]
+) -> Drift | OutsideRules | None:
+    """What a stage's weights are corrected by, or made by from outside; None: they aren't."""
+    variant, settings = prepared.pipeline.variant, prepared.settings
+    delay = delay_of(prepared.plan, s)
+    if variant.backward_weights == "corrected" and settings.discrepancy_correction and delay:
+        return Drift(parameters, settings.discrepancy_decay ** (1 / delay))
+    return outside_rules(variant, context_at(prepared, s), parameters)
 
 
 MOST_MOMENTUM = 0.99

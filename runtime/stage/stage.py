@@ -26,7 +26,7 @@ from ..prepare.devices import CPU, forward_context, move, put
 from ..prepare.messages import check_agreed, missing_gradients
 from ..prepare.prepare import Prepared
 from ..prepare.workers import Replica
-from ..weights.drift import Drift
+from ..weights.outside import OutsideRules
 from ..weights.policy import DECAYS, WeightPolicies, WeightPolicy
 from ..weights.prediction import Predictor
 from ..weights.staleness import Staleness, WeightDistances
@@ -38,7 +38,7 @@ from .delays import Rescheduling, delay_of
 from .handed_over import HandedOver
 from .memory import MemoryAccount
 from .micro_batch import InputShapes, MicroBatch, collect, input_shapes
-from .optimizer import make_optimizer, make_scheduler, step_optimizer, system_optimizer
+from .optimizer import drift_of, make_optimizer, make_scheduler, step_optimizer, system_optimizer
 from .recompute import Recomputation
 
 
@@ -55,7 +55,8 @@ class Stage:
             use, the ones that this stage updates.
         ties: those of several stages.
         predictor: of systems that predict weights, where there is something to train.
-        drift: of systems that correct weights, where updates come between forward and backward.
+        drift: of systems that correct weights, where updates come between forward and backward; or
+            the rules of a system from outside.
         kept_outputs: outputs of the last forward whose memory is kept for the backward anyway.
         handed_over, evaluation_handed_over: inputs from other stages of the worker.
         lr: learning rate of the last update's first parameter group; None: nothing to train.
@@ -106,8 +107,9 @@ class Stage:
         )
         self.lr: float | None = None
         self._fused = False
-        delay = delay_of(plan, s)
-        self._rescheduling = Rescheduling(delay, settings.lr_rescheduling)
+        self.drift = None if self.optimizer is None else drift_of(prepared, s, self.updated)
+        more = self.drift.rate if isinstance(self.drift, OutsideRules) else None
+        self._rescheduling = Rescheduling(delay_of(plan, s), settings.lr_rescheduling, more)
         self.predictor = (
             Predictor(
                 self.variant.prediction,
@@ -115,12 +117,6 @@ class Stage:
                 lambda: self._rescheduling.share(self.weights.latest),
             )
             if self.variant.prediction and self.optimizer is not None
-            else None
-        )
-        corrects = self.variant.backward_weights == "corrected" and settings.discrepancy_correction
-        self.drift = (
-            Drift(self.updated, settings.discrepancy_decay ** (1 / delay))
-            if corrects and delay and self.optimizer is not None
             else None
         )
         self._decay = partial(DECAYS[settings.decay], settings.decay_rate)
@@ -312,7 +308,7 @@ class Stage:
         self.staleness.note(version - forward_version, distance or 0.0)
         self.policy.finish(op)
         self._drop()
-        if not self.variant.scratch_copies:
+        if not self.variant.keeps_scratch:
             self.policy.drop_scratch()
         return version, forward_version, back
 

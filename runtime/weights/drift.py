@@ -34,6 +34,11 @@ class Drift:
         self.decay = decay
 
     @property
+    def kept(self) -> dict[str, dict[nn.Parameter, Tensor]]:
+        """Its state, by name and parameter."""
+        return {"": self.mean}
+
+    @property
     def nbytes(self) -> int:
         """Bytes of δ."""
         return sum(map(dense_bytes, self.mean.values()))

@@ -17,6 +17,7 @@ from ...planner.systems.prediction import Distances
 from ...planner.systems.variants import BackwardWeights, ForwardWeights, Variant
 from ...planner.systems.versions import VersionWalk
 from .drift import Drift
+from .outside import OutsideRules
 from .prediction import Predictor
 from .stash import WeightVersions
 
@@ -56,13 +57,13 @@ class WeightPolicy:
         weights: WeightVersions,
         predictor: Predictor | None,
         decay: Callable[[int], float],
-        drift: Drift | None = None,
+        drift: Drift | OutsideRules | None = None,
     ) -> None:
         """
         Args:
             predictor: for systems that predict; None where the stage has nothing to train.
             decay: σ of the version difference.
-            drift: what weights are corrected by; None: they aren't.
+            drift: what weights are corrected by, or made by from outside; None: they aren't.
         """
         self.weights = weights
         self.walk = VersionWalk(variant, 1)
@@ -119,6 +120,15 @@ class WeightPolicy:
         tensors = self._predict(self.distances.backward[op.mini_batch])
         return BackwardPass(mine, self.walk.latest, tensors)
 
+    def _outside_forward(self, op: Op, version: int) -> list[Tensor] | None:
+        steps = self.distances.forward[op.mini_batch]
+        if not steps or not isinstance(self._drift, OutsideRules):
+            return None
+        scratch = self.weights.scratch()
+        self._drift.predict(steps, dict(zip(self.weights.parameters, scratch, strict=True)))
+        self.weights.corrected = None
+        return scratch
+
     def _predict(self, steps: int) -> list[Tensor] | None:
         if not steps or self._predictor is None:
             return None
@@ -157,6 +167,7 @@ _FORWARD: dict[ForwardWeights, Callable[[WeightPolicy, Op, int], list[Tensor] | 
     "micro-batch-entry": WeightPolicy._at_version,
     "mini-batch-entry": WeightPolicy._at_version,
     "predicted": WeightPolicy._predicted_forward,
+    "outside": WeightPolicy._outside_forward,
 }
 
 _BACKWARD: dict[
@@ -168,6 +179,7 @@ _BACKWARD = {
     "predicted": WeightPolicy._predicted_backward,
     "intermediate": WeightPolicy._intermediate_backward,
     "corrected": WeightPolicy._corrected_backward,
+    "outside": WeightPolicy._corrected_backward,
 }
 
 

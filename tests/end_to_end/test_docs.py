@@ -424,8 +424,7 @@ def test_commands_run(name, place):
     for block in blocks(PAGES[name]):
         if block.language == "toml" and block.text.startswith("# tp-run options"):
             Path("run.toml").write_text(block.text)
-        if block.text.startswith("# order.txt"):
-            Path("order.txt").write_text(block.text)
+        write_example(block)
         for line in commands(block):
             words = words_of(line.text)
             given = cheaper(words)
@@ -433,6 +432,13 @@ def test_commands_run(name, place):
                 continue
             done = CliRunner().invoke(PROGRAMS[words[0]], given)
             assert done.exit_code == 0, f"{line.where}: {line.text}: {done.output}"
+
+
+def write_example(block):
+    """What a page shows as a file that its commands take."""
+    name = block.text.partition("\n")[0].partition(":")[0].removeprefix("# ")
+    if name in ("order.txt", "my_pipemare.py"):
+        Path(name).write_text(block.text)
 
 
 def is_input(word):
@@ -472,8 +478,7 @@ def test_python_runs(name, place, monkeypatch):
         shutil.rmtree("runs/first")
     known = {"model": mine.Task().model(), "__name__": "snippet"}
     for block in blocks(PAGES[name]):
-        if block.text.startswith("# order.txt"):
-            Path("order.txt").write_text(block.text)
+        write_example(block)
         if block.language != "python":
             continue
         text = textwrap.dedent(block.text)

@@ -49,7 +49,11 @@ def options_of(command):
                 "no_overlap": "overlap",
                 "time_limit": "time_limit_s",
             },
-            {"study_path": "plans.study", "what_if": "what_if.changes"},
+            {
+                "study_path": "plans.study",
+                "what_if": "what_if.changes",
+                "plugins": "plugin.path",
+            },
         ),
         (
             "run",
@@ -61,6 +65,7 @@ def options_of(command):
                 "dry_run": "dry_run",
                 "resume": "resume",
                 "resume_at": "resume.at",
+                "plugins": "plugin.path",
             },
         ),
     ],

@@ -1,0 +1,269 @@
+"""Systems from outside: the page's file equals the built-in rows; what is wrong with a bad one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+import timeprest
+from click.testing import CliRunner
+from helpers.output.doc_pages import ROOT, blocks
+from helpers.plans import plan_by_hand, with_times
+from timeprest.cli.plan import main as tp_plan
+from timeprest.planner.plan import Plan, read_plan
+from timeprest.planner.systems import variants
+from timeprest.planner.systems.outside import VARIABLE
+from timeprest.planner.systems.variants import VARIANTS, load_plugin, variant_named
+from timeprest.profiles.errors import PlanError, PluginError
+from timeprest.profiles.files import write_file
+from timeprest.runtime.records.progress import read_losses
+from timeprest.runtime.records.run_dir import load_weights
+from timeprest.runtime.run import Trainer, run
+from timeprest.runtime.settings import OptimizerChoice, RunSettings
+
+(SHOWN,) = (
+    block.text
+    for block in blocks(ROOT / "docs/plugins.md")
+    if block.text.startswith("# my_pipemare.py")
+)
+STEPS = 12
+
+
+@pytest.fixture(autouse=True)
+def forgotten(monkeypatch):
+    """No system stays behind."""
+    monkeypatch.setattr(variants, "VARIANTS", VARIANTS)
+    before, loaded = dict(VARIANTS), dict(variants._LOADED)
+    monkeypatch.setenv(VARIABLE, "")
+    yield
+    for known, old in ((VARIANTS, before), (variants._LOADED, loaded)):
+        known.clear()
+        known.update(old)
+
+
+@pytest.fixture
+def mine(tmp_path):
+    path = tmp_path / "my_pipemare.py"
+    path.write_text(SHOWN)
+    return path
+
+
+def settings_of(target, **more):
+    chosen = OptimizerChoice(name="sgd", lr=0.05, momentum=0.9)
+    return RunSettings(task=target, steps=STEPS, optimizer=chosen, evaluate=False, **more)
+
+
+def same(a, b):
+    assert read_losses(a / "metrics.jsonl") == read_losses(b / "metrics.jsonl")
+    weights, others = load_weights(a), load_weights(b)
+    assert weights.keys() == others.keys()
+    assert all(w.equal(others[name]) for name, w in weights.items())
+
+
+def both_plans(profile, stages):
+    """Of the plugin's and of the built-in system; with as much memory, and as long a period."""
+    plans = [
+        plan_by_hand(with_times(profile), name, stages, 4, limits=range(stages, 0, -1))
+        for name in ("my-pipemare", "pipemare")
+    ]
+    assert plans[0].predicted == plans[1].predicted
+    assert max(s.version_difference for s in plans[0].predicted.stages) > 0
+    return plans
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_the_file_is_the_built_in_system(stages, mine, mlp_profile, mlp_target, tmp_path):
+    """Bit for bit, and holding as many bytes."""
+    assert [system.name for system in load_plugin(str(mine))] == ["my-pipemare"]
+    own, built_in = both_plans(mlp_profile, stages)
+    # The same file, named otherwise, is the same plugin.
+    load_plugin(f"{mine.parent}/../{mine.parent.name}/{mine.name}")
+    a = run(own, settings_of(mlp_target), tmp_path / "a", inline=True)
+    b = run(built_in, settings_of(mlp_target, lr_rescheduling=8), tmp_path / "b", inline=True)
+    same(tmp_path / "a", tmp_path / "b")
+    assert [s.peak for s in a.stages] == [s.peak for s in b.stages]
+
+
+@pytest.mark.processes
+def test_workers_load_it_too(mine, mlp_profile, mlp_target, tmp_path):
+    timeprest.plugin(mine)
+    own, built_in = both_plans(mlp_profile, 2)
+    run(own, settings_of(mlp_target), tmp_path / "a")
+    run(built_in, settings_of(mlp_target, lr_rescheduling=8), tmp_path / "b", inline=True)
+    same(tmp_path / "a", tmp_path / "b")
+
+
+def test_a_resumed_run_has_its_state(mine, mlp_profile, mlp_target, tmp_path):
+    load_plugin(str(mine))
+    own, _ = both_plans(mlp_profile, 2)
+    run(own, settings_of(mlp_target, checkpoint_every=4), tmp_path / "whole", inline=True)
+    shutil.copytree(tmp_path / "whole", tmp_path / "parts")
+    (tmp_path / "parts" / "summary.json").unlink()
+    Trainer(None, tmp_path / "parts", inline=True).resume({}, at=8)
+    same(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_plans_name_their_plugin(mine, mlp_profile, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_file("profile.json", with_times(mlp_profile))
+    words = ["solve", "profile.json", "--variant", "my-pipemare", "--micro-batches", "4"]
+    found = CliRunner().invoke(tp_plan, words)
+    assert found.exit_code == 2
+    assert "unknown system 'my-pipemare'; known are timeprest" in found.output
+    found = CliRunner().invoke(tp_plan, [*words, "--plugin", mine.name])
+    assert found.exit_code == 0, found.output
+    assert read_plan("plan.json").plugin == "my_pipemare.py"
+    # In a process of its own, it isn't there by itself; and planning doesn't import torch.
+    script = (
+        "import sys; from timeprest.cli.plan import main\n"
+        "try: main(sys.argv[1:])\n"
+        "finally: assert 'torch' not in sys.modules"
+    )
+    outside = {k: v for k, v in os.environ.items() if k != VARIABLE}
+    for more, code, why in (
+        ([], 2, "of the plugin my_pipemare.py; give --plugin my_pipemare.py"),
+        (["--plugin", "my_pipemare.py"], 0, ""),
+        (["--plugin", "none.py"], 2, "none.py: no such file"),
+    ):
+        command = [sys.executable, "-c", script, "show", "plan.json", *more]
+        ended = subprocess.run(command, env=outside, capture_output=True, text=True, check=False)
+        assert ended.returncode == code, ended.stderr
+        assert why in ended.stderr
+        assert ended.stderr.count("\n") == (code > 0)
+
+
+def test_plans_of_packages(mlp_profile, tmp_path, monkeypatch):
+    """Found by their entry point, once they are asked for."""
+    package, info = tmp_path / "theirs.py", tmp_path / "theirs-1.dist-info"
+    package.write_text(SHOWN.replace("my-pipemare", "their-pipemare"))
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[timeprest.systems]\npipes = theirs\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    plan = plan_of_name(mlp_profile, "their-pipemare")
+    assert plan.plugin == "package pipes"
+    text = json.dumps(msgspec.to_builtins(plan)).replace("their-pipemare", "other")
+    Path(tmp_path / "plan.json").write_text(text)
+    with pytest.raises(PlanError, match=r"of an installed package's timeprest\.systems 'pipes'"):
+        Plan.load(tmp_path / "plan.json")
+
+
+def plan_of_name(profile, name):
+    variant_named(name)
+    return plan_by_hand(with_times(profile), name, 2, 4, limits=[2, 1])
+
+
+ROW = """
+from timeprest.planner.systems.outside import Outside, StageRules
+from timeprest.planner.systems.variants import Variant, VARIANTS
+from dataclasses import replace
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("x = 1", "has no SYSTEMS, a list of rows"),
+        ("\n1 / 0", "line 2: ZeroDivisionError: division by zero"),
+        ("def", "SyntaxError: invalid syntax"),
+        ("import nothing_of_this_name", "line 1: ModuleNotFoundError"),
+        ("SYSTEMS = ['gpipe']", r"SYSTEMS\[0\]: is a str; give a Variant"),
+        ("SYSTEMS = [VARIANTS['gpipe']]", "there is a system 'gpipe' already"),
+        ("SYSTEMS = [replace(VARIANTS['gpipe'], name='A b')]", r"name: 'A b': give small"),
+        (
+            "SYSTEMS = [replace(VARIANTS['gpipe'], name='a', schedule='given')]",
+            r"SYSTEMS\[0\].schedule: 'given': give one of 'gpipe', ",
+        ),
+        (
+            "SYSTEMS = [replace(VARIANTS['pipedream'], name='a', backward_weights='outside')]",
+            r"SYSTEMS\[0\].outside: has no rules to make the backward's weights",
+        ),
+        (
+            "SYSTEMS = [replace(VARIANTS['gpipe'], name='a', backward_weights='forward')]",
+            "flushes, so all its passes run on the latest weights",
+        ),
+        (
+            "SYSTEMS = [replace(VARIANTS['pipedream'], name='a', forward_weights='outside', "
+            "outside=Outside(rules=StageRules))]",
+            "horizon: say what the forward's weights aim at",
+        ),
+    ],
+)
+def test_bad_plugins(text, why, tmp_path):
+    path = tmp_path / "bad.py"
+    path.write_text(text if text.startswith(("x", "\n", "def", "import")) else ROW + text)
+    with pytest.raises(
+        PluginError, match=rf"bad\.py: {why}|bad\.py: SYSTEMS\[0\].*{why}"
+    ) as raised:
+        load_plugin(str(path))
+    assert "\n" not in str(raised.value)
+    assert "a" not in VARIANTS
+
+
+RULES = """
+class Ahead(StageRules):
+    def __init__(self, context, parameters):
+        super().__init__(context, parameters)
+        self.kept = {"last": {p: p.detach().clone().zero_() for p in parameters}}
+
+    def before_update(self):
+        for p, last in self.kept["last"].items():
+            if p.grad is not None:
+                last.copy_(p.grad)
+
+    def forward_weights(self, updates, into):
+        # As spectrain without momentum.
+        for p, target in into.items():
+            target.copy_(p.detach()).sub_(self.kept["last"][p], alpha=0.05 * updates)
+
+
+def heavier(context, optimizer):
+    for group in optimizer.param_groups:
+        group["weight_decay"] = context.stage / context.updates
+    return optimizer
+
+
+outside = Outside(rules=Ahead, update=heavier, copies=lambda context: 2)
+row = VARIANTS["pipeoptim"]
+row = replace(row, prediction="", scratch_copies=0, forward_weights="outside", outside=outside)
+bad = replace(outside, copies=lambda context: 0.5)
+SYSTEMS = [replace(row, name="ahead"), replace(row, name="half", outside=bad)]
+"""
+
+
+def test_forwards_and_optimizers_of_ones_own(mlp_profile, mlp_target, tmp_path):
+    """A prediction from outside is the built-in one; the optimizer gets what the rule gives it."""
+    path = tmp_path / "ahead.py"
+    path.write_text(ROW + RULES)
+    load_plugin(str(path))
+    plan = plan_by_hand(with_times(mlp_profile), "ahead", 3, 1, limits=[3, 2, 1])
+    sgd = OptimizerChoice(name="sgd", lr=0.05)
+    asked = RunSettings(task=mlp_target, steps=STEPS, optimizer=sgd, evaluate=False)
+    summary = run(plan, asked, tmp_path / "a", inline=True)
+    for stage, predicted in zip(summary.stages, plan.predicted.stages, strict=True):
+        assert stage.peak.total <= predicted.memory_bytes
+    assert plan.predicted.stages[0].memory.versions_bytes >= 2 * (
+        plan.predicted.stages[0].parameter_bytes
+    )
+    path.write_text(ROW + RULES.replace("context.stage / context.updates", "0.0"))
+    VARIANTS.pop("ahead"), VARIANTS.pop("half")
+    variants._LOADED.clear()
+    load_plugin(str(path))
+    plan = plan_by_hand(with_times(mlp_profile), "ahead", 3, 1, limits=[3, 2, 1], mini_batch=8)
+    run(plan, asked, tmp_path / "b", inline=True)
+    built_in = plan_by_hand(with_times(mlp_profile), "pipeoptim", 3, 1, limits=[3, 2, 1])
+    run(built_in, asked, tmp_path / "c", inline=True)
+    assert read_losses(tmp_path / "b" / "metrics.jsonl") == pytest.approx(
+        read_losses(tmp_path / "c" / "metrics.jsonl"), abs=1e-12
+    )
+    assert read_losses(tmp_path / "a" / "metrics.jsonl") != read_losses(
+        tmp_path / "b" / "metrics.jsonl"
+    )
+    with pytest.raises(PluginError, match=r"ahead\.py: copies gives 0\.5 for stage 0"):
+        plan_by_hand(with_times(mlp_profile), "half", 3, 1, limits=[3, 2, 1])
