@@ -352,7 +352,9 @@ def _check_whole(
     shape: Order, line: OrderLine, stages: Sequence[int], steps: Sequence[Step], written: int
 ) -> None:
     """That a line has all operations of all mini-batches."""
-    counts = Counter(steps)
+    counts, every = Counter(steps), "the mini-batch"
+    if written > 1:
+        every = f"mini-batches 0 to {written - 1}, or | marks what repeats"
     for s in stages:
         for kind in (FORWARDS, BACKWARDS, WEIGHTS, UPDATES):
             if counts[kind, s] < written * shape.each(kind):
@@ -360,8 +362,7 @@ def _check_whole(
                 raise _error(
                     shape.where,
                     line.number,
-                    f"{missing} is missing; each stage has all operations of mini-batches 0 to "
-                    f"{written - 1}, or | marks what repeats",
+                    f"{missing} is missing; each stage has all operations of {every}",
                 )
 
 
