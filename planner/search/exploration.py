@@ -13,12 +13,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise, product
+from math import sqrt
 
 import msgspec
 
 from ...profiles.units import format_seconds
 from ..cluster.cluster import Cluster, Network
 from ..costs.tied_parameters import misplaced
+from ..partition.dp.identical_devices_by_target import IdenticalByTargets, targets_of
+from ..partition.dp.program import just_below
 from ..partition.dp.sweep import OutOfTime
 from ..partition.placings import Placings
 from ..partition.problem import SAME, Cut, StageProblem, members
@@ -27,13 +30,19 @@ from .choices import Branch, Choice, InFlight, choice_of
 from .first_plans import try_blocks
 from .places import Assumptions, fixed_in_flight
 from .relaxation import Relaxation
-from .state import CLOSE, OutOfBudget, SearchState, shown
+from .state import CLOSE, OutOfBudget, SearchState, is_late, shown
 
 _MOST_UNITS = 512
 """With more devices, guesses let stages take several at once."""
 
 _BOUND_S = 3.0
 """For a bound then: what the dynamic program has excluded by that time."""
+
+_MOST_KEPT = 2
+"""Relaxed problems of large models that are kept with all their stages."""
+
+_STEP = 1.01
+"""Bounds of large models are raised until they are so close to what can't be excluded."""
 
 _ELSEWHERE = 0.125
 """Of the effort, for cuts of one branch tried in others."""
@@ -81,6 +90,9 @@ def run(search: SearchState) -> str | None:
 
 def _bound_all(search: SearchState) -> None:
     """Bound every branch, in each view, and try the cuts that the bounds are from."""
+    if search.identical and search.best is not None and isinstance(search.source, DpSource):
+        _raise_lowest(search, search.source)
+        return
     found: dict[Branch, list[tuple[float, StageProblem, Cut]]] = {}
     # The bound of the branch that the best plan is from counts most: it gets the time that the
     # others leave.
@@ -116,6 +128,65 @@ def _bound_all(search: SearchState) -> None:
             search,
             [(choice_of(problem, cut), cut) for cuts in found.values() for _, problem, cut in cuts],
         )
+
+
+def _raise_lowest(search: SearchState, source: DpSource) -> None:
+    """Raise the lowest bound of all branches, one target at a time.
+
+    One target takes a second where there are thousands of devices. What is proven is the lowest of
+    all bounds; so that is where to go on, whichever branch it is of.
+    """
+    end, views = _bounds_end(search), _views(search)
+    kept: dict[tuple[Branch, int], IdenticalByTargets | None] = {}
+    # Per view of a branch, loads that some cut keeps to: no bound from there is above them.
+    reached: dict[tuple[Branch, int], float] = {}
+
+    def program(branch: Branch, view: int) -> IdenticalByTargets | None:
+        key = branch, view
+        if key not in kept:
+            problem = search.relaxation.problem(branch, views[view])
+            while len(kept) >= _MOST_KEPT:
+                del kept[next(iter(kept))]
+            kept[key] = targets_of(problem, source.lattice)
+        return kept[key]
+
+    for branch in search.branches:
+        for view in range(len(views)):
+            found = program(branch, view)
+            if found is not None:
+                search.bounds[branch] = max(search.bounds[branch], found.least_s)
+        kept.clear()
+    done: set[Branch] = set()
+    while not is_late(end):
+        search.budget.check()
+        search.say(search.standing)
+        lowest = next((b for b in search.promising() if b not in done), None)
+        # No bound is worth more than the lowest that can't be raised.
+        if lowest is None or any(search.bounds[b] <= search.bounds[lowest] for b in done):
+            return
+        highs = [reached.get((lowest, view), search.period_s) for view in range(len(views))]
+        low, high = search.bounds[lowest], min(search.period_s, max(highs))
+        close = high <= low * _STEP
+        target = just_below(high) if close else sqrt(low * high)
+        if (close and high < search.period_s) or target <= low:
+            done.add(lowest)
+            continue
+        looked = False
+        for view, within in enumerate(highs):
+            solver = program(lowest, view) if within > target else None
+            if solver is None:
+                continue
+            looked = True
+            try:
+                cut = solver.under(target, end)
+            except OutOfTime:
+                return
+            if cut is None:
+                search.bounds[lowest] = target
+                break
+            reached[lowest, view] = cut.objective_s
+        if not looked:
+            done.add(lowest)
 
 
 def _views(search: SearchState) -> list[Assumptions]:

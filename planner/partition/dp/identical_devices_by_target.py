@@ -61,6 +61,11 @@ class IdenticalByTargets:
         self._options = [(o, problem.options[o], places.with_one[o]) for o in order]
         self._known: dict[int, _Above] = {}
 
+    @property
+    def least_s(self) -> float:
+        """No cut has a smaller objective, by work alone."""
+        return self._program.bound_s
+
     def answer(self, below: float, within: float, deadline: float | None) -> Answer:
         """See `identical_by_targets`."""
         low, high, best = self._program.bound_s, just_below(below), None
@@ -257,9 +262,15 @@ def identical_by_targets(
     Returns:
         None where this isn't the way.
     """
+    found = targets_of(problem, lattice)
+    return None if found is None else found.answer(below, within, deadline)
+
+
+def targets_of(problem: StageProblem, lattice: Lattice) -> IdenticalByTargets | None:
+    """What answers for single targets; None where this isn't the way."""
     places = problem.place
     if not isinstance(places, IdenticalPlaces) or problem.stages is not None:
         return None
-    if lattice.size**2 // 2 > MOST_PAIRS:
+    if not problem.options or lattice.size**2 // 2 > MOST_PAIRS:
         return None
-    return IdenticalByTargets(problem, lattice, places).answer(below, within, deadline)
+    return IdenticalByTargets(problem, lattice, places)
