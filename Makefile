@@ -3,6 +3,7 @@
 # make quick  lint and the tests that take no processes, no browser and no time (two minutes)
 # make check  lint, format and type checks alone
 # make model-table  profile the models of docs/models.md anew (a quarter of an hour)
+# make bench-exports  our cuts beside those that other engines make by default (some minutes)
 # make bench-scale    plan a GPT-3 shape for up to 4,096 devices (some minutes)
 # make claims  study what the papers claim for docs/claims.md (goes on where it was stopped)
 # make claims-quick   a small part of that
@@ -23,7 +24,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO ?= demo
 
-.PHONY: demo test quick check lint types tests browser format model-table bench-planner bench-sequences bench-scale claims claims-quick bench bench-quick bench-links bench-loaders deepspeed pictures notebook fuzz chaos clean
+.PHONY: demo test quick check lint types tests browser format model-table bench-planner bench-sequences bench-scale bench-exports claims claims-quick bench bench-quick bench-links bench-loaders deepspeed pictures notebook fuzz chaos clean
 
 demo: $(READY)
 	rm -rf $(DEMO)
@@ -73,6 +74,9 @@ claims: $(READY)
 
 claims-quick: $(READY)
 	$(CLAIMS) --quick --work runs/claims-quick --studies runs/claims-quick --page runs/claims-quick/page.md
+
+bench-exports: $(READY)
+	$(BIN)/python tests/benchmarks/exports.py
 
 bench-scale: $(READY)
 	$(BIN)/python tests/benchmarks/scale.py
