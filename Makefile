@@ -52,7 +52,7 @@ quick: lint
 	$(BIN)/pytest -n 2 --dist worksteal -q -m "not processes and not browser and not slow"
 
 tests: $(READY) browser
-	$(BIN)/pytest -n 2 --dist worksteal
+	$(BIN)/pytest -n 3 --dist worksteal
 
 # For the tests of pages; they are skipped where there is none and it can't be installed.
 browser:

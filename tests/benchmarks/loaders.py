@@ -16,6 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import timeprest
 import torch
@@ -33,7 +34,7 @@ def tensors() -> tuple[torch.Tensor, torch.Tensor]:
     return images, torch.randint(0, 10, (SAMPLES,), generator=generator)
 
 
-class Samples(Dataset):
+class Samples(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     """The same samples one by one, `delay_s` seconds each."""
 
     def __init__(self, delay_s: float = 0.0) -> None:
@@ -60,34 +61,34 @@ class InMemory:
         head = [nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(16 * wide, 10)]
         return nn.Sequential(nn.Conv2d(3, wide, 3, padding=1), nn.ReLU(), *body, *head)
 
-    def data(self, split: str):
+    def data(self, split: str) -> Any:
         return TensorDataset(*tensors())
 
     def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return functional.cross_entropy(output, target)
 
-    def optimizer(self, parameters) -> torch.optim.Optimizer:
+    def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=0.01)
 
 
 class Loaded(InMemory):
     """By the worker's own process."""
 
-    def data(self, split: str):
+    def data(self, split: str) -> Any:
         return DataLoader(Samples(), batch_size=BATCH)
 
 
 class LoadedBeside(InMemory):
     """By a process of its own."""
 
-    def data(self, split: str):
+    def data(self, split: str) -> Any:
         return DataLoader(Samples(), batch_size=BATCH, num_workers=1)
 
 
 class LoadedSlowly(InMemory):
     """By two processes that take 10 ms for each sample."""
 
-    def data(self, split: str):
+    def data(self, split: str) -> Any:
         return DataLoader(Samples(SLOW_S), batch_size=BATCH, num_workers=2)
 
 
@@ -120,7 +121,10 @@ def race(folder: Path, rounds: int, mini_batches: int) -> None:
                 steps=mini_batches,
                 evaluate=False,
             )
-            found[task].append(run.summary.measured_period_s)
+            summary = run.summary
+            assert summary is not None
+            assert summary.measured_period_s is not None
+            found[task].append(summary.measured_period_s)
     base = found[InMemory]
     print(f"tensors in memory: {median(base) * 1e3:.1f} ms for a mini-batch of {BATCH}")
     for task, name in ((Loaded, "DataLoader"), (LoadedBeside, "DataLoader, num_workers=1")):
