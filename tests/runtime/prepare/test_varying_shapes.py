@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.against_oracle import train
+from helpers.against_oracle import ask_oracle, settings_of, train
 from helpers.paths import TESTS
 from helpers.plans import plan_by_hand, with_times
 from helpers.processes.stopped_runs import check_resumed
@@ -68,6 +68,27 @@ def test_flush_runs_are_plain_training(front_end, recompute):
     plan = plan_by_hand(profile, "gpipe", 3, 2, recompute=recompute)
     settings = RunSettings(task=f"{FILE}:Unpadded", steps=6)
     assert check(plan, settings, inline=True).verdict == "same"
+
+
+@pytest.mark.parametrize(
+    ("variant", "stages", "n", "how"),
+    [
+        ("gpipe", 2, 4, {"replicas": [1, 2]}),
+        ("interleaved-1f1b", 4, 4, {"placement": (0, 1, 0, 1)}),
+    ],
+)
+def test_replicas_and_several_stages_follow(variant, stages, n, how, unpadded):
+    plan = plan_by_hand(unpadded, variant, stages, n, **how)
+    settings = RunSettings(task=f"{FILE}:Unpadded", steps=4)
+    assert check(plan, settings, inline=True).verdict == "same"
+
+
+def test_replicas_may_share_samples(varying, tmp_path):
+    plan = plan_by_hand(varying, "timeprest", 2, 2, replicas=[1, 2])
+    settings = settings_of(f"{FILE}:Varying", "momentum")
+    run(plan, settings, tmp_path, inline=True)
+    wanted = ask_oracle(plan, settings, "momentum").losses
+    assert read_losses(tmp_path / "metrics.jsonl") == pytest.approx(wanted, abs=1e-10)
 
 
 def test_sizes_cross_cuts(unpadded, tmp_path):
