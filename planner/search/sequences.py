@@ -47,7 +47,7 @@ def try_sequences(search: SearchState) -> None:
     Raises OutOfBudget when the budget is used up.
     """
     forget_bounds(search)
-    alike = _Grouping.of(search, lambda d: (d.memory_bytes, d.speed))
+    alike = kinds_of_devices(search)
     _bound_all(search, alike)
     groupings = [alike]
     if not search.question.cluster.flat:
@@ -180,6 +180,11 @@ def _choice(problem: StageProblem, cut: KindCut, devices: Sequence[tuple[int, ..
             problem.modes[problem.options[x.option].mode].name == "recompute" for x in cut.stages
         ),
     )
+
+
+def kinds_of_devices(search: SearchState) -> _Grouping:
+    """The cluster's devices by memory and speed."""
+    return _Grouping.of(search, lambda d: (d.memory_bytes, d.speed))
 
 
 @dataclass(frozen=True)

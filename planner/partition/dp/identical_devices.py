@@ -350,7 +350,8 @@ class StageTable:
             self._problem,
             lambda field: self._place[field][at],
             self._replicas[at],
-            found.compute,
+            # Changed in place; other places have it too.
+            found.compute.copy(),
             found.serial,
             found.parameters > 0,
             lambda: found.parameters,

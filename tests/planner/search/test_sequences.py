@@ -9,8 +9,12 @@ import msgspec
 import pytest
 from helpers.by_hand.profiles import profile_by_hand
 from timeprest.planner.cluster.cluster import Cluster, Device, Network
+from timeprest.planner.evaluate import Question
 from timeprest.planner.partition.dp import kinds
-from timeprest.planner.search.solve import solve
+from timeprest.planner.partition.problem import stage_load
+from timeprest.planner.search import sequences
+from timeprest.planner.search.places import Assumptions
+from timeprest.planner.search.solve import SearchRequest, explore, solve
 from timeprest.profiles.errors import InfeasibleError, PlanError
 
 LINK = Network(bandwidth_bytes_per_s=1e9, latency_s=0.0)
@@ -111,6 +115,24 @@ def test_the_faster_device_takes_the_larger_layer():
     assert best.predicted.period_s == pytest.approx(3e-3, rel=1e-4)
     assert best.predicted.period_s < listed.predicted.period_s
     assert best.solver.optimal
+
+
+def test_stages_of_every_kind_cost_what_the_problem_says():
+    profile = layers_of([3, 1, 2, 5, 4])
+    cluster = Cluster(devices=devices(0.5, 2.5, 1.6, 0.8), network=LINK)
+    question = Question(profile, cluster, "timeprest", 4, 0.0)
+    search = explore(question, SearchRequest(micro_batches=2), lambda *_: None)
+    alike = sequences.kinds_of_devices(search)
+    found = alike.kinds(search.branches[0], Assumptions())
+    program = kinds.KindProgram(found, search.source.lattice)
+    cut, below = program.best().cut, 0
+    worst = 0.0
+    for stage in cut.stages:
+        problem = found.problems[stage.kind]
+        worst = max(worst, stage_load(problem, below, stage.layers, stage.option, 1))
+        below |= stage.layers
+    assert below == found.problems[0].full
+    assert worst == pytest.approx(cut.objective_s, rel=1e-9)
 
 
 def test_as_listed_where_no_sequence_is_better():
