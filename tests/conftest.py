@@ -49,3 +49,18 @@ def mlp_profile(mlp_target: str):
     from timeprest.profiles.target import resolve
 
     return measure(resolve(mlp_target), batch_size=8, micro_batch_sizes=[2, 4, 8], seconds=0)
+
+
+@pytest.fixture
+def systems_forgotten(monkeypatch):
+    """No system of a plugin stays behind."""
+    from timeprest.planner.systems import variants
+    from timeprest.planner.systems.outside import VARIABLE
+
+    tables = (variants.VARIANTS, variants._LOADED)
+    before = [dict(table) for table in tables]
+    monkeypatch.setenv(VARIABLE, "")
+    yield
+    for table, old in zip(tables, before, strict=True):
+        table.clear()
+        table.update(old)

@@ -328,6 +328,9 @@ def test_no_snippet_stays_unseen():
 # Running them --------------------------------------------------------------------------------
 
 
+pytestmark = pytest.mark.usefixtures("systems_forgotten")
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """A folder with what pages take for granted: a task, its profile, plans, and runs."""
@@ -496,7 +499,8 @@ def test_python_runs(name, place, monkeypatch):
 
 def test_every_public_name_has_an_example():
     """In Python that the test above runs."""
-    code = "\n".join(b.text for b in blocks(PAGES["docs/python.md"]) if b.language == "python")
+    found = [b for name in ("python", "plugins") for b in blocks(PAGES[f"docs/{name}.md"])]
+    code = "\n".join(b.text for b in found if b.language == "python")
     used = {node.attr for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Attribute)}
     used |= {node.id for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Name)}
     assert set(timeprest.__all__) - {"__version__"} <= used

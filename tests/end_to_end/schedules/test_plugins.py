@@ -35,16 +35,7 @@ from timeprest.runtime.settings import OptimizerChoice, RunSettings
 STEPS = 12
 
 
-@pytest.fixture(autouse=True)
-def forgotten(monkeypatch):
-    """No system stays behind."""
-    monkeypatch.setattr(variants, "VARIANTS", VARIANTS)
-    before, loaded = dict(VARIANTS), dict(variants._LOADED)
-    monkeypatch.setenv(VARIABLE, "")
-    yield
-    for known, old in ((VARIANTS, before), (variants._LOADED, loaded)):
-        known.clear()
-        known.update(old)
+pytestmark = pytest.mark.usefixtures("systems_forgotten")
 
 
 @pytest.fixture
