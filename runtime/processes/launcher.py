@@ -79,7 +79,13 @@ def launch(
         UserError: the same, where the user's input is the cause.
         KeyboardInterrupt: the user stopped the run; all workers have ended.
     """
-    workers = Workers(WORKER, run_dir, tuple(labels), task, tuple(libraries))
+    workers = Workers(
+        module=WORKER,
+        where=run_dir,
+        labels=tuple(labels),
+        task=task,
+        libraries=tuple(libraries),
+    )
     tail, start = Tail(run_dir.metrics, observer), _StartProgress(run_dir, len(labels), observer)
 
     def poll() -> None:

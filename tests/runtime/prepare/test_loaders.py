@@ -230,10 +230,11 @@ def test_loading_is_measured_where_samples_are_not_in_memory():
         return resolve(f"{FILE}:{name}").task
 
     assert loading_s_per_sample(task("FewSamples").data("train").dataset, 8) is None
-    # A sleep is never too short.
-    assert 2e-3 <= loading_s_per_sample(task("Slow").data("train"), 8, seconds=0.1) < 1
+    # A sleep is never too short, but the first of them may be over.
+    assert 1e-3 < loading_s_per_sample(task("Slow").data("train"), 8, seconds=0.1) < 1
     assert 2e-3 <= loading_s_per_sample(task("Slow").samples("train"), 8, seconds=0.1) < 1
-    assert loading_s_per_sample(task("Slow").data("train"), 8, seconds=0) >= 2e-3
+    # What was loaded ahead while nobody asked comes sooner.
+    assert loading_s_per_sample(task("Slow").data("train"), 8, seconds=0) > 5e-4
 
 
 def test_no_plan_is_faster_than_its_samples_come(mlp_profile):
