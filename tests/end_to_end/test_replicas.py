@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -300,7 +301,8 @@ def processes_equal_inline(plan, how, where):
     ],
 )
 def test_a_lost_replica_ends_the_run(trap, replicas, message, mlp_profile, tmp_path, monkeypatch):
-    monkeypatch.setenv("TRAP", trap)
+    monkeypatch.chdir(tmp_path)
+    Path("trap.txt").write_text(trap)
     plan, _ = plans(with_times(mlp_profile), "timeprest", replicas)
     how = RunSettings(
         task=f"{TESTS / 'tasks/failing_tasks.py'}:TrapTask", steps=40, evaluate=False, timeout_s=3

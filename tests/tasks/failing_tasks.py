@@ -8,9 +8,22 @@ import os
 import resource
 import signal
 import time
+from pathlib import Path
 
 import torch
 from mlp_task import MLPTask
+
+
+def _trap() -> tuple[str, str, float]:
+    """How and in which rank it goes off, and how many seconds late the others are.
+
+    From a file in the folder at hand, or the environment: where that is another, processes are
+    forked from another one, which has to load torch first.
+    """
+    file = Path("trap.txt")
+    text = os.environ["TRAP"] if "TRAP" in os.environ else file.read_text()
+    how, rank, late_s = f"{text}:0".split(":")[:3]
+    return how, rank, float(late_s)
 
 
 class _TrapSGD(torch.optim.SGD):
@@ -18,7 +31,7 @@ class _TrapSGD(torch.optim.SGD):
 
     def step(self, closure=None):
         self.steps += 1
-        how, rank = os.environ["TRAP"].split(":")
+        how, rank, late_s = _trap()
         if self.steps == 5 and os.environ.get("RANK") == rank:
             if how == "raise":
                 raise ValueError("the trap went off")
@@ -36,7 +49,7 @@ class _TrapSGD(torch.optim.SGD):
             os.kill(os.getpid(), getattr(signal, how))
         if self.steps == 5:
             # The others come later to where they need it.
-            time.sleep(float(os.environ.get("LATE_S", "0")))
+            time.sleep(late_s)
         return super().step(closure)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import pairwise
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -322,7 +323,8 @@ def test_replicas_with_sums_over_all_workers_in_processes(mlp_profile, mlp_targe
 @pytest.mark.processes
 @pytest.mark.timeout(120)
 def test_who_failed_is_named_with_its_stages(mlp_profile, tmp_path, monkeypatch):
-    monkeypatch.setenv("TRAP", "SIGKILL:1")
+    monkeypatch.chdir(tmp_path)
+    Path("trap.txt").write_text("SIGKILL:1")
     plan = plan_by_hand(with_times(mlp_profile), "gpipe", 4, 2, placement=V)
     target = f"{TESTS / 'tasks/failing_tasks.py'}:TrapTask"
     settings = RunSettings(task=target, steps=40, evaluate=False, timeout_s=3)

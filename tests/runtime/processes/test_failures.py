@@ -79,8 +79,8 @@ def test_all_end_soon_and_the_cause_is_named(
     trap, transport, message, mlp_profile, tmp_path, monkeypatch
 ):
     """The others still compute when the worker fails; some find out when they send to it."""
-    monkeypatch.setenv("TRAP", trap)
-    monkeypatch.setenv("LATE_S", "0.4")
+    monkeypatch.chdir(tmp_path)
+    Path("trap.txt").write_text(f"{trap}:0.4")
     plan = plan_by_hand(with_times(mlp_profile), "timeprest", 2, 4)
     settings = RunSettings(task=TRAP, steps=40, evaluate=False, timeout_s=3, transport=transport)
     begin = time.monotonic()
