@@ -26,7 +26,8 @@ RUN=${2:?give a run directory}
 shift 2
 
 # The workers meet on the first node; another port for each job, as nodes may have several.
-MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+NODES=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+MASTER_ADDR=${NODES%%$'\n'*}
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 export MASTER_ADDR MASTER_PORT
 

@@ -22,7 +22,7 @@ def started(tmp_path, monkeypatch):
     for name, text in (
         ("srun", 'printf "%s\\0" "$MASTER_ADDR:$MASTER_PORT" "$@"\n'),
         ("torchrun", 'printf "%s\\0" "$@"\n'),
-        ("scontrol", 'test "$*" = "show hostnames n[1-2]"; printf "n1\\nn2\\n"\n'),
+        ("scontrol", 'test "$*" = "show hostnames n[1-2]"; seq -f n%.0f 20000\n'),
     ):
         (programs / name).write_text(PROGRAM + text)
         (programs / name).chmod(0o755)
