@@ -121,14 +121,14 @@ MEASURE = """
 from timeprest.cli.profile import main
 from timeprest.runtime.calibration import link_worker
 
-link_worker.MESSAGE_BYTES = (4096, 4194304)
+link_worker.MESSAGE_BYTES = (1048576, 2097152)
 main()
 """
 
 
 @pytest.mark.processes
 def test_links_between_hosts_are_measured_into_one_file(hosts, tmp_path):
-    """By the first process; the wire carries 12.5 MB/s, and small messages in bursts."""
+    """By the first process; the wire carries 12.5 MB/s, and the first 256 KB at once."""
     (tmp_path / "measure.py").write_text(MEASURE)
     words = ["--links", "--quiet"]
     processes = [
@@ -142,7 +142,7 @@ def test_links_between_hosts_are_measured_into_one_file(hosts, tmp_path):
     assert not (tmp_path / "1.toml").exists()
     cluster = read_cluster(tmp_path / "0.toml")
     assert [device.machine for device in cluster.devices] == ["host-a", "host-b"]
-    assert cluster.between_machines.bandwidth_bytes_per_s < 60e6
+    assert 10e6 < cluster.between_machines.bandwidth_bytes_per_s < 25e6
     assert cluster.all_reduce.processes == 2
     assert "links in a machine were not measured" in (tmp_path / "0.toml").read_text()
     assert not left_in(tmp_path)
