@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from .planner.cluster.changes import changed, parse_change
+from .planner.cluster.changes import clusters_after
 from .planner.cluster.cluster import (
     DEFAULT_BANDWIDTH,
     DEFAULT_LATENCY,
@@ -314,7 +314,7 @@ def what_if(
 
     Args:
         changes: such as "bandwidth=2x,memory=24GiB", all of which holds at once then. Those after
-            which nothing fits are left out.
+            which nothing fits, or what was asked for can't be, are left out.
         cluster, options: as of `plan`.
 
     Raises as `plan`; InfeasibleError where nothing fits after any change.
@@ -325,15 +325,13 @@ def what_if(
         described = {name: options.pop(name) for name in of_cluster if name in options}
         cluster = uniform_cluster(**{"devices": 2, **described})
     together = profile.together if own else None
-    others = {
-        text: with_contention(changed(cluster, parse_change(text)), together) for text in changes
-    }
+    others = clusters_after(cluster, changes, together)
     found: dict[str, Plan] = {}
     failed: dict[str, str] = {}
     for text, other in others.items():
         try:
             found[text] = plan(profile, other, **options)
-        except InfeasibleError as error:
+        except (InfeasibleError, PlanError) as error:
             failed[text] = str(error)
     if failed and not found:
         raise InfeasibleError("; ".join(f"{text}: {why}" for text, why in failed.items()))

@@ -9,7 +9,7 @@ from typing import Any
 import click
 import msgspec
 
-from ...planner.cluster.changes import changed, parse_change
+from ...planner.cluster.changes import clusters_after
 from ...planner.cluster.cluster import Cluster
 from ...planner.cluster.contention import with_contention
 from ...planner.costs.tied_parameters import TIED
@@ -232,10 +232,7 @@ def solve(
     # A cluster file says itself how fast its devices are.
     together = profile.together if own else None
     cluster = with_contention(described, together)
-    others = {
-        text: with_contention(changed(described, parse_change(text, WHAT_IF), WHAT_IF), together)
-        for text in what_if
-    }
+    others = clusters_after(described, what_if, together, WHAT_IF)
     for name in ("micro_batches", "stages", "stages_per_device"):
         asked[name] = _count_or_auto(asked[name], f"--{name.replace('_', '-')}")
     asked |= _state(asked.pop("optimizer_state"))
@@ -252,7 +249,7 @@ def solve(
         for text, other in others.items():
             try:
                 plans[text] = solve_plan(profile, other, variant, progress=bar, **asked)
-            except InfeasibleError as error:
+            except (InfeasibleError, PlanError) as error:
                 failed[text] = str(error)
     write_file(path, plan)
     if as_json:

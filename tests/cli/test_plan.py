@@ -65,6 +65,10 @@ def test_what_changes_would_bring(folder):
     ratio = wanted["predicted"]["samples_per_s"] / asked["predicted"]["samples_per_s"]
     assert f"{ratio:.2f}" in row
     assert "goes with one system" in call(*words, "--variant", "all", *given, code=2)
+    # What was asked for can't be there; the plan is written all the same.
+    found = json.loads(call(*words, "--stages", 2, "--what-if", "devices=1", "--json"))
+    assert found["failed"] == {"devices=1": "--stages 2: the cluster has only 1 devices"}
+    assert len(found["plan"]["stages"]) == 2
 
 
 def planned(name, **more):
