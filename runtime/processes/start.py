@@ -251,9 +251,8 @@ class _Server:
         new = [name for name in libraries if name not in self._libraries]
         self._libraries.update(new)
         for begin in range(0, len(new), _AT_ONCE):
-            self._socket.setblocking(True)
+            # Where it doesn't take them at once, its workers load them themselves.
             self.send({"load": new[begin : begin + _AT_ONCE]})
-            self._socket.setblocking(False)
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Say something to it, if it is there."""
