@@ -7,7 +7,7 @@
 # make bench-scale    plan a GPT-3 shape for up to 4,096 devices (some minutes)
 # make claims  study what the papers claim for docs/claims.md (goes on where it was stopped)
 # make claims-quick   a small part of that
-# make bench-sequences  plan drawn clusters of several kinds of devices for docs/planner_sequences.md (half an hour)
+# make bench-sequences  plan drawn clusters of several kinds of devices for docs/planner_sequences.md (long)
 # make bench-planner  solve published workloads anew for docs/planner_benchmark.md (some minutes)
 # make bench  race ours against other pipelines for docs/benchmarks.md (hours, on a quiet machine)
 # make bench-quick    a small part of that, in under 3 minutes

@@ -51,7 +51,7 @@ class Samples(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 
 class InMemory:
-    """A network of equal convolutions, some 40 ms of a core for a mini-batch."""
+    """A network of equal convolutions."""
 
     width = 48
 
