@@ -96,6 +96,7 @@ def profile(
         raise UserError("edges: goes with a table of costs (.csv)")
     from .profiles.measuring.measure import measure
     from .profiles.measuring.platforms import platform_of
+    from .profiles.measuring.process import freed_memory_kept
     from .profiles.target import parse_input, resolve
 
     if together is not None and device != "cpu":
@@ -108,18 +109,19 @@ def profile(
     found = resolve(name, [parse_input(text) for text in inputs])
     if batch_size is None:
         batch_size = max(micro_batch_sizes) if micro_batch_sizes else found.batch_size
-    measured = measure(
-        found,
-        batch_size=batch_size,
-        micro_batch_sizes=micro_batch_sizes,
-        platform=platform_of(device, spec, autocast),
-        threads=threads,
-        front_end=front_end,
-        granularity=granularity,
-        seconds=seconds,
-        error=relative_error,
-        batches=batches,
-    )
+    with freed_memory_kept():
+        measured = measure(
+            found,
+            batch_size=batch_size,
+            micro_batch_sizes=micro_batch_sizes,
+            platform=platform_of(device, spec, autocast),
+            threads=threads,
+            front_end=front_end,
+            granularity=granularity,
+            seconds=seconds,
+            error=relative_error,
+            batches=batches,
+        )
     if together is None:
         return measured
     from .runtime.calibration.overhead import with_processes

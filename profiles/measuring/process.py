@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 
 _PR_SET_PDEATHSIG = 1
 
@@ -52,7 +53,17 @@ def _end_without(parent: int) -> None:
 # gradients, and more for a whole model than for its layers one by one.
 
 # Numbers of mallopt's parameters (malloc.h); a trim threshold of -1 stands for never.
-_TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -2, -3, -4
+_KEPT = ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, -1), (_TOP_PAD, 64 * 2**20))
+# What glibc begins with, and the thresholds that it has once 32 MiB were freed at a time: set by
+# hand, they don't grow by themselves any more.
+_GIVEN_BACK = (
+    (_MMAP_MAX, 65536),
+    (_MMAP_THRESHOLD, 32 * 2**20),
+    (_TRIM_THRESHOLD, 64 * 2**20),
+    (_TOP_PAD, 128 * 2**10),
+)
+_kept_for_good = False
 
 
 def keep_freed_memory() -> bool:
@@ -64,12 +75,29 @@ def keep_freed_memory() -> bool:
     Returns:
         Whether that was possible.
     """
+    global _kept_for_good
+    _kept_for_good = _set(_KEPT)
+    return _kept_for_good
+
+
+@contextlib.contextmanager
+def freed_memory_kept() -> Iterator[None]:
+    """Have it kept while the context lasts, in a program that isn't ours; then given back."""
+    kept = not _kept_for_good and _set(_KEPT)
+    try:
+        yield
+    finally:
+        if kept:
+            _set(_GIVEN_BACK)
+            ctypes.CDLL(None).malloc_trim(0)
+
+
+def _set(settings: tuple[tuple[int, int], ...]) -> bool:
     if not sys.platform.startswith("linux"):
         return False
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):  # another C library
         return False
-    settings = ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, -1), (_TOP_PAD, 64 * 2**20))
     done = [mallopt(parameter, value) == 1 for parameter, value in settings]
     return all(done)
