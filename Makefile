@@ -3,7 +3,7 @@
 # make quick  lint and the tests that take no processes, no browser and no time (two minutes)
 # make check  lint, format and type checks alone
 # make model-table  profile the models of docs/models.md anew (a quarter of an hour)
-# make bench-exports  our cuts beside those that other engines make by default (some minutes)
+# make bench-exports  our cuts beside those that other engines make by default, simulated and in torch (some minutes)
 # make bench-scale    plan a GPT-3 shape for up to 4,096 devices (some minutes)
 # make claims  study what the papers claim for docs/claims.md (goes on where it was stopped)
 # make claims-quick   a small part of that
@@ -77,6 +77,7 @@ claims-quick: $(READY)
 
 bench-exports: $(READY)
 	$(BIN)/python tests/benchmarks/exports.py
+	$(BIN)/python tests/benchmarks/exports.py --run
 
 bench-scale: $(READY)
 	$(BIN)/python tests/benchmarks/scale.py

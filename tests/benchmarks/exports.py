@@ -1,16 +1,28 @@
-"""Our cuts beside those that other engines make by default: simulated periods of ten models.
+"""Our cuts beside those that other engines make by default.
 
     python tests/benchmarks/exports.py
+    python tests/benchmarks/exports.py --run [--rounds 5] [--steps 6] [--only NAME]
 
-prints the table of docs/exporting.md. It reckons with a data sheet, so nothing is measured; where a
-time limit ends a search, a slower machine may end with another plan.
+The first prints the simulated periods of ten models in docs/exporting.md. It reckons with a data
+sheet, so nothing is measured; where a time limit ends a search, a slower machine may end with
+another plan. The second exports such plans of four models, for what was measured here, to torch's
+pipelining, and runs them in turns in two processes: how long its mini-batches take, and what we
+had predicted. It wants an idle machine.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
+import json
+import os
 import statistics
-from collections.abc import Sequence
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import timeprest
 from timeprest.planner.cluster.cluster import uniform_cluster
@@ -36,6 +48,14 @@ CUTS = (
     ("GNMT", "gnmt:layers=8,width=1024,length=50", 32),
 )
 """Name, target, samples in a micro-batch."""
+
+RUNS = (
+    ("GPT-2", "gpt2:tied=0,dropout=0,length=64", "h.*", 1),
+    ("AlexNet", "alexnet:size=112", "layer", 8),
+    ("VGG-16", "vgg16:size=64", "layer", 4),
+    ("ResNet-50", "resnet50:size=96", "layer*.*", 4),
+)
+"""Name, target, granularity, samples in a micro-batch."""
 
 
 # Cuts that go by counts --------------------------------------------------------------------------
@@ -151,9 +171,103 @@ def compare_cuts() -> None:
         )
 
 
+# In torch -----------------------------------------------------------------------------------------
+
+PROCESSES = 2
+# Freed memory is kept in our own processes, and plans reckon with that; torch's are given the same.
+KEEP = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(2**40),
+    "MALLOC_TOP_PAD_": str(2**26),
+}
+MICRO_BATCHES = 4
+
+
+@dataclass(frozen=True)
+class Raced:
+    """A plan, where it was exported to, and seconds per mini-batch in each round."""
+
+    cuts: tuple[str, ...]
+    plan: Plan
+    folder: Path
+    seconds: list[float]
+
+
+def race_in_torch(only: str | None, rounds: int, steps: int) -> None:
+    """The table of what torch's mini-batches take."""
+    print("| model | cut | simulated | torch | torch / simulated | ours is shorter by |")
+    print("|---|---|---|---|---|---|", flush=True)
+    for name, target, granularity, micro_batch in RUNS:
+        if only not in (None, name):
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            for line in _raced(name, target, granularity, micro_batch, Path(folder), rounds, steps):
+                print(line, flush=True)
+
+
+def _raced(
+    name: str,
+    target: str,
+    granularity: str,
+    micro_batch: int,
+    folder: Path,
+    rounds: int,
+    steps: int,
+) -> Iterator[str]:
+    profile = timeprest.profile(
+        target,
+        batch_size=MICRO_BATCHES * micro_batch,
+        micro_batch_sizes=(micro_batch,),
+        granularity=granularity,
+    )
+    plans = plans_of(profile, PROCESSES, MICRO_BATCHES)
+    # A cut that two rules make is run once.
+    of_cut: dict[tuple[str, ...], list[str]] = {}
+    for rule, plan in plans.items():
+        of_cut.setdefault(plan.stages[0].nodes, []).append(rule)
+    raced = []
+    for rules in of_cut.values():
+        plan, where = plans[rules[0]], folder / rules[0]
+        timeprest.export(plan, "torch", where)
+        raced.append(Raced(tuple(rules), plan, where, []))
+    for _ in range(rounds):
+        for one in raced:
+            one.seconds.append(_period_in_torch(one.folder, steps))
+    ours = statistics.median(raced[0].seconds)
+    for one in raced:
+        found, simulated = statistics.median(one.seconds), one.plan.predicted.period_s
+        spread = f"{_ms(min(one.seconds))} to {_ms(max(one.seconds))}"
+        shorter = "" if one is raced[0] else f"{1 - ours / found:.0%}"
+        yield (
+            f"| {name} | {', '.join(one.cuts)}: from `{one.plan.stages[1].nodes[0]}` | "
+            f"{_ms(simulated)} | {_ms(found)} ({spread}) | {found / simulated:.2f} | {shorter} |"
+        )
+
+
+def _period_in_torch(folder: Path, steps: int) -> float:
+    """Median seconds of a run's mini-batches, without the first."""
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(PROCESSES)]
+    options = ["--steps", str(steps + 1), "--losses", str(folder / "losses.json")]
+    command = [sys.executable, *words, str(folder / "train.py"), *options]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **KEEP})
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    seconds: list[float] = json.loads((folder / "losses.json").read_text())["seconds"]
+    return statistics.median(seconds[1:])
+
+
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms"
 
 
 if __name__ == "__main__":
-    compare_cuts()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--run", action="store_true", help="race the cuts in torch")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=6, help="mini-batches in a round")
+    parser.add_argument("--only", choices=[name for name, *_ in RUNS])
+    asked = parser.parse_args()
+    if asked.run:
+        race_in_torch(asked.only, asked.rounds, asked.steps)
+    else:
+        compare_cuts()
