@@ -220,7 +220,7 @@ def task(seed):
     of an output and a target, a mean over samples; and what makes an optimizer of parameters.
     """
     from timeprest.profiles.target import resolve
-    from timeprest.runtime.prepare.data import Samples
+    from timeprest.runtime.prepare.samples import Samples
 
     found = resolve(TARGET)
     call, _ = found.call(1)

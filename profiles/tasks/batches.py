@@ -27,8 +27,9 @@ from .loaders import (
     rows_of,
     sequence_of,
 )
+from .parts import ALL, INPUTS, Parts, read_parts, reader
 from .prefetch import LOADING, Ahead, OwnRandomness
-from .task import Names, Split, read_batch
+from .task import Names, Split
 
 WAIT_S = 60.0
 START_S = 120.0
@@ -82,6 +83,9 @@ class Batches:
         mini_batch: int,
         names: Names = sorted,
         wait_s: float = WAIT_S,
+        parts: Parts = ALL,
+        *,
+        ahead: bool = True,
     ) -> None:
         """
         Args:
@@ -89,10 +93,18 @@ class Batches:
             mini_batch: samples in a batch of a stream that comes sample by sample.
             names: of the model's arguments, where a batch is a dict alone.
             wait_s: longest wait for a batch.
+            parts: of samples, that are wanted; see `parts`.
+            ahead: False: for a look at a few of them, which this process loads itself.
         """
         self.split = split
         self.loader = as_loader(given, mini_batch, split)
         self.stream = is_stream(self.loader)
+        self._looks = not ahead and not self.stream
+        read = None if self.stream else reader(self.loader, parts, names)
+        self.parts = ALL if read is None else parts
+        """What is read of samples: all, where parts can't be had."""
+        self._read_by = read
+        self._here = Fetched(self.loader, read)
         self._seed = seed
         self._names = names
         self._wait_s = wait_s
@@ -167,7 +179,7 @@ class Batches:
             self._epoch = -1
             raise as_ours(error, self.split) from error
         self._alone.used = False
-        if self.loader.num_workers:
+        if self.loader.num_workers and not self._looks:
             # They load ahead themselves; the thread takes what they have to this process.
             self._ahead = Ahead(self._items, 1)
 
@@ -179,13 +191,21 @@ class Batches:
             return _behind(self._workers, first)
         order = sequence_of(loader, epoch, seed)[first:]
         self._jobs = [(self._number(epoch, first + k), each) for k, each in enumerate(order)]
-        if not loader.num_workers:
-            return map(Fetched(loader).__getitem__, self._jobs)
+        if not loader.num_workers or self._looks:
+            self._here = Fetched(loader, self._read_by)
+            return map(self._here.__getitem__, self._jobs)
         if self._fetched is None:
-            self._fetched = _loader_of_jobs(loader, _Jobs(self))
+            self._fetched = _loader_of_jobs(loader, _Jobs(self), self._read_by)
         self._fetched.generator = torch.Generator().manual_seed(seed)
         self._workers = iter(self._fetched)
         return self._workers
+
+    def chosen(self, epoch: int, number: int) -> str:
+        """What the sampler chose for the batch of this number, which was the last one taken or one
+        of those before; of a stream nothing."""
+        k = number - self._first
+        known = epoch == self._epoch and 0 <= k < len(self._jobs)
+        return repr(self._jobs[k][1]) if known else ""
 
     @property
     def jobs(self) -> list[tuple[int, Any]]:
@@ -201,7 +221,9 @@ class Batches:
             own = self._randomness()
             with LOADING, own():
                 found = next(self._items)
-            if begins and not own.used:
+            if begins and not own.used and not self._here.drew and not self._looks:
+                # Training draws beside the thread.
+                self._here.alone = False
                 self._ahead = Ahead(self._items, lock=LOADING)
             return found
         except StopIteration:
@@ -222,8 +244,10 @@ class Batches:
         return OwnRandomness(self._jobs[k][0])
 
     def _read(self, found: Any) -> Batch:
-        call, target = read_batch(found, self._names)
-        return Batch(call.tensors, target, rows_of(call.tensors, self.split))
+        inputs, target = read_parts(found, self._names, self.parts)
+        if INPUTS in self.parts:
+            return Batch(inputs, target, rows_of(inputs, self.split))
+        return Batch(inputs, target, len(self._jobs[self._next - self._first][1]))
 
     def _number(self, *what: Any) -> int:
         """A number for a seed, of the run's seed and what it is for."""
@@ -248,10 +272,12 @@ class _Jobs:
         return len(self._of.jobs)
 
 
-def _loader_of_jobs(loader: DataLoader[Any], jobs: _Jobs) -> DataLoader[Any]:
+def _loader_of_jobs(
+    loader: DataLoader[Any], jobs: _Jobs, read: tuple[Any, Any] | None
+) -> DataLoader[Any]:
     """The user's loader, whose workers are given jobs."""
     return DataLoader(
-        Fetched(loader),
+        Fetched(loader, read),
         batch_size=None,
         sampler=jobs,
         collate_fn=_as_it_is,

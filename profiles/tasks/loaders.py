@@ -26,6 +26,7 @@ from torch.utils.data import (
 from ..errors import RunError, TargetError, TimeprestError
 from ..tracing.call import Call
 from .hooks import describe_error
+from .parts import SEEDS, each_alone, has_only
 from .prefetch import OwnRandomness, seed_all
 from .task import Names, Split, dataset_size, fetch_call, read_batch
 
@@ -307,12 +308,22 @@ def prepare_epoch(loader: DataLoader[Any], epoch: int, seed: int) -> None:
 
 class Fetched(Dataset[Any]):
     """A map-style data set that gives the batch of a job: as the loader would, but with random
-    numbers that depend on the batch alone, whoever makes it."""
+    numbers that depend on the batch alone, whoever makes it; on the sample alone, where the data
+    set can be read in parts.
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
-        self.dataset: Any = loader.dataset
-        self.collate: Callable[[Any], Any] = loader.collate_fn
+    Attributes:
+        alone: samples have random numbers of their own. To be had where nobody else draws
+            meanwhile.
+        drew: some sample did that had its own.
+    """
+
+    def __init__(self, loader: DataLoader[Any], read: tuple[Any, Any] | None = None) -> None:
+        """Args: `read`: a data set and a `collate_fn` that make parts of the batches."""
+        self.dataset: Any = loader.dataset if read is None else read[0]
+        self.collate: Callable[[Any], Any] = loader.collate_fn if read is None else read[1]
         self.together = loader.batch_sampler is not None
+        self.alone = has_only(loader.dataset)
+        self.drew = False
 
     def __getitem__(self, job: tuple[int, Any]) -> Any:
         """Args: `job`: a seed and what the sampler gave."""
@@ -322,6 +333,11 @@ class Fetched(Dataset[Any]):
             seed_all(seed)
         if not self.together:
             return self.collate(self.dataset[chosen])
+        if self.alone:
+            seeds = [(seed + k) & SEEDS for k in range(len(chosen))]
+            samples, drew = each_alone(self.dataset.__getitem__, chosen, seeds)
+            self.drew = self.drew or drew
+            return self.collate(samples)
         if getattr(self.dataset, "__getitems__", None):
             return self.collate(self.dataset.__getitems__(chosen))
         return self.collate([self.dataset[k] for k in chosen])

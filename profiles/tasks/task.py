@@ -46,7 +46,8 @@ class Task(Protocol):
         model's arguments, or a dict by the arguments' names, each argument a tensor or a nest of
         tuples and dicts of tensors. Or each a dict, which is the target as a whole and whose
         entries with the names of the model's arguments are the inputs. With a length and
-        indexable; or a DataLoader or IterableDataset, whose batches are such."""
+        indexable; or a DataLoader or IterableDataset, whose batches are such. A data set with a
+        method ``only(parts)`` is read in parts (docs/tasks.md)."""
 
     def loss(self, output: Any, target: Any) -> Tensor | tuple[Tensor, Tensor | float]:
         """The loss of a micro-batch: a mean over its samples, so that uneven ones weigh right.
@@ -168,15 +169,19 @@ def fetch_call(
     else:
         if isinstance(indices, Tensor):
             indices = indices.tolist()
-        samples = [dataset[k] for k in indices]
-        try:
-            batch = default_collate(samples)
-        except Exception as error:  # of samples that differ, or are of a kind torch can't collate
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            raise TargetError(
-                f"data(split): its samples can't be put into a batch: {reason}"
-            ) from error
+        batch = collated([dataset[k] for k in indices])
     return read_batch(batch, names)
+
+
+def collated(samples: list[Any]) -> Any:
+    """Samples put together as torch does it. Raises TargetError where they can't be."""
+    try:
+        return default_collate(samples)
+    except Exception as error:  # of samples that differ, or are of a kind torch can't collate
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise TargetError(
+            f"data(split): its samples can't be put into a batch: {reason}"
+        ) from error
 
 
 def read_batch(batch: Any, names: Names = sorted) -> tuple[Call, Any]:

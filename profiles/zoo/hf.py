@@ -24,10 +24,10 @@ from .hf_data import (
     problem_of,
     rows_of,
     splits_of,
-    synthetic_sampler,
 )
 from .hf_model import LENGTH, LONGEST, NAMES, Request, build, no_model, read, request_of
 from .hf_padding import UnpaddedSamples
+from .hf_synthetic import synthetic_sampler
 from .synthetic import (
     IGNORED,
     Synthetic,

@@ -1,10 +1,11 @@
-"""Samples for Hugging Face models: synthetic, of a text file, of a `datasets` folder, in memory.
+"""Samples for Hugging Face models: of a text file, of a `datasets` folder, in memory.
 
 Every sample is a dict of inputs by the names of the forward's arguments, and its labels.
 """
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 import json
@@ -22,6 +23,7 @@ from torch.utils.data import Dataset
 
 from ..errors import FileError, TargetError
 from ..files import check_regular
+from ..tasks.parts import ALL, INPUTS, TARGET, Parts
 from ..tasks.task import Split
 from .hf_model import (
     BYTES,
@@ -34,58 +36,10 @@ from .hf_model import (
     skeleton,
     tokenizer_of,
 )
-from .synthetic import FIRST_SEED, IGNORED, Sampler, images, integer, mask_tokens, progression
-
-# Synthetic samples ------------------------------------------------------------------------------
+from .synthetic import FIRST_SEED, IGNORED, mask_tokens
 
 
-def synthetic_sampler(request: Request, length: int) -> Sampler:
-    """Samples with a dict of inputs, keyed by the arguments of the model's forward."""
-    if request.family == "image":
-        plain = images(request.size, request.config.num_labels)
-
-        def image(generator: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
-            pixels, label = plain(generator)
-            return {"pixel_values": pixels}, label
-
-        return image
-
-    def tokens(generator: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
-        return _token_sample(request, length, generator)
-
-    return tokens
-
-
-def _token_sample(
-    request: Request, length: int, generator: torch.Generator
-) -> tuple[dict[str, Tensor], Tensor]:
-    """Ids ``[length]``, in half of the samples with up to a quarter of padding at the end."""
-    padding_id = request.special_id("pad_token_id")
-    padded = integer(generator, 0, 2) * integer(generator, 1, length // 4 + 1)
-    used = torch.arange(length) < length - padded
-    ids = progression(generator, length + 1, FIRST_ID, request.vocabulary)
-    inputs = {"input_ids": ids[:-1].where(used, padding_id), "attention_mask": used.long()}
-    if request.family == "causal":
-        return inputs, ids[1:].where(used, IGNORED)
-    if request.family == "masked":
-        inputs["input_ids"], labels = mask_tokens(
-            generator, inputs["input_ids"], length - padded, _free_id(padding_id)
-        )
-        return inputs, labels
-    if request.family == "classification":
-        # Whether ids begin in the vocabulary's first or second half, or so.
-        return inputs, ids[0] * request.config.num_labels // request.vocabulary
-    if request.family == "tokens":
-        labels = inputs["input_ids"] * request.config.num_labels // request.vocabulary
-        return inputs, labels.where(used, IGNORED)
-    # Id k translates to k + 1; the decoder sees the translation one position later.
-    target = (ids[:-1] + 1 - FIRST_ID) % (request.vocabulary - FIRST_ID) + FIRST_ID
-    start = torch.tensor([request.special_id("decoder_start_token_id")])
-    inputs["decoder_input_ids"] = torch.cat([start, target[:-1]]).where(used, padding_id)
-    return inputs, target.where(used, IGNORED)
-
-
-def _free_id(padding_id: int) -> int:
+def free_id(padding_id: int) -> int:
     """Of the ids below FIRST_ID, the one that isn't padding."""
     return 1 if padding_id == 0 else 0
 
@@ -113,6 +67,15 @@ class Columns:
     def __getitem__(self, index: int) -> dict[str, Any]:
         return {name: column[index] for name, column in self._columns.items()}
 
+    @property
+    def column_names(self) -> list[str]:
+        """All of them."""
+        return list(self._columns)
+
+    def select_columns(self, names: Sequence[str]) -> Columns:
+        """Rows with these alone."""
+        return Columns({name: self._columns[name] for name in names})
+
 
 class _Part:
     """Some of the rows."""
@@ -125,6 +88,15 @@ class _Part:
 
     def __getitem__(self, index: int) -> Any:
         return self._rows[self._part[index]]
+
+    @property
+    def column_names(self) -> Any:
+        """As of all rows; None where they don't say."""
+        return getattr(self._rows, "column_names", None)
+
+    def select_columns(self, names: Sequence[str]) -> _Part:
+        """Rows with these alone."""
+        return _Part(self._rows.select_columns(names), self._part)
 
 
 def splits_of(target: str, found: Any) -> dict[Split, Any]:
@@ -269,7 +241,7 @@ class Coder:
     def mask_id(self) -> int | None:
         """What stands for a hidden token; None: there is no such id."""
         if self._tokenizer is None:
-            return _free_id(self._request.special_id("pad_token_id"))
+            return free_id(self._request.special_id("pad_token_id"))
         return self._tokenizer.mask_token_id  # type: ignore[no-any-return]
 
 
@@ -347,26 +319,64 @@ class HuggingFaceSamples(Dataset[Any]):
         self._coder = Coder(request)
         self._pad = request.special_id("pad_token_id")
         self._arguments = set(inspect.signature(class_of(request).forward).parameters)
+        self._columns: set[str] = set()
         if len(rows):
-            self._check_columns(rows[0])
+            first = rows[0]
+            self._check_columns(first)
+            self._columns = set(first)
+        self._parts = ALL
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __getitem__(self, index: int) -> tuple[dict[str, Tensor], Tensor]:
+    def __getitem__(self, index: int) -> tuple[dict[str, Tensor], Tensor | None]:
         if not 0 <= index < len(self):
             raise IndexError(index)
         row = self._rows[index]
+        made = self._made
+        inputs: dict[str, Tensor] = {}
         if self._request.family == "image":
-            return {"pixel_values": self._pixels(index, row)}, self._class(index, row)
-        inputs = self._inputs(row)
-        labels = self._labels(index, row, inputs)
+            inputs = {"pixel_values": self._pixels(index, row)} if INPUTS in made else {}
+        elif INPUTS in made:
+            inputs = self._inputs(row)
+        labels = self._labels(index, row, inputs) if TARGET in made else None
+        if INPUTS not in self._parts:
+            return {}, labels
         if self._request.family == "seq2seq" and "decoder_input_ids" not in inputs:
+            assert labels is not None
             inputs["decoder_input_ids"] = self._shift_right(labels)
         for name in IDS:
             if name in inputs:
                 self._check_ids(index, name, inputs[name])
         return inputs, labels
+
+    def only(self, parts: Parts) -> HuggingFaceSamples:
+        """The same samples with inputs or labels alone, of the columns that these need: where one
+        is made of the other, those of both."""
+        found = copy.copy(self)
+        found._parts = parts
+        select = getattr(self._rows, "select_columns", None)
+        if select is not None and getattr(self._rows, "column_names", None):
+            made = found._made
+            inputs = {*IDS, *_BESIDE, "text", "source", "pixel_values", "image"}
+            labels = {*_LABELS, "target"}
+            wanted = (inputs if INPUTS in made else set()) | (labels if TARGET in made else set())
+            found._rows = select([name for name in self._rows.column_names if name in wanted])
+        return found
+
+    @cached_property
+    def _labelled(self) -> bool:
+        return bool(self._columns & set(_LABELS))
+
+    @property
+    def _made(self) -> Parts:
+        """What has to be made of a row for the parts that are wanted."""
+        family, labelled = self._request.family, self._labelled
+        hidden = family == "masked" and not labelled
+        shifted = family == "seq2seq" and not {"decoder_input_ids", "input_ids"} <= self._columns
+        of_inputs = hidden or (family == "causal" and not labelled)
+        of_labels = hidden or shifted
+        return self._parts | ({INPUTS} if of_inputs else set()) | ({TARGET} if of_labels else set())
 
     def _check_columns(self, row: Any) -> None:
         if not isinstance(row, Mapping):
@@ -416,7 +426,7 @@ class HuggingFaceSamples(Dataset[Any]):
     def _labels(self, index: int, row: Mapping[str, Any], inputs: dict[str, Tensor]) -> Tensor:
         """What the model is to give; a masked model's inputs are masked where there are none."""
         family = self._request.family
-        if family == "classification":
+        if family in ("classification", "image"):
             return self._class(index, row)
         given = next((row[name] for name in _LABELS if name in row), None)
         if given is None and family == "seq2seq":

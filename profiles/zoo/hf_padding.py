@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..tasks.parts import Parts
 from .hf_data import HuggingFaceSamples, filled
 from .synthetic import IGNORED
 
@@ -14,18 +15,24 @@ from .synthetic import IGNORED
 class UnpaddedSamples(HuggingFaceSamples):
     """Rows as samples of their own lengths; a mini-batch is filled up to its longest."""
 
+    def only(self, parts: Parts) -> HuggingFaceSamples:
+        """As of samples of one length, where inputs alone are filled up: else how long a mini-batch
+        is shows in both."""
+        return super().only(parts) if self._request.family == "classification" else self
+
     def _filled(self, value: Tensor, length: int, filling: int) -> Tensor:
         return value[:length]
 
     def collate_fn(
-        self, samples: Sequence[tuple[dict[str, Tensor], Tensor]]
+        self, samples: Sequence[tuple[dict[str, Tensor], Tensor | None]]
     ) -> tuple[dict[str, Tensor], Tensor]:
         """Inputs ``[samples, longest]`` and labels."""
-        inputs, labels = zip(*samples, strict=True)
+        inputs = [sample for sample, _ in samples]
+        labels = [torch.tensor(0) if label is None else label for _, label in samples]
         sequences = labels[0].dim() == 1 and self._request.family != "classification"
         made = ("labels",) if sequences else ()
         longest: dict[bool, int] = {}
-        for sample, wanted in samples:
+        for sample, wanted in zip(inputs, labels, strict=True):
             for name, value in (*sample.items(), *((n, wanted) for n in made)):
                 side = self._of_decoder(name)
                 longest[side] = max(longest.get(side, 0), len(value))

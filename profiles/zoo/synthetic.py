@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset
 
+from ..tasks.parts import INPUTS, Parts
 from ..tasks.task import Split
 
 SIZES: dict[Split, int] = {"train": 2048, "test": 256}
@@ -46,6 +47,12 @@ class Synthetic(Dataset[Any]):
         if not 0 <= index < len(self):
             raise IndexError(index)
         return self.sampler(torch.Generator().manual_seed(FIRST_SEED[self.split] + index))
+
+    def only(self, parts: Parts) -> Synthetic:
+        """A class is known before its image is made."""
+        if INPUTS in parts or not isinstance(self.sampler, Labelled):
+            return self
+        return Synthetic(self.sampler.target, self.split)
 
 
 @dataclass(frozen=True)
@@ -97,30 +104,48 @@ def pattern(label: int, shape: tuple[int, ...]) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(label))
 
 
-def images(size: int, classes: int) -> Sampler:
+@dataclass(frozen=True)
+class Labelled:
+    """A sampler whose samples are made for a class, which is drawn first and is the target.
+
+    Attributes:
+        make: of a class and random numbers, the inputs.
+    """
+
+    classes: int
+    make: Callable[[int, torch.Generator], Any]
+
+    def __call__(self, generator: torch.Generator) -> tuple[Any, Tensor]:
+        label = integer(generator, 0, self.classes)
+        return self.make(label, generator), torch.tensor(label)
+
+    def target(self, generator: torch.Generator) -> tuple[Any, Tensor]:
+        """The sample without its inputs."""
+        return 0, torch.tensor(integer(generator, 0, self.classes))
+
+
+def images(size: int, classes: int) -> Labelled:
     """Images ``[3, size, size]`` with their class: coarse coloured squares under noise.
 
     The variance of the pixels is 1.
     """
 
-    def sample(generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        label = integer(generator, 0, classes)
+    def image(label: int, generator: torch.Generator) -> Tensor:
         squares = functional.interpolate(pattern(label, (1, 3, 4, 4)), size=size)[0]
         noise = torch.randn(3, size, size, generator=generator)
-        return (squares + noise) / math.sqrt(2), torch.tensor(label)
+        return (squares + noise) / math.sqrt(2)
 
-    return sample
+    return Labelled(classes, image)
 
 
-def vectors(inputs: int, classes: int) -> Sampler:
+def vectors(inputs: int, classes: int) -> Labelled:
     """Vectors ``[inputs]`` with their class: the class's own vector under noise, variance 1."""
 
-    def sample(generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        label = integer(generator, 0, classes)
+    def vector(label: int, generator: torch.Generator) -> Tensor:
         noise = torch.randn(inputs, generator=generator)
-        return (pattern(label, (inputs,)) + noise) / math.sqrt(2), torch.tensor(label)
+        return (pattern(label, (inputs,)) + noise) / math.sqrt(2)
 
-    return sample
+    return Labelled(classes, vector)
 
 
 def progression(generator: torch.Generator, length: int, first: int, vocabulary: int) -> Tensor:

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 
 from ..errors import FileError, TargetError
 from ..files import check_regular
+from ..tasks.parts import Parts
 from ..tasks.task import Split
 from .synthetic import perplexity
 
@@ -93,6 +94,10 @@ class Windows(Dataset[Any]):
         start = index * CONTEXT
         window = self.codes[start : start + CONTEXT + 1]
         return window[:-1], window[1:]
+
+    def only(self, parts: Parts) -> Windows:
+        """Either part is a view: there is no reading to save, but putting together."""
+        return self
 
 
 class Text:

@@ -1,31 +1,23 @@
-"""Data: the segments of a run and the samples of each mini-batch, the same on every worker."""
+"""Data: the segments of a run, the samples in each micro-batch, and what is filled up."""
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.utils.data import TensorDataset
 
 from ...planner.plan import Plan
 from ...profiles.errors import RunError, TargetError, TraceError
-from ...profiles.tasks.batches import START_S, WAIT_S, Batches
-from ...profiles.tasks.hooks import RunLength, call_hook
+from ...profiles.tasks.hooks import RunLength
 from ...profiles.tasks.loaders import (
-    batch_size_of,
     check_batches,
-    collates,
     comes_in_batches,
     size_of,
 )
-from ...profiles.tasks.prefetch import LOADING, Ahead, same_states, states
-from ...profiles.tasks.task import Names, Split, Task, dataset_size, fetch
+from ...profiles.tasks.task import Task, dataset_size
 from ...profiles.tracing.pieces import map_tensors
 from ..settings import RunSettings
 from .tracing import ForwardLook, TracedTask
@@ -252,212 +244,6 @@ def part_of(
     real = len(real_samples(segment, mini_batch, micro_batch, dealt))
     share = real / segment.samples_of(mini_batch)
     return MicroBatchPart(real, size, share, share / segment.together(mini_batch))
-
-
-class Samples:
-    """One split of the task's data, in micro-batches of one size."""
-
-    def __init__(
-        self,
-        task: Task,
-        split: Split,
-        micro_batch: int,
-        seed: int,
-        names: Names = sorted,
-        mini_batch: int | None = None,
-        wait_s: float = WAIT_S,
-    ) -> None:
-        """
-        Args:
-            names: of the model's arguments, where a batch is a dict alone.
-            mini_batch: samples in a mini-batch, where data that come in batches don't say; by
-                default as many as in a micro-batch.
-            wait_s: longest wait for a batch.
-        """
-        self.dataset: Any = call_hook(f"data({split!r})", task.data, split, kind=RunError)
-        self.split = split
-        self.micro_batch = micro_batch
-        self.mini_batch = batch_size_of(self.dataset) or mini_batch or micro_batch
-        self.size = size_of(self.dataset, split, self.mini_batch) or 0
-        """0: nobody can know."""
-        self.seed = seed
-        self._names = names
-        self._epoch = -1
-        self._shuffled = torch.empty(0, dtype=torch.int64)
-        self._batches: Batches | None = None
-        if comes_in_batches(self.dataset):
-            self._batches = Batches(self.dataset, split, seed, self.mini_batch, names, wait_s)
-        self._ahead = _TakenAhead(self, wait_s)
-
-    def take(
-        self, epoch: int, positions: range, size: int | None = None
-    ) -> tuple[tuple[Tensor, ...], Any]:
-        """Inputs and target of the samples at these positions of an epoch's own shuffle.
-
-        The inputs are filled up with copies of their first sample; the target is that of the
-        real ones, and None where there are none.
-
-        Args:
-            size: samples with padding; by default a micro-batch.
-
-        Raises TargetError where the data have no such samples, or fail.
-        """
-        size = size or self.micro_batch
-        if self._batches is not None:
-            return self._of_batch(self._batches, epoch, positions, size)
-        return self._ahead.take((epoch, positions, size))
-
-    def expect(self, takes: Iterable[Take]) -> None:
-        """Say what is going to be taken, one after another: it is loaded ahead.
-
-        What is in memory is taken when it is asked for, and so is what draws random numbers:
-        training draws them too. Batches come ahead by themselves.
-        """
-        if self._batches is None and not isinstance(self.dataset, TensorDataset):
-            self._ahead.expect(takes)
-
-    def close(self) -> None:
-        """End what loads in the background."""
-        self._ahead.close()
-        if self._batches is not None:
-            self._batches.close()
-
-    def take_now(self, epoch: int, positions: range, size: int) -> tuple[tuple[Tensor, ...], Any]:
-        """As `take`, of a data set whose samples are chosen here."""
-        shuffled = self._shuffle(epoch)
-        chosen = shuffled[positions.start : positions.stop : positions.step]
-        if len(chosen) == size:
-            return fetch(self.dataset, chosen, self._names)
-        real = chosen.tolist()
-        # Where there is none to copy, any sample will do: nothing is made of the output.
-        return self._fetch(real, real[0] if real else int(shuffled[0]), size)
-
-    def _of_batch(
-        self, batches: Batches, epoch: int, positions: range, size: int
-    ) -> tuple[tuple[Tensor, ...], Any]:
-        number = positions.start // self.mini_batch
-        before = number * self.mini_batch
-        real = range(positions.start - before, positions.stop - before, positions.step)
-        batch = batches.batch(epoch, number)
-        if batch.rows > self.mini_batch or (real and real[-1] >= batch.rows):
-            raise TargetError(
-                f"data({self.split!r}): batch {number + 1} of epoch {epoch + 1} has {batch.rows} "
-                f"samples where a mini-batch has {self.mini_batch}: have the data make batches of "
-                f"{self.mini_batch}, and leave out what doesn't fill one (drop_last=True)"
-            )
-        return batch.part(real, size)
-
-    def _shuffle(self, epoch: int) -> Tensor:
-        if epoch != self._epoch:
-            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-            self._shuffled = torch.randperm(self.size, generator=generator)
-            self._epoch = epoch
-        return self._shuffled
-
-    def _fetch(self, real: list[int], padding: int, size: int) -> tuple[tuple[Tensor, ...], Any]:
-        missing = size - len(real)
-        inputs, target = fetch(self.dataset, real + [padding] * missing, self._names)
-        if missing:
-            target = fetch(self.dataset, real, self._names)[1] if real else None
-        return inputs, target
-
-    @property
-    def evaluations(self) -> int:
-        """Micro-batches in one pass over the split."""
-        if self._batches is not None:
-            return len(self._parts)
-        return -(-self.size // self.micro_batch)
-
-    def evaluation(self, k: int) -> tuple[tuple[Tensor, ...], Any, int]:
-        """Inputs, target and number of samples of the k-th micro-batch.
-
-        The last one, and of batches that are put together elsewhere the last of each, is filled
-        up to full size with its own first sample; the target holds only what is real, and so
-        must what is made of the output.
-        """
-        if self._batches is not None:
-            number, real = self._parts[k]
-            inputs, target = self._batches.batch(0, number).part(real, self.micro_batch)
-            return inputs, target, len(real)
-        real = range(k * self.micro_batch, min((k + 1) * self.micro_batch, self.size))
-        inputs, target = self._fetch(list(real), real[0], self.micro_batch)
-        return inputs, target, len(real)
-
-    @functools.cached_property
-    def _parts(self) -> list[tuple[int, range]]:
-        """The evaluation's micro-batches: which batch, and which of its rows."""
-        assert self._batches is not None
-        whole = batch_size_of(self.dataset) or collates(self.dataset)
-        if self.size and whole and not self._batches.stream:
-            each = self.mini_batch
-            rows = [min(each, self.size - done) for done in range(0, self.size, each)]
-        else:
-            rows = self._batches.sizes()
-        if not rows:
-            raise TargetError(f"data({self.split!r}) is empty")
-        return [
-            (number, range(start, min(start + self.micro_batch, count)))
-            for number, count in enumerate(rows)
-            for start in range(0, count, self.micro_batch)
-        ]
-
-
-Take = tuple[int, range, int]
-"""Epoch, positions and size of what is taken."""
-
-
-class _TakenAhead:
-    """Samples that a thread takes before they are asked for, where they are asked for in the
-    sequence that was said."""
-
-    def __init__(self, samples: Samples, wait_s: float) -> None:
-        self._samples = samples
-        self._wait_s = wait_s
-        self._coming: deque[Take] = deque()
-        self._thread: Ahead[tuple[tuple[Tensor, ...], Any]] | None = None
-        # None: nothing is known yet.
-        self._draws: bool | None = None
-
-    def expect(self, takes: Iterable[Take]) -> None:
-        self.close()
-        self._coming = deque(takes)
-        if self._draws is False:
-            self._start()
-
-    def take(self, wanted: Take) -> tuple[tuple[Tensor, ...], Any]:
-        if not self._coming or self._coming[0] != wanted:
-            return self._now(wanted)
-        self._coming.popleft()
-        if self._thread is not None:
-            what = f"data({self._samples.split!r})"
-            try:
-                return self._thread.next(max(self._wait_s, START_S), what)
-            except StopIteration:
-                raise AssertionError("fewer were made than expected") from None
-        if self._draws is not None:
-            return self._now(wanted)
-        before = states()
-        found = self._now(wanted)
-        self._draws = not same_states(before, states())
-        if not self._draws:
-            self._start()
-        return found
-
-    def close(self) -> None:
-        if self._thread is not None:
-            self._thread.close()
-            self._thread = None
-        self._coming.clear()
-
-    def _start(self) -> None:
-        takes = list(self._coming)
-        if takes:
-            made = (self._samples.take_now(*each) for each in takes)
-            self._thread = Ahead(made, lock=LOADING)
-
-    def _now(self, wanted: Take) -> tuple[tuple[Tensor, ...], Any]:
-        with LOADING:
-            return self._samples.take_now(*wanted)
 
 
 # Padding: the real part of the model's result for a micro-batch that was filled up --------------

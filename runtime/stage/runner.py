@@ -19,20 +19,15 @@ from ...planner.systems.prediction import Distances, prediction_distances
 from ...planner.systems.versions import entry_versions
 from ...profiles.errors import RunError, TimeprestError
 from ...profiles.tasks.hooks import describe_error, from_users_code, is_ctrl_c
+from ...profiles.tasks.parts import ALL, INPUTS, TARGET, Parts
 from ...profiles.tasks.task import Loss
 from ..communication.all_reduce import ALL_WORKERS, AllReducer, GradientAllReduce, stage_group
 from ..communication.channel import Channels, LoggedChannels
-from ..prepare.data import (
-    NO_EVALUATION,
-    Samples,
-    Segment,
-    part_of,
-    real_part,
-    real_samples,
-)
+from ..prepare.data import NO_EVALUATION, Segment, part_of, real_part, real_samples
 from ..prepare.devices import CPU, clock_of, forward_context, put
 from ..prepare.messages import MessageRoute, MessageSeries, by_name, join, message_series
 from ..prepare.prepare import Prepared
+from ..prepare.samples import Samples
 from ..prepare.tied_parameters import TiedParameters
 from ..records.metrics import EvaluationMetrics, SegmentMetrics, StageEpoch
 from ..records.operation_log import OperationLog, StageEpochFile, Use
@@ -514,6 +509,13 @@ class StageRunner:
         """Whether this worker takes inputs or targets from data of its own."""
         return self.is_last or bool(self.own_inputs)
 
+    @property
+    def parts(self) -> Parts:
+        """What this worker needs of a sample; who tells of shapes looks at all of it."""
+        varies = self.tells and self.prepared.plan.profile.varying is not UNSET
+        needs = [part for part, some in ((INPUTS, self.own_inputs), (TARGET, self.is_last)) if some]
+        return ALL if varies else Parts(needs) or ALL
+
     def load_samples(self) -> None:
         """Load now what data this worker is going to need."""
         if self.loads:
@@ -538,6 +540,7 @@ class StageRunner:
                 self.prepared.model.arguments,
                 plan.mini_batch,
                 settings.timeout_s,
+                self.parts,
             )
         return self._samples[split]
 

@@ -18,9 +18,10 @@ from ...profiles.autograd.optimizer_step import fuse
 from ...profiles.target import resolve
 from ...profiles.tasks.task import Loss, Task, read_loss
 from ..checkpoint.gradients import GradientFiles
-from ..prepare.data import DROP, Samples, Segment, length_of, part_of, real_part, real_samples
+from ..prepare.data import DROP, Segment, length_of, part_of, real_part, real_samples
 from ..prepare.devices import forward_context, move, own_device, put, random_state
 from ..prepare.prepare import Prepared
+from ..prepare.samples import Samples
 from ..stage.batch_norm import DeferredBatchNorm
 from ..stage.loss_weights import MiniBatchMeans
 from ..stage.optimizer import make_optimizer, make_scheduler, step_optimizer

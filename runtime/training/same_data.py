@@ -1,7 +1,9 @@
 """Checks that all workers have the same data: a task's `data` is called on each of them.
 
 The first stage takes a sample's inputs and the last one its target, from data of their own. Lengths
-are compared before training, and digests of the first samples of every epoch and evaluation.
+are compared before training, and digests of the first samples of every epoch and evaluation. Where
+stages read only parts of samples, those who take inputs look at whole samples once, so that inputs
+and targets are known to belong together; later on at which samples they are.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import random
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,11 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
+from torch.utils.data import TensorDataset
 
 from ...profiles.errors import TargetError
+from ...profiles.tasks.parts import ALL, INPUTS, TARGET, Parts
 from ...profiles.tasks.task import Split
 from ..communication.all_reduce import ALL_WORKERS
 from ..prepare.data import Segment
+from ..prepare.samples import Samples
 from ..stage.runner import StageRunner
 
 MINI_BATCHES = 2
@@ -84,9 +89,8 @@ def compare_training(runners: Sequence[StageRunner], segment: Segment) -> None:
         runners,
         "train",
         f"the first mini-batches of epoch {segment.epoch + 1}",
-        lambda runner: (
-            runner.samples("train").take(segment.epoch, part, len(part)) for part in parts
-        ),
+        lambda samples: (samples.take(segment.epoch, part, len(part)) for part in parts),
+        lambda samples: " ".join(samples.chosen(segment.epoch, part) for part in parts),
     )
 
 
@@ -98,7 +102,8 @@ def compare_evaluation(runners: Sequence[StageRunner]) -> None:
         runners,
         "test",
         "the first micro-batches",
-        lambda runner: (runner.samples("test").evaluation(k)[:2] for k in range(count)),
+        lambda samples: (samples.evaluation(k)[:2] for k in range(count)),
+        lambda samples: "",
     )
 
 
@@ -113,11 +118,17 @@ def _first_parts(segment: Segment, size: int) -> Iterator[range]:
         left -= end - begin
 
 
-_Take = Callable[[StageRunner], Iterator[tuple[Any, Any]]]
+_Take = Callable[[Samples], Iterator[tuple[Any, Any]]]
 """Inputs and targets of a few samples, as a worker has them."""
 
 
-def _compare(runners: Sequence[StageRunner], split: Split, what: str, take: _Take) -> None:
+def _compare(
+    runners: Sequence[StageRunner],
+    split: Split,
+    what: str,
+    take: _Take,
+    chosen: Callable[[Samples], str],
+) -> None:
     prepared = runners[0].prepared
     if len(prepared.replicas) == 1:
         return
@@ -128,27 +139,72 @@ def _compare(runners: Sequence[StageRunner], split: Split, what: str, take: _Tak
     def digests(runner: StageRunner) -> Row:
         if not runner.loads or (split == "test" and not runner.replica.leads):
             return []
+        samples = runner.samples(split)
         # What one stage alone takes may depend on random numbers (crops of an image): there all
         # have the same ones, so that other causes show. What several must have alike may not.
         with _seeded(0 if alone else 1 + runner.replica.number) as used:
-            inputs, targets = _digests(take(runner))
+            inputs, targets = _digests(take(samples))
             random_crops = used() and not alone and len(taking) == 1
         if random_crops:
             with _seeded(0):
-                inputs, _ = _digests(take(runner))
-        return [*_WORDS.unpack(inputs), *_WORDS.unpack(targets)]
+                inputs, _ = _digests(take(samples))
+        there = samples.parts
+        has = [there == ALL, there == {TARGET}, INPUTS in there]
+        read = targets
+        cheap = isinstance(samples.dataset, TensorDataset)
+        if there != ALL and (INPUTS in there or cheap) and not samples.looked:
+            samples.looked = True
+            mine = inputs if INPUTS in there else None
+            targets, read, inputs = _look(samples, split, what, take, mine)
+            has = [True] * 3
+        order = hashlib.blake2b(chosen(samples).encode(), digest_size=_WORDS.size).digest()
+        return [*has, *(n for each in (targets, read, inputs, order) for n in _WORDS.unpack(each))]
 
-    rows = _gather_rows(runners, f"the data of {what}", 4, digests)
-    if not rows:
-        return
-    wanted, first = rows[0]
-    for number, row in rows[1:]:
-        for part, here in (("targets", slice(2, 4)), ("inputs", slice(0, 2))):
+    rows = _gather_rows(runners, f"the data of {what}", 11, digests)
+    for k, part in enumerate(("targets", "targets", "inputs", "samples")):
+        here = slice(3 + 2 * k, 5 + 2 * k)
+        having = [each for each in rows if k == 3 or each[1][k]]
+        for number, row in having[1:]:
+            wanted, first = having[0]
             if row[here] != first[here]:
                 raise TargetError(
                     f"data({split!r}) gives other {part} for {what} on {_name(runners, number)} "
                     f"than on {_name(runners, wanted)}: {_ADVICE}"
                 )
+
+
+def _look(
+    samples: Samples, split: Split, what: str, take: _Take, mine: bytes | None
+) -> tuple[bytes, bytes, bytes]:
+    """Digests of samples by all ways of reading them: of whole ones' targets, of targets as who
+    reads nothing else has them, and of inputs.
+
+    Args:
+        mine: digest of the inputs that are read; None: none are.
+
+    Raises TargetError where parts of samples aren't what whole ones have.
+    """
+    ways = [samples.for_a_look(parts) for parts in (ALL, Parts({TARGET}))]
+    try:
+        with _seeded(0):
+            pairs, read = ([*take(way)] for way in ways)
+    finally:
+        for way in ways:
+            way.close()
+    inputs, targets = _digests(iter(pairs))
+    wrong = mine is not None and inputs != mine
+    for (_, whole), (_, here) in zip(pairs, read, strict=True):
+        if isinstance(whole, Mapping) and isinstance(here, Mapping):
+            # Of a dict, it may be what the loss takes.
+            whole = {key: whole.get(key) for key in here}
+        wrong = wrong or _digests(iter([((), whole)])) != _digests(iter([((), here)]))
+    if wrong:
+        raise TargetError(
+            f"data({split!r}): its only(...) doesn't give for {what} what whole samples have: it "
+            "must read the same inputs and targets, with the same random numbers "
+            "(docs/tasks.md)"
+        )
+    return targets, _digests(iter(read))[1], inputs
 
 
 def _gather_rows(

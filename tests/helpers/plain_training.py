@@ -6,7 +6,7 @@ import torch
 from timeprest.profiles.target import resolve
 from timeprest.profiles.tasks.task import read_loss
 from timeprest.profiles.tracing.call import Call
-from timeprest.runtime.prepare.data import Samples
+from timeprest.runtime.prepare.samples import Samples
 
 
 def train_plainly(target, mini_batch, steps):

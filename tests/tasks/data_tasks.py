@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 import signal
 import time
+from collections import Counter
 from typing import ClassVar
 
 import numpy as np
@@ -472,3 +474,131 @@ class Slow(Loaded):
 
     def samples(self, split):
         return _Slow(self, split)
+
+
+# Samples that are read in parts -----------------------------------------------------------------
+
+READ: Counter[tuple[str, str]] = Counter()
+"""How often a part was read by whoever wanted these: ("target", "inputs") is a waste."""
+
+
+class Pictures(Rows42):
+    """Samples whose parts are read one by one."""
+
+    parts = frozenset({"inputs", "target"})
+
+    def __getitem__(self, k):
+        return tuple(
+            self.read(name, part, k) if name in self.parts else None
+            for name, part in (("inputs", self.x), ("target", self.y))
+        )
+
+    def read(self, name, part, k):
+        READ["+".join(sorted(self.parts)), name] += 1
+        return part[k]
+
+    def only(self, parts):
+        found = copy.copy(self)
+        found.parts = parts
+        return found
+
+
+class Album(MLPTask):
+    """Samples are chosen by the run."""
+
+    pictures = Pictures
+
+    def data(self, split):
+        return self.samples(split)
+
+    def samples(self, split):
+        return self.pictures(self, split)
+
+
+class ShuffledAlbum(Album):
+    """The same by a loader."""
+
+    workers = 0
+
+    def data(self, split):
+        train = split == "train"
+        samples = Subset(self.samples(split), range(1, 42))
+        return DataLoader(samples, 8, shuffle=train, drop_last=train, num_workers=self.workers)
+
+
+class Undivided(ShuffledAlbum):
+    """Its samples can only be read as a whole."""
+
+    pictures = Rows42
+
+
+class OwnBatches(ShuffledAlbum):
+    """The loader's own collate_fn wants whole samples."""
+
+    def data(self, split):
+        return DataLoader(self.samples(split), 8, collate_fn=stacked)
+
+
+class Cropped(Pictures):
+    """Random numbers of all three generators, other numbers of them for each part and sample."""
+
+    def read(self, name, part, k):
+        value = super().read(name, part, k)
+        if name == "target":
+            return value
+        noise = torch.randn(()) + random.random() + np.random.normal()
+        return value + 0.01 * noise + 0.01 * torch.rand(k % 3).sum()
+
+
+class CroppedAlbum(Album):
+    pictures = Cropped
+
+
+class ShuffledCrops(ShuffledAlbum):
+    pictures = Cropped
+
+
+class ShuffledCropsByWorkers(ShuffledCrops):
+    workers = 1
+
+
+class _Both(Cropped):
+    """Target and inputs are moved by the same number."""
+
+    def __getitem__(self, k):
+        shift = 0.1 * torch.randn(())
+        return tuple(None if part is None else part + shift for part in super().__getitem__(k))
+
+
+class Shifted(ShuffledAlbum):
+    pictures = _Both
+
+
+class _Other(Pictures):
+    def read(self, name, part, k):
+        return super().read(name, part, k) + (len(self.parts) == 1 and name == self.wrong)
+
+
+class _OtherInputs(_Other):
+    wrong = "inputs"
+
+
+class _OtherTargets(_Other):
+    wrong = "target"
+
+
+class OtherInputs(Album):
+    pictures = _OtherInputs
+
+
+class OtherTargets(ShuffledAlbum):
+    pictures = _OtherTargets
+
+
+class _Fewer(Pictures):
+    def only(self, parts):
+        return Subset(self, range(3))
+
+
+class Fewer(Album):
+    pictures = _Fewer

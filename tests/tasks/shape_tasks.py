@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from mlp_task import MLPTask
-from timeprest.runtime.prepare.data import Samples
+from timeprest.runtime.prepare.samples import Samples
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset

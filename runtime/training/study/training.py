@@ -23,9 +23,10 @@ from ....profiles.errors import RunError, UserError
 from ....profiles.target import resolve
 from ....profiles.tasks.task import Task
 from ...communication.transport import local_transport
-from ...prepare.data import NO_EVALUATION, Samples, Segment, real_part
+from ...prepare.data import NO_EVALUATION, Segment, real_part
 from ...prepare.devices import forward_context, move, own_device, put
 from ...prepare.prepare import Prepared, prepare, with_own_weights
+from ...prepare.samples import Samples
 from ...records.metrics import EvaluationMetrics
 from ...records.progress import Silent
 from ...stage.optimizer import check_updates

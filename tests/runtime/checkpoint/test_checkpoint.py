@@ -34,7 +34,8 @@ from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
 from timeprest.runtime.checkpoint.checkpoint import CheckpointWriter, checkpoints_in, find_whole
 from timeprest.runtime.checkpoint.worker_state import pack, unpack
-from timeprest.runtime.prepare.data import Samples, segments
+from timeprest.runtime.prepare.data import segments
+from timeprest.runtime.prepare.samples import Samples
 from timeprest.runtime.records.progress import Silent, read_losses
 from timeprest.runtime.records.run_dir import RunDir, load_weights
 from timeprest.runtime.run import resume, run

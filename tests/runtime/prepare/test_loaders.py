@@ -18,7 +18,7 @@ from timeprest.profiles.target import resolve
 from timeprest.profiles.tasks.loaders import few, pick, size_of, some_samples, why
 from timeprest.profiles.tasks.loading import loading_s_per_sample
 from timeprest.profiles.tasks.prefetch import Ahead
-from timeprest.runtime.prepare.data import Samples
+from timeprest.runtime.prepare.samples import Samples
 from timeprest.runtime.records.progress import read_losses
 from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import run

@@ -22,7 +22,6 @@ from timeprest.profiles.errors import RunError, TargetError
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
 from timeprest.runtime.prepare.data import (
-    Samples,
     Segment,
     check_result,
     part_of,
@@ -30,6 +29,7 @@ from timeprest.runtime.prepare.data import (
     real_samples,
     segments,
 )
+from timeprest.runtime.prepare.samples import Samples
 from timeprest.runtime.records.progress import read_losses
 from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import run

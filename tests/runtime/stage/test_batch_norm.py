@@ -8,7 +8,7 @@ import torch
 from helpers.plans import plan_by_hand, with_times
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
-from timeprest.runtime.prepare.data import Samples
+from timeprest.runtime.prepare.samples import Samples
 from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import RunSettings

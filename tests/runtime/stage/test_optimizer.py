@@ -11,7 +11,7 @@ from helpers.plans import plan_by_hand, with_times
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import RunError, TargetError, UserError
 from timeprest.profiles.target import resolve
-from timeprest.runtime.prepare.data import Samples
+from timeprest.runtime.prepare.samples import Samples
 from timeprest.runtime.records.progress import read_losses
 from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import run

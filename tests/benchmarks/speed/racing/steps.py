@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from timeprest.runtime.prepare.data import Samples
+from timeprest.runtime.prepare.samples import Samples
 from torch import Tensor, nn
 
 from ..tasks import Race

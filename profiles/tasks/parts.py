@@ -1,0 +1,208 @@
+"""Parts of samples: what a stage needs of them, and data sets that read no more than that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset, default_collate
+
+from ..errors import TargetError
+from .hooks import call_hook
+from .prefetch import same_states, seed_all, set_states, states
+from .task import Names, collated, fetch, read_batch
+
+INPUTS, TARGET = "inputs", "target"
+
+Parts = frozenset[str]
+"""INPUTS, TARGET or both."""
+
+ALL: Parts = frozenset({INPUTS, TARGET})
+
+SEEDS = 2**63 - 1
+"""The largest seed."""
+
+
+def only(given: Any, parts: Parts, names: Names) -> Any:
+    """A map-style data set with the same samples in the same sequence, of which it reads these
+    parts alone; the other part of a sample is whatever it likes.
+
+    It is had of tensors in memory, of whatever has a method ``only(parts)``, of `datasets`' own
+    sets with columns, and of torch's Subset and ConcatDataset of such.
+
+    Args:
+        names: of the model's arguments, or what makes them of the names of columns.
+
+    Returns:
+        None where it can't be had: what a sample is made of is known to its ``__getitem__`` alone.
+
+    Raises TargetError where the user's `only` fails, or gives another number of samples.
+    """
+    if parts == ALL:
+        return None
+    if type(given) is TensorDataset and len(given.tensors) == 2:
+        # As many rows of nothing: taking some of them costs nothing.
+        nothing = torch.empty((len(given), 0))
+        x, y = given.tensors
+        return TensorDataset(
+            x if INPUTS in parts else nothing,
+            y if TARGET in parts else nothing,
+        )
+    if type(given) is Subset:
+        inside = only(given.dataset, parts, names)
+        return None if inside is None else Subset(inside, given.indices)
+    if type(given) is ConcatDataset:
+        each = [only(one, parts, names) for one in given.datasets]
+        return None if any(one is None for one in each) else ConcatDataset(each)
+    if has_only(given):
+        found = call_hook(f"only({set(parts)})", given.only, parts)
+        if not _as_long(found, given):
+            raise TargetError(
+                f"data(split): {type(given).__name__}.only({set(parts)}) must give a data set with "
+                f"the same {len(given)} samples, of which it needn't read the rest"
+            )
+        return found
+    return _columns(given, parts, names)
+
+
+def has_only(given: Any) -> bool:
+    """Whether the user says how parts are read. Then random numbers are drawn for each sample anew
+    (`each_alone`), whichever of its parts are read."""
+    if isinstance(given, Subset):
+        return has_only(given.dataset)
+    if isinstance(given, ConcatDataset):
+        return all(map(has_only, given.datasets))
+    return callable(getattr(given, "only", None))
+
+
+def _as_long(found: Any, given: Any) -> bool:
+    try:
+        return hasattr(found, "__getitem__") and len(found) == len(given)
+    except TypeError:
+        return False
+
+
+def _columns(given: Any, parts: Parts, names: Names) -> Any:
+    """Of a set of the library `datasets` the columns that are inputs; all of them are the target.
+
+    One with a transform is left alone: what that needs, it alone knows.
+    """
+    select, columns = getattr(given, "select_columns", None), getattr(given, "column_names", None)
+    form = getattr(given, "format", None)
+    if not callable(select) or TARGET in parts or not isinstance(form, Mapping):
+        return None
+    if form.get("type") == "custom" or not isinstance(columns, list):
+        return None
+    wanted = list(names(columns) if callable(names) else names)
+    return select(wanted) if wanted and set(wanted) <= set(columns) else None
+
+
+def reader(
+    loader: DataLoader[Any], parts: Parts, names: Names
+) -> tuple[Any, Callable[[Any], Any]] | None:
+    """A data set and a `collate_fn` that make these parts of a loader's batches; None: they can't
+    be had, as the loader's own `collate_fn` wants whole samples."""
+    given, collate = loader.dataset, loader.collate_fn
+    if parts == ALL or loader.batch_sampler is None:
+        return None
+    own = getattr(collate, "__self__", None) is given
+    if not own and collate is not default_collate:
+        return None
+    found = only(given, parts, names)
+    if found is None:
+        return None
+    return found, getattr(found, collate.__name__) if own else Collate(parts, names)
+
+
+class Collate:
+    """Puts parts of samples together as torch does whole ones."""
+
+    def __init__(self, parts: Parts, names: Names) -> None:
+        self._parts, self._names = parts, names
+
+    def __call__(self, samples: Sequence[Any]) -> Any:
+        return default_collate([part_of_sample(each, self._parts, self._names) for each in samples])
+
+
+def part_of_sample(sample: Any, parts: Parts, names: Names) -> Any:
+    """What is to be put together: a pair has a 0 in place of the part that isn't wanted, a dict the
+    names of inputs alone, where they are."""
+    if parts == ALL:
+        return sample
+    if isinstance(sample, Mapping):
+        if TARGET in parts:
+            return sample
+        wanted = names(sample) if callable(names) else names
+        return {name: sample[name] for name in wanted if name in sample}
+    if isinstance(sample, (tuple, list)) and len(sample) == 2:
+        return (sample[0], 0) if INPUTS in parts else (0, sample[1])
+    return sample
+
+
+def fetch_parts(
+    dataset: Any,
+    indices: Sequence[int] | Tensor,
+    names: Names,
+    parts: Parts,
+    seeds: Sequence[int] | None = None,
+) -> tuple[tuple[Tensor, ...], Any, bool]:
+    """As `fetch`, of what `only` gave for these parts.
+
+    Args:
+        seeds: of the random numbers of each sample; None: they are drawn as they come.
+
+    Returns:
+        Inputs, target, and whether anything was drawn, where there are seeds. What isn't among the
+        parts is () or None.
+    """
+    if isinstance(dataset, TensorDataset) or (parts == ALL and seeds is None):
+        inputs, target = fetch(dataset, indices, names)
+        return inputs if INPUTS in parts else (), target if TARGET in parts else None, False
+    indices, drew = [int(k) for k in indices], False
+    if seeds is None:
+        samples = [dataset[k] for k in indices]
+    else:
+        samples, drew = each_alone(dataset.__getitem__, indices, seeds)
+    batch = collated([part_of_sample(each, parts, names) for each in samples])
+    return (*read_parts(batch, names, parts), drew)
+
+
+def read_parts(batch: Any, names: Names, parts: Parts) -> tuple[tuple[Tensor, ...], Any]:
+    """Inputs and target of samples that are put together; () or None for what isn't among the
+    parts. Raises TargetError as `read_batch`."""
+    pair = isinstance(batch, (tuple, list)) and len(batch) == 2
+    if INPUTS in parts:
+        if pair and TARGET not in parts:
+            batch = (batch[0], None)
+        call, target = read_batch(batch, names)
+        return call.tensors, target if TARGET in parts else None
+    if not pair and not isinstance(batch, Mapping):
+        read_batch(batch, names)
+    return (), batch[1] if pair else batch
+
+
+# Random numbers of each sample ------------------------------------------------------------------
+
+
+def each_alone(
+    take: Callable[[int], Any], indices: Sequence[int], seeds: Sequence[int]
+) -> tuple[list[Any], bool]:
+    """Samples, each with random numbers of its own seed: they don't depend on what was read of the
+    samples before it.
+
+    Returns:
+        The samples, and whether any drew. Torch's, Python's and NumPy's own generators are then as
+        they were.
+    """
+    before, drew, found = states(), False, []
+    try:
+        for index, seed in zip(indices, seeds, strict=True):
+            seed_all(seed)
+            fresh = states()
+            found.append(take(index))
+            drew = drew or not same_states(fresh, states())
+    finally:
+        set_states(before)
+    return found, drew
