@@ -552,6 +552,7 @@ def make_plan(question: Question, found: Evaluation, report: SolverReport) -> Pl
             tied=question.tied,
             order=question.order or msgspec.UNSET,
             plugin=outside.plugin if (outside := question.system.outside) else msgspec.UNSET,
+            plugin_checksum=(outside.checksum if outside else "") or msgspec.UNSET,
             stages=found.stages,
             edges=tuple(
                 PlanEdge(

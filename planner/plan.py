@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import msgspec
 from msgspec import Meta
 
-from ..profiles.errors import FileError, OrderError, PlanError
+from ..profiles.errors import FileError, OrderError, PlanError, TaskWarning
 from ..profiles.files import (
     Count,
     Factor,
@@ -274,6 +275,8 @@ class Plan(TaggedFile, Shown, frozen=True, kw_only=True, tag=FORMAT):
     """What each device runs, where a user gave that (`systems.orders`); else the system says it."""
     plugin: str | msgspec.UnsetType = msgspec.UNSET
     """Where the system is from, if not from the table: a file, or "package NAME"."""
+    plugin_checksum: str | msgspec.UnsetType = msgspec.UNSET
+    """Of that file's content: when the plan was made, and in a run's directory, when it began."""
     stages: Annotated[tuple[PlanStage, ...], Meta(min_length=1)]
     edges: tuple[PlanEdge, ...]
     predicted: Prediction
@@ -381,7 +384,38 @@ def check_plan(plan: Plan, where: str = "plan") -> Plan:
         check_stages(variant, plan.mini_batch, plan.micro_batches, plan.stages)
     except PlanError as error:
         raise fail(str(error)) from None
+    _look_at_plugin(plan, variant, where)
     return plan
+
+
+_told: set[tuple[str, str]] = set()
+
+
+def _look_at_plugin(plan: Plan, variant: Variant, where: str) -> None:
+    """Warn, once in a process, where a plugin isn't what it was."""
+    there, made_with = with_plugin_at_hand(plan).plugin_checksum, plan.plugin_checksum
+    if msgspec.UNSET in (there, made_with) or there == made_with:
+        return
+    if (where, str(there)) not in _told:
+        _told.add((where, str(there)))
+        line = (
+            f"{where}: the plugin {plan.plugin} has changed since this was made: {variant.name} "
+            "may be another system now"
+        )
+        warnings.warn(line, TaskWarning, stacklevel=3)
+
+
+def with_plugin_at_hand(plan: Plan) -> Plan:
+    """The plan as made with the plugin that is loaded, if its system is from one."""
+    outside = plan.system.outside
+    checksum = outside.checksum if outside is not None and outside.checksum else msgspec.UNSET
+    return msgspec.structs.replace(plan, plugin_checksum=checksum)
+
+
+def same_plan(plan: Plan, other: Plan) -> bool:
+    """Whether they are the same, whatever has become of the plugin."""
+    unset = {"plugin_checksum": msgspec.UNSET}
+    return msgspec.structs.replace(plan, **unset) == msgspec.structs.replace(other, **unset)
 
 
 def _lacking(variant: str, plugin: str) -> str:

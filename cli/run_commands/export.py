@@ -12,7 +12,7 @@ from ...profiles.errors import UserError
 from ...profiles.files import ExportFormat
 from ...profiles.units import parse_bytes
 from ..errors import errors_as_lines, printable
-from ..options import CONTEXT, quiet_option, version_option
+from ..options import CONTEXT, plugin_option, quiet_option, version_option
 from ..options.command import GroupedCommand, examples
 from ..options.values import FileName, FolderName, Whole
 from .rank import OneRankCommand
@@ -55,6 +55,7 @@ from .study import study
     type=Whole(),
     help="Mini-batches done at the checkpoint to take.  [default: the newest]",
 )
+@plugin_option
 @quiet_option
 @version_option
 @errors_as_lines

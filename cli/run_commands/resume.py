@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from ...planner.plan import read_plan
+from ...planner.plan import read_plan, same_plan
 from ...profiles.errors import UserError
 from ...runtime.settings import ADJUSTABLE
 
@@ -70,7 +70,7 @@ def read_run(run_dir: str, plan_path: str | None) -> tuple[Plan, RunSettings]:
     from ...runtime.records.run_dir import RunDir
 
     plan, settings = RunDir(run_dir).read()
-    if plan_path is not None and read_plan(plan_path) != plan:
+    if plan_path is not None and not same_plan(read_plan(plan_path), plan):
         raise UserError(
             f"{plan_path}: isn't the plan of {run_dir}; leave it out to resume that run, or start "
             f"another one from its weights: --from {run_dir}"

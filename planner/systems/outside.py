@@ -8,6 +8,7 @@ are made in the process that trains. docs/plugins.md shows one.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import os
 import sys
@@ -108,12 +109,14 @@ class Outside:
         copies: of a stage's parameters that are held besides weight versions: what rules keep, and
             one that "outside" weights are written to.
         plugin: where it is from; filled in.
+        checksum: of that file's content, or of the package's module; filled in.
     """
 
     rules: Callable[[StageContext, Sequence[nn.Parameter]], StageRules] | None = None
     update: Callable[[StageContext, Optimizer], Optimizer] | None = None
     copies: Callable[[StageContext], int] = lambda _: 0
     plugin: str = field(default="", compare=False)
+    checksum: str = field(default="", compare=False)
 
     def copies_on(self, context: StageContext) -> int:
         """As declared. Raises PluginError for what is no number of copies."""
@@ -126,8 +129,8 @@ class Outside:
         return found
 
 
-def systems_in(plugin: str) -> Sequence[Any]:
-    """The `SYSTEMS` of a plugin: of a file, or of "package NAME".
+def systems_in(plugin: str) -> tuple[Sequence[Any], str]:
+    """The `SYSTEMS` of a plugin, of a file or of "package NAME"; and a checksum of what is there.
 
     Raises PluginError naming plugin and line: it isn't there, fails, or has none.
     """
@@ -142,7 +145,14 @@ def systems_in(plugin: str) -> Sequence[Any]:
     systems = getattr(module, "SYSTEMS", None)
     if not isinstance(systems, (list, tuple)) or not systems:
         raise PluginError(f"{plugin}: has no SYSTEMS, a list of rows (docs/plugins.md)")
-    return systems
+    return systems, _checksum(getattr(module, "__file__", None))
+
+
+def _checksum(file: str | None) -> str:
+    try:
+        return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16] if file else ""
+    except OSError:  # a module in an archive, or without a file
+        return ""
 
 
 def _of_file(plugin: str) -> Any:

@@ -428,7 +428,8 @@ def load_plugin(plugin: str) -> tuple[Variant, ...]:
     packaged = plugin.startswith(PACKAGE)
     key = plugin if packaged else str(Path(plugin).resolve())
     if key not in _LOADED:
-        rows = [_checked(plugin, k, row) for k, row in enumerate(systems_in(plugin))]
+        systems, checksum = systems_in(plugin)
+        rows = [_checked(plugin, checksum, k, row) for k, row in enumerate(systems)]
         for row in rows:
             if row.name in VARIANTS:
                 raise PluginError(f"{plugin}: there is a system {row.name!r} already")
@@ -439,7 +440,7 @@ def load_plugin(plugin: str) -> tuple[Variant, ...]:
     return _LOADED[key]
 
 
-def _checked(plugin: str, number: int, row: object) -> Variant:
+def _checked(plugin: str, checksum: str, number: int, row: object) -> Variant:
     """A plugin's row, which says where it is from. Raises PluginError."""
     where = f"{plugin}: SYSTEMS[{number}]"
     if not isinstance(row, Variant):
@@ -461,4 +462,4 @@ def _checked(plugin: str, number: int, row: object) -> Variant:
         raise PluginError(f"{where}: flushes, so all its passes run on the latest weights")
     if "forward" in made and not row.horizon:
         raise PluginError(f"{where}.horizon: say what the forward's weights aim at")
-    return replace(row, order=None, outside=replace(outside, plugin=plugin))
+    return replace(row, order=None, outside=replace(outside, plugin=plugin, checksum=checksum))

@@ -94,8 +94,8 @@ class Log(Protocol):
 
 
 def plan_checksum(plan: Plan) -> str:
-    """Changes whenever the plan does."""
-    return _checksum(plan)
+    """Changes whenever the plan does; not with its plugin's content, which the user is told of."""
+    return _checksum(msgspec.structs.replace(plan, plugin_checksum=msgspec.UNSET))
 
 
 def settings_checksum(settings: RunSettings) -> str:

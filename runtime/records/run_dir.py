@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
-from ...planner.plan import Plan, read_plan
+from ...planner.plan import Plan, read_plan, with_plugin_at_hand
 from ...profiles.errors import FileError
 from ...profiles.files import (
     RUN_FILES,
@@ -111,7 +111,7 @@ class RunDir:
             raise FileError(f"{self.path}: can't be read: {error.strerror}") from None
         self.make()
         write_file(self.path / "settings.json", settings)
-        write_file(self.path / "plan.json", plan)
+        write_file(self.path / "plan.json", with_plugin_at_hand(plan))
 
     def make(self) -> None:
         """Make an empty directory, if there is none. Raises FileError."""

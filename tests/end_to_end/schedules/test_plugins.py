@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -16,11 +17,12 @@ from click.testing import CliRunner
 from helpers.output.doc_pages import ROOT, blocks
 from helpers.plans import plan_by_hand, with_times
 from timeprest.cli.plan import main as tp_plan
+from timeprest.cli.run import main as tp_run
 from timeprest.planner.plan import Plan, read_plan
 from timeprest.planner.systems import variants
 from timeprest.planner.systems.outside import VARIABLE
 from timeprest.planner.systems.variants import VARIANTS, load_plugin, variant_named
-from timeprest.profiles.errors import PlanError, PluginError
+from timeprest.profiles.errors import PlanError, PluginError, TaskWarning
 from timeprest.profiles.files import write_file
 from timeprest.runtime.records.progress import read_losses
 from timeprest.runtime.records.run_dir import load_weights
@@ -127,6 +129,57 @@ def test_plans_name_their_plugin(mine, mlp_profile, tmp_path, monkeypatch):
         assert ended.returncode == code, ended.stderr
         assert why in ended.stderr
         assert ended.stderr.count("\n") == (code > 0)
+
+
+def test_a_run_is_exported_and_goes_on_with_its_plugin(mine, mlp_profile, mlp_target, tmp_path):
+    """Without it, one line says what to give; when it has changed meanwhile, one line says so."""
+    load_plugin(str(mine))
+    plan, _ = both_plans(mlp_profile, 2)
+    assert len(plan.plugin_checksum) == 16
+    plan.save(tmp_path / "plan.json")
+    where = tmp_path / "run"
+    run(plan, settings_of(mlp_target, checkpoint_every=6), where, inline=True)
+    commands = [
+        ["export", where, "-o", tmp_path / "a.safetensors"],
+        ["export", where, "--to", "dcp", "-o", tmp_path / "dcp"],
+        ["report", where],
+        [tmp_path / "plan.json", "--resume", "--run-dir", where, "--steps", STEPS + 2, "--inline"],
+    ]
+
+    def all_of(more):
+        for words in commands:
+            forget()
+            found = CliRunner().invoke(tp_run, [*map(str, words), "-q", *more])
+            yield found.exit_code, found.output
+
+    def forget():
+        VARIANTS.pop("my-pipemare", None)
+        variants._LOADED.clear()
+        os.environ.pop(VARIABLE, None)
+
+    for code, output in all_of([]):
+        assert code == 2
+        assert f"is of the plugin {mine}; give --plugin {mine}\n" in output
+        assert output.count("\n") == 1
+    given = ["--plugin", str(mine)]
+    assert list(all_of(given)) == [(0, "")] * 4
+    mine.write_text(SHOWN + "\n# as good as new\n")
+    commands[0][-1], commands[1][-1] = tmp_path / "b.safetensors", tmp_path / "dcp2"
+    commands[3][5] = STEPS + 4
+    found = list(all_of(given))
+    assert {code for code, _ in found} == {0}
+    # Once in a process; of the plan that is named, too.
+    lines = "".join(output for _, output in found).splitlines()
+    assert len(lines) == 2
+    for line, file in zip(sorted(lines), ("plan.json", "run/plan.json"), strict=True):
+        assert f"{file}: the plugin {mine} has changed since this was made" in line
+    # A run that begins now is of the file as it is.
+    forget(), load_plugin(str(mine))
+    with pytest.warns(TaskWarning, match="has changed since"):
+        old = Plan.load(shutil.copy(tmp_path / "plan.json", tmp_path / "other.json"))
+    run(old, settings_of(mlp_target), tmp_path / "new", inline=True)
+    now = hashlib.sha256(mine.read_bytes()).hexdigest()[:16]
+    assert Plan.load(tmp_path / "new/plan.json").plugin_checksum == now
 
 
 def test_plans_of_packages(mlp_profile, tmp_path, monkeypatch):
