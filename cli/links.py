@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -27,6 +27,10 @@ from .tables.layout import compact_table, counted
 if TYPE_CHECKING:
     from ..runtime.calibration.links import LinkTimes
     from ..runtime.processes.rendezvous import Rendezvous
+
+
+# Measured / fitted, above which a fit promises clearly too much.
+_SLOW = 1.25
 
 
 class LinkReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -227,10 +231,15 @@ def _tables(report: LinkReport) -> list[Table]:
 
 
 def _fit_lines(report: LinkReport) -> list[str]:
-    names = ((report.link, "link"), (report.between, "between machines"))
-    lines = [
-        f"{name}: {_formula(fit)}; {_span(fit.ratios)}" for fit, name in names if fit is not None
-    ]
+    names = (
+        (report.link, "link", "network"),
+        (report.between, "between machines", "between_machines"),
+    )
+    lines = []
+    for fit, name, field in names:
+        if fit is not None:
+            lines.append(f"{name}: {_formula(fit)}; {_span(fit.ratios)}")
+            lines += _of_large_messages(fit, field)
     lines.append(
         f"all-reduce of {report.processes}: {_formula(report.all_reduce)}; "
         f"{_span(report.all_reduce.ratios)}"
@@ -250,6 +259,20 @@ def _formula(fit: LinkFit) -> str:
 
 def _span(ratios: Sequence[float]) -> str:
     return f"measured / fitted {min(ratios):.2f} to {max(ratios):.2f}"
+
+
+def _of_large_messages(fit: LinkFit, where: str) -> list[str]:
+    """A line where the largest messages take clearly longer than fitted: what to write instead."""
+    slow = list(takewhile(lambda k: fit.ratios[k] > _SLOW, reversed(range(len(fit.points)))))
+    if not slow:
+        return []
+    first = fit.points[slow[-1]]
+    bandwidth = write_bandwidth(first.message_bytes / first.seconds)
+    return [
+        f"  messages from {format_bytes(first.message_bytes)} on take up to "
+        f"{max(fit.ratios[k] for k in slow):.1f} × that; for plans of such, [{where}] "
+        f'bandwidth = "{bandwidth}"'
+    ]
 
 
 def _largest_s(fit: LinkFit) -> float:

@@ -24,7 +24,7 @@ from timeprest.cli.links import (
 from timeprest.planner.cluster.cluster import Cluster, read_cluster, write_bandwidth, write_latency
 from timeprest.planner.cluster.link_fit import LinkPoint, error_of_median, fit_link, typical_pair
 from timeprest.profiles.errors import RunError, UserError
-from timeprest.profiles.units import parse_bandwidth, parse_seconds
+from timeprest.profiles.units import format_bytes, parse_bandwidth, parse_seconds
 from timeprest.runtime.calibration.link_worker import _names
 from timeprest.runtime.calibration.links import MESSAGE_BYTES, LinkTimes, measure_links
 
@@ -194,6 +194,17 @@ def test_links_of_several_machines_are_told_apart(tmp_path, capsys):
     assert "neighbours on one machine (the median of 1 pair)" in " ".join(printed.split())
     assert "neighbours on different machines (the median of 2 pairs)" in " ".join(printed.split())
     assert "between machines: 1ms + bytes / 100MB/s" in printed
+
+
+def test_wires_that_are_slower_for_large_messages_are_named():
+    """As with a shaped wire, which lets a burst through at once; not where the fit holds."""
+    assert not [line for line in _fit_lines(report_of(times_by_hand(), "")) if "× that" in line]
+    shaped = tuple(points(lambda n: n / 25e6 if n < 2**20 else n / 12.5e6))
+    times = msgspec.structs.replace(times_by_hand(), pairs=(shaped,), machines=("a", "b"))
+    (line,) = [line for line in _fit_lines(report_of(times, "")) if "× that" in line]
+    first = next(p for p in shaped if p.message_bytes >= 2**20)
+    assert line.startswith(f"  messages from {format_bytes(first.message_bytes)} on take up to")
+    assert line.endswith('[between_machines] bandwidth = "12.5MB/s"')
 
 
 def test_machines_of_one_name_are_told_apart():
