@@ -77,9 +77,9 @@ def read_config(context: click.Context, path: str, given: Collection[str]) -> di
 def _checked(context: click.Context, option: click.Option, value: Any, where: str) -> Any:
     """The value as a default of the option. Raises click.UsageError."""
     if option.multiple:
-        if not isinstance(value, list):
-            raise click.UsageError(f"{where}: give a list", context)
-        items = [_as_given(context, option, item, where) for item in value]
+        # One alone, as on the command line.
+        several = value if isinstance(value, list) else [value]
+        items = [_as_given(context, option, item, where) for item in several]
     else:
         items = [_as_given(context, option, value, where)]
     try:

@@ -176,6 +176,14 @@ def test_a_printed_configuration_can_be_given_back(name, tmp_path):
     assert again.output == first.output
 
 
+def test_one_value_of_an_option_that_takes_several_needs_no_list(tmp_path):
+    for text in ('pin = "fc=1"', 'pin = ["fc=1"]'):
+        done = configured(tmp_path, "tp-plan solve", text, "--print-config")
+        assert 'pin = ["fc=1"]' in done.output.splitlines()
+    done = configured(tmp_path, "tp-plan solve", "pin = [[1]]")
+    assert "pin: [1]: give text or a number" in done.output
+
+
 def test_the_command_line_wins(tmp_path):
     text = "epochs = 7\nlr = 1\ncheckpoint_every = 4\ncheckpoint-every = 4\n"
     done = configured(tmp_path, "tp-run", text)
