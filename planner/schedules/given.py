@@ -125,6 +125,15 @@ def in_rules_of(variant: Variant, order: Order) -> Variant:
     system flushes; a forward that is to use a version which its stage hasn't got yet.
     """
     found = under_order(variant, order)
+    if order.reverse and not variant.flushes:
+        row = order.rows[0]
+        raise _not_so(
+            order,
+            row,
+            (row.stages[0], order.nth(BACKWARDS, 0)),
+            f"backwards run from the last micro-batch to the first; {variant.name} doesn't flush, "
+            "and takes them in the sequence of the forwards (--variant gpipe)",
+        )
     if variant.flushes:
         _check_flushes(variant, order)
     elif variant.synchronises:

@@ -109,6 +109,7 @@ class Order:
         micro_batches: N.
         micro: each backward takes a micro-batch, not a mini-batch.
         split: backwards have two parts.
+        reverse: backwards take a mini-batch's micro-batches from the last to the first.
         where: the file, for errors.
         spelt: how it has operations, for errors.
     """
@@ -117,6 +118,7 @@ class Order:
     micro_batches: int
     micro: bool
     split: bool
+    reverse: bool = False
     where: str = field(default="order", compare=False)
     spelt: Callable[[int, Op], str] = field(default=op_text, compare=False, repr=False)
 
@@ -158,6 +160,8 @@ class Order:
         """A stage's operation of a kind after so many of that kind."""
         each = self.each(kind)
         b, i = divmod(count, each)
+        if self.reverse and kind in (BACKWARDS, WEIGHTS):
+            i = each - 1 - i
         of_micro_batch = kind == FORWARDS or (kind != UPDATES and self.micro)
         return Op(_LETTERS[kind], b, i if of_micro_batch else None)
 
@@ -218,7 +222,9 @@ def order_of(
     micro = _unit(words, where)
     split = any(word.op.kind == WEIGHT for _, word in words)
     n = 1 + max((word.op.micro_batch or 0 for _, word in words), default=0)
-    shape = Order((), n, micro, split, where, spelt)
+    backward = next((word.op for _, word in words if word.op.kind == BACKWARD), None)
+    reverse = micro and n > 1 and backward is not None and backward.micro_batch == n - 1
+    shape = Order((), n, micro, split, reverse, where, spelt)
     has_updates = any(word.op.kind == UPDATE for _, word in words)
     with_bar = [line for line in lines if line.repeats is not None]
     if with_bar and len(with_bar) < len(lines):
@@ -244,7 +250,7 @@ def order_of(
             _check_repeats(shape, line, stages, again)
         rows.append(_shortest(shape, first, again, stages, device, line.number))
     rows.sort(key=lambda row: row.stages)
-    return Order(tuple(rows), n, micro, split, where, spelt)
+    return Order(tuple(rows), n, micro, split, reverse, where, spelt)
 
 
 # What a file has ---------------------------------------------------------------------------------
@@ -317,13 +323,13 @@ def _walk(shape: Order, line: OrderLine, *, updates: bool) -> tuple[list[Step], 
             expected = shape.spelt(s, wanted)
             if (s, wanted) in ahead:
                 raise fail(
-                    f"stands before {expected}; a stage runs its micro-batches in sequence, its "
-                    "backwards too"
+                    f"stands before {expected}; a stage runs its micro-batches in sequence, and "
+                    "all backwards in that one or all in the other"
                 )
             raise fail(f"{expected} is missing before it")
         missing = None
         if kind == BACKWARDS:
-            needs = (counts[kind, s] + 1) * (1 if shape.micro else n)
+            needs = op.mini_batch * n + (n if op.micro_batch is None else op.micro_batch + 1)
             if counts[FORWARDS, s] < needs:
                 missing = shape.nth(FORWARDS, counts[FORWARDS, s])
         elif kind == WEIGHTS and counts[BACKWARDS, s] <= counts[kind, s]:

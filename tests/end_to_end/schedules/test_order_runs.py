@@ -52,6 +52,17 @@ BOTTOM = """
 """
 """Two stages on one device: updates at different moments."""
 
+BACK = """
+0F0.0 0F0.1 0F0.2 0B0.2 0B0.1 0B0.0
+1F0.0 1F0.1 1F0.2 1B0.2 1B0.1 1B0.0
+"""
+"""GPipe with backwards from the last micro-batch to the first, as its paper draws them."""
+
+BACK_IN_PARTS = """
+0F0.0 0F0.1 0F0.2 0B0.2 0B0.1 0W0.2 0B0.0 0W0.1 0W0.0
+1F0.0 1F0.1 1F0.2 1B0.2 1W0.2 1B0.1 1B0.0 1W0.1 1W0.0
+"""
+
 BY_MICRO_BATCH = """
 0F0.0 0F0.1 0F1.0 | 0B0.0 0F1.1 0B0.1 0F2.0
 1F0.0 | 1B0.0 1F0.1 1B0.1 1F1.0
@@ -75,6 +86,9 @@ def plan_of(profile, text, variant, **more):
         (WHOLE, "spectrain"),
         (WHOLE, "pipedream-nesterov"),
         (WHOLE, "pipemare"),
+        (BACK, "gpipe"),
+        (BACK, "pipedream-flush"),
+        (BACK_IN_PARTS, "zb-h1"),
         (TWO, "timeprest"),
         (TWO, "timeprest-stashed"),
         (TWO, "pipedream"),

@@ -146,6 +146,11 @@ def test_files_that_are_no_text(tmp_path):
         (["0F0.0 0F0.1 0B0"], "gpipe", "each backward takes a mini-batch, in gpipe a micro-batch"),
         (["0F0.0 0F0.1 0B0"], "spectrain", "has 2 micro-batches in a mini-batch; spectrain"),
         (["0F0.0 0B0.0 0W0.0"], "pipemare", "its backwards have two parts, which pipemare"),
+        (
+            ["0F0.0 0F0.1 0B0.1 0B0.0"],
+            "pipedream-2bw",
+            "line 1: 0B0.1: backwards run from the last micro-batch to the first; pipedream-2bw",
+        ),
         # Stage 1 updates so late that stage 0 is ahead of it.
         (
             ["| 0F0.0 0B0", "1F0.0 1B0 | 1F1.0 1U0 1B1"],
