@@ -11,6 +11,7 @@ from click.core import ParameterSource
 
 from ..profiles.errors import UserError
 from ..profiles.files import MAX_FACTOR, MAX_THREADS, Kind, check_output, is_file, write_file
+from ..profiles.measuring.process import keep_freed_memory, without_collections
 from ..profiles.profile import FRONT_ENDS, Profile
 from ..profiles.published.reader import import_profile, is_foreign
 from .errors import errors_as_lines, output, print_json
@@ -255,10 +256,10 @@ def _measure(
     target: str, sizes: Sequence[int] | None, options: dict[str, Any], *, quiet: bool
 ) -> Profile:
     # Torch takes its time; bad options needn't wait for it.
-    from ..profiles.measuring.measure import measure
-    from ..profiles.measuring.platforms import platform_of
-    from ..profiles.measuring.process import keep_freed_memory
-    from ..profiles.target import parse_input, resolve
+    with without_collections():
+        from ..profiles.measuring.measure import measure
+        from ..profiles.measuring.platforms import platform_of
+        from ..profiles.target import parse_input, resolve
 
     # As the stages do: what is measured here is to come true there.
     keep_freed_memory()

@@ -11,6 +11,7 @@ import msgspec
 
 from ..planner.plan import read_plan
 from ..profiles.errors import UserError
+from ..profiles.measuring.process import without_collections
 from ..runtime.processes.environment import check_world_size
 from ..runtime.processes.locks import check_system
 from .errors import errors_as_lines, naming
@@ -111,8 +112,9 @@ def main(
     with Bar(plan.variant, quiet=quiet or as_json or rendezvous is not None) as bar:
         # Torch takes its time; bad options and plans needn't wait for it.
         bar.doing("loading torch")
-        from .run_commands.checks import show_check, show_dry_run
-        from .run_commands.train import TrainingJob, train
+        with without_collections():
+            from .run_commands.checks import show_check, show_dry_run
+            from .run_commands.train import TrainingJob, train
     if checks:
         with naming(plan_path or str(run_dir)):
             show_check(plan, settings, run_dir, inline=inline, as_json=as_json, quiet=quiet)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -34,6 +35,13 @@ def pytest_pyfunc_call() -> None:
     """What starts workers keeps a process with torch for as long as the environment is the same;
     pytest would change it with each test."""
     os.environ.pop("PYTEST_CURRENT_TEST", None)
+
+
+@pytest.hookimpl
+def pytest_collection_finish() -> None:
+    """What the tests loaded stays: garbage is looked for among what they make."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -329,6 +330,9 @@ def main(arguments: list[str]) -> NoReturn:
     end_with_parent(int(launcher), look=False)
     module = load.partition("=")[2]
     asking = socket.socket(fileno=int(fd))
+    # What it loads is no garbage, and its workers share the memory as long as nothing is looked
+    # through; they collect their own.
+    gc.disable()
     importlib.import_module(module)
     _serve(asking)
     os._exit(0)
@@ -395,6 +399,8 @@ def _serve(asking: socket.socket) -> None:
 
 def _work(asked: Mapping[str, Any], fds: Sequence[int], server: int) -> NoReturn:
     """Be a worker, in the process that was forked for it."""
+    gc.freeze()
+    gc.enable()
     end_with_parent(server, look=False)
     os.setsid()
     for number, target in zip(fds, (1, 2), strict=True):
