@@ -18,10 +18,10 @@ from ..errors import TargetError
 from .loaders import (
     Fetched,
     Given,
-    WorkerInit,
     as_loader,
     as_ours,
     is_stream,
+    opened,
     pick,
     prepare_epoch,
     rows_of,
@@ -187,7 +187,7 @@ class Batches:
         loader, seed = self.loader, self._number(epoch)
         if self.stream:
             prepare_epoch(loader, epoch, seed)
-            self._workers = iter(loader)
+            self._workers = opened(loader)
             return _behind(self._workers, first)
         order = sequence_of(loader, epoch, seed)[first:]
         self._jobs = [(self._number(epoch, first + k), each) for k, each in enumerate(order)]
@@ -197,7 +197,7 @@ class Batches:
         if self._fetched is None:
             self._fetched = _loader_of_jobs(loader, _Jobs(self), self._read_by)
         self._fetched.generator = torch.Generator().manual_seed(seed)
-        self._workers = iter(self._fetched)
+        self._workers = opened(self._fetched)
         return self._workers
 
     def chosen(self, epoch: int, number: int) -> str:
@@ -284,7 +284,7 @@ def _loader_of_jobs(
         num_workers=loader.num_workers,
         pin_memory=loader.pin_memory,
         timeout=loader.timeout,
-        worker_init_fn=WorkerInit(loader.worker_init_fn),
+        worker_init_fn=loader.worker_init_fn,
         multiprocessing_context=loader.multiprocessing_context,
         prefetch_factor=loader.prefetch_factor,
         persistent_workers=loader.persistent_workers,

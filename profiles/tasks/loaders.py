@@ -6,8 +6,10 @@ What is fixed before it is opened: how many samples there are, in which sequence
 from __future__ import annotations
 
 import itertools
+import multiprocessing
+import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -343,11 +345,27 @@ class Fetched(Dataset[Any]):
         return self.collate([self.dataset[k] for k in chosen])
 
 
-class WorkerInit:
-    """Starts a loader's worker: the user's own data set is what its code finds there."""
+def opened(loader: DataLoader[Any]) -> Iterator[Any]:
+    """An iterator over a loader, whose workers end with this process."""
+    own = loader.worker_init_fn
+    if loader.num_workers:
+        loader.worker_init_fn = _WorkerInit(loader)
+    try:
+        return iter(loader)
+    finally:
+        loader.worker_init_fn = own
 
-    def __init__(self, own: Callable[[int], None] | None) -> None:
-        self.own = own
+
+class _WorkerInit:
+    """Starts a loader's worker: the user's own data set is what the user's code finds there, and
+    it doesn't outlive the process that opened the loader."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.own = loader.worker_init_fn
+        self.opener = os.getpid()
+        context = loader.multiprocessing_context or multiprocessing
+        self.children = context.get_start_method() != "forkserver"
+        """Whether workers are the opener's children."""
 
     def __call__(self, worker: int) -> None:
         info: Any = get_worker_info()
@@ -356,6 +374,10 @@ class WorkerInit:
             object.__setattr__(info, "dataset", info.dataset.dataset)
         if self.own is not None:
             self.own(worker)
+        # From here on torch ends a worker whose parent changes. Where it changed before, torch
+        # doesn't notice, and the worker would wait for ever.
+        if self.children and self.opener not in (os.getppid(), os.getpid()):
+            os._exit(1)
 
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in ')

@@ -381,8 +381,8 @@ class LoadedNoisyByWorkers(LoadedNoisy):
     workers = 2
 
 
-class _Flow(IterableDataset):
-    def __init__(self, samples, length):
+class Flow(IterableDataset):
+    def __init__(self, samples, length=True):
         self.samples, self.length = samples, length
 
     def __iter__(self):
@@ -403,7 +403,7 @@ class Stream(MLPTask):
     length = True
 
     def data(self, split):
-        return _Flow(Rows42(self, split), self.length)
+        return Flow(Rows42(self, split), self.length)
 
 
 class EndlessStream(Stream):

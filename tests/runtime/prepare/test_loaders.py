@@ -3,18 +3,24 @@ when they fail."""
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import select
+import signal
 import threading
+import time
 
 import msgspec
 import pytest
 import torch
-from data_tasks import Listed, Loaded, Rows42
+from data_tasks import Flow, Listed, Loaded, Rows42
 from helpers.paths import TESTS
 from helpers.plans import plan_by_hand, with_times
 from helpers.processes.stopped_runs import check_resumed
 from timeprest.planner.search.recheck import recheck
 from timeprest.profiles.errors import RunError, TargetError, UserError
 from timeprest.profiles.target import resolve
+from timeprest.profiles.tasks.batches import Batches
 from timeprest.profiles.tasks.loaders import few, pick, size_of, some_samples, why
 from timeprest.profiles.tasks.loading import loading_s_per_sample
 from timeprest.profiles.tasks.prefetch import Ahead
@@ -293,6 +299,46 @@ def test_a_stream_that_runs_dry_says_so(plan, tmp_path):
 def test_a_worker_of_the_loader_that_dies_ends_the_run(plan, tmp_path):
     with pytest.raises(RunError, match=r"a worker of its DataLoader is gone: DataLoader worker"):
         trained(plan, "LoadedDying", tmp_path / "run")
+
+
+class _HeldUp(DataLoader):
+    """Its worker begins when the process that opened it is gone. `end`: a pipe's, which stays open
+    as long as the worker lives."""
+
+    def __init__(self, data, **how):
+        super().__init__(data, num_workers=1, worker_init_fn=self.hold, **how)
+        self.seen, self.end = os.pipe()
+
+    def hold(self, _):
+        opener = os.getppid()
+        os.write(self.end, os.getpid().to_bytes(4, "little"))
+        while os.getppid() == opener:
+            time.sleep(0.01)
+
+
+def _open(loader):
+    os.close(loader.seen)
+    batches = Batches(loader, "train", seed=0, mini_batch=8)
+    batches._opened(0, 0)
+    os.close(loader.end)
+    time.sleep(60)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("data", [Rows42(Loaded(), "train"), Flow(Rows42(Loaded(), "train"))])
+def test_workers_end_with_the_process_that_opened_the_loader(data):
+    loader = _HeldUp(data, batch_size=8)
+    opener = multiprocessing.get_context("fork").Process(target=_open, args=(loader,))
+    opener.start()
+    os.close(loader.end)
+    worker = int.from_bytes(os.read(loader.seen, 4), "little")
+    opener.kill()
+    opener.join()
+    ended, _, _ = select.select([loader.seen], [], [], 15)
+    if not ended:
+        os.kill(worker, signal.SIGKILL)
+    os.close(loader.seen)
+    assert ended
 
 
 def test_data_that_never_come_are_given_up():
