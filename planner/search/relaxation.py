@@ -11,6 +11,7 @@ Index letters: N micro-batches; r replicas.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property
 from itertools import product
 
@@ -31,6 +32,10 @@ from .places import (
     returning,
     sharing,
 )
+
+_LEFT_OUT, _WORTH_IT = 1e-3, 0.01
+"""Layers with so much of the work may count for less, where that lowers the largest share of a
+layer's work that its forward is by more than this."""
 
 
 class Relaxation:
@@ -99,6 +104,12 @@ class Relaxation:
         if drains:
             # 1F1B with equal stages takes as long as if both counted in full.
             before, after = self._heads(costs[1], both=guess or returns)
+        shares_forwards = returns or (after is not None and most > 1 and not guess)
+        worked = costs
+        if shares_forwards:
+            # A handful of additions whose backward takes nothing must not make the share 1.
+            forward_share = _forward_share(costs[1])
+            worked = {r: _capped(found, forward_share) for r, found in costs.items()}
         counted = self._counted(drains=drains and not guess, alone=after is None)
         # Weight parts may run while the next mini-batch fills the pipeline behind the stage.
         inputs_only = drains and not guess and self.variant.split_backward
@@ -111,7 +122,7 @@ class Relaxation:
                 # Replicas of a whole mini-batch work at once, each in its own time.
                 rounds = n * share / grain
                 modes[key] = self._mode(
-                    costs[r], rounds, counted, recompute_unit=key[1], inputs_only=inputs_only
+                    worked[r], rounds, counted, recompute_unit=key[1], inputs_only=inputs_only
                 )
             options.append(Option(r // grain, list(modes).index(key)))
         devices = all_devices
@@ -127,9 +138,9 @@ class Relaxation:
             syncs=not drains,
             every_device=counts == [1] and branch.stages == all_devices,
         ).places()
-        if returns or (after is not None and most > 1 and not guess):
+        if shares_forwards:
             way = returning if returns else sharing
-            place = way(place, options, n, all_devices, _largest_forward_share(costs[1]))
+            place = way(place, options, n, all_devices, forward_share)
         serial_s, serial_fixed_s = (None, 0.0) if drains else self._serial(n, most)
         smallest, shared = costs[most], tuple[Shared, ...]()
         if self.limited:
@@ -350,7 +361,25 @@ class Relaxation:
             yield Shared(savers, smallest[name])
 
 
-def _largest_forward_share(costs: LayerVectors) -> float:
-    """Of the layers' work, at most this much is a forward."""
+def _forward_share(costs: LayerVectors) -> float:
+    """Of a layer's work, the most that its forward counts as (`_capped`)."""
     forward_s, both_s = costs.forward_s, costs.forward_s + costs.backward_s
-    return float(np.max(forward_s[both_s > 0] / both_s[both_s > 0], initial=0.0))
+    known = np.flatnonzero(both_s > 0)
+    shares = forward_s[known] / both_s[known]
+    order = np.argsort(-shares, kind="stable")
+    ranked = shares[order]
+    largest = float(ranked.max(initial=0.0))
+    most = np.cumsum(both_s[known][order]) > _LEFT_OUT * float(both_s.sum())
+    usual = float(ranked[most].max(initial=0.0))
+    return usual if largest - usual > _WORTH_IT else largest
+
+
+def _capped(costs: LayerVectors, share: float) -> LayerVectors:
+    """The costs with no layer's forward above a share of both. Where a stage runs n forwards of f
+    and n backwards of b, and a ≤ n of those forwards run beside other work, n·(f + b) − a·f falls
+    with f by no more than n − a ≥ 0: it is at least as much with the true f."""
+    if share >= 1.0:
+        return costs
+    return replace(
+        costs, forward_s=np.minimum(costs.forward_s, costs.backward_s * (share / (1.0 - share)))
+    )

@@ -9,7 +9,7 @@ devices in the cluster's order, all N, limits and ways to run a stage.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise, product
@@ -66,11 +66,11 @@ class Drawn:
         return min((found.prediction.period_s for found in self.fitting), default=None)
 
 
-def drawn(seed: int, most_plans: int = 600) -> Drawn | None:
-    """The question with this number; None where it has more plans than `most_plans`, or none, as
-    the profile has no such micro-batches."""
+def drawn(seed: int, most_plans: int = 600, systems: Sequence[str] = tuple(ALL)) -> Drawn | None:
+    """The question with this number, of one of these systems; None where it has more plans than
+    `most_plans`, or none, as the profile has no such micro-batches."""
     rng = random.Random(seed)
-    variant = VARIANTS[rng.choice(ALL)]
+    variant = VARIANTS[rng.choice(systems)]
     profile = drawn_profile(rng)
     tied = rng.choice(["together", "split"]) if variant.flushes else "together"
     every = rng.choice([1, 1, 1, 2])

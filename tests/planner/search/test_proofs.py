@@ -22,6 +22,7 @@ from timeprest.planner.partition.dp import identical_devices as rising
 from timeprest.planner.partition.problem import stage_bytes, stage_load
 from timeprest.planner.plan import PlanStage
 from timeprest.planner.search import first_plans, state
+from timeprest.planner.search import relaxation as relaxations
 from timeprest.planner.search.choices import Branch, Freedom
 from timeprest.planner.search.places import Assumptions
 from timeprest.planner.search.relaxation import Relaxation
@@ -132,6 +133,52 @@ def test_what_is_proven_of_large_models_is_so(number, monkeypatch):
     if found is None:
         pytest.skip("too many plans to try, or none")
     check_solved(found, "dp")
+
+
+@pytest.mark.parametrize("number", numbers()[::4])
+def test_forwards_that_count_for_less_bound_no_plan_from_above(number, monkeypatch):
+    """Layers with most of the work in their forwards, as many as half of all, are cut short."""
+    monkeypatch.setattr(relaxations, "_LEFT_OUT", 0.5)
+    monkeypatch.setattr(relaxations, "_WORTH_IT", 0.0)
+    found = drawn(number, systems=("pipedream-flush", "gpipe"))
+    if found is None:
+        pytest.skip("too many plans to try, or none")
+    check_bounds(found)
+
+
+def test_forwards_that_count_for_less_do_so_in_all_of_the_work(monkeypatch):
+    """A stage of 1 ms each way before two replicas of one that takes 6: its second forward runs
+    beside them, and nothing but 1 + 6 + 2 · 1 ms bounds the period."""
+    monkeypatch.setattr(relaxations, "_LEFT_OUT", 0.5)
+    layers = [("n0", 0, 1e-3, 1e-3, 0, []), ("n1", 0, 2e-3, 4e-3, 0, [])]
+    edges = [("n0", "n1", "t", 1), ("n1", "output", "y", 4)]
+    profile = profile_by_hand(layers, edges, sizes=(1,))
+    question = Question(profile, on_machines("aaa", FAST), "pipedream-flush", 2, 1.0)
+    found = all_of(question, Freedom(replicas=True))
+    check_bounds(found)
+    assert any(plan.prediction.period_s == pytest.approx(9e-3) for _, plan in found.plans)
+
+
+def test_a_layer_that_nearly_only_runs_forward_does_not_weaken_the_bound():
+    """Of 8 forwards of a stage on the first of 8 devices 7 may run beside other work; were its
+    backwards all that counts, 2 of 3 parts of its work would be left, and with an addition whose
+    backward takes nothing just an eighth."""
+
+    def speeds(addition_s):
+        layers = [("n0", 0, 1e-3, 2e-3, 0, []), ("add", 0, addition_s, 0.0, 0, [])]
+        edges = [("n0", "add", "t", 16), ("add", "output", "y", 4)]
+        profile = profile_by_hand(layers, edges, sizes=(1,))
+        question = Question(profile, on_machines("a" * 8, FAST), "pipedream-flush", 8, 1.0)
+        problem = Relaxation(question, ALONE).problem(Branch(8), Assumptions(view="return"))
+        return problem.place(0, 8).speed, problem.modes[0].compute_s
+
+    speed, compute_s = speeds(1e-6)
+    assert speed == pytest.approx(1 / (1 - 7 / 8 / 3))
+    assert list(compute_s) == pytest.approx([0.024, 0.0])
+    # Where it takes long it counts, as it is.
+    speed, compute_s = speeds(1e-3)
+    assert speed == pytest.approx(8)
+    assert list(compute_s) == pytest.approx([0.024, 0.008])
 
 
 def check_case(case):
