@@ -8,6 +8,7 @@ first, interpolated between two points.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -50,6 +51,13 @@ def smoothed(points: Points) -> list[tuple[float, float]]:
         part = [value for _, value in points[k - h : k + h + 1]]
         found.append((at, sum(part) / len(part)))
     return found
+
+
+def noise_of(points: Points) -> float:
+    """Standard deviation of the points around what they follow: the root of half their mean squared
+    successive difference (von Neumann 1941), which knows of no trend. 0 for fewer than two."""
+    steps = [b - a for (_, a), (_, b) in pairwise(points)]
+    return math.sqrt(sum(step * step for step in steps) / (2 * len(steps))) if steps else 0.0
 
 
 def value_at(points: Points, samples: float) -> float | None:

@@ -18,7 +18,7 @@ from functools import cached_property
 
 import msgspec
 
-from .curves import points_of, samples_to, smoothed, value_at
+from .curves import noise_of, points_of, samples_to, smoothed, value_at
 from .spread import Spread, spread_of
 from .study import PLAIN, RISES, Curve, StudiedPlan, Study, StudyArm
 
@@ -83,6 +83,8 @@ class Recommendation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     open: tuple[str, ...] = ()
     """Others that may be as fast: they don't reach the target in what was trained, which takes
     them less time than this one."""
+    begun: bool = True
+    """False: plain training has hardly begun where it reaches the target."""
     why: str
 
 
@@ -149,6 +151,20 @@ class Reckoning:
         """To the target, the geometric mean over seeds; None: plain training doesn't reach it."""
         found = [s for s in self.samples(PLAIN, self.target) if s is not None]
         return spread_of(found).mean if len(found) == self.study.question.seeds else None
+
+    @cached_property
+    def begun(self) -> bool:
+        """Whether at the target, with every seed, plain training's loss has fallen by more than one
+        mini-batch's differs from the next's: else which system is ahead is mostly chance, and says
+        little of a longer training."""
+        asked = self.study.question
+        if asked.metric != "loss":
+            return True
+        for curve in self.study.plain.finals():
+            points = points_of(curve, asked.metric, asked.mini_batch)
+            if points and points[0][1] - self.target < noise_of(points):
+                return False
+        return True
 
     def arm_result(self, arm: StudyArm) -> ArmResult:
         """What an arm needs."""
@@ -243,7 +259,7 @@ def results_of(study: Study) -> StudyResults:
         target=None if math.isnan(reckoning.target) else reckoning.target,
         arms=arms,
         plans=tuple(plans),
-        recommendation=_recommend(study, plans, best.name if best is not None else ""),
+        recommendation=_recommend(reckoning, plans, best.name if best is not None else ""),
     )
 
 
@@ -254,7 +270,8 @@ def _at_least(reckoning: Reckoning, plan: StudiedPlan, arm: ArmResult) -> float 
     return asked.length * plan.period_s
 
 
-def _recommend(study: Study, plans: Sequence[PlanResult], best: str) -> Recommendation:
+def _recommend(reckoning: Reckoning, plans: Sequence[PlanResult], best: str) -> Recommendation:
+    study, begun = reckoning.study, reckoning.begun
     asked = study.question
     reached = [plan for plan in plans if plan.time_s is not None]
     if all(curve.diverged_at is not None for curve in study.plain.finals()):
@@ -277,7 +294,13 @@ def _recommend(study: Study, plans: Sequence[PlanResult], best: str) -> Recommen
             f"; not decided, since the target isn't reached in what was trained: "
             f"{', '.join(undecided)} (a larger --longer)"
         )
-    return Recommendation(plan=best, equal=equal, open=undecided, why=why)
+    if not begun:
+        why += (
+            "; training has hardly begun at this target, which lies within the noise of one "
+            "mini-batch of the first loss: a longer study may say otherwise (more --steps or "
+            "--epochs)"
+        )
+    return Recommendation(plan=best, equal=equal, open=undecided, begun=begun, why=why)
 
 
 def _may_be_faster(plan: PlanResult, best: PlanResult) -> bool:

@@ -142,7 +142,7 @@ def _recommendations(found: Sequence[FoundCell]) -> list[str]:
         best = min(truth, key=truth.__getitem__)
         over = truth[told.plan] / truth[best] if told.plan in truth else float("inf")
         close = over <= WITHIN
-        open_ = best in (*told.equal, *told.open)
+        open_ = best in (*told.equal, *told.open) or not told.begun
         good, said = good + close, said + (not close and open_)
         rows.append(
             [
@@ -160,7 +160,8 @@ def _recommendations(found: Sequence[FoundCell]) -> list[str]:
         "## Is a short study's recommendation right?",
         f"A study of a tenth of the steps beside the whole: in {good} of {len(short)} cells the "
         f"system that it recommends is within 5 % of the best time to target; in {said} more the "
-        "best was among those that it called equal or undecided.",
+        "best was among those that it called equal or undecided, or it said that training had "
+        "hardly begun at its target.",
         _table(head, rows),
     ]
 

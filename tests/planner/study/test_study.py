@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 import statistics
 
 import msgspec
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from timeprest.planner.study.curves import (
     end_value,
+    noise_of,
     points_of,
     samples_to,
     smoothed,
@@ -262,6 +264,28 @@ def test_what_differs_by_less_than_the_seeds_is_equal():
     sure = results_of(study(arms, {"a": 1.0, "c": 3.0})).recommendation
     assert (sure.plan, sure.equal) == ("a", ())
     assert "beyond the seeds' spread" in sure.why
+
+
+def test_where_training_has_hardly_begun_it_is_said():
+    # Losses fall by 0.3 in all, and jump by as much from one mini-batch to the next.
+    level = [2.3 - 0.001 * k for k in range(LENGTH)]
+    restless = [v - 0.3 * (-1) ** k for k, v in enumerate(level)]
+    said = []
+    for losses in (level, restless):
+        curves = [curve(seed, losses=tuple(losses)) for seed in range(3)]
+        plain = msgspec.structs.replace(PLAIN_ARM, curves=tuple(curves))
+        other = msgspec.structs.replace(arm("a", (1, 1, 1)), curves=tuple(curves))
+        said.append(results_of(study([plain, other], {"a": 1.0})).recommendation)
+    assert [found.plan for found in said] == ["a", "a"]
+    assert [found.begun for found in said] == [True, False]
+    assert ["hardly begun" in found.why for found in said] == [False, True]
+
+
+def test_the_noise_of_a_curve_knows_of_no_trend():
+    drawn = random.Random(0)
+    noisy = [(float(k), 0.01 * k + drawn.gauss(0, 2)) for k in range(2000)]
+    assert noise_of(noisy) == pytest.approx(2, rel=0.1)
+    assert noise_of(noisy[:1]) == noise_of([]) == 0
 
 
 def test_without_plain_training_there_is_no_target():
