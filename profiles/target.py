@@ -148,9 +148,13 @@ class Target:
 
         Raises TargetError where `data` does.
         """
-        if self.task is None:
-            return _BATCH_SIZE
-        return batch_size_of(self._training()) or _BATCH_SIZE
+        return self.loader_batch_size or _BATCH_SIZE
+
+    @functools.cached_property
+    def loader_batch_size(self) -> int | None:
+        """Samples in a batch of the training data's DataLoader; None where there is none, or it
+        doesn't say. Raises TargetError where `data` does."""
+        return None if self.task is None else batch_size_of(self._training())
 
     def _arguments_among(self, keys: Collection[str]) -> Sequence[str]:
         """Which of a batch's keys are names of the model's arguments. Raises TargetError."""

@@ -92,6 +92,12 @@ def measure(
     platform = platform or platform_of("cpu")
     for line in misspelt_hooks(target.task) if target.task is not None else ():
         _warn(line)
+    if (own := target.loader_batch_size) not in (None, batch_size):
+        _warn(
+            f"{target.name}: the DataLoader of data('train') makes batches of {own} samples, and "
+            f"tp-run trains on these: profile with --batch-size {own}, or plan with --mini-batch "
+            f"{own}"
+        )
     sizes = tuple(sorted(set(micro_batch_sizes or default_sizes(batch_size, platform))))
     torch.set_num_threads(threads)
     looked = target.look_at_batches(batch_size, batches)

@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.data import DataLoader, TensorDataset
 
 from .batches import Batches
-from .loaders import comes_in_batches, size_of
+from .loaders import batch_size_of, comes_in_batches, size_of
 from .prefetch import OwnRandomness
 from .task import Names, dataset_size, fetch
 
@@ -38,7 +38,7 @@ def loading_s_per_sample(
         return _one_by_one(given, mini_batch, names, seconds)
     workers = max(given.num_workers if isinstance(given, DataLoader) else 0, 1)
     size = size_of(given, "train", mini_batch)
-    most = _MOST if size is None else size // mini_batch
+    most = _MOST if size is None else size // (batch_size_of(given) or mini_batch)
     batches = Batches(given, "train", 0, mini_batch, names)
     try:
         # Workers come with their first batches at once, late by their start.

@@ -18,7 +18,8 @@ from helpers.paths import TESTS
 from helpers.plans import plan_by_hand, with_times
 from helpers.processes.stopped_runs import check_resumed
 from timeprest.planner.search.recheck import recheck
-from timeprest.profiles.errors import RunError, TargetError, UserError
+from timeprest.profiles.errors import RunError, TargetError, TaskWarning, UserError
+from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
 from timeprest.profiles.tasks.batches import Batches
 from timeprest.profiles.tasks.loaders import few, pick, size_of, some_samples, why
@@ -241,6 +242,15 @@ def test_loading_is_measured_where_samples_are_not_in_memory():
     assert 2e-3 <= loading_s_per_sample(task("Slow").samples("train"), 8, seconds=0.1) < 1
     # What was loaded ahead while nobody asked comes sooner.
     assert loading_s_per_sample(task("Slow").data("train"), 8, seconds=0) > 5e-4
+
+
+def test_profiling_in_other_batches_than_the_loaders_is_told():
+    # 40 samples in five batches of 8: there are no twelve of 3.
+    with pytest.warns(TaskWarning, match="makes batches of 8 samples.*--mini-batch 8"):
+        profile = measure(
+            resolve(f"{FILE}:LoadedByWorkers"), batch_size=3, micro_batch_sizes=[3], seconds=0
+        )
+    assert profile.loading_s_per_sample > 0
 
 
 def test_no_plan_is_faster_than_its_samples_come(mlp_profile):
