@@ -12,7 +12,7 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import combinations, pairwise, product
+from itertools import combinations, islice, pairwise, product
 
 import msgspec
 from helpers.drawn.pipelines import ALL
@@ -500,10 +500,12 @@ def drawn_placed(seed: int, most_plans: int = 150) -> DrawnPlaced | None:
     if not counts:
         return None
     n = rng.choice(counts)
+    # One more than may be says that there are too many, before any of them is evaluated.
+    asked = list(islice(placed_plans(question, n, again, per_device, placement), most_plans + 1))
+    if len(asked) > most_plans:
+        return None
     plans = []
-    for stages in placed_plans(question, n, again, per_device, placement):
-        if len(plans) == most_plans:
-            return None
+    for stages in asked:
         # Parts of a graph that nothing connects may wait for each other on one device.
         with suppress(ScheduleError):
             plans.append(evaluate(question, stages, n))
