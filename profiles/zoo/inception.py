@@ -14,6 +14,10 @@ LEAST = 75
 """Pixels that leave one position before the last pooling."""
 AUXILIARY_WEIGHT = 0.4
 """Of the auxiliary head's loss, beside 1 for the main one."""
+POOLED = (32, 64, 64)
+"""Channels behind the pooling of each block A; the last has 64: block B takes 288."""
+WIDTHS = (128, 160, 160, 192)
+"""Channels between the 7×7 convolutions of each block C."""
 
 
 class Unit(nn.Module):
@@ -172,10 +176,9 @@ class InceptionV3(nn.Module):
             Unit(80, 192, 3),
             nn.MaxPool2d(3, 2),
         )
-        self.mixed5 = nn.Sequential(InceptionA(192, 32), InceptionA(256, 64), InceptionA(288, 64))
-        self.mixed6 = nn.Sequential(
-            InceptionB(288), InceptionC(128), InceptionC(160), InceptionC(160), InceptionC(192)
-        )
+        into = (192, *(224 + pool for pool in POOLED[:-1]))
+        self.mixed5 = nn.Sequential(*map(InceptionA, into, POOLED))
+        self.mixed6 = nn.Sequential(InceptionB(288), *map(InceptionC, WIDTHS))
         self.aux = AuxiliaryHead(_middle(size), classes)
         self.mixed7 = nn.Sequential(InceptionD(), InceptionE(1280), InceptionE(2048))
         self.avgpool = nn.AdaptiveAvgPool2d(1)

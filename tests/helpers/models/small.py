@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from timeprest.profiles.zoo import densenet, resnet
+from timeprest.profiles.zoo import densenet, inception, resnet
 
 ZOO = {
     "mlp": "mlp:width=16,inputs=12",
@@ -39,6 +39,8 @@ TARGETS = [
 def make_shallow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few blocks in nets of many equal ones: of each kind one, and one behind another."""
     monkeypatch.setattr(densenet, "BLOCKS", (2, 3, 2))
+    monkeypatch.setattr(inception, "POOLED", (64,))
+    monkeypatch.setattr(inception, "WIDTHS", (128, 160))
     for name, (block, _) in list(resnet.NETS.items()):
         monkeypatch.setitem(resnet.NETS, name, (block, (2, 2, 1, 1)))
 
