@@ -14,6 +14,7 @@ from ..partition.dp.blocks import Blocks, blocks
 from ..partition.dp.identical_devices import identical_minimax
 from ..partition.dp.identical_devices_by_target import identical_by_targets
 from ..partition.dp.minimax import minimax_with_bound
+from ..partition.dp.waited_for import waited_for, with_least_waits
 from ..partition.problem import Cut, StageProblem
 from ..partition.solve import DpSource
 from .choices import Branch, InFlight, choice_of
@@ -37,8 +38,13 @@ _ALIKE = 0.02
 """Of the best first guesses, those that differ by no more are tried in the sequence in which they
 were made: more micro-batches first, then as many replicas for every stage."""
 
-_EQUAL = 3
-"""Numbers of replicas, the same for every stage, that first guesses are made with."""
+_EQUAL, _EQUAL_FLUSHED = 3, 5
+"""Numbers of replicas, the same for every stage, that first guesses are made with. Where a pipeline
+runs empty after each mini-batch, fewer replicas, with less to compute again, may be better."""
+
+_UNEQUAL = 1.15
+"""How much longer a flush takes, at the least as a rule, than a guess says whose stages have
+different numbers of replicas, which wait for one another."""
 
 _REPAIRS, _REPAIR = 3, 1.002
 """Times that a guess is made again with less memory, and how much less than it was over."""
@@ -86,13 +92,17 @@ def _try_between(search: SearchState, most: int, until: float | None) -> None:
     for done, branch in enumerate(sorted(search.branches, key=lambda b: -b.micro_batches)):
         what = f"first plans: {branch.micro_batches} micro-batches"
         search.say(what, done, len(search.branches))
+        expected_s = min((item[0] for item in found), default=inf)
+        if search.relaxation.way_and_back_s(branch.micro_batches) >= expected_s:
+            continue
         for in_flight, replicas in product(
             search.in_flight_guesses(None), _equal_replicas(search, branch)
         ):
             guess = _Guess(branch, most, in_flight, replicas, until)
-            answer = _in_blocks(search, guess)
+            answer = _in_blocks(search, guess, enough_s=expected_s)
             if answer is not None:
-                found.append((answer[1].objective_s, len(found), guess))
+                found.append((_expected_s(search, guess, answer), len(found), guess))
+                expected_s = min(expected_s, found[-1][0])
             if is_late(until):
                 break
         if is_late(until) and found:
@@ -121,7 +131,22 @@ def _equal_replicas(search: SearchState, branch: Branch) -> list[int | None]:
     counts = search.relaxation.replica_counts(branch.micro_batches)
     within = [r for r in counts if 1 < r <= most]
     few = [1] if search.most_stages <= MOST_BLOCKS else []
-    return [*few, *within[-_EQUAL:], None]
+    return [*few, *within[-_EQUAL_FLUSHED if variant.flushes else -_EQUAL :], None]
+
+
+def _expected_s(search: SearchState, guess: _Guess, answer: tuple[StageProblem, Cut]) -> float:
+    """The period that a guess may lead to."""
+    problem, cut = answer
+    if not _recomputes(search, problem):
+        return cut.objective_s
+    again = search.relaxation.forward_s(guess.branch.micro_batches)
+    expected_s = cut.objective_s + waited_for(problem, again, cut)
+    return expected_s * (_UNEQUAL if guess.replicas is None else 1.0)
+
+
+def _recomputes(search: SearchState, problem: StageProblem) -> bool:
+    """Whether what stages compute again holds up all others: the pipeline runs empty."""
+    return search.relaxation.variant.flushes and len({mode.name for mode in problem.modes}) > 1
 
 
 def _least_devices(search: SearchState, branch: Branch) -> float:
@@ -133,9 +158,15 @@ def _least_devices(search: SearchState, branch: Branch) -> float:
 
 
 def _in_blocks(
-    search: SearchState, guess: _Guess, share: float = 1.0
+    search: SearchState, guess: _Guess, share: float = 1.0, *, enough_s: float = inf
 ) -> tuple[StageProblem, Cut] | None:
-    """A guess's best cut between blocks. `share`: of the devices' memory, that it may use."""
+    """A guess's best cut between blocks.
+
+    Args:
+        share: of the devices' memory, that it may use.
+        enough_s: what stages compute again counts, where it holds up all others, only of cuts
+            whose loads are below this.
+    """
     problem = search.relaxation.problem(
         guess.branch,
         Assumptions(
@@ -163,9 +194,14 @@ def _in_blocks(
         )
         or minimax_with_bound(coarse, lattice, below=search.period_s, deadline=deadline)
     )
-    if answer.cut is None:
+    cut, of = answer.cut, _blocks_of(search, problem, most)
+    if cut is None:
         return None
-    return problem, _blocks_of(search, problem, most).fine(answer.cut)
+    alike = search.identical and guess.replicas is not None
+    if cut.objective_s < enough_s and alike and _recomputes(search, problem):
+        again = of.summed(search.relaxation.forward_s(guess.branch.micro_batches))
+        cut = with_least_waits(coarse, lattice, again, cut, deadline)
+    return problem, of.fine(cut)
 
 
 def _try_in_blocks(search: SearchState, guess: _Guess) -> None:

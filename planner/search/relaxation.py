@@ -174,8 +174,15 @@ class Relaxation:
         from a stage to the end and back; of that only layers count that all paths go through, and
         that gradients come back along.
         """
-        if self.variant.schedule != "1f1b-micro":
-            return 0.0
+        return self._way_s(micro_batches) if self.variant.schedule == "1f1b-micro" else 0.0
+
+    def way_and_back_s(self, micro_batches: int) -> float:
+        """As `round_trip_s`, for systems that flush too: they have no more in flight either."""
+        if self.variant.flushes:
+            return self._way_s(micro_batches)
+        return self.round_trip_s(micro_batches)
+
+    def _way_s(self, micro_batches: int) -> float:
         work = np.add(*self._once(self.graph.costs(self._size(micro_batches, 1))))
         return max((sum(work[row].tolist()) for row in self.graph.returning_rows), default=0.0)
 
@@ -193,6 +200,10 @@ class Relaxation:
         return ("drain", "return", "cycle") if one_by_one else ("drain", "cycle")
 
     # Layers ----------------------------------------------------------------------------------
+
+    def forward_s(self, micro_batches: int) -> Vector:
+        """Each layer's forward of a micro-batch, [n], as fast as can be."""
+        return self._once(self.graph.costs(self._size(micro_batches, 1)))[0]
 
     def _size(self, micro_batches: int, replicas: int) -> int:
         """Samples in a stage's micro-batch; uneven ones count as the largest."""

@@ -64,6 +64,10 @@ class Blocks:
         chain = [(1 << g) - 1 for g in range(len(lists) + 1)]
         return found, lattice_of(found, chain, complete=True)
 
+    def summed(self, values: Vector) -> Vector:
+        """Values of layers, [n], added up over each block's."""
+        return np.array([values[list(members(mask))].sum() for mask in self.masks])
+
     def fine(self, cut: Cut) -> Cut:
         """A cut of the coarse problem as one of the problem it was made from."""
         stages = tuple(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import lru_cache
 from time import monotonic
 
 import numpy as np
 
-from ..problem import ChosenStage, Cut, StageProblem
+from ..problem import ChosenStage, Cut, Place, StageProblem
 from .lattice import Lattice
 from .program import Program, just_below
 from .sweep import OutOfTime, Sweep
@@ -19,6 +20,15 @@ REMEMBERED = 1 << 14
 Move = tuple[float, float, int, int, int, int]
 """Largest load from here on at the best, load of the stage, position of its upper downset, its
 option, its k, and the devices left beyond it."""
+
+
+def _in_time(place: Callable[[int, int], Place], deadline: float) -> Callable[[int, int], Place]:
+    def asked(option: int, k: int) -> Place:
+        if monotonic() > deadline:
+            raise OutOfTime
+        return place(option, k)
+
+    return asked
 
 
 def chains_below(
@@ -49,6 +59,9 @@ def chains_below(
 
     if limit() < 0:
         return
+    if deadline is not None:
+        # With thousands of devices asking for all places takes half a minute.
+        problem = replace(problem, place=_in_time(problem.place, deadline))
     sweep = Sweep(Program(problem, lattice, every_place=True), limit(), deadline=deadline)
     masks, top = lattice.masks, sweep.program.top
     moves = lru_cache(REMEMBERED)(lambda level, below, k: _moves(sweep, level, below, k))
