@@ -83,13 +83,11 @@ def drawn(seed: int, most_plans: int = 600, systems: Sequence[str] = tuple(ALL))
     asked = None
     if not variant.whole_mini_batches and rng.random() < 0.6:
         asked = rng.choice([n for n in range(1, batch + 1) if -(-batch // n) <= batch])
-    plans: list[tuple[int, Evaluation]] = []
-    for n, stages in all_plans(question, freedom, asked):
-        if len(plans) == most_plans:
-            return None
-        plans.append((n, evaluate(question, stages, n)))
-    if not plans:
+    # One more than may be says that there are too many, before any of them is evaluated.
+    every_plan = list(islice(all_plans(question, freedom, asked), most_plans + 1))
+    if not 0 < len(every_plan) <= most_plans:
         return None
+    plans = [(n, evaluate(question, stages, n)) for n, stages in every_plan]
     cluster = with_memory(rng, cluster, [found for _, found in plans])
     found = Drawn(replace(question, cluster=cluster), freedom, asked, plans)
     return narrowed(rng, found) if rng.random() < 0.25 else found
@@ -500,7 +498,7 @@ def drawn_placed(seed: int, most_plans: int = 150) -> DrawnPlaced | None:
     if not counts:
         return None
     n = rng.choice(counts)
-    # One more than may be says that there are too many, before any of them is evaluated.
+    # As above.
     asked = list(islice(placed_plans(question, n, again, per_device, placement), most_plans + 1))
     if len(asked) > most_plans:
         return None

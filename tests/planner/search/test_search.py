@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import islice, pairwise, product
 
 import msgspec
 import pytest
@@ -116,9 +116,11 @@ def drawn_questions(draw, most):
 
 def best_of_all(question, freedom, counts):
     """The shortest period of all plans that fit; None when none does."""
+    # Too many are refused before any of them is evaluated.
+    plans = list(islice(all_plans(question, freedom, counts), MOST_PLANS + 1))
+    assume(len(plans) <= MOST_PLANS)
     best = None
-    for number, (choice, n, limits) in enumerate(all_plans(question, freedom, counts)):
-        assume(number < MOST_PLANS)
+    for choice, n, limits in plans:
         found = evaluate(question, choice.with_limits(limits), n)
         if not found.over_limit(question.cluster):
             period = found.prediction.period_s
