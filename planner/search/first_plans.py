@@ -43,8 +43,8 @@ _EQUAL, _EQUAL_FLUSHED = 3, 5
 runs empty after each mini-batch, fewer replicas, with less to compute again, may be better."""
 
 _UNEQUAL = 1.15
-"""How much longer a flush takes, at the least as a rule, than a guess says whose stages have
-different numbers of replicas, which wait for one another."""
+"""A guess's expected period counts as so many times longer where stages of a pipeline that runs
+empty have different numbers of replicas: they wait for one another (docs/planner_scale.md)."""
 
 _REPAIRS, _REPAIR = 3, 1.002
 """Times that a guess is made again with less memory, and how much less than it was over."""
