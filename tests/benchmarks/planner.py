@@ -230,23 +230,37 @@ LOOK_ALIKES: list[tuple[str, str, dict[str, Any], int, str]] = [
 def look_alike_cases() -> Iterator[Case]:
     """Graphs of tests/helpers/drawn/lattices.py: no memory limit, then one that binds."""
     for label, shape, arguments, devices, seconds in LOOK_ALIKES:
-        needs = getattr(lattices, shape)(**arguments)
         replicas = tuple(range(1, devices + 1)) if "replicas" in label else (1,)
         for memory in (None, 1.3):
+            rival = Rival(seconds=seconds)
+            how = {"replicas": replicas, "memory": memory}
+            yield drawn_case(label, getattr(lattices, shape)(**arguments), devices, rival, **how)
 
-            def make(
-                needs: list[int] = needs,
-                devices: int = devices,
-                replicas: tuple[int, ...] = replicas,
-                memory: float | None = memory,
-            ) -> StageProblem:
-                problem: StageProblem = lattices.problem(
-                    needs, devices, replicas=replicas, memory=memory, overlap=False
-                )
-                return problem
 
-            limit = "none" if memory is None else f"{memory} shares"
-            yield Case(label, len(needs), limit, make, Rival(seconds=seconds))
+DEAR = (1.0, 16.0, 64.0)
+"""All tensors' wire times over all computing. At 64 the busiest stage's transfers take as long as
+its computing."""
+
+
+def dear_cases() -> Iterator[Case]:
+    """The Inception-like graphs with transfers that cost as much as computing, and more."""
+    for label, shape, arguments, devices, _ in LOOK_ALIKES:
+        if shape == "inception_like":
+            needs = lattices.inception_like(**arguments)
+            for wire in DEAR:
+                yield drawn_case(f"{label}, {wire:g} ×", needs, devices, Rival(), wire=wire)
+
+
+def drawn_case(label: str, needs: list[int], devices: int, rival: Rival, **how: Any) -> Case:
+    """Costs drawn for a graph; `how` as `lattices.problem` takes it."""
+
+    def make() -> StageProblem:
+        problem: StageProblem = lattices.problem(needs, devices, overlap=False, **how)
+        return problem
+
+    memory = how.get("memory")
+    limit = "none" if memory is None else f"{memory} shares"
+    return Case(label, len(needs), limit, make, rival)
 
 
 # Shared ----------------------------------------------------------------------------------------
@@ -320,6 +334,13 @@ def tables() -> list[Table]:
             "or another's where it says so, on the real graph with as many downsets as in "
             "brackets; other costs, so only their size compares.",
             look_alike_cases,
+        ),
+        Table(
+            "Dear transfers",
+            "Of those, the lattices with the most places to cut, where all tensors' wire times "
+            "together are so many times all computing, and add to it. At 64 × the busiest stage's "
+            "transfers take as long as its computing.",
+            dear_cases,
         ),
     ]
 

@@ -6,6 +6,7 @@ the program under it goes over all chains within it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -168,6 +169,9 @@ STEPS: tuple[float, ...] = (
 )
 """How far above the bound targets are tried, in turn."""
 
+RISE = 1.06
+"""From one target to the next, where the time left won't do for the best known cut's."""
+
 THINNED_STEP, SHARES, EACH = 2, 400, 6
 """On a large lattice, when so many targets have failed, the best cut on fewer downsets says where
 to look on: those cheapest to cut at, so many of each of so many shares of the work."""
@@ -242,6 +246,7 @@ class _Search:
     ) -> None:
         self._program, self._limit, self._deadline = program, limit, deadline
         self._large = thin and program.lattice.size > 2 * SHARES * EACH
+        self._took: list[tuple[float, float]] = []
         self.known_s = program.bound_s
         self.found: Cut | None = None
 
@@ -249,7 +254,9 @@ class _Search:
         """What is known when a target is kept to, none can be, or time runs out."""
         try:
             for target in self._targets():
+                begin = monotonic()
                 sweep = Sweep(self._program, target, self._deadline)
+                self._took.append((target, monotonic() - begin))
                 if sweep.best_s <= target:
                     return self._best(sweep)
                 self.known_s = max(self.known_s, target)
@@ -268,7 +275,28 @@ class _Search:
             target = bound * (1 + step)
             if step in steps and 0 < target < last:
                 yield target
+        if self.found is not None:
+            yield from self._rising_targets()
         yield self._limit
+
+    def _rising_targets(self) -> Iterator[float]:
+        """Targets on the way to the limit, while that would take longer than there is time: each
+        that fails raises the bound."""
+        while self.known_s > 0 and (target := self.known_s * RISE) < self._limit / RISE:
+            if self._deadline is None or self._foreseen_s() < (self._deadline - monotonic()) / 2:
+                return
+            yield target
+
+    def _foreseen_s(self) -> float:
+        """Time that the limit will take, if it goes on rising with a power of the target as from
+        the last but one to the last."""
+        if len(self._took) < 2:
+            return 0.0
+        (one, before), (two, after) = self._took[-2:]
+        if two <= one or min(before, after) <= 0:
+            return 0.0
+        power = math.log(after / before) / math.log(two / one)
+        return float(after * (self._limit / two) ** power)
 
     def _thin(self) -> None:
         program = self._program

@@ -171,13 +171,13 @@ class Program:
         """Sums at a stage's lower and at its upper downset, [P, D] each.
 
         Their difference is no more than the work that its devices can do under a target. They are
-        of its work; of its work and the wire times at its upper cut, or at its lower one. Other
-        loads count as work that isn't done.
+        of its work; of its work and the wire times at its upper cut, at its lower one, or at both.
+        Other loads count as work that isn't done.
         """
         work, (lower, upper) = self.costs.work, self.wire_work
         sums = work[None]
         if lower.any() or upper.any():
-            sums = np.array([work, work + upper, work - lower])
+            sums = np.array([work, work + upper, work - lower, work + upper - lower])
         rate = self._least_work(None)
         return sums - rate * self.costs.before, sums + rate * self.costs.after
 

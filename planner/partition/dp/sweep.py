@@ -31,6 +31,7 @@ class Limits:
         lower, upper: the sums at the stage's lower and upper downset, [J, D].
         left: what is added to a lower sum, by devices left there, [J, K + 1].
         needed: what is added to an upper sum, by devices needed there, [J, K + 1].
+        potentials: how many of the sums are of work; the others are of bytes.
         rate, span: work that a device and that a stage can do at most.
     """
 
@@ -40,6 +41,7 @@ class Limits:
         self.span = self.rate * int(program.replicas.max(initial=0)) + program.slack
         held = [bound.held for bound in memory]
         below, above = program.potentials
+        self.potentials = len(below)
         self.lower, self.upper = np.array([*below, *held]), np.array([*above, *held])
         work = np.tile(self.rate * np.arange(places.devices + 1), (len(below), 1))
         slack = [np.full(places.devices + 1, SLACK * total[-1]) for total in held]
@@ -95,8 +97,11 @@ class Targets:
         for keys, limit in zip(self._keys, reach, strict=True):
             fine &= keys[start:end] <= limit
         at: Positions = fine.nonzero()[0] + start
-        fresh: Positions = at[(self.need[at] < devices) & (self.position[at] != below)]
-        return fresh
+        at = at[(self.need[at] < devices) & (self.position[at] != below)]
+        for sums, lower in zip(limits.upper[: limits.potentials], limits.lower, strict=False):
+            # One stage does it all.
+            at = at[sums[self.position[at]] <= lower[below] + limits.span]
+        return at
 
 
 # The dynamic program over downsets: how good the best chain from each of them to the top is -----

@@ -353,6 +353,49 @@ def test_out_of_time_just_before_the_answer(monkeypatch):
     assert cut_load(problem, answer.cut) == 10.0
 
 
+def test_where_time_is_short_the_bound_rises_on_the_way(monkeypatch):
+    problem = lattices.problem(lattices.gnmt_like(8), 4, wire=16.0, overlap=False)
+    lattice = find_downsets(problem, MANY)
+    best = best_cut(problem, lattice)
+    monkeypatch.setattr(minimax, "SHARES", 20)
+    monkeypatch.setattr(minimax, "EACH", 2)
+    last, tried = [], []
+
+    class Late(minimax.Sweep):
+        """There is no time for the target of the cut that is known."""
+
+        def __init__(self, program, target, deadline):
+            super().__init__(program, target, deadline)
+            if program.lattice.complete:
+                tried.append(target)
+                if last and target >= last[-1]:
+                    raise OutOfTime
+
+    monkeypatch.setattr(minimax, "Sweep", Late)
+    bounds = []
+    for seconds in (0.0, float("inf")):
+        monkeypatch.setattr(minimax._Search, "_foreseen_s", lambda _, s=seconds: s)
+        last.clear(), tried.clear()
+        whole = minimax_with_bound(problem, lattice, deadline=time.monotonic() + 600)
+        assert whole.cut == best
+        last.append(tried[-1])
+        answer = minimax_with_bound(problem, lattice, deadline=time.monotonic() + 600)
+        assert not answer.complete
+        assert answer.bound_s <= best.objective_s <= answer.cut.objective_s
+        bounds.append(answer.bound_s)
+    assert bounds[1] > bounds[0]
+    assert bounds[1] > tried[-1] / minimax.RISE**2 * (1 - 1e-9)
+
+
+def test_the_time_of_a_target_is_foreseen_from_the_last_two():
+    problem = by_hand([1.0, 1.0], chain_needs(2))
+    program = minimax.Program(problem, find_downsets(problem, MANY))
+    search = minimax._Search(program, 8.0, None)
+    assert search._foreseen_s() == 0
+    search._took += [(1.0, 0.1), (2.0, 0.4)]
+    assert search._foreseen_s() == pytest.approx(6.4)
+
+
 # Sizes -----------------------------------------------------------------------------------------
 
 
