@@ -276,10 +276,10 @@ class _Search:
             if step in steps and 0 < target < last:
                 yield target
         if self.found is not None:
-            yield from self._rising_targets()
+            yield from self._targets_between()
         yield self._limit
 
-    def _rising_targets(self) -> Iterator[float]:
+    def _targets_between(self) -> Iterator[float]:
         """Targets on the way to the limit, while that would take longer than there is time: each
         that fails raises the bound."""
         while self.known_s > 0 and (target := self.known_s * RISE) < self._limit / RISE:
