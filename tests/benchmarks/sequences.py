@@ -169,7 +169,7 @@ kinds of 1 or 2 devices each, half of them listed kind by kind, the kinds in any
 half (*mixed*) in any sequence at all. Kinds are 0.4 to 3 times as fast as the device that was
 profiled; every other cluster limits memory, each kind's to 1 to 4 times an even share. Models are
 those of PipeDream's files, systems our own, with {MICRO_BATCHES} micro-batches, one device a stage.
- *listed*: the period of `--sequence listed`, *best*: of
+*listed*: the period of `--sequence listed`, *best*: of
 `--sequence best`; *shorter*: by how much; *gap*: between the latter and its bound over all
 sequences, 0 where it is proven best of them. Each search has {EFFORT:,} simulated operations and
 {TIME_LIMIT_S:.0f} s; *seconds* are of a processor.
@@ -180,7 +180,7 @@ listed the period is shorter by {statistics.median(gains):.1%} at the median
 {statistics.median(faster):.1%} more samples a second; {sum(g > SAME for g in gains)} gain anything.
 Those listed kind by kind: {by_kind:.1%} at the median, the mixed: {mixed:.1%}.
 {freed} have a plan in another sequence alone. {proven} of {plans} plans are proven best of all
-sequences.**
+sequences.** Where a gap is left, a better sequence may have been missed.
 """
     titles = [
         "number",

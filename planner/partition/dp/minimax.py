@@ -169,7 +169,7 @@ STEPS: tuple[float, ...] = (
 )
 """How far above the bound targets are tried, in turn."""
 
-RISE = 1.06
+RISE, LEAST_RISE = 1.06, 1.01
 """From one target to the next, where the time left won't do for the best known cut's."""
 
 THINNED_STEP, SHARES, EACH = 2, 400, 6
@@ -282,13 +282,19 @@ class _Search:
     def _targets_between(self) -> Iterator[float]:
         """Targets on the way to the limit, while that would take longer than there is time: each
         that fails raises the bound."""
-        while self.known_s > 0 and (target := self.known_s * RISE) < self._limit / RISE:
-            if self._deadline is None or self._foreseen_s() < (self._deadline - monotonic()) / 2:
+        while self.known_s > 0 and self._deadline is not None:
+            there_is = 0.8 * (self._deadline - monotonic())
+            if self._foreseen_s(self._limit) < there_is:
+                return
+            target = self.known_s * RISE
+            while target > self.known_s * LEAST_RISE and self._foreseen_s(target) > there_is:
+                target = math.sqrt(target * self.known_s)
+            if not self.known_s * LEAST_RISE < target < self._limit / LEAST_RISE:
                 return
             yield target
 
-    def _foreseen_s(self) -> float:
-        """Time that the limit will take, if it goes on rising with a power of the target as from
+    def _foreseen_s(self, target: float) -> float:
+        """Time that a target will take, if it goes on rising with a power of the target as from
         the last but one to the last."""
         if len(self._took) < 2:
             return 0.0
@@ -296,7 +302,7 @@ class _Search:
         if two <= one or min(before, after) <= 0:
             return 0.0
         power = math.log(after / before) / math.log(two / one)
-        return float(after * (self._limit / two) ** power)
+        return float(after * (target / two) ** power)
 
     def _thin(self) -> None:
         program = self._program

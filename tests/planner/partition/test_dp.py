@@ -373,8 +373,12 @@ def test_where_time_is_short_the_bound_rises_on_the_way(monkeypatch):
 
     monkeypatch.setattr(minimax, "Sweep", Late)
     bounds = []
-    for seconds in (0.0, float("inf")):
-        monkeypatch.setattr(minimax._Search, "_foreseen_s", lambda _, s=seconds: s)
+    for limit_s in (0.0, float("inf")):
+
+        def foreseen_s(search, target, limit_s=limit_s):
+            return limit_s if target == search._limit else 0.0
+
+        monkeypatch.setattr(minimax._Search, "_foreseen_s", foreseen_s)
         last.clear(), tried.clear()
         whole = minimax_with_bound(problem, lattice, deadline=time.monotonic() + 600)
         assert whole.cut == best
@@ -384,16 +388,16 @@ def test_where_time_is_short_the_bound_rises_on_the_way(monkeypatch):
         assert answer.bound_s <= best.objective_s <= answer.cut.objective_s
         bounds.append(answer.bound_s)
     assert bounds[1] > bounds[0]
-    assert bounds[1] > tried[-1] / minimax.RISE**2 * (1 - 1e-9)
+    assert bounds[1] > tried[-1] / minimax.RISE / minimax.LEAST_RISE * (1 - 1e-9)
 
 
 def test_the_time_of_a_target_is_foreseen_from_the_last_two():
     problem = by_hand([1.0, 1.0], chain_needs(2))
     program = minimax.Program(problem, find_downsets(problem, MANY))
     search = minimax._Search(program, 8.0, None)
-    assert search._foreseen_s() == 0
+    assert search._foreseen_s(8.0) == 0
     search._took += [(1.0, 0.1), (2.0, 0.4)]
-    assert search._foreseen_s() == pytest.approx(6.4)
+    assert search._foreseen_s(8.0) == pytest.approx(6.4)
 
 
 # Sizes -----------------------------------------------------------------------------------------
