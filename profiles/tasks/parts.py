@@ -68,12 +68,13 @@ def only(given: Any, parts: Parts, names: Names) -> Any:
 
 
 def has_only(given: Any) -> bool:
-    """Whether the user says how parts are read. Then random numbers are drawn for each sample anew
-    (`each_alone`), whichever of its parts are read."""
-    if isinstance(given, Subset):
+    """Whether the user says how parts are read, of some samples at least. Then random numbers are
+    drawn for each sample anew (`each_alone`), whichever of its parts are read."""
+    # What a class made of these does with samples, it alone knows.
+    if type(given) is Subset:
         return has_only(given.dataset)
-    if isinstance(given, ConcatDataset):
-        return all(map(has_only, given.datasets))
+    if type(given) is ConcatDataset:
+        return any(map(has_only, given.datasets))
     return callable(getattr(given, "only", None))
 
 

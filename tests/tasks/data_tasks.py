@@ -17,6 +17,7 @@ from mlp_task import MLPTask
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import (
+    ConcatDataset,
     DataLoader,
     Dataset,
     IterableDataset,
@@ -572,6 +573,14 @@ class _Both(Cropped):
 
 class Shifted(ShuffledAlbum):
     pictures = _Both
+
+
+class ShiftedAndStill(Shifted):
+    """Other samples are in memory."""
+
+    def samples(self, split):
+        still = MLPTask.data(self, split)
+        return ConcatDataset([super().samples(split), Subset(still, range(3))])
 
 
 class _Other(Pictures):

@@ -84,6 +84,21 @@ def test_tensors_in_memory_are_taken_as_needed():
     assert only(given, ALL, sorted) is None
 
 
+def test_a_class_made_of_subset_is_read_whole():
+    class Halved(Subset):
+        def __getitem__(self, k):
+            x, y = super().__getitem__(k)
+            return x / 2, y
+
+        def __getitems__(self, indices):
+            return [self[k] for k in indices]
+
+    given = Halved(Album().data("train"), range(6))
+    for part in ONE.values():
+        assert only(given, part, sorted) is None
+        assert only(ConcatDataset([given, given]), part, sorted) is None
+
+
 def test_columns_of_a_set_of_dicts():
     class Table(Dataset):
         column_names, format = ["image", "label", "name"], {"type": "torch"}
@@ -147,7 +162,7 @@ def _same_parts(found, whole, parts):
 # Random numbers -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("task", ["CroppedAlbum", "ShuffledCrops", "Shifted"])
+@pytest.mark.parametrize("task", ["CroppedAlbum", "ShuffledCrops", "Shifted", "ShiftedAndStill"])
 def test_a_sample_has_its_own_random_numbers_whatever_is_read_of_it(task, mlp_profile):
     plan = plan_by_hand(mlp_profile, "pipedream-flush", 2, 4)
     settings = RunSettings(task=f"data_tasks:{task}", steps=6)
