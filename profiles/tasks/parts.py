@@ -104,7 +104,8 @@ def reader(
     loader: DataLoader[Any], parts: Parts, names: Names
 ) -> tuple[Any, Callable[[Any], Any]] | None:
     """A data set and a `collate_fn` that make these parts of a loader's batches; None: they can't
-    be had, as the loader's own `collate_fn` wants whole samples."""
+    be had, as the loader's own `collate_fn` wants whole samples. Raises TargetError as `only`, and
+    where the data set's own `collate_fn` isn't had of its parts."""
     given, collate = loader.dataset, loader.collate_fn
     if parts == ALL or loader.batch_sampler is None:
         return None
@@ -114,7 +115,15 @@ def reader(
     found = only(given, parts, names)
     if found is None:
         return None
-    return found, getattr(found, collate.__name__) if own else Collate(parts, names)
+    if not own:
+        return found, Collate(parts, names)
+    together = getattr(found, collate.__name__, None)
+    if not callable(together):
+        raise TargetError(
+            f"data(split): {type(given).__name__}.only({set(parts)}) must give a data set with a "
+            f"{collate.__name__}, as it has itself"
+        )
+    return found, together
 
 
 class Collate:

@@ -611,3 +611,17 @@ class _Fewer(Pictures):
 
 class Fewer(Album):
     pictures = _Fewer
+
+
+class _Apart(Pictures):
+    """Puts whole samples together alone."""
+
+    def collate_fn(self, samples):
+        return stacked(samples)
+
+    def only(self, parts):
+        return Subset(super().only(parts), range(len(self)))
+
+
+class Apart(Album):
+    pictures = _Apart

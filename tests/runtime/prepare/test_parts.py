@@ -206,6 +206,7 @@ def test_training_draws_what_it_would_without_samples_that_draw():
     [
         ("OtherInputs", r"only\(...\) doesn't give for the first mini-batches of epoch 1 what"),
         ("OtherTargets", r"only\(...\) doesn't give for the first mini-batches of epoch 1 what"),
+        ("Apart", r"_Apart.only\({'inputs'}\) must give a data set with a collate_fn, as it has"),
         ("Fewer", r"_Fewer.only\({'inputs'}\) must give a data set with the same 42 samples"),
     ],
 )
