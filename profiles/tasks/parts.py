@@ -94,10 +94,17 @@ def _columns(given: Any, parts: Parts, names: Names) -> Any:
     form = getattr(given, "format", None)
     if not callable(select) or TARGET in parts or not isinstance(form, Mapping):
         return None
-    if form.get("type") == "custom" or not isinstance(columns, list):
+    if transforms(given) or not isinstance(columns, list):
         return None
     wanted = list(names(columns) if callable(names) else names)
     return select(wanted) if wanted and set(wanted) <= set(columns) else None
+
+
+def transforms(rows: Any) -> bool:
+    """Whether a set of the library `datasets` makes its rows by a transform of the user's own,
+    which may take any column and give others."""
+    form = getattr(rows, "format", None)
+    return isinstance(form, Mapping) and form.get("type") == "custom"
 
 
 def reader(

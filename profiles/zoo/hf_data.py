@@ -23,7 +23,7 @@ from torch.utils.data import Dataset
 
 from ..errors import FileError, TargetError
 from ..files import check_regular
-from ..tasks.parts import ALL, INPUTS, TARGET, Parts
+from ..tasks.parts import ALL, INPUTS, TARGET, Parts, transforms
 from ..tasks.task import Split
 from .hf_model import (
     BYTES,
@@ -91,8 +91,8 @@ class _Part:
 
     @property
     def column_names(self) -> Any:
-        """As of all rows; None where they don't say."""
-        return getattr(self._rows, "column_names", None)
+        """As of all rows; None where they don't say, or these can't be had alone."""
+        return None if transforms(self._rows) else getattr(self._rows, "column_names", None)
 
     def select_columns(self, names: Sequence[str]) -> _Part:
         """Rows with these alone."""
@@ -356,12 +356,13 @@ class HuggingFaceSamples(Dataset[Any]):
         found = copy.copy(self)
         found._parts = parts
         select = getattr(self._rows, "select_columns", None)
-        if select is not None and getattr(self._rows, "column_names", None):
+        columns = getattr(self._rows, "column_names", None)
+        if select is not None and columns and not transforms(self._rows):
             made = found._made
             inputs = {*IDS, *_BESIDE, "text", "source", "pixel_values", "image"}
             labels = {*_LABELS, "target"}
             wanted = (inputs if INPUTS in made else set()) | (labels if TARGET in made else set())
-            found._rows = select([name for name in self._rows.column_names if name in wanted])
+            found._rows = select([name for name in columns if name in wanted])
         return found
 
     @cached_property

@@ -108,6 +108,24 @@ def test_a_folders_columns_are_selected(tmp_path):
     samples.close(), whole.close()
 
 
+@pytest.mark.parametrize("splits", [("train", "test"), ("train",)])
+def test_rows_that_a_transform_makes_are_read_whole(splits):
+    def transform(rows):
+        found = {"pixel_values": [torch.tensor(row) for row in rows["img"]]}
+        return found | {"label": rows["class"]}
+
+    rows = datasets.Dataset.from_dict({"img": IMAGES, "class": CLASSES}).with_transform(transform)
+    task = hugging_face(CASES["images"][0], dict.fromkeys(splits, rows))
+    whole = Samples(task, "train", 4, 0)
+    inputs, target = whole.take(0, range(4))
+    for part in (INPUTS, TARGET):
+        found = Samples(task, "train", 4, 0, parts=Parts({part}))
+        some, labels = found.take(0, range(4))
+        assert torch.equal(some[0], inputs[0]) if part == INPUTS else torch.equal(labels, target)
+        found.close()
+    whole.close()
+
+
 def test_synthetic_classes_come_without_their_images():
     sampler = images(8, 10)
     for k in range(5):
