@@ -181,6 +181,7 @@ KEEP = {
     "MALLOC_TOP_PAD_": str(2**26),
 }
 MICRO_BATCHES = 4
+LONGEST_S = 1800
 
 
 @dataclass(frozen=True)
@@ -249,7 +250,9 @@ def _period_in_torch(folder: Path, steps: int) -> float:
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(PROCESSES)]
     options = ["--steps", str(steps + 1), "--losses", str(folder / "losses.json")]
     command = [sys.executable, *words, str(folder / "train.py"), *options]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **KEEP})
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, **KEEP}, timeout=LONGEST_S
+    )
     if done.returncode:
         raise SystemExit(done.stderr)
     seconds: list[float] = json.loads((folder / "losses.json").read_text())["seconds"]

@@ -342,6 +342,7 @@ def test_workers_end_with_the_process_that_opened_the_loader(data):
     opener.start()
     os.close(loader.end)
     worker = int.from_bytes(os.read(loader.seen, 4), "little")
+    assert worker
     opener.kill()
     opener.join()
     ended, _, _ = select.select([loader.seen], [], [], 15)
