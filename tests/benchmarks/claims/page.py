@@ -130,16 +130,18 @@ def verdict(found: Sequence[FoundCell], verdicts: Sequence[Verdict]) -> str:
 
 
 def _recommendations(found: Sequence[FoundCell]) -> list[str]:
-    rows, good, said = [], 0, 0
+    rows, good, said, none = [], 0, 0, 0
     short = [each for each in found if each.short is not None]
     for each in short:
         assert each.short is not None
         told = results_of(each.short).recommendation
         truth = {p.plan: p.time_s.mean for p in each.results.plans if p.time_s is not None}
-        if told.plan is None or not truth:
-            rows.append([_short_name(each.cell), "none", "", "", "no target reached"])
+        best = min(truth, key=truth.__getitem__, default=None)
+        if told.plan is None or best is None:
+            none += 1
+            whole = f"`{best}`" if best else "none"
+            rows.append([_short_name(each.cell), "none", whole, "", "recommends none"])
             continue
-        best = min(truth, key=truth.__getitem__)
         over = truth[told.plan] / truth[best] if told.plan in truth else float("inf")
         close = over <= WITHIN
         open_ = best in (*told.equal, *told.open) or not told.begun
@@ -161,7 +163,8 @@ def _recommendations(found: Sequence[FoundCell]) -> list[str]:
         f"A study of a tenth of the steps beside the whole: in {good} of {len(short)} cells the "
         f"system that it recommends is within 5 % of the best time to target; in {said} more the "
         "best was among those that it called equal or undecided, or it said that training had "
-        "hardly begun at its target.",
+        "hardly begun at its target."
+        + (f" In {none} it recommends none, since none reached its target." if none else ""),
         _table(head, rows),
     ]
 
