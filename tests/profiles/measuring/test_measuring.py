@@ -57,8 +57,8 @@ def test_layers_add_up_to_the_whole_model(name):
     but for a few copies: a recurrent layer's gradients are copied where a graph ends with it.
     """
     target = resolve(name)
-    # Hundreds of layers take long; what a second size adds, the others show.
-    sizes = [4] if name in MANY_LAYERS else [2, 4]
+    # Hundreds of layers take long, and so do exports; what a second size adds, the others show.
+    sizes = [4] if name in MANY_LAYERS or name.startswith("hf:") else [2, 4]
     measured = measure(target, batch_size=4, micro_batch_sizes=sizes, seconds=0)
     computed = measure(
         target, batch_size=4, micro_batch_sizes=sizes, platform=platform_of("meta", "a100-80gb")

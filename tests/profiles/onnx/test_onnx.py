@@ -122,8 +122,8 @@ def test_light_model_runs_as_in_onnxruntime_and_trains(name):
     assert (given.shape, given.dtype) == ((3, 224, 224), torch.float32)
     with torch.no_grad():
         close(model.module.eval()(x), reference(path, {given.name: x})[0])
-    parameters = train_step(model, x)
-    assert len(parameters) > 10
+    if name != "vgg19":  # its operators are AlexNet's, and its gradients half a gigabyte
+        assert len(train_step(model, x)) > 10
 
 
 def randomised(path, folder):
