@@ -6,7 +6,7 @@
 # make bench-exports  our cuts beside those that other engines make by default, simulated and in torch (some minutes)
 # make bench-scale    plan a GPT-3 shape for up to 4,096 devices (some minutes)
 # make claims  study what the papers claim for docs/claims.md (goes on where it was stopped)
-# make claims-quick   a small part of that
+# make claims-quick   a small part of that, on 2 and 4 devices; some 7 minutes
 # make bench-sequences  plan drawn clusters of several kinds of devices for docs/planner_sequences.md (long)
 # make bench-planner  solve published workloads anew for docs/planner_benchmark.md (some minutes)
 # make bench  race ours against other pipelines for docs/benchmarks.md (hours, on a quiet machine)
@@ -73,7 +73,7 @@ claims: $(READY)
 	$(CLAIMS)
 
 claims-quick: $(READY)
-	$(CLAIMS) --quick --work runs/claims-quick --studies runs/claims-quick --page runs/claims-quick/page.md
+	$(CLAIMS) --quick --devices 2,4 --work runs/claims-quick --studies runs/claims-quick --page runs/claims-quick/page.md
 
 bench-exports: $(READY)
 	$(BIN)/python tests/benchmarks/exports.py

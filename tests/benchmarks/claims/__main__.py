@@ -39,7 +39,7 @@ def main(
     """Study the claims' cells, short and at full length, and write the page."""
     try:
         for cell in () if page_only else cells(tasks, devices):
-            write_plans(plans_path(cell, Path(studies)), record(cell, Path(work)))
+            write_plans(plans_path(cell, Path(studies)), record(cell, Path(work), jobs))
             for effort in (QUICK,) if quick else (SHORT, FULL):
                 studied(cell, effort, Path(work), Path(studies), jobs)
         write_page(Path(studies), Path(page), QUICK if quick else FULL)

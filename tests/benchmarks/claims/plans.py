@@ -9,11 +9,10 @@ from timeprest.planner.cluster.cluster import uniform_cluster
 from timeprest.planner.plan import Plan, read_plan
 from timeprest.planner.search.recheck import recheck
 from timeprest.planner.search.solve import solve
-from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.files import read_file, write_bytes
 from timeprest.profiles.profile import Profile
 
-from .studies import BANDWIDTH, Cell, planned, profiled
+from .studies import BANDWIDTH, Cell, planned, profiled, solved
 
 BANDWIDTHS = ("100Mbit/s", "1Gbit/s", BANDWIDTH)
 SWEPT = ("timeprest", "pipedream", "pipedream-2bw", "pipedream-flush", "zb-h1")
@@ -46,29 +45,27 @@ class CellPlans(msgspec.Struct, frozen=True, kw_only=True):
     """That it sends in a mini-batch: a ring all-reduce of all gradients, all devices together."""
 
 
-def record(cell: Cell, work: Path) -> CellPlans:
+def record(cell: Cell, work: Path, jobs: int) -> CellPlans:
     """Read a cell's plans, and plan for slower links."""
     profile = read_file(profiled(cell.task, work), Profile)
-    plans = {plan.variant: plan for plan in map(read_plan, planned(cell, work))}
+    plans = {plan.variant: plan for plan in map(read_plan, planned(cell, work, jobs))}
+    swept = [(name, bandwidth) for name in SWEPT for bandwidth in BANDWIDTHS[:-1]]
+    slower = solved([(cell, *one) for one in swept], work, jobs)
+    periods = {name: {BANDWIDTH: plan.predicted.period_s} for name, plan in plans.items()}
+    for (name, bandwidth), path in zip(swept, slower, strict=True):
+        periods[name][bandwidth] = read_plan(path).predicted.period_s
     parallel = {b: _data_parallel(profile, cell.devices, b) for b in BANDWIDTHS}
     parameters = sum(layer.parameter_bytes for layer in profile.layers)
     return CellPlans(
-        systems={name: _system(plan, profile, cell) for name, plan in plans.items()},
+        systems={name: _system(plan, periods[name]) for name, plan in plans.items()},
         parallel_periods_s={b: plan.predicted.period_s for b, plan in parallel.items()},
         parallel_bytes=2 * (cell.devices - 1) * parameters,
     )
 
 
-def _system(plan: Plan, profile: Profile, cell: Cell) -> SystemPlan:
+def _system(plan: Plan, periods: dict[str, float]) -> SystemPlan:
     stages = plan.predicted.stages
     edges = sum(e.bytes_per_micro_batch * (2 if e.needs_grad else 1) for e in plan.edges)
-    periods = {BANDWIDTH: plan.predicted.period_s}
-    if plan.variant in SWEPT:
-        for bandwidth in BANDWIDTHS[:-1]:
-            cluster = uniform_cluster(cell.devices, bandwidth=bandwidth)
-            n = 1 if VARIANTS[plan.variant].whole_mini_batches else cell.micro_batches
-            found = solve(profile, cluster, plan.variant, stages=cell.devices, micro_batches=n)
-            periods[bandwidth] = found.predicted.period_s
     return SystemPlan(
         memory_bytes=tuple(stage.memory_bytes for stage in stages),
         weight_bytes=tuple(s.memory.weights_bytes + s.memory.versions_bytes for s in stages),

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -125,23 +127,36 @@ def profiled(task: TaskPlan, work: Path) -> Path:
     return path
 
 
-def planned(cell: Cell, work: Path) -> list[Path]:
+def planned(cell: Cell, work: Path, jobs: int) -> list[Path]:
     """A plan of every system with a device for each stage, or two stages on each where the system
     has them so."""
-    profile = profiled(cell.task, work)
-    found = []
-    for variant in VARIANTS.values():
-        path = work / cell.task.name / str(cell.devices) / f"{variant.name}.json"
+    return solved([(cell, name, BANDWIDTH) for name in VARIANTS], work, jobs)
+
+
+def solved(wanted: Sequence[tuple[Cell, str, str]], work: Path, jobs: int) -> list[Path]:
+    """Plans of systems in cells, for links of a bandwidth; `jobs` are made at once. Raises
+    UserError."""
+
+    def solve(one: tuple[Cell, str, str]) -> Path:
+        cell, name, bandwidth = one
+        variant = VARIANTS[name]
+        link = "" if bandwidth == BANDWIDTH else f"@{bandwidth.replace('/', '')}"
+        path = work / cell.task.name / str(cell.devices) / f"{name}{link}.json"
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             n = 1 if variant.whole_mini_batches else cell.micro_batches
-            what = ["--variant", variant.name, "--micro-batches", str(n), "--replicas", "off"]
-            where = ["--devices", str(cell.devices), "--bandwidth", BANDWIDTH]
+            what = ["--variant", name, "--micro-batches", str(n), "--replicas", "off"]
+            where = ["--devices", str(cell.devices), "--bandwidth", bandwidth]
             if variant.placement == "any":
                 where += ["--stages", str(cell.devices)]
-            command("plan", "solve", str(profile), *what, *where, "-q", "-o", str(path))
-        found.append(path)
-    return found
+            profile = str(profiled(cell.task, work))
+            command("plan", "solve", profile, *what, *where, "-q", "-o", str(path))
+        return path
+
+    for task in {cell.task for cell, _, _ in wanted}:
+        profiled(task, work)
+    with ThreadPoolExecutor(jobs) as pool:
+        return list(pool.map(solve, wanted))
 
 
 def study_path(cell: Cell, effort: Effort, studies: Path = STUDIES) -> Path:
@@ -153,7 +168,7 @@ def studied(cell: Cell, effort: Effort, work: Path, studies: Path, jobs: int) ->
     """Study a cell; what was trained before isn't trained again."""
     path = study_path(cell, effort, studies)
     path.parent.mkdir(parents=True, exist_ok=True)
-    plans = [str(plan) for plan in planned(cell, work)]
+    plans = [str(plan) for plan in planned(cell, work, jobs)]
     steps = max(round(cell.task.steps * effort.share), 10)
     spent = ["--steps", str(steps), "--seeds", str(effort.seeds), "--tune", str(effort.tune)]
     # One folder for all sizes of a task: their plain training is the same.
