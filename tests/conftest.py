@@ -31,10 +31,25 @@ HERE = Path(__file__).parent
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call() -> None:
+def pytest_fixture_setup() -> None:
     """What starts workers keeps a process with torch for as long as the environment is the same;
     pytest would change it with each test."""
     os.environ.pop("PYTEST_CURRENT_TEST", None)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call() -> None:
+    """As before fixtures are made."""
+    os.environ.pop("PYTEST_CURRENT_TEST", None)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kernels(tmp_path_factory) -> None:
+    """What is compiled is found again by later tests, and isn't kept beyond them.
+
+    For all of them: torch sets it where nobody has, and the environment is another then.
+    """
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path_factory.getbasetemp() / "kernels")
 
 
 @pytest.hookimpl

@@ -25,8 +25,6 @@ HUGGING_FACE = ("gpt2", "bert", "vit", "resnet", "llama", "t5")
 
 needs_hf = pytest.mark.skipif(not find_spec("transformers"), reason="needs timeprest[hf]")
 
-MANY_LAYERS = (ZOO["inception_v3"], "hf:t5")
-
 LARGE = ("alexnet", "vgg11")
 """Chains whose linear layers are wide at any size: a billion bytes in float64."""
 

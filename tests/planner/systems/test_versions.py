@@ -116,7 +116,7 @@ def test_fewer_updates_make_smaller_differences(stages, every):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("system", ["timeprest", "v-timeprest"])
-@pytest.mark.parametrize("n", [2, 4, 8, 16, 64])
+@pytest.mark.parametrize("n", [2, 4, 16])
 @pytest.mark.parametrize("stages", [2, 3, 5, 8, 16])
 def test_nf1b_differences_are_never_under_the_bound_where_no_stage_idles(system, stages, n):
     """⌈2D / (N + 1)⌉ with unit times and a period of N + 1; with limits of S − s at most D.

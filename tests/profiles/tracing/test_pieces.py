@@ -15,7 +15,7 @@ from timeprest.profiles.target import resolve
 from timeprest.profiles.tracing.call import Call
 from timeprest.profiles.tracing.front_ends import trace
 
-CUTS = 3
+CUTS = 2
 
 
 @pytest.fixture(autouse=True)

@@ -69,8 +69,11 @@ def settings_for(target, **how):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", [MOMENTUM, ADAM], ids=["momentum", "adam"])
-@pytest.mark.parametrize("variant", RUNNING)
+@pytest.mark.parametrize(
+    ("variant", "optimizer"),
+    [(name, MOMENTUM) for name in RUNNING]
+    + [(name, ADAM) for name in ("timeprest", "pipedream-2bw", "pipemare", "pipeoptim", "gpipe")],
+)
 def test_every_system_goes_on_bit_for_bit(variant, optimizer, mlp_target, tmp_path):
     check_resumed(
         plan_for(mlp_target, variant), settings_for(mlp_target, optimizer=optimizer), tmp_path

@@ -24,13 +24,6 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(autouse=True)
-def kernels(tmp_path_factory, monkeypatch):
-    """What is compiled is found again by later tests, and isn't kept beyond them."""
-    folder = tmp_path_factory.getbasetemp() / "kernels"
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
-
-
 def graphs():
     """How many have been compiled so far."""
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
