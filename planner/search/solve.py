@@ -25,7 +25,7 @@ from .exploration import run
 from .ordered import check_asked, search_of, under
 from .placed import PlacedSearch, no_branches, stages_asked
 from .relaxation import Relaxation
-from .sequences import SEQUENCES, forget_bounds, kinds_in, try_sequences
+from .sequences import SEQUENCES, forget_bounds, kinds_in, try_near, try_sequences
 from .state import EFFORT, Budget, OutOfBudget, Progress, SearchState
 
 LEAST_GAIN = 0.05
@@ -254,12 +254,20 @@ def _run_straight(search: SearchState, request: SearchRequest) -> str | None:
         forget_bounds(search)
         raise
     listed, stopped = search.best, None
-    # Other sequences have as much again to spend.
+    # Other sequences have as much again to spend, and what is near the best of them, too.
     budget.effort, budget.deadline = effort, deadline
+    left = budget.seconds_left
+    budget.deadline = None if left is None else time.monotonic() + left / 2
     try:
         try_sequences(search)
     except OutOfBudget as reason:
         stopped = str(reason)
+    budget.effort, budget.deadline = effort, deadline
+    if search.bound_s * SAME < search.period_s:
+        try:
+            try_near(search)
+        except OutOfBudget as reason:
+            stopped = str(reason)
     if listed is not None and listed.prediction.period_s <= search.period_s * SAME:
         search.best = listed
     if late and budget.seconds_left:

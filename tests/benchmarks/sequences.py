@@ -15,6 +15,7 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -201,14 +202,15 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--page", default=str(PAGE))
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     asked = parser.parse_args()
     rows, all_found = [], []
     seeds = range(asked.first, asked.first + asked.count)
-    for seed in seeds:
-        found = compared(seed)
-        all_found.append(found)
-        rows.append(row(seed, drawn(seed), found))
-        print(rows[-1], flush=True)
+    with ProcessPoolExecutor(asked.jobs) as pool:
+        for seed, found in zip(seeds, pool.map(compared, seeds), strict=True):
+            all_found.append(found)
+            rows.append(row(seed, drawn(seed), found))
+            print(rows[-1], flush=True)
     Path(asked.page).write_text(page(seeds, rows, all_found), encoding="utf-8")
     print(f"wrote {asked.page}")
 

@@ -13,7 +13,9 @@ from timeprest.planner.evaluate import Question
 from timeprest.planner.partition.dp import kinds
 from timeprest.planner.partition.problem import stage_load
 from timeprest.planner.search import sequences
+from timeprest.planner.search import solve as solving
 from timeprest.planner.search.places import Assumptions
+from timeprest.planner.search.recheck import recheck
 from timeprest.planner.search.solve import SearchRequest, explore, solve
 from timeprest.profiles.errors import InfeasibleError, PlanError
 
@@ -133,6 +135,25 @@ def test_stages_of_every_kind_cost_what_the_problem_says():
         below |= stage.layers
     assert below == found.problems[0].full
     assert worst == pytest.approx(cut.objective_s, rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", [3, 9, 20])
+def test_sequences_near_the_best_are_searched_as_if_listed(seed, monkeypatch):
+    """Where not all is decided, what moves borders on listed devices makes plans better."""
+    rng = random.Random(seed)
+    profile = layers_of([rng.uniform(0.3, 3) for _ in range(14)], rng.choice([16, 200_000]))
+    speeds = [round(rng.uniform(0.4, 3), 2) for _ in range(4)]
+    cluster = Cluster(devices=devices(*speeds), network=LINK)
+    asked = {"optimizer_state_factor": 0.0, "mini_batch": 4, "variant": "pipedream-flush"}
+    asked |= {"effort": 1500, "time_limit_s": None, "sequence": "best"}
+    plan = solve(profile, cluster, **asked)
+    again = recheck(plan, profile).plan
+    assert again.predicted == plan.predicted
+    assert plan.solver.bound_s <= plan.predicted.period_s
+    monkeypatch.setattr(solving, "try_near", lambda search: None)
+    without = solve(profile, cluster, **asked)
+    assert plan.predicted.period_s < 0.95 * without.predicted.period_s
+    assert plan.solver.bound_s == without.solver.bound_s
 
 
 def test_as_listed_where_no_sequence_is_better():
