@@ -75,9 +75,12 @@ something. Measured once, by cuts made for the purpose:
   neighbouring stages run all their micro-batches ahead, and then take turns: such plans, whose
   loads were 69 to 131 s, took 5,100 to 6,400 s. The bound is one micro-batch's way without what
   memory makes stages compute again, which most of the plan's stages do (72 of 96).
+- *Not tried*: computing attention's core again and nothing else. The flush's bound on 512 devices
+  does that; plans recompute whole stages, and where a core is a stage of its own its devices wait.
 
-Solves of 10 minutes weren't compared with these. The flush's rows for 512 and 4,096 devices are
-from solves beside other work on the same cores.
+With 10 minutes for each solve the plans were no better: 632 s for the flush on 512 devices (all
+tried after 188 s) and 183 s on 4,096, 498 s for 2BW on 512. The flush's rows for 512 and 4,096
+devices are from solves beside other work on the same cores.
 """
 
 
