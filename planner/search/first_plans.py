@@ -11,10 +11,10 @@ from math import inf
 from typing import NamedTuple
 
 from ..partition.dp.blocks import Blocks, blocks
+from ..partition.dp.flushed_period import LEAST, period_of, with_least_period
 from ..partition.dp.identical_devices import identical_minimax
 from ..partition.dp.identical_devices_by_target import identical_by_targets
 from ..partition.dp.minimax import minimax_with_bound
-from ..partition.dp.waited_for import waited_for, with_least_waits
 from ..partition.problem import Cut, StageProblem
 from ..partition.solve import DpSource
 from .choices import Branch, InFlight, choice_of
@@ -26,6 +26,9 @@ MOST_BLOCKS = 200
 
 _FINER = 4
 """Where none of those fits, between up to so many times as many."""
+
+_FINER_EQUAL = 4
+"""With as many replicas for every stage, between so many times as many."""
 
 _BLOCKS_SHARE = 0.25
 """Of the time, for the first guesses."""
@@ -137,16 +140,27 @@ def _equal_replicas(search: SearchState, branch: Branch) -> list[int | None]:
 def _expected_s(search: SearchState, guess: _Guess, answer: tuple[StageProblem, Cut]) -> float:
     """The period that a guess may lead to."""
     problem, cut = answer
-    if not _recomputes(search, problem):
+    if not _waits(search, problem):
         return cut.objective_s
-    again = search.relaxation.forward_s(guess.branch.micro_batches)
-    expected_s = cut.objective_s + waited_for(problem, again, cut)
-    return expected_s * (_UNEQUAL if guess.replicas is None else 1.0)
+    n = guess.branch.micro_batches
+    forward_s = search.relaxation.forward_s(n)
+    if guess.replicas is None:
+        return period_of(problem, forward_s, cut) * _UNEQUAL
+    return period_of(problem, forward_s, cut, _ahead(search, guess))
 
 
-def _recomputes(search: SearchState, problem: StageProblem) -> bool:
-    """Whether what stages compute again holds up all others: the pipeline runs empty."""
-    return search.relaxation.variant.flushes and len({mode.name for mode in problem.modes}) > 1
+def _ahead(search: SearchState, guess: _Guess) -> int:
+    """Micro-batches of a replica, where it runs forwards while it waits for its first backward."""
+    one_by_one = search.relaxation.variant.schedule == "1f1b-flush"
+    return guess.branch.micro_batches // (guess.replicas or 1) if one_by_one else 1
+
+
+def _waits(search: SearchState, problem: StageProblem) -> bool:
+    """Whether periods are other than loads: the pipeline runs empty, and what stages compute again
+    holds up all others, or some run more forwards ahead than others."""
+    variant = search.relaxation.variant
+    again = len({mode.name for mode in problem.modes}) > 1
+    return variant.flushes and (again or variant.schedule == "1f1b-flush")
 
 
 def _least_devices(search: SearchState, branch: Branch) -> float:
@@ -164,8 +178,7 @@ def _in_blocks(
 
     Args:
         share: of the devices' memory, that it may use.
-        enough_s: what stages compute again counts, where it holds up all others, only of cuts
-            whose loads are below this.
+        enough_s: a period that there is; a cut that can't be below needn't be the best.
     """
     problem = search.relaxation.problem(
         guess.branch,
@@ -180,7 +193,9 @@ def _in_blocks(
     if not problem.options:
         return None
     # One size of stage must do everywhere, so cuts must be finer; and it is soon seen.
-    most = guess.most * 2 if guess.replicas is not None and guess.replicas > 1 else guess.most
+    most = guess.most
+    if guess.replicas is not None and guess.replicas > 1:
+        most *= _FINER_EQUAL
     coarse, lattice = _blocks_of(search, problem, most).coarse(problem)
     left, deadline = search.budget.seconds_left, None
     if guess.until is not None and left is not None:
@@ -197,10 +212,11 @@ def _in_blocks(
     cut, of = answer.cut, _blocks_of(search, problem, most)
     if cut is None:
         return None
-    alike = search.identical and guess.replicas is not None
-    if cut.objective_s < enough_s and alike and _recomputes(search, problem):
-        again = of.summed(search.relaxation.forward_s(guess.branch.micro_batches))
-        cut = with_least_waits(coarse, lattice, again, cut, deadline)
+    if search.identical and guess.replicas is not None and _waits(search, problem):
+        each = _ahead(search, guess)
+        if cut.objective_s * (LEAST if each > 1 else 1.0) < enough_s:
+            forward_s = of.summed(search.relaxation.forward_s(guess.branch.micro_batches))
+            cut = with_least_period(coarse, lattice, forward_s, cut, each, deadline)
     return problem, of.fine(cut)
 
 

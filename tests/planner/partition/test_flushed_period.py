@@ -1,4 +1,4 @@
-"""Cuts for pipelines that run empty: least to compute again under a target, by trying every cut."""
+"""Cuts for pipelines that run empty: the least period by loads, by trying every cut."""
 
 from __future__ import annotations
 
@@ -8,19 +8,25 @@ from itertools import combinations, pairwise, product
 
 import pytest
 from helpers.by_hand.profiles import profile_by_hand
+from helpers.plans import lone_stages
 from timeprest.planner.cluster.cluster import uniform_cluster
-from timeprest.planner.evaluate import Question
+from timeprest.planner.evaluate import Question, evaluate
 from timeprest.planner.partition.dp.enumerate import chains_below
+from timeprest.planner.partition.dp.flushed_period import (
+    LEAST,
+    period_of,
+    waited_for,
+    with_least_period,
+)
 from timeprest.planner.partition.dp.identical_devices import identical_minimax
 from timeprest.planner.partition.dp.lattice import find_downsets
 from timeprest.planner.partition.dp.sweep import OutOfTime
-from timeprest.planner.partition.dp.waited_for import waited_for, with_least_waits
 from timeprest.planner.partition.problem import ChosenStage, Cut, cut_load
 from timeprest.planner.search.choices import Branch, Freedom, in_flight_under
 from timeprest.planner.search.places import Assumptions
 from timeprest.planner.search.relaxation import Relaxation
 
-LAYERS, DEVICES = 5, 4
+LAYERS, DEVICES, MICRO_BATCHES = 5, 4, 6
 
 
 def drawn_problem(seed: int):
@@ -40,11 +46,15 @@ def drawn_problem(seed: int):
     edges = [(f"n{k}", f"n{k + 1}", f"t{k}", 8) for k in range(LAYERS - 1)]
     profile = profile_by_hand(layers, [*edges, (f"n{LAYERS - 1}", "output", "y", 8)], sizes=(1,))
     memory = f"{rng.randint(8, 24)}kB"
-    question = Question(profile, uniform_cluster(DEVICES, memory), "pipedream-flush", 6, 1.0)
+    question = Question(
+        profile, uniform_cluster(DEVICES, memory), "pipedream-flush", MICRO_BATCHES, 1.0
+    )
     relaxation = Relaxation(question, Freedom(recompute="auto"))
     guess = in_flight_under(question.system, DEVICES, 1)
-    problem = relaxation.problem(Branch(6), Assumptions(guess, guess=True, identical=True))
-    return problem, relaxation.forward_s(6)
+    problem = relaxation.problem(
+        Branch(MICRO_BATCHES), Assumptions(guess, guess=True, identical=True)
+    )
+    return problem, relaxation.forward_s(MICRO_BATCHES)
 
 
 def all_cuts(problem):
@@ -74,7 +84,7 @@ def test_no_cut_under_its_load_computes_less_again(seed):
         return
     least = min(cut.objective_s for cut in cuts)
     assert answer.cut.objective_s == pytest.approx(least)
-    found = with_least_waits(problem, lattice, again, answer.cut)
+    found = with_least_period(problem, lattice, again, answer.cut)
     found_s = found.objective_s + waited_for(problem, again, found)
     assert cut_load(problem, found) == pytest.approx(found.objective_s)
     assert waited_for(problem, again, found) == pytest.approx(
@@ -93,6 +103,43 @@ def test_no_cut_under_its_load_computes_less_again(seed):
     assert found_s <= best * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_no_cut_has_a_period_less_by_a_step_where_forwards_run_ahead(seed):
+    problem, forward_s = drawn_problem(seed)
+    lattice = find_downsets(problem, 100)
+    answer = identical_minimax(problem, lattice, few=0)
+    if answer.cut is None:
+        return
+    found = with_least_period(problem, lattice, forward_s, answer.cut, MICRO_BATCHES)
+    assert cut_load(problem, found) == pytest.approx(found.objective_s)
+    found_s = period_of(problem, forward_s, found, MICRO_BATCHES)
+    for cut in all_cuts(problem):
+        again_s = waited_for(problem, forward_s, cut)
+        period_s = period_of(problem, forward_s, cut, MICRO_BATCHES)
+        assert period_s <= cut.objective_s + again_s + 1e-12
+        # Targets are raised in steps of 2 %, from there on.
+        largest_s = max(period_s - again_s, answer.cut.objective_s * LEAST)
+        assert found_s <= largest_s * 1.02 + again_s + 1e-12
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_schedule_is_quicker_than_the_period_of_its_loads(seed):
+    rng = random.Random(seed)
+    stages, n = rng.randint(2, 6), rng.randint(1, 8)
+    names = [f"n{k}" for k in range(stages)]
+    layers = [(name, 10, rng.uniform(1, 3), rng.uniform(2, 6), 10, []) for name in names]
+    edges = [(f"n{k}", f"n{k + 1}", f"t{k}", 0) for k in range(stages - 1)]
+    profile = profile_by_hand(layers, [*edges, (names[-1], "output", "y", 0)], sizes=(1,))
+    question = Question(profile, uniform_cluster(stages), "pipedream-flush", n, 1.0)
+    relaxation = Relaxation(question, Freedom())
+    problem = relaxation.problem(Branch(n), Assumptions(guess=True, identical=True))
+    cut = Cut(tuple(ChosenStage(1 << k, 0, stages - k) for k in range(stages)), 0.0)
+    expected_s = period_of(problem, relaxation.forward_s(n), cut, n)
+    plan = lone_stages([[name] for name in names], [1] * stages)
+    period_s = evaluate(question, plan, n).prediction.period_s
+    assert 0.8 * period_s <= expected_s <= period_s * (1 + 1e-9)
+
+
 def test_some_drawn_problems_have_a_better_cut_than_that_with_the_least_load():
     better = 0
     for seed in range(30):
@@ -100,7 +147,7 @@ def test_some_drawn_problems_have_a_better_cut_than_that_with_the_least_load():
         lattice = find_downsets(problem, 100)
         answer = identical_minimax(problem, lattice, few=0)
         if answer.cut is not None:
-            better += with_least_waits(problem, lattice, again, answer.cut) != answer.cut
+            better += with_least_period(problem, lattice, again, answer.cut) != answer.cut
     assert better >= 2
 
 
