@@ -218,7 +218,7 @@ def ordered_schedule(order: Order, mini_batches: int, update_every: int = 1) -> 
 def _endless(row: OrderRow, left: Mapping[int, int]) -> Iterator[Step]:
     """Steps while any of a device's stages has an update left."""
     for step in row.steps():
-        if not any(left.values()):
+        if all(count <= 0 for count in left.values()):
             return
         yield step
 

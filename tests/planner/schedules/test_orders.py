@@ -70,6 +70,12 @@ def test_what_repeats(text, lines):
     assert parse_order(order.lines()) == order
 
 
+def test_a_stage_may_update_twice_before_another_of_its_device_does():
+    order = parse_order("0F0.0 0F1.0 1F0.0 1B0 1F1.0 1B1 | 0B0 0F2.0 1F2.0 1B2")
+    found = ordered_schedule(order, 4)
+    assert [sum(op.kind == "U" for op in row) for row in found.stages] == [4, 4]
+
+
 def test_mini_batches_of_different_cycles():
     """A period of two mini-batches: found by the simulation, after the beginning."""
     order = parse_order("0F0.0 0F1.0 0F2.0 | 0B0 0B1 0F3.0 0F4.0\n1F0.0 | 1B0 1F1.0")
