@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate, combinations, pairwise
+from itertools import accumulate, chain, combinations, pairwise
 
 import msgspec
 import numpy as np
@@ -197,8 +197,10 @@ def _subsets(cluster: Cluster, number: int) -> Iterator[tuple[int, ...]]:
     """Devices to use, so many, one choice of those that make no difference."""
     homes = [d.machine for d in cluster.devices]
     kinds = [(d.memory_bytes, d.speed) for d in cluster.devices]
+    fastest = sorted(range(len(kinds)), key=lambda d: -kinds[d][1])
     seen = set()
-    for devices in combinations(range(len(cluster.devices)), number):
+    for chosen in combinations(fastest, number):
+        devices = tuple(sorted(chosen))
         key = pattern(devices, homes, kinds)
         if key not in seen:
             seen.add(key)
@@ -295,7 +297,7 @@ class PlacedSearch:
         for branch in beyond:
             search.bounds[branch] = self._least_s(branch.micro_batches)
         try:
-            if self._look_at_more():
+            if self._look_at_more() and not self._left_out():
                 for branch in beyond:
                     del search.bounds[branch]
         finally:
@@ -319,9 +321,16 @@ class PlacedSearch:
             self._look(branches)
             if open_end and 2 * (per_device + 1) > most:
                 return True
-            if search.period_s * SAME >= before_s:
+            if search.best is not None and search.period_s * SAME >= before_s:
                 break
         return not open_end
+
+    def _left_out(self) -> bool:
+        """Whether there may be more ways to leave devices out than were looked at."""
+        ways: dict[int, set[tuple[int, ...]]] = {}
+        for branch in chain.from_iterable(self.branches):
+            ways.setdefault(len(branch.devices), set()).add(branch.devices)
+        return any(len(found) >= _MOST_SUBSETS for found in ways.values())
 
     def _bound(self) -> None:
         """Bound what couldn't all be looked at: layers as they are, no part of one, whichever

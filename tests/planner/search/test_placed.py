@@ -6,8 +6,9 @@ import msgspec
 import pytest
 from helpers.by_hand.profiles import chain, profile_by_hand
 from helpers.drawn.questions import drawn_placed
-from timeprest.planner.cluster.cluster import uniform_cluster
+from timeprest.planner.cluster.cluster import Cluster, Device, Network, uniform_cluster
 from timeprest.planner.partition import device_loads
+from timeprest.planner.search import placed
 from timeprest.planner.search.solve import solve
 from timeprest.planner.simulator.timeline import filled_and_drained_s
 from timeprest.planner.systems.placement import pattern_of
@@ -179,3 +180,35 @@ def test_of_cuts_that_were_not_listed_nothing_is_claimed(how, monkeypatch):
     assert plan.solver.bound_s <= best.predicted.period_s * (1 + 1e-9)
     assert plan.solver.bound_s > 0
     assert not plan.solver.optimal
+
+
+def test_of_many_ways_to_leave_devices_out_those_with_fast_ones_come_first():
+    speeds = [0.1 + 0.01 * k for k in range(8)] + [1.0, 1.1]
+    listed = tuple(Device(name=f"d{k}", speed=speed) for k, speed in enumerate(speeds))
+    cluster = Cluster(devices=listed, network=Network(bandwidth_bytes_per_s=1e10, latency_s=1e-6))
+    asked = {"stages": 4, "stages_per_device": 2, "micro_batches": 4}
+    plan = solve(chain(4), cluster, "timeprest", **asked)
+    assert {d for stage in plan.stages for d in stage.devices} == {8, 9}
+    free = solve(chain(4), cluster, "timeprest", stages_per_device=2, micro_batches=4)
+    assert free.predicted.period_s <= plan.predicted.period_s * (1 + 1e-9)
+
+
+def test_ways_to_leave_devices_out_that_were_not_looked_at_are_not_proven_worse(monkeypatch):
+    speeds = [0.5, 0.6, 0.7, 0.8]
+    listed = tuple(Device(name=f"d{k}", speed=speed) for k, speed in enumerate(speeds))
+    cluster = Cluster(devices=listed, network=Network(bandwidth_bytes_per_s=1e10, latency_s=1e-6))
+    asked = {"stages_per_device": 2, "micro_batches": 4, "stages": 4}
+    best = solve(chain(4), cluster, "timeprest", **asked)
+    # The slowest two alone.
+    monkeypatch.setattr(placed, "_subsets", lambda cluster, number: iter([(0, 1)] * (number == 2)))
+    monkeypatch.setattr(placed, "_MOST_SUBSETS", 1)
+    found = solve(chain(4), cluster, "timeprest", **asked)
+    assert best.predicted.period_s < found.predicted.period_s
+    assert found.solver.bound_s <= best.predicted.period_s * (1 + 1e-9)
+
+
+def test_numbers_of_stages_that_no_placement_has_are_skipped():
+    asked = {"stages": 6, "micro_batches": 4}
+    three = solve(chain(8), uniform_cluster(2), "timeprest", stages_per_device=3, **asked)
+    found = solve(chain(8), uniform_cluster(2), "timeprest", stages_per_device=None, **asked)
+    assert found.predicted.period_s == pytest.approx(three.predicted.period_s)
