@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import accumulate, pairwise
+from collections.abc import Sequence
+from itertools import accumulate, chain, pairwise
 
 import msgspec
 import numpy as np
@@ -30,10 +31,14 @@ def with_contention(cluster: Cluster, together: Together | None) -> Cluster:
     count = Counter(device.machine for device in cluster.devices)
     slower = {home: slowdown(together, n) for home, n in count.items()}
     devices = tuple(
-        msgspec.structs.replace(device, speed=round(device.speed / slower[device.machine], 4))
+        msgspec.structs.replace(device, speed=_rounded(device.speed / slower[device.machine]))
         for device in cluster.devices
     )
     return msgspec.structs.replace(cluster, devices=devices)
+
+
+def _rounded(speed: float) -> float:
+    return round(speed, 4) if speed >= 0.1 else float(f"{speed:.4g}")
 
 
 # What summing gradients over neighbouring devices takes, as an affine time ----------------------
@@ -59,6 +64,7 @@ class AllReduceTimes:
         moved = moves[count - 1 :] - moves[: len(moves) - count + 1]
         first = np.unique(moved, return_index=True)[1] if self._in_rows else np.arange(len(moved))
         times = [self.of(range(at, at + count)) for at in first.tolist()]
+        times.append(self._time(self._closest(count)))
         return min(fixed for fixed, _ in times), min(per_byte for _, per_byte in times)
 
     def of(self, devices: range) -> tuple[float, float]:
@@ -71,7 +77,19 @@ class AllReduceTimes:
             machines = len({self.cluster.devices[d].machine for d in devices})
         key = len(devices), machines
         if key not in self._known:
-            fixed_s = self.cluster.all_reduce_s(devices, 0.0)
-            whole_s = self.cluster.all_reduce_s(devices, _LARGE)
-            self._known[key] = fixed_s, (whole_s - fixed_s) / _LARGE
+            self._known[key] = self._time(devices)
         return self._known[key]
+
+    def _time(self, devices: Sequence[int]) -> tuple[float, float]:
+        if len(devices) == 1:
+            return 0.0, 0.0
+        fixed_s = self.cluster.all_reduce_s(devices, 0.0)
+        whole_s = self.cluster.all_reduce_s(devices, _LARGE)
+        return fixed_s, (whole_s - fixed_s) / _LARGE
+
+    def _closest(self, count: int) -> list[int]:
+        """So many devices on the fewest machines, neighbours in the list or not."""
+        homes: dict[str | None, list[int]] = {}
+        for d, device in enumerate(self.cluster.devices):
+            homes.setdefault(device.machine, []).append(d)
+        return [*chain.from_iterable(sorted(homes.values(), key=len, reverse=True))][:count]

@@ -204,3 +204,22 @@ def test_an_unknown_sequence_is_refused():
     cluster = Cluster(devices=devices(1.0, 2.0), network=LINK)
     with pytest.raises(PlanError, match="--sequence sorted: give one of best, listed"):
         solve(layers_of([1, 1]), cluster, sequence="sorted")
+
+
+@pytest.mark.parametrize("variant", ["timeprest", "pipedream", "pipedream-2bw"])
+def test_replicas_may_be_on_one_machine_whose_devices_are_listed_apart(variant):
+    """Neighbours in the list are on different machines, with a slow link between them."""
+    homes = [(1.0, "a"), (0.25, "b"), (1.0, "a"), (0.25, "b")]
+    listed = [Device(name=f"d{k}", speed=s, machine=home) for k, (s, home) in enumerate(homes)]
+    near = Network(bandwidth_bytes_per_s=1e10, latency_s=1e-5)
+    far = Network(bandwidth_bytes_per_s=1e6, latency_s=1e-3)
+    profile, periods = layers_of([4]), []
+    for order in ((0, 1, 2, 3), (0, 2, 1, 3)):
+        cluster = Cluster(
+            devices=tuple(listed[d] for d in order), network=near, between_machines=far
+        )
+        asked = {"mini_batch": 4, "replicas": True, "sequence": "best"}
+        plan = solve(profile, cluster, variant, **asked)
+        periods.append(plan.predicted.period_s)
+        assert plan.solver.bound_s <= plan.predicted.period_s * (1 + 1e-9)
+    assert periods[0] == pytest.approx(periods[1])
