@@ -273,8 +273,10 @@ def _run_straight(search: SearchState, request: SearchRequest) -> str | None:
     if late and budget.seconds_left:
         # What there was no time for; the bounds stay those of all sequences.
         bounds = search.bounds
-        run(search)
-        search.bounds = bounds
+        try:
+            run(search)
+        finally:
+            search.bounds = bounds
     return stopped
 
 
