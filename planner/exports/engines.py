@@ -118,8 +118,10 @@ class Engine:
     def _check_ties(self, plan: Plan) -> None:
         on_one_device = {s for d in plan.predicted.devices for tie in d.ties for s in tie.stages}
         for s, stage in enumerate(plan.predicted.stages):
-            # Without replicas, an all-reduce is of parameters that other stages use too.
-            copied = len(plan.stages[s].devices) == 1 and stage.all_reduce_s > 0
+            # What replicas don't sum is of parameters that other stages use too.
+            devices = plan.stages[s].devices
+            own_s = plan.cluster.all_reduce_s(devices, stage.parameter_bytes)
+            copied = stage.all_reduce_s > own_s * (1 + 1e-6)
             if s in on_one_device or copied:
                 raise self.refuse(
                     f"stage {s} shares parameters with another stage, and there nobody sums their "

@@ -54,6 +54,8 @@ def for_torchtitan(plan: Plan) -> EngineFiles:
     replicas = len(plan.stages[0].devices)
     pattern = pattern_of(plan.placement, len(plan.stages))
     name = "" if plan.placement else TORCHTITAN.schedules[plan.system.schedule]
+    if name == "1F1B" and plan.micro_batches // replicas < len(plan.stages):
+        name = ""  # torch's class wants a micro-batch for each stage
     lines = [
         "# Beside your own settings of torchtitan, which these replace.",
         "[training]",

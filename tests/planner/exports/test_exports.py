@@ -15,14 +15,17 @@ import msgspec
 import pytest
 from helpers.by_hand.profiles import chain, profile_by_hand
 from helpers.plans import chain_plan, plan_by_hand
+from timeprest.planner.cluster.cluster import uniform_cluster
 from timeprest.planner.exports.blocks import blocks_of
 from timeprest.planner.exports.export import ENGINES, exported
 from timeprest.planner.exports.torch_pipelining import ModelFacts
 from timeprest.planner.schedules.torch_csv import csv_text
+from timeprest.planner.search.solve import solve
 from timeprest.planner.systems.operations import Op, Schedule
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import PlanError, ScheduleError, UserError
 from timeprest.profiles.files import tomllib
+from timeprest.profiles.profile import SharedParameters
 from torch import nn
 from torch.distributed.pipelining import schedules
 
@@ -143,6 +146,10 @@ def test_the_script_is_python(variant, placement, made, one_tensor):
 def test_torchs_1f1b_wants_a_micro_batch_for_each_stage():
     text = export(chain_plan("pipedream-flush", stages=4, n=2), "torch")["train.py"]
     assert "_PipelineScheduleRuntime(stages, 2," in text
+    files = export(gpt_plan((3, 5, 7, 9, 11)), "torchtitan")
+    found = tomllib.loads(files["torchtitan.toml"])["parallelism"]
+    assert found["pipeline_parallel_schedule"] == "PipelineScheduleMulti"
+    assert found["pipeline_parallel_schedule_csv"] in files
 
 
 def test_what_torch_cuts_is_the_sequence_of_modules():
@@ -494,3 +501,18 @@ def test_a_list_runs_in_its_sequence():
     swapped = renamed(renamed(renamed(gpt_plan((5, 9)), ".1.", ".x."), ".4.", ".1."), ".x.", ".4.")
     with pytest.raises(PlanError, match=r"'layers.2' is on stage 1, behind 'layers.4' of stage 0"):
         export(swapped, "megatron")
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("engine", ["torchtitan", "deepspeed"])
+def test_copies_of_tied_parameters_are_refused_with_replicas_too(engine, devices):
+    names = ["emb", "h.0", "h.1", "h.2", "h.3", "head"]
+    edges = [(a, b, f"t{a}", 16) for a, b in itertools.pairwise(names)]
+    profile = profile_by_hand([(n, 1000, 1e-3, 2e-3, 10, ()) for n in names], edges)
+    shared = (SharedParameters(layers=("emb", "head"), parameter_bytes=1000),)
+    profile = msgspec.structs.replace(profile, shared=shared)
+    asked = {"stages": 2, "micro_batches": 4, "tied": "split", "replicas": devices > 2}
+    plan = solve(profile, uniform_cluster(devices), "pipedream-flush", **asked)
+    assert [len(stage.devices) for stage in plan.stages] == [devices // 2] * 2
+    with pytest.raises(PlanError, match="nobody sums their gradients"):
+        export(plan, engine)
