@@ -103,9 +103,9 @@ def _workers(plan: Plan) -> str:
 
 
 def _which(plan: Plan, report: StageReport) -> str:
-    """``1``, or ``1, replica 0`` where the stage has several."""
+    """``1``, or ``1.0`` for replica 0 where the stage has several."""
     several = len(plan.stages[report.stage].devices) > 1
-    return f"{report.stage}, replica {report.replica}" if several else str(report.stage)
+    return f"{report.stage}.{report.replica}" if several else str(report.stage)
 
 
 def summary_lines(plan: Plan, summary: RunSummary) -> list[Text]:
