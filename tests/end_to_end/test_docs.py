@@ -9,6 +9,7 @@ import itertools
 import re
 import shlex
 import shutil
+import sys
 import textwrap
 from importlib import import_module
 from importlib.util import find_spec
@@ -365,7 +366,10 @@ def place(made, tmp_path, monkeypatch):
     shutil.copytree(made, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    return tmp_path
+    sys.modules.pop("mine", None)
+    yield tmp_path
+    # The next page has another one.
+    sys.modules.pop("mine", None)
 
 
 MOST_EPOCHS = 5
