@@ -92,4 +92,5 @@ class AllReduceTimes:
         homes: dict[str | None, list[int]] = {}
         for d, device in enumerate(self.cluster.devices):
             homes.setdefault(device.machine, []).append(d)
-        return [*chain.from_iterable(sorted(homes.values(), key=len, reverse=True))][:count]
+        fullest = sorted(homes.values(), key=lambda mine: -len(mine))
+        return [*chain.from_iterable(fullest)][:count]
