@@ -179,8 +179,8 @@ def lay_out(question: Question, stages: Sequence[PlanStage], micro_batches: int)
     devices = [stage.devices for stage in stages]
     ties = device_ties(question.profile, nodes, devices)
     found = tuple(
-        costs.stage(names, size // shares[s], s == last, bytes_elsewhere(s, ties))
-        for s, names in enumerate(nodes)
+        costs.stage(x.nodes, size // shares[s], s == last, bytes_elsewhere(s, ties), x.recomputed)
+        for s, x in enumerate(stages)
     )
     transfers = costs.transfers(nodes, size)
     exchanges = exchange_s(question.profile, cluster, nodes, devices)
@@ -224,7 +224,7 @@ def evaluate(question: Question, stages: Sequence[PlanStage], micro_batches: int
     pipeline, found, transfers, shares, size, ties = lay_out(question, stages, micro_batches)
     nodes = tuple(stage.nodes for stage in stages)
     steady = steady_state(pipeline)
-    again = [stage.recompute for stage in stages]
+    again = [bool(stage.recompute) for stage in stages]
     held = _holdings(pipeline, steady, again)
     idle = idle_shares(pipeline, steady.period_s)
     needs = []
@@ -271,7 +271,7 @@ def _times(
     """
     speed = min(cluster.devices[d].speed for d in stage.devices)
     splits = split and returns
-    backward_s = cost.backward_s + (cost.forward_s if stage.recompute else 0.0)
+    backward_s = cost.backward_s + (cost.forward_s if stage.recompute is True else cost.again_s)
     backward_s += cost.split_s if splits else 0.0
     all_reduce_s = exchange_s
     if len(stage.devices) > 1 and cost.parameter_bytes:
@@ -369,7 +369,8 @@ def _bytes(
     stage, cost = stages[s], costs[s]
     beside = [t for t in pipeline.beside(s) if t != s]
     # What is computed again isn't kept; what is received is, whether a layer keeps it or not.
-    kept_storages = frozenset[str]() if stage.recompute else cost.kept_storages
+    whole = stage.recompute is True
+    kept_storages = frozenset[str]() if whole else cost.kept_storages
     wait = {c.target for c in transfers if c.source == s and c.storage not in kept_storages}
     waiting = {
         link.target: most_waiting(
@@ -380,7 +381,7 @@ def _bytes(
     }
     messages, gradients = boundary_buffers(s, transfers, unit, kept_storages, waiting, beside)
     received = sum(c.nbytes for c in transfers if c.target == s)
-    kept = received if stage.recompute else cost.kept_bytes
+    kept = received if whole else cost.kept_bytes
     if beside:
         kept -= _kept_by_makers(s, stages, costs, transfers, beside)
     return StageBytes(
@@ -389,7 +390,7 @@ def _bytes(
         optimizer=question.state_bytes(cost),
         scratch=cost.parameter_bytes * copies_beside(pipeline, s),
         kept=kept,
-        rebuilt=unit * cost.kept_bytes if stage.recompute else 0,
+        rebuilt=unit * (cost.kept_bytes if whole else cost.rebuilt_bytes),
         messages=messages,
         gradients=gradients,
         workspace=cost.workspace_bytes,
@@ -409,10 +410,11 @@ def _kept_by_makers(
     handed = {
         c.storage: c.nbytes
         for c in transfers
-        if c.target == s and c.source in beside and not stages[c.source].recompute
+        if c.target == s and c.source in beside and stages[c.source].recompute is not True
         if c.storage in costs[c.source].kept_storages
     }
-    mine = handed.keys() if stages[s].recompute else costs[s].kept_storages & handed.keys()
+    whole = stages[s].recompute is True
+    mine = handed.keys() if whole else costs[s].kept_storages & handed.keys()
     return sum(handed[storage] for storage in mine)
 
 

@@ -27,6 +27,7 @@ from ..profiles.profile import Profile, VaryingShapes, check_front_end, check_va
 from .cluster.cluster import Cluster
 from .costs.layout import StageTimes, make_pipeline
 from .costs.memory import MemoryByKind, StageBytes
+from .costs.recomputation import Recompute
 from .costs.stage_costs import Transfer
 from .costs.tied_parameters import Tied, check_tied, hint, misplaced
 from .schedules.given import system_of
@@ -59,8 +60,7 @@ class ProfileReference(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     dtype: str
     autocast: str | None = None
     varying: VaryingShapes | msgspec.UnsetType = msgspec.UNSET
-    """Shapes of inputs, where mini-batches differ in them; memory and times are for those that were
-    profiled. Not there where they are all alike."""
+    """Where mini-batches differ in the shapes of inputs: those that were profiled, for one."""
 
     @classmethod
     def to(cls, profile: Profile) -> ProfileReference:
@@ -76,8 +76,13 @@ class PlanStage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """Positions in the cluster's list of devices. More than one: replicas, which share the work."""
     in_flight: Count
     """Mini-batches that may be in flight here."""
-    recompute: bool = False
-    """Keep what the stage receives alone, and do the forward's work again before the backward."""
+    recompute: Recompute = False
+    """Run the forward again before the backward; or these of the stage's layers (files.md)."""
+
+    @property
+    def recomputed(self) -> frozenset[str]:
+        """Names of the layers that are computed again; none where the whole forward is."""
+        return frozenset(self.recompute if isinstance(self.recompute, tuple) else ())
 
 
 class PlanEdge(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -104,8 +109,7 @@ class StagePrediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """How much of it is the weight part, in systems that split the backward."""
     update_s: Predicted
     all_reduce_s: Predicted = 0.0
-    """Summing gradients over the stage's replicas, and those of parameters that other stages use
-    too with them, before each update."""
+    """Summing gradients over replicas, and over other stages' uses, before each update."""
     transfer_s: Predicted
     """Messages to and from this stage for one micro-batch: latency and wire."""
     parameter_bytes: TotalBytes
@@ -455,6 +459,8 @@ def check_stages(
     for s, stage in enumerate(stages):
         if stage.recompute and variant.recompute_refusal:
             raise PlanError(f"stages[{s}].recompute: {variant.recompute_refusal}")
+        for name in sorted(stage.recomputed - set(stage.nodes)):
+            raise PlanError(f"stages[{s}].recompute: stage {s} has no layer {name!r}")
     dealt = ("mini_batch", mini_batch) if variant.whole_mini_batches else None
     what, parts = dealt or ("micro_batches", micro_batches)
     for s, stage in enumerate(stages):

@@ -11,7 +11,7 @@ import click
 from rich.console import Console, Group
 from rich.text import Text
 
-from ...planner.plan import Plan, read_plan
+from ...planner.plan import Plan, PlanStage, read_plan
 from ...profiles.errors import UserError
 from ...profiles.files import Kind, check_outputs
 from ...profiles.units import format_seconds, short_bytes
@@ -28,6 +28,7 @@ from ..tables.stages import (
     memory_limit,
     on_devices,
     placement_name,
+    recomputed_layers,
     shares_devices,
 )
 
@@ -70,6 +71,11 @@ def _most(field: str) -> Callable[[Plan], int]:
 
 def _yes(value: object) -> str:
     return "yes" if value else "no"
+
+
+def _recomputes(stage: PlanStage) -> str:
+    count = recomputed_layers(stage)
+    return f"{count} layers" if count > 0 else _yes(count)
 
 
 def _recomputed(plan: Plan) -> tuple[int, ...]:
@@ -158,7 +164,7 @@ STAGE_FIGURES: tuple[tuple[str, Callable[[Plan, int, int], str]], ...] = (
     ("L", lambda p, s, _: str(p.stages[s].in_flight)),
     ("versions", lambda p, s, _: str(p.predicted.stages[s].versions_held)),
     ("d", lambda p, s, _: str(p.predicted.stages[s].version_difference)),
-    ("recomputed", lambda p, s, _: _yes(p.stages[s].recompute)),
+    ("recomputed", lambda p, s, _: _recomputes(p.stages[s])),
 )
 """Name, and text of a plan's stage in so many columns."""
 

@@ -125,7 +125,7 @@ _Figures = tuple[tuple[int, ...], tuple[float, ...]]
 def _figures(plan: Plan, s: int) -> _Figures:
     stage, predicted = plan.stages[s], plan.predicted.stages[s]
     times = predicted.forward_s, predicted.backward_s, predicted.transfer_s
-    counts = len(stage.nodes), len(stage.devices), int(stage.recompute)
+    counts = len(stage.nodes), len(stage.devices), recomputed_layers(stage)
     # Idle shares are shares of a period already: 3 % and 4 % are near.
     return counts, (*times, float(predicted.memory_bytes), 1 + predicted.idle_share)
 
@@ -280,7 +280,9 @@ def notes(plan: Plan, *, every: bool = False) -> Text:
     if shares_devices(plan):
         said += " A device's peak isn't the sum of its stages' peaks: those come at other moments."
     if any(stage.recompute for stage in plan.stages):
-        said += " ↻: activations are computed again."
+        said += " ↻: activations are computed again"
+        some = any(stage.recomputed for stage in plan.stages)
+        said += "; ↻ n: those of n layers alone." if some else "."
     if any(len(stage.devices) > 1 for stage in plan.stages):
         said += " (n) after devices: so many replicas; memory is each one's."
     more = folded(plan, every=every).note
@@ -351,9 +353,19 @@ def _keys(rows: Sequence[range]) -> Column:
     return fixed("stage", [row_name(row) for row in rows], left=True)
 
 
+def recomputed_layers(stage: PlanStage) -> int:
+    """How many layers a stage computes again; -1: its whole forward."""
+    return -1 if stage.recompute is True else len(stage.recomputed)
+
+
+def _mark(stage: PlanStage) -> str:
+    count = recomputed_layers(stage)
+    return "" if not count else " ↻" if count < 0 else f" ↻ {count}"
+
+
 def _layers(plan: Plan, rows: Sequence[range]) -> Column:
     groups = [[name for s in row for name in plan.stages[s].nodes] for row in rows]
-    marks = [" ↻" if plan.stages[row.start].recompute else "" for row in rows]
+    marks = [_mark(plan.stages[row.start]) for row in rows]
 
     def cells(width: int | None) -> list[str]:
         return [

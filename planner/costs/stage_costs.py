@@ -11,6 +11,7 @@ import msgspec
 from ...profiles.errors import PlanError
 from ...profiles.profile import Edge, Layer, Measurement, OperationCost, Profile
 from ..systems.variants import Variant
+from .recomputation import KeptStorages
 from .tied_parameters import copied_bytes
 
 RECEIVES_AHEAD = {"F": 2, "B": 1}
@@ -30,6 +31,8 @@ class StageCost:
         postponed_bytes: gradients that wait for the weight part of one micro-batch.
         kept_bytes: what one micro-batch in flight keeps for its backward.
         kept_storages: names of the storages among them that other layers may keep too.
+        again_s, rebuilt_bytes: of layers that are computed again before the backward: their
+            forwards, and what these keep besides.
         workspace_bytes: largest working set of any of its layers.
     """
 
@@ -45,6 +48,8 @@ class StageCost:
     split_s: float = 0.0
     postponed_bytes: int = 0
     matrix_bytes: int = 0
+    again_s: float = 0.0
+    rebuilt_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -199,8 +204,9 @@ class Costs:
 
     Attributes:
         stage: (names of layers, micro-batch size, whether it is the last, bytes of parameters that
-            another stage of its device has for it; 0 by default) → `StageCost`. Raises PlanError
-            for a micro-batch size outside what was measured.
+            another stage of its device has for it; 0 by default; names of layers that are computed
+            again, where these aren't all; none by default) → `StageCost`. Raises PlanError for a
+            micro-batch size outside what was measured.
         transfers: (names of each stage's layers, micro-batch size) → tensors that cross the cuts,
             each once for each receiving stage, in the graph's order.
     """
@@ -210,6 +216,7 @@ class Costs:
         self.stage = lru_cache(maxsize=20_000)(self._stage)
         self.transfers = lru_cache(maxsize=1_000)(self._find_transfers)
         self._layers = lru_cache(maxsize=None)(partial(layer_costs, profile))
+        self._kept = KeptStorages(profile)
         self._position = {layer.name: k for k, layer in enumerate(profile.layers)}
         self._needs: dict[str, list[Edge]] = {layer.name: [] for layer in profile.layers}
         self._made: dict[str, list[Edge]] = {layer.name: [] for layer in profile.layers}
@@ -221,15 +228,22 @@ class Costs:
                 self._needs[edge.consumer].append(edge)
 
     def _stage(
-        self, names: tuple[str, ...], micro_batch: int, last: bool, elsewhere: int = 0
+        self,
+        names: tuple[str, ...],
+        micro_batch: int,
+        last: bool,
+        elsewhere: int = 0,
+        again: frozenset[str] = frozenset(),
     ) -> StageCost:
         profile = self.profile
         inside = sorted(self._position[name] for name in names)
+        repeated = self._kept.positions(again)
         costs = self._layers(micro_batch)
         layers = [profile.layers[k] for k in inside]
         measured = [costs.measured[k] for k in inside]
         losses = [costs.loss] if last and costs.loss else []
-        shared = self._shared_storages(layers, micro_batch)
+        shared, rebuilt = self._shared_storages(layers, micro_batch, repeated)
+        private = {k: max(costs.measured[k].saved_bytes - costs.shared_bytes[k], 0) for k in inside}
         parameters = sum(layer.parameter_bytes for layer in layers) + copied_bytes(profile, names)
         parameters -= elsewhere
         optimizer, operation = profile.optimizer, profile.operation
@@ -254,7 +268,7 @@ class Costs:
             parameter_bytes=parameters,
             buffer_bytes=sum(layer.buffer_bytes for layer in layers),
             kept_bytes=(
-                sum(max(costs.measured[k].saved_bytes - costs.shared_bytes[k], 0) for k in inside)
+                sum(nbytes for k, nbytes in private.items() if k not in repeated)
                 + sum(shared.values())
                 + sum(m.saved_bytes for m in losses)
             ),
@@ -266,6 +280,8 @@ class Costs:
                 self._waiting(layer, m) for layer, m in zip(layers, measured, strict=True)
             ),
             matrix_bytes=sum(layer.matrix_bytes or 0 for layer in layers),
+            again_s=sum(costs.measured[k].forward_s for k in sorted(repeated)),
+            rebuilt_bytes=sum(private[k] for k in sorted(repeated)) + sum(rebuilt.values()),
         )
 
     def _waiting(self, layer: Layer, measured: Measurement) -> int:
@@ -280,8 +296,11 @@ class Costs:
             for edge in outputs.values()
         )
 
-    def _shared_storages(self, layers: Sequence[Layer], micro_batch: int) -> dict[str, int]:
-        """Bytes of each storage that some layer of the stage keeps and others may keep too."""
+    def _shared_storages(
+        self, layers: Sequence[Layer], micro_batch: int, again: frozenset[int]
+    ) -> tuple[dict[str, int], dict[str, int]]:
+        """Bytes of each storage that some layer of the stage keeps and others may keep too: those
+        that are kept, and those that layers computed again make before the backward."""
         names = {layer.name for layer in layers}
         storages = self._layers(micro_batch).storages
         made: set[str] = set()
@@ -293,15 +312,20 @@ class Costs:
                     size = sized(edge.fixed_bytes, edge.bytes_per_sample, micro_batch)
                     received.setdefault(edge.storage, {})[edge.tensor] = size
         kept: dict[str, int] = {}
-        for layer in layers:
-            for name in layer.saves:
-                # What comes over a cut is as large as its message, whatever it was a view of.
-                here = received.get(name, {})
-                if here and name not in made:
-                    kept[name] = sum(here.values())
-                else:
-                    kept[name] = storages[name]
-        return kept
+        rebuilt: dict[str, int] = {}
+        inside = {self._position[name] for name in names}
+        # What layers that are computed again take is kept, too.
+        repeated = [layer for layer in layers if self._position[layer.name] in again]
+        taken = (edge.storage for layer in repeated for edge in self._needs[layer.name])
+        for name in dict.fromkeys([*(name for la in layers for name in la.saves), *taken]):
+            # What comes over a cut is as large as its message, whatever it was a view of.
+            here = received.get(name, {})
+            nbytes = sum(here.values()) if here and name not in made else storages[name]
+            if not again or (times := self._kept.kept(name, again, inside)):
+                kept[name] = nbytes * times if again else nbytes
+            elif self._kept.is_recomputed(name, again):
+                rebuilt[name] = nbytes
+        return kept, rebuilt
 
     def _find_transfers(
         self, stages: tuple[tuple[str, ...], ...], micro_batch: int

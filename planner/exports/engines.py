@@ -109,8 +109,8 @@ class Engine:
         for s, stage in enumerate(plan.stages):
             if stage.recompute:
                 raise self.refuse(
-                    f"stage {s} keeps its inputs alone and computes the rest again, and there "
-                    "that can't be said of a stage; plan with --recompute off"
+                    f"stage {s} computes activations again, and there that can't be said of a "
+                    "stage; plan with --recompute off"
                 )
         if not self.sums_ties:
             self._check_ties(plan)

@@ -50,7 +50,7 @@ def predicted(
     used = []
     for stage, own in zip(plan.stages, schedule, strict=True):
         use = version_use(
-            pipeline.variant, plan.micro_batches, own, entries, recompute=stage.recompute
+            pipeline.variant, plan.micro_batches, own, entries, recompute=bool(stage.recompute)
         )
         used.append(_uses(own, use.versions, use.differences))
     spans: list[Span] = []
@@ -122,7 +122,7 @@ def _walk_of(plan: Plan, pipeline: Pipeline, s: int, entries: Sequence[int]) -> 
         plan.micro_batches,
         pipeline.replicas(s),
         entries,
-        recompute=plan.stages[s].recompute,
+        recompute=bool(plan.stages[s].recompute),
         update_every=plan.update_every,
     )
 
@@ -135,7 +135,7 @@ def _ties_of(
         plan.micro_batches,
         [(tie.stages, tie.holds) for tie in plan.predicted.ties_on(stages)],
         entries,
-        recompute=[stage.recompute for stage in plan.stages],
+        recompute=[bool(stage.recompute) for stage in plan.stages],
         update_every=plan.update_every,
     )
 

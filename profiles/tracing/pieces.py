@@ -17,6 +17,9 @@ from torch import Tensor, fx
 from ..errors import TraceError
 from .graph import TracedModel, nodes_in, values
 
+LAYER = "timeprest_layer"
+"""Key of a piece's nodes' `meta`: the name of the layer that they are of."""
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -82,7 +85,8 @@ def _build(
             copies[node] = graph.node_copy(node)
         return copies[node]
 
-    inside = {node for k in group for node in traced.layers[k].nodes}
+    layer_of = {node: traced.layers[k].name for k in group for node in traced.layers[k].nodes}
+    inside = set(layer_of)
     if has_result:
         inside |= _packing(traced)
     for node in traced.module.graph.nodes:
@@ -90,6 +94,7 @@ def _build(
             for source in node.all_input_nodes:
                 copy_of(source)
             copies[node] = graph.node_copy(node, copy_of)
+            copies[node].meta[LAYER] = layer_of.get(node)
     result: tuple[Any, ...] = tuple(copies[node] for node in gives)
     if has_result:
         answer = traced.result.args[0]

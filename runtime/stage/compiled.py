@@ -42,6 +42,8 @@ def why_not(prepared: Prepared, stage: int) -> str:
             "autocast: of weights in its precision a compiled forward keeps copies, and "
             f"{variant.name} runs the backward on others"
         )
+    if prepared.plan.stages[stage].recomputed:
+        return "some of its layers are computed again, which a compiled forward can't tell apart"
     norms = (nn.modules.batchnorm._BatchNorm,)
     modules = prepared.model.stages[stage].piece.module.modules()
     if settings.deferred_batch_norm and any(isinstance(m, norms) for m in modules):

@@ -13,7 +13,7 @@ from ...profiles.autograd.boundary import Inlet
 from ...profiles.errors import RunError
 from ...profiles.tracing.shapes import ValueSpec
 from ..prepare.messages import mark_missing
-from .recompute import ForwardInputs
+from .recompute import ForwardInputs, Remade
 
 InputShapes = tuple[tuple[str, torch.Size, tuple[int, ...]], ...]
 """Of what goes into a piece, by name; of a size or a number its value too, which others depend
@@ -27,6 +27,7 @@ class MicroBatch:
     Attributes:
         shapes: of what it has from other stages and has made for others.
         inputs: what its forward is recomputed from before the backward; None: it isn't.
+        remade: what some of its layers are computed again from; None: none are.
     """
 
     saved_bytes: int = 0
@@ -35,6 +36,7 @@ class MicroBatch:
     shapes: dict[str, torch.Size] = field(default_factory=dict)
     loss: Tensor | None = None
     inputs: ForwardInputs | None = None
+    remade: Remade | None = None
 
 
 def input_shapes(

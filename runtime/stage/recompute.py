@@ -2,18 +2,27 @@
 
 Kept until then are the piece's inputs and the state of the random generator. Buffers that the
 forward changes (running statistics) keep what the first run made of them.
+
+Where only some layers are computed again, their piece runs as ever, and says to a `Remade` which of
+its operations are theirs. What autograd saves there, or later of what they made, is left empty.
+Before the backward these layers alone run once more, and fill it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from ...profiles.autograd.boundary import storage_key
+from ...profiles.errors import RunError
+from ...profiles.tracing.pieces import LAYER, Piece
 from ..prepare.data import MicroBatchPart
 from ..prepare.devices import CPU, random_state, set_random_state
 
@@ -78,13 +87,389 @@ class Recomputation:
     @contextmanager
     def as_in_first_run(self, found: ForwardInputs) -> Iterator[None]:
         """Random numbers are those of the first run; these and buffers are put back afterwards."""
-        random = random_state(self._device)
-        buffers = [b.clone() for b in self._buffers]
-        set_random_state(found.random, self._device)
-        try:
+        with _left_as_they_were(self._buffers, self._device):
+            set_random_state(found.random, self._device)
             yield
-        finally:
-            set_random_state(random, self._device)
-            with torch.no_grad():
-                for buffer, before in zip(self._buffers, buffers, strict=True):
-                    buffer.copy_(before)
+
+
+@contextmanager
+def _left_as_they_were(buffers: Iterable[Tensor], device: torch.device) -> Iterator[None]:
+    """Put random numbers and these buffers back afterwards."""
+    random = random_state(device)
+    kept = [(b, b.clone()) for b in buffers]
+    try:
+        yield
+    finally:
+        set_random_state(random, device)
+        with torch.no_grad():
+            for buffer, before in kept:
+                buffer.copy_(before)
+
+
+# Some of a stage's layers ------------------------------------------------------------------------
+
+
+class Empty:
+    """Stands in autograd's graph for a tensor that a layer saves, until that is computed again."""
+
+    def __init__(self) -> None:
+        self.tensor: Tensor | None = None
+
+    def filled(self) -> Tensor:
+        """The tensor."""
+        assert self.tensor is not None
+        return self.tensor
+
+
+class EmptyView:
+    """Stands likewise for what another layer saves of a tensor that such a layer makes."""
+
+    def __init__(self, remade: Remade, number: int, saved: Tensor) -> None:
+        self._remade, self._number = remade, number
+        self._layout = saved.size(), saved.stride(), int(saved.storage_offset())
+
+    def filled(self) -> Tensor:
+        """The tensor."""
+        return self._remade.view(self._number, self._layout)
+
+
+@dataclass
+class _Kept:
+    """A value that layers take which are computed again.
+
+    Attributes:
+        value: itself, or a copy where it may be overwritten.
+        original, version: the tensor, until the forward is done, and its version when it was kept.
+        expected: its version after the last run of these layers.
+        copied: this is a copy.
+    """
+
+    value: Any
+    needs_grad: bool = False
+    original: Tensor | None = None
+    version: int = 0
+    expected: int = 0
+    copied: bool = False
+
+
+class Remade:
+    """What a micro-batch's layers need to be computed again, and what they then make.
+
+    Attributes:
+        kept_bytes: of what is kept for it, by storage.
+    """
+
+    def __init__(self, layers: SelectedLayers, has_weights: Callable[[Tensor], bool]) -> None:
+        """`has_weights`: whether a tensor has the memory of a weight or buffer, which changes."""
+        self._layers, self._has_weights = layers, has_weights
+        self.kept_bytes: dict[int, int] = {}
+        self._inside = self._again = False
+        self._values: list[_Kept] = []
+        self._own: set[int] = set()
+        self._random: list[Tensor] = []
+        # Of what these layers save, in their sequence; None: it is kept.
+        self._empty: list[Empty | None] = []
+        self._filled = 0
+        # Tensors that they make and others take: version and type in the first run; those that
+        # something is saved of; and what they are once they are made again.
+        self._versions: list[tuple[int, torch.dtype]] = []
+        self._views: set[int] = set()
+        self._made: dict[int, Tensor] = {}
+        self._count = 0
+        # While the forward runs: which of them has a storage. No other storage is taken for it
+        # while this one is known of.
+        self._storages: dict[int, int] = {}
+        self._alive: list[StorageWeakRef] = []
+
+    def view(self, number: int, layout: tuple[torch.Size, tuple[int, ...], int]) -> Tensor:
+        """Of a tensor that was made again."""
+        return self._made[number].as_strided(*layout)
+
+    # Both runs ---------------------------------------------------------------------------------
+
+    def begin(
+        self, run: int, taken: Iterable[Any], again: Iterable[int], own: Iterable[Any]
+    ) -> None:
+        """A run of these layers is about to be computed.
+
+        Args:
+            taken: values of other layers that no run before took.
+            again: numbers of those that it takes too.
+            own: tensors that runs before have made.
+
+        Raises RunError where others have changed any of the last two in place.
+        """
+        self._inside = True
+        if self._again:
+            set_random_state(self._random[run], self._layers.device)
+            return
+        self._random.append(random_state(self._layers.device))
+        kept = (self._values[number] for number in again)
+        changed = any(k.original is not None and k.original._version != k.expected for k in kept)
+        for tensor in _tensors(own):
+            number = self._storages.get(storage_key(tensor))
+            changed |= number is not None and self._versions[number][0] != tensor._version
+        if changed:
+            raise RunError(
+                "a tensor is changed in place between two layers that take it and are computed "
+                "again; make the operation one that isn't in place, or plan with --recompute on"
+            )
+        for value in taken:
+            self._values.append(self._keep(value))
+
+    def _keep(self, value: Any) -> _Kept:
+        if not isinstance(value, Tensor):
+            return _Kept(value)
+        kept, version = value.detach(), value._version
+        changing = self._layers.overwritten
+        copied = changing is None or len(self._values) in changing or self._has_weights(value)
+        if not self._layers.is_data(len(self._values)):
+            self._own.add(storage_key(value))
+        here = kept.clone() if copied else kept
+        return _Kept(here, value.requires_grad, kept, version, version, copied)
+
+    def end(self, values: Iterable[Any]) -> None:
+        """It is done, and has made these, which others take."""
+        self._inside = False
+        for kept in self._values:
+            if kept.original is not None:
+                kept.expected = kept.original._version
+        for tensor in _tensors(values):
+            number, self._count = self._count, self._count + 1
+            if self._again:
+                if number in self._views:
+                    self._made[number] = tensor.detach()
+                continue
+            self._versions.append((tensor._version, tensor.dtype))
+            key = storage_key(tensor)
+            if key in self._own or self._has_weights(tensor):
+                continue
+            if key not in self._storages:
+                self._alive.append(StorageWeakRef(tensor.untyped_storage()))
+            # The last of several that share it: they may have changed it.
+            self._storages[key] = number
+
+    def packed(self, tensor: Tensor, key: int, *, weight: bool) -> Empty | EmptyView | None:
+        """What stands for a tensor that autograd saves; None: itself.
+
+        Args:
+            weight: it is a reference to a weight.
+        """
+        if self._again:
+            empty = self._empty[self._filled] if self._filled < len(self._empty) else None
+            self._filled += 1
+            if empty is not None:
+                empty.tensor = tensor.detach()
+            return None
+        if self._inside:
+            # What these layers are made from is kept in any case.
+            empty = None if weight or key in self._own else Empty()
+            self._empty.append(empty)
+            return empty
+        number = self._storages.get(key)
+        if weight or number is None or self._versions[number] != (tensor._version, tensor.dtype):
+            return None
+        self._views.add(number)
+        return EmptyView(self, number, tensor)
+
+    def finish(self) -> None:
+        """The first run is done. Raises RunError as `SelectedLayers.note_overwritten`."""
+        self._storages.clear()
+        self._alive.clear()
+        self._count = 0
+        changed = set()
+        for number, kept in enumerate(self._values):
+            tensor, kept.original = kept.original, None
+            if tensor is None:
+                continue
+            if tensor._version != kept.version:
+                changed.add(number)
+            elif kept.copied and not self._has_weights(tensor):
+                kept.value, kept.copied = tensor, False
+            if not self._layers.is_data(number):
+                self.kept_bytes[storage_key(kept.value)] = kept.value.untyped_storage().nbytes()
+        self._layers.note_overwritten(changed)
+
+    def recompute(self) -> int:
+        """Compute the layers again. Returns the bytes that there are now and weren't kept.
+
+        Raises RunError where they save other tensors than in the first run.
+        """
+        self._again = True
+        given: list[Any] = []
+        for kept in self._values:
+            value = kept.value
+            if isinstance(value, Tensor):
+                value = value.detach().requires_grad_(kept.needs_grad)
+                # An operation in place wants what was computed.
+                value = value.clone() if kept.copied else value
+            given.append(value)
+        with running(self), _left_as_they_were(self._layers.buffers, self._layers.device):
+            self._layers.again(*given)
+        if self._filled != len(self._empty) or self._count != len(self._versions):
+            raise RunError(
+                "layers that are computed again saved other tensors than in their first run; plan "
+                "with --recompute on, or take them out of their stage's recompute"
+            )
+        tensors = [e.tensor for e in self._empty if e is not None and e.tensor is not None]
+        sizes = {
+            storage_key(t): t.untyped_storage().nbytes()
+            for t in (*tensors, *self._made.values())
+            if not self._has_weights(t)
+        }
+        taken = {storage_key(k.value) for k in self._values if isinstance(k.value, Tensor)}
+        return sum(nbytes for key, nbytes in sizes.items() if key not in taken)
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Those in values, which may be containers of some."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from _tensors(value)
+
+
+_running: ContextVar[Remade | None] = ContextVar("_running", default=None)
+
+
+@contextmanager
+def running(remade: Remade | None) -> Iterator[None]:
+    """A stage runs its piece for this micro-batch."""
+    token = _running.set(remade)
+    try:
+        yield
+    finally:
+        _running.reset(token)
+
+
+def begin_run(run: int, taken: Any, again: Any, own: Any) -> None:
+    """In a piece's graph, before a run of layers that are computed again (`Remade.begin`)."""
+    remade = _running.get()
+    if remade is not None:
+        remade.begin(run, taken, again, own)
+
+
+def end_run(values: Any) -> None:
+    """In a piece's graph, behind one (`Remade.end`)."""
+    remade = _running.get()
+    if remade is not None:
+        remade.end(values)
+
+
+class SelectedLayers:
+    """Those layers of a stage that are computed again.
+
+    Attributes:
+        module: the stage's, which says when it runs them.
+        again: them alone, as a module; it gives nothing.
+        buffers: those that they may change.
+        overwritten: of the values that they take, which the forward changes in place; None: it
+            hasn't run yet.
+    """
+
+    def __init__(
+        self,
+        piece: Piece,
+        names: Collection[str],
+        data: Collection[str],
+        device: torch.device = CPU,
+    ) -> None:
+        """
+        Args:
+            piece: with each node's layer in its `meta` (`pieces.LAYER`).
+            data: of its inputs, those that are the model's own.
+        """
+        self.device = device
+        self.overwritten: set[int] | None = None
+        graph = piece.module.graph
+        holders = [node for node in graph.nodes if node.op == "placeholder"]
+        own = {node for node, name in zip(holders, piece.inputs, strict=True) if name in data}
+        runs = _runs(graph, {node for node in graph.nodes if node.meta.get(LAYER) in names})
+        self._data = [value in own for run in runs for value in run.takes]
+        marked, again = _graphs(graph, runs)
+        self.module = fx.GraphModule(piece.module, marked)
+        self.again = fx.GraphModule(piece.module, again)
+        self.buffers = list(self.again.buffers())
+
+    def is_data(self, number: int) -> bool:
+        """Whether a value is an input of the model, which is there anyway."""
+        return self._data[number]
+
+    def note_overwritten(self, changed: set[int]) -> None:
+        """Which values a forward has changed. Raises RunError for others than the first one did."""
+        if self.overwritten is None:
+            self.overwritten = changed
+        elif changed - self.overwritten:
+            raise RunError(
+                "a tensor that layers are computed again from is changed in place, and wasn't in "
+                "the first run; make the operation one that isn't in place, or plan with "
+                "--recompute on"
+            )
+
+
+@dataclass
+class _Run:
+    """Layers in a row that are computed again.
+
+    Attributes:
+        nodes: of the stage's graph.
+        takes: values of other layers that no run before takes.
+        takes_again: numbers of those that it takes, too.
+        own: what runs before have made, and this one takes.
+        gives: what it makes and others take.
+    """
+
+    nodes: list[fx.Node]
+    takes: list[fx.Node]
+    takes_again: list[int]
+    own: list[fx.Node]
+    gives: list[fx.Node]
+
+
+def _runs(graph: fx.Graph, chosen: set[fx.Node]) -> list[_Run]:
+    rows: list[list[fx.Node]] = [[]]
+    for node in graph.nodes:
+        if node in chosen:
+            rows[-1].append(node)
+        elif node.op != "get_attr" and rows[-1]:
+            rows.append([])
+    found, numbers = [], dict[fx.Node, int]()
+    for row in rows:
+        mine = set(row)
+        sources = dict.fromkeys(source for node in row for source in node.all_input_nodes)
+        others = [s for s in sources if s not in chosen and s.op != "get_attr"]
+        new = [source for source in others if source not in numbers]
+        again = [numbers[source] for source in others if source in numbers]
+        numbers |= {source: len(numbers) + k for k, source in enumerate(new)}
+        own = [source for source in sources if source in chosen and source not in mine]
+        gives = [node for node in row if not mine.issuperset(node.users)]
+        if row:
+            found.append(_Run(row, new, again, own, gives))
+    return found
+
+
+def _graphs(graph: fx.Graph, runs: list[_Run]) -> tuple[fx.Graph, fx.Graph]:
+    """The stage's graph with a mark before and behind each run, and that of the runs alone."""
+    marked, again = fx.Graph(), fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    remade = {value: again.placeholder(value.name) for run in runs for value in run.takes}
+    first = {run.nodes[0]: number for number, run in enumerate(runs)}
+    last = {run.nodes[-1]: run for run in runs}
+    chosen = {node for run in runs for node in run.nodes}
+    for node in graph.nodes:
+        if node in first:
+            run = runs[first[node]]
+            values = [copies[value] for value in run.takes], run.takes_again
+            own = [copies[value] for value in run.own]
+            marked.call_function(begin_run, (first[node], *values, own))
+            again.call_function(begin_run, (first[node], [], [], []))
+        copies[node] = marked.node_copy(node, copies.__getitem__)
+        if node in chosen or (node.op == "get_attr" and not chosen.isdisjoint(node.users)):
+            remade[node] = again.node_copy(node, remade.__getitem__)
+        if node in last:
+            gives = last[node].gives
+            marked.call_function(end_run, ([copies[value] for value in gives],))
+            again.call_function(end_run, ([remade[value] for value in gives],))
+    again.output(None)
+    return marked, again

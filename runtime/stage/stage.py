@@ -39,7 +39,7 @@ from .handed_over import HandedOver
 from .memory import MemoryAccount
 from .micro_batch import InputShapes, MicroBatch, collect, input_shapes
 from .optimizer import drift_of, make_optimizer, make_scheduler, step_optimizer, system_optimizer
-from .recompute import Recomputation
+from .recompute import Recomputation, Remade, SelectedLayers, running
 
 
 class Stage:
@@ -73,7 +73,8 @@ class Stage:
         self.variant = prepared.pipeline.variant
         self.micro_batches = plan.micro_batches
         self.share = prepared.distribution.shares[replica.number]
-        self.recomputes = plan.stages[replica.stage].recompute
+        planned = plan.stages[replica.stage]
+        self.recomputes = bool(planned.recompute)
         self.names = model.names
         self.loss = model.loss
         self.autocast = model.autocast
@@ -87,7 +88,14 @@ class Stage:
         move([self.module, self.evaluation_module], device)
         self.module.train()
         self.number = s = replica.stage
-        self.compute = forward_of(prepared, s, self.module)
+        data = set(stage.piece.inputs) - stage.specs.keys()
+        self._selected = (
+            SelectedLayers(stage.piece, planned.recomputed, data, device)
+            if planned.recomputed
+            else None
+        )
+        compute = self._selected.module if self._selected else self.module
+        self.compute = forward_of(prepared, s, compute)
         self._borrowed = model.updated_elsewhere(s)
         named = model.updated_by(s)
         self.updated = [p for _, p in named]
@@ -131,7 +139,8 @@ class Stage:
         self.evaluation_handed_over = HandedOver()
         self._buffers = {storage_key(buffer) for buffer in self.module.buffers()}
         self._distances = WeightDistances([*parameters, *tied]) if settings.distances else None
-        self._recomputation = Recomputation(self.module, device) if self.recomputes else None
+        whole = self.recomputes and self._selected is None
+        self._recomputation = Recomputation(self.module, device) if whole else None
         self._batch_norm = DeferredBatchNorm(self.module) if settings.deferred_batch_norm else None
         self._flying: dict[tuple[int, int], MicroBatch] = {}
         # Per micro-batch whose weight part is still to come: that, and bytes saved for it.
@@ -427,9 +436,11 @@ class Stage:
         hooks: bool = True,
     ) -> tuple[MicroBatch, dict[str, Tensor], Loss | None]:
         """The piece's forward on these weights: its graph, its outputs by name, the loss."""
-        micro = MicroBatch()
+        remade = Remade(self._selected, self.lasts) if self._selected else None
+        micro = MicroBatch(remade=remade)
         precision = forward_context(self.autocast, self.device.type)
-        with self.weights.forward(tensors, hooks=hooks), precision:
+        weights = self.weights.forward(tensors, hooks=hooks, substitutes=remade)
+        with weights, precision, running(remade):
             arguments = [self._admit(name, values, micro) for name in self.piece.inputs]
             watched = self.handed_over.watch(self.piece.inputs, arguments)
             out = self.compute(*arguments)
@@ -442,7 +453,11 @@ class Stage:
             if tensor.requires_grad:
                 micro.outlets[name] = get_gradient_edge(tensor)
         self.handed_over.check(watched)
-        elsewhere = self.handed_over.storages_kept_elsewhere(watched)
+        if remade is not None:
+            remade.finish()
+            self.weights.saved |= remade.kept_bytes
+        # Buffers are there anyway.
+        elsewhere = self.handed_over.storages_kept_elsewhere(watched) | self._buffers
         saved = self.weights.saved.items()
         micro.saved_bytes = sum(nbytes for key, nbytes in saved if key not in elsewhere)
         return micro, outputs, loss
@@ -460,9 +475,18 @@ class Stage:
     def _take_back(self, op: Op, micro_batch: int) -> MicroBatch:
         """A micro-batch ready for its backward: recomputed where it has to be."""
         micro = self._flying.pop((op.mini_batch, micro_batch))
-        if self._recomputation is None or micro.inputs is None:
+        if not self.recomputes:
             return micro
         tensors = self.policy.recompute(op, micro_batch)
+        if micro.remade is not None:
+            precision = forward_context(self.autocast, self.device.type)
+            with self.weights.forward(tensors, substitutes=micro.remade), precision:
+                rebuilt_bytes = micro.remade.recompute()
+            micro.saved_bytes += rebuilt_bytes
+            self._kept_bytes += rebuilt_bytes
+            return micro
+        assert self._recomputation is not None
+        assert micro.inputs is not None
         found = micro.inputs
         with self._recomputation.as_in_first_run(found):
             rebuilt, _, _ = self._compute(found.values, found.target, found.part, tensors)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,13 @@ class _Reference(NamedTuple):
     stride: tuple[int, ...]
     offset: int
     copied_to: torch.dtype | None = None
+
+
+class Substitutes(Protocol):
+    """What stands in autograd's graph for tensors that are computed again (`stage.recompute`)."""
+
+    def packed(self, tensor: Tensor, key: int, *, weight: bool) -> Any:
+        """For a tensor with this storage: an object with `filled()`, or None."""
 
 
 class WeightVersions:
@@ -160,7 +167,13 @@ class WeightVersions:
     # Using weights --------------------------------------------------------------------------
 
     @contextmanager
-    def forward(self, tensors: list[Tensor] | None, *, hooks: bool = True) -> Iterator[None]:
+    def forward(
+        self,
+        tensors: list[Tensor] | None,
+        *,
+        hooks: bool = True,
+        substitutes: Substitutes | None = None,
+    ) -> Iterator[None]:
         """Run a forward on these; None: the parameters as they are.
 
         What it saves of the weights are references.
@@ -168,6 +181,7 @@ class WeightVersions:
         Args:
             hooks: False: its backward will run on the same weights, and nobody asks what it saved:
                 autograd keeps what it keeps. Only for the parameters as they are.
+            substitutes: asked for what is kept instead of a tensor.
         """
         if not hooks:
             assert tensors is None
@@ -182,7 +196,7 @@ class WeightVersions:
         counted: dict[int, int] = {}
         index, only, joined = self._index, self._only_dtype, bool(self._joined)
 
-        def pack(tensor: Tensor) -> Tensor | _Reference:
+        def pack(tensor: Tensor) -> Any:
             storage = tensor.untyped_storage()
             key: int = storage._cdata
             copied_to = None
@@ -191,6 +205,10 @@ class WeightVersions:
                 k = self._in_joined(key)
             if k is None and tensor.dtype != only:
                 k, copied_to = self._copied_from(tensor), tensor.dtype
+            if substitutes is not None:
+                found = substitutes.packed(tensor, key, weight=k is not None)
+                if found is not None:
+                    return found
             if k is None:
                 counted[key] = storage.nbytes()
                 # An operation that saves its own output would hold itself alive through it.
@@ -232,9 +250,12 @@ class WeightVersions:
             self._copies = {}
             self._views = {}
 
-    def _unpack(self, kept: Tensor | _Reference) -> Tensor:
+    def _unpack(self, kept: Any) -> Tensor:
         if isinstance(kept, Tensor):
             return kept
+        if not isinstance(kept, _Reference):
+            filled: Tensor = kept.filled()
+            return filled
         view = self._views.get(kept)
         if view is None:
             view = self._views[kept] = self._view(kept)

@@ -146,6 +146,20 @@ def test_replicas_recomputation_and_machines_are_shown(folder):
     assert "the plan is what its profile says" in checked
 
 
+def test_layers_to_compute_again_are_edited_and_shown(folder):
+    call("solve", "profile.json", "--stages", 2, "--variant", "gpipe", "--micro-batches", 4)
+    plan = json.loads((folder / "plan.json").read_text())
+    plan["stages"][0]["recompute"] = plan["stages"][0]["nodes"][:2]
+    (folder / "edited.json").write_text(json.dumps(plan))
+    call("check", "edited.json", "--profile", "profile.json", "-o", "edited.json")
+    assert "↻ 2 " in call("show", "edited.json")
+    assert "2 layers" in call("compare", "plan.json", "edited.json")
+    plan["stages"][0]["recompute"] = ["nothing"]
+    (folder / "edited.json").write_text(json.dumps(plan))
+    text = call("show", "edited.json", code=2)
+    assert "edited.json: stages[0].recompute: stage 0 has no layer 'nothing'" in text
+
+
 def test_pins_and_limits_of_the_search(folder):
     call("solve", "profile.json", "--pin", "n6=0", "--devices", 3)
     assert "n6" in read_plan(folder / "plan.json").stages[0].nodes

@@ -47,13 +47,19 @@ def evaluated(draw, *, placed=False):
         limits.insert(0, draw(st.integers(max(least, limits[0] if limits else 1), most)))
     order = draw(st.permutations(range(sum(replicas))))
     parts = [order[sum(replicas[:d]) : sum(replicas[: d + 1])] for d in range(devices)]
-    again = st.just(False) if variant.recompute_refusal else st.booleans()
+
+    def again(nodes):
+        if variant.recompute_refusal:
+            return st.just(False)
+        some = st.lists(st.sampled_from(nodes), min_size=1, unique=True).map(tuple)
+        return st.booleans() | some
+
     found = [
         PlanStage(
             nodes=tuple(groups[s]),
             devices=tuple(parts[placement[s]]),
             in_flight=limits[s],
-            recompute=draw(again),
+            recompute=draw(again(groups[s])),
         )
         for s in range(stages)
     ]

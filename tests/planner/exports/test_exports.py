@@ -388,7 +388,7 @@ def replaced(plan, **stage):
         ),
         (
             lambda: replaced(chain_plan("pipedream-flush"), recompute=True),
-            "stage 0 keeps its inputs alone",
+            "stage 0 computes activations again",
         ),
     ],
 )

@@ -65,7 +65,8 @@
       TP.el("p", { class: "faint small" },
         TP.counted(stage.nodes.length, "layer", "layers"),
         stage.devices.length > 1 ? `, ${stage.devices.length} replicas` : "",
-        stage.recompute ? ", recomputes" : "",
+        stage.recompute === true ? ", recomputes" : "",
+        Array.isArray(stage.recompute) ? `, recomputes ${stage.recompute.length} of them` : "",
         TP.el("br"), `${TP.bytes(predicted.parameter_bytes)} of parameters`),
       TP.layerList(stage.nodes));
   };

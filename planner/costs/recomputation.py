@@ -1,0 +1,319 @@
+"""Which layers a stage computes again before its backward, and what it keeps then.
+
+A stage may keep nothing but what it receives, and run its whole forward again (Chen et al., 2016,
+arXiv:1604.06174). Or it computes some of its layers again alone: those that are soon done and
+whose outputs are large, as Korthikanti et al. (2022, arXiv:2205.05198) do with the core of
+attention. What these layers made isn't kept then, by whomever it is needed; what they are made from
+is. Before the backward they run once, one after another.
+
+Layers are chosen by how many bytes fewer a micro-batch in flight keeps for each second of their
+forwards, one after another (`selections`): which set is the best for a model is a minimum cut for
+each number of bytes, which the steps come close to.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from functools import cached_property
+
+from ...profiles.profile import Profile
+
+Recompute = bool | tuple[str, ...]
+"""Of a stage: whether its forward is run again; or the names of the layers that are."""
+
+Selection = bool | frozenset[str]
+"""Of any stage: those of these layers that it has; or all, or none."""
+
+MOST_SELECTIONS = 3
+"""Sets of layers that a search tries, besides none and all."""
+
+
+def of_stage(chosen: Selection, nodes: Sequence[str]) -> Recompute:
+    """What a stage with these layers computes again."""
+    if isinstance(chosen, bool):
+        return chosen
+    found = tuple(name for name in nodes if name in chosen)
+    return found or False
+
+
+def selection_of(recompute: Recompute, among: Sequence[Selection]) -> Selection:
+    """Of these, which one a stage has; where it may be several, the first; else its own layers."""
+    if isinstance(recompute, bool):
+        return recompute
+    names = frozenset(recompute)
+    for chosen in among:
+        if not isinstance(chosen, bool) and names <= chosen:
+            return chosen
+    return names
+
+
+class KeptStorages:
+    """Which storages layers keep, by which of them are computed again.
+
+    Attributes:
+        profile: whose layers they are.
+        maker: storage → position of the layer that makes it; none for the model's inputs.
+        savers: storage → positions of the layers whose backward needs it.
+        uses: storage → (producer, consumer) by position, of each edge it goes along.
+        rewriters: storage → positions of the layers that change it in place, as far as it shows:
+            those that hand it on and keep something, or take something else too.
+    """
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+        self._position = {layer.name: k for k, layer in enumerate(profile.layers)}
+        given = {found.name for found in profile.inputs}
+        self.maker: dict[str, int] = {}
+        self.savers: dict[str, list[int]] = {}
+        self.uses: dict[str, list[tuple[int, int]]] = {}
+        for edge in profile.edges:
+            made = self._position[edge.producer]
+            if edge.storage not in given:
+                self.maker[edge.storage] = min(made, self.maker.get(edge.storage, made))
+            if edge.consumer in self._position:
+                ends = made, self._position[edge.consumer]
+                self.uses.setdefault(edge.storage, []).append(ends)
+        for k, layer in enumerate(profile.layers):
+            for name in layer.saves:
+                self.savers.setdefault(name, []).append(k)
+        handed_on: dict[str, set[int]] = {}
+        for edge in profile.edges:
+            if self.maker.get(edge.storage) != self._position[edge.producer]:
+                handed_on.setdefault(edge.storage, set()).add(self._position[edge.producer])
+        self.rewriters = {
+            name: found
+            for name, layers in handed_on.items()
+            if (found := sorted(k for k in layers if k not in self.views))
+        }
+
+    def positions(self, names: Collection[str]) -> frozenset[int]:
+        """Of layers by name."""
+        return frozenset(self._position[name] for name in names)
+
+    @cached_property
+    def of_layer(self) -> list[list[str]]:
+        """Per layer, the storages that it makes, takes or saves, in order."""
+        found: list[dict[str, None]] = [{} for _ in self.profile.layers]
+        for name, ends in self.uses.items():
+            for k in {k for pair in ends for k in pair}:
+                found[k][name] = None
+        for table in (self.savers, {name: [k] for name, k in self.maker.items()}):
+            for name, layers in table.items():
+                for k in layers:
+                    found[k][name] = None
+        return [list(names) for names in found]
+
+    def is_recomputed(self, name: str, again: AbstractSet[int]) -> bool:
+        """Whether a storage is made anew before the backward, where these are computed again."""
+        if self.maker.get(name, -1) not in again or self._fed(name, again):
+            return False
+        # What is changed later on isn't what they make.
+        return all(k in again for k in self.rewriters.get(name, ()))
+
+    def keepers(self, name: str, again: AbstractSet[int]) -> list[int]:
+        """Layers any of which has its stage keep a storage for each micro-batch in flight.
+
+        Args:
+            again: positions of the layers that are computed again, of the stage or of the model.
+        """
+        # The model's inputs are there anyway.
+        if name not in self.maker:
+            return [k for k in self.savers.get(name, ()) if k not in again]
+        if self.is_recomputed(name, again):
+            return []
+        return self._fed(name, again) or self.savers.get(name, [])
+
+    def copiers(self, name: str, again: AbstractSet[int]) -> list[int]:
+        """Layers any of which has its stage keep a copy besides: it is computed again from what it
+        changes in place, and that isn't."""
+        if self.maker.get(name, -1) in again:
+            return []
+        return [k for k in self.rewriters.get(name, ()) if k in again]
+
+    def kept(
+        self, name: str, again: AbstractSet[int], inside: AbstractSet[int] | None = None
+    ) -> int:
+        """How many times a stage keeps a storage for each micro-batch in flight.
+
+        Args:
+            again: positions of the layers of the stage that are computed again.
+            inside: of all its layers; None: of the whole model.
+        """
+        both = self.keepers(name, again), self.copiers(name, again)
+        return sum(any(inside is None or k in inside for k in layers) for layers in both)
+
+    def _fed(self, name: str, again: AbstractSet[int]) -> list[int]:
+        """Layers computed again that take it from one that isn't."""
+        return [k for made, k in self.uses.get(name, ()) if k in again and made not in again]
+
+    # Choosing layers ---------------------------------------------------------------------------
+
+    @cached_property
+    def views(self) -> dict[int, list[int]]:
+        """Layers that make no memory of their own and save nothing → the layers they take from."""
+        makers = set(self.maker.values())
+        layers = self.profile.layers
+        takes: dict[int, set[int]] = {}
+        for edge in self.profile.edges:
+            if edge.consumer in self._position:
+                k = self._position[edge.consumer]
+                takes.setdefault(k, set()).add(self._position[edge.producer])
+        return {
+            k: sorted(sources)
+            for k, sources in takes.items()
+            if k not in makers
+            and len(sources) == 1
+            and not layers[k].saves
+            and not any(m.saved_bytes for m in layers[k].measurements)
+        }
+
+    @cached_property
+    def viewed_by(self) -> dict[int, list[int]]:
+        """Layer → the views that take from it."""
+        found: dict[int, list[int]] = {}
+        for view, sources in self.views.items():
+            for k in sources:
+                found.setdefault(k, []).append(view)
+        return found
+
+    def with_views(self, again: AbstractSet[int], k: int) -> list[int]:
+        """A layer to be computed again, and the views that then are, too: of nothing else."""
+        added, front = [k], [k]
+        while front:
+            for view in self.viewed_by.get(front.pop(), ()):
+                known = again | set(added)
+                if view not in known and all(source in known for source in self.views[view]):
+                    added.append(view)
+                    front.append(view)
+        return added
+
+
+def selections(profile: Profile, micro_batch: int) -> tuple[frozenset[str], ...]:
+    """Sets of layers that are worth computing again, each within the next, the cheapest first.
+
+    Args:
+        micro_batch: samples, one of the sizes that the profile measured.
+
+    Returns:
+        At most `MOST_SELECTIONS`; none where nothing is worth it.
+    """
+    kept = KeptStorages(profile)
+    steps = list(_steps(kept, micro_batch))
+    if not steps:
+        return ()
+    time_s, nbytes = [0.0], [0.0]
+    for _, step_s, freed in steps:
+        time_s.append(time_s[-1] + step_s)
+        nbytes.append(nbytes[-1] - freed)
+    forward_s = sum(_forward_s(profile, k, micro_batch) for k in range(len(profile.layers)))
+    # The last point is that of whole forwards, after which next to nothing is kept.
+    time_s.append(max(forward_s, time_s[-1]))
+    nbytes.append(-float(_all_bytes(kept, micro_batch)))
+    found = []
+    for k in sorted(_corners(time_s, nbytes, MOST_SELECTIONS)):
+        layers = (profile.layers[j].name for added, _, _ in steps[:k] for j in added)
+        found.append(frozenset(layers))
+    return tuple(found)
+
+
+def _steps(kept: KeptStorages, micro_batch: int) -> Iterator[tuple[list[int], float, float]]:
+    """Layers to compute again, with the seconds of their forwards and the bytes that are freed for
+    a micro-batch in flight; the most bytes for each second first."""
+    profile = kept.profile
+    sizes = _sizes(profile, micro_batch)
+    private = _private_bytes(kept, micro_batch)
+    again: set[int] = set()
+    forward_s = [_forward_s(profile, k, micro_batch) for k in range(len(profile.layers))]
+    least_s = 1e-9 * sum(forward_s) or 1.0
+
+    def gain(k: int) -> tuple[float, float, float, list[int]]:
+        """Bytes freed for each second, seconds, bytes, and the layers, by computing k again."""
+        added = kept.with_views(again, k)
+        after = again | set(added)
+        touched = {name for j in added for name in kept.of_layer[j]}
+        freed = sum(private[j] for j in added)
+        freed += sum(
+            sizes[name] * (kept.kept(name, again) - kept.kept(name, after)) for name in touched
+        )
+        step_s = sum(forward_s[j] for j in added)
+        return freed / max(step_s, least_s), step_s, freed, added
+
+    near: list[set[int]] = [set() for _ in profile.layers]
+    users: dict[str, set[int]] = {}
+    for k, names in enumerate(kept.of_layer):
+        for name in names:
+            users.setdefault(name, set()).add(k)
+    for k, names in enumerate(kept.of_layer):
+        near[k] = set().union(*(users[name] for name in names)) - {k}
+    known = [gain(k)[0] for k in range(len(profile.layers))]
+    waiting = [(-rate, k) for k, rate in enumerate(known) if k not in kept.views]
+    heapq.heapify(waiting)
+    while waiting:
+        rate, k = heapq.heappop(waiting)
+        if k in again or -rate != known[k]:
+            continue
+        if known[k] <= 0:
+            return
+        _, step_s, freed, added = gain(k)
+        again.update(added)
+        yield added, step_s, freed
+        for j in set().union(*(near[j] for j in added)) - again:
+            new = gain(j)[0]
+            if j not in kept.views and new != known[j]:
+                known[j] = new
+                heapq.heappush(waiting, (-new, j))
+
+
+def _corners(time_s: Sequence[float], nbytes: Sequence[float], most: int) -> set[int]:
+    """The points between the first and the last that a falling curve turns at most; so many."""
+    whole_s = (time_s[-1] - time_s[0]) or 1.0
+    whole = (nbytes[0] - nbytes[-1]) or 1.0
+    ends, found = [(0, len(time_s) - 1)], set[int]()
+    while len(found) < most:
+        best, at = 0.0, None
+        for span in ends:
+            a, b = span
+            for k in range(a + 1, b):
+                share = (time_s[k] - time_s[a]) / ((time_s[b] - time_s[a]) or whole_s)
+                below = nbytes[a] + share * (nbytes[b] - nbytes[a]) - nbytes[k]
+                if below / whole > max(best, _WORTH_IT):
+                    best, at = below / whole, (span, k)
+        if at is None:
+            break
+        (a, b), k = at
+        found.add(k)
+        ends.remove((a, b))
+        ends += [(a, k), (k, b)]
+    return found
+
+
+_WORTH_IT = 0.01
+"""Of all bytes, what a set must free besides what a mixture of its neighbours does."""
+
+
+def _all_bytes(kept: KeptStorages, micro_batch: int) -> float:
+    """What all layers keep of a micro-batch."""
+    sizes = _sizes(kept.profile, micro_batch)
+    shared = sum(sizes[name] for name in kept.savers if kept.kept(name, frozenset()))
+    return shared + sum(_private_bytes(kept, micro_batch))
+
+
+def _private_bytes(kept: KeptStorages, micro_batch: int) -> list[float]:
+    """Per layer, what it keeps besides the storages that others may keep too."""
+    sizes = _sizes(kept.profile, micro_batch)
+    found = []
+    for layer in kept.profile.layers:
+        (measured,) = (m for m in layer.measurements if m.micro_batch == micro_batch)
+        found.append(max(measured.saved_bytes - sum(sizes[name] for name in layer.saves), 0.0))
+    return found
+
+
+def _sizes(profile: Profile, micro_batch: int) -> dict[str, float]:
+    """Bytes of each storage that several layers may keep."""
+    return {s.name: s.fixed_bytes + s.bytes_per_sample * micro_batch for s in profile.storages}
+
+
+def _forward_s(profile: Profile, k: int, micro_batch: int) -> float:
+    return next(m.forward_s for m in profile.layers[k].measurements if m.micro_batch == micro_batch)
