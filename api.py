@@ -142,7 +142,7 @@ def plan(
     stages_per_device: int | Literal["auto"] = 1,
     placement: str = "auto",
     sequence: Literal["best", "listed"] = "best",
-    recompute: Literal["off", "on", "auto"] = "off",
+    recompute: Literal["off", "on", "selective", "auto"] = "off",
     tied: Tied = "together",
     pins: Mapping[str, int] | None = None,
     solver: str = "auto",
@@ -174,7 +174,8 @@ def plan(
         stages_per_device: "auto": more than 1 where that makes the period shorter.
         placement: which device runs which stage: "straight", "loop", "v" or "auto".
         sequence: devices of several kinds are used in the "best" sequence, or as "listed".
-        recompute: stages compute activations again instead of keeping them.
+        recompute: stages compute activations again instead of keeping them: all, or those of some
+            layers.
         tied: layers that share parameters are on one device "together", or "split" over several.
         pins: stage of each layer that is pinned, by the layer's name; 0 is the first.
         time_limit_s: the search ends then, with the best plan so far; None: no limit.

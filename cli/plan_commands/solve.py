@@ -17,8 +17,7 @@ from ...planner.evaluate import Evaluation, gap_between, make_plan
 from ...planner.partition.solve import SOLVERS
 from ...planner.plan import Plan
 from ...planner.schedules.given import read_order
-from ...planner.search.choices import RECOMPUTE
-from ...planner.search.placed import PLACEMENTS
+from ...planner.search.choices import PLACEMENTS, RECOMPUTE
 from ...planner.search.recheck import question_of
 from ...planner.search.sequences import SEQUENCES
 from ...planner.search.solve import MUON

@@ -47,6 +47,8 @@ class CutTensor:
         lower_bytes, upper_bytes: what it adds to the stage's memory, whatever is in flight.
         kept_bytes: what the stage above the cut keeps of it per unit in flight, in modes that
             keep their inputs (`Mode.inputs_kept`).
+        remade_bytes: likewise in modes where the layer that makes it is computed again, so that
+            its own stage doesn't keep it (`Mode.remade_kept`).
     """
 
     ends: int
@@ -55,6 +57,7 @@ class CutTensor:
     lower_bytes: float = 0.0
     upper_bytes: float = 0.0
     kept_bytes: float = 0.0
+    remade_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -72,16 +75,19 @@ class Shared:
 
 @dataclass(frozen=True)
 class Mode:
-    """A way to run a stage: plainly, or with its activations computed again.
+    """A way to run a stage: plainly, or with activations of all or some layers computed again.
 
     Attributes:
-        name: "plain", "recompute".
+        name: "plain", "recompute", "selective".
         compute_s: per layer, [n]: what its replicas share, per period.
         fixed_bytes: per layer, [n]: held whatever is in flight.
         flight_bytes: per layer, [n]: held for each unit in flight.
         shared_in_flight: how many times `Shared` bytes count per unit in flight.
         shared_once: how many times they count besides.
         inputs_kept: how many times tensors' `kept_bytes` count per unit in flight.
+        remade_kept: how many times their `remade_bytes` do.
+        again: whether a stage's layers are computed again; or the names of those that are.
+        again_s: per layer, [n]: of a micro-batch, what it takes; None: nothing.
     """
 
     name: str
@@ -91,6 +97,9 @@ class Mode:
     shared_in_flight: float = 1.0
     shared_once: float = 0.0
     inputs_kept: float = 0.0
+    remade_kept: float = 0.0
+    again: bool | frozenset[str] = False
+    again_s: Vector | None = None
 
 
 @dataclass(frozen=True)
@@ -135,7 +144,8 @@ class StageProblem:
         wire = lower_scale · lower(X) + upper_scale · upper(X)
         load = before(a) + after(layers beyond b) + (max(busy, wire) if overlap else busy + wire)
         bytes = fixed[mode](X) + copies · parameters(X)
-              + units · (flight[mode](X) + shared_in_flight · shared(X) + inputs_kept · kept(X))
+              + units · (flight[mode](X) + shared_in_flight · shared(X) + inputs_kept · kept(X)
+                         + remade_kept · remade(X))
               + shared_once · shared(X) + lower_bytes(X) + upper_bytes(X)
               + max workspace of a layer of X
 
@@ -301,6 +311,7 @@ def stage_bytes(problem: StageProblem, below: int, layers: int, option: int, k: 
         if side == "lower":
             total += tensor.lower_bytes
             flight += mode.inputs_kept * tensor.kept_bytes
+            flight += mode.remade_kept * tensor.remade_bytes
         else:
             total += tensor.upper_bytes
     total += place.units * flight + mode.shared_once * shared

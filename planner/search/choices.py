@@ -8,18 +8,19 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...profiles.errors import PlanError
+from ..costs.recomputation import Recompute, Selection, of_stage
 from ..evaluate import Question
 from ..partition.problem import Cut, StageProblem, members
 from ..plan import MAX_MICRO_BATCHES, PlanStage
 from ..schedules.schedules import limit_ranges
-from ..systems.placement import numbered_devices
+from ..systems.placement import Pattern, numbered_devices
 from ..systems.variants import Variant
 
 MOST_VECTORS = 64
 """With more in-flight limits to choose from, not all are tried."""
 
-RECOMPUTE = {"off": (False,), "on": (True,), "auto": (False, True)}
-"""Whether stages may, must or mustn't compute their activations again."""
+RECOMPUTE = ("off", "on", "selective", "auto")
+"""Stages compute no activations again, all of them, those of some layers, or whatever is best."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Freedom:
 
     Attributes:
         replicas: stages may take several devices.
-        recompute: a key of RECOMPUTE.
+        recompute: one of RECOMPUTE.
     """
 
     replicas: bool = False
@@ -56,18 +57,18 @@ class PlacedBranch:
     Attributes:
         placement: per stage, which of the `devices`; empty: those that aren't looked at.
         devices: positions in the cluster's list.
-        recompute: of all stages.
+        recompute: what any of the stages computes again.
     """
 
     micro_batches: int
     placement: tuple[int, ...] = ()
     devices: tuple[int, ...] = ()
-    recompute: bool = False
+    recompute: Selection = False
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A cut with the devices of its stages and the stages that compute again.
+    """A cut with the devices of its stages and what they compute again.
 
     Attributes:
         nodes, devices, recompute: per stage.
@@ -75,7 +76,7 @@ class Choice:
 
     nodes: tuple[tuple[str, ...], ...]
     devices: tuple[tuple[int, ...], ...]
-    recompute: tuple[bool, ...]
+    recompute: tuple[Recompute, ...]
 
     @property
     def stages(self) -> int:
@@ -108,7 +109,7 @@ def choice_of(problem: StageProblem, cut: Cut, grain: int = 1) -> Choice:
         first = (problem.devices - stage.k) * grain
         nodes.append(tuple(problem.names[j] for j in members(stage.layers)))
         devices.append(tuple(range(first, first + option.replicas * grain)))
-        recompute.append(problem.modes[option.mode].name == "recompute")
+        recompute.append(of_stage(problem.modes[option.mode].again, nodes[-1]))
     return Choice(tuple(nodes), tuple(devices), tuple(recompute))
 
 
@@ -156,6 +157,101 @@ def caps(ranges: Ranges) -> list[int]:
         found.add(cap)
         cap //= 2
     return sorted(found, reverse=True)
+
+
+# How many stages devices may have, and how they lie -------------------------------------------
+
+PLACEMENTS = ("auto", "straight", "loop", "v")
+"""Which device runs which stage."""
+
+MOST_PER_DEVICE = 4
+"""Stages of a device that are looked at where any number was asked for."""
+
+
+@dataclass(frozen=True)
+class StagesAsked:
+    """How many stages a request allows on a device, and how they may lie.
+
+    Attributes:
+        straight: plans with a stage for each device are asked for.
+        one_stage: of these, only those with one stage in all.
+        per_device: numbers of stages above 1, in the sequence in which they are looked at.
+        patterns: how they may be placed.
+        open_end: more of them are looked at only while they pay.
+    """
+
+    straight: bool
+    one_stage: bool
+    per_device: tuple[int, ...]
+    patterns: tuple[Pattern, ...]
+    open_end: bool
+
+    @property
+    def placed(self) -> bool:
+        """Whether devices may have several stages."""
+        return bool(self.per_device)
+
+
+def stages_asked(
+    variant: Variant, per_device: int | None, placement: str, stages: int | None
+) -> StagesAsked:
+    """What a request means for a system. Raises PlanError where it contradicts itself.
+
+    Args:
+        per_device: stages of each device; None: any number.
+        placement: one of PLACEMENTS.
+        stages: S; None: any.
+    """
+    if placement not in PLACEMENTS:
+        raise PlanError(f"--placement {placement}: give one of {', '.join(PLACEMENTS)}")
+    if per_device is not None and per_device < 1:
+        raise PlanError(f"--stages-per-device {per_device}: give at least 1")
+    own = variant.placement
+    if own != "any":
+        if placement not in ("auto", own):
+            raise PlanError(
+                f"--placement {placement}: {variant.name} places its stages in a {own} itself"
+            )
+        if own == "v" and per_device not in (None, 1, 2):
+            raise PlanError(
+                f"--stages-per-device {per_device}: {variant.name} runs two stages on each device"
+            )
+        one = per_device in (None, 1) and stages in (None, 1)
+        several = (2,) if per_device == 1 else _numbers(per_device, (own,))
+        return StagesAsked(one, True, several if stages != 1 else (), (own,), per_device is None)
+    patterns: tuple[Pattern, ...] = ("loop", "v") if placement == "auto" else ()
+    if placement == "straight":
+        if per_device not in (None, 1):
+            raise PlanError(
+                f"--stages-per-device {per_device}: --placement straight has one on each"
+            )
+        per_device = 1
+    elif placement in ("loop", "v"):
+        if per_device == 1:
+            raise PlanError(
+                f"--placement {placement}: devices have several stages then; give "
+                "--stages-per-device 2 or auto"
+            )
+        if placement == "v" and per_device not in (None, 2):
+            raise PlanError(f"--stages-per-device {per_device}: --placement v has two on each")
+        patterns = ("loop",) if placement == "loop" else ("v",)
+    straight = per_device == 1 or (per_device is None and placement == "auto")
+    return StagesAsked(
+        straight,
+        False,
+        () if per_device == 1 else _numbers(per_device, patterns),
+        patterns,
+        per_device is None,
+    )
+
+
+def _numbers(per_device: int | None, patterns: tuple[Pattern, ...]) -> tuple[int, ...]:
+    if per_device is not None:
+        return (per_device,)
+    return (2,) if patterns == ("v",) else tuple(range(2, MOST_PER_DEVICE + 1))
+
+
+# Which branches there are ------------------------------------------------------------------------
 
 
 # What a stage has in flight when its memory is at its peak: for sure, or by a guess -------------

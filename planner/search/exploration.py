@@ -19,6 +19,7 @@ import msgspec
 
 from ...profiles.units import format_seconds
 from ..cluster.cluster import Cluster, Network
+from ..costs.recomputation import Selection, of_stage, selection_of
 from ..costs.tied_parameters import misplaced
 from ..partition.dp.identical_devices_by_target import IdenticalByTargets, targets_of
 from ..partition.dp.program import just_below
@@ -196,7 +197,7 @@ def _views(search: SearchState) -> list[Assumptions]:
     listed = [Assumptions(view=view) for view in relaxation.views]
     identical = [Assumptions(view=view, identical=True) for view in relaxation.views]
     if search.identical:
-        return identical[:2]
+        return [replace(assumed, alike=True) for assumed in identical[:2]]
     fixed = relaxation.limited and fixed_in_flight(relaxation.variant)
     if fixed and search.question.cluster.uniform and isinstance(search.source, DpSource):
         return listed + identical
@@ -437,7 +438,8 @@ def _move_borders(search: SearchState) -> None:
         for stage in best.stages:
             downsets.append(downsets[-1] | sum(1 << position[name] for name in stage.nodes))
         devices = [stage.devices for stage in best.stages]
-        again = [stage.recompute for stage in best.stages]
+        ways = search.relaxation.recompute
+        again = [selection_of(stage.recompute, ways) for stage in best.stages]
         for s, other in _near(search.source.lattice.masks, downsets):
             before_s = search.period_s
             cut = [*downsets[:s], other, *downsets[s + 1 :]]
@@ -466,7 +468,7 @@ def _try_downsets(
     downsets: Sequence[int],
     branch: Branch,
     devices: Sequence[tuple[int, ...]],
-    recompute: Sequence[bool] = (),
+    recompute: Sequence[Selection] = (),
 ) -> None:
     """Evaluate a cut that no solver gave, if it is one of the branch's."""
     names, question = search.relaxation.graph.names, search.question
@@ -474,6 +476,6 @@ def _try_downsets(
     pinned = all(names[layer] in nodes[stage] for layer, stage in branch.pins)
     apart = misplaced(question.profile, nodes, devices, question.tied) is not None
     if pinned and not apart and search.relaxation.allows(len(nodes), branch.micro_batches):
-        again = tuple(recompute or [search.relaxation.recompute[0]] * len(nodes))
-        choice = Choice(tuple(nodes), tuple(devices), again)
+        again = recompute or [search.relaxation.recompute[0]] * len(nodes)
+        choice = Choice(tuple(nodes), tuple(devices), tuple(map(of_stage, again, nodes)))
         search.try_choice(choice, branch.micro_batches, 0.0)

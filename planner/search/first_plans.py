@@ -96,7 +96,7 @@ def _try_between(search: SearchState, most: int, until: float | None) -> None:
         what = f"first plans: {branch.micro_batches} micro-batches"
         search.say(what, done, len(search.branches))
         expected_s = min((item[0] for item in found), default=inf)
-        if search.relaxation.way_and_back_s(branch.micro_batches) >= expected_s:
+        if _least_expected_s(search, branch) >= expected_s:
             continue
         for in_flight, replicas in product(
             search.in_flight_guesses(None), _equal_replicas(search, branch)
@@ -134,7 +134,22 @@ def _equal_replicas(search: SearchState, branch: Branch) -> list[int | None]:
     counts = search.relaxation.replica_counts(branch.micro_batches)
     within = [r for r in counts if 1 < r <= most]
     few = [1] if search.most_stages <= MOST_BLOCKS else []
-    return [*few, *within[-_EQUAL_FLUSHED if variant.flushes else -_EQUAL :], None]
+    most_first = within[-_EQUAL_FLUSHED if variant.flushes else -_EQUAL :][::-1]
+    # Fewer stages are sooner simulated.
+    return [*few, *most_first, None]
+
+
+def _least_expected_s(search: SearchState, branch: Branch) -> float:
+    """What no guess for a branch is likely to be below: one micro-batch's way and back, and where
+    the pipeline runs empty all the work, shared out evenly, too."""
+    relaxation, n = search.relaxation, branch.micro_batches
+    way_s = relaxation.way_and_back_s(n)
+    if not relaxation.variant.flushes:
+        return way_s
+    # A stage's own part of the way is part of its work.
+    stages = max(_least_devices(search, branch), 1.0)
+    devices = len(search.question.cluster.devices)
+    return way_s * (1 - 1 / stages) + relaxation.work_s(n) * n / devices
 
 
 def _expected_s(search: SearchState, guess: _Guess, answer: tuple[StageProblem, Cut]) -> float:

@@ -17,8 +17,8 @@ from ..evaluate import Evaluation, Question
 from ..partition.solve import source_for
 from ..schedules.given import in_rules_of
 from ..systems.orders import Order
-from .choices import Branch, Freedom, PlacedBranch, micro_batch_counts
-from .placed import PlacedSearch, StagesAsked
+from .choices import Branch, Freedom, PlacedBranch, StagesAsked, micro_batch_counts
+from .placed import PlacedSearch
 from .relaxation import Relaxation
 from .state import Budget, OutOfBudget, Progress, SearchState
 

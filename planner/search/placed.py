@@ -22,6 +22,7 @@ import numpy as np
 from ...profiles.errors import PlanError
 from ..cluster.cluster import Cluster
 from ..costs.layer_graph import held_together
+from ..costs.recomputation import Selection, of_stage
 from ..costs.tied_parameters import misplaced
 from ..evaluate import Evaluation
 from ..partition.device_loads import Counted, DeviceCount, PlacedCuts, StageEnds, improved
@@ -30,18 +31,12 @@ from ..partition.ilp.assignment import solve_noncontiguous
 from ..partition.placings import pattern
 from ..partition.problem import SAME, Place, StageProblem, members
 from ..partition.solve import DpSource, Enough, Source, source_for
-from ..systems.placement import Pattern, placements
+from ..systems.placement import placements
 from ..systems.variants import Variant
-from .choices import Branch, Choice, Freedom, PlacedBranch
+from .choices import Branch, Choice, Freedom, PlacedBranch, StagesAsked
 from .places import Assumptions
 from .relaxation import Relaxation
 from .state import CLOSE, SearchState
-
-PLACEMENTS = ("auto", "straight", "loop", "v")
-"""Which device runs which stage."""
-
-MOST_PER_DEVICE = 4
-"""Stages of a device that are looked at where any number was asked for."""
 
 _MOST_DOWNSETS = 3_000
 """Of graphs with more, cuts are tried in one topological order alone, between so many places."""
@@ -64,92 +59,6 @@ _MOST_MOVES = 120
 """Tries to move layers of a plan."""
 
 
-@dataclass(frozen=True)
-class StagesAsked:
-    """How many stages a request allows on a device, and how they may lie.
-
-    Attributes:
-        straight: plans with a stage for each device are asked for.
-        one_stage: of these, only those with one stage in all.
-        per_device: numbers of stages above 1, in the sequence in which they are looked at.
-        patterns: how they may be placed.
-        open_end: more of them are looked at only while they pay.
-    """
-
-    straight: bool
-    one_stage: bool
-    per_device: tuple[int, ...]
-    patterns: tuple[Pattern, ...]
-    open_end: bool
-
-    @property
-    def placed(self) -> bool:
-        """Whether devices may have several stages."""
-        return bool(self.per_device)
-
-
-def stages_asked(
-    variant: Variant, per_device: int | None, placement: str, stages: int | None
-) -> StagesAsked:
-    """What a request means for a system. Raises PlanError where it contradicts itself.
-
-    Args:
-        per_device: stages of each device; None: any number.
-        placement: one of PLACEMENTS.
-        stages: S; None: any.
-    """
-    if placement not in PLACEMENTS:
-        raise PlanError(f"--placement {placement}: give one of {', '.join(PLACEMENTS)}")
-    if per_device is not None and per_device < 1:
-        raise PlanError(f"--stages-per-device {per_device}: give at least 1")
-    own = variant.placement
-    if own != "any":
-        if placement not in ("auto", own):
-            raise PlanError(
-                f"--placement {placement}: {variant.name} places its stages in a {own} itself"
-            )
-        if own == "v" and per_device not in (None, 1, 2):
-            raise PlanError(
-                f"--stages-per-device {per_device}: {variant.name} runs two stages on each device"
-            )
-        one = per_device in (None, 1) and stages in (None, 1)
-        several = (2,) if per_device == 1 else _numbers(per_device, (own,))
-        return StagesAsked(one, True, several if stages != 1 else (), (own,), per_device is None)
-    patterns: tuple[Pattern, ...] = ("loop", "v") if placement == "auto" else ()
-    if placement == "straight":
-        if per_device not in (None, 1):
-            raise PlanError(
-                f"--stages-per-device {per_device}: --placement straight has one on each"
-            )
-        per_device = 1
-    elif placement in ("loop", "v"):
-        if per_device == 1:
-            raise PlanError(
-                f"--placement {placement}: devices have several stages then; give "
-                "--stages-per-device 2 or auto"
-            )
-        if placement == "v" and per_device not in (None, 2):
-            raise PlanError(f"--stages-per-device {per_device}: --placement v has two on each")
-        patterns = ("loop",) if placement == "loop" else ("v",)
-    straight = per_device == 1 or (per_device is None and placement == "auto")
-    return StagesAsked(
-        straight,
-        False,
-        () if per_device == 1 else _numbers(per_device, patterns),
-        patterns,
-        per_device is None,
-    )
-
-
-def _numbers(per_device: int | None, patterns: tuple[Pattern, ...]) -> tuple[int, ...]:
-    if per_device is not None:
-        return (per_device,)
-    return (2,) if patterns == ("v",) else tuple(range(2, MOST_PER_DEVICE + 1))
-
-
-# Which branches there are ------------------------------------------------------------------------
-
-
 def placed_branches(
     relaxation: Relaxation,
     asked: StagesAsked,
@@ -162,8 +71,9 @@ def placed_branches(
     most = relaxation.graph.most_stages
     found = []
     for number in range(len(cluster.devices), 0, -1):
-        if number == 1 and asked.straight:
-            # Several stages on a device of their own are no better than one.
+        if number == 1 and asked.straight and not relaxation.limited:
+            # Several stages on a device of their own are no faster than one; but they may take
+            # less memory, of what a single operation needs.
             continue
         placed = {
             placement: None
@@ -287,7 +197,7 @@ class PlacedSearch:
         self.branches = [
             placed_branches(self.relaxation, asked, v, counts, stages) for v in asked.per_device
         ]
-        self._counted: dict[tuple[int, bool], Counted] = {}
+        self._counted: dict[tuple[int, Selection], Counted] = {}
 
     def run(self) -> None:
         """Look for the best plan. Raises OutOfBudget when the budget is used up; the search's
@@ -394,7 +304,7 @@ class PlacedSearch:
             lattice = _along_one_order(self._problem)
         return StageEnds(self._problem, lattice)
 
-    def _count(self, micro_batches: int, *, recompute: bool) -> Counted:
+    def _count(self, micro_batches: int, *, recompute: Selection) -> Counted:
         key = micro_batches, recompute
         if key not in self._counted:
             counts = list(_counts(self.relaxation, micro_batches, recompute=recompute))
@@ -506,10 +416,11 @@ class PlacedSearch:
         """Evaluate a cut under some limits. Returns the least period that others may lead to, and
         the choice; infinite: to none."""
         branch, names = course.branch, self.relaxation.graph.names
+        nodes = tuple(tuple(names[j] for j in members(b & ~a)) for a, b in pairwise(downsets))
         choice = Choice(
-            tuple(tuple(names[j] for j in members(b & ~a)) for a, b in pairwise(downsets)),
+            nodes,
             tuple((branch.devices[d],) for d in branch.placement),
-            (branch.recompute,) * len(branch.placement),
+            tuple(of_stage(branch.recompute, mine) for mine in nodes),
         )
         question = self.search.question
         if misplaced(question.profile, choice.nodes, choice.devices, question.tied) is not None:
@@ -563,23 +474,24 @@ def _is_of(course: _Course, found: Evaluation | None) -> bool:
         and found.micro_batches == branch.micro_batches
         and [stage.devices for stage in found.stages]
         == [(branch.devices[d],) for d in branch.placement]
-        and all(stage.recompute == branch.recompute for stage in found.stages)
+        and all(x.recompute == of_stage(branch.recompute, x.nodes) for x in found.stages)
     )
 
 
 def _counts(
-    relaxation: Relaxation, micro_batches: int, *, recompute: bool
+    relaxation: Relaxation, micro_batches: int, *, recompute: Selection
 ) -> Iterator[DeviceCount]:
     """What layers cost at the least, whatever the schedule, by each view of `Relaxation.views`; and
     the bytes that are always there."""
-    name = "recompute" if recompute else "plain"
     for view in relaxation.views:
         if view == "return":
             continue
         assumed = Assumptions(view=view, unreplicated=True)
         problem = relaxation.problem(Branch(micro_batches), assumed)
         (option,) = [
-            o for o, each in enumerate(problem.options) if problem.modes[each.mode].name == name
+            o
+            for o, each in enumerate(problem.options)
+            if problem.modes[each.mode].again == recompute
         ]
         place = problem.place(option, problem.devices)
         each = problem.modes[problem.options[option].mode].compute_s

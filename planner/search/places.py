@@ -41,6 +41,9 @@ class Assumptions:
         memory_share: of each device's memory, that a guess may use.
         device: with `identical`, what all devices are like; None: as the first one.
         link: with `identical`, what a guess sends all messages over; None: the fastest there is.
+        alike: sets of layers that take about no time to compute again count as one with keeping
+            everything, which has the least time and the least memory of them: for a bound alone,
+            as there is no such stage.
     """
 
     in_flight: InFlight | None = None
@@ -53,6 +56,7 @@ class Assumptions:
     memory_share: float = 1.0
     device: Device | None = None
     link: Network | None = None
+    alike: bool = False
 
 
 BOUND = Assumptions()

@@ -10,7 +10,7 @@ Index letters: N micro-batches; r replicas.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from itertools import product
@@ -18,12 +18,13 @@ from itertools import product
 import numpy as np
 
 from ..costs.layer_graph import LayerGraph, LayerVectors
+from ..costs.recomputation import KeptStorages, Selection, selections
 from ..costs.stage_costs import RECEIVES_AHEAD, as_run_by, sized
 from ..evaluate import Question
 from ..partition.device_loads import SentOn
 from ..partition.problem import CutTensor, Mode, Option, Shared, StageProblem, Vector
 from ..systems.variants import Variant
-from .choices import RECOMPUTE, Branch, Freedom
+from .choices import Branch, Freedom
 from .places import (
     BOUND,
     Assumptions,
@@ -37,6 +38,9 @@ _LEFT_OUT, _WORTH_IT = 1e-3, 0.01
 """Layers with so much of the work may count for less, where that lowers the largest share of a
 layer's work that its forward is by more than this."""
 
+_ABOUT_NO_TIME = 0.05
+"""Of a forward, what sets of layers may take that count as one with keeping everything."""
+
 
 class Relaxation:
     """Makes the problems of one question, for any branch of its search."""
@@ -49,8 +53,17 @@ class Relaxation:
         self.freedom = freedom
         self.variant: Variant = question.system
         self.graph = graph or LayerGraph(as_run_by(question.profile, self.variant), question.tied)
-        refused = self.variant.recompute_refusal
-        self.recompute = (False,) if refused else RECOMPUTE[freedom.recompute]
+        asked = "off" if self.variant.recompute_refusal else freedom.recompute
+        # Without limits there is nothing to gain.
+        looks = asked == "selective" or (asked == "auto" and self.limited)
+        chosen = self._selections if looks else ()
+        ways: dict[str, tuple[Selection, ...]] = {
+            "off": (False,),
+            "on": (True,),
+            "selective": chosen or (False,),
+            "auto": (False, *chosen, True),
+        }
+        self.recompute = ways[asked]
         self._overlap = question.cluster.overlap
 
     def with_several_stages(self) -> Relaxation:
@@ -113,16 +126,26 @@ class Relaxation:
         counted = self._counted(drains=drains and not guess, alone=after is None)
         # Weight parts may run while the next mini-batch fills the pipeline behind the stage.
         inputs_only = drains and not guess and self.variant.split_backward
-        modes: dict[tuple[int, float | None], Mode] = {}
+        forward_s = self.forward_s(n)
+        modes: dict[tuple[int, float | None, Selection], Mode] = {}
         options: list[Option] = []
-        for r, recompute in product(counts, self.recompute):
+        same = self._alike(forward_s) if assumed.alike else ()
+        for r, recompute in product(counts, [w for w in self.recompute if w not in same[1:]]):
             share = r if self.variant.whole_mini_batches else 1
-            key = share, self._unit(n, r) if recompute else None
+            key = share, self._unit(n, r) if recompute else None, recompute
             if key not in modes:
                 # Replicas of a whole mini-batch work at once, each in its own time.
                 rounds = n * share / grain
                 modes[key] = self._mode(
-                    worked[r], rounds, counted, recompute_unit=key[1], inputs_only=inputs_only
+                    worked[r],
+                    rounds,
+                    counted,
+                    recompute,
+                    recompute_unit=key[1] or 0.0,
+                    inputs_only=inputs_only,
+                    storages=self._smallest(sizes[most], costs[most].storages, guess=guess),
+                    once_s=forward_s,
+                    same=same if recompute in same else (),
                 )
             options.append(Option(r // grain, list(modes).index(key)))
         devices = all_devices
@@ -144,7 +167,8 @@ class Relaxation:
         serial_s, serial_fixed_s = (None, 0.0) if drains else self._serial(n, most)
         smallest, shared = costs[most], tuple[Shared, ...]()
         if self.limited:
-            shared = tuple(self._shared(sizes[most], smallest.storages, guess=guess))
+            storages = self._smallest(sizes[most], smallest.storages, guess=guess)
+            shared = tuple(Shared(who, storages[name]) for name, who in graph.savers.items())
         return StageProblem(
             names=graph.names,
             needs=graph.needs,
@@ -182,6 +206,10 @@ class Relaxation:
             return self._way_s(micro_batches)
         return self.round_trip_s(micro_batches)
 
+    def work_s(self, micro_batches: int) -> float:
+        """All layers' work for one micro-batch, on one of the fastest devices."""
+        return float(np.add(*self._once(self.graph.costs(self._size(micro_batches, 1)))).sum())
+
     def _way_s(self, micro_batches: int) -> float:
         work = np.add(*self._once(self.graph.costs(self._size(micro_batches, 1))))
         return max((sum(work[row].tolist()) for row in self.graph.returning_rows), default=0.0)
@@ -215,23 +243,48 @@ class Relaxation:
         costs: LayerVectors,
         rounds: float,
         counted: tuple[Vector, Vector],
+        recompute: Selection,
         *,
-        recompute_unit: float | None,
+        recompute_unit: float,
         inputs_only: bool,
+        storages: Mapping[str, int],
+        once_s: Vector,
+        same: tuple[Selection, ...] = (),
     ) -> Mode:
         """A way to run a stage.
 
         Args:
             rounds: micro-batches that its replicas share.
             counted: shares of layers' forwards and backwards.
-            recompute_unit: micro-batches whose activations are computed again at once; None: none.
+            recompute_unit: micro-batches whose activations are computed again at once.
             inputs_only: of backwards, what gives the gradients of inputs.
+            storages: bytes of each that several layers may keep, at the least.
+            once_s: per layer, [n]: the forward of one micro-batch.
+            same: sets of layers that count as one with it, and itself; bytes are the least of each.
         """
         forward = costs.forward_s * counted[0]
         backward = (costs.input_s if inputs_only else costs.backward_s) * counted[1]
         fixed, flight = self.graph.buffer_bytes, costs.private_bytes
-        if recompute_unit is None:
+        if len(same) > 1:
+            work, kept = rounds * (forward + backward), self._always_kept(same, storages)
+            always = 1.0 - np.max([self._members(way) for way in same], axis=0)
+            return Mode("least", work, fixed, flight * always + kept, shared_in_flight=0.0)
+        if recompute is False:
             return Mode("plain", rounds * (forward + backward), fixed, flight)
+        if recompute is not True:
+            again = self._members(recompute)
+            backward = backward + forward * again * counted[1]
+            kept, rebuilt = self._kept_bytes(recompute, storages)
+            return Mode(
+                "selective",
+                rounds * (forward + backward),
+                fixed + recompute_unit * (flight * again + rebuilt),
+                flight * (1.0 - again) + kept,
+                shared_in_flight=0.0,
+                remade_kept=1.0,
+                again=recompute,
+                again_s=once_s * again,
+            )
         backward = backward + forward * counted[1]
         return Mode(
             "recompute",
@@ -241,7 +294,66 @@ class Relaxation:
             shared_in_flight=0.0,
             shared_once=recompute_unit,
             inputs_kept=1.0,
+            again=True,
+            again_s=once_s,
         )
+
+    @cached_property
+    def _selections(self) -> tuple[frozenset[str], ...]:
+        """Layers that may be computed again."""
+        profile = self.graph.profile
+        return selections(profile, profile.micro_batch_sizes[0])
+
+    @cached_property
+    def _kept(self) -> KeptStorages:
+        return KeptStorages(self.graph.profile)
+
+    def _members(self, recompute: Selection) -> Vector:
+        """Which layers are in a set, [n]."""
+        names = () if isinstance(recompute, bool) else recompute
+        return np.array([float(name in names) for name in self.graph.names])
+
+    def _alike(self, forward_s: Vector) -> tuple[Selection, ...]:
+        """Keeping everything, and sets that take about no time besides."""
+        most = _ABOUT_NO_TIME * float(forward_s.sum())
+        sets = (way for way in self.recompute if not isinstance(way, bool))
+        found = [way for way in sets if float(forward_s @ self._members(way)) <= most]
+        return (False, *found) if False in self.recompute else ()
+
+    def _always_kept(self, ways: Iterable[Selection], storages: Mapping[str, int]) -> Vector:
+        """As `_kept_bytes`, of what is kept whichever of these sets is computed again, [n]."""
+        again = [self._kept.positions(() if isinstance(way, bool) else way) for way in ways]
+        found = np.zeros(len(self.graph.names))
+        for name, nbytes in storages.items():
+            keepers = set.intersection(*(set(self._kept.keepers(name, each)) for each in again))
+            if keepers:
+                found[min(keepers)] += nbytes
+        return found
+
+    @cached_property
+    def _remade(self) -> frozenset[str]:
+        """Storages that a stage keeps where another one's layer makes them, though their own stage
+        computes that layer again: what is kept where cuts are, which bounds don't count."""
+        kept = self._kept
+        again = kept.positions(self._selections[-1] if self._selections else ())
+        return frozenset(name for name in kept.savers if kept.is_recomputed(name, again))
+
+    def _kept_bytes(
+        self, recompute: frozenset[str], storages: Mapping[str, int]
+    ) -> tuple[Vector, Vector]:
+        """Of storages that several layers may keep: bytes that are kept for each micro-batch in
+        flight, and those that layers computed again make, [n] each. Each counts for one layer that
+        needs it: a stage with that layer has it, whatever its other layers."""
+        kept, again = self._kept, self._kept.positions(recompute)
+        found = np.zeros((2, len(self.graph.names)))
+        for name, nbytes in storages.items():
+            for layers in (kept.keepers(name, again), kept.copiers(name, again)):
+                if layers:
+                    found[0, min(layers)] += nbytes
+            savers = kept.savers.get(name)
+            if savers and kept.is_recomputed(name, again):
+                found[1, min(savers)] += nbytes
+        return found[0], found[1]
 
     def _unit(self, micro_batches: int, replicas: int) -> float:
         """Micro-batches that one replica's backward works through at once."""
@@ -341,6 +453,7 @@ class Relaxation:
                 ),
                 upper_bytes=((RECEIVES_AHEAD["B"] + at_hand) * gradient if self.limited else 0.0),
                 kept_bytes=nbytes if self.limited else 0.0,
+                remade_bytes=nbytes if guess and edge.storage in self._remade else 0.0,
             )
 
     def sent_on(self, micro_batches: int) -> list[SentOn]:
@@ -357,19 +470,23 @@ class Relaxation:
             found.append(SentOn(maker.bit_length() - 1, users, there_s, back_s))
         return found
 
-    def _shared(self, size: int, storages: Mapping[str, int], *, guess: bool) -> Iterator[Shared]:
-        """Storages that several layers may keep. A stage that gets a view holds that alone.
+    def _smallest(
+        self, size: int, storages: Mapping[str, int], *, guess: bool
+    ) -> Mapping[str, int]:
+        """Bytes of storages that several layers may keep. A stage that gets a view holds that
+        alone.
 
         Args:
             storages: bytes of each at this micro-batch size.
         """
+        if guess:
+            return storages
         smallest = dict(storages)
-        for tensor in () if guess else self.graph.tensors:
+        for tensor in self.graph.tensors:
             edge = tensor.edge
             nbytes = sized(edge.fixed_bytes, edge.bytes_per_sample, size)
             smallest[edge.storage] = min(smallest[edge.storage], nbytes)
-        for name, savers in self.graph.savers.items():
-            yield Shared(savers, smallest[name])
+        return smallest
 
 
 def _forward_share(costs: LayerVectors) -> float:

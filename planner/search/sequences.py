@@ -16,6 +16,7 @@ from itertools import combinations, product
 import msgspec
 
 from ..cluster.cluster import Cluster
+from ..costs.recomputation import of_stage
 from ..evaluate import Evaluation, Question, better, evaluate
 from ..partition.dp.blocks import Blocks, blocks
 from ..partition.dp.kinds import KindCut, KindProgram, Kinds, KindStage, few_enough
@@ -182,13 +183,9 @@ class _Grouping:
 
 
 def _choice(problem: StageProblem, cut: KindCut, devices: Sequence[tuple[int, ...]]) -> Choice:
-    return Choice(
-        tuple(tuple(problem.names[j] for j in members(x.layers)) for x in cut.stages),
-        tuple(devices),
-        tuple(
-            problem.modes[problem.options[x.option].mode].name == "recompute" for x in cut.stages
-        ),
-    )
+    nodes = tuple(tuple(problem.names[j] for j in members(x.layers)) for x in cut.stages)
+    again = (problem.modes[problem.options[x.option].mode].again for x in cut.stages)
+    return Choice(nodes, tuple(devices), tuple(map(of_stage, again, nodes)))
 
 
 def kinds_of_devices(search: SearchState) -> _Grouping:
@@ -331,10 +328,10 @@ def _guess(
 
 def _prove(search: SearchState, grouping: _Grouping) -> None:
     """Try all cuts, with a kind of device for each stage, that the bounds leave."""
-    freedom, cluster = search.relaxation.freedom, search.question.cluster
+    cluster = search.question.cluster
     # Else there are more plans than the cuts that are listed: devices of other machines, stages
     # that needn't compute their activations again.
-    only = cluster.flat and freedom.recompute != "auto"
+    only = cluster.flat and len(search.relaxation.recompute) == 1
     for branch in search.promising():
         if search.hopeless(branch):
             continue

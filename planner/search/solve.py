@@ -19,11 +19,11 @@ from ..partition.solve import SOLVERS, source_for
 from ..plan import Plan, SolverReport
 from ..systems.orders import Order
 from ..systems.variants import variant_named
-from .choices import RECOMPUTE, Branch, Freedom, micro_batch_counts
+from .choices import RECOMPUTE, Branch, Freedom, micro_batch_counts, stages_asked
 from .diagnosis import diagnose, lacking
 from .exploration import run
 from .ordered import check_asked, search_of, under
-from .placed import PlacedSearch, no_branches, stages_asked
+from .placed import PlacedSearch, no_branches
 from .relaxation import Relaxation
 from .sequences import SEQUENCES, forget_bounds, kinds_in, try_near, try_sequences
 from .state import EFFORT, Budget, OutOfBudget, Progress, SearchState
@@ -49,7 +49,8 @@ class SearchRequest:
             Systems that place their stages themselves have 2 at least, or one stage in all.
         placement: one of `PLACEMENTS`; "auto": any that so many stages can have.
         sequence: one of `SEQUENCES`; only for plans with a stage for each device.
-        recompute: "off", "on" or "auto": stages compute their activations again.
+        recompute: "off", "on", "selective" or "auto": stages compute none of their activations
+            again, all, those of some layers, or whatever is best.
         pins: (layer's name, stage), 0 the first.
         solver: one of SOLVERS; "auto": dynamic programming where the downsets can be listed,
             else the ILP.
@@ -199,7 +200,8 @@ def _placed(search: SearchState, request: SearchRequest) -> PlacedSearch | None:
     asked = stages_asked(
         question.system, request.stages_per_device, request.placement, request.stages
     )
-    if not asked.per_device or (search.branches and len(question.cluster.devices) == 1):
+    alone = len(question.cluster.devices) == 1 and not search.relaxation.limited
+    if not asked.per_device or (search.branches and alone):
         return None
     counts = micro_batch_counts(question, request.micro_batches)
     most = max(asked.per_device) * len(question.cluster.devices)

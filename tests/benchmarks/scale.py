@@ -115,7 +115,7 @@ def solve_one(path: str, system: str, devices: int) -> dict[str, Any]:
         **case,
         "stages": len(plan.stages),
         "used": sum(len(stage.devices) for stage in plan.stages),
-        "recomputed": sum(stage.recompute for stage in plan.stages),
+        "recomputed": sum(bool(stage.recompute) for stage in plan.stages),
         "micro_batches": plan.micro_batches,
         "period_s": plan.predicted.period_s,
         "bound_s": plan.solver.bound_s,

@@ -93,6 +93,7 @@ def _summed_mode(mode: Mode, summed: Callable[[Vector], Vector]) -> Mode:
         compute_s=summed(mode.compute_s),
         fixed_bytes=summed(mode.fixed_bytes),
         flight_bytes=summed(mode.flight_bytes),
+        again_s=None if mode.again_s is None else summed(mode.again_s),
     )
 
 
@@ -109,6 +110,7 @@ def _merged_tensors(tensors: list[tuple[int, CutTensor]]) -> tuple[CutTensor, ..
                 old.lower_bytes + tensor.lower_bytes,
                 old.upper_bytes + tensor.upper_bytes,
                 old.kept_bytes + tensor.kept_bytes,
+                old.remade_bytes + tensor.remade_bytes,
             )
     return tuple(found.values())
 

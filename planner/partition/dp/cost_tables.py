@@ -302,12 +302,16 @@ class PairCosts:
         self.fixed = self._sum(*(mode.fixed_bytes for mode in problem.modes))
         self.flight = self._sum(*(mode.flight_bytes for mode in problem.modes))
         self.held = self._sums_of(
-            [(t.ends, [t.lower_bytes, t.kept_bytes], [t.upper_bytes]) for t in problem.tensors]
+            [
+                (t.ends, [t.lower_bytes, t.kept_bytes, t.remade_bytes], [t.upper_bytes])
+                for t in problem.tensors
+            ]
         )
         self.shared = self._sums_of([(s.ends, [s.nbytes], []) for s in problem.shared])
         self.shared_in_flight = np.array([mode.shared_in_flight for mode in problem.modes])
         self.shared_once = np.array([mode.shared_once for mode in problem.modes])
         self.inputs_kept = np.array([mode.inputs_kept for mode in problem.modes])
+        self.remade_kept = np.array([mode.remade_kept for mode in problem.modes])
         self.workspace: Vector | None = None
         if problem.workspace_bytes is not None:
             needed = problem.workspace_bytes
@@ -423,8 +427,9 @@ class Stages:
             flight += costs.shared_in_flight[mode] * shared
             total += costs.shared_once[mode] * shared
         if costs.held is not None:
-            (lower, kept), (upper,) = costs.held.between(below, self._above[unique])
+            (lower, kept, remade), (upper,) = costs.held.between(below, self._above[unique])
             flight += costs.inputs_kept[mode] * kept[back]
+            flight += costs.remade_kept[mode] * remade[back]
             total += (lower + upper)[back]
         if costs.workspace is not None:
             total += costs.inside.largest(costs.workspace, below, self._above[unique])[back]

@@ -26,11 +26,10 @@ LEAST = _STEP**-_STEPS
 """Of the least load, the least that the largest may come to where forwards run ahead."""
 
 
-def waited_for(problem: StageProblem, again: Vector, cut: Cut) -> float:
+def waited_for(problem: StageProblem, cut: Cut) -> float:
     """What stages compute again for one micro-batch, in s; see `with_least_period`."""
-    return sum(
-        _total(again, stage.layers) for stage in cut.stages if _recomputes(problem, stage.option)
-    )
+    modes = ((problem.modes[problem.options[x.option].mode], x.layers) for x in cut.stages)
+    return sum(_total(m.again_s, layers) for m, layers in modes if m.again_s is not None)
 
 
 def period_of(problem: StageProblem, forward_s: Vector, cut: Cut, each: int = 1) -> float:
@@ -47,7 +46,7 @@ def period_of(problem: StageProblem, forward_s: Vector, cut: Cut, each: int = 1)
         behind = -(-stage.k // problem.options[stage.option].replicas) - 1
         largest = max(largest, load - min(behind, each - 1) * _total(forward_s, stage.layers))
         below |= stage.layers
-    return largest + waited_for(problem, forward_s, cut)
+    return largest + waited_for(problem, cut)
 
 
 def with_least_period(
@@ -74,14 +73,17 @@ def with_least_period(
     table = StageTable(problem, lattice, places)
     stages = [table.stages(below) for below in range(lattice.size - 1)]
     columns = np.array([lattice.column(layer) for layer in range(lattice.layers)])
-    sums = forward_s @ columns.reshape(lattice.layers, lattice.size)
+    columns = columns.reshape(lattice.layers, lattice.size)
+    sums = forward_s @ columns
+    modes = [problem.modes[option.mode].again_s for option in problem.options]
+    again = [None if again_s is None else again_s @ columns for again_s in modes]
     least, least_s = best, period_of(problem, forward_s, best, each)
     # Where nothing runs ahead, none is below the least load.
     for step in range(-_STEPS if each > 1 else 0, _STEPS):
         target = best.objective_s * _STEP**step
         if target >= least_s or (deadline is not None and monotonic() > deadline):
             break
-        steps = _under(problem, stages, sums, target, each)
+        steps = _under(problem, stages, sums, again, target, each)
         if steps is not None:
             cut = cut_on_last_devices(problem, lattice.masks, steps)
             found_s = period_of(problem, forward_s, cut, each)
@@ -91,13 +93,19 @@ def with_least_period(
 
 
 def _under(
-    problem: StageProblem, stages: list[StagesAbove], sums: Vector, target: float, each: int
+    problem: StageProblem,
+    stages: list[StagesAbove],
+    sums: Vector,
+    again: list[Vector | None],
+    target: float,
+    each: int,
 ) -> list[tuple[int, int, int]] | None:
     """Stages with loads up to a target that compute the least again; of those the fewest.
 
     Args:
         stages: from each downset but the full one.
         sums: of the forwards of each downset's layers, [D].
+        again: per option, of what is computed again of them; None: nothing.
         each: see `period_of`.
     """
     (r,) = {option.replicas for option in problem.options}
@@ -117,8 +125,9 @@ def _under(
             least = ceil(over[at] / forward[at]) if over[at] else 0
             count = min(most, int(found.units[at]))
             extra_s = few
-            if _recomputes(problem, option):
-                extra_s += float(forward[at])
+            mine = again[option]
+            if mine is not None:
+                extra_s += float(mine[above] - mine[below])
             new = cost[above, least:count] + extra_s
             known = cost[below, least + 1 : count + 1]
             less = new < known
@@ -137,7 +146,3 @@ def _under(
 
 def _total(values: Vector, layers: int) -> float:
     return float(values[list(members(layers))].sum())
-
-
-def _recomputes(problem: StageProblem, option: int) -> bool:
-    return problem.modes[problem.options[option].mode].name == "recompute"

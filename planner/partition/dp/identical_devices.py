@@ -386,11 +386,13 @@ class StageTable:
         shared = sizes @ (self._shared[:, above] > self._shared[:, below, None])
         lower, upper = self._tensors_at_cuts(below, above, "lower_bytes", "upper_bytes")
         kept, _ = self._tensors_at_cuts(below, above, "kept_bytes", "upper_bytes")
+        remade, _ = self._tensors_at_cuts(below, above, "remade_bytes", "upper_bytes")
         once = _rise(self._fixed, below, above) + lower + upper
         once += np.outer([mode.shared_once for mode in modes], shared)
         flight = _rise(self._flight, below, above)
         flight += np.outer([mode.shared_in_flight for mode in modes], shared)
         flight += np.outer([mode.inputs_kept for mode in modes], kept)
+        flight += np.outer([mode.remade_kept for mode in modes], remade)
         if problem.workspace_bytes is not None:
             inside = self._member[:, above] & ~self._member[:, below, None]
             once += (inside * problem.workspace_bytes[:, None]).max(axis=0, initial=0.0)

@@ -236,8 +236,8 @@ def _bytes(costs: PairCosts, below: int, above: Positions) -> tuple[Vector, Vect
         flight += np.outer(costs.shared_in_flight, shared)
         once += np.outer(costs.shared_once, shared)
     if costs.held is not None:
-        (lower, kept), (upper,) = costs.held.between(below, above)
-        flight += np.outer(costs.inputs_kept, kept)
+        (lower, kept, remade), (upper,) = costs.held.between(below, above)
+        flight += np.outer(costs.inputs_kept, kept) + np.outer(costs.remade_kept, remade)
         once += lower + upper
     if costs.workspace is not None:
         once += costs.inside.largest(costs.workspace, below, above)

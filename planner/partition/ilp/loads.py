@@ -30,6 +30,7 @@ TENSOR_SUMS = {
     "lower bytes": ("lower", "lower_bytes", "upper_bytes"),
     "upper bytes": ("upper", "lower_bytes", "upper_bytes"),
     "kept": ("lower", "kept_bytes", ""),
+    "remade": ("lower", "remade_bytes", ""),
 }
 """Side of the stage, and a tensor's numbers below and above it. Tensors that count the same on
 both sides are in the first of the sums, and not in the next two."""
@@ -227,6 +228,7 @@ def bytes_of(problem: StageProblem, choice: SlotChoice) -> Linear:
         f"flight {choice.mode}": place.units,
         "shared": place.units * mode.shared_in_flight + mode.shared_once,
         "kept": place.units * mode.inputs_kept,
+        "remade": place.units * mode.remade_kept,
         "border bytes": 1.0,
         "lower bytes": 1.0,
         "upper bytes": 1.0,

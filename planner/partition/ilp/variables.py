@@ -261,6 +261,7 @@ def between(
                 lower_bytes=old.lower_bytes + tensor.lower_bytes,
                 upper_bytes=old.upper_bytes + tensor.upper_bytes,
                 kept_bytes=old.kept_bytes + tensor.kept_bytes,
+                remade_bytes=old.remade_bytes + tensor.remade_bytes,
             )
     shared = [replace(s, ends=mask_of(of[end] for end in members(s.ends))) for s in problem.shared]
     return tuple(found.values()), tuple(maker for _, maker in found), tuple(shared)

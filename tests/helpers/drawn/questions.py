@@ -17,10 +17,12 @@ from itertools import combinations, islice, pairwise, product
 import msgspec
 from helpers.drawn.pipelines import ALL
 from timeprest.planner.cluster.cluster import AllReduce, Cluster, Device, Network
+from timeprest.planner.costs.recomputation import Selection, of_stage
 from timeprest.planner.evaluate import Evaluation, Question, evaluate
 from timeprest.planner.plan import PlanStage
 from timeprest.planner.schedules.schedules import limit_ranges
-from timeprest.planner.search.choices import RECOMPUTE, Freedom
+from timeprest.planner.search.choices import Freedom
+from timeprest.planner.search.relaxation import Relaxation
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import ScheduleError
 from timeprest.profiles.profile import (
@@ -78,7 +80,8 @@ def drawn(seed: int, most_plans: int = 600, systems: Sequence[str] = tuple(ALL))
     cluster = drawn_cluster(rng)
     batch = profile.batch_size
     question = Question(profile, cluster, variant.name, batch, factor, every, tied)
-    again = "off" if variant.recompute_refusal else rng.choice(["off", "off", "on", "auto"])
+    ways = ["off", "off", "on", "auto", "selective"]
+    again = "off" if variant.recompute_refusal else rng.choice(ways)
     freedom = Freedom(rng.random() < 0.35, again)
     asked = None
     if not variant.whole_mini_batches and rng.random() < 0.6:
@@ -89,7 +92,9 @@ def drawn(seed: int, most_plans: int = 600, systems: Sequence[str] = tuple(ALL))
         return None
     plans = [(n, evaluate(question, stages, n)) for n, stages in every_plan]
     cluster = with_memory(rng, cluster, [found for _, found in plans])
-    found = Drawn(replace(question, cluster=cluster), freedom, asked, plans)
+    question = replace(question, cluster=cluster)
+    plans = [(n, plan) for n, plan in plans if looked_at(question, again, plan)]
+    found = Drawn(question, freedom, asked, plans)
     return narrowed(rng, found) if rng.random() < 0.25 else found
 
 
@@ -412,7 +417,7 @@ def all_plans(
     """(N, stages) of every plan, whether it fits or not."""
     variant, devices = VARIANTS[question.variant], len(question.cluster.devices)
     batch, sizes = question.mini_batch, question.profile.micro_batch_sizes
-    ways = RECOMPUTE[freedom.recompute]
+    chosen = ways_to_recompute(question, freedom.recompute)
     found = list(cuts(question, range(1, devices + 1)))
     for n in counts_of(question, asked):
         replicas = [1]
@@ -426,8 +431,10 @@ def all_plans(
             if variant.micro_batch_per_stage and n < count:
                 continue
             vectors = falling(limit_ranges(variant, count))
+            # A stage that has no layer of a set computes none again.
+            ways = [dict.fromkeys(of_stage(each, mine) for each in chosen) for mine in nodes]
             for lay, again, limits in product(
-                layouts(count, devices, replicas), product(ways, repeat=count), vectors
+                layouts(count, devices, replicas), product(*ways), vectors
             ):
                 yield (
                     n,
@@ -441,6 +448,22 @@ def all_plans(
                         for s in range(count)
                     ),
                 )
+
+
+def ways_to_recompute(question: Question, asked: str) -> Sequence[Selection]:
+    """What stages may compute again where memory is limited; without limits, less is looked at."""
+    devices = question.cluster.devices
+    limited = tuple(msgspec.structs.replace(device, memory_bytes=1) for device in devices)
+    cluster = msgspec.structs.replace(question.cluster, devices=limited)
+    return Relaxation(replace(question, cluster=cluster), Freedom(recompute=asked)).recompute
+
+
+def looked_at(question: Question, asked: str, plan: Evaluation) -> bool:
+    """Whether a search looks at a plan's layers that are computed again."""
+    ways = Relaxation(question, Freedom(recompute=asked)).recompute
+    return all(
+        any(of_stage(way, stage.nodes) == stage.recompute for way in ways) for stage in plan.stages
+    )
 
 
 def falling(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, ...]]:
@@ -491,7 +514,8 @@ def drawn_placed(seed: int, most_plans: int = 150) -> DrawnPlaced | None:
         rng.choice([1, 1, 2]),
         tied,
     )
-    again = "off" if variant.recompute_refusal else rng.choice(["off", "off", "on", "auto"])
+    ways = ["off", "off", "on", "auto", "selective"]
+    again = "off" if variant.recompute_refusal else rng.choice(ways)
     placement = rng.choice(["auto", "loop", "v"]) if variant.placement == "any" else "auto"
     per_device = rng.choice([2, 2, None])
     counts = counts_of(question, None)
@@ -509,8 +533,9 @@ def drawn_placed(seed: int, most_plans: int = 150) -> DrawnPlaced | None:
             plans.append(evaluate(question, stages, n))
     if not plans:
         return None
-    cluster = with_memory(rng, cluster, plans)
-    return DrawnPlaced(replace(question, cluster=cluster), again, n, per_device, placement, plans)
+    question = replace(question, cluster=with_memory(rng, cluster, plans))
+    plans = [plan for plan in plans if looked_at(question, again, plan)]
+    return DrawnPlaced(question, again, n, per_device, placement, plans)
 
 
 def placed_plans(
@@ -518,6 +543,7 @@ def placed_plans(
 ) -> Iterator[tuple[PlanStage, ...]]:
     """Every plan with several stages on each device; with one, too, where any number may be."""
     variant, devices = VARIANTS[question.variant], len(question.cluster.devices)
+    chosen = ways_to_recompute(question, again)
     kinds = ["loop", "v"] if placement == "auto" else [placement]
     if variant.placement != "any":
         kinds = [variant.placement]
@@ -541,9 +567,14 @@ def placed_plans(
                 continue
             several = len(set(lay)) < len(lay)
             for every, limits in product(
-                RECOMPUTE[again], falling(limit_ranges(variant, len(lay), several=several))
+                chosen, falling(limit_ranges(variant, len(lay), several=several))
             ):
                 yield tuple(
-                    PlanStage(nodes=mine, devices=(d,), in_flight=limit, recompute=every)
+                    PlanStage(
+                        nodes=mine,
+                        devices=(d,),
+                        in_flight=limit,
+                        recompute=of_stage(every, mine),
+                    )
                     for mine, d, limit in zip(nodes, lay, limits, strict=True)
                 )

@@ -85,18 +85,18 @@ def test_no_cut_under_its_load_computes_less_again(seed):
     least = min(cut.objective_s for cut in cuts)
     assert answer.cut.objective_s == pytest.approx(least)
     found = with_least_period(problem, lattice, again, answer.cut)
-    found_s = found.objective_s + waited_for(problem, again, found)
+    found_s = found.objective_s + waited_for(problem, found)
     assert cut_load(problem, found) == pytest.approx(found.objective_s)
-    assert waited_for(problem, again, found) == pytest.approx(
+    assert waited_for(problem, found) == pytest.approx(
         min(
-            waited_for(problem, again, cut)
+            waited_for(problem, cut)
             for cut in cuts
             if cut.objective_s <= found.objective_s * (1 + 1e-9)
         )
     )
     # Loads are raised in steps of 2 % up to 1.02^13.
     best = min(
-        cut.objective_s * 1.02 + waited_for(problem, again, cut)
+        cut.objective_s * 1.02 + waited_for(problem, cut)
         for cut in cuts
         if cut.objective_s <= least * 1.02**12
     )
@@ -114,7 +114,7 @@ def test_no_cut_has_a_period_less_by_a_step_where_forwards_run_ahead(seed):
     assert cut_load(problem, found) == pytest.approx(found.objective_s)
     found_s = period_of(problem, forward_s, found, MICRO_BATCHES)
     for cut in all_cuts(problem):
-        again_s = waited_for(problem, forward_s, cut)
+        again_s = waited_for(problem, cut)
         period_s = period_of(problem, forward_s, cut, MICRO_BATCHES)
         assert period_s <= cut.objective_s + again_s + 1e-12
         # Targets are raised in steps of 2 %, from there on.

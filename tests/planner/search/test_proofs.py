@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from itertools import product
 
 import msgspec
 import pytest
@@ -16,6 +17,7 @@ from helpers.drawn.questions import Drawn, all_plans, drawn
 from helpers.paths import PUBLISHED, published
 from timeprest.cli.tables.plan import piling_up
 from timeprest.planner.cluster.cluster import Cluster, Device, Network
+from timeprest.planner.costs.recomputation import of_stage
 from timeprest.planner.evaluate import Question, evaluate
 from timeprest.planner.partition import solve as solvers
 from timeprest.planner.partition.dp import identical_devices as rising
@@ -82,38 +84,52 @@ def check_bounds(drawn: Drawn) -> None:
     for n, found in drawn.plans[::step]:
         for view in relaxation.views:
             for alike in {False, drawn.question.cluster.uniform}:
-                for stages in (None, len(found.stages)):
-                    key = n, view, alike, stages
+                for stages, least in product((None, len(found.stages)), (False, True)):
+                    key = n, view, alike, stages, least
                     if key not in problems:
-                        assumed = Assumptions(view=view, identical=alike)
+                        assumed = Assumptions(view=view, identical=alike, alike=least)
                         problems[key] = relaxation.problem(Branch(n, stages), assumed)
-                    check_stages(problems[key], found, alike)
+                    ways = relaxation._alike(relaxation.forward_s(n)) if least else ()
+                    check_stages(problems[key], found, alike, ways)
 
 
-def check_stages(problem, found, alike: bool) -> None:
+def check_stages(problem, found, alike: bool, ways) -> None:
+    """`ways`: of recomputation that may count as one."""
     position = {name: j for j, name in enumerate(problem.names)}
     below = 0
     for s, (stage, predicted) in enumerate(zip(found.stages, found.prediction.stages, strict=True)):
         layers = sum(1 << position[name] for name in stage.nodes)
-        mode = "recompute" if stage.recompute else "plain"
-        (option,) = [
+        options = [
             o
             for o, option in enumerate(problem.options)
-            if option.replicas == len(stage.devices) and problem.modes[option.mode].name == mode
+            if option.replicas == len(stage.devices)
+            and stage.recompute in of_stages(problem.modes[option.mode], ways, stage.nodes)
         ]
+        assert options
         k = problem.devices - stage.devices[0]
         if alike:
             # Devices that the plan uses, without those left out.
             k = sum(len(other.devices) for other in found.stages[s:])
-        where = problem, below, layers, option, k
-        assert stage_load(*where) <= found.prediction.period_s * (1 + 1e-9)
-        assert stage_bytes(*where) <= predicted.memory_bytes * (1 + 1e-12)
+        # Sets of layers that differ elsewhere alone are the same here.
+        for option in options:
+            where = problem, below, layers, option, k
+            assert stage_load(*where) <= found.prediction.period_s * (1 + 1e-9)
+            assert stage_bytes(*where) <= predicted.memory_bytes * (1 + 1e-12)
         below |= layers
+
+
+def of_stages(mode, ways, nodes):
+    """What stages of a mode compute again."""
+    if mode.name == "least":
+        return [of_stage(way, nodes) for way in ways if way is not True]
+    return [of_stage(mode.again, nodes)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", numbers())
-def test_what_is_proven_of_drawn_questions_is_so(number):
+def test_what_is_proven_of_drawn_questions_is_so(number, monkeypatch):
+    # All sets count as one where they may.
+    monkeypatch.setattr(relaxations, "_ABOUT_NO_TIME", 1.0)
     found = drawn(number)
     if found is None:
         pytest.skip("too many plans to try, or none")
