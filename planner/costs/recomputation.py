@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from functools import cached_property
 
-from ...profiles.profile import Profile
+from ...profiles.profile import Layer, Profile
 
 Recompute = bool | tuple[str, ...]
 """Of a stage: whether its forward is run again; or the names of the layers that are."""
@@ -58,7 +58,7 @@ class KeptStorages:
         savers: storage → positions of the layers whose backward needs it.
         uses: storage → (producer, consumer) by position, of each edge it goes along.
         rewriters: storage → positions of the layers that change it in place, as far as it shows:
-            those that hand it on and keep something, or take something else too.
+            those that hand it on and are no `views`, and those named so that take it.
     """
 
     def __init__(self, profile: Profile) -> None:
@@ -82,6 +82,10 @@ class KeptStorages:
         for edge in profile.edges:
             if self.maker.get(edge.storage) != self._position[edge.producer]:
                 handed_on.setdefault(edge.storage, set()).add(self._position[edge.producer])
+        for name, used in self.uses.items():
+            taking = {k for _, k in used if _in_place(profile.layers[k])}
+            if taking:
+                handed_on.setdefault(name, set()).update(taking)
         self.rewriters = {
             name: found
             for name, layers in handed_on.items()
@@ -152,7 +156,8 @@ class KeptStorages:
 
     @cached_property
     def views(self) -> dict[int, list[int]]:
-        """Layers that make no memory of their own and save nothing → the layers they take from."""
+        """Layers that make no memory of their own, change and save nothing → the layer that they
+        take from."""
         makers = set(self.maker.values())
         layers = self.profile.layers
         takes: dict[int, set[int]] = {}
@@ -166,6 +171,7 @@ class KeptStorages:
             if k not in makers
             and len(sources) == 1
             and not layers[k].saves
+            and not _in_place(layers[k])
             and not any(m.saved_bytes for m in layers[k].measurements)
         }
 
@@ -178,9 +184,23 @@ class KeptStorages:
                 found.setdefault(k, []).append(view)
         return found
 
-    def with_views(self, again: AbstractSet[int], k: int) -> list[int]:
-        """A layer to be computed again, and the views that then are, too: of nothing else."""
-        added, front = [k], [k]
+    @cached_property
+    def groups(self) -> dict[int, list[int]]:
+        """Layers that make a storage or change it in place, where any do → all of these, and those
+        that share another such storage with them. Some of them alone would run again on what
+        others have changed."""
+        import networkx as nx
+
+        graph = nx.Graph()
+        for name, layers in self.rewriters.items():
+            nx.add_path(graph, [*layers, *([self.maker[name]] if name in self.maker else [])])
+        return {k: sorted(found) for found in nx.connected_components(graph) for k in found}
+
+    def along_with(self, again: AbstractSet[int], k: int) -> list[int]:
+        """A layer to be computed again, with those of its group, and the views that then are, too:
+        of nothing else."""
+        added = self.groups.get(k, [k])[:]
+        front = added[:]
         while front:
             for view in self.viewed_by.get(front.pop(), ()):
                 known = again | set(added)
@@ -188,6 +208,17 @@ class KeptStorages:
                     added.append(view)
                     front.append(view)
         return added
+
+
+_IN_PLACE = "iadd iand ifloordiv ilshift imatmul imod imul ior ipow irshift isub itruediv ixor"
+"""Of the `operator` module."""
+
+
+def _in_place(layer: Layer) -> bool:
+    """Whether a layer's operations change what they get, by their names."""
+    name = layer.name.split(".")[-1].split("@")[0]
+    parts = [name, *layer.kind.split(" + ")]
+    return any(part in _IN_PLACE.split() or part.rstrip("_") not in ("", part) for part in parts)
 
 
 def selections(profile: Profile, micro_batch: int) -> tuple[frozenset[str], ...]:
@@ -230,7 +261,7 @@ def _steps(kept: KeptStorages, micro_batch: int) -> Iterator[tuple[list[int], fl
 
     def gain(k: int) -> tuple[float, float, float, list[int]]:
         """Bytes freed for each second, seconds, bytes, and the layers, by computing k again."""
-        added = kept.with_views(again, k)
+        added = kept.along_with(again, k)
         after = again | set(added)
         touched = {name for j in added for name in kept.of_layer[j]}
         freed = sum(private[j] for j in added)
@@ -259,7 +290,8 @@ def _steps(kept: KeptStorages, micro_batch: int) -> Iterator[tuple[list[int], fl
         _, step_s, freed, added = gain(k)
         again.update(added)
         yield added, step_s, freed
-        for j in set().union(*(near[j] for j in added)) - again:
+        touched = set().union(*(near[j] for j in added))
+        for j in touched.union(*(kept.groups.get(j, ()) for j in touched)) - again:
             new = gain(j)[0]
             if j not in kept.views and new != known[j]:
                 known[j] = new

@@ -145,3 +145,22 @@ def test_a_plan_within_less_memory_is_faster_than_with_whole_forwards():
     assert found["selective"].predicted.period_s < 0.95 * found["on"].predicted.period_s
     assert found["auto"].predicted.period_s <= found["selective"].predicted.period_s
     assert any(stage.recomputed for stage in found["selective"].stages)
+
+
+def test_what_is_changed_in_place_goes_together():
+    """Twice in place, the second time by an operation that keeps nothing."""
+    layers = [
+        ("one", 80, 1e-3, 2e-3, 0, ()),
+        ("add_", 0, 1e-5, 2e-5, 0, ()),
+        ("act", 0, 1e-5, 2e-5, 0, ("one",)),
+        ("two", 80, 1e-3, 2e-3, 0, ("one",)),
+    ]
+    edges = [("one", "add_", "one", 40), ("one", "act", "one", 40), ("act", "two", "acted", 40)]
+    profile = profile_by_hand(layers, [*edges, ("two", "output", "y", 8)])
+    shared = (
+        msgspec.structs.replace(e, storage="one") if e.tensor == "acted" else e
+        for e in profile.edges
+    )
+    profile = msgspec.structs.replace(profile, edges=tuple(shared))
+    assert KeptStorages(profile).rewriters == {"one": [1, 2]}
+    assert selections(profile, 1) == ({"one", "add_", "act"},)
