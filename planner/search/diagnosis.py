@@ -311,7 +311,8 @@ def _advice(search: SearchState) -> str:
 
 
 def _smaller(search: SearchState) -> str:
-    if search.relaxation.freedom.recompute == "off":
+    relaxation = search.relaxation
+    if relaxation.freedom.recompute == "off" and not relaxation.variant.recompute_refusal:
         return "; --recompute auto or a smaller --mini-batch may help"
     return "; a smaller --mini-batch may help"
 
