@@ -358,8 +358,16 @@ class Course:
         """A stage's replica 0 evaluates; the others wait for it.
 
         Where workers have several stages, each stage is a micro-batch behind the one before it, so
-        that all of them compute at once.
+        that all of them compute at once. What evaluating draws at random leaves training as it is.
         """
+        device = self.runners[0].device
+        random = random_state(device)
+        try:
+            return self._evaluate_all()
+        finally:
+            set_random_state(random, device)
+
+    def _evaluate_all(self) -> dict[str, float]:
         metrics = EvaluationMetrics()
         evaluating = [runner for runner in self.runners if runner.replica.leads]
         self._announce([runner.begin_evaluation() for runner in self.runners])

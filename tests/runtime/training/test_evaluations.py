@@ -8,11 +8,13 @@ import msgspec
 import pytest
 import torch
 from click.testing import CliRunner
+from graph_task import GraphTask
 from helpers.plans import plan_by_hand, with_times
 from helpers.processes.stopped_runs import check_resumed
 from timeprest import Callback, EarlyStopping, Trainer
 from timeprest.cli.run import main
 from timeprest.profiles.errors import UserError
+from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
 from timeprest.runtime.prepare.data import segments
 from timeprest.runtime.records.metrics import EpochRecord, EvaluationRecord
@@ -151,3 +153,26 @@ def test_without_evaluation_there_are_none_within_epochs(mlp_profile, mlp_target
     settings = RunSettings(task=mlp_target, eval_every=2, evaluate=False)
     with pytest.raises(UserError, match="--eval-every: goes with --evaluate"):
         run(plan_of(mlp_profile), settings, tmp_path / "run", inline=True)
+
+
+class Drawing(GraphTask):
+    """Drops out, and its metric draws, too."""
+
+    dropout = 0.3
+
+    def metrics(self, output, target):
+        return {"drawn": torch.rand(()).item()}
+
+
+@pytest.mark.parametrize("placement", [(0,), (0, 1, 0, 1)])
+def test_what_evaluating_draws_leaves_training_as_it_is(placement, tmp_path):
+    target = f"{__file__}:Drawing"
+    profile = measure(resolve(target), batch_size=8, micro_batch_sizes=[4, 8], seconds=0)
+    plan = plan_by_hand(with_times(profile), "gpipe", len(placement), 2, placement=placement)
+    found = []
+    for how in ({"evaluate": False}, {"eval_every": 1}, {}):
+        where = tmp_path / str(len(found))
+        run(plan, RunSettings(task=target, steps=5, **how), where, inline=True)
+        found.append(load_weights(where))
+    for other in found[1:]:
+        assert all(torch.equal(other[name], weight) for name, weight in found[0].items())
