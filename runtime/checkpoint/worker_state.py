@@ -179,7 +179,7 @@ def restore(stage: Stage, state: WorkerState, tensors: Mapping[str, Tensor]) -> 
         # Where steps are counted depends on the options.
         give_kept(stage, unpack(state.kept, tensors))
     if stage.scheduler is not None:
-        stage.scheduler.rule.load_state_dict(unpack(state.scheduler, tensors))
+        stage.scheduler.restore(unpack(state.scheduler, tensors))
     if stage.drift is not None:
         for key, means in stage.drift.kept.items():
             for name, p in named.items():

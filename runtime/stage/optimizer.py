@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import SGD, Adam, NAdam, Optimizer
+from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
 from torch.optim.lr_scheduler import CyclicLR, LambdaLR, LRScheduler, OneCycleLR
 
 from ...planner.systems.outside import StageContext
@@ -248,6 +248,19 @@ class Scheduler:
     rule: Any
     per_epoch: bool = False
 
+    def restore(self, state: Any) -> None:
+        """Go on from a state. A rate that follows from the number of the update alone is that of a
+        run of this length, which may be another than the state's."""
+        self.rule.load_state_dict(state)
+        if isinstance(self.rule, LambdaLR):
+            for group, base, factor in zip(
+                self.rule.optimizer.param_groups,
+                self.rule.base_lrs,
+                self.rule.lr_lambdas,
+                strict=True,
+            ):
+                group["lr"] = base * factor(self.rule.last_epoch)
+
     def after_update(self, *, ends_epoch: bool) -> None:
         """Step, where it is time. Raises RunError naming the hook."""
         if ends_epoch or not self.per_epoch:
@@ -392,7 +405,7 @@ def _nesterov(optimizer: Optimizer) -> Optimizer:
 
     The look-ahead then outweighs the late gradient. For SGD with momentum γ that is
     v ← γ·v + g, W ← W − η·(1 − γ)·(g + γ·v). Adam's first moment discounts its gradient
-    already: there it is NAdam.
+    already: there it is NAdam. A scheduler may set rates and momenta as ever.
     """
     if isinstance(optimizer, SGD):
         for group in optimizer.param_groups:
@@ -402,16 +415,34 @@ def _nesterov(optimizer: Optimizer) -> Optimizer:
                     "the task's optimizer has dampening, and Nesterov momentum has none"
                 )
             group["nesterov"] = momentum > 0
-            group["lr"] = group["lr"] * (1 - momentum)
+        optimizer.register_step_pre_hook(_discount)
+        optimizer.register_step_post_hook(_undo_discount)
         return optimizer
-    if isinstance(optimizer, Adam):
-        names = ("params", "lr", "betas", "eps", "weight_decay", "decoupled_weight_decay")
+    if type(optimizer) in (Adam, AdamW):
+        if any(group["amsgrad"] for group in optimizer.param_groups):
+            raise TargetError("the task's optimizer has amsgrad=True, and NAdam hasn't")
+        names = ["params", "lr", "betas", "eps", "weight_decay", "decoupled_weight_decay"]
+        names += ["maximize"]
         groups = [{name: group[name] for name in names} for group in optimizer.param_groups]
         return NAdam(groups)
     raise TargetError(
         f"the task's optimizer is {type(optimizer).__name__}: delay-corrected Nesterov momentum "
         "is there for SGD, Adam and AdamW"
     )
+
+
+_RATE = "rate_without_discount"
+
+
+def _discount(optimizer: Optimizer, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        group[_RATE] = group["lr"]
+        group["lr"] = group["lr"] * (1 - group["momentum"])
+
+
+def _undo_discount(optimizer: Optimizer, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = group.pop(_RATE)
 
 
 _RULES: dict[UpdateRule, Callable[[Optimizer], Optimizer]] = {

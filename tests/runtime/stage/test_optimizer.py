@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
 from timeprest.runtime.stage.optimizer import (
+    Scheduler,
+    _nesterov,
     check_choice,
     clip,
     learning_rate_factor,
@@ -24,6 +27,7 @@ from timeprest.runtime.stage.optimizer import (
     own_part,
     squared_norm,
 )
+from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from whole_model_tasks import NotingSGD
 
@@ -338,3 +342,52 @@ def test_warm_up_needs_a_schedule(mlp_profile, mlp_target, tmp_path):
     plan = plan_by_hand(with_times(mlp_profile), "gpipe", 2, 2)
     with pytest.raises(UserError, match="--warmup: goes with"):
         run(plan, settings_of(mlp_target, warmup=2), tmp_path / "run", inline=True)
+
+
+# Nesterov momentum with a discounted gradient --------------------------------------------------
+
+
+def test_a_scheduler_may_set_the_rate_of_a_discounted_gradient():
+    p = nn.Parameter(torch.tensor([1.0], dtype=torch.float64))
+    optimizer = _nesterov(torch.optim.SGD([p], lr=0.1, momentum=0.5))
+    weight, momentum = 1.0, 0.0
+    for rate, factor in ((0.1, 0.5), (0.4, 0.8), (0.2, 0.8)):
+        optimizer.param_groups[0].update(lr=rate, momentum=factor)
+        p.grad = torch.tensor([2.0], dtype=torch.float64)
+        optimizer.step()
+        momentum = factor * momentum + 2.0
+        weight -= rate * (1 - factor) * (2.0 + factor * momentum)
+        assert p.item() == pytest.approx(weight, rel=1e-12)
+        assert optimizer.param_groups[0]["lr"] == rate
+
+
+def test_what_adam_was_asked_for_is_kept_or_refused():
+    class Own(torch.optim.Adam):
+        """Steps in a way of its own."""
+
+    p = [nn.Parameter(torch.ones(2))]
+    assert _nesterov(torch.optim.Adam(p, maximize=True)).param_groups[0]["maximize"]
+    assert not _nesterov(torch.optim.AdamW(p)).param_groups[0]["maximize"]
+    with pytest.raises(TargetError, match="amsgrad"):
+        _nesterov(torch.optim.Adam(p, amsgrad=True))
+    with pytest.raises(TargetError, match="is Own: delay-corrected Nesterov momentum"):
+        _nesterov(Own(p))
+
+
+def test_a_run_that_grows_has_the_rates_of_its_length():
+    """From its first update on."""
+
+    def scheduler(updates):
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+        rule = partial(learning_rate_factor, "linear", 0, updates)
+        return optimizer, Scheduler(LambdaLR(optimizer, rule))
+
+    optimizer, before = scheduler(4)
+    for _ in range(4):
+        optimizer.step()
+        before.after_update(ends_epoch=False)
+    assert optimizer.param_groups[0]["lr"] == 0.0
+    grown, after = scheduler(16)
+    grown.param_groups[0].update(lr=0.0)
+    after.restore(before.rule.state_dict())
+    assert grown.param_groups[0]["lr"] == pytest.approx(0.1 * 0.75)
