@@ -6,6 +6,7 @@ import hashlib
 import os
 import time
 import uuid
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -17,7 +18,7 @@ import torch
 
 from .. import __version__
 from ..planner.plan import Plan, check_plan
-from ..profiles.errors import RunError, StoppedError, UserError
+from ..profiles.errors import RunError, StoppedError, TaskWarning, UserError
 from ..profiles.measuring.process import keep_freed_memory
 from ..profiles.tasks.objects import as_bytes, check_not_importing, give, name_of
 from .checkpoint.start import (
@@ -160,6 +161,12 @@ def _run(
     where.make()
     with _lock(where, rendezvous):
         if settings.resumed:
+            if tells and (later := where.later_checkpoints(settings)):
+                line = (
+                    f"{where.path}: the run goes on after mini-batch {settings.resume_at}; later "
+                    f"checkpoints are removed: {', '.join(map(str, later))}"
+                )
+                warnings.warn(line, TaskWarning, stacklevel=2)
             where.reopen(settings)
         elif here[0].rank == 0:
             where.create(plan, settings)
@@ -189,16 +196,19 @@ def _run(
 def _begun(prepared: Prepared, where: RunDir) -> RunBegun:
     """What observers are told when training begins, where one tells. Raises FileError."""
     settings, last = prepared.settings, prepared.segments[-1]
-    done, before = 0, list[EvaluationDone]()
+    done, starts, before = 0, dict[int, int](), list[EvaluationDone]()
     teller = next(replica for replica in prepared.replicas if replica.tells)
     # What came after the checkpoint is cut off, and may be damaged.
     size = noted_sizes(where, settings, teller).get(where.metrics.name, 0)
     for record in read_progress(where.metrics, size) if size else ():
         if isinstance(record, Losses):
             continue
-        at = done + record.mini_batches
+        # An epoch that was the last, and went on when the run grew, has several records.
+        start = starts.setdefault(record.epoch, done)
         if isinstance(record, EpochRecord):
-            done = at
+            at = done = done + record.mini_batches
+        else:
+            at = start + record.mini_batches
         if record.test and at <= (settings.resume_at or 0):
             figures = dict(record.test)
             before.append(EvaluationDone(mini_batch=at, epoch=record.epoch, figures=figures))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -121,13 +122,28 @@ class RunDir:
             raise FileError(f"{self.path}: can't be made: {error.strerror}") from None
 
     def reopen(self, settings: RunSettings) -> None:
-        """Get the directory of a run that is resumed ready: it hasn't ended. Raises FileError."""
+        """Get the directory of a run that is resumed ready: it hasn't ended, and checkpoints after
+        the one that it goes on from, whose losses are cut off too, aren't its own. Raises
+        FileError."""
         write_file(self.path / "settings.json", settings)
+        for place in self.later_checkpoints(settings):
+            shutil.rmtree(self.checkpoint(place), ignore_errors=True)
+            if self.checkpoint(place).exists():
+                raise FileError(f"{self.checkpoint(place)}: can't be removed; remove it")
         for path in (self.summary, *self.statuses.glob("*.json")):
             try:
                 path.unlink(missing_ok=True)
             except OSError as error:
                 raise FileError(f"{path}: can't be removed: {error.strerror}") from None
+
+    def later_checkpoints(self, settings: RunSettings) -> list[int]:
+        """Those after the one that a run goes on from, by the mini-batches that they come after."""
+        try:
+            names = os.listdir(self.checkpoints)
+        except OSError:
+            return []
+        places = sorted(int(name) for name in names if name.isdecimal())
+        return [place for place in places if place > (settings.resume_at or 0)]
 
     def read(self) -> tuple[Plan, RunSettings]:
         """What is being run. Raises FileError."""

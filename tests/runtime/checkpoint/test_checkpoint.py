@@ -18,6 +18,8 @@ from helpers.drawn.pipelines import ALL
 from helpers.paths import TESTS
 from helpers.plans import plan_by_hand, with_times
 from helpers.processes.stopped_runs import (
+    Stopped,
+    StopsAfter,
     assert_same,
     check_resumed,
     run_and_stop,
@@ -28,7 +30,7 @@ from safetensors.torch import load_file
 from timeprest.cli.run import main
 from timeprest.planner.plan import read_plan
 from timeprest.planner.systems.variants import VARIANTS
-from timeprest.profiles.errors import FileError, RunError, TargetError, UserError
+from timeprest.profiles.errors import FileError, RunError, TargetError, TaskWarning, UserError
 from timeprest.profiles.files import write_file
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
@@ -172,6 +174,17 @@ def test_more_epochs(tmp_path, mlp_target):
         resume(tmp_path / "grown", epochs=1, inline=True)
     resume(tmp_path / "grown", epochs=3, inline=True)
     assert_same(tmp_path / "whole", tmp_path / "grown", 15)
+
+
+def test_checkpoints_after_the_one_that_a_run_goes_on_from_are_not_its_own(tmp_path, mlp_target):
+    plan = plan_for(mlp_target, "timeprest", stages=2)
+    run(plan, settings_for(mlp_target, keep_checkpoints=9), tmp_path, inline=True)
+    with (
+        pytest.warns(TaskWarning, match="after mini-batch 4; later checkpoints are removed: 8, 12"),
+        pytest.raises(Stopped),
+    ):
+        resume(tmp_path, at=4, inline=True, observer=StopsAfter(1))
+    assert checkpoints_in(RunDir(tmp_path)) == [4]
 
 
 @pytest.mark.parametrize("inline", [True, pytest.param(False, marks=pytest.mark.processes)])
