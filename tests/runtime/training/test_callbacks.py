@@ -160,6 +160,17 @@ def test_a_resumed_run_knows_what_was_before(plan, short_epochs, tmp_path):
         assert notes.events[0].resumed_at == at
 
 
+def test_evaluations_of_an_epoch_that_went_on_are_where_they_were(plan, short_epochs, tmp_path):
+    """The run grew in the middle of an epoch, which has several records then."""
+    settings = of_epochs(short_epochs, epochs=1, steps=3, eval_every=1)
+    Trainer(plan, tmp_path, settings, inline=True).run()
+    notes = Notes(("EvaluationDone", 4))
+    Trainer(None, tmp_path, callbacks=[notes], inline=True).resume(steps=5)
+    notes = Notes()
+    Trainer(None, tmp_path, callbacks=[notes], inline=True).resume()
+    assert [e.mini_batch for e in notes.events[0].before] == [1, 2, 3, 4]
+
+
 def test_answers_of_callbacks_come_in_time_or_the_run_ends():
     store, answers = dist.HashStore(), []
     local, worker = object.__new__(LocalStore), object.__new__(Rendezvous)
