@@ -113,6 +113,13 @@ class DeferredBatchNorm:
             for name, buffer in module.named_buffers()
             if name.endswith("num_batches_tracked")
         ]
+        # With momentum=None each mini-batch counts as much as every other: the share of one is only
+        # known when those before it are settled.
+        self._averages = {
+            id(norm.running_mean): norm.num_batches_tracked
+            for norm in module.modules()
+            if isinstance(norm, nn.modules.batchnorm._BatchNorm) and norm.momentum is None
+        }
         self._found: dict[int, dict[int, _Statistics]] = {}
         self._counted: dict[int, list[Tensor]] = {}
 
@@ -142,10 +149,12 @@ class DeferredBatchNorm:
     def settle(self, mini_batch: int) -> None:
         """All forwards of the mini-batch are done, and of those before."""
         for done in sorted(b for b in self._found if b <= mini_batch):
-            for statistics in self._found.pop(done).values():
-                statistics.settle()
             for counter, change in zip(self._counters, self._counted.pop(done), strict=True):
                 counter.add_(change)
+            for key, statistics in self._found.pop(done).items():
+                if (counter := self._averages.get(key)) is not None:
+                    statistics.momentum = 1 / max(int(counter), 1)
+                statistics.settle()
 
 
 def _note(found: dict[int, _Statistics], call: BatchNormCall, real: int, size: int) -> None:

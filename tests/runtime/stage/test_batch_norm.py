@@ -83,10 +83,11 @@ def test_with_one_micro_batch_nothing_is_deferred(tmp_path):
         torch.testing.assert_close(a[key], b[key], rtol=0, atol=1e-12)
 
 
-def test_an_asynchronous_system_keeps_mini_batches_apart(tmp_path):
+@pytest.mark.parametrize("name", ["Traced", "Mean"])
+def test_an_asynchronous_system_keeps_mini_batches_apart(name, tmp_path):
     """Forwards of the next mini-batch begin before an update of the one before."""
-    found = run_of("Traced", 2, 3, tmp_path / "run", "timeprest", deferred_batch_norm=True)
-    task = resolve("batch_norm_tasks:Traced").task
+    found = run_of(name, 2, 3, tmp_path / "run", "timeprest", deferred_batch_norm=True)
+    task = resolve(f"batch_norm_tasks:{name}").task
     norm = nn.BatchNorm1d(3, momentum=task.momentum).double()
     for x in mini_batches(task, last=False):
         norm(x)
