@@ -91,6 +91,8 @@ class RunSettings(TaggedFile, frozen=True, kw_only=True, tag=FORMAT):
     resume_at: Annotated[int, Meta(ge=0, le=MAX_COUNT)] | None = None
     """Mini-batches done when the run was resumed, those of one of its checkpoints; None: it wasn't
     resumed."""
+    grown_at: tuple[Count, ...] = ()
+    """Mini-batches after which the run had ended, before it was to have more `steps`."""
     seed: Annotated[int, Meta(ge=0, le=MAX_COUNT)] = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """What stages compute on; auto: what the plan was profiled on."""

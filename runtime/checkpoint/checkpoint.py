@@ -49,6 +49,7 @@ FREE: dict[str, Any] = {
     "device": "auto",
     "transport": "auto",
     "resume_at": None,
+    "grown_at": (),
     "keep_checkpoints": 3,
     "log": "",
     "log_operations": False,

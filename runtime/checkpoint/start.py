@@ -105,9 +105,10 @@ def settings_to_resume(
                 f"--steps {steps}: the run was to have {settings.steps}; there may be more, not "
                 "fewer"
             )
-        settings = msgspec.structs.replace(settings, steps=steps)
+        ended_at = (*settings.grown_at, *({settings.steps} - {steps}))
+        settings = msgspec.structs.replace(settings, steps=steps, grown_at=ended_at)
     if found is None:
-        return msgspec.structs.replace(settings, resume_at=0)
+        return msgspec.structs.replace(settings, resume_at=0, grown_at=())
     for name, now, then in (
         ("plan.json", plan_checksum(plan), found.info.plan),
         ("settings.json", settings_checksum(settings), found.info.settings),
@@ -117,7 +118,9 @@ def settings_to_resume(
                 f"{where.path / name}: isn't what {found.path} was made with; to start another "
                 f"run from its weights: tp-run PLAN --from {where.path}"
             )
-    return msgspec.structs.replace(settings, resume_at=found.info.mini_batches)
+    done = found.info.mini_batches
+    grown_at = tuple(end for end in settings.grown_at if end <= done)
+    return msgspec.structs.replace(settings, resume_at=done, grown_at=grown_at)
 
 
 def check_logs(where: RunDir, settings: RunSettings, replicas: Sequence[Replica]) -> None:

@@ -140,9 +140,10 @@ def segments(plan: Plan, settings: RunSettings, samples: int) -> tuple[Segment, 
             if settings.evaluate and settings.eval_every is not None
             else ()
         )
-        # A run of --steps that is to have more of them goes on where it ended.
-        stopped = max((settings.resume_at or 0) - first, 0)
-        ends = {0, *cuts, *evaluations, min(stopped, count), count}
+        # A run of --steps that is to have more of them goes on where it ended, each time.
+        stopped = (settings.resume_at or 0, *settings.grown_at)
+        within = (min(max(end - first, 0), count) for end in stopped)
+        ends = {0, *cuts, *evaluations, *within, count}
         for start, end in itertools.pairwise(sorted(ends)):
             left = samples - start * plan.mini_batch
             due = end in cuts or (settings.checkpoint_every != 0 and first + end == total)

@@ -176,6 +176,22 @@ def test_more_epochs(tmp_path, mlp_target):
     assert_same(tmp_path / "whole", tmp_path / "grown", 15)
 
 
+def test_a_run_that_grew_is_stopped_and_goes_on(tmp_path, mlp_target):
+    """With the updates, and so the rates, of the run that grew and wasn't stopped."""
+    plan = plan_for(mlp_target, "gpipe", stages=2, update_every=2)
+    settings = settings_for(
+        mlp_target, steps=5, checkpoint_every=2, keep_checkpoints=9, lr_schedule="cosine"
+    )
+    run(plan, settings, tmp_path / "whole", inline=True)
+    shutil.copytree(tmp_path / "whole", tmp_path / "stopped")
+    resume(tmp_path / "whole", steps=13, inline=True)
+    with pytest.raises(Stopped):
+        resume(tmp_path / "stopped", steps=13, inline=True, observer=StopsAfter(4))
+    assert checkpoints_in(RunDir(tmp_path / "stopped"))[-1] not in (5, 13)
+    resume(tmp_path / "stopped", inline=True)
+    assert_same(tmp_path / "whole", tmp_path / "stopped", 13)
+
+
 def test_checkpoints_after_the_one_that_a_run_goes_on_from_are_not_its_own(tmp_path, mlp_target):
     plan = plan_for(mlp_target, "timeprest", stages=2)
     run(plan, settings_for(mlp_target, keep_checkpoints=9), tmp_path, inline=True)
