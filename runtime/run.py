@@ -30,6 +30,7 @@ from .checkpoint.start import (
     rewind_logs,
     settings_to_resume,
 )
+from .prepare.data import length_of
 from .prepare.devices import device_kind, devices_here
 from .prepare.prepare import Prepared, prepare
 from .prepare.workers import workers_of
@@ -51,7 +52,7 @@ from .records.metric_logs import MetricLogs, check_logs_at_hand
 from .records.metrics import EpochRecord, RunSummary, StageReport, decode, summarize
 from .records.progress import Losses, Observer, Silent, read_epochs, read_progress
 from .records.run_dir import RunDir
-from .settings import ADJUSTABLE, RunSettings, settings_of
+from .settings import ADJUSTABLE, RunSettings, settings_of, without_effect
 from .stage.delays import check_delays
 from .stage.optimizer import check_updates, warn_of_hooks
 from .training.inline import run_inline
@@ -176,6 +177,9 @@ def _run(
             where.join(plan, settings)
         if tells:
             warn_of_hooks(prepared)
+            updates = length_of(prepared.segments).steps
+            for line in without_effect(settings, prepared.pipeline.variant, updates, inline=inline):
+                warnings.warn(line, TaskWarning, stacklevel=2)
         if tells:
             observer.begin(_begun(prepared, where))
         begin = time.perf_counter()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from ..planner.plan import Plan
+from ..planner.systems.variants import Variant
 from ..profiles.errors import UserError
 from ..profiles.files import (
     MAX_COUNT,
@@ -159,6 +160,33 @@ def given(settings: RunSettings, names: Collection[str] = DELAYS) -> dict[str, o
         for field in msgspec.structs.fields(settings)
         if field.name in names and (value := getattr(settings, field.name)) != field.default
     }
+
+
+def without_effect(
+    settings: RunSettings, variant: Variant, updates: int, *, inline: bool
+) -> Iterator[str]:
+    """Lines on what was asked for and does nothing in this run.
+
+    Args:
+        updates: of the run.
+    """
+    if given(settings, ("decay", "decay_rate")) and variant.backward_weights != "intermediate":
+        yield f"--decay, --lambda: are of i-timeprest, and do nothing in {variant.name}"
+    corrections = ("discrepancy_correction", "discrepancy_decay")
+    if given(settings, corrections) and variant.backward_weights != "corrected":
+        yield (
+            "--discrepancy-decay, --no-discrepancy-correction: are of pipemare, and do nothing in "
+            f"{variant.name}"
+        )
+    if given(settings, ("keep_checkpoints",)) and settings.checkpoint_every == 0:
+        yield "--keep-checkpoints: there are none with --checkpoint-every 0"
+    if given(settings, ("transport",)) and inline:
+        yield "--transport: nothing is sent with --inline"
+    if settings.lr_schedule is not None and settings.warmup > updates:
+        yield (
+            f"--warmup {settings.warmup}: the run has {updates} updates, so that the learning rate "
+            "never comes to its full height"
+        )
 
 
 def settings_of(plan: Plan, asked: Mapping[str, Any]) -> RunSettings:

@@ -152,8 +152,8 @@ class DeferredBatchNorm:
             for counter, change in zip(self._counters, self._counted.pop(done), strict=True):
                 counter.add_(change)
             for key, statistics in self._found.pop(done).items():
-                if (counter := self._averages.get(key)) is not None:
-                    statistics.momentum = 1 / max(int(counter), 1)
+                if (batches := self._averages.get(key)) is not None:
+                    statistics.momentum = 1 / max(int(batches), 1)
                 statistics.settle()
 
 

@@ -15,7 +15,7 @@ from helpers.processes.stopped_runs import check_resumed
 from timeprest.planner.plan import pipeline_of
 from timeprest.planner.schedules.schedules import make_schedule
 from timeprest.planner.systems.variants import VARIANTS
-from timeprest.profiles.errors import TargetError, UserError
+from timeprest.profiles.errors import TargetError, TaskWarning, UserError
 from timeprest.runtime.checkpoint.checkpoint import FREE, settings_checksum
 from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import run
@@ -208,3 +208,20 @@ def test_settings_of_before_have_the_checksum_they_had(mlp_target):
     assert settings_checksum(settings) == wanted
     changed = msgspec.structs.replace(settings, lr_rescheduling=5)
     assert settings_checksum(changed) != wanted
+
+
+@pytest.mark.parametrize(
+    ("how", "line"),
+    [
+        ({"decay": "linear"}, "--decay, --lambda: are of i-timeprest, and do nothing in timeprest"),
+        ({"discrepancy_decay": 0.2}, "--discrepancy-decay.*: are of pipemare"),
+        ({"keep_checkpoints": 5, "checkpoint_every": 0}, "there are none with --checkpoint-every"),
+        ({"transport": "gloo"}, "--transport: nothing is sent with --inline"),
+        ({"lr_schedule": "linear", "warmup": 9}, "--warmup 9: the run has 3 updates"),
+    ],
+)
+def test_what_does_nothing_is_said(how, line, mlp_profile, mlp_target, tmp_path):
+    plan = plan_of(mlp_profile, "timeprest", 2, 2)
+    settings = RunSettings(task=mlp_target, steps=3, evaluate=False, **how)
+    with pytest.warns(TaskWarning, match=line):
+        run(plan, settings, tmp_path, inline=True)
