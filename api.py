@@ -136,8 +136,8 @@ def plan(
     variant: str = "timeprest",
     order: str | Path | None = None,
     mini_batch: int | None = None,
-    micro_batches: int | None = None,
-    stages: int | None = None,
+    micro_batches: int | Literal["auto"] | None = None,
+    stages: int | Literal["auto"] | None = None,
     replicas: bool | Literal["auto", "off"] = True,
     stages_per_device: int | Literal["auto"] = 1,
     placement: str = "auto",
@@ -169,7 +169,7 @@ def plan(
         order: a file of what each device runs, in the system's weight rules and in the place of
             its own order. It says stages, micro-batches and which device runs what.
         mini_batch: samples per update; the profile's batch size by default.
-        micro_batches, stages: how many; None: what is best.
+        micro_batches, stages: how many; "auto" or None: what is best.
         replicas: stages may take several devices.
         stages_per_device: "auto": more than 1 where that makes the period shorter.
         placement: which device runs which stage: "straight", "loop", "v" or "auto".
@@ -228,10 +228,10 @@ def plan(
         **state,
         update_every=update_every,
         tied=tied,
-        micro_batches=micro_batches,
-        stages=stages,
+        micro_batches=_count_or_auto(micro_batches, "micro_batches"),
+        stages=_count_or_auto(stages, "stages"),
         replicas=replicas not in (False, "off"),
-        stages_per_device=None if stages_per_device == "auto" else stages_per_device,
+        stages_per_device=_count_or_auto(stages_per_device, "stages_per_device"),
         placement=placement,
         sequence=sequence,
         recompute=recompute,
@@ -240,6 +240,15 @@ def plan(
         time_limit_s=time_limit_s,
         seen=seen,
     )
+
+
+def _count_or_auto(count: int | str | None, name: str) -> int | None:
+    """``auto`` → None. Raises PlanError for other texts, which would be compared with numbers."""
+    if isinstance(count, str):
+        if count != "auto":
+            raise PlanError(f"{name} {count!r}: give a whole number, or 'auto'")
+        return None
+    return count
 
 
 def plugin(path: str | Path) -> tuple[str, ...]:

@@ -132,6 +132,9 @@ def test_what_cant_be_planned_or_run_is_refused(mlp_profile, tmp_path):
         timeprest.plan(mlp_profile, cluster, devices=3, memory="1GiB")
     with pytest.raises(PlanError, match="replicas 'maybe'"):
         timeprest.plan(mlp_profile, cluster, replicas="maybe")
+    for name in ("stages", "micro_batches", "stages_per_device"):
+        with pytest.raises(PlanError, match=f"{name} 'many': give a whole number, or 'auto'"):
+            timeprest.plan(mlp_profile, cluster, **{name: "many"})
     plan = timeprest.plan(mlp_profile, cluster, stages=2, replicas=False)
     for settings, words in (
         ({"epoch": 3}, "epoch"),
