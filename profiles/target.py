@@ -211,7 +211,14 @@ def parse_input(text: str) -> InputSpec:
     return InputSpec(shape, dtype, high, name or None)
 
 
-def resolve(name: str, inputs: Sequence[InputSpec] = ()) -> Target:
+TASK_NEEDED = (
+    "training needs data, a loss and an optimizer too; write a task whose model() makes this model "
+    "(docs/tasks.md), and profile that, or name it with tp-run --task"
+)
+"""What to do about a model that is to be trained."""
+
+
+def resolve(name: str, inputs: Sequence[InputSpec] = (), *, to_train: bool = False) -> Target:
     """Find the target.
 
     Args:
@@ -219,6 +226,7 @@ def resolve(name: str, inputs: Sequence[InputSpec] = ()) -> Target:
             ``pkg.module:name``, where name is a task, a task class, a model class or factory;
             an ONNX file; or ``session:name`` for an object of this process (`tasks.objects`).
         inputs: for targets that aren't tasks, what the model takes.
+        to_train: it should be a task; of a model the message says so, not that inputs are missing.
 
     Raises:
         TargetError: it can't be imported or built; the message says where and why.
@@ -253,9 +261,10 @@ def resolve(name: str, inputs: Sequence[InputSpec] = ()) -> Target:
         return Target(name, task, task.model, ())
     if not inputs:
         there = [hook for hook in _HOOKS if hasattr(found, hook)]
+        needed = "say what it takes with --input SHAPE:DTYPE for each input, like "
+        needed = TASK_NEEDED if to_train else needed + "--input 3x32x32:float32"
         raise TargetError(
-            f"{name}: is a model, not a task: say what it takes with --input SHAPE:DTYPE for "
-            "each input, like --input 3x32x32:float32"
+            f"{name}: is a model, not a task: {needed}"
             + (f" (it has {_joined(there)}; a task isn't a torch.nn.Module)" if there else "")
         )
     if isinstance(found, nn.Module):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ...planner.plan import Plan, ProfileReference
 from ...profiles.errors import PlanError, TargetError, TimeprestError, TraceError
 from ...profiles.profile import IMPORTED, VaryingShapes
-from ...profiles.target import Target, resolve
+from ...profiles.target import TASK_NEEDED, Target, resolve
 from ...profiles.tasks.hooks import describe_error
 from ...profiles.tasks.shapes import at_profiled
 from ...profiles.tasks.task import Task
@@ -46,12 +46,9 @@ def task_to_train(name: str, made_from: ProfileReference) -> tuple[Target, Task]
             "without a model, which can be planned and shown but not run. Profile a model of your "
             "own with tp-profile"
         )
-    target = resolve(name)
+    target = resolve(name, to_train=True)
     if target.task is None:
-        raise TargetError(
-            f"{name}: is a model, not a task: training needs data, a loss and an "
-            "optimizer too (docs/tasks.md)"
-        )
+        raise TargetError(f"{name}: is a model, not a task: {TASK_NEEDED}")
     return target, target.task
 
 

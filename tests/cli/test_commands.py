@@ -211,7 +211,7 @@ class Net(nn.Module):
         ("tp-run plan.json --betas 2,3 --optimizer adam --lr 0.1", "like 0.9,0.999"),
         ("tp-run plan.json --warmup 3", "--lr-schedule"),
         ("tp-run plan.json --ragged error", "--ragged drop"),
-        ("tp-run plan.json --task net.py:Net", "--input|is a model, not a task"),
+        ("tp-run plan.json --task net.py:Net", "training needs data, a loss and an optimizer too"),
         ("tp-profile digits --device meta", "--spec NAME, or --spec FILE"),
         ("tp-profile digits --device meta --spec none", "no device 'none': give one of a10"),
         ("tp-profile digits --spec a10", "--spec: goes with --device meta"),
