@@ -364,8 +364,10 @@ def _lanes(plan: Plan, recording: Recording, *, every: bool) -> list[int]:
 def _legend(console: Console, plan: Plan, recording: Recording, lanes: list[int]) -> Group:
     kinds = sorted({span.kind for span in recording.spans}, key=list(OPERATIONS).index)
     text = Text()
+    colours = has_colours(console)
     for kind in kinds:
-        text.append(kind, operation_style(console, kind, 0))
+        # With what follows a name where colours don't say the kind.
+        text.append(kind if colours else kind + _FILL[kind], operation_style(console, kind, 0))
         text.append(f" {OPERATIONS[kind].label}  ")
     text.append("· idle")
     if plan.micro_batches > 1:
