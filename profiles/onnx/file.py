@@ -89,7 +89,8 @@ def read_file(path: str | Path, sizes: Mapping[str, int] | None = None) -> OnnxF
         import onnx
     except ImportError as error:
         raise TargetError(
-            f"{path}: reading ONNX needs the onnx package; install timeprest[onnx]"
+            f"{path}: reading ONNX needs the onnx package: in the checkout, "
+            "pip install -e '.[onnx]'"
         ) from error
     model = _load(Path(path), onnx)
     graph = model.graph

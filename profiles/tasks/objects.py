@@ -119,8 +119,8 @@ def as_bytes(name: str) -> bytes | None:
         import cloudpickle
     except ModuleNotFoundError:
         raise UserError(
-            f"{name}: is in no file, so that other processes need cloudpickle for it: pip install "
-            "'timeprest[notebook]', put it in a file, or train inline"
+            f"{name}: is in no file, so that other processes need cloudpickle for it: in the "
+            "checkout, pip install -e '.[notebook]'; or put it in a file, or train inline"
         ) from None
     try:
         # The path first: what modules have is found by it.

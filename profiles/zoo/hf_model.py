@@ -160,7 +160,8 @@ def library(target: str, module: str = "transformers", extra: str = "hf") -> Any
     except ImportError as error:
         name = module.partition(".")[0]
         raise TargetError(
-            f"{target}: needs the library {name} ({error}): install timeprest[{extra}]"
+            f"{target}: needs the library {name} ({error}): in the checkout, "
+            f"pip install -e '.[{extra}]'"
         ) from None
 
 

@@ -187,7 +187,8 @@ def _write_hf(weights: Weights, folder: Path, most: int | None) -> int:
         logging = importlib.import_module("transformers.utils.logging")
     except ImportError as error:
         raise UserError(
-            f"--to hf: needs the library transformers ({error}): install timeprest[hf]"
+            f"--to hf: needs the library transformers ({error}): in the checkout, "
+            "pip install -e '.[hf]'"
         ) from None
     settings = read_file(weights.run / "settings.json", RunSettings)
     model, prefix = _pretrained(settings.task, resolve(settings.task).model(settings.seed))

@@ -69,7 +69,8 @@ def _library(name: str) -> Any:
         return importlib.import_module(_NEEDS[name])
     except ImportError as error:
         raise UserError(
-            f"--log {name}: needs the library {name} ({error}): install timeprest[{name}]"
+            f"--log {name}: needs the library {name} ({error}): in the checkout, "
+            f"pip install -e '.[{name}]'"
         ) from None
 
 

@@ -116,7 +116,7 @@ def test_what_cannot_be_sent_is_told_in_one_line(monkeypatch, tmp_path):
         give_bytes("session:bad", b"nonsense")
     assert as_bytes("digits") is None
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
-    with pytest.raises(UserError, match=r"pip install 'timeprest\[notebook\]'"):
+    with pytest.raises(UserError, match=r"in the checkout, pip install -e '\.\[notebook\]'"):
         as_bytes("session:bad")
 
 

@@ -419,7 +419,7 @@ def test_asking_for_names_imports_no_model():
 
 def test_without_the_library_the_message_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(TargetError, match=r"hf:gpt2.*install timeprest\[hf\]"):
+    with pytest.raises(TargetError, match=r"hf:gpt2.*pip install -e '\.\[hf\]'"):
         BUILT_IN["hf"]("gpt2")
 
 

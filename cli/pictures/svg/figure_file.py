@@ -36,8 +36,8 @@ def as_pdf(path: str, svg: str) -> bytes:
         import vl_convert
     except ImportError:
         raise UserError(
-            f"{path}: PDF takes the package vl-convert-python: pip install 'timeprest[pdf]', or "
-            "let the name end in .svg"
+            f"{path}: PDF takes the package vl-convert-python: in the checkout, "
+            "pip install -e '.[pdf]'; or let the name end in .svg"
         ) from None
     # It makes a point of each pixel, and a drawing's own unit is the point.
     in_points = _SIZE.sub(r'width="\1" height="\2" viewBox="0 0 \1 \2"', svg, count=1)

@@ -883,4 +883,4 @@ def test_external_data(tmp_path):
 
 def test_onnx_is_optional(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "onnx", None)
-    refused(tmp_path / "model.onnx", TargetError, "install timeprest[onnx]")
+    refused(tmp_path / "model.onnx", TargetError, "in the checkout, pip install -e '.[onnx]'")

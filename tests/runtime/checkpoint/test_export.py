@@ -92,7 +92,9 @@ def test_what_isnt_hugging_faces_alone_is_refused(trained, tmp_path, monkeypatch
             export(trained(task), tmp_path / "model", to="hf")
     for name in [n for n in sys.modules if n.partition(".")[0] == "transformers"]:
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(UserError, match=r"needs the library transformers.*timeprest\[hf\]"):
+    with pytest.raises(
+        UserError, match=r"needs the library transformers.*pip install -e '\.\[hf\]'"
+    ):
         export(trained(TIED), tmp_path / "model", to="hf")
     assert not list(tmp_path.iterdir())
 

@@ -199,7 +199,7 @@ def test_what_isnt_there_is_said_before_anything_starts(
 ):
     monkeypatch.setitem(sys.modules, "wandb", None)
     for log, message in (
-        ("csv,wandb", r"--log wandb: needs the library wandb .*install timeprest\[wandb\]"),
+        ("csv,wandb", r"--log wandb: needs the library wandb .*pip install -e '\.\[wandb\]'"),
         ("cvs", "--log 'cvs': there is no 'cvs'; give csv, tensorboard, wandb"),
     ):
         settings = RunSettings(task=mlp_target, log=log)
