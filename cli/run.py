@@ -67,7 +67,7 @@ def main(
     verbose: bool,
     **asked: Any,
 ) -> None:
-    """Train by PLAN: a process for each stage and replica, on this machine.
+    """Train by PLAN: a process for each device, on this machine.
 
     Started by torchrun or srun, it is one of these processes, on one machine of many.
     """

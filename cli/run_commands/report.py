@@ -254,7 +254,8 @@ def print_run(console: Console, run: RunFacts) -> None:
     console.print(
         Text(
             f"times: per mini-batch, of {of}; predicted in the steady state. idle: neither "
-            "computing nor communicating. memory: without scratch. versions: held (predicted)",
+            "computing nor communicating nor loading. memory: without scratch. versions: held "
+            "(predicted)",
             "dim",
         )
     )

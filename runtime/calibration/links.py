@@ -128,8 +128,8 @@ def measure_links(
 
     Args:
         processes: how many are started; process k talks to process k + 1.
-        device: "cpu" (gloo over the loopback device, as tp-run's stages do) or "cuda" (NCCL, a
-            GPU for each process).
+        device: "cpu" (gloo, as between hosts; stages on one host have shared memory) or "cuda"
+            (NCCL, a GPU for each process).
         message_bytes: message sizes.
         cap_s: time for one size, for all pairs together, and as much for its all-reduce.
         timeout_s: longest wait for another process, once all have started.
