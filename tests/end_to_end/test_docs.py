@@ -193,6 +193,17 @@ def check_options(words):
     raise (told or said)[0]
 
 
+def test_every_option_is_named_on_some_page():
+    """Or its opposite; those of all commands, such as --quiet, say themselves what they do."""
+    text = "\n".join(page.read_text() for page in PAGES.values())
+    named = set(re.findall(r"--[a-z][a-z-]*", text))
+    every = [*PROGRAMS.values(), *plan_main.commands.values(), *run_main.others.values()]
+    options = [o for each in every for o in each.params if isinstance(o, click.Option)]
+    names = {frozenset([*o.opts, *o.secondary_opts]) for o in options}
+    common = {"--output", "--quiet", "--verbose", "--version"}
+    assert [sorted(each) for each in names if not each & (named | common)] == []
+
+
 @pytest.mark.parametrize("name", PAGES)
 def test_every_command_line_can_be_given(name):
     """In blocks, and in running text."""
