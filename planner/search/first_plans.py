@@ -49,6 +49,10 @@ _UNEQUAL = 1.15
 """A guess's expected period counts as so many times longer where stages of a pipeline that runs
 empty have different numbers of replicas: they wait for one another (docs/planner_scale.md)."""
 
+_UNEQUAL_FULL = 1.5
+"""The same where the pipeline stays full and the schedule says what is in flight: neighbours with
+other numbers run all that they may ahead, and then take turns."""
+
 _REPAIRS, _REPAIR = 3, 1.002
 """Times that a guess is made again with less memory, and how much less than it was over."""
 
@@ -133,7 +137,7 @@ def _equal_replicas(search: SearchState, branch: Branch) -> list[int | None]:
     most = devices / max(_least_devices(search, branch), 1.0)
     counts = search.relaxation.replica_counts(branch.micro_batches)
     within = [r for r in counts if 1 < r <= most]
-    few = [1] if search.most_stages <= MOST_BLOCKS else []
+    few = [1] if search.most_stages <= MOST_BLOCKS or not within else []
     most_first = within[-_EQUAL_FLUSHED if variant.flushes else -_EQUAL :][::-1]
     # Fewer stages are sooner simulated.
     return [*few, *most_first, None]
@@ -156,7 +160,9 @@ def _expected_s(search: SearchState, guess: _Guess, answer: tuple[StageProblem, 
     """The period that a guess may lead to."""
     problem, cut = answer
     if not _waits(search, problem):
-        return cut.objective_s
+        replicas = {problem.options[stage.option].replicas for stage in cut.stages}
+        fixed = fixed_in_flight(search.relaxation.variant) and len(replicas) > 1
+        return cut.objective_s * (_UNEQUAL_FULL if fixed else 1.0)
     n = guess.branch.micro_batches
     forward_s = search.relaxation.forward_s(n)
     if guess.replicas is None:
