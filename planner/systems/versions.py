@@ -21,7 +21,8 @@ class _InFlight:
     """A mini-batch between its first forward and its backward's end, at one stage."""
 
     backwards_left: int
-    version_of: dict[int | None, int] = field(default_factory=dict)
+    version_of: dict[int, int] = field(default_factory=dict)
+    versions: set[int] = field(default_factory=set)
 
 
 class VersionWalk:
@@ -73,6 +74,7 @@ class VersionWalk:
         if flying is None:
             flying = self._flying[op.mini_batch] = _InFlight(self._backwards)
         version = self._next_version(op)
+        flying.versions.add(version)
         self._forwards += count
         if self._backwards == 1:
             # The backward takes all micro-batches: which versions there are is all it asks.
@@ -111,10 +113,9 @@ class VersionWalk:
 
     def forward_version(self, op: Op) -> int:
         """Version that the forward used; the oldest, for a backward of several micro-batches."""
-        version_of = self._flying[op.mini_batch].version_of
         if op.micro_batch is not None:
-            return version_of[op.micro_batch]
-        return min(version_of.values())
+            return self._flying[op.mini_batch].version_of[op.micro_batch]
+        return min(self._flying[op.mini_batch].versions)
 
     def version_of(self, mini_batch: int, micro_batch: int) -> int:
         """Version that the forward of a micro-batch in flight used."""
@@ -125,7 +126,7 @@ class VersionWalk:
         return (
             version not in self._to_enter()
             and not any(
-                version in flying.version_of.values()
+                version in flying.versions
                 for mini_batch, flying in self._flying.items()
                 if mini_batch != op.mini_batch
             )
@@ -135,7 +136,7 @@ class VersionWalk:
     def mixes_aside(self, op: Op) -> bool:
         """Whether a backward that mixes its forward's weights with the latest needs memory for
         that: where something else needs the forward's version, too."""
-        used = set(self._flying[op.mini_batch].version_of.values())
+        used = self._flying[op.mini_batch].versions
         return any(v != self.latest and not self.last_use(op, v) for v in used)
 
     def finish(self, op: Op) -> None:
@@ -160,7 +161,7 @@ class VersionWalk:
         versions = set(self._to_enter())
         if self._keeps:
             for flying in self._flying.values():
-                versions.update(flying.version_of.values())
+                versions |= flying.versions
         return versions
 
     def held(self) -> int:
