@@ -17,6 +17,7 @@ from .costs.layout import StageTimes, copies_beside, copies_from_outside, make_p
 from .costs.memory import (
     Holdings,
     HoldingsWalk,
+    Moment,
     StageBytes,
     boundary_buffers,
     holdings,
@@ -116,6 +117,8 @@ class Evaluation:
     pipeline: Pipeline
     transfers: tuple[Transfer, ...]
     prediction: Prediction
+    moments: tuple[tuple[Moment, ...], ...]
+    """Per stage, what its schedule makes it hold (`Holdings`)."""
 
     @property
     def limits(self) -> tuple[int, ...]:
@@ -224,10 +227,9 @@ def evaluate(question: Question, stages: Sequence[PlanStage], micro_batches: int
     pipeline, found, transfers, shares, size, ties = lay_out(question, stages, micro_batches)
     nodes = tuple(stage.nodes for stage in stages)
     steady = steady_state(pipeline)
-    again = [bool(stage.recompute) for stage in stages]
+    again, needs = [bool(stage.recompute) for stage in stages], []
     held = _holdings(pipeline, steady, again)
     idle = idle_shares(pipeline, steady.period_s)
-    needs = []
     for s in range(len(stages)):
         mine = transfers if shares[s] == 1 else question.costs.transfers(nodes, size // shares[s])
         needs.append(_bytes(question, pipeline, steady.clock, s, stages, found, mine))
@@ -250,7 +252,8 @@ def evaluate(question: Question, stages: Sequence[PlanStage], micro_batches: int
         stages=tuple(predicted),
         devices=tuple(_predict_devices(pipeline, needs, held, predicted, steady, again, ties)),
     )
-    return Evaluation(stages, micro_batches, pipeline, transfers, prediction)
+    moments = tuple(each.moments for each in held)
+    return Evaluation(stages, micro_batches, pipeline, transfers, prediction, moments)
 
 
 def _times(

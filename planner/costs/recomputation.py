@@ -14,7 +14,7 @@ each number of bytes, which the steps come close to.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from functools import cached_property
 
@@ -221,17 +221,20 @@ def _in_place(layer: Layer) -> bool:
     return any(part in _IN_PLACE.split() or part.rstrip("_") not in ("", part) for part in parts)
 
 
-def selections(profile: Profile, micro_batch: int) -> tuple[frozenset[str], ...]:
+def selections(
+    profile: Profile, micro_batch: int, at_once: float = 0.0
+) -> tuple[frozenset[str], ...]:
     """Sets of layers that are worth computing again, each within the next, the cheapest first.
 
     Args:
         micro_batch: samples, one of the sizes that the profile measured.
+        at_once: of the micro-batches in flight, how many have their layers computed again at once.
 
     Returns:
         At most `MOST_SELECTIONS`; none where nothing is worth it.
     """
     kept = KeptStorages(profile)
-    steps = list(_steps(kept, micro_batch))
+    steps = list(_steps(kept, micro_batch, at_once))
     if not steps:
         return ()
     time_s, nbytes = [0.0], [0.0]
@@ -241,7 +244,7 @@ def selections(profile: Profile, micro_batch: int) -> tuple[frozenset[str], ...]
     forward_s = sum(_forward_s(profile, k, micro_batch) for k in range(len(profile.layers)))
     # The last point is that of whole forwards, after which next to nothing is kept.
     time_s.append(max(forward_s, time_s[-1]))
-    nbytes.append(-float(_all_bytes(kept, micro_batch)))
+    nbytes.append(-float(_all_bytes(kept, micro_batch)) * (1 - at_once))
     found = []
     for k in sorted(_corners(time_s, nbytes, MOST_SELECTIONS)):
         layers = (profile.layers[j].name for added, _, _ in steps[:k] for j in added)
@@ -249,9 +252,55 @@ def selections(profile: Profile, micro_batch: int) -> tuple[frozenset[str], ...]
     return tuple(found)
 
 
-def _steps(kept: KeptStorages, micro_batch: int) -> Iterator[tuple[list[int], float, float]]:
+def in_steps(
+    profile: Profile, micro_batch: int, at_once: float = 0.0
+) -> tuple[frozenset[str], ...]:
+    """Layers one after another, as `selections` adds them to its sets."""
+    steps = _steps(KeptStorages(profile), micro_batch, at_once)
+    return tuple(frozenset(profile.layers[j].name for j in added) for added, _, _ in steps)
+
+
+def fewest(
+    steps: Sequence[frozenset[str]], known: int, fits: Callable[[frozenset[str]], bool]
+) -> frozenset[str] | None:
+    """Of a stage's layers, few to compute again that do; None: all of them wouldn't.
+
+    Args:
+        steps: those to choose from, in the sequence of `in_steps`.
+        known: so many of them do; more than there are: it isn't known.
+        fits: whether a stage that computes these again fits.
+    """
+
+    def of(parts: Sequence[frozenset[str]]) -> frozenset[str]:
+        return frozenset[str]().union(*parts)
+
+    if known > len(steps) and not fits(of(steps)):
+        return None
+    low, high = 0, min(known, len(steps))
+    while low < high:
+        middle = (low + high) // 2
+        if fits(of(steps[:middle])):
+            high = middle
+        else:
+            low = middle + 1
+    chosen = [*steps[:high]]
+    # The last of them may free more than is asked for: then some before it needn't be there.
+    for step in reversed(chosen[-_MOST_LEFT_OUT:]):
+        fewer = [each for each in chosen if each is not step]
+        if fits(of(fewer)):
+            chosen = fewer
+    return of(chosen)
+
+
+_MOST_LEFT_OUT = 64
+"""Steps tried without, of a stage."""
+
+
+def _steps(
+    kept: KeptStorages, micro_batch: int, at_once: float
+) -> Iterator[tuple[list[int], float, float]]:
     """Layers to compute again, with the seconds of their forwards and the bytes that are freed for
-    a micro-batch in flight; the most bytes for each second first."""
+    a micro-batch in flight, less those made anew at once; the most bytes for each second first."""
     profile = kept.profile
     sizes = _sizes(profile, micro_batch)
     private = _private_bytes(kept, micro_batch)
@@ -260,16 +309,28 @@ def _steps(kept: KeptStorages, micro_batch: int) -> Iterator[tuple[list[int], fl
     least_s = 1e-9 * sum(forward_s) or 1.0
 
     def gain(k: int) -> tuple[float, float, float, list[int]]:
-        """Bytes freed for each second, seconds, bytes, and the layers, by computing k again."""
+        """Bytes freed for each second, seconds, bytes, and the layers, by computing k again: alone,
+        or with those that make what would have to be kept for it, such as both of a sum's."""
         added = kept.along_with(again, k)
-        after = again | set(added)
-        touched = {name for j in added for name in kept.of_layer[j]}
-        freed = sum(private[j] for j in added)
-        freed += sum(
-            sizes[name] * (kept.kept(name, again) - kept.kept(name, after)) for name in touched
-        )
+        alone, fed = gain_of(added)
+        for maker in dict.fromkeys(kept.maker[name] for name in fed):
+            if maker not in added:
+                added = [*added, *kept.along_with(again | set(added), maker)]
+        return max(alone, gain_of(added)[0], key=lambda found: found[0]) if fed else alone
+
+    def gain_of(added: list[int]) -> tuple[tuple[float, float, float, list[int]], list[str]]:
+        """The same of these layers, and the storages that are kept for them and weren't."""
+        after, fed = again | set(added), []
+        freed = sum(private[j] for j in added) * (1 - at_once)
+        for name in sorted({name for j in added for name in kept.of_layer[j]}):
+            before, then = kept.kept(name, again), kept.kept(name, after)
+            freed += sizes[name] * (before - then)
+            if at_once and name in kept.savers and kept.is_recomputed(name, after):
+                freed -= sizes[name] * at_once * (not kept.is_recomputed(name, again))
+            if then > before == 0 and kept.maker.get(name) not in {None, *after}:
+                fed.append(name)
         step_s = sum(forward_s[j] for j in added)
-        return freed / max(step_s, least_s), step_s, freed, added
+        return (freed / max(step_s, least_s), step_s, freed, added), fed
 
     near: list[set[int]] = [set() for _ in profile.layers]
     users: dict[str, set[int]] = {}
@@ -278,24 +339,34 @@ def _steps(kept: KeptStorages, micro_batch: int) -> Iterator[tuple[list[int], fl
             users.setdefault(name, set()).add(k)
     for k, names in enumerate(kept.of_layer):
         near[k] = set().union(*(users[name] for name in names)) - {k}
-    known = [gain(k)[0] for k in range(len(profile.layers))]
-    waiting = [(-rate, k) for k, rate in enumerate(known) if k not in kept.views]
+
+    def turn(k: int) -> tuple[float, float, int]:
+        """Where its turn is; of layers with the same rate, layers that are alike one after another:
+        then each stage has its share of them."""
+        rate, _, freed, _ = gain(k)
+        return -float(f"{rate:.9g}"), -freed, k
+
+    known = [turn(k) for k in range(len(profile.layers))]
+    waiting = [each for k, each in enumerate(known) if k not in kept.views]
     heapq.heapify(waiting)
     while waiting:
-        rate, k = heapq.heappop(waiting)
-        if k in again or -rate != known[k]:
+        found = heapq.heappop(waiting)
+        k = found[-1]
+        if k in again or found != known[k]:
             continue
-        if known[k] <= 0:
+        if found[0] >= 0:
             return
         _, step_s, freed, added = gain(k)
         again.update(added)
         yield added, step_s, freed
         touched = set().union(*(near[j] for j in added))
+        # What makes a neighbour's storages counts there, too.
+        touched = touched.union(*(near[j] for j in touched))
         for j in touched.union(*(kept.groups.get(j, ()) for j in touched)) - again:
-            new = gain(j)[0]
+            new = turn(j)
             if j not in kept.views and new != known[j]:
                 known[j] = new
-                heapq.heappush(waiting, (-new, j))
+                heapq.heappush(waiting, new)
 
 
 def _corners(time_s: Sequence[float], nbytes: Sequence[float], most: int) -> set[int]:

@@ -74,6 +74,7 @@ def try_blocks(search: SearchState) -> None:
         if most >= len(search.question.profile.layers):
             break
         most *= 2
+    search.keep_more()
 
 
 class _Guess(NamedTuple):

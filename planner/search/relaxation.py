@@ -17,8 +17,9 @@ from itertools import product
 
 import numpy as np
 
+from ...profiles.profile import Profile
 from ..costs.layer_graph import LayerGraph, LayerVectors
-from ..costs.recomputation import KeptStorages, Selection, selections
+from ..costs.recomputation import KeptStorages, Selection, in_steps, selections
 from ..costs.stage_costs import RECEIVES_AHEAD, as_run_by, sized
 from ..evaluate import Question
 from ..partition.device_loads import SentOn
@@ -37,6 +38,9 @@ from .places import (
 _LEFT_OUT, _WORTH_IT = 1e-3, 0.01
 """Layers with so much of the work may count for less, where that lowers the largest share of a
 layer's work that its forward is by more than this."""
+
+_AT_ONCE = 0.5
+"""Of the micro-batches in flight, those that a backward of a whole mini-batch works through."""
 
 _ABOUT_NO_TIME = 0.05
 """Of a forward, what sets of layers may take that count as one with keeping everything."""
@@ -301,8 +305,17 @@ class Relaxation:
     @cached_property
     def _selections(self) -> tuple[frozenset[str], ...]:
         """Layers that may be computed again."""
-        profile = self.graph.profile
-        return selections(profile, profile.micro_batch_sizes[0])
+        return selections(*self._choosing)
+
+    @cached_property
+    def steps(self) -> tuple[frozenset[str], ...]:
+        """Layers one after another, as they are added to those."""
+        return in_steps(*self._choosing)
+
+    @property
+    def _choosing(self) -> tuple[Profile, int, float]:
+        profile, micro = self.graph.profile, self.variant.backward_unit == "micro"
+        return profile, profile.micro_batch_sizes[0], 0.0 if micro else _AT_ONCE
 
     @cached_property
     def _kept(self) -> KeptStorages:

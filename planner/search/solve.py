@@ -158,6 +158,7 @@ def solve(
         if isinstance(found, InfeasibleError):
             raise found
         search.best = found
+    search.keep_more()
     search.tighten()
     return make_plan(question, search.best, _report(search, stopped, begin))
 

@@ -5,17 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 import msgspec
 
 from ...profiles.errors import ScheduleError
 from ...profiles.units import format_seconds
+from ..costs.recomputation import fewest, of_stage
 from ..evaluate import Evaluation, Question, better, evaluate, lay_out
 from ..partition.dp.blocks import Blocks
 from ..partition.placings import pattern
 from ..partition.problem import SAME, Cut, StageProblem
 from ..partition.solve import Source
+from ..plan import PlanStage
 from ..schedules.schedules import limit_ranges
 from ..simulator.timeline import filled_and_drained_s, least_period_s
 from ..systems.placement import numbered_devices
@@ -150,6 +152,9 @@ Progress = Callable[[str, int, int], None]
 
 _LARGE = 20_000
 """With more layers × devices, guesses leave the number of stages open."""
+
+_REPAIRS = 3
+"""Times that a plan whose stages keep more is tried, with fewer of them each time."""
 
 _MOST_WIDENED = 16
 """With more stages, single limits aren't raised or lowered: each takes a simulation."""
@@ -413,6 +418,47 @@ class SearchState:
                     break
                 self.best = found
 
+    def keep_more(self) -> None:
+        """Have the best plan's stages compute fewer layers again, as far as memory allows, and
+        there is time. The sets that a search tries are few (`recomputation.selections`)."""
+        best = self.best
+        if self.relaxation.freedom.recompute not in ("auto", "selective"):
+            return
+        if best is None or best.pipeline.placement or self._too_late:
+            return
+        stages = self._keeping_more(best)
+        # Where a stage ran ahead, it may then hold more.
+        for _ in range(_REPAIRS):
+            if stages == best.stages or self._too_late:
+                return
+            found = evaluate(self.question, stages, best.micro_batches)
+            over = {s for s, _ in found.over_limit(self.question.cluster)}
+            if not over:
+                if found.prediction.period_s <= self.period_s * SAME:
+                    self.best = found
+                return
+            stages = tuple(best.stages[s] if s in over else x for s, x in enumerate(stages))
+
+    def _keeping_more(self, found: Evaluation) -> tuple[PlanStage, ...]:
+        devices, stages = self.question.cluster.devices, list(found.stages)
+        for s, stage in enumerate(found.stages):
+            limits = [devices[d].memory_bytes for d in stage.devices]
+            limit = min((m for m in limits if m is not None), default=None)
+            if not stage.recompute or limit is None:
+                continue
+            mine = frozenset(stage.nodes)
+            steps = [each & mine for each in self.relaxation.steps if each & mine]
+            known = sum(each <= stage.recomputed for each in steps)
+            again = fewest(
+                steps,
+                len(steps) + 1 if stage.recompute is True else known,
+                partial(_fits, self.question, found, s, limit),
+            )
+            if again is not None:
+                recompute = of_stage(again, stage.nodes)
+                stages[s] = msgspec.structs.replace(stage, recompute=recompute)
+        return tuple(stages)
+
     @property
     def _too_late(self) -> bool:
         """Whether simulating the best plan anew takes long, and longer than there is time."""
@@ -433,6 +479,19 @@ class SearchState:
         best = f"best {shown(self.period_s)}"
         known = 0 < self.bound_s < float("inf")
         return f"bound {format_seconds(self.bound_s)}, {best}" if known else best
+
+
+def _fits(question: Question, found: Evaluation, s: int, limit: int, again: frozenset[str]) -> bool:
+    """Whether a stage, with its devices for itself, would keep to so many bytes if it computed
+    these of its layers again, and ran what it runs now."""
+    stage, holds = found.stages[s], found.prediction.stages[s].holds
+    assert holds is not None
+    share = len(stage.devices) if question.system.whole_mini_batches else 1
+    size, last = -(-question.mini_batch // found.micro_batches), s == len(found.stages) - 1
+    cost = question.costs.stage(stage.nodes, size // share, last, 0, again)
+    rebuilt = found.pipeline.micro_batches_per_share(s) * cost.rebuilt_bytes
+    needs = msgspec.structs.replace(holds, kept=cost.kept_bytes, rebuilt=rebuilt)
+    return all(needs.total(moment) <= limit for moment in found.moments[s])
 
 
 def shown(seconds: float) -> str:

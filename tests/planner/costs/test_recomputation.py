@@ -7,14 +7,18 @@ import itertools
 import msgspec
 import pytest
 from helpers.by_hand.profiles import profile_by_hand
+from hypothesis import given
+from hypothesis import strategies as st
 from timeprest.planner.cluster.cluster import uniform_cluster
 from timeprest.planner.costs.recomputation import (
     KeptStorages,
+    fewest,
     of_stage,
     selection_of,
     selections,
 )
 from timeprest.planner.costs.stage_costs import Costs
+from timeprest.planner.search import state
 from timeprest.planner.search.solve import solve
 
 
@@ -164,3 +168,80 @@ def test_what_is_changed_in_place_goes_together():
     profile = msgspec.structs.replace(profile, edges=tuple(shared))
     assert KeptStorages(profile).rewriters == {"one": [1, 2]}
     assert selections(profile, 1) == ({"one", "add_", "act"},)
+
+
+def test_what_makes_both_of_a_sum_goes_with_it():
+    """The product alone frees nothing, for the sum itself is kept; nor does the sum alone, for
+    then the product's result is kept instead."""
+    layers, edges, before = [], [], "in"
+    for k in range(3):
+        norm, one, total = (f"{k}.{part}" for part in ("norm", "one", "sum"))
+        layers += [
+            (norm, 8, 1e-5, 2e-5, 0, [before]),
+            (one, 800, 4e-3, 8e-3, 0, [norm]),
+            (total, 0, 1e-5, 0.0, 0, ()),
+        ]
+        edges += [(before, norm, before, 10), (norm, one, norm, 10)]
+        edges += [(before, total, before, 10), (one, total, one, 10)]
+        before = total
+    layers = [("in", 8, 1e-5, 2e-5, 0, ()), *layers, ("end", 800, 4e-3, 8e-3, 0, [before])]
+    edges += [(before, "end", before, 10), ("end", "output", "end", 1)]
+    *_, last = selections(profile_by_hand(layers, edges), 1)
+    assert {"0.one", "0.sum", "1.one", "1.sum", "2.one", "2.sum"} <= last
+
+
+def test_what_is_made_anew_for_a_whole_mini_batch_at_once_counts():
+    """Where half of what is in flight is, half of what is freed is there again."""
+    whole, half = selections(blocks(), 1), selections(blocks(), 1, 0.5)
+    assert half[0] == whole[0]
+    assert selections(blocks(), 1, 1.0) == ()
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=9), st.integers(0, 40), st.data())
+def test_no_layer_is_computed_again_in_vain(freed, wanted, data):
+    steps = [frozenset({f"a{k}", f"b{k}"}) for k in range(len(freed))]
+    nbytes = dict(zip(steps, freed, strict=True))
+
+    def fits(again):
+        assert not any(len(step & again) == 1 for step in steps)
+        return sum(nbytes[step] for step in steps if step <= again) >= wanted
+
+    enough = [k for k in range(len(steps) + 1) if fits(frozenset().union(*steps[:k]))]
+    known = data.draw(st.sampled_from([*enough, len(steps) + 1]))
+    found = fewest(steps, known, fits)
+    if not enough:
+        assert found is None
+        return
+    assert fits(found)
+    assert not any(fits(found - step) for step in steps if step <= found)
+
+
+@pytest.mark.parametrize(
+    ("variant", "way", "shares"),
+    [
+        ("gpipe", "auto", (0.85, 0.82, 0.78)),
+        ("gpipe", "selective", (0.82,)),
+        ("pipedream-flush", "auto", (0.97, 0.94)),
+        ("timeprest-stashed", "auto", (0.97, 0.94, 0.88)),
+    ],
+)
+def test_stages_keep_what_their_memory_has_room_for(variant, way, shares, monkeypatch):
+    profile = blocks(6)
+    asked = {"mini_batch": 32, "micro_batches": 8, "recompute": way}
+    free = solve(profile, uniform_cluster(2), variant, **{**asked, "recompute": "off"})
+    most = max(stage.memory_bytes for stage in free.predicted.stages)
+    shorter = 0
+    for share in shares:
+        limit = int(most * share)
+        cluster = uniform_cluster(2, f"{limit}B")
+        kept = solve(profile, cluster, variant, **asked)
+        assert all(stage.memory_bytes <= limit for stage in kept.predicted.stages)
+        assert kept.solver.bound_s <= kept.predicted.period_s
+        with monkeypatch.context() as patch:
+            patch.setattr(state.SearchState, "keep_more", lambda self: None)
+            before = solve(profile, cluster, variant, **asked)
+        assert kept.predicted.period_s <= before.predicted.period_s
+        for ours, its in zip(kept.stages, before.stages, strict=True):
+            assert its.recompute is True or ours.recomputed <= its.recomputed
+        shorter = max(shorter, before.predicted.period_s / kept.predicted.period_s - 1)
+    assert shorter > (0.05 if variant == "gpipe" else 1e-5)
