@@ -253,8 +253,10 @@ def _try_in_blocks(search: SearchState, guess: _Guess) -> None:
         if answer is None:
             return
         search.try_cut(*answer, guess.branch.micro_batches)
-        over = search.least_over.get(choice_of(*answer), 1.0)
-        if over <= 1.0:
+        choice = choice_of(*answer)
+        over = search.least_over.get(choice, 1.0)
+        # With less memory to use, it would hardly be shorter.
+        if over <= 1.0 or search.shortest_s[choice] >= search.period_s:
             return
         share /= over * _REPAIR
 

@@ -173,6 +173,7 @@ class SearchState:
         sharper_views: of each branch, the view that its bound is from.
         least_over: per choice, of the largest share of a device's memory that it takes, the least
             so far.
+        shortest_s: per choice, its shortest period so far, whether it fits or not.
         blocks: of layers, by their number, for first plans.
         closest: of all plans, the one that needs the smallest share of some device's memory.
     """
@@ -188,6 +189,7 @@ class SearchState:
     bounds: dict[Branch | PlacedBranch, float] = field(default_factory=dict)
     sharper_views: dict[Branch, str] = field(default_factory=dict)
     least_over: dict[Choice, float] = field(default_factory=dict)
+    shortest_s: dict[Choice, float] = field(default_factory=dict)
     blocks: dict[int, Blocks] = field(default_factory=dict)
     closest: Evaluation | None = None
     _least_share: float = float("inf")
@@ -374,6 +376,8 @@ class SearchState:
             return None
         over = max(found.memory_shares(self.question.cluster), default=0.0)
         self.least_over[choice] = min(over, self.least_over.get(choice, over))
+        period_s = found.prediction.period_s
+        self.shortest_s[choice] = min(period_s, self.shortest_s.get(choice, period_s))
         if over < self._least_share:
             self.closest, self._least_share = found, over
         if found.over_limit(self.question.cluster):
