@@ -441,7 +441,8 @@ class StageRunner:
         weight = float(self.segment.samples_of(mini_batch))
         if self._loss_weights is not None:
             weight = self._loss_weights.weights.pop(mini_batch)
-        self.metrics.weights.append(weight)
+        left_out = self.not_finite.policy == SKIP and not math.isfinite(loss)
+        self.metrics.weights.append(0.0 if left_out else weight)
         if self.on_mini_batch:
             self.on_mini_batch(self.segment, mini_batch, loss)
 

@@ -34,7 +34,6 @@ from ..records.metrics import (
     EpochSums,
     EvaluationMetrics,
     EvaluationRecord,
-    SegmentMetrics,
     StageEpoch,
     StageReport,
     training_times,
@@ -146,7 +145,8 @@ class Course:
         self.observer = observer
         self.barrier = barrier
         self.replica_barrier = replica_barrier
-        self.metrics: list[list[SegmentMetrics]] = [[] for _ in runners]
+        self._sent_bytes = [0 for _ in runners]
+        self._periods_s: list[list[float]] = [[] for _ in runners]
         self.epochs: list[EpochRecord] = []
         self.stage_epochs: list[list[StageEpoch]] = [[] for _ in runners]
         self.sums = [EpochSums() for _ in runners]
@@ -210,12 +210,13 @@ class Course:
                 compare_training(self.runners, segment)
                 compared = segment.epoch
             self._train(segment)
-            for runner, others, metrics, sums in zip(
-                self.runners, self._beside, self.metrics, self.sums, strict=True
-            ):
-                metrics.append(runner.metrics)
-                beside = [other.metrics for other in others]
-                sums.add(segment, runner.metrics, runner.stage.staleness, beside)
+            for position, (runner, sums) in enumerate(zip(self.runners, self.sums, strict=True)):
+                found = runner.metrics
+                self._sent_bytes[position] += found.sent_bytes
+                if found.period_s is not None:
+                    self._periods_s[position].append(found.period_s)
+                beside = [other.metrics for other in self._beside[position]]
+                sums.add(segment, found, runner.stage.staleness, beside)
             test: dict[str, float] | None = None
             if not segment.rest:
                 self._end_epoch(segment)
@@ -411,8 +412,8 @@ class Course:
     def reports(self) -> list[StageReport]:
         """What each runner of this process measured."""
         found = []
-        for runner, metrics, epochs in zip(
-            self.runners, self.metrics, self.stage_epochs, strict=True
+        for runner, sent_bytes, periods_s, epochs in zip(
+            self.runners, self._sent_bytes, self._periods_s, self.stage_epochs, strict=True
         ):
             times = training_times(epochs)
             rank = runner.replica.rank
@@ -428,8 +429,8 @@ class Course:
                     idle_s=times.idle_s,
                     loading_s=times.loading_s,
                     wall_s=training_times(together).wall_s,
-                    sent_bytes=sum(m.sent_bytes for m in metrics),
-                    periods_s=[m.period_s for m in metrics if m.period_s is not None],
+                    sent_bytes=sent_bytes,
+                    periods_s=periods_s,
                     peak=self._peak(rank),
                     rss_peak_bytes=_rss_peak_bytes(),
                     device=str(runner.device),

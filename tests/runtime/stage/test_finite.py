@@ -12,7 +12,7 @@ from helpers.plans import plan_by_hand, with_times
 from mlp_task import MLPTask
 from timeprest.profiles.errors import RunError
 from timeprest.runtime.prepare.workers import all_replicas
-from timeprest.runtime.records.progress import Silent, Tail, read_losses
+from timeprest.runtime.records.progress import Silent, Tail, read_epochs, read_losses
 from timeprest.runtime.records.run_dir import RunDir, load_weights
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import RunSettings
@@ -137,6 +137,11 @@ def test_with_skip_a_bad_update_is_left_out_everywhere(variant, mlp_profile, tmp
         summary = run(plan, settings, tmp_path / str(steps), inline=True)
         ends[steps] = load_weights(tmp_path / str(steps))
     assert all(report.not_finite == [2] for report in summary.stages)
+    # The mean is of the two that count.
+    metrics = RunDir(tmp_path / "3").metrics
+    (epoch,), losses = read_epochs(metrics), read_losses(metrics)
+    assert not math.isfinite(losses[2])
+    assert epoch.train_loss == pytest.approx(sum(losses[:2]) / 2)
     for name, weight in ends[2].items():
         assert torch.equal(ends[3][name], weight), name
 
