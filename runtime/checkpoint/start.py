@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from ...planner.plan import Plan
 from ...profiles.errors import FileError, UserError
 from ...profiles.files import check_regular
+from ...profiles.tasks.hooks import scheduler_step
+from ..prepare.data import length_of
 from ..prepare.prepare import Prepared
 from ..prepare.workers import Replica
 from ..records.metrics import EpochSums
@@ -19,7 +21,7 @@ from ..records.operation_log import read_stage_epochs, record_named
 from ..records.progress import read_progress
 from ..records.run_dir import RunDir, load_weights, read_tensors
 from ..settings import RunSettings
-from ..stage.optimizer import check_choice
+from ..stage.optimizer import check_choice, check_one_cycle
 from ..stage.runner import StageRunner
 from ..stage.stage import Stage
 from .checkpoint import (
@@ -29,7 +31,7 @@ from .checkpoint import (
     plan_checksum,
     settings_checksum,
 )
-from .worker_state import WorkerState, give_kept, restore
+from .worker_state import WorkerState, give_kept, restore, unpack
 
 
 def check_settings(settings: RunSettings) -> RunSettings:
@@ -48,7 +50,7 @@ def check_settings(settings: RunSettings) -> RunSettings:
 
 
 def check_unfinished(prepared: Prepared, where: RunDir) -> None:
-    """Raise UserError when a run that is to be resumed has nothing left to do."""
+    """Raise UserError when a run that is to be resumed has nothing left to do, or can't go on."""
     settings = prepared.settings
     done = settings.resume_at or 0
     # One that was killed after its last checkpoint still has its weights and summary to write.
@@ -58,6 +60,24 @@ def check_unfinished(prepared: Prepared, where: RunDir) -> None:
             + "; for more, give "
             + (f"--steps above {done}" if settings.steps else f"--epochs above {settings.epochs}")
         )
+    if not done or scheduler_step(prepared.task) == "epoch":
+        return
+    saved = Saved(where.checkpoint(done))
+    for name in saved.info.files:
+        if name.startswith("state/") and name.endswith(".json") and (saved.path / name).exists():
+            most = _total_steps(saved.worker_state(Path(name).stem))
+            if most is not None:
+                check_one_cycle(most, length_of(prepared.segments))
+
+
+def _total_steps(state: WorkerState) -> int | None:
+    """Updates that a OneCycleLR is for; None of another rule."""
+    try:
+        found = unpack(state.scheduler, {})
+    except (KeyError, ValueError):
+        return None
+    known = isinstance(found, dict) and "_schedule_phases" in found
+    return found.get("total_steps") if known else None
 
 
 def settings_to_resume(

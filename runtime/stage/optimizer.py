@@ -305,7 +305,19 @@ def make_scheduler(
             f"--stagewise-momentum: the task's scheduler, a {type(found).__name__}, sets the "
             "momentum itself; give it cycle_momentum=False, or leave the option out"
         )
+    if isinstance(found, OneCycleLR) and scheduler_step(task) != "epoch":
+        check_one_cycle(found.total_steps, length)
     return None if found is None else Scheduler(found, scheduler_step(task) == "epoch")
+
+
+def check_one_cycle(most: int, length: RunLength) -> None:
+    """Raise TargetError where a OneCycleLR is for fewer updates than a run has: torch's ends it."""
+    if most < length.steps:
+        raise TargetError(
+            f"scheduler: the task's OneCycleLR is for {most} updates, and the run has "
+            f"{length.steps}: have the method ask for `steps` (docs/tasks.md); one that has begun "
+            "can't grow: a longer run takes its weights with --from"
+        )
 
 
 def scheduler_warning(task: Task, scheduler: Scheduler, length: RunLength) -> str | None:

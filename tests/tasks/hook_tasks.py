@@ -244,6 +244,20 @@ class Cycled(ShortEpochs):
         return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=40)
 
 
+class ShortCycle(ShortEpochs):
+    """A schedule that ends before the run does."""
+
+    def scheduler(self, optimizer):
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=4)
+
+
+class AskedCycle(ShortEpochs):
+    """A schedule of the run's length."""
+
+    def scheduler(self, optimizer, steps):
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=steps)
+
+
 class Totals(ShortEpochs):
     """Asks how long the run is."""
 

@@ -16,6 +16,7 @@ from timeprest.profiles.tasks.hooks import RunLength
 from timeprest.runtime.checkpoint.worker_state import unpack
 from timeprest.runtime.prepare.prepare import prepare
 from timeprest.runtime.records.progress import read_epochs
+from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import resume, run
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
 from timeprest.runtime.stage.optimizer import hook_warnings, make_scheduler
@@ -104,6 +105,7 @@ WRONG = {
     "OddTotals": r"scheduler asks for 'epochs': besides the optimizer it is given steps and",
     "Plateau": r"gave a ReduceLROnPlateau, whose step\(\) needs metrics",
     "OtherOptimizer": r"is over another optimizer than the one it was given",
+    "ShortCycle": r"OneCycleLR is for 4 updates, and the run has \d+: have the method ask for `steps`",
 }
 
 
@@ -112,6 +114,18 @@ def test_what_cannot_be_stepped_is_refused_before_the_run(name, mlp_profile, tmp
     with pytest.raises(TargetError, match=WRONG[name]):
         run(plan_of(mlp_profile), settings_of(name), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_schedule_of_a_runs_length_is_not_of_a_longer_one(mlp_profile, tmp_path):
+    """Said before it trains, and the run goes on as it was."""
+    plan, where = plan_of(mlp_profile), tmp_path / "run"
+    settings = settings_of("AskedCycle", epochs=1, steps=4, checkpoint_every=2)
+    run(plan, settings, where, inline=True)
+    before = load_weights(where)
+    with pytest.raises(TargetError, match="is for 4 updates, and the run has 8.* --from"):
+        resume(where, steps=8, inline=True)
+    resume(where, at=2, inline=True)
+    assert all(torch.equal(weight, before[name]) for name, weight in load_weights(where).items())
 
 
 @pytest.mark.parametrize("name", ["Open", "ToldUpdate", "Epochs", "Cycled", "Totals", "MLPTask"])
