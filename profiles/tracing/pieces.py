@@ -116,11 +116,22 @@ def _packing(traced: TracedModel) -> set[fx.Node]:
     }
 
 
+_TYPES = (
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64),
+    *(torch.complex128, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+)
+"""Types that go from layer to layer by their position here."""
+
+
+_KINDS = {Tensor: "tensor", torch.Size: "size", torch.dtype: "type", torch.device: "device"}
+
+
 def encode(value: Any, name: str) -> torch.Tensor:
-    """A value between pieces as a tensor: sizes become int64 tensors.
+    """A value between pieces as a tensor: sizes become int64 tensors, and so do types of tensors
+    (``x.to(h.dtype)``). Of a device nothing is sent: it is that of whoever gets it.
 
     Raises:
-        TraceError: neither a tensor nor a number nor a size.
+        TraceError: none of those.
     """
     if isinstance(value, torch.Tensor):
         return value
@@ -130,26 +141,30 @@ def encode(value: Any, name: str) -> torch.Tensor:
         return torch.tensor(value, dtype=torch.float64)
     if isinstance(value, torch.Size):
         return torch.tensor(tuple(value), dtype=torch.int64)
+    if isinstance(value, torch.dtype) and value in _TYPES:
+        return torch.tensor(_TYPES.index(value), dtype=torch.int64)
+    if isinstance(value, torch.device):
+        return torch.tensor(0, dtype=torch.int64)
     raise TraceError(
-        f"value {name!r} is a {type(value).__name__}: only tensors, numbers and sizes can go "
-        f"from layer to layer; compute it inside the module that uses it"
+        f"value {name!r} is a {type(value).__name__}: only tensors, numbers, sizes, types and "
+        f"devices can go from layer to layer; compute it inside the module that uses it"
     )
 
 
 def decode(tensor: torch.Tensor, kind: str) -> Any:
-    """The value that `encode` was given, by its kind: "tensor", "number" or "size"."""
+    """The value that `encode` was given, by its kind (`kind_of`)."""
     if kind == "number":
         return tensor.item()
     if kind == "size":
         return torch.Size(tensor.tolist())
-    return tensor
+    if kind == "type":
+        return _TYPES[int(tensor)]
+    return tensor.device if kind == "device" else tensor
 
 
 def kind_of(value: Any) -> str:
-    """What `decode` needs to know of a value."""
-    if isinstance(value, torch.Tensor):
-        return "tensor"
-    return "size" if isinstance(value, torch.Size) else "number"
+    """What `decode` needs to know of a value: "tensor", "size", "type", "device" or "number"."""
+    return next((name for kind, name in _KINDS.items() if isinstance(value, kind)), "number")
 
 
 # Results in containers: taken apart into tensors for torch.export, and put together again -------

@@ -19,7 +19,7 @@ class ValueSpec:
     """What a value that crosses a cut looks like for one micro-batch size.
 
     Attributes:
-        kind: "tensor", "number" or "size"; the last two travel as int64 tensors.
+        kind: "tensor", or what travels as an int64 tensor: "number", "size", "type", "device".
         shape: of the tensor that travels.
         needs_grad: whether a gradient comes back for it.
         numbers: of a number or a size, what it is for this micro-batch size.
@@ -63,7 +63,7 @@ def describe(name: str, value: Any) -> ValueSpec:
     """The spec of a value at hand. Raises TraceError when it can't cross a cut."""
     tensor = encode(value, name)
     kind = kind_of(value)
-    numbers = () if kind == "tensor" else tuple(value) if kind == "size" else (value,)
+    numbers = tuple(value) if kind == "size" else (value,) if kind == "number" else ()
     return ValueSpec(
         name, kind, tuple(tensor.shape), tensor.dtype, bool(tensor.requires_grad), numbers
     )

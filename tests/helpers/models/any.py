@@ -64,6 +64,23 @@ class Sizes(nn.Module):
         return self.out(x + last.transpose(0, 1).expand(batch, time, 6))
 
 
+class Types(nn.Module):
+    """A tensor's type and its device are asked for by later layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.second = nn.Linear(8, 8)
+        self.place = nn.Embedding(8, 8)
+        self.third = nn.Linear(8, 3)
+
+    def forward(self, x, kinds):
+        x = torch.tanh(self.first(x))
+        places = self.place(torch.arange(8, device=x.device)).sum(0)
+        y = self.second(x) + places
+        return self.third(y) + kinds.to(x.dtype).unsqueeze(-1)
+
+
 class TwoInputs(nn.Module):
     """Two inputs, one of them used late; the result is a dict."""
 
@@ -123,6 +140,10 @@ EXAMPLES = {
     "residual": (Residual, lambda m: (torch.randn(m, 3, 6, 6, dtype=torch.float64),)),
     "changes": (PreActivation, lambda m: (torch.randn(m, 4, dtype=torch.float64),)),
     "sizes": (Sizes, lambda m: (torch.randint(0, 13, (m, 5)),)),
+    "types": (
+        Types,
+        lambda m: (torch.randn(m, 4, dtype=torch.float64), torch.randint(0, 3, (m,))),
+    ),
     "two inputs": (
         TwoInputs,
         lambda m: (
