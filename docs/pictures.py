@@ -40,6 +40,14 @@ PLACED = {
         "--variant interleaved-1f1b --micro-batches 4 --stages-per-device 2 --stages 4",
         "--from-mini-batch 1 --mini-batches 1",
     ),
+    "zb-v": (
+        "--variant zb-v --micro-batches 4 --stages-per-device 2 --stages 4",
+        "--from-mini-batch 1 --mini-batches 1",
+    ),
+    "v-half": (
+        "--variant v-half --micro-batches 4 --stages-per-device 2 --stages 4",
+        "--from-mini-batch 1 --mini-batches 1",
+    ),
 }
 """Plans whose devices have several stages: how they are solved, for two devices, and drawn."""
 
