@@ -1,5 +1,9 @@
 """torchtitan: modules of each model part, and the schedule as CSV.
 
+Releases 0.2.x read settings from TOML; since then they are Python functions that return a
+``Trainer.Config``, and batches are counted in tokens (torchtitan/config/configs.py). Both are
+written.
+
 torchtitan gives every stage a copy of the whole model, and keeps of its children those that
 ``module_fqns_per_model_part`` names; of a child that is an nn.ModuleList or nn.ModuleDict, the
 named entries. So cuts are between those (torchtitan/distributed/pipeline_parallel.py).
@@ -31,7 +35,40 @@ TORCHTITAN = Engine(
 # Which of its two ways to place stages it takes goes by the name of a schedule, also with a CSV.
 _PLACED = {"straight": "PipelineScheduleMulti", "loop": "Interleaved1F1B", "v": "ZBVZeroBubble"}
 
-CONFIG, CSV = "torchtitan.toml", "schedule.csv"
+CONFIG, PYTHON, CSV = "torchtitan.toml", "torchtitan_plan.py", "schedule.csv"
+
+_MODULE = '''"""A plan as settings of torchtitan, which are Python after its release 0.2.2.
+
+In a config registry of your own, beside this file:
+
+    def my_model():
+        return with_plan(llama3_debugmodel())
+
+A sample of the plan is a sequence of ``training.max_context_length`` tokens.
+"""
+
+{imports}MINI_BATCH = {mini_batch}
+MICRO_BATCH = {micro_batch}
+MODULES = [
+{modules}
+]
+
+
+def with_plan(config):
+    """``config``, a Trainer.Config, with the plan's settings in it."""
+    training, parallelism = config.training, config.parallelism
+    training.num_tokens_per_microbatch_per_dp_rank = MICRO_BATCH * training.max_context_length
+    training.num_tokens_per_train_step = MINI_BATCH * training.max_context_length
+    training.disable_cuda_graphs = True  # it refuses them in a pipeline
+    parallelism.pipeline_parallel_degree = {ranks}
+    parallelism.data_parallel_replicate_degree = {replicas}
+    parallelism.num_pp_microbatches = {micro_batches}
+    parallelism.pipeline_parallel_layers_per_stage = None
+    parallelism.pipeline_parallel_schedule = "{schedule}"
+    parallelism.pipeline_parallel_schedule_csv = {csv}
+    parallelism.module_fqns_per_model_part = MODULES
+    return config
+'''
 
 
 def for_torchtitan(plan: Plan) -> EngineFiles:
@@ -56,24 +93,36 @@ def for_torchtitan(plan: Plan) -> EngineFiles:
     name = "" if plan.placement else TORCHTITAN.schedules[plan.system.schedule]
     if name == "1F1B" and plan.micro_batches // replicas < len(plan.stages):
         name = ""  # torch's class wants a micro-batch for each stage
+    ranks, schedule = len(ranks_of(plan)), name or _PLACED[pattern]
+    modules = "\n".join(f"    {json.dumps(blocks)}," for blocks in parts)
     lines = [
-        "# Beside your own settings of torchtitan, which these replace.",
+        "# For torchtitan 0.2.x, beside your own settings, which these replace.",
         "[training]",
         f"local_batch_size = {plan.mini_batch // replicas}",
         "",
         "[parallelism]",
-        f"pipeline_parallel_degree = {len(ranks_of(plan))}",
+        f"pipeline_parallel_degree = {ranks}",
         f"data_parallel_replicate_degree = {replicas}",
         f"pipeline_parallel_microbatch_size = {plan.micro_batch}",
-        f'pipeline_parallel_schedule = "{name or _PLACED[pattern]}"',
+        f'pipeline_parallel_schedule = "{schedule}"',
         *([] if name else [f'pipeline_parallel_schedule_csv = "{CSV}"']),
-        "module_fqns_per_model_part = [",
-        *(f"    {json.dumps(blocks)}," for blocks in parts),
-        "]",
+        f"module_fqns_per_model_part = [\n{modules}\n]",
     ]
+    python = _MODULE.format(
+        mini_batch=plan.mini_batch,
+        micro_batch=plan.micro_batch,
+        modules=modules,
+        ranks=ranks,
+        replicas=replicas,
+        micro_batches=plan.micro_batches // replicas,
+        schedule=schedule,
+        imports="" if name else "from pathlib import Path\n\n",
+        csv='""' if name else f'str(Path(__file__).with_name("{CSV}"))',
+    )
     return EngineFiles(
-        {CONFIG: "\n".join(lines) + "\n", CSV: schedule_csv(plan)},
+        {CONFIG: "\n".join(lines) + "\n", PYTHON: python, CSV: schedule_csv(plan)},
         (
+            f"releases 0.2.x read {CONFIG}; after those, {PYTHON} says how to use it",
             "the model's forward must do without the modules of other stages; children that are in "
             "no layer of their own have to be added to their stage's line",
         ),

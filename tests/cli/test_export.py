@@ -58,7 +58,7 @@ def test_it_is_quiet_and_json(folder):
     assert call("export", "plan.json", "--to", "torchtitan", "-o", "a", "-q") == ""
     found = json.loads(call("export", "plan.json", "--to", "torchtitan", "-o", "b", "--json"))
     assert found["engine"] == "torchtitan"
-    assert found["files"] == ["b/torchtitan.toml", "b/schedule.csv"]
+    assert found["files"] == ["b/torchtitan.toml", "b/torchtitan_plan.py", "b/schedule.csv"]
 
 
 def test_python_exports_as_the_command_does(folder):

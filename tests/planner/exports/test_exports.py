@@ -8,8 +8,9 @@ import io
 import itertools
 import json
 import re
+import runpy
 import sys
-import types
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -226,6 +227,35 @@ def test_torchtitan_keeps_each_stages_modules():
 
 
 @pytest.mark.parametrize(
+    ("variant", "placement", "csv"),
+    [("gpipe", (), False), ("zb-h1", (), True), ("v-half", V, True)],
+)
+def test_torchtitans_two_formats_say_the_same(variant, placement, csv, tmp_path):
+    """Batches in samples and micro-batches in TOML, in tokens and as a count in Python."""
+    plan = gpt_plan((5, 7, 9), variant, placement=placement)
+    for name, text in export(plan, "torchtitan").items():
+        (tmp_path / name).write_text(text)
+    toml = tomllib.loads((tmp_path / "torchtitan.toml").read_text())
+    config = SimpleNamespace(
+        training=SimpleNamespace(max_context_length=64), parallelism=SimpleNamespace()
+    )
+    module = runpy.run_path(str(tmp_path / "torchtitan_plan.py"))
+    assert module["with_plan"](config) is config
+    assert ("Path" in module) == csv
+    said, asked = vars(config.parallelism), toml["parallelism"]
+    assert said.pop("pipeline_parallel_layers_per_stage") is None
+    found = said.pop("pipeline_parallel_schedule_csv")
+    assert found == (str(tmp_path / "schedule.csv") if csv else "")
+    assert asked.pop("pipeline_parallel_schedule_csv", "") == ("schedule.csv" if csv else "")
+    size, count = asked.pop("pipeline_parallel_microbatch_size"), said.pop("num_pp_microbatches")
+    assert said == asked
+    assert size * count == toml["training"]["local_batch_size"]
+    assert config.training.num_tokens_per_microbatch_per_dp_rank == 64 * size
+    replicas = asked["data_parallel_replicate_degree"]
+    assert config.training.num_tokens_per_train_step == 64 * size * count * replicas
+
+
+@pytest.mark.parametrize(
     ("variant", "placement", "name"),
     [
         ("zb-h1", (), "PipelineScheduleMulti"),
@@ -329,8 +359,8 @@ class PipelineModule:
 @pytest.fixture
 def deepspeed(monkeypatch):
     """A stand-in for deepspeed.pipe."""
-    pipe = types.SimpleNamespace(LayerSpec=LayerSpec, PipelineModule=PipelineModule)
-    monkeypatch.setitem(sys.modules, "deepspeed", types.SimpleNamespace(pipe=pipe))
+    pipe = SimpleNamespace(LayerSpec=LayerSpec, PipelineModule=PipelineModule)
+    monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace(pipe=pipe))
     monkeypatch.setitem(sys.modules, "deepspeed.pipe", pipe)
 
 
