@@ -373,8 +373,6 @@ def check_plan(plan: Plan, where: str = "plan") -> Plan:
                 f"edges: {edge.tensor!r} goes from stage {edge.source} to {edge.target}; "
                 "tensors go to later stages only"
             )
-    check_front_end(plan.profile.front_end, f"{where}: profile")
-    check_varying(plan.profile.varying, f"{where}: profile")
     try:
         variant = plan.system
     except OrderError as error:
@@ -383,12 +381,14 @@ def check_plan(plan: Plan, where: str = "plan") -> Plan:
         if plan.plugin is msgspec.UNSET:
             raise fail(f"variant: {error}") from None
         raise fail(_lacking(plan.variant, plan.plugin)) from None
+    _look_at_plugin(plan, variant, where)  # first: its system's limits may be others since
     try:
-        check_tied(variant, plan.tied)
         check_stages(variant, plan.mini_batch, plan.micro_batches, plan.stages)
+        check_tied(variant, plan.tied)
     except PlanError as error:
         raise fail(str(error)) from None
-    _look_at_plugin(plan, variant, where)
+    check_front_end(plan.profile.front_end, f"{where}: profile")
+    check_varying(plan.profile.varying, f"{where}: profile")
     return plan
 
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import TargetError, TaskWarning, UserError
 from ..profile import OptimizerCost, Profile, check_profile
-from ..target import Target, misspelt_hooks
+from ..target import Target
 from ..tasks.hooks import (
     RunLength,
     call_hook,
@@ -23,9 +23,9 @@ from ..tasks.hooks import (
     task_scheduler,
     try_figures,
 )
-from ..tasks.loaders import comes_in_batches, size_of, some_samples
 from ..tasks.loading import loading_s_per_sample
-from ..tasks.task import Task, dataset_size
+from ..tasks.samples import comes_in_batches, dataset_size, size_of, some_samples
+from ..tasks.task import Task, misspelt_hooks
 from ..tracing.call import Call, unchanged
 from ..tracing.front_ends import TRACE_SAMPLES, check_other, trace
 from ..tracing.graph import TracedModel, fingerprint, state_of_layer

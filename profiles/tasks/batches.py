@@ -15,21 +15,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ..errors import TargetError
-from .loaders import (
-    Fetched,
-    Given,
-    as_loader,
-    as_ours,
-    is_stream,
-    opened,
-    pick,
-    prepare_epoch,
-    rows_of,
-    sequence_of,
-)
+from .loaders import Fetched, as_ours, opened, prepare_epoch, sequence_of
 from .parts import ALL, INPUTS, Parts, read_parts, reader
 from .prefetch import LOADING, Ahead, OwnRandomness
-from .task import Names, Split
+from .samples import Given, Names, as_loader, is_stream, pick, rows_of
+from .task import Split
 
 WAIT_S = 60.0
 START_S = 120.0

@@ -8,9 +8,8 @@ from typing import Any
 from torch.utils.data import DataLoader, TensorDataset
 
 from .batches import Batches
-from .loaders import batch_size_of, comes_in_batches, size_of
 from .prefetch import OwnRandomness
-from .task import Names, dataset_size, fetch
+from .samples import Names, batch_size_of, comes_in_batches, dataset_size, fetch, size_of
 
 SECONDS = 3.0
 """To spend on it; two rounds of a loader's workers are waited for in any case."""

@@ -8,18 +8,21 @@ memory. Nothing is ever read from a file that way.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import inspect
 import pickle
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ..errors import TargetError, UserError
+from ..errors import TargetError, TimeprestError, UserError
+from ..files import is_file
+from .hooks import describe_error, is_ctrl_c
 
 SESSION = "session:"
 """What names of objects begin with that no file has."""
@@ -102,6 +105,69 @@ def given(name: str) -> Any:
             "give it again, as task=… of timeprest.Trainer or timeprest.run"
         )
     return _given[name]
+
+
+def find(name: str) -> Any:
+    """The object of a name ``file.py:NAME``, ``pkg.module:NAME`` or ``session:NAME``. Raises
+    TargetError: there is none, or what is imported for it fails."""
+    if name.startswith(SESSION):
+        return given(name)
+    # From the right: a path may hold a colon, a name can't.
+    head, _, attribute = name.rpartition(":")
+    with importing(name):
+        return _attribute(name, _import(name, head), attribute)
+
+
+def _import(name: str, head: str) -> Any:
+    if not head.endswith(".py"):
+        if str(Path.cwd()) not in sys.path:
+            sys.path.insert(0, str(Path.cwd()))
+        return call_users_code(name, "importing it", lambda: importlib.import_module(head))
+    path = Path(head)
+    if not is_file(path):
+        raise TargetError(f"{name}: no such file: {head}")
+    module_name = f"timeprest_target_{path.stem}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise TargetError(f"{name}: {head} can't be imported as Python")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    # Like a script's folder: the file may import its neighbours.
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    loader = spec.loader
+    call_users_code(name, "importing it", lambda: loader.exec_module(module))
+    return module
+
+
+def _attribute(name: str, module: Any, attribute: str) -> Any:
+    try:
+        return getattr(module, attribute)
+    except AttributeError:
+        public = [
+            key
+            for key, value in vars(module).items()
+            if not key.startswith("_")
+            and not inspect.ismodule(value)
+            and getattr(value, "__module__", module.__name__) == module.__name__
+        ]
+        shown = ", ".join(public[:8]) or "nothing of its own"
+        raise TargetError(f"{name}: there is no {attribute!r} in it; it has {shown}") from None
+
+
+def call_users_code(name: str, doing: str, function: Callable[[], Any]) -> Any:
+    """Run the user's code; its errors become one line with the user's file and line."""
+    try:
+        return function()
+    except TimeprestError:
+        raise
+    except ModuleNotFoundError as error:
+        raise TargetError(f"{name}: {doing}: {error}") from error
+    except BaseException as error:
+        if is_ctrl_c(error):
+            raise
+        raise TargetError(f"{name}: {doing} failed: {describe_error(error)}") from error
 
 
 # To other processes -----------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset, d
 from ..errors import TargetError
 from .hooks import call_hook
 from .prefetch import same_states, seed_all, set_states, states
-from .task import Names, collated, fetch, read_batch
+from .samples import Names, collated, fetch, read_batch
 
 INPUTS, TARGET = "inputs", "target"
 

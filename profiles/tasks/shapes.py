@@ -13,8 +13,7 @@ from ..errors import TargetError
 from ..profile import Shapes, VaryingShapes
 from ..tracing.call import Call
 from .batches import Batch, Batches, DryError
-from .loaders import Given, rows_among
-from .task import Names
+from .samples import Given, Names, rows_among
 
 BATCHES, SECONDS = 32, 5.0
 """Mini-batches that are looked at where nothing is said, and for how long at most."""

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset
 
-from ..errors import TargetError, TraceError
-from ..tracing.call import Call
-from ..tracing.pieces import take_apart
+from ..errors import TargetError
 
 Split = Literal["train", "test"]
 
@@ -59,6 +59,106 @@ class Task(Protocol):
         """A new optimizer over one stage's trainable parameters, all of them and no others, or over
         groups of them where there is a ``parameter_groups``, or weight decay is for matrices
         alone. Called once for each stage."""
+
+
+# Whether something is one -------------------------------------------------------------------------
+
+_HOOKS = {
+    "model": "model()",
+    "data": "data(split)",
+    "loss": "loss(output, target)",
+    "optimizer": "optimizer(parameters)",
+}
+"""What makes a task, as it is called."""
+_OPTIONAL_HOOKS = {
+    "metrics": "metrics(output, target)",
+    "parameter_groups": "parameter_groups(named_parameters)",
+    "scheduler": "scheduler(optimizer)",
+    "figures": "figures(means)",
+    "scheduler_step": 'scheduler_step = "epoch"',
+}
+_ALIKE, _VERY_ALIKE = 0.6, 0.8
+"""From which ratio of difflib's on a name may be meant for another, where that one is missing, or
+needn't be there."""
+
+
+def misspelt_hooks(task: Task) -> list[str]:
+    """A line for each method that nothing calls, whose name is like that of an optional hook."""
+    return [
+        f"the task has {meant!r}, which nothing calls: is {_OPTIONAL_HOOKS[hook]} meant? "
+        "(docs/tasks.md)"
+        for hook in _OPTIONAL_HOOKS
+        if not hasattr(task, hook)
+        for meant in _alike(task, hook, _VERY_ALIKE)
+        if callable(getattr(task, meant)) == (hook != "scheduler_step")
+    ]
+
+
+def hooks_of(found: Any) -> list[str]:
+    """Which of the methods that make a task it has."""
+    return [hook for hook in _HOOKS if hasattr(found, hook)]
+
+
+def meant_as_task(found: Any, *, has_inputs: bool) -> bool:
+    """Whether it has all that makes a task, or something of it and can't be a model.
+
+    Args:
+        has_inputs: it is said what it takes, which a task knows by itself.
+    """
+    there = hooks_of(found)
+    if len(there) == len(_HOOKS):
+        return True
+    if inspect.isclass(found):
+        # What is still missing, `__init__` may bring.
+        return bool(there) and not issubclass(found, nn.Module)
+    makes_model = callable(found) and has_inputs
+    return bool(there) and not isinstance(found, nn.Module) and not makes_model
+
+
+def check_hooks(name: str, task: Any) -> None:
+    """Raises TargetError naming a method that a task must have and this one hasn't."""
+    missing = [hook for hook in _HOOKS if not hasattr(task, hook)]
+    if missing:
+        meant = {hook: found[0] for hook in missing if (found := _alike(task, hook, _ALIKE))}
+        mend = [f"rename {there!r} to {hook}" for hook, there in meant.items()]
+        if len(meant) < len(missing):
+            mend.append(f"write {joined([_HOOKS[hook] for hook in missing if hook not in meant])}")
+        raise TargetError(
+            f"{name}: is a task without {joined([_HOOKS[hook] for hook in missing])}: "
+            f"{joined(mend)} (docs/tasks.md)"
+        )
+    for hook, call in _HOOKS.items():
+        found = getattr(task, hook)
+        if isinstance(found, nn.Module) and hook == "model":
+            raise TargetError(
+                f"{name}: model is a {type(found).__name__}, not a method: write model() so that "
+                "it makes a new one each time (docs/tasks.md)"
+            )
+        if not callable(found):
+            kind = "None" if found is None else f"a {type(found).__name__}"
+            raise TargetError(
+                f"{name}: {hook} is {kind}, not a method: write {call} (docs/tasks.md)"
+            )
+
+
+def _alike(task: Any, hook: str, ratio: float) -> list[str]:
+    """What the task has under a name like this one, the likest first."""
+    by_name = {
+        name.lower().strip("_"): name
+        for name in dir(task)
+        if not name.startswith("__") and name not in {**_HOOKS, **_OPTIONAL_HOOKS}
+    }
+    close = difflib.get_close_matches(hook, by_name, n=3, cutoff=ratio)
+    return [by_name[name] for name in close]
+
+
+def joined(words: Sequence[str]) -> str:
+    """Words as a sentence lists them."""
+    *before, last = words
+    return f"{', '.join(before)} and {last}" if before else last
+
+
+# What its loss and figures give -------------------------------------------------------------------
 
 
 class Loss(NamedTuple):
@@ -134,123 +234,3 @@ def _as_number(found: Any) -> float | None:
     if isinstance(found, Tensor):
         found = found.item() if found.numel() == 1 else None
     return found if isinstance(found, (int, float)) else None
-
-
-Names = Sequence[str | None] | Callable[[Collection[str]], Sequence[str | None]]
-"""Names of a model's arguments; or what makes them of the keys of a batch."""
-
-
-def fetch(
-    dataset: Dataset[Any], indices: Sequence[int] | Tensor, names: Names = sorted
-) -> tuple[tuple[Tensor, ...], Any]:
-    """Collate the samples at `indices`.
-
-    Args:
-        names: as for `read_batch`.
-
-    Returns:
-        The model's inputs, each ``[len(indices), ...]``, and the target, collated alike.
-
-    Raises:
-        TargetError: the samples aren't ``(inputs, target)`` with tensors as inputs, or can't be
-            collated.
-    """
-    call, target = fetch_call(dataset, indices, names)
-    return call.tensors, target
-
-
-def fetch_call(
-    dataset: Dataset[Any], indices: Sequence[int] | Tensor, names: Names = sorted
-) -> tuple[Call, Any]:
-    """Like `fetch`, with the arguments that the inputs are for."""
-    if isinstance(dataset, TensorDataset):
-        # With a tensor as index, a third of the time that a list takes.
-        batch: Any = dataset[indices if isinstance(indices, Tensor) else torch.tensor(indices)]
-    else:
-        if isinstance(indices, Tensor):
-            indices = indices.tolist()
-        batch = collated([dataset[k] for k in indices])
-    return read_batch(batch, names)
-
-
-def collated(samples: list[Any]) -> Any:
-    """Samples put together as torch does it. Raises TargetError where they can't be."""
-    try:
-        return default_collate(samples)
-    except Exception as error:  # of samples that differ, or are of a kind torch can't collate
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise TargetError(
-            f"data(split): its samples can't be put into a batch: {reason}"
-        ) from error
-
-
-def read_batch(batch: Any, names: Names = sorted) -> tuple[Call, Any]:
-    """Inputs and target of samples that are put together already.
-
-    Args:
-        batch: a pair ``(inputs, target)``; or a dict alone, which is the target as a whole, and
-            whose entries that the model has arguments for are its inputs.
-        names: of the model's arguments, for such a dict; all of its keys by default.
-
-    Raises TargetError for anything else.
-    """
-    inputs: Any
-    if isinstance(batch, Mapping):
-        taken = names(batch) if callable(names) else names
-        missing = [name for name in taken if name not in batch]
-        if missing:
-            raise TargetError(
-                f"data(split): a batch has no {missing[0]!r}, which the first ones had; it has "
-                f"{', '.join(map(repr, batch))}"
-            )
-        inputs, target = {name: batch[name] for name in taken}, batch
-    elif isinstance(batch, (tuple, list)) and len(batch) == 2:
-        inputs, target = batch
-    else:
-        raise TargetError(
-            "data(split): every sample must be a pair (inputs, target), with several inputs a "
-            "tuple or dict of tensors as the first of the pair; or a dict with all of it"
-        )
-    by_name: tuple[Any, ...]
-    if isinstance(inputs, Mapping):
-        # By name, since samples may list them in any order.
-        by_name = tuple(sorted(inputs))
-        inputs = tuple(inputs[name] for name in by_name)
-    else:
-        inputs = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
-        by_name = (None,) * len(inputs)
-    if all(isinstance(tensor, Tensor) for tensor in inputs):
-        return Call(inputs, by_name), target
-    try:
-        tensors, nests = take_apart(inputs)
-    except TraceError:
-        tensors = ()
-    if not tensors or not all(map(_of_tensors, inputs)):
-        raise TargetError(
-            "data(split): the inputs of a sample must be tensors, or tuples, lists and dicts of "
-            "tensors"
-        )
-    return Call(tensors, by_name, nests), target
-
-
-def _of_tensors(value: Any) -> bool:
-    """Whether a nest of containers holds nothing but tensors; None may stand for what isn't
-    given."""
-    if isinstance(value, Mapping):
-        return all(map(_of_tensors, value.values()))
-    if isinstance(value, (list, tuple)):
-        return all(map(_of_tensors, value))
-    return value is None or isinstance(value, Tensor)
-
-
-def dataset_size(dataset: Dataset[Any], split: Split) -> int:
-    """Number of samples. Raises TargetError for a dataset without a length, or an empty one."""
-    if dataset is None:
-        raise TargetError(f"data({split!r}) gave None; return a map-style Dataset")
-    try:
-        size = len(dataset)  # type: ignore[arg-type]
-    except TypeError:
-        raise TargetError(f"data({split!r}) has no length; give a map-style Dataset") from None
-    if not size:
-        raise TargetError(f"data({split!r}) is empty")
-    return size

@@ -12,16 +12,16 @@ from .synthetic import IGNORED, Labelled, Sampler, images, integer, mask_tokens,
 
 def synthetic_sampler(request: Request, length: int) -> Sampler:
     """Samples with a dict of inputs, keyed by the arguments of the model's forward."""
-    if request.family == "image":
-        plain = images(request.size, request.config.num_labels)
-        return Labelled(
-            plain.classes, lambda label, generator: {"pixel_values": plain.make(label, generator)}
-        )
 
     def tokens(generator: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
         return _token_sample(request, length, generator)
 
-    return tokens
+    if request.family != "image":
+        return tokens
+    plain = images(request.size, request.config.num_labels)
+    return Labelled(
+        plain.classes, lambda label, generator: {"pixel_values": plain.make(label, generator)}
+    )
 
 
 def _token_sample(

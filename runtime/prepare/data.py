@@ -12,12 +12,8 @@ from torch import Tensor
 from ...planner.plan import Plan
 from ...profiles.errors import RunError, TargetError, TraceError
 from ...profiles.tasks.hooks import RunLength
-from ...profiles.tasks.loaders import (
-    check_batches,
-    comes_in_batches,
-    size_of,
-)
-from ...profiles.tasks.task import Task, dataset_size
+from ...profiles.tasks.samples import check_batches, comes_in_batches, dataset_size, size_of
+from ...profiles.tasks.task import Task
 from ...profiles.tracing.pieces import map_tensors
 from ..settings import RunSettings
 from .tracing import ForwardLook, TracedTask

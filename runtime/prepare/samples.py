@@ -16,10 +16,10 @@ from torch.utils.data import TensorDataset
 from ...profiles.errors import RunError, TargetError
 from ...profiles.tasks.batches import START_S, WAIT_S, Batches
 from ...profiles.tasks.hooks import call_hook
-from ...profiles.tasks.loaders import batch_size_of, collates, comes_in_batches, size_of
 from ...profiles.tasks.parts import ALL, SEEDS, Parts, fetch_parts, has_only, only
 from ...profiles.tasks.prefetch import LOADING, Ahead, same_states, states
-from ...profiles.tasks.task import Names, Split, Task
+from ...profiles.tasks.samples import Names, batch_size_of, collates, comes_in_batches, size_of
+from ...profiles.tasks.task import Split, Task
 
 
 class Samples:

@@ -21,7 +21,6 @@ from torch.optim.lr_scheduler import CyclicLR, LambdaLR, LRScheduler, OneCycleLR
 from ...planner.systems.outside import StageContext
 from ...planner.systems.variants import UpdateRule
 from ...profiles.errors import RunError, TargetError, TaskWarning, UserError
-from ...profiles.target import misspelt_hooks
 from ...profiles.tasks.hooks import (
     Named,
     RunLength,
@@ -31,7 +30,7 @@ from ...profiles.tasks.hooks import (
     task_scheduler,
     totals_asked,
 )
-from ...profiles.tasks.task import Task
+from ...profiles.tasks.task import Task, misspelt_hooks
 from ..prepare.data import length_of
 from ..prepare.devices import device_kind
 from ..prepare.prepare import Prepared

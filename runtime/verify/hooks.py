@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 
 from ...profiles.tasks.hooks import call_hook, stand_in, try_figures, try_loss
-from ...profiles.tasks.loaders import few, some_samples
+from ...profiles.tasks.samples import few, some_samples
 from ...profiles.tasks.task import Split, Task
 from ..checkpoint.worker_state import capture
 from ..communication.transport import free_bytes, local_transport

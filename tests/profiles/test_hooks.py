@@ -13,8 +13,9 @@ from timeprest.cli.profile import main as tp_profile
 from timeprest.profiles.errors import RunError, TargetError, TaskWarning, TimeprestError
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.measuring.platforms import platform_of
-from timeprest.profiles.target import misspelt_hooks, parse_input, resolve
+from timeprest.profiles.target import parse_input, resolve
 from timeprest.profiles.tasks.hooks import task_optimizer
+from timeprest.profiles.tasks.task import misspelt_hooks
 from timeprest.runtime.prepare.prepare import prepare
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import RunSettings

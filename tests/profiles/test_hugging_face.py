@@ -9,7 +9,8 @@ import pytest
 import torch
 from timeprest.profiles.errors import TargetError
 from timeprest.profiles.target import resolve
-from timeprest.profiles.tasks.task import fetch_call, read_loss
+from timeprest.profiles.tasks.samples import fetch_call
+from timeprest.profiles.tasks.task import read_loss
 from timeprest.profiles.zoo.hf import hugging_face
 from torch.utils.data import default_collate
 

@@ -37,7 +37,7 @@ from ....planner.study.tuning import (
     together,
 )
 from ....profiles.errors import TargetError, UserError
-from ....profiles.tasks.loaders import size_of
+from ....profiles.tasks.samples import size_of
 from ...checkpoint.start import check_settings
 from ...prepare.data import segments, training_samples
 from ...prepare.tracing import task_to_train

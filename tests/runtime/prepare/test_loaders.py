@@ -22,9 +22,10 @@ from timeprest.profiles.errors import RunError, TargetError, TaskWarning, UserEr
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
 from timeprest.profiles.tasks.batches import Batches
-from timeprest.profiles.tasks.loaders import few, pick, size_of, some_samples, why
+from timeprest.profiles.tasks.loaders import why
 from timeprest.profiles.tasks.loading import loading_s_per_sample
 from timeprest.profiles.tasks.prefetch import Ahead
+from timeprest.profiles.tasks.samples import few, pick, size_of, some_samples
 from timeprest.runtime.prepare.samples import Samples
 from timeprest.runtime.records.progress import read_losses
 from timeprest.runtime.records.run_dir import load_weights

@@ -9,7 +9,7 @@ from helpers.plans import plan_by_hand, with_times
 from timeprest.profiles.errors import TargetError
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
-from timeprest.profiles.tasks.task import read_batch
+from timeprest.profiles.tasks.samples import read_batch
 from timeprest.profiles.tracing.front_ends import trace
 from timeprest.runtime.prepare.prepare import prepare
 from timeprest.runtime.records.progress import read_losses

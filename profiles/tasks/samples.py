@@ -1,0 +1,389 @@
+"""Samples and batches of whatever a task's data(split) gives: a Dataset, an IterableDataset or a
+DataLoader. How many there are, how they are read, a few of them, and rows of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
+
+from ..errors import TargetError, TraceError
+from ..tracing.call import Call
+from ..tracing.pieces import take_apart
+from .prefetch import OwnRandomness
+from .task import Split
+
+Given = Any
+"""What a task's data(split) gives: a Dataset, an IterableDataset or a DataLoader."""
+Names = Sequence[str | None] | Callable[[Collection[str]], Sequence[str | None]]
+"""Names of a model's arguments; or what makes them of the keys of a batch."""
+
+
+# What they are ------------------------------------------------------------------------------------
+
+
+def comes_in_batches(given: Given) -> bool:
+    """Whether it says itself how a batch is put together, or what is in it and which comes next;
+    else we choose samples."""
+    return isinstance(given, (DataLoader, IterableDataset)) or collates(given)
+
+
+def collates(given: Given) -> bool:
+    """Whether it is a map-style data set with a `collate_fn` of its own, which makes a mini-batch
+    of a list of samples."""
+    return not isinstance(given, DataLoader) and callable(getattr(given, "collate_fn", None))
+
+
+def may_vary(given: Given) -> bool:
+    """Whether its batches may have different shapes: not where torch's own `default_collate` stacks
+    samples that are chosen one by one."""
+    if isinstance(given, DataLoader):
+        return given.batch_size is None or given.collate_fn is not default_collate
+    return collates(given)
+
+
+def batch_size_of(given: Given) -> int | None:
+    """Samples in a batch, where the data say; None: they don't."""
+    if not isinstance(given, DataLoader):
+        return None
+    size = given.batch_size
+    if size is None:
+        size = getattr(given.batch_sampler, "batch_size", None)
+    return size if isinstance(size, int) else None
+
+
+def size_of(given: Given, split: Split, mini_batch: int) -> int | None:
+    """Number of samples in one pass; None: nobody can know.
+
+    Args:
+        mini_batch: samples in a batch, where the data don't say.
+
+    Raises TargetError for nothing at all.
+    """
+    if not comes_in_batches(given):
+        return dataset_size(given, split)
+    size = _size(given, mini_batch)
+    if size is not None and size <= 0:
+        raise TargetError(f"data({split!r}) is empty")
+    return size
+
+
+def check_batches(given: Given, split: Split, mini_batch: int) -> None:
+    """Raise TargetError for training data in batches of another size than mini-batches have."""
+    size = batch_size_of(given)
+    if size is not None and size != mini_batch:
+        raise TargetError(
+            f"data({split!r}): its DataLoader makes batches of {size} samples, and the plan's "
+            f"mini-batch has {mini_batch}: plan with --mini-batch {size}, or give the loader "
+            f"batch_size={mini_batch}"
+        )
+
+
+def _size(given: Given, mini_batch: int) -> int | None:
+    if not isinstance(given, DataLoader):
+        return length_of(given)
+    each = batch_size_of(given) or mini_batch
+    if is_stream(given):
+        count = length_of(given.dataset)
+        if count is None:
+            return None
+        if given.batch_size is None:
+            return count * each
+        return count - count % each if given.drop_last else count
+    plain = given.batch_size is not None or type(given.batch_sampler) is BatchSampler
+    sampler = getattr(given.batch_sampler, "sampler", given.sampler)
+    if plain and (count := length_of(sampler)) is not None:
+        drops = given.drop_last or getattr(given.batch_sampler, "drop_last", False)
+        return count - count % each if drops else count
+    batches = length_of(given.batch_sampler if given.batch_sampler is not None else given.sampler)
+    return None if batches is None else batches * each
+
+
+def length_of(value: Any) -> int | None:
+    """Its length; None: it doesn't know it."""
+    try:
+        return len(value)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def is_stream(given: Given) -> bool:
+    """Whether batches can only be had one after another, from the first on."""
+    if not isinstance(given, DataLoader):
+        return isinstance(given, IterableDataset)
+    return isinstance(given.dataset, IterableDataset) or _own_way(given)
+
+
+def _own_way(loader: DataLoader[Any]) -> bool:
+    """Whether it is of a class that iterates otherwise than torch's."""
+    return type(loader).__iter__ is not DataLoader.__iter__
+
+
+def as_loader(given: Given, mini_batch: int, split: Split = "train") -> DataLoader[Any]:
+    """A DataLoader as it is; a stream of samples, or a data set that collates them itself, in one
+    that makes mini-batches of them, shuffled for training where they can be."""
+    if isinstance(given, DataLoader):
+        return given
+    if collates(given) and not isinstance(given, IterableDataset):
+        shuffled = split == "train"
+        return DataLoader(given, mini_batch, shuffle=shuffled, collate_fn=given.collate_fn)
+    return DataLoader(given, mini_batch, collate_fn=getattr(given, "collate_fn", None))
+
+
+def dataset_size(dataset: Dataset[Any], split: Split) -> int:
+    """Number of samples. Raises TargetError for a dataset without a length, or an empty one."""
+    if dataset is None:
+        raise TargetError(f"data({split!r}) gave None; return a map-style Dataset")
+    try:
+        size = len(dataset)  # type: ignore[arg-type]
+    except TypeError:
+        raise TargetError(f"data({split!r}) has no length; give a map-style Dataset") from None
+    if not size:
+        raise TargetError(f"data({split!r}) is empty")
+    return size
+
+
+# Read ---------------------------------------------------------------------------------------------
+
+
+def fetch(
+    dataset: Dataset[Any], indices: Sequence[int] | Tensor, names: Names = sorted
+) -> tuple[tuple[Tensor, ...], Any]:
+    """Collate the samples at `indices`.
+
+    Args:
+        names: as for `read_batch`.
+
+    Returns:
+        The model's inputs, each ``[len(indices), ...]``, and the target, collated alike.
+
+    Raises:
+        TargetError: the samples aren't ``(inputs, target)`` with tensors as inputs, or can't be
+            collated.
+    """
+    call, target = fetch_call(dataset, indices, names)
+    return call.tensors, target
+
+
+def fetch_call(
+    dataset: Dataset[Any], indices: Sequence[int] | Tensor, names: Names = sorted
+) -> tuple[Call, Any]:
+    """Like `fetch`, with the arguments that the inputs are for."""
+    if isinstance(dataset, TensorDataset):
+        # With a tensor as index, a third of the time that a list takes.
+        batch: Any = dataset[indices if isinstance(indices, Tensor) else torch.tensor(indices)]
+    else:
+        if isinstance(indices, Tensor):
+            indices = indices.tolist()
+        batch = collated([dataset[k] for k in indices])
+    return read_batch(batch, names)
+
+
+def collated(samples: list[Any]) -> Any:
+    """Samples put together as torch does it. Raises TargetError where they can't be."""
+    try:
+        return default_collate(samples)
+    except Exception as error:  # of samples that differ, or are of a kind torch can't collate
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise TargetError(
+            f"data(split): its samples can't be put into a batch: {reason}"
+        ) from error
+
+
+def read_batch(batch: Any, names: Names = sorted) -> tuple[Call, Any]:
+    """Inputs and target of samples that are put together already.
+
+    Args:
+        batch: a pair ``(inputs, target)``; or a dict alone, which is the target as a whole, and
+            whose entries that the model has arguments for are its inputs.
+        names: of the model's arguments, for such a dict; all of its keys by default.
+
+    Raises TargetError for anything else.
+    """
+    inputs: Any
+    if isinstance(batch, Mapping):
+        taken = names(batch) if callable(names) else names
+        missing = [name for name in taken if name not in batch]
+        if missing:
+            raise TargetError(
+                f"data(split): a batch has no {missing[0]!r}, which the first ones had; it has "
+                f"{', '.join(map(repr, batch))}"
+            )
+        inputs, target = {name: batch[name] for name in taken}, batch
+    elif isinstance(batch, (tuple, list)) and len(batch) == 2:
+        inputs, target = batch
+    else:
+        raise TargetError(
+            "data(split): every sample must be a pair (inputs, target), with several inputs a "
+            "tuple or dict of tensors as the first of the pair; or a dict with all of it"
+        )
+    by_name: tuple[Any, ...]
+    if isinstance(inputs, Mapping):
+        # By name, since samples may list them in any order.
+        by_name = tuple(sorted(inputs))
+        inputs = tuple(inputs[name] for name in by_name)
+    else:
+        inputs = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+        by_name = (None,) * len(inputs)
+    if all(isinstance(tensor, Tensor) for tensor in inputs):
+        return Call(inputs, by_name), target
+    try:
+        tensors, nests = take_apart(inputs)
+    except TraceError:
+        tensors = ()
+    if not tensors or not all(map(_of_tensors, inputs)):
+        raise TargetError(
+            "data(split): the inputs of a sample must be tensors, or tuples, lists and dicts of "
+            "tensors"
+        )
+    return Call(tensors, by_name, nests), target
+
+
+def _of_tensors(value: Any) -> bool:
+    """Whether a nest of containers holds nothing but tensors; None may stand for what isn't
+    given."""
+    if isinstance(value, Mapping):
+        return all(map(_of_tensors, value.values()))
+    if isinstance(value, (list, tuple)):
+        return all(map(_of_tensors, value))
+    return value is None or isinstance(value, Tensor)
+
+
+# A few samples, without opening it ---------------------------------------------------------------
+
+
+def some_samples(given: Given, split: Split, count: int, names: Names = sorted) -> tuple[Call, Any]:
+    """Inputs and target of so many samples, the first ones again where there are fewer.
+
+    Of batches that are put together elsewhere, rows of the first one.
+
+    Raises TargetError as `read_batch` does, and for a stream that gives nothing.
+    """
+    if not comes_in_batches(given):
+        size = dataset_size(given, split)
+        return fetch_call(given, [k % size for k in range(count)], names)
+    if isinstance(given, DataLoader) and not is_stream(given) and not may_vary(given):
+        size = dataset_size(given.dataset, split)
+        chosen = [given.dataset[k % size] for k in range(count)]
+        return read_batch(given.collate_fn(chosen), names)
+    return rows_among(*read_batch(first_batch(given, split, count), names), split, count)
+
+
+def rows_among(call: Call, target: Any, split: Split, count: int) -> tuple[Call, Any]:
+    """So many samples of a batch, the first ones again where it has fewer. Raises TargetError."""
+    rows = rows_of(call.tensors, split)
+    taken = torch.arange(count) % rows
+    return (
+        call.with_tensors(pick(call.tensors, taken, rows)),
+        pick(target, taken, rows),
+    )
+
+
+def first_batch(given: Given, split: Split, mini_batch: int) -> Any:
+    """The first batch, made in this process: where a sampler chooses samples one by one, of the
+    first samples. Raises TargetError where there is none."""
+    loader = as_loader(given, mini_batch, split)
+    with OwnRandomness(0)():
+        if _own_way(loader):
+            found = next(iter(loader), None)
+        elif not is_stream(loader) and loader.batch_size is not None:
+            size = dataset_size(loader.dataset, split)
+            found = loader.collate_fn([loader.dataset[k % size] for k in range(loader.batch_size)])
+        else:
+            more: dict[str, Any] = {"batch_sampler": loader.batch_sampler}
+            if loader.batch_sampler is None or is_stream(loader):
+                more = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+            alone = DataLoader(loader.dataset, collate_fn=loader.collate_fn, **more)
+            found = next(iter(alone), None)
+    if found is None:
+        raise TargetError(f"data({split!r}) gives nothing: it ran dry before its first batch")
+    return found
+
+
+def few(given: Given, split: Split, count: int) -> Given:
+    """The same data with so many samples at most; of a stream its first batch."""
+    if not comes_in_batches(given):
+        return Subset(given, range(min(count, dataset_size(given, split))))
+    if collates(given) and not is_stream(given):
+        given = as_loader(given, count, split)
+    if not is_stream(given) and given.batch_size is not None:
+        some = Subset(given.dataset, range(min(count, dataset_size(given.dataset, split))))
+        return DataLoader(some, batch_size=given.batch_size, collate_fn=given.collate_fn)
+    return DataLoader(_FirstBatches([first_batch(given, split, count)]), batch_size=None)
+
+
+class _FirstBatches(Dataset[Any]):
+    def __init__(self, batches: Sequence[Any]) -> None:
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getitem__(self, k: int) -> Any:
+        return self.batches[k]
+
+
+# Rows of a batch ----------------------------------------------------------------------------------
+
+
+def rows_of(inputs: Sequence[Tensor], split: Split) -> int:
+    """Samples in a batch, whose inputs these are. Raises TargetError where they don't agree."""
+    found = {tensor.shape[0] if tensor.dim() else 0 for tensor in inputs}
+    if len(found) != 1 or not min(found):
+        shapes = ", ".join(str(list(tensor.shape)) for tensor in inputs)
+        raise TargetError(
+            f"data({split!r}): the inputs of a batch have the shapes {shapes}: each must have a "
+            "row for every sample, so that it can be cut into micro-batches"
+        )
+    return found.pop()
+
+
+def pick(value: Any, taken: slice | Tensor, rows: int) -> Any:
+    """These samples' part of a nest of tensors and lists.
+
+    What has no row for each sample (a number, a text) is the same for all of them.
+
+    Raises TargetError for a tensor whose rows aren't samples.
+    """
+    if isinstance(value, Tensor):
+        if not value.dim():
+            return value
+        if value.shape[0] != rows:
+            raise TargetError(
+                f"a batch of {rows} samples holds a tensor of shape {list(value.shape)}, without a "
+                "row for every sample: it can't be cut into micro-batches"
+            )
+        if isinstance(taken, slice) and range(*taken.indices(rows)) == range(rows):
+            return value
+        # Of its own memory: what a micro-batch keeps isn't all of its mini-batch.
+        return value[taken].clone() if isinstance(taken, slice) else value[taken]
+    if isinstance(value, Mapping):
+        inside = {key: pick(item, taken, rows) for key, item in value.items()}
+        return inside if type(value) is dict else _of_kind(value, inside)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(pick(item, taken, rows) for item in value))
+    if isinstance(value, (list, tuple)):
+        if len(value) == rows and not any(isinstance(item, (Tensor, Mapping)) for item in value):
+            chosen = range(rows)[taken] if isinstance(taken, slice) else taken.tolist()
+            return type(value)(value[k] for k in chosen)
+        return type(value)(pick(item, taken, rows) for item in value)
+    return value
+
+
+def _of_kind(value: Any, inside: dict[Any, Any]) -> Any:
+    try:
+        return type(value)(inside)
+    except Exception:  # a class of some library that is made otherwise
+        return inside
