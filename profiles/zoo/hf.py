@@ -6,8 +6,10 @@ counts and how much that is: so a mini-batch's is the same however it is cut int
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,20 +19,12 @@ from torch.utils.data import Dataset, default_collate
 
 from ..errors import TargetError
 from ..tasks.task import Split, read_loss
-from .hf_data import (
-    HuggingFaceSamples,
-    Lengths,
-    lengths_of,
-    problem_of,
-    rows_of,
-    splits_of,
-)
-from .hf_model import LENGTH, LONGEST, NAMES, Request, build, no_model, read, request_of
+from .hf_data import HuggingFaceSamples, Lengths, lengths_of, rows_of, splits_of
+from .hf_model import LONGEST, NAMES, Request, no_model, quiet, read, request_of
 from .hf_padding import UnpaddedSamples
-from .hf_synthetic import synthetic_sampler
+from .hf_synthetic import synthetic_samples
 from .synthetic import (
     IGNORED,
-    Synthetic,
     adamw,
     class_accuracy,
     class_loss,
@@ -57,7 +51,7 @@ class HuggingFaceTask:
         self._data = data
         if request.family in ("image", "classification"):
             real = data is not None or bool(request.data)
-            self._criterion, self._correct = _classes(problem_of(request.config), real)
+            self._criterion, self._correct = _classes(request.problem, real)
         else:
             self._criterion, self._correct = counted_token_loss, counted_token_accuracy
 
@@ -66,8 +60,7 @@ class HuggingFaceTask:
 
     def data(self, split: Split) -> Dataset[Any]:
         if self._splits is None:
-            length = self._request.length or LENGTH
-            return Synthetic(synthetic_sampler(self._request, length), split)
+            return synthetic_samples(self._request, split)
         splits, lengths = self._splits
         kind = UnpaddedSamples if self._request.padding == LONGEST else HuggingFaceSamples
         return kind(self._request, split, splits[split], lengths)
@@ -150,7 +143,43 @@ def logits(output: Any) -> Tensor:
     return found
 
 
-# The models' own losses -------------------------------------------------------------------------
+# The model and its own loss -----------------------------------------------------------------------
+
+
+def build(request: Request) -> nn.Module:
+    """The model, with the folder's weights or random ones, in training mode.
+
+    Raises TargetError where the folder's weights aren't the model's.
+    """
+    config = copy.deepcopy(request.config)
+    if not request.weights:
+        # A folder's config may say bfloat16, in which its weights were saved: half precision is
+        # autocast's.
+        dtype = {"dtype": torch.float32} if request.folder else {}
+        model: nn.Module = request.maker.from_config(config, **dtype)
+        return model.train()
+    path = Path(request.folder).expanduser()
+    try:
+        with quiet():
+            model, found = request.maker.from_pretrained(
+                str(path) if path.is_dir() else request.folder,
+                config=config,
+                local_files_only=True,
+                use_safetensors=True,
+                dtype=torch.float32,
+                output_loading_info=True,
+            )
+    except Exception as error:  # as for a config
+        reason = " ".join(str(error).split())[:300]
+        raise TargetError(f"{request.target}: its weights can't be taken: {reason}") from None
+    missing = sorted(found["missing_keys"])
+    if request.own_head and missing:
+        raise TargetError(
+            f"{request.target}: its weights lack {', '.join(missing[:3])}"
+            + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+            + ": complete them, or begin without them (weights=random)"
+        )
+    return model.train()
 
 
 def _classes(problem: str, real: bool) -> tuple[Any, Any]:
@@ -203,7 +232,7 @@ def _look(request: Request) -> None:
             if small.family == "causal":
                 # As models shift labels, they have none for what would follow the last token.
                 target[:, -1] = IGNORED
-            model = build(small).eval()
+            model = task.model().eval()
             output = model(**inputs)
             ours = float(read_loss(task.loss(output, target)).mean)
             own = float(_own_loss(model, small, inputs, target))

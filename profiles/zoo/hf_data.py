@@ -506,7 +506,7 @@ class HuggingFaceSamples(Dataset[Any]):
     def _class(self, index: int, row: Mapping[str, Any]) -> Tensor:
         """A class, or what is to be told instead by the config's problem_type."""
         given = np.asarray(next(row[name] for name in _LABELS if name in row))
-        kind = problem_of(self._request.config)
+        kind = self._request.problem
         if kind != "single_label_classification":
             return torch.from_numpy(given.astype(np.float32))
         if given.dtype.kind not in "iub" or given.ndim:
@@ -554,14 +554,6 @@ class HuggingFaceSamples(Dataset[Any]):
             said = json.loads(file.read_text(encoding="utf-8"))
         mean, deviation = (said.get(name, 0.5) for name in ("image_mean", "image_std"))
         return torch.tensor(mean).reshape(-1, 1, 1), torch.tensor(deviation).reshape(-1, 1, 1)
-
-
-def problem_of(config: Any) -> str:
-    """Which kind of labels a classifier has, as transformers' own find out."""
-    kind = getattr(config, "problem_type", None)
-    if kind is not None:
-        return str(kind)
-    return "regression" if config.num_labels == 1 else "single_label_classification"
 
 
 def _whole_numbers(value: Any) -> Tensor:

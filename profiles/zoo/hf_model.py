@@ -152,6 +152,19 @@ class Request:
         found = getattr(self.config, name, None)
         return found if isinstance(found, int) and found > 0 else 0
 
+    @property
+    def problem(self) -> str:
+        """Which kind of labels a classifier has, as transformers' own find out."""
+        kind = getattr(self.config, "problem_type", None)
+        if kind is not None:
+            return str(kind)
+        return "regression" if self.config.num_labels == 1 else "single_label_classification"
+
+    @property
+    def maker(self) -> Any:
+        """What makes models with its head. Raises TargetError without the library."""
+        return getattr(library(self.target), HEADS[self.family].maker)
+
 
 def library(target: str, module: str = "transformers", extra: str = "hf") -> Any:
     """A module of an optional library. Raises TargetError where it isn't installed."""
@@ -295,55 +308,13 @@ def vocabulary_of(target: str, tokenizer: str) -> int:
 
 def class_of(request: Request) -> Any:
     """The class that its head makes of its config."""
-    transformers = library(request.target)
-    maker = getattr(transformers, HEADS[request.family].maker)
-    return maker._model_mapping[type(request.config)]
-
-
-def build(request: Request) -> nn.Module:
-    """The model, with the folder's weights or random ones, in training mode.
-
-    Raises TargetError where the folder's weights aren't the model's.
-    """
-    transformers = library(request.target)
-    maker = getattr(transformers, HEADS[request.family].maker)
-    config = copy.deepcopy(request.config)
-    if not request.weights:
-        # A folder's config may say bfloat16, in which its weights were saved: half precision is
-        # autocast's.
-        dtype = {"dtype": torch.float32} if request.folder else {}
-        model: nn.Module = maker.from_config(config, **dtype)
-        return model.train()
-    path = Path(request.folder).expanduser()
-    try:
-        with quiet():
-            model, found = maker.from_pretrained(
-                str(path) if path.is_dir() else request.folder,
-                config=config,
-                local_files_only=True,
-                use_safetensors=True,
-                dtype=torch.float32,
-                output_loading_info=True,
-            )
-    except Exception as error:  # as for a config
-        reason = " ".join(str(error).split())[:300]
-        raise TargetError(f"{request.target}: its weights can't be taken: {reason}") from None
-    missing = sorted(found["missing_keys"])
-    if request.own_head and missing:
-        raise TargetError(
-            f"{request.target}: its weights lack {', '.join(missing[:3])}"
-            + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
-            + ": complete them, or begin without them (weights=random)"
-        )
-    return model.train()
+    return request.maker._model_mapping[type(request.config)]
 
 
 def skeleton(request: Request) -> nn.Module:
     """The model without numbers, which takes no time and no memory."""
-    transformers = library(request.target)
-    maker = getattr(transformers, HEADS[request.family].maker)
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        model: nn.Module = maker.from_config(copy.deepcopy(request.config))
+        model: nn.Module = request.maker.from_config(copy.deepcopy(request.config))
     return model
 
 

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
+from ..tasks.task import Split
 from .hf_data import free_id
-from .hf_model import FIRST_ID, Request
-from .synthetic import IGNORED, Labelled, Sampler, images, integer, mask_tokens, progression
+from .hf_model import FIRST_ID, LENGTH, Request
+from .synthetic import IGNORED, Labelled, Synthetic, images, integer, mask_tokens, progression
 
 
-def synthetic_sampler(request: Request, length: int) -> Sampler:
+def synthetic_samples(request: Request, split: Split) -> Synthetic:
     """Samples with a dict of inputs, keyed by the arguments of the model's forward."""
-
-    def tokens(generator: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
-        return _token_sample(request, length, generator)
-
     if request.family != "image":
-        return tokens
+        return Synthetic(partial(_token_sample, request, request.length or LENGTH), split)
     plain = images(request.size, request.config.num_labels)
-    return Labelled(
+    named = Labelled(
         plain.classes, lambda label, generator: {"pixel_values": plain.make(label, generator)}
     )
+    return Synthetic(named, split)
 
 
 def _token_sample(
