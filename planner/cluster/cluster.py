@@ -268,6 +268,11 @@ class Cluster(
         """Bytes over the fastest link."""
         return max(link.bandwidth_bytes_per_s for link in self.links)
 
+    def paces(self, devices: Sequence[int]) -> tuple[float, ...]:
+        """For each of some devices, its times as a share of those of the slowest of them."""
+        speeds = [self.devices[d].speed for d in devices]
+        return tuple(min(speeds) / speed for speed in speeds)
+
     def link(self, a: int, b: int) -> Network:
         """The link between devices `a` and `b`, the same in both directions."""
         return self._link(self.devices[a].machine != self.devices[b].machine)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Sequence
 from math import gcd, lcm
 from typing import NamedTuple
 
@@ -49,17 +49,12 @@ def make_pipeline(
         update_s=tuple(t.update_s for t in times),
         links=_links(variant, transfers, cluster, devices),
         limits=tuple(limits),
-        paces=tuple(_paces(cluster, mine) for mine in devices) if replicated else (),
+        paces=tuple(cluster.paces(mine) for mine in devices) if replicated else (),
         all_reduce_s=sums if any(sums) else (),
         update_every=update_every,
         weight_s=tuple(t.weight_s for t in times) if variant.split_backward else (),
         placement=numbered_devices([tuple(mine) for mine in devices]),
     )
-
-
-def _paces(cluster: Cluster, devices: Sequence[int]) -> tuple[float, ...]:
-    speeds = [cluster.devices[d].speed for d in devices]
-    return tuple(min(speeds) / speed for speed in speeds)
 
 
 def _links(
@@ -79,11 +74,11 @@ def _links(
         _link(variant, pair, sent[pair], returned.get(pair), cluster, devices)
         for pair in sorted(sent)
     ]
-    uses = Counter(wire for link in links for wire in _wires(link))
+    uses = Counter(wire for link in links for wire in link.wires)
     lone = all(
         len(link.routes) == 1
         and link.routes[0].overlaps
-        and all(uses[wire] == 1 for wire in _wires(link))
+        and all(uses[wire] == 1 for wire in link.wires)
         for link in links
     )
     if lone:
@@ -92,13 +87,6 @@ def _links(
             for k in links
         )
     return tuple(links)
-
-
-def _wires(link: Link) -> Iterator[Hashable]:
-    for route in link.routes:
-        yield route.wire
-        if link.has_gradient:
-            yield route.wire_back
 
 
 def _link(

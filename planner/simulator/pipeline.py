@@ -62,6 +62,15 @@ class Link:
         times = self.forward_s, self.backward_s, self.latency_s
         return (Route(0, 0, *times, there, back),)
 
+    @property
+    def wires(self) -> tuple[Hashable, ...]:
+        """What its messages keep busy, route by route."""
+        return tuple(
+            wire
+            for route in self.all_routes()
+            for wire in ((route.wire, route.wire_back) if self.has_gradient else (route.wire,))
+        )
+
 
 class OneWay(NamedTuple):
     """One direction of a route.
