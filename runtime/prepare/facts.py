@@ -13,7 +13,7 @@ from ...planner.plan import Plan
 from ...profiles.tracing.call import Call, unchanged
 from ...profiles.tracing.graph import tied_layers
 from .loss import kind_of_loss
-from .tracing import task_to_train, trace_for_run
+from .tracing import trace_for_run
 
 _NOT_CALLED = ("parameter_groups", "scheduler")
 """Hooks of a task that change how it trains, and that an exported script doesn't call."""
@@ -27,18 +27,15 @@ def facts_of(plan: Plan) -> ModelFacts:
         TraceError: the model can't be traced.
         PlanError: it is another model than the plan's.
     """
-    target, task = task_to_train(plan.profile.target, plan.profile)
-    model = target.model()
-    model.train()
-    traced_task = trace_for_run(model, target, plan, [plan.micro_batch])
-    traced = traced_task.training[plan.micro_batch]
-    names = [layer.name for layer in traced.layers]
-    call, wanted = target.call(plan.micro_batch)
-    result, calls = _run(model, call, names)
+    traced = trace_for_run(plan.profile.target, plan, [plan.micro_batch])
+    task, graph = traced.task, traced.training[plan.micro_batch]
+    names = [layer.name for layer in graph.layers]
+    call, wanted = traced.target.call(plan.micro_batch)
+    result, calls = _run(traced.model, call, names)
     return ModelFacts(
         layers=tuple(names),
         calls=calls,
-        ties=[[names[k] for k in group] for group in tied_layers(traced)],
+        ties=[[names[k] for k in group] for group in tied_layers(graph)],
         one_tensor=isinstance(result, Tensor),
         weighted=kind_of_loss(task, result, wanted).weighted,
         unused_hooks=tuple(hook for hook in _NOT_CALLED if hasattr(task, hook)),

@@ -26,7 +26,7 @@ from .devices import autocast_of, forward_context
 from .distribution import Distribution, SentValue, Specs, distribute
 from .loss import LossKind, kind_of_loss
 from .tied_parameters import OnOneDevice, Ties, first_names, give_copies, updated_parameters
-from .tracing import task_to_train, trace_for_run
+from .tracing import trace_for_run
 from .workers import Replica, Worker, all_replicas, share_of, workers_of
 
 
@@ -144,14 +144,10 @@ def prepare(
     samples = [shares[replica.number].samples for replica in replicas if replica.leads]
     # What every stage has room for.
     least = min(samples)
-    tell(f"importing {settings.task}")
-    target, task = task_to_train(settings.task, plan.profile)
-    torch.set_num_threads(settings.threads)
-    tell("building the model")
-    model = target.model(settings.seed)
-    model.train()
-    tell("tracing the model and holding it against the plan")
-    traced = trace_for_run(model, target, plan, samples)
+    traced = trace_for_run(
+        settings.task, plan, samples, seed=settings.seed, threads=settings.threads, tell=tell
+    )
+    model, task = traced.model, traced.task
     with forward_context(autocast):
         looks = {n: traced.look(n) for n in traced.training}
         loss = kind_of_loss(task, looks[samples[-1]].result, looks[samples[-1]].target)

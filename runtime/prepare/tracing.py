@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import torch
 from torch import Tensor, nn
 
 from ...planner.plan import Plan, ProfileReference
@@ -79,6 +80,7 @@ class TracedTask:
     """The model's graphs: the same layers in all, with the same values between them.
 
     Attributes:
+        model: that was traced, in training mode.
         training: by number of samples.
         evaluation: in evaluation mode: tracing fixes what depends on `self.training`.
         fake: forwards run on fake tensors.
@@ -87,6 +89,8 @@ class TracedTask:
     """
 
     target: Target
+    task: Task
+    model: nn.Module
     training: Mapping[int, TracedModel]
     evaluation: TracedModel
     fake: bool
@@ -141,20 +145,38 @@ class TracedTask:
 
 
 def trace_for_run(
-    model: nn.Module, target: Target, plan: Plan, samples: Collection[int]
+    name: str,
+    plan: Plan,
+    samples: Collection[int],
+    *,
+    seed: int = 0,
+    threads: int | None = None,
+    tell: Callable[[str], None] = lambda what: None,
 ) -> TracedTask:
-    """Trace the model as the profiler did, for each of these numbers of samples.
+    """Trace a task's model as the profiler did, for each of these numbers of samples.
 
     Args:
-        model: in training mode, as it is left.
+        name: of the task.
         plan: whose profile must have been of the same model.
+        seed: of the model's weights.
+        threads: torch's, from when the task is imported; None: as they are.
+        tell: is told what is being done.
 
     Raises:
+        TargetError: the task can't be imported or built, or is no task.
         TraceError: the model can't be traced, or has other layers for another number of samples
             or in evaluation mode.
-        PlanError: it is another model than the profile's.
+        PlanError: it is another model than the profile's, or that is one without a model.
     """
     made_from, fake = plan.profile, not is_small(plan)
+    tell(f"importing {name}")
+    target, task = task_to_train(name, made_from)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    tell("building the model")
+    model = target.model(seed)
+    model.train()
+    tell("tracing the model and holding it against the plan")
     arguments: tuple[str | None, ...] = ()
 
     def traced(n: int) -> TracedModel:
@@ -197,7 +219,7 @@ def trace_for_run(
             f"{target.name}: the model's forward has other layers in evaluation mode than in "
             "training mode; it can't be evaluated with the pipeline it is trained with"
         )
-    return TracedTask(target, training, evaluation, fake, arguments, made_from.varying)
+    return TracedTask(target, task, model, training, evaluation, fake, arguments, made_from.varying)
 
 
 def _layers_and_values(traced: TracedModel) -> tuple[list[str], list[str]]:
