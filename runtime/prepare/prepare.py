@@ -10,7 +10,6 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from ...planner.costs.tied_parameters import not_behind
 from ...planner.plan import Plan, check_cut, pipeline_of
 from ...planner.schedules.check import check_schedule
 from ...planner.schedules.schedules import make_schedule
@@ -25,7 +24,7 @@ from .data import Segment, check_padding, segments, training_samples
 from .devices import autocast_of, forward_context
 from .distribution import Distribution, SentValue, Specs, distribute
 from .loss import LossKind, kind_of_loss
-from .tied_parameters import OnOneDevice, Ties, first_names, give_copies, updated_parameters
+from .tied_parameters import Ties, check_shared, first_names, give_copies, updated_parameters
 from .tracing import trace_for_run
 from .workers import Replica, Worker, all_replicas, share_of, workers_of
 
@@ -138,9 +137,8 @@ def prepare(
             can be planned but not run yet.
     """
     autocast = autocast_of(plan, settings)
-    pipeline = pipeline_of(plan)
     replicas, workers = all_replicas(plan), workers_of(plan)
-    shares = tuple(share_of(pipeline, plan.micro_batch, replica) for replica in replicas)
+    shares = tuple(share_of(plan, replica) for replica in replicas)
     samples = [shares[replica.number].samples for replica in replicas if replica.leads]
     # What every stage has room for.
     least = min(samples)
@@ -156,14 +154,14 @@ def prepare(
     matrices = frozenset(name for name, p in model.named_parameters() if id(p) in hidden)
     groups, sent = _laid_on(plan, traced.training[least])
     tell("cutting the model into stages")
-    varying = plan.profile.varying is not msgspec.UNSET
+    pipeline, varying = pipeline_of(plan), plan.profile.varying is not msgspec.UNSET
     distribution = distribute(pipeline, replicas, shares, sent, specs, varying=varying)
     pieces = {n: cut(graph, groups) for n, graph in traced.training.items()}
     chosen = [pieces[n][s] for s, n in enumerate(samples)]
     evaluation_pieces = cut(traced.evaluation, groups)
     modes = zip(chosen, evaluation_pieces, strict=True)
     ties = give_copies([[piece.module for piece in both] for both in modes], pipeline.placement)
-    _check_shared(ties.shared, plan)
+    check_shared(ties.shared, plan)
     stages = zip(chosen, evaluation_pieces, (specs[n] for n in samples), strict=True)
     size = training_samples(plan, settings, task.data("train"))
     course = segments(plan, settings, size)
@@ -194,20 +192,6 @@ def prepare(
     few = min(3, max(segment.mini_batches for segment in course))
     check_schedule(pipeline, make_schedule(pipeline, few), few)
     return prepared
-
-
-def _check_shared(shared: Sequence[OnOneDevice], plan: Plan) -> None:
-    """Raise PlanError for stages of one device that share parameters, where none of their backwards
-    is always the last."""
-    links = [(edge.source, edge.target) for edge in plan.edges if edge.needs_grad]
-    for one in shared:
-        apart = not_behind(one.owner, one.stages[1:], links)
-        if apart is not None:
-            raise PlanError(
-                f"plan: stages {one.owner} and {apart} share parameters and a device, and no "
-                f"gradient goes from stage {apart} back to stage {one.owner}, so neither's "
-                "backward is always the last; move the layers to one stage"
-            )
 
 
 def with_own_weights(prepared: Prepared) -> list[Prepared]:
@@ -256,17 +240,17 @@ def _laid_on(plan: Plan, traced: TracedModel) -> tuple[list[list[int]], list[Sen
         for k in consumers
         if k < len(names)
     ]
+    tied, free = tied_layers(traced), shared_parameters(traced)
     check_cut([stage.nodes for stage in plan.stages], names, edges)
     position = {name: k for k, name in enumerate(names)}
     groups = [sorted(position[name] for name in stage.nodes) for stage in plan.stages]
     stage_of = {k: s for s, group in enumerate(groups) for k in group}
-    free, split = shared_parameters(traced), plan.tied == "split"
-    for tied in tied_layers(traced):
-        of = {stage_of[k] for k in tied}
-        one_device = len({plan.stages[s].devices for s in of}) == 1
-        if len(of) > 1 and not (tied in free and (split or one_device)):
-            shared = ", ".join(repr(names[k]) for k in tied)
-            where = "one stage, or on stages of one device" if tied in free else "one stage"
+    for layers in tied:
+        of = {stage_of[k] for k in layers}
+        may_copy = plan.tied == "split" or len({plan.stages[s].devices for s in of}) == 1
+        if len(of) > 1 and not (layers in free and may_copy):
+            shared = ", ".join(repr(names[k]) for k in layers)
+            where = "one stage, or on stages of one device" if layers in free else "one stage"
             raise PlanError(f"plan: layers {shared} share parameters and must be on {where}")
     # The model's result.
     stage_of[len(names)] = len(groups) - 1

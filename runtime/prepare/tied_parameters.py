@@ -13,6 +13,9 @@ from dataclasses import dataclass
 
 from torch import fx, nn
 
+from ...planner.costs.tied_parameters import not_behind
+from ...planner.plan import Plan
+from ...profiles.errors import PlanError
 from ...profiles.tracing.graph import fetch_attribute
 
 
@@ -134,6 +137,20 @@ def give_copies(stages: Sequence[Sequence[fx.GraphModule]], placement: Sequence[
         ),
         tuple(OnOneDevice(held, tuple(names)) for held, names in shared_by.items()),
     )
+
+
+def check_shared(shared: Sequence[OnOneDevice], plan: Plan) -> None:
+    """Raise PlanError for stages of one device that share parameters, where none of their backwards
+    is always the last."""
+    links = [(edge.source, edge.target) for edge in plan.edges if edge.needs_grad]
+    for one in shared:
+        apart = not_behind(one.owner, one.stages[1:], links)
+        if apart is not None:
+            raise PlanError(
+                f"plan: stages {one.owner} and {apart} share parameters and a device, and no "
+                f"gradient goes from stage {apart} back to stage {one.owner}, so neither's "
+                "backward is always the last; move the layers to one stage"
+            )
 
 
 def _name_in(module: nn.Module, key: int) -> str:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ...planner.plan import Plan
-from ...planner.simulator.pipeline import Pipeline
 from ...planner.systems.operations import Op
 
 
@@ -146,9 +145,9 @@ class Share(NamedTuple):
         return (op.micro_batch,) if op.micro_batch in self.micro_batches else ()
 
 
-def share_of(pipeline: Pipeline, micro_batch: int, replica: Replica) -> Share:
-    """A replica's share. `micro_batch`: samples in a micro-batch of the plan."""
-    n, r = pipeline.micro_batches, replica.count
-    if pipeline.variant.whole_mini_batches:
-        return Share(tuple(range(n)), micro_batch // r, n * r, slice(replica.index, None, r))
-    return Share(tuple(range(replica.index, n, r)), micro_batch, n, slice(None))
+def share_of(plan: Plan, replica: Replica) -> Share:
+    """The share of one of the plan's replicas."""
+    n, r, samples = plan.micro_batches, replica.count, plan.micro_batch
+    if plan.system.whole_mini_batches:
+        return Share(tuple(range(n)), samples // r, n * r, slice(replica.index, None, r))
+    return Share(tuple(range(replica.index, n, r)), samples, n, slice(None))
