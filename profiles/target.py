@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import TargetError
-from .tasks.objects import call_users_code, find
+from .tasks.objects import call_users_code, find, hooks_of, joined, task_of
 from .tasks.samples import (
     batch_size_of,
     first_batch,
@@ -22,7 +22,7 @@ from .tasks.samples import (
     some_samples,
 )
 from .tasks.shapes import LookedAt, look_at_batches
-from .tasks.task import Task, check_hooks, hooks_of, joined, meant_as_task
+from .tasks.task import Task
 from .tracing.call import Call
 from .zoo import BUILT_IN
 from .zoo.hf_model import is_config
@@ -228,17 +228,14 @@ def resolve(name: str, inputs: Sequence[InputSpec] = (), *, to_train: bool = Fal
             f"{name}: no such target; give {', '.join(sorted(BUILT_IN))}, file.py:NAME, "
             "pkg.module:NAME or model.onnx"
         )
-    # From the right: a path may hold a colon, a name can't.
-    tail = name.rpartition(":")[2]
     found = find(name)
     if is_config(found):
         from .zoo.hf import hugging_face
 
         found = hugging_face(found)
-    if meant_as_task(found, has_inputs=bool(inputs)):
-        task = call_users_code(name, f"{tail}()", found) if inspect.isclass(found) else found
-        check_hooks(name, task)
-        return Target(name, task, task.model, ())
+    made = task_of(name, found, has_inputs=bool(inputs))
+    if made is not None:
+        return Target(name, made, made.model, ())
     if not inputs:
         there = hooks_of(found)
         needed = "say what it takes with --input SHAPE:DTYPE for each input, like "

@@ -24,8 +24,9 @@ from ..tasks.hooks import (
     try_figures,
 )
 from ..tasks.loading import loading_s_per_sample
+from ..tasks.objects import misspelt_hooks
 from ..tasks.samples import comes_in_batches, dataset_size, size_of, some_samples
-from ..tasks.task import Task, misspelt_hooks
+from ..tasks.task import Task
 from ..tracing.call import Call, unchanged
 from ..tracing.front_ends import TRACE_SAMPLES, check_other, trace
 from ..tracing.graph import TracedModel, fingerprint, state_of_layer

@@ -1,4 +1,4 @@
-"""Tasks and models given as Python objects: the names by which other processes find them.
+"""Tasks and models given as Python objects: found by their names, in other processes too.
 
 What an importable module or a script has under a name is found by that name again. What else there
 is in a session (a class of a notebook, an instance made on the spot) has a name that this process
@@ -8,21 +8,25 @@ memory. Nothing is ever read from a file that way.
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.util
 import inspect
 import pickle
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from torch import nn
+
 from ..errors import TargetError, TimeprestError, UserError
 from ..files import is_file
 from .hooks import describe_error, is_ctrl_c
+from .task import Task
 
 SESSION = "session:"
 """What names of objects begin with that no file has."""
@@ -168,6 +172,115 @@ def call_users_code(name: str, doing: str, function: Callable[[], Any]) -> Any:
         if is_ctrl_c(error):
             raise
         raise TargetError(f"{name}: {doing} failed: {describe_error(error)}") from error
+
+
+# Whether one is a task ----------------------------------------------------------------------------
+
+_HOOKS = {
+    "model": "model()",
+    "data": "data(split)",
+    "loss": "loss(output, target)",
+    "optimizer": "optimizer(parameters)",
+}
+"""What makes a task, as it is called."""
+_OPTIONAL_HOOKS = {
+    "metrics": "metrics(output, target)",
+    "parameter_groups": "parameter_groups(named_parameters)",
+    "scheduler": "scheduler(optimizer)",
+    "figures": "figures(means)",
+    "scheduler_step": 'scheduler_step = "epoch"',
+}
+_ALIKE, _VERY_ALIKE = 0.6, 0.8
+"""From which ratio of difflib's on a name may be meant for another, where that one is missing, or
+needn't be there."""
+
+
+def misspelt_hooks(task: Task) -> list[str]:
+    """A line for each method that nothing calls, whose name is like that of an optional hook."""
+    return [
+        f"the task has {meant!r}, which nothing calls: is {_OPTIONAL_HOOKS[hook]} meant? "
+        "(docs/tasks.md)"
+        for hook in _OPTIONAL_HOOKS
+        if not hasattr(task, hook)
+        for meant in _alike(task, hook, _VERY_ALIKE)
+        if callable(getattr(task, meant)) == (hook != "scheduler_step")
+    ]
+
+
+def hooks_of(found: Any) -> list[str]:
+    """Which of the methods that make a task it has."""
+    return [hook for hook in _HOOKS if hasattr(found, hook)]
+
+
+def task_of(name: str, found: Any, *, has_inputs: bool) -> Task | None:
+    """The task that the object of a name is, or that its class makes; None: it isn't meant as one.
+
+    Args:
+        has_inputs: it is said what it takes, which a task knows by itself.
+
+    Raises TargetError: it can't be made, or lacks a method that a task must have.
+    """
+    if not _meant_as_task(found, has_inputs=has_inputs):
+        return None
+    attribute = name.rpartition(":")[2]
+    task: Task = call_users_code(name, f"{attribute}()", found) if inspect.isclass(found) else found
+    _check_hooks(name, task)
+    return task
+
+
+def _meant_as_task(found: Any, *, has_inputs: bool) -> bool:
+    """Whether it has all that makes a task, or something of it and can't be a model."""
+    there = hooks_of(found)
+    if len(there) == len(_HOOKS):
+        return True
+    if inspect.isclass(found):
+        # What is still missing, `__init__` may bring.
+        return bool(there) and not issubclass(found, nn.Module)
+    makes_model = callable(found) and has_inputs
+    return bool(there) and not isinstance(found, nn.Module) and not makes_model
+
+
+def _check_hooks(name: str, task: Any) -> None:
+    """Raises TargetError naming a method that a task must have and this one hasn't."""
+    missing = [hook for hook in _HOOKS if not hasattr(task, hook)]
+    if missing:
+        meant = {hook: found[0] for hook in missing if (found := _alike(task, hook, _ALIKE))}
+        mend = [f"rename {there!r} to {hook}" for hook, there in meant.items()]
+        if len(meant) < len(missing):
+            mend.append(f"write {joined([_HOOKS[hook] for hook in missing if hook not in meant])}")
+        raise TargetError(
+            f"{name}: is a task without {joined([_HOOKS[hook] for hook in missing])}: "
+            f"{joined(mend)} (docs/tasks.md)"
+        )
+    for hook, call in _HOOKS.items():
+        found = getattr(task, hook)
+        if isinstance(found, nn.Module) and hook == "model":
+            raise TargetError(
+                f"{name}: model is a {type(found).__name__}, not a method: write model() so that "
+                "it makes a new one each time (docs/tasks.md)"
+            )
+        if not callable(found):
+            kind = "None" if found is None else f"a {type(found).__name__}"
+            raise TargetError(
+                f"{name}: {hook} is {kind}, not a method: write {call} (docs/tasks.md)"
+            )
+
+
+def _alike(task: Any, hook: str, ratio: float) -> list[str]:
+    """What the task has under a name like this one, the likest first."""
+    by_name = {
+        name.lower().strip("_"): name
+        for name in dir(task)
+        if not name.startswith("__") and name not in {**_HOOKS, **_OPTIONAL_HOOKS}
+    }
+    close = difflib.get_close_matches(hook, by_name, n=3, cutoff=ratio)
+    return [by_name[name] for name in close]
+
+
+def joined(words: Sequence[str]) -> str:
+    """Words as a sentence lists them."""
+    *before, last = words
+    return f"{', '.join(before)} and {last}" if before else last
 
 
 # To other processes -----------------------------------------------------------------------------

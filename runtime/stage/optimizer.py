@@ -30,7 +30,8 @@ from ...profiles.tasks.hooks import (
     task_scheduler,
     totals_asked,
 )
-from ...profiles.tasks.task import Task, misspelt_hooks
+from ...profiles.tasks.objects import misspelt_hooks
+from ...profiles.tasks.task import Task
 from ..prepare.data import length_of
 from ..prepare.devices import device_kind
 from ..prepare.prepare import Prepared

@@ -15,7 +15,7 @@ from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.measuring.platforms import platform_of
 from timeprest.profiles.target import parse_input, resolve
 from timeprest.profiles.tasks.hooks import task_optimizer
-from timeprest.profiles.tasks.task import misspelt_hooks
+from timeprest.profiles.tasks.objects import misspelt_hooks
 from timeprest.runtime.prepare.prepare import prepare
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import RunSettings
