@@ -27,7 +27,6 @@ from .values import (
     Dynamic,
     Operand,
     Setting,
-    can_train,
     find_batch,
     map_operands,
     operands_in,
@@ -38,6 +37,8 @@ PROBE_BATCH, OTHER_PROBE_BATCH = 11, 13
 
 _LITERAL_LIMIT = 64
 """Elements; larger constants in shape arithmetic are buffers."""
+_NO_WEIGHT = 1e30
+"""Constants this large are masks, not something to train."""
 
 
 class GraphBuilder:
@@ -77,7 +78,7 @@ class GraphBuilder:
 
     def constant(self, name: str, tensor: Tensor, trainable: bool) -> Constant:
         """A constant under an ONNX name; only float tensors with dimensions can be trained."""
-        return Constant(tensor, trainable and can_train(tensor), self.uses[name] > 1, name)
+        return Constant(tensor, trainable and _can_train(tensor), self.uses[name] > 1, name)
 
     def add(self, node: OnnxNode, handler: Handler) -> None:
         """Import the next ONNX node. Raises TargetError where it can't be imported."""
@@ -302,6 +303,14 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logger.disabled = before
+
+
+def _can_train(tensor: Tensor) -> bool:
+    """Whether it may be a weight: a float tensor with dimensions, and no mask."""
+    if not tensor.is_floating_point() or tensor.dim() == 0 or tensor.numel() == 0:
+        return False
+    limit = min(_NO_WEIGHT, torch.finfo(tensor.dtype).max / 2)
+    return bool((tensor.abs() < limit).all())
 
 
 def identifier(name: str) -> str:

@@ -109,9 +109,6 @@ def follow_batch(
 
 # The values -------------------------------------------------------------------------------------
 
-_NO_WEIGHT = 1e30
-"""Constants this large are masks, not something to train."""
-
 
 @dataclass
 class Constant:
@@ -172,14 +169,6 @@ class Setting:
 
 
 Operand: TypeAlias = "Constant | Dynamic"
-
-
-def can_train(tensor: Tensor) -> bool:
-    """Whether it may be a weight: a float tensor with dimensions, and no mask."""
-    if not tensor.is_floating_point() or tensor.dim() == 0 or tensor.numel() == 0:
-        return False
-    limit = min(_NO_WEIGHT, torch.finfo(tensor.dtype).max / 2)
-    return bool((tensor.abs() < limit).all())
 
 
 def operands_in(value: Any) -> Iterator[Any]:
