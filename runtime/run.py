@@ -30,7 +30,6 @@ from .checkpoint.start import (
     rewind_logs,
     settings_to_resume,
 )
-from .prepare.data import length_of
 from .prepare.devices import device_kind, devices_here
 from .prepare.prepare import Prepared, prepare
 from .prepare.workers import workers_of
@@ -177,7 +176,7 @@ def _run(
             where.join(plan, settings)
         if tells:
             warn_of_hooks(prepared)
-            updates = length_of(prepared.segments).steps
+            updates = prepared.length.steps
             for line in without_effect(settings, prepared.pipeline.variant, updates, inline=inline):
                 warnings.warn(line, TaskWarning, stacklevel=2)
         if tells:

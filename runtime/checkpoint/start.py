@@ -13,7 +13,6 @@ from ...planner.plan import Plan
 from ...profiles.errors import FileError, UserError
 from ...profiles.files import check_regular
 from ...profiles.tasks.hooks import scheduler_step
-from ..prepare.data import length_of
 from ..prepare.prepare import Prepared
 from ..prepare.workers import Replica
 from ..records.metrics import EpochSums
@@ -67,7 +66,7 @@ def check_unfinished(prepared: Prepared, where: RunDir) -> None:
         if name.startswith("state/") and name.endswith(".json") and (saved.path / name).exists():
             most = _total_steps(saved.worker_state(Path(name).stem))
             if most is not None:
-                check_one_cycle(most, length_of(prepared.segments))
+                check_one_cycle(most, prepared.length)
 
 
 def _total_steps(state: WorkerState) -> int | None:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ...planner.plan import Plan
 from ...profiles.errors import RunError, TargetError, TraceError
-from ...profiles.tasks.hooks import RunLength
 from ...profiles.tasks.samples import check_batches, comes_in_batches, dataset_size, size_of
 from ...profiles.tasks.task import Task
 from ...profiles.tracing.pieces import map_tensors
@@ -180,14 +179,6 @@ def places_within(first: int, count: int, every: int | None, update_every: int) 
         return ()
     multiples = range(every - first % every, count + 1, every)
     return tuple(sorted({min(-(-k // update_every) * update_every, count) for k in multiples}))
-
-
-def length_of(segments: Sequence[Segment]) -> RunLength:
-    """Updates in a run, and in a whole epoch of it."""
-    first = segments[0]
-    return RunLength(
-        sum(segment.updates for segment in segments), -(-first.whole_epoch // first.update_every)
-    )
 
 
 def real_samples(

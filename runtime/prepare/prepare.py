@@ -15,6 +15,7 @@ from ...planner.schedules.check import check_schedule
 from ...planner.schedules.schedules import make_schedule
 from ...planner.simulator.pipeline import Pipeline
 from ...profiles.errors import PlanError
+from ...profiles.tasks.hooks import RunLength
 from ...profiles.tasks.task import Task
 from ...profiles.tracing.graph import TracedModel, shared_parameters, tied_layers, values
 from ...profiles.tracing.matrices import hidden_matrices
@@ -24,7 +25,7 @@ from .data import Segment, check_padding, segments, training_samples
 from .devices import autocast_of, forward_context
 from .distribution import Distribution, SentValue, Specs, distribute
 from .loss import LossKind, kind_of_loss
-from .tied_parameters import Ties, check_shared, first_names, give_copies, updated_parameters
+from .tied_parameters import Ties, check_shared, first_names, give_copies, model_parameters
 from .tracing import trace_for_run
 from .workers import Replica, Worker, all_replicas, share_of, workers_of
 
@@ -87,8 +88,8 @@ class PreparedModel:
     def updated_by(self, stage: int) -> list[tuple[str, nn.Parameter]]:
         """The parameters that a stage updates, under the first names that the model has for them:
         copies go by one name, so that parameter groups treat them alike."""
-        module = self.stages[stage].piece.module
-        return updated_parameters(module, self.names, self.updated_elsewhere(stage))
+        module, elsewhere = self.stages[stage].piece.module, self.updated_elsewhere(stage)
+        return [(n, p) for n, p in model_parameters(module, self.names) if id(p) not in elsewhere]
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,12 @@ class Prepared:
     def varies(self) -> bool:
         """Whether mini-batches may differ in shape."""
         return self.plan.profile.varying is not msgspec.UNSET
+
+    @property
+    def length(self) -> RunLength:
+        """Updates in the run, and in a whole epoch of it."""
+        updates, first = sum(segment.updates for segment in self.segments), self.segments[0]
+        return RunLength(updates, -(-first.whole_epoch // first.update_every))
 
 
 def prepare(
@@ -166,6 +173,7 @@ def prepare(
     size = training_samples(plan, settings, task.data("train"))
     course = segments(plan, settings, size)
     check_padding(plan, settings, task, course, samples, traced, looks)
+    names = first_names(model)
     prepared = Prepared(
         plan=plan,
         settings=settings,
@@ -179,9 +187,9 @@ def prepare(
             stages=tuple(PreparedStage(*stage) for stage in stages),
             inputs=tuple(node.name for node in traced.training[least].inputs),
             arguments=traced.arguments,
-            names=first_names(model),
+            names=names,
             ties=ties,
-            unused=_unused(model, chosen),
+            unused=_unused(model, names, chosen),
             matrices=matrices,
             loss=loss,
             autocast=autocast,
@@ -212,8 +220,9 @@ def with_own_weights(prepared: Prepared) -> list[Prepared]:
     return found
 
 
-def _unused(model: nn.Module, pieces: Sequence[Piece]) -> dict[str, Tensor]:
-    names = first_names(model)
+def _unused(
+    model: nn.Module, names: Mapping[str, str], pieces: Sequence[Piece]
+) -> dict[str, Tensor]:
     used = {names.get(name, name) for piece in pieces for name in piece.module.state_dict()}
     return {
         name: tensor

@@ -8,7 +8,7 @@ parameter, the first one updates it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx, nn
@@ -174,13 +174,6 @@ def model_parameters(module: nn.Module, names: Mapping[str, str]) -> list[tuple[
         names: for each name, the first (`first_names`): copies go by one name.
     """
     return [(names.get(name, name), p) for name, p in module.named_parameters()]
-
-
-def updated_parameters(
-    module: nn.Module, names: Mapping[str, str], elsewhere: Collection[int]
-) -> list[tuple[str, nn.Parameter]]:
-    """The same of those that a stage updates. `elsewhere`: ids of those that another one does."""
-    return [(name, p) for name, p in model_parameters(module, names) if id(p) not in elsewhere]
 
 
 def _parameters(modules: Sequence[nn.Module]) -> list[nn.Parameter]:

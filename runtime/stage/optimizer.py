@@ -32,7 +32,6 @@ from ...profiles.tasks.hooks import (
 )
 from ...profiles.tasks.objects import misspelt_hooks
 from ...profiles.tasks.task import Task
-from ..prepare.data import length_of
 from ..prepare.devices import device_kind
 from ..prepare.prepare import Prepared
 from ..settings import OptimizerChoice, RunSettings
@@ -300,14 +299,17 @@ def make_scheduler(
         rule = partial(learning_rate_factor, settings.lr_schedule, settings.warmup, length.steps)
         return Scheduler(LambdaLR(optimizer, rule))
     found = task_scheduler(task, optimizer, length)
+    if found is None:
+        return None
     if settings.stagewise_momentum and getattr(found, "cycle_momentum", False):
         raise TargetError(
             f"--stagewise-momentum: the task's scheduler, a {type(found).__name__}, sets the "
             "momentum itself; give it cycle_momentum=False, or leave the option out"
         )
-    if isinstance(found, OneCycleLR) and scheduler_step(task) != "epoch":
+    per_epoch = scheduler_step(task) == "epoch"
+    if isinstance(found, OneCycleLR) and not per_epoch:
         check_one_cycle(found.total_steps, length)
-    return None if found is None else Scheduler(found, scheduler_step(task) == "epoch")
+    return Scheduler(found, per_epoch)
 
 
 def check_one_cycle(most: int, length: RunLength) -> None:
@@ -476,13 +478,12 @@ def check_updates(prepared: Prepared) -> None:
     """
     if device_kind(prepared.plan, prepared.settings) != "cpu":
         return
-    length = length_of(prepared.segments)
     settings = prepared.settings
     for s in range(len(prepared.model.pieces)):
         optimizer = optimizer_of(prepared, s)
         if optimizer is not None and settings.stagewise_momentum:
             raise_momentum(optimizer, delay_of(prepared.plan, s), len(prepared.plan.stages))
-        make_scheduler(prepared.task, settings, optimizer, length)
+        make_scheduler(prepared.task, settings, optimizer, prepared.length)
 
 
 def optimizer_of(prepared: Prepared, s: int) -> Optimizer | None:
@@ -494,7 +495,7 @@ def optimizer_of(prepared: Prepared, s: int) -> Optimizer | None:
 def hook_warnings(prepared: Prepared) -> list[str]:
     """Warnings of what in the task's hooks may be meant otherwise than it is taken."""
     lines = misspelt_hooks(prepared.task)
-    settings, length = prepared.settings, length_of(prepared.segments)
+    settings, length = prepared.settings, prepared.length
     if settings.lr_schedule is None:
         # Optimizers for GPUs alone can't be made here: then nothing is said.
         with suppress(UserError):

@@ -21,7 +21,7 @@ from ...profiles.errors import RunError
 from ...profiles.tasks.hooks import call_hook, check_depends
 from ...profiles.tasks.task import Loss
 from ...profiles.tracing.pieces import decode, encode
-from ..prepare.data import DIVIDE, DROP, MicroBatchPart, length_of, real_part
+from ..prepare.data import DIVIDE, DROP, MicroBatchPart, real_part
 from ..prepare.devices import CPU, forward_context, move, put
 from ..prepare.messages import check_agreed, missing_gradients
 from ..prepare.prepare import Prepared
@@ -110,9 +110,7 @@ class Stage:
         self.weights = WeightVersions(parameters)
         made = make_optimizer(self.task, settings, named, f"stage {s}", model.matrices)
         self.optimizer = None if made is None else system_optimizer(prepared, s, made)
-        self.scheduler = make_scheduler(
-            self.task, settings, self.optimizer, length_of(prepared.segments)
-        )
+        self.scheduler = make_scheduler(self.task, settings, self.optimizer, prepared.length)
         self.lr: float | None = None
         self._fused = False
         self.drift = None if self.optimizer is None else drift_of(prepared, s, self.updated)

@@ -18,7 +18,7 @@ from ...profiles.autograd.optimizer_step import fuse
 from ...profiles.target import resolve
 from ...profiles.tasks.task import Loss, Task, read_loss
 from ..checkpoint.gradients import GradientFiles
-from ..prepare.data import DROP, Segment, length_of, part_of, real_part, real_samples
+from ..prepare.data import DROP, Segment, part_of, real_part, real_samples
 from ..prepare.devices import forward_context, move, own_device, put, random_state
 from ..prepare.prepare import Prepared
 from ..prepare.samples import Samples
@@ -68,9 +68,7 @@ class PlainTraining:
         self.optimizer = make_optimizer(self.task, settings, named, matrices=matrices)
         self._means = MiniBatchMeans(self.model.parameters())
         self._fused = False
-        self.scheduler = make_scheduler(
-            self.task, settings, self.optimizer, length_of(prepared.segments)
-        )
+        self.scheduler = make_scheduler(self.task, settings, self.optimizer, prepared.length)
         self._batch_norm = (
             DeferredBatchNorm(self.model)
             if settings.deferred_batch_norm and by_micro_batch

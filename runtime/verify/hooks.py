@@ -13,7 +13,6 @@ from ...profiles.tasks.samples import few, some_samples
 from ...profiles.tasks.task import Split, Task
 from ..checkpoint.worker_state import capture
 from ..communication.transport import free_bytes, local_transport
-from ..prepare.data import length_of
 from ..prepare.devices import CPU, device_kind, own_device, random_state
 from ..prepare.prepare import Prepared, with_own_weights
 from ..records.metrics import EpochSums
@@ -93,7 +92,7 @@ def try_in_parts(prepared: Prepared, result: Any, target: Any, only: Collection[
             if optimizer is None:
                 continue
             optimizer = system_optimizer(prepared, s, optimizer)
-            scheduler = make_scheduler(task, settings, optimizer, length_of(prepared.segments))
+            scheduler = make_scheduler(task, settings, optimizer, prepared.length)
             for p in parameters:
                 p.grad = torch.zeros_like(p)
             step_optimizer(optimizer)
