@@ -14,6 +14,7 @@ from ..profiles.errors import UserError
 from ..profiles.measuring.process import without_collections
 from ..runtime.processes.environment import check_world_size
 from ..runtime.processes.locks import check_system
+from ..runtime.settings import settings_of
 from .errors import errors_as_lines, naming
 from .options import (
     CONTEXT,
@@ -22,7 +23,6 @@ from .options import (
     optimizer_choice,
     plugin_option,
     run_options,
-    run_settings,
 )
 from .options.command import examples
 from .progress import Bar
@@ -87,7 +87,7 @@ def main(
         raise UserError("--check: trains anew; leave --from and --resume out")
     if checks and asked["epochs"] is not None:
         raise UserError("--check, --epochs: a check trains --steps mini-batches")
-    optimizer = optimizer_choice(asked)
+    asked["optimizer"] = optimizer_choice(asked)
     resumed: dict[str, Any] | None = None
     if resume:
         assert run_dir is not None
@@ -99,7 +99,7 @@ def main(
     else:
         assert plan_path is not None
         plan = read_plan(plan_path)
-        settings = run_settings(plan, optimizer, asked)
+        settings = settings_of(plan, asked)
     if rendezvous is not None:
         check_world_size(rendezvous.launched, plan.workers)
         if inline or checks:

@@ -1,6 +1,6 @@
 """Options of the commands: those that all have, and those of clusters and runs.
 
-Options that set a field of `RunSettings` bear its name; `run_settings` puts them together.
+Options that set a field of `RunSettings` bear its name, as `settings_of` takes them.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from ...planner.cluster.cluster import (
     read_cluster,
     uniform_cluster,
 )
-from ...planner.plan import Plan
 from ...planner.systems.variants import load_plugin
 from ...profiles.errors import UserError
 from ...profiles.files import MAX_FACTOR, MAX_THREADS
-from ...runtime.settings import OptimizerChoice, RunSettings, settings_of
+from ...runtime.settings import OptimizerChoice, RunSettings
 from ..errors import errors_as_lines
 from .command import group, options
 from .config import CLUSTER_FLAGS, CONFIG, PRINT
@@ -427,7 +426,7 @@ run_options = options(
         ),
     ),
 )
-"""All of tp-run. Those of how it trains are read by `run_settings`."""
+"""All of tp-run. Those of how it trains are read by `settings_of`."""
 
 
 def optimizer_choice(asked: dict[str, Any]) -> OptimizerChoice | None:
@@ -459,10 +458,3 @@ def _betas(text: str | None) -> tuple[float, float] | None:
     except ValueError:
         raise UserError(f"--betas {text!r}: give two numbers from 0 to 1, like 0.9,0.999") from None
     return first, second
-
-
-def run_settings(
-    plan: Plan, optimizer: OptimizerChoice | None, asked: dict[str, Any]
-) -> RunSettings:
-    """The settings of a new run; `asked` has the other options by field, None where not given."""
-    return settings_of(plan, {**asked, "optimizer": optimizer})

@@ -14,6 +14,7 @@ from ...planner.study.study import RISES, Study, write_study
 from ...profiles.errors import UserError
 from ...profiles.files import MAX_FACTOR, Kind, check_outputs
 from ...runtime.processes.locks import check_system
+from ...runtime.settings import settings_of
 from ..errors import Stopped, errors_as_lines, output, print_json
 from ..options import (
     CONTEXT,
@@ -26,7 +27,6 @@ from ..options import (
     optimizer_options,
     plugin_option,
     precision_options,
-    run_settings,
     task_options,
 )
 from ..options.command import GroupedCommand, examples, group, options
@@ -241,8 +241,8 @@ def _chosen(first: Plan, asked: dict[str, Any]) -> tuple[dict[str, Any], Any]:
     }
     names = ("seeds", "longer", "tune", "confirm", "tune_steps", "eval_every", "uniform_delay")
     chosen |= {name: asked.pop(name) for name in names}
-    optimizer = optimizer_choice(asked)
-    settings = run_settings(first, optimizer, asked)
+    asked["optimizer"] = optimizer_choice(asked)
+    settings = settings_of(first, asked)
     # Whatever a plan says of its period: trainings are known by their settings.
     settings = msgspec.structs.replace(settings, timeout_s=60.0)
     return chosen, settings
