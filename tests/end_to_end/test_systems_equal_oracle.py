@@ -44,6 +44,8 @@ def cases(stages, counts):
         for optimizer in ("sgd", "momentum", "adam")
         # Where the pipeline drains before each update, optimizers see plain gradients.
         if optimizer == "adam" or not VARIANTS[case[0]].flushes
+        # Without a momentum there is less to go wrong.
+        if optimizer != "sgd" or case[1] == 3
     ],
 )
 def test_inline_equals_the_oracle(variant, stages, n, optimizer, mlp_profile, mlp_target, tmp_path):

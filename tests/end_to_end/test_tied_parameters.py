@@ -216,7 +216,8 @@ def layouts(variant):
 def cases():
     for name, variant in VARIANTS.items():
         for task, placement in layouts(name):
-            several = {max(n, variant.least_micro_batches(len(placement))) for n in (2, 4)}
+            counts = (2, 4) if placement == V else (4,)
+            several = {max(n, variant.least_micro_batches(len(placement))) for n in counts}
             for n in [1] if variant.whole_mini_batches else sorted(several):
                 yield name, task, placement, n
 

@@ -49,12 +49,11 @@ def plain_losses(task, steps, *, clip=None, dtype=None, seed=0):
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize("stages", [2, 3])
-def test_the_image_classifier(stages, tmp_path):
+def test_the_image_classifier(tmp_path):
     """Over the end of an epoch of 22 mini-batches."""
-    words = ["--variant", "gpipe", "--stages", str(stages), "--steps", "24", "--seconds", "0"]
+    words = ["--variant", "gpipe", "--stages", "3", "--steps", "24", "--seconds", "0"]
     run = image_classifier.main([*words, "--run-dir", str(tmp_path / "run")])
-    assert run.plan.workers == stages
+    assert run.plan.workers == 3
     assert run.losses == pytest.approx(plain_losses(image_classifier.Task(), 24), rel=1e-5)
     assert run.losses[-1] < 0.5 * run.losses[0]
 
@@ -78,14 +77,13 @@ def test_the_small_gpt_inline(variant, precision, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize("devices", [2, 3])
-def test_the_small_gpt(devices, tmp_path):
+def test_the_small_gpt(tmp_path):
     """With copies of the embedding."""
-    words = ["--devices", str(devices), "--steps", "20", "--seconds", "0"]
+    words = ["--devices", "2", "--steps", "12", "--seconds", "0"]
     run = nano_gpt.main([*words, "--run-dir", str(tmp_path / "run")])
-    assert run.plan.workers == devices
+    assert run.plan.workers == 2
     assert run.plan.tied == "split"
-    plain = plain_losses(nano_gpt.Task(), 20, clip=1.0, dtype=torch.bfloat16)
+    plain = plain_losses(nano_gpt.Task(), 12, clip=1.0, dtype=torch.bfloat16)
     # Micro-batches are rounded to bfloat16 each by itself.
     assert run.losses == pytest.approx(plain, rel=1e-3)
     assert run.losses[-1] < 0.9 * run.losses[0]

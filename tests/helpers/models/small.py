@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 from timeprest.profiles.zoo import densenet, inception, resnet
@@ -32,6 +33,11 @@ TARGETS = [
     *(pytest.param(target, id=name) for name, target in ZOO.items() if name not in LARGE),
     *(pytest.param(f"hf:{name}", id=f"hf-{name}", marks=needs_hf) for name in HUGGING_FACE),
 ]
+
+
+def all_but(*names: str) -> list[Any]:
+    """Those targets without a few, for tests that take long and show the same of them."""
+    return [target for target in TARGETS if target.id not in names]
 
 
 def make_shallow(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,7 +54,7 @@ def devices_of(problem, cut):
 
 
 @pytest.mark.slow
-@settings(max_examples=120)
+@settings(max_examples=60)
 @given(
     drawn=drawn_problems(most=5, devices=4),
     limit=st.sampled_from([float("inf"), 500.0, 250.0, 120.0]),

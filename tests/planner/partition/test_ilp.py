@@ -135,7 +135,7 @@ def check(of, answer):
 
 
 @pytest.mark.slow
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(drawn_problems(most=6))
 def test_the_program_finds_what_trying_everything_finds(of):
     check(of, solve_ilp(of))

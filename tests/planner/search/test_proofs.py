@@ -40,7 +40,7 @@ MOST_BOUNDED = 40
 
 
 def numbers() -> range:
-    first, _, last = os.environ.get("TIMEPREST_DRAWS", "40").rpartition("-")
+    first, _, last = os.environ.get("TIMEPREST_DRAWS", "28").rpartition("-")
     return range(int(first or 0), int(last))
 
 

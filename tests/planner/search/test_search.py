@@ -164,7 +164,7 @@ def check_best(question, freedom, asked, solver):
 
 
 ALL = settings(
-    max_examples=120,
+    max_examples=60,
     deadline=None,
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],
@@ -193,7 +193,7 @@ def test_the_ilp_finds_the_same(drawn):
     check_best(*drawn, "ilp")
 
 
-@settings(ALL, max_examples=120)
+@settings(ALL, max_examples=60)
 @given(drawn_questions(most=6), st.data())
 def test_a_bound_is_below_every_plan(drawn, data):
     """What a stage costs in the relaxed problem, in any view, is never more than in a plan."""

@@ -166,14 +166,13 @@ def test_processes_equal_inline(folders, tmp_path):
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("stages", [2, 3])
-def test_the_example_fine_tunes_a_model_that_loads_anywhere(stages, tmp_path, monkeypatch):
+def test_the_example_fine_tunes_a_model_that_loads_anywhere(tmp_path, monkeypatch):
     import transformers
 
     monkeypatch.chdir(tmp_path)
     example = runpy.run_path(str(ROOT / "docs/examples/fine_tuning.py"))
     # Which micro-batches and versions there are hangs on measured times.
-    assert example["main"](stages, epochs=8) > 0.9
+    assert example["main"](2, epochs=8) > 0.9
     export("runs/fine_tuning", "fine_tuned", to="hf")
     model = transformers.AutoModelForSequenceClassification.from_pretrained("fine_tuned").eval()
     tokens = transformers.AutoTokenizer.from_pretrained("model")

@@ -150,13 +150,11 @@ def profile_of_elevens(mlp_target):
     ("variant", "n", "copies"),
     [
         ("v-timeprest", 4, [1, 1, 1, 1]),
-        ("v-timeprest", 1, [1, 1, 1, 1]),
         ("timeprest", 1, [1, 2, 3, 4]),
         ("timeprest-stashed", 1, [4, 4, 4, 4]),
         ("pipedream-unstashed", 1, [1, 2, 3, 4]),
         ("gpipe", 4, [1, 1, 1, 1]),
         ("pipedream", 1, [4, 3, 2, 1]),
-        ("pipedream-nesterov", 1, [4, 3, 2, 1]),
         ("pipedream-vertical-sync", 1, [4, 4, 4, 4]),
         ("pipedream-2bw", 4, [2, 2, 2, 2]),
         ("i-timeprest", 1, [4, 4, 4, 4]),
