@@ -137,7 +137,9 @@ def _raise_lowest(search: SearchState, source: DpSource) -> None:
     One target takes a second where there are thousands of devices. What is proven is the lowest of
     all bounds; so that is where to go on, whichever branch it is of.
     """
-    end, views = _bounds_end(search), _views(search)
+    end = _bounds_end(search)
+    fixed = fixed_in_flight(search.relaxation.variant)
+    views = [replace(assumed, waits=fixed) for assumed in _views(search)]
     kept: dict[tuple[Branch, int], IdenticalByTargets | None] = {}
     # Per view of a branch, loads that some cut keeps to: no bound from there is above them.
     reached: dict[tuple[Branch, int], float] = {}

@@ -44,6 +44,8 @@ class Assumptions:
         alike: sets of layers that take about no time to compute again count as one with keeping
             everything, which has the least time and the least memory of them: for a bound alone,
             as there is no such stage.
+        waits: with `identical`, what stages wait for by the devices beyond them counts, where the
+            schedule says what is in flight (`partition.waits`); for bounds.
     """
 
     in_flight: InFlight | None = None
@@ -57,6 +59,7 @@ class Assumptions:
     device: Device | None = None
     link: Network | None = None
     alike: bool = False
+    waits: bool = False
 
 
 BOUND = Assumptions()

@@ -10,7 +10,7 @@ Index letters: N micro-batches; r replicas.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from itertools import product
@@ -23,7 +23,9 @@ from ..costs.recomputation import KeptStorages, Selection, in_steps, selections
 from ..costs.stage_costs import RECEIVES_AHEAD, as_run_by, sized
 from ..evaluate import Question
 from ..partition.device_loads import SentOn
+from ..partition.dp.identical_devices import IdenticalPlaces
 from ..partition.problem import CutTensor, Mode, Option, Shared, StageProblem, Vector
+from ..partition.waits import Waits
 from ..systems.variants import Variant
 from .choices import Branch, Freedom
 from .places import (
@@ -115,7 +117,9 @@ class Relaxation:
         # There may be none that are multiples of the grain.
         most = max(counts, default=1)
         # What layers cost in each stage's micro-batches: by replicas.
-        sizes = {r: self._size(n, r) for r in {*counts, most, *((1,) if drains else ())}}
+        sizes = {
+            r: self._size(n, r) for r in {*counts, most, *((1,) if drains or assumed.waits else ())}
+        }
         costs = {r: graph.costs(size) for r, size in sizes.items()}
         before, after = None, None
         if drains:
@@ -168,6 +172,8 @@ class Relaxation:
         if shares_forwards:
             way = returning if returns else sharing
             place = way(place, options, n, all_devices, forward_share)
+        if assumed.waits and isinstance(place, IdenticalPlaces):
+            place = place.with_waits(self._waits(costs[1], n))
         serial_s, serial_fixed_s = (None, 0.0) if drains else self._serial(n, most)
         smallest, shared = costs[most], tuple[Shared, ...]()
         if self.limited:
@@ -236,6 +242,16 @@ class Relaxation:
     def forward_s(self, micro_batches: int) -> Vector:
         """Each layer's forward of a micro-batch, [n], as fast as can be."""
         return self._once(self.graph.costs(self._size(micro_batches, 1)))[0]
+
+    def way_s(self, micro_batches: int) -> Vector:
+        """The same of its forward and its backward, [n]."""
+        both: Vector = np.add(*self._once(self.graph.costs(self._size(micro_batches, 1))))
+        return both
+
+    def again_s(self, micro_batches: int) -> Callable[[frozenset[str]], float]:
+        """What computing a set of layers again takes for a micro-batch."""
+        times = dict(zip(self.graph.names, self.forward_s(micro_batches).tolist(), strict=True))
+        return lambda again: sum(times[name] for name in again)
 
     def _size(self, micro_batches: int, replicas: int) -> int:
         """Samples in a stage's micro-batch; uneven ones count as the largest."""
@@ -413,6 +429,20 @@ class Relaxation:
         fastest = max(device.speed for device in self.question.cluster.devices)
         backward = costs.input_s if self.variant.split_backward else costs.backward_s
         return costs.forward_s / fastest, backward / fastest
+
+    def _waits(self, costs: LayerVectors, micro_batches: int) -> Waits:
+        """What stages wait for in 1F1B over micro-batches, where devices are identical."""
+        before, beyond = self._heads(costs, both=True)
+        assert beyond is not None
+        if not self.variant.flushes:
+            # Stages that no gradients come back to wait for nothing.
+            beyond = beyond * bool(self.graph.drained.waiting.all())
+            work, before = np.add(*self._once(costs)), np.zeros(len(costs.forward_s))
+            rows = self.graph.returning_rows
+            row = max(rows, key=lambda row: float(work[row].sum()), default=[])
+            before[row] = work[row]
+        speed = self.question.cluster.devices[0].speed
+        return Waits(micro_batches, self.variant.flushes, speed, before, beyond)
 
     def _counted(self, *, drains: bool, alone: bool) -> tuple[Vector, Vector]:
         """Shares of layers' forwards and backwards that a stage's load has, [n] each.

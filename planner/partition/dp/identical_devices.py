@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..problem import FITS, Option, Place, StageProblem, Vector, cut_on_last_devices, members
+from ..waits import Waits
 from .cost_tables import stage_loads
 from .lattice import Flags, Lattice, Positions
 from .minimax import Answer
@@ -35,6 +36,7 @@ class IdenticalPlaces:
         with_one: per option, its place with 1 unit in flight.
         copies_per_unit: of the parameters, that each further unit in flight needs.
         most: per option, units in flight at the most.
+        waits: what stages wait for, by the devices beyond them; None: it isn't counted.
     """
 
     def __init__(
@@ -44,11 +46,13 @@ class IdenticalPlaces:
         *,
         copies_per_unit: float = 0.0,
         most: Callable[[int], float] = lambda r: float("inf"),
+        waits: Waits | None = None,
     ) -> None:
         """Options with r replicas mean `place(r)`, with its units and copies for 1 in flight."""
         made = {r: place(r) for r in {option.replicas for option in options}}
         self.with_one = tuple(made[option.replicas] for option in options)
         self.copies_per_unit = copies_per_unit
+        self.waits = waits
         self.most = tuple(most(option.replicas) for option in options)
         self._replicas = tuple(option.replicas for option in options)
         self._made: dict[tuple[int, float], Place] = {}
@@ -81,7 +85,14 @@ class IdenticalPlaces:
             lambda r: found[r][0],
             copies_per_unit=self.copies_per_unit,
             most=lambda r: found[r][1],
+            waits=self.waits,
         )
+
+    def with_waits(self, waits: Waits | None) -> IdenticalPlaces:
+        """The same where what stages wait for counts."""
+        other = copy(self)
+        other.waits = waits
+        return other
 
 
 # The cut, by halving the list of all stages' loads ------------------------------------------------
@@ -242,6 +253,34 @@ class CommonCosts(NamedTuple):
     beside: Vector
 
 
+class ModeCosts(NamedTuple):
+    """As `CommonCosts`, of the stages from one downset, [p], in all modes, [m, p]."""
+
+    above: Positions
+    compute: Vector
+    once: Vector
+    flight: Vector
+    parameters: Vector
+    serial: Vector
+    lower_s: Vector
+    upper_s: Vector
+    beside: Vector
+
+    def those(self, which: Flags) -> ModeCosts:
+        """Of some of the stages."""
+        return ModeCosts(
+            self.above[which],
+            self.compute[:, which],
+            self.once[:, which],
+            self.flight[:, which],
+            self.parameters[which],
+            self.serial[which],
+            self.lower_s[which],
+            self.upper_s[which],
+            self.beside[which],
+        )
+
+
 class StageTable:
     """A problem whose places are `IdenticalPlaces`, on a lattice."""
 
@@ -309,38 +348,50 @@ class StageTable:
         other._take_places(places)
         return other
 
-    def common(self, below: int) -> CommonCosts:
-        """What stages from a downset cost whatever their places."""
+    def of_modes(self, below: int) -> ModeCosts:
+        """What stages from a downset cost in each mode."""
         member = self._member
         above = np.flatnonzero((member >= member[:, below, None]).all(axis=0))
         above = above[above != below]
-        compute = _rise(self._compute, below, above)
-        once, flight = self._bytes(below, above)
+        parameters, serial = _rise(self._others[:2], below, above)
+        lower, upper = self._tensors_at_cuts(below, above, "lower_s", "upper_s")
+        before, after = self._others[2:]
+        return ModeCosts(
+            above,
+            _rise(self._compute, below, above),
+            *self._bytes(below, above),
+            parameters,
+            serial,
+            lower,
+            upper,
+            before[below] + (after[-1] - after[above]),
+        )
+
+    def common(self, below: int) -> CommonCosts:
+        """What stages from a downset cost whatever their places."""
+        found = self.of_modes(below)
         # Options in rows, upper downsets in columns. Only one with as many replicas may stand in.
-        worth = np.zeros((len(self._mode), len(above)), dtype=np.bool_)
+        worth = np.zeros((len(self._mode), len(found.above)), dtype=np.bool_)
         for alike in self._alike:
             modes = self._mode[alike]
             worth[alike] = _worth_having(
-                (compute[modes], self._compute[:, -1].max()),
-                (once[modes], self._fixed[:, -1].max()),
-                (flight[modes], self._flight[:, -1].max()),
+                (found.compute[modes], self._compute[:, -1].max()),
+                (found.once[modes], self._fixed[:, -1].max()),
+                (found.flight[modes], self._flight[:, -1].max()),
             )
         at, which = np.nonzero(worth)
         mode = self._mode[at]
-        parameters, serial = _rise(self._others[:2], below, above)[:, which]
-        lower, upper = self._tensors_at_cuts(below, above, "lower_s", "upper_s")
-        before, after = self._others[2:]
         return CommonCosts(
-            above[which],
+            found.above[which],
             at,
-            compute[mode, which],
-            once[mode, which],
-            flight[mode, which],
-            parameters,
-            serial,
-            lower[which],
-            upper[which],
-            before[below] + (after[-1] - after[above])[which],
+            found.compute[mode, which],
+            found.once[mode, which],
+            found.flight[mode, which],
+            found.parameters[which],
+            found.serial[which],
+            found.lower_s[which],
+            found.upper_s[which],
+            found.beside[which],
         )
 
     def stages_of(self, found: CommonCosts) -> StagesAbove:

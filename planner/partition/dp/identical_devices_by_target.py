@@ -13,6 +13,7 @@ from time import monotonic
 import numpy as np
 
 from ..problem import FITS, Cut, StageProblem, Vector, cut_on_last_devices
+from ..waits import Waits
 from .cost_tables import Flags, PairCosts, stage_loads
 from .identical_devices import NEVER, IdenticalPlaces
 from .lattice import Lattice, Positions
@@ -60,6 +61,11 @@ class IdenticalByTargets:
         order = sorted(self._program.options.tolist(), key=lambda o: problem.options[o].replicas)
         self._options = [(o, problem.options[o], places.with_one[o]) for o in order]
         self._known: dict[int, _Above] = {}
+        self._before = self._beyond = np.zeros(lattice.size)
+        if places.waits is not None:
+            self._before = self._costs.summed(places.waits.before_s)
+            through = self._costs.summed(places.waits.beyond_s)
+            self._beyond = through[-1] - through
 
     @property
     def least_s(self) -> float:
@@ -124,12 +130,11 @@ class IdenticalByTargets:
                 # Where the work is most the fewest devices are needed beyond, as a rule.
                 size = CHUNK
                 while len(at):
-                    good = self._good(below, found, at[:size], option, target, beyond)
+                    good, costs = self._good(below, found, at[:size], option, target, beyond)
                     at, size = at[size:], 4 * size
-                    if len(good):
-                        first = good[int(beyond[good].argmin())]
-                        best = int(beyond[first]) + taken
-                        how[below] = int(found.above[first]), option
+                    if len(good) and int(costs.min()) < best - taken:
+                        best = int(costs.min()) + taken
+                        how[below] = int(found.above[good[int(costs.argmin())]]), option
                         at = at[beyond[at] < best - taken]
             if below in how:
                 cost[below] = best
@@ -143,19 +148,46 @@ class IdenticalByTargets:
         option: int,
         target: float,
         beyond: Positions,
-    ) -> Positions:
-        """Which of some stages have loads up to the target, and fit their devices.
+    ) -> tuple[Positions, Positions]:
+        """Which of some stages have loads up to the target, and fit their devices; and what the
+        devices beyond them cost then.
 
         Args:
             beyond: cost of the devices beyond each stage in `found`.
         """
         at = self._within(below, found, at, option, target)
+        costs = beyond[at]
+        if self._places.waits is not None and len(at):
+            at, costs = self._waiting(self._places.waits, below, found, at, option, target, costs)
         if not len(at) or self._places.with_one[option].memory_bytes >= UNBOUNDED:
-            return at
+            return at, costs
         r = self._problem.options[option].replicas
-        k = beyond[at] // (self._problem.layers + 1) + r
+        k = costs // (self._problem.layers + 1) + r
         units = np.minimum(-(-k // r), self._places.most[option])
-        return at[self._fits(below, found, at, option, units)]
+        fits = self._fits(below, found, at, option, units)
+        return at[fits], costs[fits]
+
+    def _waiting(
+        self,
+        waits: Waits,
+        below: int,
+        found: _Above,
+        at: Positions,
+        option: int,
+        target: float,
+        costs: Positions,
+    ) -> tuple[Positions, Positions]:
+        """Of some stages those whose schedules may keep to the target, and what the devices beyond
+        them cost: more where they need more in flight."""
+        chosen, step = self._problem.options[option], self._problem.layers + 1
+        compute, before, above = self._costs.compute[chosen.mode], self._before, found.above[at]
+        work, first_s = compute[above] - compute[below], float(before[below])
+        needed = waits.fewest_beyond(target, chosen.replicas, work, first_s, self._beyond[above])
+        least = needed.astype(np.int64)
+        costs = costs + np.maximum(least - costs // step, 0) * step
+        good = costs // step + chosen.replicas <= self._problem.devices
+        good &= waits.allowed(target, chosen.replicas, before[above], costs // step)
+        return at[good], costs[good]
 
     def _within(
         self, below: int, found: _Above, at: Positions, option: int, target: float
