@@ -84,7 +84,7 @@ def compare(plan, where):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", RUNNING)
-@pytest.mark.parametrize("replicas", [(2,), (4, 2), (1, 2, 2)])
+@pytest.mark.parametrize("replicas", [(2,), (1, 2), (4, 2), (2, 2, 1)])
 def test_replicas_equal_one_worker(
     variant, replicas, mlp_profile, mlp_target, tmp_path, monkeypatch
 ):
