@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import configparser
 import re
 import subprocess
 import sys
@@ -179,6 +180,15 @@ def test_systems_differ_in_their_table_alone(trees):
                     where = f"{SOURCES[module]}:{node.lineno}"
                     named = isinstance(part, ast.Constant) and part.value in names
                     assert not named, f"{where}: compares with a system"
+
+
+def test_every_folder_of_modules_is_installed():
+    """In a checkout all are found anyway; from a wheel those alone that setup.cfg lists."""
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg", encoding="utf-8")
+    folders = {ROOT, *(path.parent for path in SOURCES.values())}
+    names = {".".join(("timeprest", *path.relative_to(ROOT).parts)) for path in folders}
+    assert set(config["options"]["packages"].split()) == names
 
 
 def test_public_names():
