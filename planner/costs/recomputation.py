@@ -17,6 +17,7 @@ import heapq
 from collections.abc import Callable, Collection, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from functools import cached_property
+from itertools import combinations
 
 from ...profiles.profile import Layer, Profile
 
@@ -261,7 +262,10 @@ def in_steps(
 
 
 def fewest(
-    steps: Sequence[frozenset[str]], known: int, fits: Callable[[frozenset[str]], bool]
+    steps: Sequence[frozenset[str]],
+    known: int,
+    fits: Callable[[frozenset[str]], bool],
+    seconds: Callable[[frozenset[str]], float],
 ) -> frozenset[str] | None:
     """Of a stage's layers, few to compute again that do; None: all of them wouldn't.
 
@@ -269,6 +273,7 @@ def fewest(
         steps: those to choose from, in the sequence of `in_steps`.
         known: so many of them do; more than there are: it isn't known.
         fits: whether a stage that computes these again fits.
+        seconds: of their forwards.
     """
 
     def of(parts: Sequence[frozenset[str]]) -> frozenset[str]:
@@ -284,6 +289,20 @@ def fewest(
         else:
             low = middle + 1
     chosen = [*steps[:high]]
+    least_s = seconds(of(chosen))
+    # The last ones by others that come later, as their rates may be much the same.
+    others = {
+        of([*steps[:count], *added]): [*steps[:count], *added]
+        for count in range(high - 1, max(high - 1 - _MOST_REPLACED, -1), -1)
+        for k in (1, 2, 3)
+        for added in combinations(steps[count : count + _MOST_LATER], k)
+    }
+    for again in sorted(others, key=seconds):
+        if seconds(again) >= least_s:
+            break
+        if fits(again):
+            chosen = others[again]
+            break
     # The last of them may free more than is asked for: then some before it needn't be there.
     for step in reversed(chosen[-_MOST_LEFT_OUT:]):
         fewer = [each for each in chosen if each is not step]
@@ -294,6 +313,9 @@ def fewest(
 
 _MOST_LEFT_OUT = 64
 """Steps tried without, of a stage."""
+
+_MOST_REPLACED, _MOST_LATER = 3, 6
+"""The last steps that are replaced by at most three of so many from there on."""
 
 
 def _steps(

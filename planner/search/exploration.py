@@ -45,6 +45,10 @@ _MOST_KEPT = 2
 _STEP = 1.01
 """Bounds of large models are raised until they are so close to what can't be excluded."""
 
+_WIDE = 1.15
+"""No target is further below the best period, or what can't be excluded: what is excluded at once
+is worth more than what may be with more targets."""
+
 _ELSEWHERE = 0.125
 """Of the effort, for cuts of one branch tried in others."""
 
@@ -138,8 +142,10 @@ def _raise_lowest(search: SearchState, source: DpSource) -> None:
     all bounds; so that is where to go on, whichever branch it is of.
     """
     end = _bounds_end(search)
-    fixed = fixed_in_flight(search.relaxation.variant)
-    views = [replace(assumed, waits=fixed) for assumed in _views(search)]
+    views = _views(search)
+    if fixed_in_flight(search.relaxation.variant):
+        # What stages wait for is more than what other views of them count, as good as always.
+        views = [replace(views[-1], waits=True)]
     kept: dict[tuple[Branch, int], IdenticalByTargets | None] = {}
     # Per view of a branch, loads that some cut keeps to: no bound from there is above them.
     reached: dict[tuple[Branch, int], float] = {}
@@ -170,7 +176,7 @@ def _raise_lowest(search: SearchState, source: DpSource) -> None:
         highs = [reached.get((lowest, view), search.period_s) for view in range(len(views))]
         low, high = search.bounds[lowest], min(search.period_s, max(highs))
         close = high <= low * _STEP
-        target = just_below(high) if close else sqrt(low * high)
+        target = just_below(high) if close else max(sqrt(low * high), high / _WIDE)
         if (close and high < search.period_s) or target <= low:
             done.add(lowest)
             continue
@@ -187,7 +193,8 @@ def _raise_lowest(search: SearchState, source: DpSource) -> None:
             if cut is None:
                 search.bounds[lowest] = target
                 break
-            reached[lowest, view] = cut.objective_s
+            # Loads leave out what stages wait for.
+            reached[lowest, view] = target if views[view].waits else cut.objective_s
         if not looked:
             done.add(lowest)
 

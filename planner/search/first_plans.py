@@ -6,18 +6,26 @@ A plan early gives every later step something to beat, and the user one to keep.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from itertools import product
 from math import inf
 from typing import NamedTuple
 
+from ..costs.recomputation import fewest, of_stage
+from ..costs.stage_costs import StageCost
 from ..partition.dp.blocks import Blocks, blocks
 from ..partition.dp.flushed_period import LEAST, period_of, with_least_period
 from ..partition.dp.identical_devices import identical_minimax
 from ..partition.dp.identical_devices_by_target import identical_by_targets
+from ..partition.dp.lattice import Lattice
 from ..partition.dp.minimax import minimax_with_bound
-from ..partition.problem import Cut, StageProblem
+from ..partition.one_by_one.any_replicas import least_kept_period
+from ..partition.one_by_one.equal_replicas import least_period
+from ..partition.problem import Cut, Mode, StageProblem, Vector, stage_bytes
 from ..partition.solve import DpSource
-from .choices import Branch, InFlight, choice_of
+from .choices import Branch, Choice, InFlight, choice_of
 from .places import Assumptions, fixed_in_flight
 from .state import CLOSE, SOON_S, SearchState, is_late
 
@@ -37,6 +45,9 @@ _ROOM = 0.995
 """Of the memory, what first guesses use if they can: what awaits its sending is only known from
 a schedule."""
 
+_ROOM_OTHERWISE = 0.994
+"""The same where stages with different replicas may run further ahead than they need."""
+
 _ALIKE = 0.02
 """Of the best first guesses, those that differ by no more are tried in the sequence in which they
 were made: more micro-batches first, then as many replicas for every stage."""
@@ -52,6 +63,13 @@ empty have different numbers of replicas: they wait for one another (docs/planne
 _UNEQUAL_FULL = 1.5
 """The same where the pipeline stays full and the schedule says what is in flight: neighbours with
 other numbers run all that they may ahead, and then take turns."""
+
+_FEWER, _MORE = 6.0, 1.5
+"""Where replicas may differ: of those of the fewest stages, so many times fewer, and more."""
+
+_WAITING = 0.25
+"""Where replicas differ, of the micro-batches that the first stage has in flight, those whose
+outputs wait to be sent: it runs ahead as far as it may."""
 
 _REPAIRS, _REPAIR = 3, 1.002
 """Times that a guess is made again with less memory, and how much less than it was over."""
@@ -131,17 +149,25 @@ def _equal_replicas(search: SearchState, branch: Branch) -> list[int | None]:
     """
     if not search.relaxation.freedom.replicas:
         return [None]
-    devices = len(search.question.cluster.devices)
-    variant = search.relaxation.variant
-    if fixed_in_flight(variant) and not variant.flushes:
-        devices = min(devices, branch.micro_batches)
-    most = devices / max(_least_devices(search, branch), 1.0)
+    variant, most = search.relaxation.variant, _usual_replicas(search, branch)
+    if _known_waits(search) and not variant.flushes:
+        # Different ones needn't wait for one another.
+        return [None]
     counts = search.relaxation.replica_counts(branch.micro_batches)
     within = [r for r in counts if 1 < r <= most]
     few = [1] if search.most_stages <= MOST_BLOCKS or not within else []
     most_first = within[-_EQUAL_FLUSHED if variant.flushes else -_EQUAL :][::-1]
     # Fewer stages are sooner simulated.
     return [*few, *most_first, None]
+
+
+def _usual_replicas(search: SearchState, branch: Branch) -> float:
+    """Of the fewest stages that can hold the model on all devices."""
+    devices = len(search.question.cluster.devices)
+    variant = search.relaxation.variant
+    if fixed_in_flight(variant) and not variant.flushes:
+        devices = min(devices, branch.micro_batches)
+    return devices / max(_least_devices(search, branch), 1.0)
 
 
 def _least_expected_s(search: SearchState, branch: Branch) -> float:
@@ -160,6 +186,8 @@ def _least_expected_s(search: SearchState, branch: Branch) -> float:
 def _expected_s(search: SearchState, guess: _Guess, answer: tuple[StageProblem, Cut]) -> float:
     """The period that a guess may lead to."""
     problem, cut = answer
+    if _known_waits(search):
+        return cut.objective_s
     if not _waits(search, problem):
         replicas = {problem.options[stage.option].replicas for stage in cut.stages}
         fixed = fixed_in_flight(search.relaxation.variant) and len(replicas) > 1
@@ -207,7 +235,7 @@ def _in_blocks(
         Assumptions(
             guess.in_flight,
             guess=True,
-            replicas=guess.replicas,
+            among=_among(search, guess),
             identical=search.identical,
             memory_share=share,
         ),
@@ -216,14 +244,19 @@ def _in_blocks(
         return None
     # One size of stage must do everywhere, so cuts must be finer; and it is soon seen.
     most = guess.most
-    if guess.replicas is not None and guess.replicas > 1:
+    if (guess.replicas is not None and guess.replicas > 1) or _known_waits(search):
         most *= _FINER_EQUAL
-    coarse, lattice = _blocks_of(search, problem, most).coarse(problem)
+    of = _blocks_of(search, problem, most)
+    coarse, lattice = of.coarse(problem)
     left, deadline = search.budget.seconds_left, None
     if guess.until is not None and left is not None:
         # The first plan matters more than what else there may be time for.
         seconds = SOON_S if search.best else left * _BLOCKS_SHARE
         deadline = max(guess.until, time.monotonic() + seconds)
+    if _known_waits(search):
+        below_s = min(enough_s, search.period_s)
+        known = _by_waits(search, guess, of, coarse, lattice, below_s=below_s, deadline=deadline)
+        return None if known is None else (problem, of.fine(known))
     answer = (
         identical_minimax(coarse, lattice, deadline=deadline, few=0)
         or identical_by_targets(
@@ -231,7 +264,7 @@ def _in_blocks(
         )
         or minimax_with_bound(coarse, lattice, below=search.period_s, deadline=deadline)
     )
-    cut, of = answer.cut, _blocks_of(search, problem, most)
+    cut = answer.cut
     if cut is None:
         return None
     if search.identical and guess.replicas is not None and _waits(search, problem):
@@ -242,23 +275,121 @@ def _in_blocks(
     return problem, of.fine(cut)
 
 
+def _known_waits(search: SearchState) -> bool:
+    """Whether the schedule alone says what stages wait for."""
+    return search.identical and fixed_in_flight(search.relaxation.variant)
+
+
+def _among(search: SearchState, guess: _Guess) -> tuple[int, ...]:
+    """Replicas that a guess's stages may have; empty: any."""
+    if guess.replicas is not None:
+        return (guess.replicas,)
+    if not _known_waits(search):
+        return ()
+    usual = _usual_replicas(search, guess.branch)
+    counts = search.relaxation.replica_counts(guess.branch.micro_batches)
+    return tuple(r for r in counts if usual / _FEWER <= r <= max(usual * _MORE, 1.0))
+
+
+def _by_waits(
+    search: SearchState,
+    guess: _Guess,
+    of: Blocks,
+    coarse: StageProblem,
+    lattice: Lattice,
+    *,
+    below_s: float,
+    deadline: float | None,
+) -> Cut | None:
+    """The cut between blocks whose period is the least, by what its stages wait for."""
+    n, flushes = guess.branch.micro_batches, search.relaxation.variant.flushes
+    if guess.replicas is None:
+        found = least_kept_period(
+            coarse, lattice, micro_batches=n, flushes=flushes, below_s=below_s, deadline=deadline
+        )
+    else:
+        found = least_period(
+            coarse,
+            lattice,
+            of.summed(search.relaxation.forward_s(n)),
+            of.summed(search.relaxation.way_s(n)),
+            each=n // guess.replicas,
+            flushes=flushes,
+            below_s=below_s,
+            deadline=deadline,
+        )
+    return None if found is None else found.cut
+
+
 def _try_in_blocks(search: SearchState, guess: _Guess) -> None:
     """A guess's best cut; where it takes too much memory after all, with less to use."""
-    share = _ROOM
+    room = share = _ROOM_OTHERWISE if guess.replicas is None and _known_waits(search) else _ROOM
     for _ in range(_REPAIRS):
         answer = _in_blocks(search, guess, share)
-        if answer is None and share == _ROOM:
+        if answer is None and share == room:
             share = 1.0
             answer = _in_blocks(search, guess, share)
         if answer is None:
             return
-        search.try_cut(*answer, guess.branch.micro_batches)
         choice = choice_of(*answer)
+        if _known_waits(search):
+            choice = _keeping_more(search, *answer, choice, guess.branch.micro_batches)
+        search.try_some(choice, guess.branch.micro_batches, answer[1].objective_s)
         over = search.least_over.get(choice, 1.0)
         # With less memory to use, it would hardly be shorter.
         if over <= 1.0 or search.shortest_s[choice] >= search.period_s:
             return
         share /= over * _REPAIR
+
+
+def _keeping_more(
+    search: SearchState, problem: StageProblem, cut: Cut, choice: Choice, micro_batches: int
+) -> Choice:
+    """The choice with as few layers computed again as its memory is likely to have room for."""
+    question, relaxation, found, below = search.question, search.relaxation, [], 0
+    size = -(-question.mini_batch // micro_batches)
+    seconds, steps = relaxation.recompute_s(micro_batches), relaxation.steps
+    rest = _without_activations(problem, relaxation.graph.buffer_bytes)
+    for s, (stage, nodes) in enumerate(zip(cut.stages, choice.nodes, strict=True)):
+        again, mine = choice.recompute[s], frozenset(nodes)
+        place = problem.place(stage.option, stage.k)
+        limit = place.memory_bytes - stage_bytes(rest, below, stage.layers, stage.option, stage.k)
+        if not s and len({problem.options[x.option].replicas for x in cut.stages}) > 1:
+            limit -= _WAITING * place.units * _sent_bytes(problem, stage.layers)
+        last = s == len(cut.stages) - 1
+        cost = partial(question.costs.stage, nodes, size, last, 0)
+        fits = partial(_fit, cost, place.units, limit)
+        below |= stage.layers
+        if again:
+            parts = [each & mine for each in steps if each & mine]
+            fewer = fewest(parts, len(parts) + 1, fits, seconds)
+            again = again if fewer is None else of_stage(fewer, nodes)
+        found.append(again)
+    return replace(choice, recompute=tuple(found))
+
+
+def _sent_bytes(problem: StageProblem, layers: int) -> float:
+    """What the first stage sends for each micro-batch."""
+    across = (t for t in problem.tensors if t.ends & layers and t.ends & ~layers)
+    return sum(tensor.kept_bytes for tensor in across)
+
+
+def _fit(
+    cost: Callable[[frozenset[str]], StageCost], units: float, limit: float, again: frozenset[str]
+) -> bool:
+    """Whether a stage's activations fit, so many micro-batches in flight, if it computes these of
+    its layers again."""
+    found = cost(again)
+    return units * found.kept_bytes + found.rebuilt_bytes <= limit
+
+
+def _without_activations(problem: StageProblem, buffer_bytes: Vector) -> StageProblem:
+    """The problem whose stages hold only what they do whatever is computed again."""
+    none = 0.0 * buffer_bytes
+    modes = (
+        Mode("none", m.compute_s, buffer_bytes, none, shared_in_flight=0.0) for m in problem.modes
+    )
+    return replace(problem, modes=tuple(modes))
 
 
 def _blocks_of(search: SearchState, problem: StageProblem, most: int) -> Blocks:

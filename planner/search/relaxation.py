@@ -113,7 +113,7 @@ class Relaxation:
         view = assumed.view or ("drain" if self.variant.flushes else "cycle")
         drains, returns = view != "cycle", view == "return"
         counts = [1] if assumed.unreplicated else self.replica_counts(n)
-        counts = [r for r in counts if r % grain == 0 and r == (assumed.replicas or r)]
+        counts = [r for r in counts if r % grain == 0 and (r in assumed.among or not assumed.among)]
         # There may be none that are multiples of the grain.
         most = max(counts, default=1)
         # What layers cost in each stage's micro-batches: by replicas.
@@ -248,7 +248,7 @@ class Relaxation:
         both: Vector = np.add(*self._once(self.graph.costs(self._size(micro_batches, 1))))
         return both
 
-    def again_s(self, micro_batches: int) -> Callable[[frozenset[str]], float]:
+    def recompute_s(self, micro_batches: int) -> Callable[[frozenset[str]], float]:
         """What computing a set of layers again takes for a micro-batch."""
         times = dict(zip(self.graph.names, self.forward_s(micro_batches).tolist(), strict=True))
         return lambda again: sum(times[name] for name in again)

@@ -457,6 +457,7 @@ class SearchState:
                 steps,
                 len(steps) + 1 if stage.recompute is True else known,
                 partial(_fits, self.question, found, s, limit),
+                self.relaxation.recompute_s(found.micro_batches),
             )
             if again is not None:
                 recompute = of_stage(again, stage.nodes)

@@ -208,12 +208,18 @@ def test_no_layer_is_computed_again_in_vain(freed, wanted, data):
 
     enough = [k for k in range(len(steps) + 1) if fits(frozenset().union(*steps[:k]))]
     known = data.draw(st.sampled_from([*enough, len(steps) + 1]))
-    found = fewest(steps, known, fits)
+    times = dict(zip(steps, data.draw(st.permutations(range(1, len(steps) + 1))), strict=True))
+
+    def seconds(again):
+        return sum(times[step] for step in steps if step <= again)
+
+    found = fewest(steps, known, fits, seconds)
     if not enough:
         assert found is None
         return
     assert fits(found)
     assert not any(fits(found - step) for step in steps if step <= found)
+    assert seconds(found) <= seconds(frozenset().union(*steps[: enough[0]]))
 
 
 @pytest.mark.parametrize(
@@ -245,3 +251,22 @@ def test_stages_keep_what_their_memory_has_room_for(variant, way, shares, monkey
             assert its.recompute is True or ours.recomputed <= its.recomputed
         shorter = max(shorter, before.predicted.period_s / kept.predicted.period_s - 1)
     assert shorter > (0.05 if variant == "gpipe" else 1e-5)
+
+
+def test_a_smaller_layer_does_where_the_next_one_is_large():
+    steps = [frozenset({name}) for name in ("tiny", "large", "other", "small")]
+    nbytes = {"tiny": 1, "large": 40, "other": 30, "small": 10}
+    times = {"tiny": 0.1, "large": 4.0, "other": 3.0, "small": 0.9}
+
+    def seconds(again):
+        return sum(times[name] for name in again)
+
+    def need(wanted):
+        def fits(again):
+            return sum(nbytes[name] for name in again) >= wanted
+
+        return fewest(steps, len(steps), fits, seconds)
+
+    assert need(11) == {"tiny", "small"}
+    assert need(38) == {"other", "small"}
+    assert need(81) == {"tiny", "large", "other", "small"}
