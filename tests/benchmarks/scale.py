@@ -66,10 +66,9 @@ of the table:
   three blocks on two stages, 8 replicas each, can't be shared out evenly, since a block has few
   large layers. Filling and draining takes the other 109 s. What is computed again is 9 % of the
   work. 2BW's take 385 and 449 s; it holds a weight version more, and computes 13 % again.
-- *The flush's bound* lets each stage have the number of replicas that suits it, and any number of
-  forwards beside the first micro-batch's way. No plan known makes use of that: stages whose
-  numbers differ wait for one another (such plans whose loads were 523 s took 612 s and more by
-  their guesses). Nor does it count what other stages compute again on that way.
+- *The flush's bound* lets each stage have the number of replicas that suits it, and counts what it
+  waits for by the devices beyond it (`planner/partition/waits.py`). It doesn't count what other
+  stages compute again on a micro-batch's way.
 - *2BW on 4,096 devices* uses 1,536: it has no more micro-batches in flight. With more devices
   neighbouring stages run all their micro-batches ahead, and then take turns: such plans, whose
   loads were 69 to 131 s, took 5,100 to 6,400 s. The bound is one micro-batch's way without what
