@@ -122,6 +122,7 @@ class Rendezvous:
         self._failing = threading.Event()
         self._lost = threading.Event()
         self._saying = threading.Lock()
+        self._printing, self._said = threading.Lock(), False
         self.store = _connect(launched, serve=not launched.agent_store and self.rank == 0)
         # A wait of one thread on a store keeps the others from it.
         self._own = _connect(launched, serve=False)
@@ -275,14 +276,18 @@ class Rendezvous:
 
     def say(self, failure: Failure) -> None:
         """Tell the launcher, and print a line for the user; where that can't be, it is left to
-        the others again."""
-        with contextlib.suppress(RuntimeError):
-            self._within(STORE_S, lambda: self._own.set("said", msgspec.json.encode(failure)))
-        try:
-            self._say(failure.message)
-        except OSError:
+        the others again. Once: where the store can't be reached, several threads may want to."""
+        with self._printing:
+            if self._said:
+                return
+            self._said = True
             with contextlib.suppress(RuntimeError):
-                self._within(STORE_S, lambda: self._own.add("told", -1))
+                self._within(STORE_S, lambda: self._own.set("said", msgspec.json.encode(failure)))
+            try:
+                self._say(failure.message)
+            except OSError:
+                with contextlib.suppress(RuntimeError):
+                    self._within(STORE_S, lambda: self._own.add("told", -1))
 
     def _line_of_all(self, error: TimeprestError) -> str | None:
         """What to say of a failure here; None: another worker says what there is to say."""
@@ -421,7 +426,8 @@ class Rendezvous:
         while signal.getsignal(asked := os.read(self._asked, 1)[0]) is not _wake:
             pass
         how = f"stopped by {signal.Signals(asked).name}"
-        if self._leaving.is_set():
+        if self._leaving.is_set() or self._failing.is_set():
+            # Another thread knows why, and ends the process.
             return
         self._failing.set()
         with self._saying:

@@ -295,3 +295,40 @@ def test_a_store_that_answers_nothing_ends_a_worker_that_computes():
     assert done.returncode == 1
     at = r"rank 1: rank 0's store at 127.0.0.1:\d+ doesn't answer"
     assert re.fullmatch(rf"{at}: .*\? Silent for 1 s\n", done.stdout)
+
+
+ASKED_WHILE_FAILING = """
+import os, signal, time
+from timeprest.profiles.errors import RunError
+from timeprest.runtime.processes.environment import Launched
+from timeprest.runtime.processes.rendezvous import Rendezvous
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+launched = Launched("torchrun", 0, 1, "127.0.0.1", store.port, one_host=True, agent_store=True)
+mine = Rendezvous(launched, print)
+mine.end_when_asked()
+
+def no_answer(*_):
+    mine._lost.set()
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.5)
+    raise RuntimeError
+
+mine._line_of_all = no_answer
+
+def work():
+    raise RunError("the cause")
+
+mine.run(work)
+"""
+
+
+def test_a_launcher_that_ends_what_fails_anyway_adds_no_line():
+    """Of a broken network workers hear first, then the launcher, which sends SIGTERM."""
+    done = subprocess.run(
+        [sys.executable, "-c", ASKED_WHILE_FAILING], capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert re.fullmatch(
+        r"rank 0: the cause.*; rank 0's store at .* doesn't answer.*\n", done.stdout
+    )
