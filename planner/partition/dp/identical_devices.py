@@ -280,6 +280,21 @@ class ModeCosts(NamedTuple):
             self.beside[which],
         )
 
+    def loads(self, problem: StageProblem, mode: int, replicas: int, place: Place) -> Vector:
+        """Loads in s of stages that all have this mode, so many replicas and this place, [p]; of
+        their layers and cuts alone, without `beside`."""
+        return stage_loads(
+            problem,
+            lambda field: float(getattr(place, field)),
+            replicas,
+            self.compute[mode].copy(),
+            self.serial,
+            self.parameters > 0,
+            lambda: self.parameters,
+            (self.lower_s, self.upper_s),
+            None,
+        )
+
 
 class StageTable:
     """A problem whose places are `IdenticalPlaces`, on a lattice."""

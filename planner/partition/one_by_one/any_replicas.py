@@ -22,12 +22,11 @@ Index letters: k devices; p pairs of a downset and a larger one.
 from __future__ import annotations
 
 from dataclasses import replace
-from math import inf
+from math import inf, isfinite
 from time import monotonic
 
 import numpy as np
 
-from ..dp.cost_tables import stage_loads
 from ..dp.identical_devices import IdenticalPlaces, ModeCosts, StageTable
 from ..dp.lattice import Lattice, Positions
 from ..problem import StageProblem, Vector, cut_on_last_devices
@@ -65,6 +64,10 @@ def least_kept_period(
     """
     search = _AnyReplicas(problem, lattice, micro_batches, flushes)
     low, high, best = search.least, below_s / micro_batches, None
+    if not isfinite(high):
+        high = search.most
+        if search.under(high) is None:
+            return None
     while high > low * _CLOSE:
         target = (low * high) ** 0.5 if best else min(low * _WIDER, high)
         if deadline is not None and monotonic() > deadline:
@@ -103,6 +106,17 @@ class _AnyReplicas:
         plain = self._problem.modes[self._order[0]].compute_s.sum() / self._n
         fastest = max(place.speed for place in self._places.values())
         return float(plain) / self._problem.devices / fastest
+
+    @property
+    def most(self) -> float:
+        """As many stages as there may be, one after another, each the slowest that fits: what
+        can't be kept to then, can't be at any τ."""
+        slowest = 0.0
+        for below in range(self._lattice.size - 1):
+            _, plain, again, _ = self._of(below)
+            again_s = again[np.isfinite(again)].max(initial=0.0)
+            slowest = max(slowest, *(s.max(initial=0.0) + again_s for s in plain.values()))
+        return float(slowest) * len(self._units)
 
     def under(self, tau: float) -> Guessed | None:
         """Stages that keep to N·τ."""
@@ -159,28 +173,16 @@ class _AnyReplicas:
         is in flight what is computed again for it, in which mode, [p, U] each."""
         if below not in self._costs:
             costs = self._table.of_modes(below)
-            plain = {r: self._plain_s(costs, r) for r in self._replicas}
+            problem, plainest = self._problem, self._order[0]
+            # A replica has n // r of the micro-batches.
+            plain = {
+                r: costs.loads(problem, plainest, r, place) / (self._n // r)
+                for r, place in self._places.items()
+            }
             place = self._places[self._replicas[0]]
-            again, modes = mixed(
-                self._problem, below, costs, self._order, place, self._n, self._units
-            )
+            again, modes = mixed(problem, below, costs, self._order, place, self._n, self._units)
             some = np.isfinite(again[:, 0])
             costs = costs.those(some)
             plain = {r: seconds[some] for r, seconds in plain.items()}
             self._costs[below] = costs, plain, again[some], modes[some]
         return self._costs[below]
-
-    def _plain_s(self, costs: ModeCosts, r: int) -> Vector:
-        place = self._places[r]
-        load = stage_loads(
-            self._problem,
-            lambda field: float(getattr(place, field)),
-            r,
-            costs.compute[self._order[0]].copy(),
-            costs.serial,
-            costs.parameters > 0,
-            lambda: costs.parameters,
-            (costs.lower_s, costs.upper_s),
-            None,
-        )
-        return load / (self._n // r)

@@ -21,7 +21,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..dp.cost_tables import stage_loads
 from ..dp.identical_devices import IdenticalPlaces, ModeCosts, StageTable
 from ..dp.lattice import Lattice, Positions
 from ..problem import FITS, Cut, Place, StageProblem, Vector, cut_on_last_devices
@@ -162,7 +161,7 @@ class _EqualReplicas:
     def _of(self, below: int, below_s: float) -> _Stages:
         """The stages from a downset that may be worth having."""
         costs = self._table.of_modes(below)
-        plain = self._plain_s(costs)
+        plain = costs.loads(self._problem, self._order[0], self._r, self._place) + costs.beside
         some = plain < below_s
         costs = costs.those(some)
         plain, above = plain[some], costs.above
@@ -183,21 +182,6 @@ class _EqualReplicas:
         full = load - again_s - (n - 1) * np.minimum(forward_s, work_s - forward_s + again_s)
         alone_s = np.where(u < n, alone_s, full)
         return _Stages(above, again_s, mode, alone_s, 0.0)
-
-    def _plain_s(self, costs: ModeCosts) -> Vector:
-        """Loads where nothing is computed again, [p]."""
-        place = self._place
-        return stage_loads(
-            self._problem,
-            lambda field: float(getattr(place, field)),
-            self._r,
-            costs.compute[self._order[0]].copy(),
-            costs.serial,
-            costs.parameters > 0,
-            lambda: costs.parameters,
-            (costs.lower_s, costs.upper_s),
-            costs.beside,
-        )
 
     # Chains ----------------------------------------------------------------------------------
 

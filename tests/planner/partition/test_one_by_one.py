@@ -14,6 +14,7 @@ from timeprest.planner.partition.dp.lattice import find_downsets
 from timeprest.planner.partition.one_by_one.any_replicas import least_kept_period
 from timeprest.planner.partition.one_by_one.equal_replicas import _rounded_up, least_period
 from timeprest.planner.plan import PlanStage
+from timeprest.planner.search import first_plans
 from timeprest.planner.search.choices import Branch, Freedom, choice_of, in_flight_under
 from timeprest.planner.search.places import Assumptions
 from timeprest.planner.search.relaxation import Relaxation
@@ -67,9 +68,19 @@ def test_stages_with_different_replicas_keep_to_the_period(seed, system):
     simulated_s = period_of(question, problem, found.cut)
     assert simulated_s <= found.period_s * (1 + 1e-6)
     if not question.system.flushes:
-        # Some cut with as many for each stage can be no better.
-        work_s = sum(question.costs.stage((f"n{k}",), 1, False).forward_s for k in range(7))
+        stages = [question.costs.stage((f"n{k}",), 1, False) for k in range(7)]
+        work_s = sum(stage.forward_s + stage.backward_s for stage in stages)
         assert found.period_s >= work_s * MICRO_BATCHES / len(question.cluster.devices)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_nothing_that_fits_keeps_to_no_period(system):
+    """However long it may be: found out at once."""
+    question = drawn_question(2, system, 5, "300B")
+    _, problem, lattice = guess_of(question)
+    flushes = question.system.flushes
+    assert not least_kept_period(problem, lattice, micro_batches=MICRO_BATCHES, flushes=flushes)
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
@@ -117,6 +128,11 @@ def test_what_is_computed_again_is_whole_layers():
 def test_first_plans_of_a_large_model_fit(monkeypatch, system):
     """By the same way as for thousands of devices, with memory that makes stages compute again."""
     monkeypatch.setattr(SearchState, "large", True)
+    asked = []
+    for name, formula in (("least_period", least_period), ("least_kept_period", least_kept_period)):
+        monkeypatch.setattr(
+            first_plans, name, lambda *a, f=formula, **k: asked.append(f(*a, **k)) or asked[-1]
+        )
     question = drawn_question(1, system, 6, "1600B")
     plan = solve(
         question.profile,
@@ -129,5 +145,6 @@ def test_first_plans_of_a_large_model_fit(monkeypatch, system):
         time_limit_s=None,
         effort=20_000,
     )
+    assert any(asked)
     assert max(stage.memory_bytes for stage in plan.predicted.stages) <= 1600
     assert plan.solver.bound_s <= plan.predicted.period_s
