@@ -76,8 +76,8 @@ def test_stages_with_different_replicas_keep_to_the_period(seed, system):
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_nothing_that_fits_keeps_to_no_period(system):
-    """However long it may be: found out at once."""
-    question = drawn_question(2, system, 5, "300B")
+    """However long it may be, which thousands of targets wouldn't tell."""
+    question = drawn_question(2, system, 5, "600B")
     _, problem, lattice = guess_of(question)
     flushes = question.system.flushes
     assert not least_kept_period(problem, lattice, micro_batches=MICRO_BATCHES, flushes=flushes)
