@@ -27,7 +27,7 @@ def facts_of(plan: Plan) -> ModelFacts:
         TraceError: the model can't be traced.
         PlanError: it is another model than the plan's.
     """
-    traced = trace_for_run(plan.profile.target, plan, [plan.micro_batch])
+    traced = trace_for_run(plan.profile.target, plan, [plan.micro_batch], evaluate=False)
     task, graph = traced.task, traced.training[plan.micro_batch]
     names = [layer.name for layer in graph.layers]
     call, wanted = traced.target.call(plan.micro_batch)

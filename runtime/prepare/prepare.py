@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from ...planner.plan import Plan, check_cut, pipeline_of
 from ...planner.schedules.check import check_schedule
@@ -37,12 +37,19 @@ class PreparedStage:
     Attributes:
         piece: for training.
         evaluation_piece: the same in evaluation mode; the two share parameters and leaf modules.
+            None where nothing is evaluated.
         specs: of every value that layers take from each other, for a replica's micro-batch.
     """
 
     piece: Piece
-    evaluation_piece: Piece
+    evaluation_piece: Piece | None
     specs: Specs
+
+    @property
+    def modules(self) -> list[fx.GraphModule]:
+        """Of its pieces."""
+        pieces = (self.piece, self.evaluation_piece)
+        return [piece.module for piece in pieces if piece is not None]
 
 
 @dataclass(frozen=True)
@@ -150,7 +157,13 @@ def prepare(
     # What every stage has room for.
     least = min(samples)
     traced = trace_for_run(
-        settings.task, plan, samples, seed=settings.seed, threads=settings.threads, tell=tell
+        settings.task,
+        plan,
+        samples,
+        evaluate=settings.evaluate,
+        seed=settings.seed,
+        threads=settings.threads,
+        tell=tell,
     )
     model, task = traced.model, traced.task
     with forward_context(autocast):
@@ -165,11 +178,13 @@ def prepare(
     distribution = distribute(pipeline, replicas, shares, sent, specs, varying=varying)
     pieces = {n: cut(graph, groups) for n, graph in traced.training.items()}
     chosen = [pieces[n][s] for s, n in enumerate(samples)]
-    evaluation_pieces = cut(traced.evaluation, groups)
-    modes = zip(chosen, evaluation_pieces, strict=True)
-    ties = give_copies([[piece.module for piece in both] for both in modes], pipeline.placement)
+    evaluated = cut(traced.evaluation, groups) if traced.evaluation else [None] * len(chosen)
+    stages = [
+        PreparedStage(piece, other, specs[n])
+        for piece, other, n in zip(chosen, evaluated, samples, strict=True)
+    ]
+    ties = give_copies([stage.modules for stage in stages], pipeline.placement)
     check_shared(ties.shared, plan)
-    stages = zip(chosen, evaluation_pieces, (specs[n] for n in samples), strict=True)
     size = training_samples(plan, settings, task.data("train"))
     course = segments(plan, settings, size)
     check_padding(plan, settings, task, course, samples, traced, looks)
@@ -184,7 +199,7 @@ def prepare(
         replicas=replicas,
         workers=workers,
         model=PreparedModel(
-            stages=tuple(PreparedStage(*stage) for stage in stages),
+            stages=tuple(stages),
             inputs=tuple(node.name for node in traced.training[least].inputs),
             arguments=traced.arguments,
             names=names,

@@ -82,7 +82,8 @@ class TracedTask:
     Attributes:
         model: that was traced, in training mode.
         training: by number of samples.
-        evaluation: in evaluation mode: tracing fixes what depends on `self.training`.
+        evaluation: in evaluation mode: tracing fixes what depends on `self.training`; None where
+            nothing is evaluated.
         fake: forwards run on fake tensors.
         varying: shapes of mini-batches, where they aren't all alike.
         arguments: names of the model's arguments, None for one that goes by position.
@@ -92,7 +93,7 @@ class TracedTask:
     task: Task
     model: nn.Module
     training: Mapping[int, TracedModel]
-    evaluation: TracedModel
+    evaluation: TracedModel | None
     fake: bool
     arguments: tuple[str | None, ...]
     varying: VaryingShapes | msgspec.UnsetType
@@ -149,6 +150,7 @@ def trace_for_run(
     plan: Plan,
     samples: Collection[int],
     *,
+    evaluate: bool,
     seed: int = 0,
     threads: int | None = None,
     tell: Callable[[str], None] = lambda what: None,
@@ -158,6 +160,7 @@ def trace_for_run(
     Args:
         name: of the task.
         plan: whose profile must have been of the same model.
+        evaluate: in evaluation mode, too.
         seed: of the model's weights.
         threads: torch's, from when the task is imported; None: as they are.
         tell: is told what is being done.
@@ -203,21 +206,24 @@ def trace_for_run(
     training = {
         n: first if first.only_size in (None, n) else traced(n) for n in sorted(set(samples))
     }
-    model.eval()
-    try:
-        evaluation = traced(training[min(samples)].only_size or TRACE_SAMPLES)
-    finally:
-        model.train()
+    evaluation = None
+    if evaluate:
+        model.eval()
+        try:
+            evaluation = traced(training[min(samples)].only_size or TRACE_SAMPLES)
+        finally:
+            model.train()
     same = _layers_and_values(first)
     if any(_layers_and_values(other) != same for other in training.values()):
         raise TraceError(
             f"{target.name}: the model's forward has other layers for another number of samples; "
             "it can't be cut into stages"
         )
-    if _layers_and_values(evaluation) != same:
+    if evaluation is not None and _layers_and_values(evaluation) != same:
         raise TraceError(
             f"{target.name}: the model's forward has other layers in evaluation mode than in "
-            "training mode; it can't be evaluated with the pipeline it is trained with"
+            "training mode; it can't be evaluated with the pipeline it is trained with: train "
+            "with --no-evaluate"
         )
     return TracedTask(target, task, model, training, evaluation, fake, arguments, made_from.varying)
 

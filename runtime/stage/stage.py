@@ -83,9 +83,9 @@ class Stage:
         self.specs = stage.specs
         self.varies = prepared.varies
         self.module = stage.piece.module
-        self.evaluation_module = stage.evaluation_piece.module
+        self._evaluated = stage.evaluation_piece
         # Before anything looks at the parameters, which moving may replace.
-        move([self.module, self.evaluation_module], device)
+        move(stage.modules, device)
         self.module.train()
         self.number = s = replica.stage
         data = set(stage.piece.inputs) - stage.specs.keys()
@@ -383,8 +383,9 @@ class Stage:
 
     def evaluate(self, values: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Any]:
         """Forward without gradients in evaluation mode: outputs by name, and the result."""
-        values = self.evaluation_handed_over.safe(values)
-        self.evaluation_module.eval()
+        assert self._evaluated is not None
+        values, module = self.evaluation_handed_over.safe(values), self._evaluated.module
+        module.eval()
         try:
             with torch.no_grad(), forward_context(self.autocast, self.device.type):
                 arguments = [
@@ -394,7 +395,7 @@ class Stage:
                     for name in self.piece.inputs
                 ]
                 watched = self.evaluation_handed_over.watch(self.piece.inputs, arguments)
-                out = self.evaluation_module(*arguments)
+                out = module(*arguments)
                 self.evaluation_handed_over.check(watched)
         finally:
             self.module.train()
