@@ -1,5 +1,6 @@
 # make demo   set up, then profile, plan and train the digits task with two stage processes
-# make test   set up, then lint, type checks and all tests
+# make test   set up, then lint, type checks and the tests
+# make every-case  the tests with all their cases, of which `make test` runs a choice
 # make quick  lint and the tests that take no processes, no browser and no time (two minutes)
 # make check  lint, format and type checks alone
 # make model-table  profile the models of docs/models.md anew (a quarter of an hour)
@@ -24,7 +25,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO ?= demo
 
-.PHONY: demo test quick check lint types tests browser format model-table bench-planner bench-sequences bench-scale bench-exports claims claims-quick bench bench-quick bench-links bench-loaders deepspeed pictures notebook fuzz chaos clean
+.PHONY: demo test every-case quick check lint types tests browser format model-table bench-planner bench-sequences bench-scale bench-exports claims claims-quick bench bench-quick bench-links bench-loaders deepspeed pictures notebook fuzz chaos clean
 
 demo: $(READY)
 	rm -rf $(DEMO)
@@ -53,6 +54,9 @@ quick: lint
 
 tests: $(READY) browser
 	$(BIN)/pytest -n 3 --dist worksteal
+
+every-case: $(READY) browser
+	$(BIN)/pytest -n 3 --dist worksteal --every-case
 
 # For the tests of pages; they are skipped where there is none and it can't be installed.
 browser:

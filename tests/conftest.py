@@ -6,8 +6,10 @@ import gc
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from helpers.drawn.cases import left_out
 from hypothesis import settings
 
 # One thread per process: the tests run side by side on two cores.
@@ -50,6 +52,32 @@ def kernels(tmp_path_factory) -> None:
     For all of them: torch sets it where nobody has, and the environment is another then.
     """
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path_factory.getbasetemp() / "kernels")
+
+
+def pytest_addoption(parser) -> None:
+    """Of tests with many cases."""
+    parser.addoption(
+        "--every-case", action="store_true", help="also those that `choice` leaves out"
+    )
+
+
+def pytest_collection_modifyitems(config, items) -> None:
+    """Leave out what `choice` does, unless all are wanted, or some are asked for by name."""
+    if config.getoption("every_case") or any("::" in argument for argument in config.args):
+        return
+    out = left_out(items)
+    config.hook.pytest_deselected(items=out)
+    items[:] = [item for item in items if item not in set(out)]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_notes_of_seeds() -> None:
+    """For cards that aren't there, torch would note with each seed from where it came: 6 ms."""
+    torch = sys.modules.get("torch")
+    if torch is None or torch.cuda.is_available():
+        return
+    for kind in (torch.cuda, torch.xpu, torch.mtia):
+        kind.traceback = SimpleNamespace(format_stack=list)
 
 
 @pytest.hookimpl

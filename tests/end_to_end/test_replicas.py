@@ -82,6 +82,7 @@ def compare(plan, where):
         assert logged(where / "replicated", worker.file) == mine
 
 
+@pytest.mark.choice(25)
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", RUNNING)
 @pytest.mark.parametrize("replicas", [(2,), (1, 2), (4, 2), (2, 2, 1)])
@@ -147,6 +148,7 @@ def test_whatever_else_the_plan_asks_for(data, mlp_profile, mlp_target, tmp_path
         assert report.peak.activations_bytes <= predicted.memory.activations_bytes + more
 
 
+@pytest.mark.choice(10)
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", WHOLE)
 @pytest.mark.parametrize("replicas", [(2, 3), (3, 2, 1), (1, 3, 2)])
@@ -172,6 +174,7 @@ def by_hand(target, where):
         return {"loss": task.loss(model(x), y).item()}
 
 
+@pytest.mark.choice(16)
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", RUNNING)
 @pytest.mark.parametrize("replicas", [(2,), (2, 4)])

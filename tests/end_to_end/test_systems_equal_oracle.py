@@ -36,6 +36,7 @@ def cases(stages, counts):
 # Inline ------------------------------------------------------------------------------------
 
 
+@pytest.mark.choice(70)
 @pytest.mark.parametrize(
     ("variant", "stages", "n", "optimizer"),
     [
@@ -69,6 +70,7 @@ def test_weight_decay(variant, stages, n, optimizer, mlp_profile, mlp_target, tm
     train(plan, mlp_target, optimizer, tmp_path / "run")
 
 
+@pytest.mark.choice(8)
 @pytest.mark.slow
 @pytest.mark.parametrize(("variant", "stages", "n"), cases((4,), (4,)))
 def test_updates_after_several_mini_batches(variant, stages, n, mlp_profile, mlp_target, tmp_path):
@@ -77,6 +79,7 @@ def test_updates_after_several_mini_batches(variant, stages, n, mlp_profile, mlp
     train(plan, mlp_target, "momentum", tmp_path / "run")
 
 
+@pytest.mark.choice(8)
 @pytest.mark.slow
 @pytest.mark.parametrize(("variant", "stages", "n"), cases((3,), (4,)))
 def test_one_epoch_after_another(variant, stages, n, mlp_profile, mlp_target, tmp_path):
@@ -86,6 +89,7 @@ def test_one_epoch_after_another(variant, stages, n, mlp_profile, mlp_target, tm
     train(plan, target, "adam", tmp_path / "run")
 
 
+@pytest.mark.choice(8)
 @pytest.mark.slow
 @pytest.mark.parametrize(("variant", "stages", "n"), cases((3,), (4,)))
 def test_an_epochs_last_mini_batch(variant, stages, n, mlp_profile, mlp_target, tmp_path):
@@ -104,6 +108,7 @@ def test_clipping_and_schedules(variant, stages, n, mlp_profile, mlp_target, tmp
     train(plan, mlp_target, "momentum", tmp_path / "run", **more)
 
 
+@pytest.mark.choice(25)
 @pytest.mark.slow
 @pytest.mark.parametrize(("variant", "stages", "n"), cases((1, 3), (2, 4)))
 def test_weighted_losses(variant, stages, n, mlp_profile, mlp_target, tmp_path):
@@ -112,6 +117,7 @@ def test_weighted_losses(variant, stages, n, mlp_profile, mlp_target, tmp_path):
     train(plan, mlp_target.replace("MLPTask", "WeightedTask"), "momentum", tmp_path / "run")
 
 
+@pytest.mark.choice(16)
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["ShortEpochs", "ShortWeighted"])
 @pytest.mark.parametrize(("variant", "stages", "n"), cases((3,), (4,)))
@@ -123,6 +129,7 @@ def test_everything_at_once(variant, stages, n, task, mlp_profile, mlp_target, t
     train(plan, target, "momentum", tmp_path / "run", **more)
 
 
+@pytest.mark.choice(12)
 @pytest.mark.slow
 @pytest.mark.parametrize("n", [3, 5])
 @pytest.mark.parametrize(("variant", "stages"), [(v, s) for v, s, n in cases((3,), (4,)) if n > 1])
@@ -132,6 +139,7 @@ def test_uneven_micro_batches(variant, stages, n, mlp_profile, mlp_target, tmp_p
     train(plan, mlp_target, "adam", tmp_path / "run")
 
 
+@pytest.mark.choice(14)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("variant", "stages", "n"),

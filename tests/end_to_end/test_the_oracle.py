@@ -157,6 +157,7 @@ def assert_same(found, wanted):
 # Plain training ------------------------------------------------------------------------------
 
 
+@pytest.mark.choice(45)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_with_one_stage_every_system_is_plain_training(system, optimizer):

@@ -59,6 +59,7 @@ def copies_of(run_dir, stages, name="wte.weight"):
     return [file[name] for file in files if name in file]
 
 
+@pytest.mark.choice(8)
 @pytest.mark.slow
 @pytest.mark.parametrize(("variant", "stages"), ORDERS)
 @pytest.mark.parametrize("name", TASKS)
@@ -222,6 +223,7 @@ def cases():
                 yield name, task, placement, n
 
 
+@pytest.mark.choice(25)
 @pytest.mark.parametrize(("variant", "task", "placement", "n"), [*cases()])
 def test_inline_equals_the_oracle(variant, task, placement, n, tmp_path):
     target, plan = placed_plan(task, variant, placement, n)
@@ -231,6 +233,7 @@ def test_inline_equals_the_oracle(variant, task, placement, n, tmp_path):
     assert summary.mini_batches == STEPS
 
 
+@pytest.mark.choice(8)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_everything_at_once(variant, tmp_path):
     """Weighted losses, updates after two mini-batches, an epoch's rest, clipping, a warm-up."""
@@ -258,6 +261,7 @@ def test_systems_that_flush_are_plain_training(variant, tmp_path):
         np.testing.assert_allclose(state[name], weight, rtol=0, atol=1e-10)
 
 
+@pytest.mark.choice(8)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_it_is_on_its_device_once(variant, tmp_path):
     """Weights, gradients, optimizer state and versions, of the plan, of the run and over time."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from functools import lru_cache
 from itertools import count
 
 import numpy as np
@@ -105,8 +106,12 @@ def ask_oracle(plan, asked, optimizer):
 
 def delays_of(plan):
     """Per stage, the oracle's d."""
-    long = schedule_text(make_schedule(pipeline_of(plan), LONG))
-    return delays(parse(long), plan.variant)
+    return _delays_of(pipeline_of(plan), plan.variant)
+
+
+@lru_cache(maxsize=256)
+def _delays_of(pipeline, variant):
+    return delays(parse(schedule_text(make_schedule(pipeline, LONG))), variant)
 
 
 def batches_by_epoch(task, mini_batch, n, ragged):

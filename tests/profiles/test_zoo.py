@@ -130,6 +130,7 @@ def test_images_of_the_usual_size_give_a_thousand_scores(name):
     assert [tuple(scores.shape) for scores in tensors(output)] in ([(2, 1000)], [(2, 1000)] * 2)
 
 
+@pytest.mark.choice(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_a_small_one_computes_traces_and_learns(name):

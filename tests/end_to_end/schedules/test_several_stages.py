@@ -56,6 +56,7 @@ def cases(devices, counts):
                     yield name, placement, n
 
 
+@pytest.mark.choice(50)
 @pytest.mark.parametrize(("variant", "placement", "n"), [*cases((2, 3), (2, 4))])
 def test_inline_equals_the_oracle(variant, placement, n, mlp_profile, mlp_target, tmp_path):
     stages = len(placement)
@@ -83,6 +84,7 @@ def n_of(variant):
     return 1 if VARIANTS[variant].whole_mini_batches else 4
 
 
+@pytest.mark.choice(9)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_everything_at_once(variant, mlp_profile, mlp_target, tmp_path):
     """Weighted losses, updates after two mini-batches, an epoch's rest, clipping, a warm-up."""

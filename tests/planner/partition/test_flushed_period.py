@@ -73,6 +73,7 @@ def all_cuts(problem):
                     yield replace(cut, objective_s=load)
 
 
+@pytest.mark.choice(3)
 @pytest.mark.parametrize("seed", range(6))
 def test_no_cut_under_its_load_computes_less_again(seed):
     problem, again = drawn_problem(seed)
@@ -103,6 +104,7 @@ def test_no_cut_under_its_load_computes_less_again(seed):
     assert found_s <= best * (1 + 1e-9)
 
 
+@pytest.mark.choice(3)
 @pytest.mark.parametrize("seed", range(6))
 def test_no_cut_has_a_period_less_by_a_step_where_forwards_run_ahead(seed):
     problem, forward_s = drawn_problem(seed)

@@ -137,6 +137,7 @@ def test_small_contractions_are_kept(tmp_path):
 # The published optima --------------------------------------------------------------------------
 
 
+@pytest.mark.choice(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "replicas", "theirs_ms"),

@@ -35,6 +35,7 @@ def found_plan(drawn):
     )
 
 
+@pytest.mark.choice(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 120, 40))
 def test_no_plan_beats_a_proven_one(first):

@@ -128,6 +128,7 @@ def of_stages(mode, ways, nodes):
     return [of_stage(mode.again, nodes)]
 
 
+@pytest.mark.choice(10)
 @pytest.mark.slow
 @pytest.mark.parametrize("number", numbers())
 def test_what_is_proven_of_drawn_questions_is_so(number, monkeypatch):
@@ -342,6 +343,7 @@ def test_questions_like_those_once_answered_wrongly(make):
     check_case(json.loads(msgspec.json.encode(case)))
 
 
+@pytest.mark.choice(6)
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["gpipe", "pipedream-flush", "zb-h1"])
 @pytest.mark.parametrize("dead", [("n0",), ("n1",), ("n2",), ("n0", "n2")])

@@ -90,6 +90,7 @@ def best_of_all(profile, cluster, which, **asked):
     return min(found.values())
 
 
+@pytest.mark.choice(3)
 @pytest.mark.parametrize("seed", [4, 5, 7, 8, 9, 12])
 def test_no_sequence_is_better(seed):
     profile, cluster, which, asked = drawn(seed)
@@ -137,6 +138,7 @@ def test_stages_of_every_kind_cost_what_the_problem_says():
     assert worst == pytest.approx(cut.objective_s, rel=1e-9)
 
 
+@pytest.mark.choice(1)
 @pytest.mark.parametrize("seed", [3, 9, 20])
 def test_sequences_near_the_best_are_searched_as_if_listed(seed, monkeypatch):
     """Where not all is decided, what moves borders on listed devices makes plans better."""

@@ -47,6 +47,7 @@ def test_every_order_obeys_its_rules(pipeline, mini_batches, every):
     check_schedule(pipeline, make_schedule(pipeline, mini_batches), mini_batches)
 
 
+@pytest.mark.choice(9)
 @pytest.mark.slow
 @pytest.mark.parametrize("system", SYSTEMS)
 @given(data=st.data())

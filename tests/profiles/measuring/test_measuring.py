@@ -48,6 +48,7 @@ def held_by_autograd(target, model, size, front_end):
     return saved.total
 
 
+@pytest.mark.choice(4)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name", all_but("resnet50", "inception_v3", "densenet121", "hf-bert", "hf-vit")

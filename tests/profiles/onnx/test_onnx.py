@@ -111,6 +111,7 @@ def light(name):
 # --- the nine light models ----------------------------------------------------------------
 
 
+@pytest.mark.choice(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_light_model_runs_as_in_onnxruntime_and_trains(name):
@@ -152,6 +153,7 @@ def randomised(path, folder):
     return folder / "random.onnx"
 
 
+@pytest.mark.choice("squeezenet", "shufflenet")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["squeezenet", "shufflenet", "inception_v1", "densenet121"])
 def test_light_model_with_random_weights(name, tmp_path):

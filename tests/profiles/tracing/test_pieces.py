@@ -66,6 +66,7 @@ def check_cuts(target, batch_size, tolerance):
             torch.testing.assert_close(p.grad, gradients[n], rtol=tolerance, atol=tolerance, msg=n)
 
 
+@pytest.mark.choice(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", all_but("resnet18", "resnet50", "hf-gpt2", "hf-llama"))
 def test_pieces_equal_the_whole(name):

@@ -196,6 +196,7 @@ class Watched(LocalChannels):
             self.sent.setdefault(route.between(kind), []).append((route.number, kind))
 
 
+@pytest.mark.choice(18)
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ALL)
 @pytest.mark.parametrize("replicas", [[1, 1, 1], [2, 1, 2]])

@@ -81,6 +81,7 @@ def compare(run_dir, losses, model):
         torch.testing.assert_close(state[key], weight, rtol=0, atol=1e-10)
 
 
+@pytest.mark.choice(12)
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", [name for name in ALL if VARIANTS[name].flushes])
 @pytest.mark.parametrize("stages", [1, 3])

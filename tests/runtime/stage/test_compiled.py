@@ -29,6 +29,7 @@ def graphs():
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.choice(1)
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["timeprest", "gpipe"])

@@ -37,6 +37,7 @@ def plan_of(profile, variant, stages, n, **how):
 # Against the oracle ----------------------------------------------------------------------------
 
 
+@pytest.mark.choice(14)
 @pytest.mark.parametrize("variant", ASYNCHRONOUS)
 @pytest.mark.parametrize("option", BOTH)
 def test_each_alone(option, variant, mlp_profile, mlp_target, tmp_path):
@@ -45,6 +46,7 @@ def test_each_alone(option, variant, mlp_profile, mlp_target, tmp_path):
     train(plan, mlp_target, "momentum", tmp_path / "run", **{option: BOTH[option]})
 
 
+@pytest.mark.choice(20)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("variant", "stages", "n", "optimizer"),

@@ -37,6 +37,7 @@ def plan_of(profile, variant="timeprest", **how):
     return plan_by_hand(with_times(profile), variant, 2, n, **how)
 
 
+@pytest.mark.choice(14)
 @pytest.mark.slow
 @pytest.mark.parametrize("update_every", [1, 2])
 @pytest.mark.parametrize("variant", ALL)

@@ -46,6 +46,7 @@ def settings_for(name, **more):
     return RunSettings(task=f"{FILE}:{name}", **more)
 
 
+@pytest.mark.choice(10)
 @pytest.mark.slow
 @pytest.mark.parametrize(("variant", "stages"), ORDERS)
 @pytest.mark.parametrize("name", MODELS)
@@ -62,6 +63,7 @@ def test_flush_systems_train_every_model_as_one_process_does(name, stages, varia
     assert all(d.absolute < 1e-14 for d in one_by_one.differences)
 
 
+@pytest.mark.choice(24)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("variant", [n for n, v in VARIANTS.items() if not v.flushes])

@@ -1,0 +1,23 @@
+"""Which cases of a test run by default (helpers/drawn/cases.py)."""
+
+from __future__ import annotations
+
+import pytest
+from helpers.drawn.cases import chosen
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2))), st.integers(0, 20))
+def test_every_value_is_in_some_case(pairs, most):
+    params = [dict(zip("ab", pair, strict=True)) for pair in pairs]
+    kept = chosen(params, most)
+    assert kept == sorted(set(kept))
+    assert len(kept) >= min(most, len(params))
+    for name in "ab":
+        assert {params[k][name] for k in kept} == {case[name] for case in params}
+
+
+@pytest.mark.parametrize(("most", "wanted"), [(0, []), (1, [0]), (3, [0, 3, 6]), (20, [*range(10)])])
+def test_of_one_parameter_the_cases_are_evenly_spread(most, wanted):
+    assert chosen([{"seed": seed} for seed in range(10)], most) == wanted
