@@ -426,14 +426,17 @@ class Rendezvous:
         while signal.getsignal(asked := os.read(self._asked, 1)[0]) is not _wake:
             pass
         how = f"stopped by {signal.Signals(asked).name}"
-        if self._leaving.is_set() or self._failing.is_set():
-            # Another thread knows why, and ends the process.
+        if self._leaving.is_set():
             return
+        failing = self._failing.is_set()
         self._failing.set()
         with self._saying:
             try:
                 line = self._within(STORE_S, lambda: self._line_when_asked(how))
             except RuntimeError:
+                if failing:
+                    # Another thread knows why, and ends the process.
+                    return
                 line = f"rank {self.rank}: {how}; {self._no_store()}"
             if line is not None:
                 self.say(Failure(line))
