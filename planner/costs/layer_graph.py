@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -76,6 +76,16 @@ class LayerVectors:
 
 def _without_itself(closures: Sequence[int]) -> list[int]:
     return [mask & ~(1 << k) for k, mask in enumerate(closures)]
+
+
+def _the_other_way(masks: Sequence[int]) -> list[int]:
+    """Per layer, bit mask of the layers whose masks have it."""
+    count = len(masks)
+    wide = -(-count // 8)
+    rows = np.frombuffer(b"".join(m.to_bytes(wide, "little") for m in masks), dtype=np.uint8)
+    bits = np.unpackbits(rows.reshape(count, wide), axis=1, count=count, bitorder="little")
+    packed = np.packbits(bits.T, axis=1, bitorder="little")
+    return [int.from_bytes(row.tobytes(), "little") for row in packed]
 
 
 def _marked(positions: Sequence[int], count: int) -> Vector:
@@ -162,21 +172,20 @@ class LayerGraph:
         chain (by bytes per sample) in this order: a tensor is before another when all that use
         it come before what makes the other, or make it.
         """
-        tensors, count = self.tensors, len(self.names)
+        tensors = self.tensors
         maker = [(t.ends & -t.ends).bit_length() - 1 for t in tensors]
         weight = [t.edge.bytes_per_sample + t.edge.fixed_bytes for t in tensors]
         order = sorted(range(len(tensors)), key=lambda t: (maker[t], t))
         # Per tensor: bytes of the best chain that ends with it, and the one before it there.
         best: dict[int, tuple[float, int]] = {}
+        ends: list[tuple[float, int]] = []
         for t in order:
             inside = self._before[maker[t]] | 1 << maker[t]
-            ended = [
-                (best[u][0], u)
-                for u in best
-                if not tensors[u].ends & ~inside and not tensors[u].ends >> count & 1
-            ]
-            longest, before = max(ended, default=(0.0, -1))
+            # The heaviest first: most of them have ended by then.
+            ended = (end for end in reversed(ends) if not tensors[end[1]].ends & ~inside)
+            longest, before = next(ended, (0.0, -1))
             best[t] = longest + weight[t], before
+            insort(ends, (best[t][0], t))
         chosen, t = set(), max(best, key=lambda u: best[u][0], default=-1)
         while t >= 0:
             chosen.add(t)
@@ -186,14 +195,13 @@ class LayerGraph:
     @cached_property
     def direct_tensors(self) -> frozenset[int]:
         """Positions of tensors that pass by no layer of the spine: made after those before them."""
-        count = len(self.names)
-        along = [k for k in range(count) if self.spine[k]]
-        found = []
+        along = sum(1 << k for k in np.flatnonzero(self.spine).tolist())
+        layers, found = (1 << len(self.names)) - 1, []
         for t, tensor in enumerate(self.tensors):
-            maker = (tensor.ends & -tensor.ends).bit_length() - 1
-            users = [k for k in range(maker + 1, count) if tensor.ends >> k & 1]
-            passed = (k for k in along if self._before[k] >> maker & 1)
-            if not any(self._before[user] >> k & 1 for k in passed for user in users):
+            first = tensor.ends & -tensor.ends
+            passed = along & self._behind[first.bit_length() - 1]
+            users = members(tensor.ends & layers & ~first)
+            if not any(self._before[user] & passed for user in users):
                 found.append(t)
         return frozenset(found)
 
@@ -208,12 +216,16 @@ class LayerGraph:
         return _without_itself(closures(self.needs))
 
     @cached_property
+    def _behind(self) -> list[int]:
+        """Per layer, bit mask of all the layers that depend on it."""
+        return _the_other_way(self._before)
+
+    @cached_property
     def spine(self) -> Vector:
         """1.0 for layers that are before or behind every other one: all paths go through them."""
-        before = self._before
-        behind = Counter(k for mask in before for k in members(mask))
-        related = [mask.bit_count() + behind[k] + 1 for k, mask in enumerate(before)]
-        return np.array([float(found == len(before)) for found in related])
+        pairs = zip(self._before, self._behind, strict=True)
+        related = [before.bit_count() + behind.bit_count() + 1 for before, behind in pairs]
+        return np.array([float(found == len(related)) for found in related])
 
     @cached_property
     def returning_rows(self) -> list[list[int]]:
@@ -245,9 +257,10 @@ class LayerGraph:
             waiting = [
                 not self._before[end] >> k & 1 or bool(back[end] >> k & 1) for k in range(count)
             ]
-        held = [k for k in range(count) if waiting[k]]
-        ahead = [j for j in row if all(back[k] >> j & 1 for k in held if self._before[k] >> j & 1)]
-        behind = [j for j in row if all(back[j] >> k & 1 for k in held if self._before[j] >> k & 1)]
+        held = sum(1 << k for k in range(count) if waiting[k])
+        sent = _the_other_way(back)
+        ahead = [j for j in row if not self._behind[j] & held & ~sent[j]]
+        behind = [j for j in row if not self._before[j] & held & ~back[j]]
         first = ahead[0] if ahead else count
         return Drained(
             waiting=np.array(waiting, dtype=np.float64),

@@ -17,7 +17,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..problem import FITS, Option, Place, StageProblem, Vector, cut_on_last_devices, members
+from ..problem import (
+    FITS,
+    CutTensor,
+    Option,
+    Place,
+    StageProblem,
+    Vector,
+    cut_on_last_devices,
+    members,
+)
 from ..waits import Waits
 from .cost_tables import stage_loads
 from .lattice import Flags, Lattice, Positions
@@ -326,6 +335,9 @@ class StageTable:
         last = np.array([tensor.ends.bit_count() for tensor in tensors], dtype=np.intp)
         self._beyond = self._ends < last[:, None]
         self._beyond[:, -1] = False
+        fields = ("lower_s", "lower_bytes", "kept_bytes", "remade_bytes")
+        self._lower = _fields(tensors, fields)
+        self._upper = _fields(tensors, ("upper_s", "upper_bytes"))
         self._shared = self._counted([shared.ends for shared in problem.shared])
         self._compute = self._sums(mode.compute_s for mode in problem.modes)
         self._fixed = self._sums(mode.fixed_bytes for mode in problem.modes)
@@ -369,16 +381,16 @@ class StageTable:
         above = np.flatnonzero((member >= member[:, below, None]).all(axis=0))
         above = above[above != below]
         parameters, serial = _rise(self._others[:2], below, above)
-        lower, upper = self._tensors_at_cuts(below, above, "lower_s", "upper_s")
+        lower, upper = self._at_cuts(below, above)
         before, after = self._others[2:]
         return ModeCosts(
             above,
             _rise(self._compute, below, above),
-            *self._bytes(below, above),
+            *self._bytes(below, above, lower[1:], upper[1]),
             parameters,
             serial,
-            lower,
-            upper,
+            lower[0],
+            upper[0],
             before[below] + (after[-1] - after[above]),
         )
 
@@ -431,29 +443,28 @@ class StageTable:
             found.above[good], self._usable[at], self._replicas[at], load[good], units[good]
         )
 
-    def _tensors_at_cuts(
-        self, below: int, above: Positions, lower: str, upper: str
-    ) -> tuple[Vector, Vector]:
-        """What tensors add up to over the stages' lower and upper cuts, [B] each."""
+    def _at_cuts(self, below: int, above: Positions) -> tuple[Vector, Vector]:
+        """Of the tensors at stages' lower and upper cuts, all that counts, [4, B] and [2, B]."""
         ends = self._ends[:, below, None]
         in_stage = self._ends[:, above] > ends
-        tensors = self._problem.tensors
-        lower_values = np.array([getattr(tensor, lower) for tensor in tensors])
-        upper_values = np.array([getattr(tensor, upper) for tensor in tensors])
-        return (
-            lower_values @ (in_stage & (ends > 0)),
-            upper_values @ (in_stage & (ends == 0) & self._beyond[:, above]),
-        )
+        lower: Vector = self._lower @ (in_stage & (ends > 0))
+        upper: Vector = self._upper @ (in_stage & (ends == 0) & self._beyond[:, above])
+        return lower, upper
 
-    def _bytes(self, below: int, above: Positions) -> tuple[Vector, Vector]:
-        """Held whatever is in flight, parameters left out, and for each unit, [M, B] each."""
+    def _bytes(
+        self, below: int, above: Positions, lower: Vector, upper: Vector
+    ) -> tuple[Vector, Vector]:
+        """Held whatever is in flight, parameters left out, and for each unit, [M, B] each.
+
+        Args:
+            lower: held, kept and remade for tensors at lower cuts, [3, B].
+            upper: held for those at upper ones, [B].
+        """
         problem, modes = self._problem, self._problem.modes
         sizes = np.array([shared.nbytes for shared in problem.shared])
         shared = sizes @ (self._shared[:, above] > self._shared[:, below, None])
-        lower, upper = self._tensors_at_cuts(below, above, "lower_bytes", "upper_bytes")
-        kept, _ = self._tensors_at_cuts(below, above, "kept_bytes", "upper_bytes")
-        remade, _ = self._tensors_at_cuts(below, above, "remade_bytes", "upper_bytes")
-        once = _rise(self._fixed, below, above) + lower + upper
+        held, kept, remade = lower
+        once = _rise(self._fixed, below, above) + held + upper
         once += np.outer([mode.shared_once for mode in modes], shared)
         flight = _rise(self._flight, below, above)
         flight += np.outer([mode.shared_in_flight for mode in modes], shared)
@@ -479,6 +490,12 @@ class StageTable:
         most = np.where(most >= self._most[at], self._problem.devices, most)
         units: Positions = np.clip(most, 0, self._problem.devices).astype(np.intp)
         return units
+
+
+def _fields(tensors: Sequence[CutTensor], names: Sequence[str]) -> Vector:
+    """Of each tensor, [names, tensors]."""
+    found = [[getattr(tensor, name) for tensor in tensors] for name in names]
+    return np.array(found, dtype=np.float64).reshape(len(names), len(tensors))
 
 
 def _rise(sums: Vector, below: int, above: Positions) -> Vector:
