@@ -46,8 +46,12 @@ _STEP = 1.01
 """Bounds of large models are raised until they are so close to what can't be excluded."""
 
 _WIDE = 1.15
-"""No target is further below the best period, or what can't be excluded: what is excluded at once
-is worth more than what may be with more targets."""
+"""The first target of each branch is so much below the best period, and no later one further below
+what can't be excluded: what is excluded at once is worth more than what may be with more targets,
+and it takes less where it is further from what can be had."""
+
+_RAISING_SHARE = 0.9
+"""Of the time that first plans leave, for that."""
 
 _ELSEWHERE = 0.125
 """Of the effort, for cuts of one branch tried in others."""
@@ -141,8 +145,8 @@ def _raise_lowest(search: SearchState, source: DpSource) -> None:
     One target takes a second where there are thousands of devices. What is proven is the lowest of
     all bounds; so that is where to go on, whichever branch it is of.
     """
-    end = _bounds_end(search)
-    views = _views(search)
+    left, views = search.budget.seconds_left, _views(search)
+    end = None if left is None else time.monotonic() + left * _RAISING_SHARE
     if fixed_in_flight(search.relaxation.variant):
         # What stages wait for is more than what other views of them count, as good as always.
         views = [replace(views[-1], waits=True)]
@@ -156,16 +160,15 @@ def _raise_lowest(search: SearchState, source: DpSource) -> None:
             problem = search.relaxation.problem(branch, views[view])
             while len(kept) >= _MOST_KEPT:
                 del kept[next(iter(kept))]
-            kept[key] = targets_of(problem, source.lattice)
+            found = kept[key] = targets_of(problem, source.lattice)
+            if found is not None:
+                search.bounds[branch] = max(search.bounds[branch], found.least_s)
         return kept[key]
 
     for branch in search.branches:
-        for view in range(len(views)):
-            found = program(branch, view)
-            if found is not None:
-                search.bounds[branch] = max(search.bounds[branch], found.least_s)
-        kept.clear()
-    done: set[Branch] = set()
+        least_s = search.relaxation.shared_out_s(branch.micro_batches)
+        search.bounds[branch] = max(search.bounds[branch], least_s)
+    begun, done = set[Branch](), set[Branch]()
     while not is_late(end):
         search.budget.check()
         search.say(search.standing)
@@ -175,8 +178,12 @@ def _raise_lowest(search: SearchState, source: DpSource) -> None:
             return
         highs = [reached.get((lowest, view), search.period_s) for view in range(len(views))]
         low, high = search.bounds[lowest], min(search.period_s, max(highs))
-        close = high <= low * _STEP
-        target = just_below(high) if close else max(sqrt(low * high), high / _WIDE)
+        close, target = high <= low * _STEP, high / _WIDE
+        if close:
+            target = just_below(high)
+        elif lowest in begun or target <= low:
+            target = max(target, sqrt(low * high))
+        begun.add(lowest)
         if (close and high < search.period_s) or target <= low:
             done.add(lowest)
             continue
@@ -186,6 +193,8 @@ def _raise_lowest(search: SearchState, source: DpSource) -> None:
             if solver is None:
                 continue
             looked = True
+            if search.bounds[lowest] >= target:
+                break
             try:
                 cut = solver.under(target, end)
             except OutOfTime:

@@ -92,7 +92,9 @@ def try_blocks(search: SearchState) -> None:
         if most >= len(search.question.profile.layers):
             break
         most *= 2
-    search.keep_more()
+    if not _known_waits(search):
+        # Those have been tried with what memory has room for.
+        search.keep_more()
 
 
 class _Guess(NamedTuple):
@@ -113,32 +115,69 @@ class _Guess(NamedTuple):
 
 def _try_between(search: SearchState, most: int, until: float | None) -> None:
     """Guesses at cuts between so many blocks, the best ones first."""
-    found: list[tuple[float, int, _Guess]] = []
+    for share in (None, 1.0):
+        found = _guesses(search, most, until, share)
+        if found:
+            break
+    least = min((item.expected_s for item in found), default=0.0)
+    found.sort(key=lambda item: item.expected_s > least * (1 + _ALIKE) and item.expected_s)
+    for item in found:
+        # Guesses that are no better than what there is aren't worth a simulation.
+        late = search.best and is_late(until)
+        if item.expected_s * CLOSE < search.period_s and not late:
+            _try_in_blocks(search, item)
+
+
+class _Guessed(NamedTuple):
+    """A guess's best cut.
+
+    Attributes:
+        share: of the devices' memory, that it may use.
+        answer: what was solved, and the cut.
+        expected_s: the period that it may lead to.
+    """
+
+    guess: _Guess
+    share: float
+    answer: tuple[StageProblem, Cut]
+    expected_s: float
+
+
+def _guesses(
+    search: SearchState, most: int, until: float | None, share: float | None
+) -> list[_Guessed]:
+    """Those at cuts between so many blocks that may be the best ones.
+
+    Args:
+        share: of the devices' memory, that they may use; None: what leaves some room.
+    """
+    found: list[_Guessed] = []
     # More micro-batches leave devices idle for less: those branches first.
     for done, branch in enumerate(sorted(search.branches, key=lambda b: -b.micro_batches)):
         what = f"first plans: {branch.micro_batches} micro-batches"
         search.say(what, done, len(search.branches))
-        expected_s = min((item[0] for item in found), default=inf)
+        expected_s = min((item.expected_s for item in found), default=inf)
         if _least_expected_s(search, branch) >= expected_s:
             continue
         for in_flight, replicas in product(
             search.in_flight_guesses(None), _equal_replicas(search, branch)
         ):
             guess = _Guess(branch, most, in_flight, replicas, until)
-            answer = _in_blocks(search, guess, enough_s=expected_s)
+            room = share or _room(search, guess)
+            answer = _in_blocks(search, guess, room, enough_s=expected_s)
             if answer is not None:
-                found.append((_expected_s(search, guess, answer), len(found), guess))
-                expected_s = min(expected_s, found[-1][0])
+                found.append(_Guessed(guess, room, answer, _expected_s(search, guess, answer)))
+                expected_s = min(expected_s, found[-1].expected_s)
             if is_late(until):
                 break
         if is_late(until) and found:
             break
-    least = min((item[0] for item in found), default=0.0)
-    found.sort(key=lambda item: (item[0] > least * (1 + _ALIKE) and item[0], item[1]))
-    for objective_s, _, guess in found:
-        # Guesses that are no better than what there is aren't worth a simulation.
-        if objective_s * CLOSE < search.period_s and not (search.best and is_late(until)):
-            _try_in_blocks(search, guess)
+    return found
+
+
+def _room(search: SearchState, guess: _Guess) -> float:
+    """Of the memory, what a guess uses if it can."""
+    return _ROOM_OTHERWISE if guess.replicas is None and _known_waits(search) else _ROOM
 
 
 def _equal_replicas(search: SearchState, branch: Branch) -> list[int | None]:
@@ -321,16 +360,10 @@ def _by_waits(
     return None if found is None else found.cut
 
 
-def _try_in_blocks(search: SearchState, guess: _Guess) -> None:
+def _try_in_blocks(search: SearchState, guessed: _Guessed) -> None:
     """A guess's best cut; where it takes too much memory after all, with less to use."""
-    room = share = _ROOM_OTHERWISE if guess.replicas is None and _known_waits(search) else _ROOM
+    guess, share, answer = guessed.guess, guessed.share, guessed.answer
     for _ in range(_REPAIRS):
-        answer = _in_blocks(search, guess, share)
-        if answer is None and share == room:
-            share = 1.0
-            answer = _in_blocks(search, guess, share)
-        if answer is None:
-            return
         choice = choice_of(*answer)
         if _known_waits(search):
             choice = _keeping_more(search, *answer, choice, guess.branch.micro_batches)
@@ -340,6 +373,10 @@ def _try_in_blocks(search: SearchState, guess: _Guess) -> None:
         if over <= 1.0 or search.shortest_s[choice] >= search.period_s:
             return
         share /= over * _REPAIR
+        again = _in_blocks(search, guess, share)
+        if again is None:
+            return
+        answer = again
 
 
 def _keeping_more(

@@ -220,6 +220,18 @@ class Relaxation:
         """All layers' work for one micro-batch, on one of the fastest devices."""
         return float(np.add(*self._once(self.graph.costs(self._size(micro_batches, 1)))).sum())
 
+    def shared_out_s(self, micro_batches: int) -> float:
+        """All layers' work for a mini-batch, shared out over all devices, each as fast as the
+        fastest: no period is less."""
+        devices = len(self.question.cluster.devices)
+        whole = self.variant.whole_mini_batches
+        shares = {r if whole else 1 for r in self.replica_counts(micro_batches)}
+        work = (
+            share * np.add(*self._once(self.graph.costs(self._size(micro_batches, share)))).sum()
+            for share in shares or {1}
+        )
+        return float(min(work)) * micro_batches / devices
+
     def _way_s(self, micro_batches: int) -> float:
         work = np.add(*self._once(self.graph.costs(self._size(micro_batches, 1))))
         return max((sum(work[row].tolist()) for row in self.graph.returning_rows), default=0.0)

@@ -85,6 +85,7 @@ def check_bounds(drawn: Drawn) -> None:
     relaxation, problems = Relaxation(drawn.question, drawn.freedom), {}
     step = max(len(drawn.plans) // MOST_BOUNDED, 1)
     for n, found in drawn.plans[::step]:
+        assert relaxation.shared_out_s(n) <= found.prediction.period_s * (1 + 1e-9)
         for view in relaxation.views:
             for alike in {False, drawn.question.cluster.uniform}:
                 for stages, least in product((None, len(found.stages)), (False, True)):
