@@ -18,6 +18,8 @@ def test_every_value_is_in_some_case(pairs, most):
         assert {params[k][name] for k in kept} == {case[name] for case in params}
 
 
-@pytest.mark.parametrize(("most", "wanted"), [(0, []), (1, [0]), (3, [0, 3, 6]), (20, [*range(10)])])
+@pytest.mark.parametrize(
+    ("most", "wanted"), [(0, []), (1, [0]), (3, [0, 3, 6]), (20, [*range(10)])]
+)
 def test_of_one_parameter_the_cases_are_evenly_spread(most, wanted):
     assert chosen([{"seed": seed} for seed in range(10)], most) == wanted
