@@ -63,7 +63,7 @@ there. An earlier version, on the same machine with 60 s, found plans of 550 s (
 (2BW) on 512 devices and of 142 s (2BW) on 4,096.
 
 - *Time.* A bound of 342 s on 512 devices, or 2,733 s on 64, is the work shared out, no more: one
-  number of micro-batches at least wasn't come to in 60 s (seen on 512, flush), and the lowest counts.
+  number of micro-batches wasn't come to in 60 s (seen for the flush on 512); its bound counts.
   Simulating a plan takes a quarter of the time or more.
 - *The flush's bound* lets each stage have the number of replicas that suits it, and counts what it
   waits for by the devices beyond it (`planner/partition/waits.py`). It doesn't count what other
