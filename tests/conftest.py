@@ -65,9 +65,9 @@ def pytest_collection_modifyitems(config, items) -> None:
     """Leave out what `choice` does, unless all are wanted, or some are asked for by name."""
     if config.getoption("every_case") or any("::" in argument for argument in config.args):
         return
-    out = left_out(items)
-    config.hook.pytest_deselected(items=out)
-    items[:] = [item for item in items if item not in set(out)]
+    out = set(left_out(items))
+    config.hook.pytest_deselected(items=[item for item in items if item in out])
+    items[:] = [item for item in items if item not in out]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -218,7 +218,7 @@ class Relaxation:
 
     def work_s(self, micro_batches: int) -> float:
         """All layers' work for one micro-batch, on one of the fastest devices."""
-        return float(np.add(*self._once(self.graph.costs(self._size(micro_batches, 1)))).sum())
+        return self._work_s(self._size(micro_batches, 1))
 
     def shared_out_s(self, micro_batches: int) -> float:
         """All layers' work for a mini-batch, shared out over all devices, each as fast as the
@@ -226,11 +226,11 @@ class Relaxation:
         devices = len(self.question.cluster.devices)
         whole = self.variant.whole_mini_batches
         shares = {r if whole else 1 for r in self.replica_counts(micro_batches)}
-        work = (
-            share * np.add(*self._once(self.graph.costs(self._size(micro_batches, share)))).sum()
-            for share in shares or {1}
-        )
-        return float(min(work)) * micro_batches / devices
+        least_s = min(s * self._work_s(self._size(micro_batches, s)) for s in shares or {1})
+        return least_s * micro_batches / devices
+
+    def _work_s(self, size: int) -> float:
+        return float(np.add(*self._once(self.graph.costs(size))).sum())
 
     def _way_s(self, micro_batches: int) -> float:
         work = np.add(*self._once(self.graph.costs(self._size(micro_batches, 1))))

@@ -199,7 +199,7 @@ class Watched(LocalChannels):
 @pytest.mark.choice(18)
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ALL)
-@pytest.mark.parametrize("replicas", [[1, 1, 1], [2, 1, 2]])
+@pytest.mark.parametrize("replicas", [[1, 1, 1], [2, 1, 2], [1, 2, 1]])
 def test_both_ends_know_the_sequence_of_messages(
     variant, replicas, mlp_profile, mlp_target, tmp_path, monkeypatch
 ):
