@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 
 import pytest
+from helpers.output.lines import is_progress
 from helpers.plans import plan_by_hand, with_times
 from timeprest.cli import progress
 from timeprest.cli.errors import PlainConsole
@@ -54,7 +55,7 @@ def test_a_file_gets_a_plain_line_now_and_then(clock, monkeypatch):
     lines = sys.stderr.getvalue().splitlines()
     assert lines[0].endswith("planning: layer 30 (30 s, 4 min left)")
     assert 5 <= len(lines) <= 8
-    assert all(line.isprintable() for line in lines)
+    assert all(line.isprintable() and is_progress(line) for line in lines)
 
 
 def test_a_terminal_gets_a_bar_and_quiet_nothing(clock, monkeypatch):
@@ -111,6 +112,7 @@ def test_what_has_no_steps_is_said_elsewhere_where_it_takes_long(clock, monkeypa
         bar.say_if_long(clock.now + 100)
     (line,) = sys.stderr.getvalue().splitlines()
     assert line.endswith("timeprest: building the model (20 s)")
+    assert is_progress(line)
     with Bar("timeprest", quiet=True) as bar:
         bar.doing("building the model")
         bar.say_if_long(clock.now + 100)

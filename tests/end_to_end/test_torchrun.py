@@ -13,6 +13,7 @@ import time
 import psutil
 import pytest
 import torch
+from helpers.output.lines import complaints
 from helpers.paths import TESTS
 from helpers.plans import plan_by_hand, with_times
 from helpers.processes.chaos import left_behind
@@ -231,7 +232,7 @@ def test_one_line_from_one_rank(processes, options, trap, message, plan, tmp_pat
     process = trapped(tmp_path, processes, trap, *options)
     _, err = process.communicate(timeout=100)
     assert process.returncode == 1
-    told = [line for line in err.splitlines() if line.startswith("tp-run: ")]
+    told = complaints(err)
     assert len(told) == 1
     assert told[0].startswith(f"tp-run: {message}")
 
@@ -247,7 +248,7 @@ def test_what_ends_torchrun_is_said_once(how, plan, mlp_target, tmp_path):
     process.send_signal(getattr(signal, how))
     _, err = process.communicate(timeout=60)
     assert process.returncode
-    told = [line for line in err.splitlines() if line.startswith("tp-run: ")]
+    told = complaints(err)
     assert told == [f"tp-run: stopped by {how}"]
 
 
@@ -258,7 +259,7 @@ def test_one_line_of_data_that_differ(plan, tmp_path):
     process = torchrun(tmp_path, 2, *task, PYTHONPATH=paths)
     _, err = process.communicate(timeout=100)
     assert process.returncode == 1
-    (told,) = [line for line in err.splitlines() if line.startswith("tp-run: ")]
+    (told,) = complaints(err)
     assert told.startswith("tp-run: data('train') has ")
     assert told.endswith("(docs/tasks.md)")
 

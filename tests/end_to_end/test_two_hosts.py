@@ -11,6 +11,7 @@ import time
 import psutil
 import pytest
 import torch
+from helpers.output.lines import complaints
 from helpers.paths import TESTS
 from helpers.plans import plan_by_hand, with_times
 from helpers.processes.two_hosts import TwoHosts, why_not
@@ -90,7 +91,7 @@ def test_a_worker_that_dies_ends_both_hosts(hosts, plan, tmp_path):
     processes = start(hosts, tmp_path, "--task", task, "--timeout", "5", TRAP="SIGKILL:1")
     errors = [process.communicate(timeout=100)[1] for process in processes]
     assert [process.returncode for process in processes] == [1, 1]
-    told = [line for text in errors for line in text.splitlines() if line.startswith("tp-run: ")]
+    told = [line for text in errors for line in complaints(text)]
     assert len(told) == 1
     assert told[0].startswith("tp-run: stage 1 (rank 1) is gone; last heard of: ")
     # Which of its messages still arrived is a matter of time.
@@ -109,7 +110,7 @@ def test_two_hosts_without_a_network_both_end(how, hosts, plan, mlp_target, tmp_
     with hosts.cut(how):
         errors = [process.communicate(timeout=60)[1] for process in processes]
     assert [process.returncode for process in processes] == [1, 1]
-    told = [[line for line in text.splitlines() if line.startswith("tp-run: ")] for text in errors]
+    told = [complaints(text) for text in errors]
     assert [len(lines) for lines in told] == [1, 1], errors
     assert "nothing came for 3 s (--timeout)" in told[0][0]
     assert "nothing came for 3 s (--timeout)" in told[1][0]
