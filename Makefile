@@ -25,6 +25,10 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO ?= demo
 
+# Hundreds of processes of the tests would each compile all that they import, where the environment
+# says that bytecode isn't written.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test every-case quick check lint types tests browser format model-table bench-planner bench-sequences bench-scale bench-exports claims claims-quick bench bench-quick bench-links bench-loaders deepspeed pictures notebook fuzz chaos clean
 
 demo: $(READY)
@@ -46,7 +50,7 @@ lint: $(READY)
 # The package is mapped from the root folder; mypy finds it under its name through a link.
 types: $(READY)
 	@mkdir -p $(VENV)/typing && ln -sfn ../.. $(VENV)/typing/timeprest
-	MYPYPATH=$(VENV)/typing $(BIN)/mypy -p timeprest
+	MYPYPATH=$(VENV)/typing MYPY_NUM_WORKERS=2 $(BIN)/mypy -p timeprest
 
 # What needs neither processes nor a browser, and doesn't take long: for every change.
 quick: lint
@@ -130,9 +134,10 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Of all modules of the packages few are ever imported; those are compiled then.
 $(READY): setup.cfg pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]'
 	touch $@
 
 clean:
