@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 from ...profiles.files import TotalBytes
-from ..systems.operations import BACKWARD, FORWARD, UPDATE, WEIGHT, Op, in_rows
+from ..systems.operations import BACKWARD, FORWARD, UPDATE, WEIGHT, B, F, Op, U, in_rows
 from ..systems.variants import Variant
 from ..systems.versions import VersionWalk
 from .stage_costs import RECEIVES_AHEAD, Transfer
@@ -220,8 +221,11 @@ def holdings(
         kinds: of the operations (`kinds.numbered`).
         entries, recompute: as for `versions.VersionWalk`.
     """
+    micro, n = variant.backward_unit == "micro", micro_batches
+    if micro and not variant.split_backward:
+        kinds, n, entries = _without_repeats(kinds, micro_batches, replicas, entries)
     walk = HoldingsWalk(
-        variant, micro_batches, replicas, entries, recompute=recompute, update_every=update_every
+        variant, n, replicas, entries, recompute=recompute, update_every=update_every
     )
     fullest: dict[tuple[object, ...], Moment] = {}
 
@@ -231,13 +235,62 @@ def holdings(
         if known is None or moment.kept > known.kept:
             fullest[key] = moment
 
-    for op, count in in_rows(kinds, micro_batches, micro=variant.backward_unit == "micro"):
+    for op, count in in_rows(kinds, n, micro=micro):
         first = op.micro_batch or 0
         while op.kind == FORWARD and (alike := walk.alike(count)) < count:
             note(walk.step(op._replace(micro_batch=first), alike))
             first, count = first + alike, count - alike
         note(walk.step(op if op.kind != FORWARD else op._replace(micro_batch=first), count))
-    return Holdings(tuple(fullest.values()), tuple(walk.differences))
+    return Holdings(tuple(fullest.values()), _repeated(walk.differences, n, micro_batches))
+
+
+_ROUNDS = 3
+"""Of all replicas, with as many micro-batches in flight throughout, before and after what is left
+out: in one of them each has had both operations of each kind of moment."""
+
+
+def _without_repeats(
+    kinds: bytes, micro_batches: int, replicas: int, entries: Sequence[int]
+) -> tuple[bytes, int, Sequence[int]]:
+    """A stage's operations in mini-batches of fewer micro-batches, how many these have, and the
+    versions that they enter with.
+
+    Where a forward and a backward take turns for long, what the replicas hold repeats after each
+    has had one of both: weight versions change at updates alone, here and at stage 0. Left out are
+    as many turns in every mini-batch. Where some mini-batch has no such row, or the last one is
+    broken off, all is as it was.
+    """
+    whole, steps = (kinds, micro_batches, entries), np.array([1, -1, 0, 0])
+    ahead = int(np.cumsum(steps[np.frombuffer(kinds, dtype=np.uint8)]).max(initial=0))
+    # Of a mini-batch's micro-batches, how many have entered when the last change comes.
+    changed = 1 + np.flatnonzero(np.diff(entries))
+    ahead = max(ahead, int((changed % micro_batches).max(initial=0)))
+    n = replicas * (-(-ahead // replicas) + _ROUNDS)
+    turns = micro_batches - n
+    if turns <= 0:
+        return whole
+    *parts, rest = kinds.split(U)
+    row, found = (F + B) * (turns + 1), []
+    for part in parts:
+        at = part.find(row)
+        if at < 0 or part.count(B) != micro_batches:
+            return whole
+        found.append(part[:at] + part[at + 2 * turns :])
+    if rest:
+        return whole
+    firsts = range(0, len(entries), micro_batches)
+    fewer = tuple(version for first in firsts for version in entries[first : first + n])
+    return U.join([*found, b""]), n, fewer
+
+
+def _repeated(differences: Sequence[int], n: int, micro_batches: int) -> tuple[int, ...]:
+    """Those of mini-batches with so many micro-batches, from those with n, whose last ones repeat
+    what was left out."""
+    found: list[int] = []
+    for first in range(0, len(differences), n):
+        mine = differences[first : first + n]
+        found += [*mine, *mine[-1:] * (micro_batches - n)]
+    return tuple(found)
 
 
 WORKING = (FORWARD, BACKWARD, WEIGHT)

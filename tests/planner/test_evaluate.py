@@ -13,20 +13,23 @@ from helpers.drawn.pipelines import ALL
 from helpers.drawn.plans import evaluated
 from helpers.plans import REPORT, lone_stages
 from helpers.stage_costs import stage_cost, transfers
-from hypothesis import given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from timeprest.planner import evaluate as evaluation
 from timeprest.planner.cluster.cluster import Device, uniform_cluster
+from timeprest.planner.costs import memory
 from timeprest.planner.costs.memory import HoldingsWalk, StageBytes, holdings
 from timeprest.planner.costs.stage_costs import Costs
 from timeprest.planner.evaluate import Question, evaluate, make_plan
 from timeprest.planner.plan import PlanStage, check_plan, pipeline_of
 from timeprest.planner.schedules.schedules import limit_ranges, make_schedule
+from timeprest.planner.schedules.steady_state import steady_state
 from timeprest.planner.search.recheck import recheck
 from timeprest.planner.simulator.timeline import Event, simulate
 from timeprest.planner.systems.operations import Op
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.planner.systems.versions import entry_versions
-from timeprest.profiles.errors import PlanError
+from timeprest.profiles.errors import PlanError, ScheduleError
 
 FAST = {"bandwidth": "1000TB/s", "latency": "0s"}
 
@@ -265,6 +268,49 @@ def test_memory_over_time_peaks_where_the_walk_says(variant, stages, times_, nee
     # When all is done, weights, optimizer, scratch and posted receives are left.
     left = needs.parameters + needs.buffers + needs.optimizer + needs.scratch + needs.messages
     assert steps[-1][1] == left
+
+
+BY_MICRO_BATCH = [v for v in ALL if VARIANTS[v].backward_unit == "micro"]
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.sampled_from(BY_MICRO_BATCH), st.data())
+def test_long_mini_batches_hold_what_every_operation_says(variant, data):
+    """What repeats in the middle of them is left out; of whatever limits, replicas, placement."""
+    system = VARIANTS[variant]
+    n = data.draw(st.sampled_from([24, 48, 72]))
+    devices = data.draw(st.integers(1, 4))
+    placement = data.draw(st.sampled_from([tuple(range(devices)), (*range(devices),) * 2]))
+    replicas = [data.draw(st.sampled_from([1, 1, 2, 3, 8])) for _ in range(devices)]
+    ranges = limit_ranges(system, len(placement), several=len(placement) > devices)
+    limits = sorted((data.draw(st.integers(least, most)) for least, most in ranges), reverse=True)
+    first = [sum(replicas[:d]) for d in range(devices)]
+    stages = [
+        stage([f"n{s}"], range(first[d], first[d] + replicas[d]), limit)
+        for s, (d, limit) in enumerate(zip(placement, limits, strict=True))
+    ]
+    asked = question(chain(len(stages)), uniform_cluster(sum(replicas), **FAST), variant, n)
+    try:
+        pipeline = evaluate(asked, stages, n).pipeline
+    except (PlanError, ScheduleError):
+        assume(False)
+    steady, again = steady_state(pipeline), [data.draw(st.booleans()) for _ in stages]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluation, "MOST_KEPT", 0)
+        found = evaluation._holdings(pipeline, steady, again)
+        patch.setattr(memory, "_without_repeats", lambda kinds, n, _, entries: (kinds, n, entries))
+        assert found == evaluation._holdings(pipeline, steady, again)
+
+
+@pytest.mark.parametrize("variant", ["pipedream-flush", "pipedream-2bw"])
+def test_of_long_mini_batches_few_operations_are_walked(variant):
+    pipeline = unit_pipeline(variant, 6, 600)
+    steady = steady_state(pipeline)
+    entries = evaluation._entries(pipeline, steady)
+    for kinds in steady.kinds:
+        fewer, n, _ = memory._without_repeats(kinds, 600, 1, entries)
+        assert n < 12
+        assert len(fewer) < len(kinds) / 20
 
 
 def test_memory_over_time_by_hand():
