@@ -77,6 +77,19 @@ class Waits:
         needed: Vector = np.maximum((units - 2) * r + 1, 0.0)
         return needed
 
+    def falling(
+        self, target: float, work: Vector, before_s: float, beyond_s: Vector
+    ) -> tuple[float | Vector, float | Vector]:
+        """As `fewest_beyond`, for any r: a and b of a - b · r, of which it is never less, [p]."""
+        mine = np.maximum(work / (self.micro_batches * self.speed), 1e-300)
+        if self.flushes:
+            a: float | Vector = self.micro_batches + 1.0
+            b = 1.0 + np.maximum((target - before_s - 2 * beyond_s) / mine, 1.0)
+        else:
+            a = np.minimum(self.micro_batches * (mine + beyond_s) / target, self.micro_batches) + 1
+            b = 2.0
+        return a, b
+
     def allowed(
         self, target: float, r: int, through_s: Vector, devices: NDArray[np.int64]
     ) -> NDArray[np.bool_]:

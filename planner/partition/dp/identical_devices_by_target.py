@@ -2,7 +2,8 @@
 
 As `identical_devices`, a downset needs one number under a target: the fewest devices that do the
 layers beyond it. Stages are made again for each target, the ones with the fewest devices first, and
-only those that can need fewer than the best so far.
+only those that can need fewer than the best so far. Targets far below what any cut keeps to are
+excluded before, with a simpler count of the devices that stages need (`excludes`).
 """
 
 from __future__ import annotations
@@ -66,6 +67,10 @@ class IdenticalByTargets:
             self._before = self._costs.summed(places.waits.before_s)
             through = self._costs.summed(places.waits.beyond_s)
             self._beyond = through[-1] - through
+        modes = sorted({problem.options[o].mode for o in self._program.options.tolist()})
+        self._ways = [
+            _Way(self._program, places, mode, self._before, self._beyond) for mode in modes
+        ]
 
     @property
     def least_s(self) -> float:
@@ -97,12 +102,40 @@ class IdenticalByTargets:
             return Answer(None, below, complete=True)
         return Answer(best, min(low, high), complete=low >= just_below(high))
 
+    def excludes(self, target: float, deadline: float | None = None) -> bool:
+        """Whether it is soon seen that no cut has loads up to a target.
+
+        As `under`, with less to look at: tensors at cuts take no time and no memory, stages may
+        lie between downsets of which none holds the other, and how many replicas are enough for a
+        stage is known without trying them one by one.
+
+        Raises OutOfTime when the deadline, by `time.monotonic`, has passed.
+        """
+        costs, order, devices = self._costs, self._program.order, self._problem.devices
+        before, after = costs.before[order], costs.after[order]
+        fewest = np.full(len(order), np.inf)
+        for i, below in enumerate(order.tolist()):
+            if i % CLOCK == 0 and deadline is not None and monotonic() > deadline:
+                raise OutOfTime
+            if below == self._program.top:
+                fewest[i] = 0.0
+                continue
+            at = np.flatnonzero(fewest[:i] < devices)
+            rest, best = target - before[i] - after[at], devices + 1.0
+            for way in self._ways:
+                best = way.fewest(i, at, fewest[at], rest, target, best)
+            fewest[i] = best if best <= devices else np.inf
+        # The empty downset comes last.
+        return not fewest[-1] <= devices
+
     def under(self, target: float, deadline: float | None) -> Cut | None:
         """A cut with loads up to a target on the fewest devices; of those with the fewest stages.
 
         Raises OutOfTime when the deadline, by `time.monotonic`, has passed.
         """
         step, devices = self._problem.layers + 1, self._problem.devices
+        if self.excludes(target, deadline):
+            return None
         # Devices · step + stages, which are fewer than that.
         cost = np.full(self._lattice.size, NEVER, dtype=np.int64)
         cost[self._program.top] = 0
@@ -241,6 +274,104 @@ class IdenticalByTargets:
             steps.append((below, above, option))
             below = above
         return cut_on_last_devices(self._problem, self._lattice.masks, steps)
+
+
+class _Way:
+    """A mode of stages, whatever their replicas: what they need at the least.
+
+    Downsets are counted in the program's order.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        places: IdenticalPlaces,
+        mode: int,
+        before_s: Vector,
+        beyond_s: Vector,
+    ) -> None:
+        """Of a mode that some option has.
+
+        Args:
+            before_s, beyond_s: what stages wait for below and above downsets, [D].
+        """
+        problem, costs, order = program.problem, program.costs, program.order
+        options = [o for o in program.options.tolist() if problem.options[o].mode == mode]
+        options.sort(key=lambda o: problem.options[o].replicas)
+        with_one = [places.with_one[o] for o in options]
+        self._replicas = np.array([float(problem.options[o].replicas) for o in options])
+        self._most = np.minimum.accumulate([float(places.most[o]) for o in options])
+        self._speed = max(place.speed for place in with_one)
+        self._memory = max(place.memory_bytes for place in with_one) * FITS
+        self._units = min(place.units for place in with_one)
+        self._copies = min(place.copies for place in with_one)
+        self._more = places.copies_per_unit
+        self._waits = places.waits
+        self._before, self._beyond = before_s[order], beyond_s[order]
+        self._compute, self._serial = costs.compute[mode][order], None
+        if costs.serial is not None:
+            self._serial = costs.serial[order] / self._speed
+        self._limited = costs.places.limited and self._memory < UNBOUNDED
+        if self._limited:
+            self._parameters = costs.parameters[order]
+            self._fixed, self._flight = costs.fixed[mode][order], costs.flight[mode][order]
+
+    def fewest(
+        self, below: int, at: Positions, beyond: Vector, rest: Vector, target: float, best: float
+    ) -> float:
+        """Devices from a downset on, at the least, with one stage up to one of some others.
+
+        Args:
+            at: those others, [p]; `beyond`: devices beyond each; `rest`: what a stage up to there
+                may compute, in s.
+            best: known already; it is returned where there are no fewer.
+        """
+        work = self._compute[at] - self._compute[below]
+        if self._serial is not None:
+            rest = rest - (self._serial[at] - self._serial[below])
+        rest = rest + SLACK * target
+        with np.errstate(divide="ignore", invalid="ignore"):
+            least = work / (rest * self._speed)
+        # What has nothing to do takes no time.
+        least = np.where(rest < 0, np.inf, np.fmax(least, self._replicas[0]))
+        left = np.flatnonzero(beyond + least < best)
+        if not len(left):
+            return best
+        at, beyond, work = at[left], beyond[left], work[left]
+        # The first of the numbers of replicas that do.
+        first = np.searchsorted(self._replicas, least[left] * (1 - SLACK))
+        if self._limited:
+            first = np.maximum(first, self._holding(below, at, beyond))
+        last = np.full(len(at), -1)
+        falling = None
+        if self._waits is not None:
+            before_s, beyond_s = float(self._before[below]), self._beyond[at]
+            a, b = falling = self._waits.falling(target, work, before_s, beyond_s)
+            even = (a - beyond) / (1 + b) * (1 - SLACK)
+            enough = np.searchsorted(self._replicas, even)
+            last = np.where(enough > first, enough - 1, -1)
+            first = np.maximum(first, enough)
+        totals = beyond + np.append(self._replicas, np.inf)[first]
+        if falling is not None:
+            a, b = falling
+            more = np.ceil((a - b * self._replicas[last]) * (1 - SLACK) - SLACK)
+            totals = np.minimum(totals, np.where(last >= 0, more, np.inf))
+        return min(best, float(totals.min()))
+
+    def _holding(self, below: int, at: Positions, beyond: Vector) -> Positions:
+        """Positions of the fewest replicas whose devices can hold stages, [p]."""
+        held = self._parameters[at] - self._parameters[below]
+        each = self._more * held + self._units * (self._flight[at] - self._flight[below])
+        room = self._memory - (self._fixed[at] - self._fixed[below])
+        room -= (self._copies - self._more) * held
+        with np.errstate(divide="ignore", invalid="ignore"):
+            units = np.where(each > 0, room / each, np.where(room >= 0, np.inf, -1.0)) * (1 + SLACK)
+            needed = np.where(units > 1, beyond / np.maximum(units - 1, 0.0), np.inf)
+        # Those with the fewest in flight by what is beyond them, or by the most that there may be.
+        by_beyond = np.searchsorted(self._replicas, needed * (1 - SLACK))
+        by_most = np.searchsorted(-self._most, -units)
+        found: Positions = np.where(units >= 1, np.minimum(by_beyond, by_most), len(self._replicas))
+        return found
 
 
 def _above(program: Program, below: int) -> _Above:

@@ -13,9 +13,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from timeprest.planner.partition.dp import identical_devices as rising
 from timeprest.planner.partition.dp.identical_devices import IdenticalPlaces
-from timeprest.planner.partition.dp.identical_devices_by_target import identical_by_targets
+from timeprest.planner.partition.dp.identical_devices_by_target import (
+    identical_by_targets,
+    targets_of,
+)
 from timeprest.planner.partition.dp.lattice import find_downsets
 from timeprest.planner.partition.problem import Mode, Option, Place, cut_load
+from timeprest.planner.partition.waits import Waits
 
 
 def alike(
@@ -122,6 +126,47 @@ def test_it_agrees_with_the_other_program():
         other = minimax(problem, find_downsets(problem, 10_000))
         assert answer.cut.objective_s == pytest.approx(other.objective_s, rel=1e-9)
         assert devices_of(problem, answer.cut) == devices_of(problem, other)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    drawn=drawn_problems(most=6, devices=8),
+    limit=st.sampled_from([float("inf"), 500.0, 250.0, 120.0]),
+    copies=st.sampled_from([0.0, 1.0, 2.0]),
+    copies_per_unit=st.sampled_from([0.0, 1.0]),
+    most=st.sampled_from([float("inf"), 1.0, 3.0]),
+    flushes=st.sampled_from([None, True, False]),
+)
+def test_what_is_soon_excluded_no_cut_keeps_to(
+    drawn, limit, copies, copies_per_unit, most, flushes
+):
+    """Looking at each stage finds none either, from what is far below any cut to far above it."""
+    n = 840
+    problem = alike(drawn, limit=limit, copies=copies, copies_per_unit=copies_per_unit, most=most)
+    if flushes is not None:
+        each_s = problem.modes[0].compute_s / n
+        waits = Waits(n, flushes, 1.0, each_s * problem.parameter_bytes.astype(bool), each_s)
+        problem = replace(problem, place=problem.place.with_waits(waits))
+    found = targets_of(problem, find_downsets(problem, 10_000))
+    assume(found.least_s > 0)
+    for factor in (0.5, 0.9, 1.0, 1.1, 1.3, 1.6, 2.0, 4.0):
+        target = found.least_s * factor
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(found), "excludes", lambda *_: False)
+            cut = found.under(target, None)
+        if cut is not None:
+            assert not found.excludes(target)
+
+
+def test_most_of_what_no_cut_keeps_to_is_soon_excluded():
+    """Also where it is memory that rules it out: stages that hold the weights are too slow."""
+    for memory, share in ((None, 0.97), (2.0, 0.9), (0.8, 0.8), (0.4, 0.7)):
+        problem = many(12, memory=memory)
+        found = targets_of(problem, find_downsets(problem, 10_000))
+        best = solved(problem).cut.objective_s
+        assert found.excludes(best * share)
+        assert not found.excludes(best)
+    assert targets_of(many(40, memory=1e-3), find_downsets(problem, 10_000)).excludes(1e9)
 
 
 def test_where_nothing_fits():
