@@ -288,8 +288,8 @@ def _repeated(differences: Sequence[int], n: int, micro_batches: int) -> tuple[i
     what was left out."""
     found: list[int] = []
     for first in range(0, len(differences), n):
-        mine = differences[first : first + n]
-        found += [*mine, *mine[-1:] * (micro_batches - n)]
+        found += differences[first : first + n]
+        found += [found[-1]] * (micro_batches - n)
     return tuple(found)
 
 

@@ -81,14 +81,11 @@ class Waits:
         self, target: float, work: Vector, before_s: float, beyond_s: Vector
     ) -> tuple[float | Vector, float | Vector]:
         """As `fewest_beyond`, for any r: a and b of a - b · r, of which it is never less, [p]."""
-        mine = np.maximum(work / (self.micro_batches * self.speed), 1e-300)
+        n = self.micro_batches
+        mine = np.maximum(work / (n * self.speed), 1e-300)
         if self.flushes:
-            a: float | Vector = self.micro_batches + 1.0
-            b = 1.0 + np.maximum((target - before_s - 2 * beyond_s) / mine, 1.0)
-        else:
-            a = np.minimum(self.micro_batches * (mine + beyond_s) / target, self.micro_batches) + 1
-            b = 2.0
-        return a, b
+            return n + 1.0, 1.0 + np.maximum((target - before_s - 2 * beyond_s) / mine, 1.0)
+        return np.minimum(n * (mine + beyond_s) / target, n) + 1.0, 2.0
 
     def allowed(
         self, target: float, r: int, through_s: Vector, devices: NDArray[np.int64]
