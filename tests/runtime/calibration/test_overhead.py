@@ -17,7 +17,11 @@ COST = OperationCost(forward_s=0.01, mini_batch_s=0.03)
 
 
 def test_a_small_network_tells():
-    found = measure_operations(1)
+    """Of a difference a busy machine may leave nothing, but not again and again."""
+    for _ in range(3):
+        found = measure_operations(1)
+        if all((found.forward_s, found.mini_batch_s, found.pack_s, found.unpack_s)):
+            break
     assert 0 < found.forward_s < 0.1
     assert 0 < found.mini_batch_s < 0.1
     for seconds in (found.pack_s, found.unpack_s):
