@@ -66,24 +66,19 @@ class Waits:
             before_s: P.
             beyond_s: W, [p].
         """
-        each = self.micro_batches // r
-        mine = np.maximum(work / (self.micro_batches * self.speed), 1e-300)
-        if self.flushes:
-            least = each + 1 - (target - before_s - 2 * beyond_s) / mine
-        else:
-            least = each * (mine + beyond_s) / target
-        # With as many as there are, what a drained pipeline waits for is the way alone.
-        units = np.minimum(np.ceil(least * (1 - _ROUNDING) - _ROUNDING), each)
+        a, b = self.falling(target, work, before_s, beyond_s)
+        units = np.ceil(((a - 1) / r + 2 - b) * (1 - _ROUNDING) - _ROUNDING)
         needed: Vector = np.maximum((units - 2) * r + 1, 0.0)
         return needed
 
     def falling(
         self, target: float, work: Vector, before_s: float, beyond_s: Vector
     ) -> tuple[float | Vector, float | Vector]:
-        """As `fewest_beyond`, for any r: a and b of a - b · r, of which it is never less, [p]."""
+        """As `fewest_beyond`, whatever r, were units not whole: a and b of a - b · r, [p]."""
         n = self.micro_batches
         mine = np.maximum(work / (n * self.speed), 1e-300)
         if self.flushes:
+            # With as many as there are, what a drained pipeline waits for is the way alone.
             return n + 1.0, 1.0 + np.maximum((target - before_s - 2 * beyond_s) / mine, 1.0)
         return np.minimum(n * (mine + beyond_s) / target, n) + 1.0, 2.0
 

@@ -273,7 +273,7 @@ def test_memory_over_time_peaks_where_the_walk_says(variant, stages, times_, nee
 BY_MICRO_BATCH = [v for v in ALL if VARIANTS[v].backward_unit == "micro"]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.sampled_from(BY_MICRO_BATCH), st.data())
 def test_long_mini_batches_hold_what_every_operation_says(variant, data):
     """What repeats in the middle of them is left out; of whatever limits, replicas, placement."""
