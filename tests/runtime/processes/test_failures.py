@@ -33,12 +33,15 @@ TRAP = f"{TESTS / 'tasks/failing_tasks.py'}:TrapTask"
 
 
 def workers(run_dir):
-    """Stage processes of a run that are still there."""
+    """Stage processes of a run that are still there. Other tests' runs are named alike, and where
+    they are is relative to where their processes began."""
     found = []
-    for process in psutil.process_iter(["cmdline"]):
+    for process in psutil.process_iter(["cmdline", "cwd"]):
         line = process.info["cmdline"] or []
-        if "timeprest.runtime.training.worker" in line and str(run_dir) in line:
-            found.append(process)
+        if "timeprest.runtime.training.worker" in line and process.info["cwd"]:
+            where = Path(process.info["cwd"])
+            if any((where / argument).absolute() == run_dir for argument in line):
+                found.append(process)
     return found
 
 
@@ -187,7 +190,7 @@ def test_a_run_that_can_show_nothing_more_ends(mlp_profile, mlp_target, tmp_path
     assert last == "tp-run: stopped: what it prints can't be written: Broken pipe"
     # Of a slow start it says after a while what it is at.
     assert all(map(is_progress, before))
-    assert not workers("run")
+    assert not workers(tmp_path / "run")
 
 
 def test_what_ignores_a_hangup_goes_on_ignoring_it():
@@ -251,13 +254,15 @@ def test_ctrl_c_ends_the_run_at_once(mlp_profile, mlp_target, tmp_path):
         deadline = time.monotonic() + 60
         while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
             time.sleep(0.1)
+        there = len(workers(tmp_path / "run"))
         process.send_signal(signal.SIGINT)
         begin = time.monotonic()
         _, stderr = process.communicate(timeout=60)
     assert time.monotonic() - begin < 20
+    assert there == 2
     assert process.returncode == 130
     *before, last = stderr.strip().splitlines()
     assert last == "tp-run: stopped"
     # Of a slow start it says after a while what it is at.
     assert all(map(is_progress, before))
-    assert not workers("run")
+    assert not workers(tmp_path / "run")
