@@ -14,6 +14,7 @@ from ..profiles.errors import UserError
 from ..profiles.measuring.process import without_collections
 from ..runtime.processes.environment import check_world_size
 from ..runtime.processes.locks import check_system
+from ..runtime.processes.start import WORKER, load_ahead
 from ..runtime.settings import settings_of
 from .errors import errors_as_lines, naming
 from .options import (
@@ -112,6 +113,8 @@ def main(
     with Bar(plan.variant, quiet=quiet or as_json or rendezvous is not None) as bar:
         # Torch takes its time; bad options and plans needn't wait for it.
         bar.doing("loading torch")
+        if rendezvous is None and not inline and not dry_run:
+            load_ahead(WORKER)
         with without_collections():
             from .run_commands.checks import show_check, show_dry_run
             from .run_commands.train import TrainingJob, train

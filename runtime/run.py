@@ -37,7 +37,7 @@ from .processes.environment import launched_by, use_interface
 from .processes.launcher import launch
 from .processes.locks import alone, as_worker
 from .processes.rendezvous import Rendezvous
-from .processes.start import slow_libraries
+from .processes.start import WORKER, load_ahead, slow_libraries
 from .records.callbacks import (
     Callback,
     Callbacks,
@@ -146,6 +146,8 @@ def _run(
     tells = any(worker.tells for worker in here)
     observer = observer if tells else Silent()
     devices_here(plan, settings)
+    if rendezvous is None and not inline:
+        load_ahead(WORKER, _libraries(plan, settings))
     if tells:
         check_logs_at_hand(settings)
     if settings.resumed:
@@ -254,12 +256,16 @@ def _train(
     for replica in prepared.replicas:
         if replica.tells:
             rewind_logs(where, settings, replica)
-    # A GPU's driver, which some of them look for, can't be forked.
-    on_cpu = device_kind(prepared.plan, settings) == "cpu"
-    libraries = slow_libraries() if on_cpu else ()
     labels = [worker.label for worker in workers]
+    libraries = _libraries(prepared.plan, settings)
     launch(where, labels, observer, as_bytes(settings.task), libraries)
     return where.read_reports(prepared.replicas)
+
+
+def _libraries(plan: Plan, settings: RunSettings) -> Sequence[str]:
+    """Libraries of this process that all workers will load, where they are loaded once for all."""
+    # A GPU's driver, which some of them look for, can't be forked.
+    return slow_libraries() if device_kind(plan, settings) == "cpu" else ()
 
 
 @contextmanager

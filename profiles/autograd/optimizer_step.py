@@ -1,13 +1,19 @@
-"""Optimizer steps in one pass over the weights, where torch has a kernel for that."""
+"""What torch's optimizers do beside their rule: steps in one pass, and what they load."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 _HAVE_ONE = (SGD, Adam, AdamW)
+
+_COMPILER, _CHOSEN = "torch._dynamo", "__dynamo_disable"
+"""What torch loads when an optimizer is made, and where it keeps what it calls from then on."""
 
 
 def fuse(optimizer: Optimizer) -> bool:
@@ -49,3 +55,22 @@ def _suits(tensor: torch.Tensor) -> bool:
         and tensor.dtype in (torch.float32, torch.float64)
         and tensor.is_contiguous()
     )
+
+
+@contextmanager
+def made_without_compiler() -> Iterator[None]:
+    """Optimizers that are made here to be looked at don't load torch's compiler: two to three
+    seconds, and it comes with a step at the latest.
+
+    It would only be told not to look into the adding of parameters, which it can't while it isn't
+    there. Where torch keeps that otherwise, it is loaded as ever.
+    """
+    adds = getattr(Optimizer.add_param_group, "__wrapped__", None)
+    if adds is None or _COMPILER in sys.modules or hasattr(adds, _CHOSEN):
+        yield
+        return
+    setattr(adds, _CHOSEN, adds)
+    try:
+        yield
+    finally:
+        delattr(adds, _CHOSEN)

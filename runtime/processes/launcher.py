@@ -26,13 +26,10 @@ from ..records.status import WorkerStatus, read_statuses
 from .environment import LOOPBACK, Launched, take_signals, variables_of
 from .failures import circumstances, settled
 from .rendezvous import GRACE_S, TASK_VARIABLE, Failure, LocalStore, MayGoOn
-from .start import WorkerProcess, start_process
+from .start import WORKER, WorkerProcess, start_process
 
 LOOK_S = 0.1
 """Between two looks at the workers."""
-
-WORKER = f"{__package__.rpartition('.')[0]}.training.worker"
-"""The module that a worker's process runs."""
 
 
 @dataclass(frozen=True)

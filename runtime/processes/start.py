@@ -2,7 +2,8 @@
 
 Loading torch takes a core one to three seconds, and often more workers start than there are cores.
 So on Linux a fork server is started first (`main`): it loads the workers' module once and is forked
-for each of them; so it does with libraries that the task needs and that take as long. It never
+for each of them; so it does with libraries that the task needs and that take as long. What is known
+to be needed it loads while its launcher gets ready (`load_ahead`). It never
 computes, so nothing of torch has begun that a fork would break. It stays
 for the next run of the same thread with the same environment, and ends with its launcher, or when
 it hasn't been asked for a while. Elsewhere each worker is a process of its own from the beginning.
@@ -23,15 +24,19 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn, Protocol
 
 from ...profiles.errors import RunError
 from ...profiles.measuring.process import end_with_parent
+
+WORKER = f"{__package__.rpartition('.')[0]}.training.worker"
+"""The module that a worker's process of a run is."""
 
 IDLE_S = 300.0
 """A fork server that nobody asks, and that has no workers, ends."""
@@ -82,11 +87,22 @@ def start_process(
     Raises:
         OSError: there can't be another process.
     """
-    server = _server_of_this_thread(module, err)
+    server = _server_of_this_thread(module, lambda: err)
     if server is not None:
         with contextlib.suppress(ConnectionError):
             return server.fork(module, arguments, variables, out, err, libraries)
     return _Spawned(module, arguments, variables, out, err)
+
+
+def load_ahead(module: str, libraries: Sequence[str] = ()) -> None:
+    """Have what this thread's workers will need loaded, while this process does something else.
+
+    What can't be loaded is said in the log of the worker that needs it.
+    """
+    with contextlib.suppress(OSError):
+        server = _server_of_this_thread(module, tempfile.TemporaryFile)
+        if server is not None:
+            server.load(libraries)
 
 
 _SLOW = ("datasets", "sklearn", "torchvision", "transformers")
@@ -154,8 +170,9 @@ class _Spawned:
 class _Forked:
     """A process that the server has forked, or is about to."""
 
-    def __init__(self, server: _Server) -> None:
+    def __init__(self, server: _Server, log: str) -> None:
         self.server = server
+        self.log = log
         self.pid: int | None = None
         self.code: int | None = None
         self.asked = time.monotonic()
@@ -165,6 +182,8 @@ class _Forked:
         if self.code is None and self.server.ended:
             # A worker goes with the process that forked it; what that couldn't load, nobody can.
             self.code = _KILLED if self.pid is not None else self.server.process.returncode or 1
+            if self.pid is None:
+                self.server.explain(self.log)
         if self.pid is None and self.code is None and time.monotonic() > self.asked + LOADING_S:
             self.server.close()
             raise RunError(f"loading torch took longer than {LOADING_S:g} s: no worker was started")
@@ -195,6 +214,7 @@ class _Server:
     def __init__(self, module: str, err: IO[bytes]) -> None:
         self.environment = dict(os.environ)
         self.ended = False
+        self._err = err
         self._gone = False
         self._asked: deque[_Forked] = deque()
         self._forked: dict[int, _Forked] = {}
@@ -232,7 +252,7 @@ class _Server:
         libraries: Sequence[str],
     ) -> _Forked:
         """Have a worker forked. Raises ConnectionError where the server has ended."""
-        self._load(libraries)
+        self.load(libraries)
         asked = {
             "module": module,
             "arguments": list(arguments),
@@ -245,10 +265,11 @@ class _Server:
         except OSError as error:
             self.close()
             raise ConnectionError from error
-        self._asked.append(_Forked(self))
+        self._asked.append(_Forked(self, err.name))
         return self._asked[-1]
 
-    def _load(self, libraries: Sequence[str]) -> None:
+    def load(self, libraries: Sequence[str]) -> None:
+        """Have modules loaded that all of its workers will need."""
         new = [name for name in libraries if name not in self._libraries]
         self._libraries.update(new)
         for begin in range(0, len(new), _AT_ONCE):
@@ -281,6 +302,13 @@ class _Server:
                 forked.pid = said["pid"]
                 self._forked[said["pid"]] = forked
 
+    def explain(self, log: str) -> None:
+        """Write what it said when it ended, before there were logs, to that of a worker."""
+        if not self._err.closed:
+            with contextlib.suppress(OSError), self._err as said, Path(log).open("ab") as file:
+                said.seek(0)
+                file.write(said.read())
+
     def close(self) -> None:
         """End it, with all that it has forked. One that ends by itself has a moment to do it."""
         self.ended = True
@@ -296,11 +324,11 @@ _servers = threading.local()
 process that its parent is gone."""
 
 
-def _server_of_this_thread(module: str, err: IO[bytes]) -> _Server | None:
+def _server_of_this_thread(module: str, err: Callable[[], IO[bytes]]) -> _Server | None:
     """The fork server for workers that are started here; None where there can't be one.
 
     Args:
-        err: where it says why it can't load the module.
+        err: where one that is started now says why it can't load the module.
     """
     if sys.platform != "linux":
         return None
@@ -309,7 +337,7 @@ def _server_of_this_thread(module: str, err: IO[bytes]) -> _Server | None:
         _close_server()
         server = None
     if server is None:
-        server = _servers.server = _Server(module, err)
+        server = _servers.server = _Server(module, err())
     return server
 
 

@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import CyclicLR, LambdaLR, LRScheduler, OneCycleLR
 
 from ...planner.systems.outside import StageContext
 from ...planner.systems.variants import UpdateRule
+from ...profiles.autograd.optimizer_step import made_without_compiler
 from ...profiles.errors import RunError, TargetError, TaskWarning, UserError
 from ...profiles.tasks.hooks import (
     Named,
@@ -479,11 +480,12 @@ def check_updates(prepared: Prepared) -> None:
     if device_kind(prepared.plan, prepared.settings) != "cpu":
         return
     settings = prepared.settings
-    for s in range(len(prepared.model.pieces)):
-        optimizer = optimizer_of(prepared, s)
-        if optimizer is not None and settings.stagewise_momentum:
-            raise_momentum(optimizer, delay_of(prepared.plan, s), len(prepared.plan.stages))
-        make_scheduler(prepared.task, settings, optimizer, prepared.length)
+    with made_without_compiler():
+        for s in range(len(prepared.model.pieces)):
+            optimizer = optimizer_of(prepared, s)
+            if optimizer is not None and settings.stagewise_momentum:
+                raise_momentum(optimizer, delay_of(prepared.plan, s), len(prepared.plan.stages))
+            make_scheduler(prepared.task, settings, optimizer, prepared.length)
 
 
 def optimizer_of(prepared: Prepared, s: int) -> Optimizer | None:
@@ -498,7 +500,7 @@ def hook_warnings(prepared: Prepared) -> list[str]:
     settings, length = prepared.settings, prepared.length
     if settings.lr_schedule is None:
         # Optimizers for GPUs alone can't be made here: then nothing is said.
-        with suppress(UserError):
+        with suppress(UserError), made_without_compiler():
             made = (optimizer_of(prepared, s) for s in range(len(prepared.model.pieces)))
             optimizer = next((found for found in made if found is not None), None)
             scheduler = make_scheduler(prepared.task, settings, optimizer, length)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
+from textwrap import dedent
 
 import pytest
 import torch
@@ -78,3 +81,35 @@ def test_what_the_user_chose_or_the_kernel_cant_take_stays():
         assert fuse(optimizer)
         assert not any(group.get("fused") for group in optimizer.param_groups)
         optimizer.step()
+
+
+LOOKED_AT = dedent("""
+    import sys, torch
+    from timeprest.profiles.autograd.optimizer_step import made_without_compiler
+    adds = torch.optim.Optimizer.add_param_group
+    plain = adds.__wrapped__
+    if sys.argv[1] == "otherwise":
+        del adds.__wrapped__
+    p = torch.nn.Parameter(torch.ones(2))
+    with made_without_compiler():
+        optimizer = torch.optim.SGD([p], lr=0.5)
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    print("torch._dynamo" in sys.modules)
+    p.grad = torch.ones(2)
+    optimizer.step()
+    optimizer.add_param_group({"params": torch.nn.Parameter(torch.ones(1))})
+    print("torch._dynamo" in sys.modules, p.tolist(), len(optimizer.param_groups))
+    with made_without_compiler():
+        torch.optim.SGD([p], lr=0.5)
+    # As torch left it: told not to look into it.
+    print(vars(plain)["__dynamo_disable"] is not plain)
+""")
+
+
+@pytest.mark.parametrize(("torchs", "loaded"), [("own", "False"), ("otherwise", "True")])
+def test_an_optimizer_to_be_looked_at_needs_no_compiler(torchs, loaded):
+    """In a process of its own, since others load it; where torch keeps it otherwise all is as
+    ever."""
+    line = [sys.executable, "-c", LOOKED_AT, torchs]
+    ran = subprocess.run(line, capture_output=True, text=True, check=True)
+    assert ran.stdout.splitlines() == [loaded, "True [0.5, 0.5] 2", "True"]

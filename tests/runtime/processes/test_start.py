@@ -120,6 +120,28 @@ def test_libraries_are_loaded_once_for_all(forked, tmp_path):
     assert [one["library_in"] for one in told] == [None, told[0]["parent"], told[0]["parent"]]
 
 
+def test_what_is_loaded_ahead_is_there_for_the_first_worker(forked, tmp_path):
+    (tmp_path / "drawn_library.py").write_text("import os\nLOADED_IN = os.getpid()\n")
+    start.load_ahead("drawn_worker")
+    start.load_ahead("drawn_worker", ["drawn_library"])
+    server = start._servers.server.process.pid
+    assert forked("0").wait(30) == 0
+    told = forked.told(0)
+    assert told["loaded_in"] == told["library_in"] == told["parent"] == server
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_it_cant_load_ahead_is_said_in_the_workers_log(forked, late):
+    """Whether it is still at it when it is asked for the worker, or has given up."""
+    text = "import time; time.sleep(0.5); import no_such_module_at_all"
+    (forked.folder / "drawn_worker.py").write_text(text)
+    start.load_ahead("drawn_worker")
+    if late:
+        start._servers.server.process.wait(30)
+    assert forked("0").wait(30) == 1
+    assert "No module named 'no_such_module_at_all'" in (forked.folder / "0.err").read_text()
+
+
 def test_slow_libraries_are_those_that_are_installed(monkeypatch):
     site = "/somewhere/lib/python3/site-packages"
     for name, file in (
