@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helpers.drawn.cases import left_out
+from helpers.drawn.cases import EVERY, left_out
 from hypothesis import settings
 
 # One thread per process: the tests run side by side on two cores.
@@ -61,9 +61,15 @@ def pytest_addoption(parser) -> None:
     )
 
 
+def pytest_configure(config) -> None:
+    """All cases run where they are wanted, or some tests are asked for by name."""
+    named = any("::" in argument for argument in config.args)
+    EVERY[0] = config.getoption("every_case") or named
+
+
 def pytest_collection_modifyitems(config, items) -> None:
-    """Leave out what `choice` does, unless all are wanted, or some are asked for by name."""
-    if config.getoption("every_case") or any("::" in argument for argument in config.args):
+    """Leave out what `choice` does."""
+    if EVERY[0]:
         return
     out = set(left_out(items))
     config.hook.pytest_deselected(items=[item for item in items if item in out])

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from helpers.drawn.cases import examples
 from helpers.drawn.pipelines import ALL
 from helpers.paths import TESTS
 from helpers.plain_training import train_plainly
@@ -114,7 +115,7 @@ def test_replicas_equal_one_worker(
 
 
 @pytest.mark.slow
-@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(20), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_whatever_else_the_plan_asks_for(data, mlp_profile, mlp_target, tmp_path_factory):
     """Fewer updates, recomputation, uneven stages and limits, in any number of replicas."""

@@ -8,6 +8,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 from helpers.against_oracle import STEPS, ask_oracle, settings_of, train
+from helpers.drawn.cases import examples
 from helpers.oracle import SYSTEMS
 from helpers.plain_training import train_plainly
 from helpers.plans import plan_by_hand, with_times
@@ -178,7 +179,7 @@ def test_micro_batches_on_several_versions(variant, recompute, mlp_profile, mlp_
 
 
 @pytest.mark.slow
-@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(30), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_odd_orders_equal_the_oracle(data, mlp_profile, mlp_target, tmp_path_factory):
     """Uneven stages, limits and updates give orders in which updates land anywhere."""

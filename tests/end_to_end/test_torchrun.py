@@ -219,6 +219,7 @@ def trapped(folder, processes, trap, *options):
     return torchrun(folder, processes, *task, *options, TRAP=trap, PYTHONPATH=paths)
 
 
+@pytest.mark.choice("SIGKILL")
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("processes", "options", "trap", "message"),
@@ -237,6 +238,7 @@ def test_one_line_from_one_rank(processes, options, trap, message, plan, tmp_pat
     assert told[0].startswith(f"tp-run: {message}")
 
 
+@pytest.mark.choice(1)
 @pytest.mark.processes
 @pytest.mark.parametrize("how", ["SIGTERM", "SIGINT"])
 def test_what_ends_torchrun_is_said_once(how, plan, mlp_target, tmp_path):

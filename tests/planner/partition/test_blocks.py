@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from helpers.drawn.cases import examples
 from helpers.drawn.problems import drawn_problems, is_downset
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,7 +12,7 @@ from timeprest.planner.partition.dp.minimax import minimax
 from timeprest.planner.partition.problem import cut_load
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(drawn_problems(most=7, devices=3), st.integers(1, 6))
 def test_a_cut_between_blocks_is_a_cut_of_the_layers(problem, most):
     lattice = find_downsets(problem, 10_000)

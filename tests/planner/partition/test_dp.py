@@ -10,6 +10,7 @@ from operator import or_
 import numpy as np
 import pytest
 from helpers.drawn import lattices
+from helpers.drawn.cases import examples
 from helpers.drawn.problems import all_cuts, brute_force, drawn_problems, is_downset
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -151,7 +152,7 @@ def test_counts_along_chains_say_what_holds_what(problem, bits):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(problem=drawn_problems())
 def test_the_best_cut_is_the_best_of_all(name, problem):
     with pytest.MonkeyPatch.context() as patch:
@@ -170,7 +171,7 @@ def test_the_best_cut_is_the_best_of_all(name, problem):
     assert ends[-1] >= 0
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(drawn_problems(most=5, devices=3))
 def test_of_the_best_it_has_the_fewest_devices_then_stages(problem):
     found = solve(problem)
@@ -189,7 +190,7 @@ def test_of_the_best_it_has_the_fewest_devices_then_stages(problem):
         assert [stage.k for stage in found.stages] == starts
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(drawn_problems())
 def test_below_leaves_out_what_isnt_better(problem):
     found = solve(problem)
@@ -202,7 +203,7 @@ def test_below_leaves_out_what_isnt_better(problem):
 
 
 @pytest.mark.parametrize("name", ["as it is", "places asked for one by one"])
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(problem=drawn_problems(most=5, devices=3), factor=st.sampled_from([1.0, 1.2, 2.0, 1e9]))
 def test_all_cuts_below_a_target_are_listed_once(name, problem, factor):
     cuts = list(all_cuts(problem))
@@ -228,7 +229,7 @@ def test_all_cuts_below_a_target_are_listed_once(name, problem, factor):
     assert {key(cut): pytest.approx(cut.objective_s, abs=1e-9) for cut in found} == expected
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(drawn_problems(most=6, devices=3))
 def test_a_target_may_fall_while_cuts_are_listed(problem):
     lattice = find_downsets(problem, MANY)
@@ -438,7 +439,7 @@ def test_a_long_chain_with_many_replicas():
 # Too many downsets -----------------------------------------------------------------------------
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(drawn_problems(most=9))
 def test_orders_are_topological(problem):
     groups = joined(problem)
@@ -449,7 +450,7 @@ def test_orders_are_topological(problem):
         assert all(is_downset(problem, mask) for mask in accumulate(order, or_))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(drawn_problems())
 def test_a_good_cut_is_a_cut(problem):
     found, best = good_cut(problem), solve(problem)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from helpers.drawn import lattices
+from helpers.drawn.cases import examples
 from helpers.drawn.problems import brute_force, drawn_problems, is_downset
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -58,7 +59,7 @@ def devices_of(problem, cut):
 
 
 @pytest.mark.slow
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     drawn=drawn_problems(most=5, devices=4),
     limit=st.sampled_from([float("inf"), 500.0, 250.0, 120.0]),

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from helpers.drawn.cases import examples
 from helpers.drawn.problems import all_cuts, brute_force, drawn_problems
 from hypothesis import given, settings
 from timeprest.planner.partition.ilp import search as ilp_search
@@ -135,14 +136,14 @@ def check(of, answer):
 
 
 @pytest.mark.slow
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(drawn_problems(most=6))
 def test_the_program_finds_what_trying_everything_finds(of):
     check(of, solve_ilp(of))
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(drawn_problems(most=6))
 def test_so_it_does_by_rising_limits(of):
     with pytest.MonkeyPatch.context() as patch:
@@ -150,13 +151,13 @@ def test_so_it_does_by_rising_limits(of):
         check(of, solve_ilp(of))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(drawn_problems(most=5))
 def test_so_does_cbc(of):
     check(of, solve_ilp(of, solver="cbc"))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(drawn_problems(most=5))
 def test_starting_from_the_answer_gives_the_answer(of):
     best = brute_force(of)
@@ -226,7 +227,7 @@ def test_larger_graphs_are_solved_from_any_start(sent, overlap):
 
 
 @pytest.mark.slow
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(drawn_problems(most=4, devices=3))
 def test_forbidden_cuts_give_the_next_best(of):
     loads = every_cut(of)
@@ -443,7 +444,7 @@ def places_used(of, devices):
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(drawn_problems(most=5, devices=3))
 def test_assignments_are_the_best_of_all_and_no_worse_than_cuts(of):
     answer = solve_noncontiguous(of)
@@ -466,7 +467,7 @@ def test_assignments_are_the_best_of_all_and_no_worse_than_cuts(of):
         assert warm.objective_s == pytest.approx(answer.objective_s, rel=1e-7, abs=1e-9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(drawn_problems(most=5, devices=3))
 def test_stages_as_sets_have_the_load_of_stages(of):
     """Where stages are in the only mode that there is, on devices of their own."""

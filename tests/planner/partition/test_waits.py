@@ -8,6 +8,7 @@ from itertools import combinations, pairwise
 import numpy as np
 import pytest
 from helpers.by_hand.profiles import chain, drawn_profiles
+from helpers.drawn.cases import examples
 from helpers.plans import lone_stages
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
@@ -66,7 +67,7 @@ def drawn_plans(draw):
     return question, tuple(found), n
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(300), deadline=None, suppress_health_check=list(HealthCheck))
 @given(drawn_plans())
 def test_no_plan_has_fewer_devices_beyond_a_stage_than_its_period_needs(drawn):
     question, stages, n = drawn

@@ -10,6 +10,7 @@ from itertools import islice, pairwise, product
 import msgspec
 import pytest
 from helpers.by_hand.profiles import chain, drawn_profiles, profile_by_hand
+from helpers.drawn.cases import examples
 from helpers.drawn.pipelines import ALL as STRAIGHT
 from helpers.drawn.problems import is_downset
 from helpers.plans import lone_stages
@@ -164,7 +165,7 @@ def check_best(question, freedom, asked, solver):
 
 
 ALL = settings(
-    max_examples=60,
+    max_examples=examples(60),
     deadline=None,
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],
@@ -180,20 +181,20 @@ def test_the_plan_is_the_best_of_all(drawn):
 
 
 @pytest.mark.slow
-@settings(ALL, max_examples=25)
+@settings(ALL, max_examples=examples(25))
 @given(drawn_questions(most=12))
 def test_the_plan_is_the_best_of_all_on_larger_graphs(drawn):
     check_best(*drawn, "dp")
 
 
 @pytest.mark.slow
-@settings(ALL, max_examples=25)
+@settings(ALL, max_examples=examples(25))
 @given(drawn_questions(most=5))
 def test_the_ilp_finds_the_same(drawn):
     check_best(*drawn, "ilp")
 
 
-@settings(ALL, max_examples=60)
+@settings(ALL, max_examples=examples(60))
 @given(drawn_questions(most=6), st.data())
 def test_a_bound_is_below_every_plan(drawn, data):
     """What a stage costs in the relaxed problem, in any view, is never more than in a plan."""
@@ -324,7 +325,7 @@ def test_a_bound_of_2bw_is_a_micro_batchs_round_trip():
     assert cut.round_trip_s(2) == pytest.approx(trip_s / 2)
 
 
-@settings(ALL, max_examples=40)
+@settings(ALL, max_examples=examples(40))
 @given(drawn_questions(most=4), st.sampled_from([1, 2, 4]))
 def test_no_2bw_plan_is_faster_than_its_round_trip(drawn, n):
     question = replace(drawn[0], variant="pipedream-2bw")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 from helpers.by_hand.profiles import chain, drawn_profiles, profile_by_hand
+from helpers.drawn.cases import examples
 from helpers.plans import lone_stages
 from helpers.stage_costs import stage_cost, transfers
 from hypothesis import Phase, given, settings
@@ -59,7 +60,7 @@ def brute_force(profile, cluster, variant, stages, counts):
 
 
 @pytest.mark.slow
-@settings(max_examples=60, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=examples(60), phases=[Phase.explicit, Phase.generate])
 @given(
     drawn_profiles(most=5),
     st.sampled_from(["timeprest", "v-timeprest", "pipedream", "gpipe"]),

@@ -89,6 +89,7 @@ TASKS = str(TESTS / "tasks/checkpoint_tasks.py")
 TIED = str(TESTS / "tasks/variety_tasks.py") + ":TiedTask"
 
 
+@pytest.mark.choice("i-timeprest", "zb-h1", "Cycled", "Stepped", "timeprest-mlp", "how12")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("variant", "task", "how", "options"),

@@ -147,6 +147,7 @@ def test_a_run_directory_is_never_overwritten(mlp_profile, mlp_target, tmp_path)
         run(plan, settings, tmp_path / "run", inline=True)
 
 
+@pytest.mark.choice("SIGKILL")
 @pytest.mark.processes
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGUSR1"])
 def test_no_worker_outlives_its_launcher(how, mlp_profile, tmp_path):

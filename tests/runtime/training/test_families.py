@@ -135,7 +135,7 @@ def padded(lists, filling):
     return torch.tensor([one + [filling] * (LENGTH - len(one)) for one in lists])
 
 
-@pytest.mark.choice("t5", "qwen2", "vit")
+@pytest.mark.choice("qwen2", "vit")
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_flush_run_is_the_plain_loop_with_the_models_own_loss(family, folders, rows, tmp_path):
