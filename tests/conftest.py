@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helpers.drawn.cases import EVERY, left_out
+from helpers.drawn import cases
 from hypothesis import settings
 
 # One thread per process: the tests run side by side on two cores.
@@ -57,21 +57,21 @@ def kernels(tmp_path_factory) -> None:
 def pytest_addoption(parser) -> None:
     """Of tests with many cases."""
     parser.addoption(
-        "--every-case", action="store_true", help="also those that `choice` leaves out"
+        "--every-case", action="store_true", help="also what `choice` and `examples` leave out"
     )
 
 
 def pytest_configure(config) -> None:
     """All cases run where they are wanted, or some tests are asked for by name."""
     named = any("::" in argument for argument in config.args)
-    EVERY[0] = config.getoption("every_case") or named
+    cases.every = config.getoption("every_case") or named
 
 
 def pytest_collection_modifyitems(config, items) -> None:
     """Leave out what `choice` does."""
-    if EVERY[0]:
+    if cases.every:
         return
-    out = set(left_out(items))
+    out = set(cases.left_out(items))
     config.hook.pytest_deselected(items=[item for item in items if item in out])
     items[:] = [item for item in items if item not in out]
 

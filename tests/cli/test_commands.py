@@ -75,11 +75,9 @@ def digits(tmp_path_factory):
     return folder
 
 
-@pytest.mark.choice(1)
 @pytest.mark.processes
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize(("epochs", "least"), [(4, 0.9), (12, 0.97)])
-def test_the_demo_learns_the_digits(digits, epochs, least):
+def test_the_demo_learns_the_digits(digits):
     """Two processes, timeprest, N = 4: at least 97 % after 12 epochs, and the whole summary.
 
     With two mini-batches in flight, whatever limit the measured times made best: how stale weights
@@ -91,20 +89,19 @@ def test_the_demo_learns_the_digits(digits, epochs, least):
     call_here(
         *("tp-plan", "check", "two.json", "--profile", "profile.json", "-o", "two.json"), cwd=digits
     )
-    run = f"run{epochs}"
-    done = call("tp-run", "two.json", "--epochs", epochs, "--run-dir", run, cwd=digits)
-    summary = json.loads((digits / run / "summary.json").read_text())
+    done = call("tp-run", "two.json", "--epochs", 12, "--run-dir", "run", cwd=digits)
+    summary = json.loads((digits / "run" / "summary.json").read_text())
     assert summary["variant"] == "timeprest"
     assert summary["mode"] == "processes"
     assert summary["micro_batches"] == 4
-    assert summary["epochs"][-1]["test"]["accuracy"] >= least
+    assert summary["epochs"][-1]["test"]["accuracy"] >= 0.97
     assert len(summary["stages"]) == 2
     assert summary["measured_period_s"] > 0
     assert all(stage["peak"]["weights_bytes"] > 0 for stage in summary["stages"])
     for word in ("period measured", "predicted", "idle", "peak", "versions", "differences seen"):
         assert word in done.stdout
     assert max(len(line) for line in done.stdout.splitlines()) <= 100
-    assert (digits / run / "weights" / "stage1.safetensors").exists()
+    assert (digits / "run" / "weights" / "stage1.safetensors").exists()
 
 
 @pytest.mark.slow

@@ -219,7 +219,6 @@ def trapped(folder, processes, trap, *options):
     return torchrun(folder, processes, *task, *options, TRAP=trap, PYTHONPATH=paths)
 
 
-@pytest.mark.choice("SIGKILL")
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("processes", "options", "trap", "message"),

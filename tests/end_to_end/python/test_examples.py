@@ -58,7 +58,6 @@ def test_the_image_classifier(tmp_path):
     assert run.losses[-1] < 0.5 * run.losses[0]
 
 
-@pytest.mark.choice("pipedream-flush")
 @pytest.mark.slow
 @pytest.mark.parametrize(("variant", "precision"), [("pipedream-flush", 1e-5), ("timeprest", None)])
 def test_the_small_gpt_inline(variant, precision, tmp_path, monkeypatch):

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-EVERY = [False]
+every = False
 """Whether all cases run: set before tests are collected."""
 
 
 def examples(most: int) -> int:
     """How many examples a test looks at that draws them: a third of them where a choice is run."""
-    return most if EVERY[0] else -(-most // 3)
+    return most if every else -(-most // 3)
 
 
 def chosen(params: Sequence[Mapping[str, Any]], most: int) -> list[int]:
