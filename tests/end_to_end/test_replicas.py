@@ -83,7 +83,7 @@ def compare(plan, where):
         assert logged(where / "replicated", worker.file) == mine
 
 
-@pytest.mark.choice(25)
+@pytest.mark.choice(18)
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", RUNNING)
 @pytest.mark.parametrize("replicas", [(2,), (1, 2), (4, 2), (2, 2, 1)])

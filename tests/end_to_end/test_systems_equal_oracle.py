@@ -37,7 +37,7 @@ def cases(stages, counts):
 # Inline ------------------------------------------------------------------------------------
 
 
-@pytest.mark.choice(70)
+@pytest.mark.choice(45)
 @pytest.mark.parametrize(
     ("variant", "stages", "n", "optimizer"),
     [
@@ -109,7 +109,7 @@ def test_clipping_and_schedules(variant, stages, n, mlp_profile, mlp_target, tmp
     train(plan, mlp_target, "momentum", tmp_path / "run", **more)
 
 
-@pytest.mark.choice(25)
+@pytest.mark.choice(16)
 @pytest.mark.slow
 @pytest.mark.parametrize(("variant", "stages", "n"), cases((1, 3), (2, 4)))
 def test_weighted_losses(variant, stages, n, mlp_profile, mlp_target, tmp_path):
@@ -220,6 +220,7 @@ def test_the_oracle_knows_every_system():
 # In processes ------------------------------------------------------------------------------
 
 
+@pytest.mark.choice(6)
 @pytest.mark.processes
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(

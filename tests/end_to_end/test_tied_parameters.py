@@ -159,6 +159,7 @@ def test_plans_that_keep_them_together_are_refused_when_cut():
         prepare(plan, settings_for("TiedTask"))
 
 
+@pytest.mark.choice(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("front_end", ["fx", "export"])
 @pytest.mark.parametrize("name", TASKS)
@@ -223,7 +224,7 @@ def cases():
                 yield name, task, placement, n
 
 
-@pytest.mark.choice(25)
+@pytest.mark.choice(18)
 @pytest.mark.parametrize(("variant", "task", "placement", "n"), [*cases()])
 def test_inline_equals_the_oracle(variant, task, placement, n, tmp_path):
     target, plan = placed_plan(task, variant, placement, n)
@@ -372,6 +373,7 @@ def test_on_one_device_and_over_devices_at_once(tmp_path):
     assert torch.equal(files[0]["l0.weight"], files[1]["l0.weight"])
 
 
+@pytest.mark.choice("TiedByCall")
 @pytest.mark.parametrize("name", ["TiedTask", "TiedByCallTask"])
 def test_a_language_model_in_a_v(name, tmp_path):
     """Its head is the embedding. With one mini-batch in flight, it is training on one device."""

@@ -219,6 +219,7 @@ def trapped(folder, processes, trap, *options):
     return torchrun(folder, processes, *task, *options, TRAP=trap, PYTHONPATH=paths)
 
 
+@pytest.mark.choice("SIGKILL")
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("processes", "options", "trap", "message"),
@@ -265,6 +266,7 @@ def test_one_line_of_data_that_differ(plan, tmp_path):
     assert told.endswith("(docs/tasks.md)")
 
 
+@pytest.mark.choice(0)
 @pytest.mark.processes
 def test_no_worker_outlives_torchrun(plan, tmp_path):
     process = trapped(tmp_path, 2, "hold:1")

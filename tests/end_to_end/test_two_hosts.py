@@ -85,6 +85,7 @@ def test_two_hosts_train_as_one_process_does(hosts, plan, mlp_target, tmp_path):
         assert sent > boundary * summary.mini_batches
 
 
+@pytest.mark.choice(0)
 @pytest.mark.processes
 def test_a_worker_that_dies_ends_both_hosts(hosts, plan, tmp_path):
     task = f"{TESTS / 'tasks/failing_tasks.py'}:TrapTask"
@@ -99,6 +100,7 @@ def test_a_worker_that_dies_ends_both_hosts(hosts, plan, tmp_path):
     assert not left_in(tmp_path)
 
 
+@pytest.mark.choice("lost")
 @pytest.mark.processes
 @pytest.mark.parametrize("how", ["lost", "down"])
 def test_two_hosts_without_a_network_both_end(how, hosts, plan, mlp_target, tmp_path):
@@ -127,6 +129,7 @@ main()
 """
 
 
+@pytest.mark.choice(0)
 @pytest.mark.processes
 def test_links_between_hosts_are_measured_into_one_file(hosts, tmp_path):
     """By the first process; the wire carries 12.5 MB/s, and the first 256 KB at once."""

@@ -75,6 +75,7 @@ def test_the_small_gpt_inline(variant, precision, tmp_path, monkeypatch):
         assert run.losses[-1] < run.losses[0]
 
 
+@pytest.mark.choice(0)
 @pytest.mark.slow
 @pytest.mark.processes
 def test_the_small_gpt(tmp_path):

@@ -47,6 +47,7 @@ def check_outputs(found):
     assert one == other
 
 
+@pytest.mark.choice(0)
 @pytest.mark.slow
 @pytest.mark.processes
 def test_the_notebook_runs_from_top_to_bottom(tmp_path):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
-from helpers.drawn.cases import chosen
+from helpers.drawn.cases import chosen, left_out
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,3 +25,25 @@ def test_every_value_is_in_some_case(pairs, most):
 )
 def test_of_one_parameter_the_cases_are_evenly_spread(most, wanted):
     assert chosen([{"seed": seed} for seed in range(10)], most) == wanted
+
+
+class Case:
+    """What pytest collects, as far as it matters here."""
+
+    def __init__(self, nodeid, *choice, **params):
+        self.nodeid, self.callspec = nodeid, SimpleNamespace(params=params)
+        self.marker = SimpleNamespace(args=choice) if choice else None
+
+    def get_closest_marker(self, name):
+        return self.marker
+
+
+def test_what_a_marker_leaves_out():
+    by_number = [Case(f"one[{k}]", 2, k=k) for k in range(6)]
+    by_word = [Case(f"two[{word}]", "gpipe", word=word) for word in ("gpipe", "zb-v")]
+    whole, plain = Case("three", 0), Case("four")
+    out = left_out([*by_number, *by_word, whole, plain])
+    assert [item.nodeid for item in out] == [
+        *("one[1]", "one[2]", "one[4]", "one[5]"),
+        *("two[zb-v]", "three"),
+    ]

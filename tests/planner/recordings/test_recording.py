@@ -8,9 +8,10 @@ from itertools import pairwise
 import msgspec
 import pytest
 from helpers.by_hand.profiles import chain
+from helpers.drawn.cases import examples
 from helpers.drawn.plans import evaluated
 from helpers.plans import ALL, REPORT, chain_plan, lone_stages
-from hypothesis import given
+from hypothesis import given, settings
 from timeprest.planner.cluster.cluster import uniform_cluster
 from timeprest.planner.evaluate import Question, evaluate, make_plan
 from timeprest.planner.plan import pipeline_of
@@ -24,6 +25,7 @@ from timeprest.planner.systems.variants import VARIANTS
 DRAWN = evaluated() | evaluated(placed=True)
 
 
+@settings(max_examples=examples(60))
 @given(DRAWN)
 def test_a_recording_is_the_simulated_order(drawn):
     """What runs, when, on which replica: the simulator's; messages before what needs them."""

@@ -129,7 +129,7 @@ def of_stages(mode, ways, nodes):
     return [of_stage(mode.again, nodes)]
 
 
-@pytest.mark.choice(10)
+@pytest.mark.choice(6)
 @pytest.mark.slow
 @pytest.mark.parametrize("number", numbers())
 def test_what_is_proven_of_drawn_questions_is_so(number, monkeypatch):
@@ -143,6 +143,7 @@ def test_what_is_proven_of_drawn_questions_is_so(number, monkeypatch):
         check_solved(found, solver)
 
 
+@pytest.mark.choice(5)
 @pytest.mark.parametrize("number", numbers()[::3])
 def test_what_is_proven_of_large_models_is_so(number, monkeypatch):
     """The same ways as where there is much to look at, on the same small questions."""
@@ -156,6 +157,7 @@ def test_what_is_proven_of_large_models_is_so(number, monkeypatch):
     check_solved(found, "dp")
 
 
+@pytest.mark.choice(4)
 @pytest.mark.parametrize("number", numbers()[::4])
 def test_forwards_that_count_for_less_bound_no_plan_from_above(number, monkeypatch):
     """Layers with most of the work in their forwards, as many as half of all, are cut short."""
@@ -258,6 +260,7 @@ def asked_of(profile, cluster, variant):
     return Question(profile, cluster, variant, profile.batch_size, 1.0)
 
 
+@pytest.mark.choice(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("homes", "network", "between"),
@@ -327,6 +330,7 @@ def few_fit():
     return asked_of(profile, cluster, "timeprest"), 0.032
 
 
+@pytest.mark.choice("gradient", "left_out")
 @pytest.mark.parametrize("make", [no_gradient_comes_back, a_device_is_left_out, few_fit])
 def test_questions_like_those_once_answered_wrongly(make):
     """Solved as a file's questions are; the period to reach is of the best of all plans."""
@@ -344,7 +348,7 @@ def test_questions_like_those_once_answered_wrongly(make):
     check_case(json.loads(msgspec.json.encode(case)))
 
 
-@pytest.mark.choice(6)
+@pytest.mark.choice(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["gpipe", "pipedream-flush", "zb-h1"])
 @pytest.mark.parametrize("dead", [("n0",), ("n1",), ("n2",), ("n0", "n2")])

@@ -90,7 +90,7 @@ def best_of_all(profile, cluster, which, **asked):
     return min(found.values())
 
 
-@pytest.mark.choice(3)
+@pytest.mark.choice(1)
 @pytest.mark.parametrize("seed", [4, 5, 7, 8, 9, 12])
 def test_no_sequence_is_better(seed):
     profile, cluster, which, asked = drawn(seed)

@@ -11,9 +11,10 @@ from math import ceil
 import numpy as np
 import pytest
 from helpers.by_hand.unit_pipelines import steady_period_s, unit_pipeline
+from helpers.drawn.cases import examples
 from helpers.drawn.pipelines import pipelines
 from helpers.oracle import SGD, SYSTEMS, Oracle, distances, parse
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from timeprest.planner.schedules.check import check_schedule
 from timeprest.planner.schedules.schedules import make_schedule
@@ -50,6 +51,7 @@ def test_every_order_obeys_its_rules(pipeline, mini_batches, every):
 @pytest.mark.choice(9)
 @pytest.mark.slow
 @pytest.mark.parametrize("system", SYSTEMS)
+@settings(max_examples=examples(60))
 @given(data=st.data())
 def test_what_is_used_and_held_is_the_oracles(system, data):
     placed = VARIANTS[system].placement != "any"

@@ -106,6 +106,7 @@ LOOKED_AT = dedent("""
 """)
 
 
+@pytest.mark.choice(1)
 @pytest.mark.parametrize(("torchs", "loaded"), [("own", "False"), ("otherwise", "True")])
 def test_an_optimizer_to_be_looked_at_needs_no_compiler(torchs, loaded):
     """In a process of its own, since others load it; where torch keeps it otherwise all is as

@@ -48,7 +48,7 @@ def held_by_autograd(target, model, size, front_end):
     return saved.total
 
 
-@pytest.mark.choice(4)
+@pytest.mark.choice(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name", all_but("resnet50", "inception_v3", "densenet121", "hf-bert", "hf-vit")
@@ -177,6 +177,7 @@ def test_every_model_profiles_on_a_gpu(name):
     assert saved.total <= found.whole_model[-1].saved_bytes <= saved.total + loss
 
 
+@pytest.mark.choice(0)
 @pytest.mark.slow
 @pytest.mark.parametrize("path", [p for p in light_models() if "shuffle" in p.stem])
 def test_an_onnx_file_is_profiled_with_more_than_its_batch(path):

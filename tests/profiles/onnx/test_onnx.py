@@ -111,7 +111,7 @@ def light(name):
 # --- the nine light models ----------------------------------------------------------------
 
 
-@pytest.mark.choice(4)
+@pytest.mark.choice(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_light_model_runs_as_in_onnxruntime_and_trains(name):

@@ -315,7 +315,7 @@ def test_workloads_can_be_planned(name, tmp_path):
         before = plan.predicted.period_s
 
 
-@pytest.mark.choice(5)
+@pytest.mark.choice(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_workloads_are_solved_and_shown_by_the_command(name, tmp_path, monkeypatch, capsys):

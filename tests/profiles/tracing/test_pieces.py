@@ -66,13 +66,14 @@ def check_cuts(target, batch_size, tolerance):
             torch.testing.assert_close(p.grad, gradients[n], rtol=tolerance, atol=tolerance, msg=n)
 
 
-@pytest.mark.choice(4)
+@pytest.mark.choice(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", all_but("resnet18", "resnet50", "hf-gpt2", "hf-llama"))
 def test_pieces_equal_the_whole(name):
     check_cuts(resolve(name), 2, 1e-8)
 
 
+@pytest.mark.choice(0)
 @pytest.mark.slow
 @pytest.mark.parametrize("path", [p for p in light_models() if "shuffle" in p.stem])
 def test_pieces_of_an_onnx_model_equal_the_whole(path):

@@ -346,6 +346,7 @@ errors_as_lines(links_command)("c.toml", processes=2, device="cpu", quiet=False,
 """
 
 
+@pytest.mark.choice("worker")
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("whom", "how", "code", "message"),

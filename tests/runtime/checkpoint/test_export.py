@@ -51,7 +51,7 @@ def with_run_weights(where, model):
     return model.eval()
 
 
-@pytest.mark.choice("resnet", "Wrapped")
+@pytest.mark.choice("resnet")
 @needs_hf
 @pytest.mark.slow
 @pytest.mark.parametrize(

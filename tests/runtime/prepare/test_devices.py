@@ -26,7 +26,7 @@ def test_mixing_devices_is_noticed(elsewhere):
         torch.ones(2, device=DEVICE) + torch.ones(2)
 
 
-@pytest.mark.choice(6)
+@pytest.mark.choice(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ALL)
 def test_nothing_of_a_stage_stays_on_the_cpu(variant, elsewhere, mlp_profile, tmp_path):
@@ -58,7 +58,7 @@ def test_nor_of_replicas_nor_what_is_computed_again(
     running.run(plan, settings, tmp_path / "run", inline=True)
 
 
-@pytest.mark.choice(2)
+@pytest.mark.choice(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "task",

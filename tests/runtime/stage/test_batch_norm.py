@@ -41,6 +41,7 @@ def mini_batches(task, *, last):
                 yield samples.take(epoch, positions)[0][0][: len(positions)]
 
 
+@pytest.mark.choice(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Traced", "Exported", "Mean"])
 @pytest.mark.parametrize(("n", "stages", "ragged"), [(4, 1, "drop"), (3, 2, "drop"), (3, 2, "pad")])

@@ -67,6 +67,7 @@ def normed(tmp_path_factory):
     return target, with_times(profile)
 
 
+@pytest.mark.choice(0)
 @needs_compiler
 @pytest.mark.slow
 def test_nothing_is_computed_again_on_other_weights(normed, tmp_path, monkeypatch):
@@ -92,6 +93,7 @@ def test_nothing_is_computed_again_on_other_weights(normed, tmp_path, monkeypatc
     assert apart(weights("otherwise", compile=True), eager) > 1e-6
 
 
+@pytest.mark.choice(0)
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.processes

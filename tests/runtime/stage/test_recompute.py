@@ -110,7 +110,7 @@ def again(profile, plan, stages):
 RECOMPUTING = [name for name in ALL if not VARIANTS[name].recompute_refusal]
 
 
-@pytest.mark.choice(14)
+@pytest.mark.choice(8)
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", RECOMPUTING)
 def test_the_run_is_the_same(variant, drawn, tmp_path):
@@ -136,7 +136,7 @@ def some_layers(plan, seed):
     return {s: names for s, names in found.items() if names}
 
 
-@pytest.mark.choice(18)
+@pytest.mark.choice(10)
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("variant", ["gpipe", "timeprest", "i-timeprest", "pipedream"])
 def test_the_run_is_the_same_where_some_layers_run_again(variant, seed, drawn, tmp_path):

@@ -150,6 +150,7 @@ def test_a_study_has_an_arm_for_what_differs(plans, profile, mlp_target):
     assert names[-2:] == ["uniform delay of 1", "uniform delay of 2"]
 
 
+@pytest.mark.choice(0)
 def test_a_study_ends_the_same_however_it_was_stopped(plans, mlp_target, tmp_path):
     asked = due(plans, mlp_target, uniform_delay=True)
     whole = conduct(asked, tmp_path / "whole", 1, silent)

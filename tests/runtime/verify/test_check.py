@@ -231,6 +231,7 @@ def test_inline_checks_are_for_systems_that_flush():
         check(plan, settings_for("SkipsTask"), inline=True)
 
 
+@pytest.mark.choice(0)
 @pytest.mark.slow
 def test_a_tied_parameter_has_one_name_whatever_its_piece_calls_it():
     """torch.export's graphs know an embedding by the name of the head that shares its weight."""

@@ -128,6 +128,7 @@ def test_what_makes_a_run_impossible_is_an_error(plan, mlp_target, tmp_path):
         dry_run(other, settings, str(tmp_path / "run"))
 
 
+@pytest.mark.choice(0)
 @pytest.mark.processes
 def test_under_torchrun_messages_go_over_the_cuts(plan, tmp_path):
     write_file(tmp_path / "plan.json", plan)

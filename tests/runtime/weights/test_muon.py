@@ -80,6 +80,7 @@ def test_inline_equals_the_oracle(variant, stages, n, mlp_profile, mlp_target, t
     train(plan, mlp_target, "muon", tmp_path / "run")
 
 
+@pytest.mark.choice(0)
 @pytest.mark.processes
 def test_processes_equal_the_oracle(mlp_profile, mlp_target, tmp_path):
     plan = plan_by_hand(with_times(mlp_profile), "pipeoptim", 3, 1)

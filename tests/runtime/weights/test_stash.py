@@ -145,7 +145,7 @@ def profile_of_elevens(mlp_target):
     return measure(target, batch_size=44, micro_batch_sizes=[11, 44], seconds=0)
 
 
-@pytest.mark.choice(3)
+@pytest.mark.choice("timeprest-1", "gpipe", "2bw")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("variant", "n", "copies"),
