@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from .errors import TargetError
 from .tasks.objects import call_users_code, find, hooks_of, joined, task_of
@@ -73,6 +74,12 @@ class Target:
             given = "None" if model is None else f"a {type(model).__name__}"
             what = "" if self.task is None else "model() "
             raise TargetError(f"{self.name}: {what}gave {given} where a torch.nn.Module is needed")
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if is_lazy(tensor):
+                raise TargetError(
+                    f"{self.name}: {name!r} has no shape before the model's first call (a lazy "
+                    "module): give it its sizes, or call the model once where it is built"
+                )
         return model
 
     def sample(self, samples: int) -> tuple[tuple[Tensor, ...], Any]:

@@ -14,9 +14,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from ..errors import RunError, TargetError, TimeprestError
+from ..tracing.random_states import seed_all
 from .hooks import describe_error
 from .parts import SEEDS, each_alone, has_only
-from .prefetch import OwnRandomness, seed_all
+from .prefetch import OwnRandomness
 from .samples import batch_size_of, length_of
 from .task import Split
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset, default_collate
 
 from ..errors import TargetError
+from ..tracing.random_states import same_states, seed_all, set_states, states
 from .hooks import call_hook
-from .prefetch import same_states, seed_all, set_states, states
 from .samples import Names, collated, fetch, read_batch
 
 INPUTS, TARGET = "inputs", "target"

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import queue
-import random
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Generic, TypeVar
 
-import numpy as np
-import torch
-
 from ..errors import RunError
+from ..tracing.random_states import same_states, seed_all, set_states, states
 
 T = TypeVar("T")
 
@@ -25,35 +22,6 @@ _LOOK_S = 0.1
 _END_S = 1.0
 
 # Random numbers ---------------------------------------------------------------------------------
-
-
-def states() -> tuple[Any, ...]:
-    """States of torch's, Python's and NumPy's own generators."""
-    return torch.get_rng_state(), random.getstate(), np.random.get_state()
-
-
-def set_states(given: tuple[Any, ...]) -> None:
-    """Set them."""
-    torch.set_rng_state(given[0])
-    random.setstate(given[1])
-    np.random.set_state(given[2])
-
-
-def seed_all(seed: int) -> None:
-    """Seed all three with a number of up to 63 bits."""
-    torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-
-
-def same_states(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
-    """Whether nothing was drawn between the two."""
-    return (
-        torch.equal(a[0], b[0])
-        and a[1] == b[1]
-        and a[2][2:] == b[2][2:]
-        and np.array_equal(a[2][1], b[2][1])
-    )
 
 
 class OwnRandomness:

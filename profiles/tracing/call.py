@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .pieces import Built, Slot, fill
+from .random_states import set_states, states
 
 
 @dataclass(frozen=True)
@@ -98,12 +99,24 @@ def _slots(nest: Any) -> Iterator[tuple[int, tuple[str, ...]]]:
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Put every buffer and the random state back: a look must not count as a training step."""
+    """Put every buffer and the random states back: a look must not count as a training step.
+
+    A forward may give a buffer a new tensor; what it had is its own again then.
+    """
+    buffers = [
+        (module, dict(module._buffers))
+        for module in model.modules()
+        if not isinstance(module, torch.jit.ScriptModule)
+    ]
     before = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    drawn = states()
     try:
         with torch.random.fork_rng(devices=_devices(model)):
             yield
     finally:
+        set_states(drawn)
+        for module, own in buffers:
+            module._buffers.update(own)
         with torch.no_grad():
             for buffer, value in before:
                 buffer.copy_(value)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from .call import Call
+from .fx import functions_called
 from .graph import TracedModel, fetch_attribute, output_node
 from .layers import Home, group
 from .pieces import put_together, take_apart
@@ -53,7 +54,7 @@ def trace_export(
         for t, more in zip(call.tensors, varying, strict=True)
     )
     structures: list[Any] = []
-    with _silent():
+    with _silent(), functions_called():
         program = torch.export.export(
             _Flat(model, call, structures),
             (call.tensors,),

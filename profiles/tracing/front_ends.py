@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from operator import getitem
 from pathlib import Path
@@ -20,7 +22,8 @@ from .export import trace_export
 from .fx import homes, trace_fx
 from .graph import TracedModel, fetch_attribute
 from .layers import LAYER, Home, check_granularity, group
-from .pieces import take_apart
+from .random_states import same_states, states
+from .verify import compare, run
 
 # Front end: the children of an nn.Sequential, each called as a whole; nothing is traced ---------
 
@@ -137,8 +140,8 @@ def trace(
             arguments of the forward as inputs.
         front_end: take this one (profile.FRONT_ENDS) instead of trying them in order.
         granularity: what makes a layer (layers.py).
-        verify: hold the graph's result against the model's own on `call`; a front end whose
-            graph computes something else is passed over.
+        verify: hold the graph's results, gradients and buffers against the model's own on `call`
+            (verify.py); a front end whose graph does something else is passed over.
 
     Raises:
         TraceError: no front end takes the model. The message names the line of the user's
@@ -159,15 +162,16 @@ def trace(
                 f"leave out --front-end {STATIC}, or have the data fill them up to one shape"
             )
     # What the model itself gives, for the same random numbers.
-    wanted = _run(model, model, call) if verify else None
+    wanted = run(model, model, call) if verify else None
     for name in order:
         try:
             with unchanged(model):
                 # Fresh tensors: torch.export leaves marks on those that it is given.
                 fresh = call.with_tensors([t.clone() for t in call.tensors])
-                traced = _TRACERS[name](model, fresh, granularity)
-            if verify:
-                _compare(_run(model, traced.module, call.flat()), wanted)
+                with _without_random_numbers(name):
+                    traced = _TRACERS[name](model, fresh, granularity)
+            if wanted is not None:
+                compare(model, traced.module, call, wanted)
         except Exception as error:  # the user's forward runs here: anything may come out
             if name != "sequential" or front_end or isinstance(model, nn.Sequential):
                 refusals.append(f"{FRONT_ENDS[name]}: {_reason(error)}")
@@ -183,7 +187,7 @@ def check_other(model: nn.Module, target: str, traced: TracedModel, call: Call) 
     Raises TraceError.
     """
     try:
-        _compare(_run(model, traced.module, call.flat()), _run(model, model, call))
+        compare(model, traced.module, call, run(model, model, call))
     except Exception as error:  # the user's forward runs here
         shapes = ", ".join(str(list(tensor.shape)) for tensor in call.tensors)
         raise TraceError(
@@ -207,41 +211,22 @@ def _checked(traced: TracedModel, target: str) -> TracedModel:
     return traced
 
 
-def _run(model: nn.Module, module: nn.Module, call: Call) -> list[Any]:
-    """The tensors that a module gives, with the model's buffers put back after it."""
-    with unchanged(model), torch.no_grad():
-        torch.manual_seed(0)
-        leaves, _ = take_apart(call.of(module, [t.clone() for t in call.tensors]))
-    return [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+@contextmanager
+def _without_random_numbers(name: str) -> Iterator[None]:
+    """Raise TraceError where random numbers are drawn: what is made of them would stay so for good.
 
-
-def _compare(found: Sequence[Any], wanted: Sequence[Any] | None) -> None:
-    """Raise TraceError where the graph's result isn't the model's."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    assert wanted is not None
-    if len(found) != len(wanted):
-        raise TraceError(f"its graph gives {len(found)} tensors, the model {len(wanted)}")
-    for mine, own in zip(found, wanted, strict=True):
-        if not isinstance(own, Tensor) or isinstance(own, FakeTensor):
-            continue
-        if not _same(mine, own):
-            raise TraceError(
-                "its graph computes something else than the model does: the forward depends on "
-                "what a trace can't see (random branches, or values it remembers)"
-            )
-
-
-def _same(mine: Tensor, own: Tensor) -> bool:
-    """Equal but for rounding: on a GPU, another algorithm may be taken for the same operation."""
-    if mine.shape != own.shape or mine.dtype != own.dtype:
-        return False
-    coarse = own.dtype in (torch.float16, torch.bfloat16) or own.is_cuda
-    tolerance = 1e-2 if coarse else 1e-4
-    mine, own = (t.double() if not t.is_complex() else t for t in (mine, own))
-    finite = own[own.isfinite()].abs()
-    scale = float(finite.max()) if finite.numel() else 0.0
-    return torch.allclose(mine, own, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
+    torch.export makes operations of torch's own.
+    """
+    before = states()
+    yield
+    after = states()
+    if name != "fx":
+        after = (before[0], *after[1:])
+    if not same_states(before, after):
+        raise TraceError(
+            "the forward draws random numbers that no operation of the graph is (random.random(), "
+            "torch.rand(1).item(), …): each mini-batch would have those of the trace"
+        )
 
 
 def _reason(error: Exception) -> str:
@@ -263,18 +248,25 @@ def _explain(
 ) -> str:
     torch_folder = str(Path(torch.__file__).parent)
     here = str(Path(__file__).parent)
+    library = sysconfig.get_path("stdlib")
     where = f"{target} ({type(model).__name__}.forward)"
     for error in failures:
         frames = [
             frame
             for frame in traceback.extract_tb(error.__traceback__)
             if not frame.filename.startswith((torch_folder, here, "<"))
+            and (not frame.filename.startswith(library) or "site-packages" in frame.filename)
         ]
         if frames:
             where = f"{frames[-1].filename}:{frames[-1].lineno}: `{frames[-1].line}`"
             break
+    whose: dict[str, list[str]] = {}
+    for refusal in refusals:
+        front_end, _, reason = refusal.partition(": ")
+        whose.setdefault(reason, []).append(front_end)
+    told = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in whose.items())
     return (
-        f"{where}: no front end takes this ({'; '.join(refusals)}). Make the forward independent "
+        f"{where}: no front end takes this ({told}). Make the forward independent "
         "of tensor values (no `if`, loop or Python conversion on them), keep that part whole "
         "with --granularity NAME-PATTERN of a module around it, or make the model an "
         "nn.Sequential of such parts"

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.autograd import Function
+from torch.utils.checkpoint import CheckpointFunction
 
 from ..errors import TraceError
 from .call import Call
@@ -49,7 +53,14 @@ class _Tracer(fx.Tracer):
     def trace(self, root: Any, concrete_args: Any = None) -> fx.Graph:
         """Trace, knowing what is switched on outside."""
         self.modes = _modes()
-        return super().trace(root, concrete_args)
+        with functions_called(self._operation):
+            return super().trace(root, concrete_args)
+
+    def _operation(self, function: type[Function], arguments: Sequence[Any]) -> Any:
+        """A custom Function as one operation: its forward says nothing of its backward."""
+        if not any(isinstance(argument, fx.Proxy) for argument in arguments):
+            return NotImplemented
+        return self.create_proxy("call_function", applied(function), tuple(arguments), {})
 
     def create_proxy(self, kind: str, *details: Any, **more: Any) -> fx.Proxy:
         """Add an operation. Raises TraceError where it runs in a mode that graphs don't have."""
@@ -79,6 +90,45 @@ def without_gradient(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(without_gradient(item) for item in value)
     return value
+
+
+_original = Function.__dict__["apply"].__func__
+
+
+@cache
+def applied(function: type[Function]) -> Callable[..., Any]:
+    """What applies a custom Function, under its name."""
+
+    def apply(*arguments: Any) -> Any:
+        return _original(function, *arguments)
+
+    apply.__name__, apply.__qualname__ = function.__name__, function.__qualname__
+    apply.__module__ = "autograd"
+    return apply
+
+
+@contextmanager
+def functions_called(
+    call: Callable[[type[Function], Sequence[Any]], Any] = lambda *_: NotImplemented,
+) -> Iterator[None]:
+    """While it lasts, have `call` do what `Function.apply` does, unless it gives NotImplemented.
+
+    What torch.utils.checkpoint would compute again is simply called: a plan says what a stage
+    computes again, and has no use for a graph without the gradients of its parameters.
+    """
+
+    def apply(function: type[Function], *arguments: Any, **named: Any) -> Any:
+        if function is CheckpointFunction:
+            run, _, *inputs = arguments
+            return run(*inputs)
+        found = NotImplemented if named else call(function, arguments)
+        return _original(function, *arguments, **named) if found is NotImplemented else found
+
+    Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        Function.apply = classmethod(_original)  # type: ignore[method-assign, assignment]
 
 
 def homes(node: fx.Node) -> list[Home]:

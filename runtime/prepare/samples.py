@@ -17,9 +17,10 @@ from ...profiles.errors import RunError, TargetError
 from ...profiles.tasks.batches import START_S, WAIT_S, Batches
 from ...profiles.tasks.hooks import call_hook
 from ...profiles.tasks.parts import ALL, SEEDS, Parts, fetch_parts, has_only, only
-from ...profiles.tasks.prefetch import LOADING, Ahead, same_states, states
+from ...profiles.tasks.prefetch import LOADING, Ahead
 from ...profiles.tasks.samples import Names, batch_size_of, collates, comes_in_batches, size_of
 from ...profiles.tasks.task import Split, Task
+from ...profiles.tracing.random_states import same_states, states
 
 
 class Samples:

@@ -99,8 +99,12 @@ def compare(
 
 
 def weight_spread(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> dict[str, float]:
-    """By name, the largest difference of two states."""
-    return {name: _largest(a[name].double() - b[name].double()) for name in a if name in b}
+    """By name, the largest difference of two states; what is counted has no rounding errors."""
+    return {
+        name: _largest(a[name].double() - b[name].double())
+        for name in a
+        if name in b and a[name].is_floating_point()
+    }
 
 
 def _losses(found: Sequence[float], wanted: Sequence[float], tolerance: float) -> Difference:

@@ -6,6 +6,7 @@ import torch
 from mlp_task import WIDTHS, MLPTask
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset, TensorDataset
 
 SAMPLES = 24
@@ -308,6 +309,61 @@ class FrozenTask(_Task):
 
     def data(self, split):
         return TensorDataset(drawn(8, 6), words(9, 4))
+
+
+class Weakened(torch.autograd.Function):
+    """Half of the gradient, with another sign."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return -0.5 * gradient
+
+
+class OwnBackward(nn.Module):
+    """A custom backward, and a checkpoint of the kind that hides what it computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.inside, self.between = nn.Linear(6, 8), nn.Linear(8, 8)
+        self.last, self.out = nn.Linear(8, 8), nn.Linear(8, 5)
+
+    def forward(self, x):
+        h = checkpoint(self.between, torch.tanh(self.inside(x)), use_reentrant=True)
+        return self.out(torch.tanh(self.last(Weakened.apply(h)) * 2))
+
+
+class Counted(nn.Module):
+    """Buffers that a forward writes: a mean of what goes through, and how often."""
+
+    def __init__(self):
+        super().__init__()
+        self.inside, self.between, self.out = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 5)
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x):
+        h = torch.tanh(self.inside(x))
+        if self.training:
+            self.mean.mul_(0.9).add_(0.1 * h.detach().mean(0))
+            self.calls += 1
+        return self.out(torch.tanh(self.between(h - self.mean)))
+
+
+class OwnBackwardTask(_Task):
+    def model(self):
+        return OwnBackward().double()
+
+    def data(self, split):
+        return TensorDataset(drawn(1, 6), words(2, 5))
+
+
+class CountedTask(OwnBackwardTask):
+    def model(self):
+        return Counted().double()
 
 
 class DrawingTask(SkipsTask):

@@ -26,6 +26,7 @@ from timeprest.runtime.settings import OptimizerChoice, RunSettings
 from timeprest.runtime.training.dropout import WithoutDropout
 from timeprest.runtime.verify import check as checking
 from timeprest.runtime.verify.check import INLINE, ONE_BY_ONE, WHOLE, check
+from timeprest.runtime.verify.compare import weight_spread
 
 FILE = TESTS / "tasks/variety_tasks.py"
 ORDERS = [("gpipe", 2), ("gpipe", 4), ("pipedream-flush", 3), ("zb-h1", 3)]
@@ -61,6 +62,19 @@ def test_flush_systems_train_every_model_as_one_process_does(name, stages, varia
     assert whole.counts == (name != "ResNetTask")
     assert whole.same == whole.counts
     assert all(d.absolute < 1e-14 for d in one_by_one.differences)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize(("name", "by"), [("OwnBackwardTask", "fx"), ("CountedTask", "export")])
+def test_what_a_trace_hardly_sees_is_trained_too(name, by):
+    """A custom backward, what a checkpoint computes, buffers that the forward writes."""
+    plan = plan_for(name, "pipedream-flush", 3, 4)
+    assert plan.profile.front_end == by
+    one_by_one = check(plan, settings_for(name), inline=True).against[1]
+    assert one_by_one.same
+    assert all(d.absolute < 1e-14 for d in one_by_one.differences)
+    spread = weight_spread({"calls": torch.tensor(3)}, {"calls": torch.tensor(12)})
+    assert not spread, "a count is right or wrong"
 
 
 @pytest.mark.choice(24)

@@ -1,0 +1,311 @@
+"""A graph held against its model: the same results, gradients and buffers.
+
+A trace sees what a forward does with tensors, and not all of it: what a custom backward, a hook or
+a switch of the gradient mode makes of gradients, or what a forward adds to a buffer without an
+input, can be lost without a word. So both run on the same inputs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from ..errors import TraceError
+from .call import Call, unchanged
+from .pieces import take_apart
+from .random_states import seed_all
+
+_WITHIN = 1e-3, 5e-2
+"""Of a gradient, what may differ at once: in single and double precision, in half."""
+
+_NOISE = 1e-5, 1e-3
+"""Of the largest gradient, what any may differ by: the key's bias in attention has a gradient of
+rounding errors alone."""
+
+_SHAKEN = 10.0
+"""Gradients that differ more are looked at again: by so much more than those of weights changed in
+their last digits, and they are wrong."""
+
+_LOOKED_AT = 8
+"""Of more than these parameters not all are looked at again."""
+
+_FROM_OUTSIDE = (
+    "the forward depends on what a trace can't see (random branches, or values it remembers)"
+)
+
+
+_DIRECTIONS = 4
+_REPEATED = 65521
+"""Numbers of a direction: a prime, so that they don't go by a matrix's rows, whose sum may be 0."""
+
+_ZERO = (0.0,) * _DIRECTIONS
+
+Sketch = tuple[float, ...]
+"""Of a gradient, how long it is in each direction."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a module did on some inputs.
+
+    Attributes:
+        leaves: of its result, tensors and others.
+        gradients: by parameter; None where there are none: in evaluation mode, on fake tensors,
+            or where the model itself has no backward.
+        buffers: after the first call and, where that changed any, after a second one.
+    """
+
+    leaves: tuple[Any, ...]
+    gradients: Mapping[str, Sketch] | None
+    buffers: tuple[Mapping[str, Tensor], ...]
+
+
+def run(model: nn.Module, module: nn.Module, call: Call, *, backward: bool = True) -> Seen:
+    """Run the model, or a graph of it, with everything put back afterwards.
+
+    Args:
+        call: of a graph, whose inputs are tensors alone, `Call.flat`.
+        backward: look at gradients too; False where the model has none.
+    """
+    with unchanged(model):
+        _seed()
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        learns = backward and model.training and torch.is_grad_enabled()
+        with torch.set_grad_enabled(learns):
+            leaves = _leaves(module, call)
+        kept = tuple(x.detach().clone() if isinstance(x, Tensor) else x for x in leaves)
+        buffers = [_buffers(model, module)]
+        gradients = None
+        if learns and not any(_is_fake(leaf) for leaf in leaves):
+            gradients = _sketches(model, leaves)
+        del leaves
+        if any(not _same(buffers[0].get(name), value) for name, value in before.items()):
+            with torch.no_grad():
+                _leaves(module, call)
+            buffers.append(_buffers(model, module))
+    return Seen(kept, gradients, tuple(buffers))
+
+
+def compare(model: nn.Module, module: nn.Module, call: Call, wanted: Seen) -> None:
+    """Raise TraceError where a graph of the model does something else on these inputs.
+
+    Args:
+        wanted: what the model itself did on them.
+    """
+    found = run(model, module, call.flat(), backward=wanted.gradients is not None)
+    if len(found.leaves) != len(wanted.leaves):
+        raise TraceError(
+            f"its graph gives {len(found.leaves)} tensors, the model {len(wanted.leaves)}"
+        )
+    for mine, own in zip(found.leaves, wanted.leaves, strict=True):
+        if isinstance(own, Tensor) and not _is_fake(own) and not _same(mine, own):
+            raise TraceError(
+                f"its graph computes something else than the model does: {_FROM_OUTSIDE}"
+            )
+    if wanted.gradients is not None:
+        _compare_gradients(model, module, call, found.gradients or {}, wanted.gradients)
+    # A third call would show nothing that the second didn't.
+    for mine_then, own_then in zip(found.buffers, wanted.buffers, strict=False):
+        for name, own in own_then.items():
+            if not _is_fake(own) and not _same(mine_then.get(name), own):
+                raise TraceError(
+                    f"its graph leaves another value in buffer {name!r} than the model does: a "
+                    "trace sees what is written into a buffer (copy_, mul_), and not a new tensor "
+                    "in its place"
+                )
+
+
+def _leaves(module: nn.Module, call: Call) -> tuple[Any, ...]:
+    given = [t.clone() for t in call.tensors]
+    if isinstance(module, fx.GraphModule):
+        # Called as a module, it prints the line of its code that fails.
+        leaves, _ = take_apart(module.forward(*given))
+    else:
+        leaves, _ = take_apart(call.of(module, given))
+    return tuple(leaves)
+
+
+def _buffers(model: nn.Module, module: nn.Module) -> dict[str, Tensor]:
+    """The model's buffers; a graph may have its own in their places."""
+    own = dict(module.named_buffers())
+    return {name: own.get(name, b).detach().clone() for name, b in model.named_buffers()}
+
+
+def _seed() -> None:
+    torch.manual_seed(0)
+    seed_all(0)
+
+
+def _is_fake(value: Any) -> bool:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(value, FakeTensor)
+
+
+def _same(mine: Any, own: Tensor) -> bool:
+    """Equal but for rounding: on a GPU, another algorithm may be taken for the same operation."""
+    if not isinstance(mine, Tensor) or mine.shape != own.shape or mine.dtype != own.dtype:
+        return False
+    if _is_fake(own):
+        return True
+    tolerance = 1e-2 if _coarse(own) else 1e-4
+    mine, own = (t.double() if not t.is_complex() else t for t in (mine, own))
+    finite = own[own.isfinite()].abs()
+    scale = float(finite.max()) if finite.numel() else 0.0
+    return torch.allclose(mine, own, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
+
+
+def _coarse(tensor: Tensor) -> bool:
+    return tensor.dtype in (torch.float16, torch.bfloat16) or tensor.is_cuda
+
+
+# Gradients --------------------------------------------------------------------------------------
+# Not kept, which would take as much memory as the model twice: of each how long it is in a few
+# directions, drawn by the parameter's number. Parts of a gradient that come one by one, as where
+# activations are computed again, add up in each.
+
+
+def _compare_gradients(
+    model: nn.Module,
+    module: nn.Module,
+    call: Call,
+    found: Mapping[str, Sketch],
+    wanted: Mapping[str, Sketch],
+) -> None:
+    parameters = dict(model.named_parameters())
+    sizes = {name: math.hypot(*sketch) / _DIRECTIONS**0.5 for name, sketch in wanted.items()}
+    most = max(filter(math.isfinite, sizes.values()), default=0.0)
+    apart = []
+    for name, p in parameters.items():
+        own, mine = wanted.get(name, _ZERO), found.get(name, _ZERO)
+        size = sizes.get(name, 0.0)
+        within = _WITHIN[_coarse(p)] * size + _NOISE[_coarse(p)] * most
+        alike = all(abs(a - b) <= 4 * within for a, b in zip(own, mine, strict=True))
+        if math.isfinite(size) and not alike:
+            apart.append(name)
+    if not apart:
+        return
+    names = apart[:_LOOKED_AT]
+    whole, graphs = _whole(model, model, call, names), _whole(model, module, call, names)
+    with _shaken(model):
+        shaken = _whole(model, model, call, names)
+    for name in names:
+        by = float((graphs[name] - whole[name]).norm())
+        if by > _SHAKEN * float((shaken[name] - whole[name]).norm()):
+            which = "another gradient" if graphs[name].any() else "no gradient"
+            raise TraceError(
+                f"its graph gives parameter {name!r} {which}: a trace can't see a custom "
+                "autograd.Function's backward, a hook on gradients, or what torch.no_grad does to "
+                "an operation in place"
+            )
+
+
+def _sketches(model: nn.Module, leaves: Sequence[Any]) -> dict[str, Sketch] | None:
+    """By parameter, its gradient in the directions; None where there is no backward."""
+    found: dict[str, Sketch] = {}
+    numbers = {name: k for k, (name, _) in enumerate(model.named_parameters())}
+
+    def take(name: str, gradient: Tensor) -> None:
+        before = found.get(name, _ZERO)
+        along = _along(gradient.to_dense(), numbers[name])
+        found[name] = tuple(a + b for a, b in zip(before, along, strict=True))
+
+    return found if _backward(model, leaves, take) else None
+
+
+def _whole(
+    model: nn.Module, module: nn.Module, call: Call, names: Sequence[str]
+) -> dict[str, Tensor]:
+    """These parameters' gradients; zeros where there is none."""
+    found: dict[str, Tensor] = {
+        name: torch.zeros_like(p, dtype=torch.complex128 if p.is_complex() else torch.float64)
+        for name, p in model.named_parameters()
+        if name in names
+    }
+
+    def take(name: str, gradient: Tensor) -> None:
+        if name in found:
+            found[name] += gradient.to_dense()
+
+    with unchanged(model), torch.enable_grad():
+        _seed()
+        leaves = _leaves(module, call if module is model else call.flat())
+        _backward(model, leaves, take)
+    return found
+
+
+def _backward(model: nn.Module, leaves: Sequence[Any], take: Callable[[str, Tensor], None]) -> bool:
+    """Hand over gradients of the results, each weighed with numbers drawn for it, as they come.
+
+    By `Tensor.backward`: torch.autograd.grad doesn't find what is computed again in between.
+
+    Returns False where there is nothing to go back from, or a backward fails.
+    """
+    ends = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
+    learnt = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if not ends or not learnt:
+        return False
+    before = [(p.grad, p._post_accumulate_grad_hooks) for _, p in learnt]
+    hooks = []
+    try:
+        for name, p in learnt:
+            # What the user's do when a gradient is there, an update maybe, comes after all.
+            p.grad, p._post_accumulate_grad_hooks = None, None  # type: ignore[assignment]
+
+            def there(p: Tensor, name: str = name) -> None:
+                assert p.grad is not None
+                take(name, p.grad)
+                p.grad = None
+
+            hooks.append(p.register_post_accumulate_grad_hook(there))
+        torch.autograd.backward(ends, [_drawn(end, k) for k, end in enumerate(ends)])
+    except Exception:  # whatever a backward of the user's raises
+        return False
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for (_, p), (gradient, others) in zip(learnt, before, strict=True):
+            p.grad, p._post_accumulate_grad_hooks = gradient, others
+    return True
+
+
+def _along(gradient: Tensor, number: int) -> list[float]:
+    """How long a gradient is in each direction; those of large ones repeat themselves."""
+    flat = (torch.view_as_real(gradient) if gradient.is_complex() else gradient).flatten()
+    whole = len(flat) // _REPEATED * _REPEATED
+    summed = torch.zeros(min(len(flat), _REPEATED), dtype=torch.float64, device=flat.device)
+    if whole:
+        summed += flat[:whole].view(-1, _REPEATED).sum(0, dtype=torch.float64)
+    summed[: len(flat) - whole] += flat[whole:]
+    generator = torch.Generator().manual_seed(number)
+    directions = torch.randn(_DIRECTIONS, len(summed), generator=generator).to(summed)
+    found: list[float] = (directions @ summed).tolist()
+    return found
+
+
+def _drawn(like: Tensor, number: int) -> Tensor:
+    """Numbers from a normal distribution, the same for the same number."""
+    generator = torch.Generator().manual_seed(number)
+    drawn = torch.randn(like.shape, generator=generator, dtype=torch.float32)
+    return drawn.to(device=like.device, dtype=like.dtype)
+
+
+@contextmanager
+def _shaken(model: nn.Module) -> Iterator[None]:
+    """Every weight changed in its last digits."""
+    before = [(p, p.detach().clone()) for p in model.parameters() if p.is_floating_point()]
+    try:
+        with torch.no_grad():
+            for k, (p, _) in enumerate(before):
+                p.mul_(1 + 8 * torch.finfo(p.dtype).eps * _drawn(p, k).sign())
+        yield
+    finally:
+        with torch.no_grad():
+            for p, value in before:
+                p.copy_(value)

@@ -1,0 +1,316 @@
+"""Graphs held against their models: gradients, buffers and random numbers; what is refused."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from timeprest.profiles.errors import TraceError
+from timeprest.profiles.tracing.call import Call, unchanged
+from timeprest.profiles.tracing.front_ends import trace
+from timeprest.profiles.tracing.graph import fingerprint
+from timeprest.profiles.tracing.verify import compare, run
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+class Reversed(torch.autograd.Function):
+    """Another gradient than that of its forward."""
+
+    @staticmethod
+    def forward(ctx, x, by):
+        ctx.by = by
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return -ctx.by * gradient, None
+
+
+class Halves(torch.autograd.Function):
+    """Two results."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x / 2, x.sin()
+
+    @staticmethod
+    def backward(ctx, one, other):
+        return one + 3 * other
+
+
+class Base(nn.Module):
+    """Two linear layers and what is between them."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 6), nn.Linear(6, 6)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+        self.register_buffer("mean", torch.zeros(6))
+
+    def between(self, h):
+        return h
+
+    def forward(self, x):
+        return self.b(self.between(torch.tanh(self.a(x)))).relu()
+
+
+class OwnBackward(Base):
+    def between(self, h):
+        return Reversed.apply(h, 0.5)
+
+
+class TwoResults(Base):
+    def between(self, h):
+        one, other = Halves.apply(h)
+        return one * other
+
+
+class Checkpointed(Base):
+    def between(self, h):
+        return checkpoint(self.b, h, use_reentrant=True) + h
+
+
+class NoGradient(Base):
+    def between(self, h):
+        with torch.no_grad():
+            scale = self.b(h).sigmoid()
+        return h * scale
+
+
+class Hooked(Base):
+    def between(self, h):
+        h = h * 1
+        if h.requires_grad:
+            h.register_hook(lambda gradient: 0.1 * gradient)
+        return h
+
+
+class HookedModule(Base):
+    def __init__(self):
+        super().__init__()
+        self.c = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+        self.c.register_full_backward_hook(lambda module, given, out: tuple(g / 10 for g in given))
+
+    def between(self, h):
+        return self.c(h)
+
+
+class ClampedInPlace(Base):
+    def between(self, h):
+        h = h - 0.1
+        with torch.no_grad():
+            h.clamp_(min=0)
+        return h + 1
+
+
+class Counts(Base):
+    def between(self, h):
+        self.steps += 1
+        return h
+
+
+class Averages(Base):
+    def between(self, h):
+        self.mean.mul_(0.9).add_(0.1 * h.detach().mean(0))
+        return h - self.mean
+
+
+class AveragesAnew(Base):
+    def between(self, h):
+        self.mean = 0.9 * self.mean + 0.1 * h.detach().mean(0)
+        return h - self.mean
+
+
+class Skips(Base):
+    """Seldom: a look at what it gives would find nothing."""
+
+    def between(self, h):
+        return h * 0 if self.training and torch.rand(1).item() < 1e-6 else h
+
+
+class SkipsByPython(Base):
+    def between(self, h):
+        return h * 0 if self.training and random.random() < 1e-6 else h
+
+
+class NoiseOfItsOwn(Base):
+    def between(self, h):
+        return h + torch.randn(6)
+
+
+class Rounded(nn.Module):
+    """The gradient of the key's bias is of rounding errors alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x):
+        h = x.reshape(x.shape[0], 2, 2).repeat(1, 1, 4)
+        return self.attention(h, h, h)[0]
+
+
+def call_of(samples=2):
+    torch.manual_seed(1)
+    return Call((torch.randn(samples, 4),), (None,))
+
+
+def build(make):
+    torch.manual_seed(0)
+    return make()
+
+
+@pytest.mark.parametrize(
+    ("make", "front_end"),
+    [
+        (OwnBackward, "fx"),
+        (TwoResults, "fx"),
+        (Checkpointed, "fx"),
+        (NoGradient, "fx"),
+        (ClampedInPlace, "export"),
+        (Counts, "export"),
+        (Averages, "export"),
+        (NoiseOfItsOwn, "export"),
+        (Rounded, "fx"),
+    ],
+)
+def test_a_front_end_is_taken_that_loses_nothing(make, front_end):
+    model = build(make)
+    traced = trace(model, "it", call_of())
+    assert traced.front_end == front_end
+    # On other inputs too, and as often as it runs.
+    compare(model, traced.module, call_of(5), run(model, model, call_of(5)))
+    assert all(p.grad is None for p in model.parameters())
+    assert not model.training or not any(b.any() for b in model.buffers())
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (Hooked, r"'a\.weight' another gradient"),
+        (HookedModule, r"'a\.weight' another gradient"),
+        (AveragesAnew, r"another value in buffer 'mean'"),
+        (Skips, "the forward draws random numbers"),
+        (SkipsByPython, "the forward draws random numbers"),
+    ],
+)
+def test_what_every_trace_would_lose_is_refused(make, why):
+    model = build(make)
+    with pytest.raises(TraceError, match=why):
+        trace(model, "it", call_of())
+    # The look has left it as it was.
+    assert model(call_of().tensors[0]).isfinite().all()
+    assert isinstance(model.mean, torch.Tensor)
+
+
+@pytest.mark.parametrize(
+    ("make", "front_end", "why"),
+    [
+        (OwnBackward, "export", r"'a\.weight' another gradient"),
+        (ClampedInPlace, "fx", r"'a\.weight' another gradient"),
+        (Counts, "fx", "another value in buffer 'steps'"),
+        (Averages, "fx", "another value in buffer 'mean'"),
+        (NoiseOfItsOwn, "fx", "the forward draws random numbers"),
+    ],
+)
+def test_a_front_end_that_was_asked_for_says_what_it_loses(make, front_end, why):
+    with pytest.raises(TraceError, match=why):
+        trace(build(make), "it", call_of(), front_end=front_end)
+
+
+def test_a_module_kept_whole_may_do_what_it_likes():
+    class Whole(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4), Hooked()
+
+        def forward(self, x):
+            return self.last(self.first(x))
+
+    model = build(Whole)
+    traced = trace(model, "it", call_of(), granularity="last")
+    assert [layer.name for layer in traced.layers] == ["first", "last"]
+    compare(model, traced.module, call_of(3), run(model, model, call_of(3)))
+
+
+def test_the_keys_bias_is_rounding_alone():
+    model = build(Rounded)
+    assert trace(model, "it", call_of(), front_end="export").front_end == "export"
+
+
+@pytest.mark.parametrize(("by", "refused"), [(1e7, False), (1.0, True)])
+def test_what_rounding_makes_of_a_gradient_is_no_difference(by, refused):
+    """The sine of a weight times ten million is another one for its next neighbour."""
+
+    class Sensitive(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, weight, added):
+            ctx.save_for_backward(weight)
+            ctx.added = added
+            return weight.sum()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            (weight,) = ctx.saved_tensors
+            return gradient * (weight * by + ctx.added).sin(), None
+
+    class Made(nn.Module):
+        def __init__(self, weight, added):
+            super().__init__()
+            self.weight, self.added = weight, added
+
+        def forward(self, x):
+            return x + Sensitive.apply(self.weight, self.added)
+
+    weight = nn.Parameter(torch.linspace(1, 2, 20))
+    model, graph = Made(weight, 0.0), Made(weight, 1.0)
+    wanted = run(model, model, call_of())
+    if refused:
+        with pytest.raises(TraceError, match="'weight' another gradient"):
+            compare(model, graph, call_of(), wanted)
+    else:
+        compare(model, graph, call_of(), wanted)
+    assert torch.equal(weight.data, torch.linspace(1, 2, 20))
+
+
+def test_functions_are_told_apart_in_the_fingerprint():
+    class Other(Base):
+        def between(self, h):
+            return Reversed.apply(h, 0.25)
+
+    found = [
+        fingerprint(trace(build(make), "it", call_of())) for make in (Base, OwnBackward, Other)
+    ]
+    assert len(set(found)) == 3
+    assert found[1] == fingerprint(trace(build(OwnBackward), "it", call_of(3)))
+
+
+def test_a_look_changes_neither_buffers_nor_random_states_nor_hooks():
+    model = build(AveragesAnew)
+    updates = []
+    model.a.weight.register_post_accumulate_grad_hook(updates.append)
+    mean, states = model.mean, (random.getstate(), torch.get_rng_state())
+    with unchanged(model):
+        model(call_of().tensors[0])
+        random.random()
+        assert model.mean is not mean
+    assert run(model, model, call_of()).gradients
+    assert model.mean is mean
+    assert not mean.any()
+    assert random.getstate() == states[0]
+    assert not updates
+    model(call_of().tensors[0]).sum().backward()
+    assert len(updates) == 1
+
+
+def test_without_a_backward_results_alone_are_compared():
+    class Detached(Base):
+        def forward(self, x):
+            return super().forward(x).detach()
+
+    model = build(Detached)
+    assert run(model, model, call_of()).gradients is None
+    assert trace(model, "it", call_of()).front_end == "fx"
+    assert run(model.eval(), model, call_of()).gradients is None
