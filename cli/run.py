@@ -75,6 +75,11 @@ def main(
     check_system()
     rendezvous = rendezvous_at_hand()
     resume = resume or resume_at is not None
+    # Before anything acts on one of them.
+    if dry_run and (resume or checks):
+        raise UserError("--dry-run: goes with neither --resume nor --check")
+    if checks and (asked["start_from"] is not None or resume):
+        raise UserError("--check: trains anew; leave --from and --resume out")
     if not resume and rendezvous is not None and _restarted(rendezvous, run_dir):
         # The launcher repeats the command with which the run was begun.
         resume, asked["epochs"], asked["steps"] = True, None, None
@@ -84,8 +89,6 @@ def main(
         raise click.UsageError("Missing argument 'PLAN'.")
     if asked["epochs"] is not None and asked["steps"] is not None:
         raise UserError("--epochs, --steps: give one of them")
-    if checks and (asked["start_from"] is not None or resume):
-        raise UserError("--check: trains anew; leave --from and --resume out")
     if checks and asked["epochs"] is not None:
         raise UserError("--check, --epochs: a check trains --steps mini-batches")
     asked["optimizer"] = optimizer_choice(asked)
@@ -126,8 +129,6 @@ def main(
     if rendezvous is not None:
         # Each host may name its own.
         named = run_dir or rendezvous.share("run directory", named)
-    if dry_run and resume:
-        raise UserError("--dry-run: goes with neither --resume nor --check")
     with naming(plan_path or named):
         if dry_run:
             show_dry_run(plan, settings, named, rendezvous, as_json=as_json, quiet=quiet)

@@ -35,7 +35,7 @@ def check_resumable(run_dir: str | None, asked: Mapping[str, Any]) -> None:
     if asked["start_from"] is not None:
         raise UserError("--resume, --from: give one of them")
     context = click.get_current_context()
-    fixed = {*asked, "dry_run"} - {*ADJUSTABLE, "epochs", "steps"}
+    fixed = set(asked) - {*ADJUSTABLE, "epochs", "steps"}
     changed = [
         option.opts[0]
         for option in context.command.params

@@ -194,6 +194,26 @@ def test_the_command_line_wins(tmp_path):
         assert line in done.output.splitlines()
 
 
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ("plan.json --dry-run --check", "--dry-run: goes with neither --resume nor --check"),
+        ("--dry-run --resume --run-dir run", "--dry-run: goes with neither --resume nor --check"),
+        ("--dry-run --resume-at 4 --run-dir run", "--dry-run: goes with neither"),
+        ("--check --resume --run-dir run", "--check: trains anew; leave --from and --resume out"),
+        ("plan.json --check --from run", "--check: trains anew; leave --from and --resume out"),
+        ("--resume --from other --run-dir run", "--resume, --from: give one of them"),
+    ],
+)
+def test_two_things_instead_of_training_leave_each_other_out(words, why, tmp_path, monkeypatch):
+    """Before anything is looked at: neither plan nor run is there."""
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(run_main, words.split())
+    assert done.exit_code == 2
+    assert why in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_cluster_file_and_a_number_of_devices_leave_each_other_out(tmp_path):
     """On the command line; what is said of links beside a cluster's file stays refused."""
     text = 'devices = 3\nmemory = "1GiB"\nhalf_duplex = true\nmini_batch = 8\n'
