@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import hashlib
+import operator
 from collections import deque
 from collections.abc import Iterable
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from ...profiles.errors import RunError, TargetError
+from ...profiles.errors import TargetError
 from ...profiles.tasks.batches import START_S, WAIT_S, Batches
 from ...profiles.tasks.hooks import call_hook
 from ...profiles.tasks.parts import ALL, SEEDS, Parts, fetch_parts, has_only, only
@@ -45,7 +46,7 @@ class Samples:
             wait_s: longest wait for a batch.
             parts: of samples, that are wanted: only those are read, where the data can.
         """
-        self.dataset: Any = call_hook(f"data({split!r})", task.data, split, kind=RunError)
+        self.dataset: Any = call_hook(f"data({split!r})", task.data, split)
         self.split = split
         self.micro_batch = micro_batch
         self.mini_batch = batch_size_of(self.dataset) or mini_batch or micro_batch
@@ -84,6 +85,8 @@ class Samples:
             found = only(self.dataset, parts, self._names)
             self._alone = has_only(self.dataset)
             self._read_from, self.parts = (self.dataset, ALL) if found is None else (found, parts)
+            if not isinstance(self._read_from, TensorDataset):
+                self._read_from = _Named(self._read_from, self.split)
         self._ahead = _TakenAhead(self, self._wait_s)
 
     def for_a_look(self, parts: Parts) -> Samples:
@@ -185,7 +188,15 @@ class Samples:
     def _fetch(
         self, chosen: list[int] | Tensor, seeds: list[int] | None
     ) -> tuple[tuple[Tensor, ...], Any]:
-        *found, drew = fetch_parts(self._read_from, chosen, self._names, self.parts, seeds)
+        *found, drew = call_hook(
+            f"data({self.split!r})",
+            fetch_parts,
+            self._read_from,
+            chosen,
+            self._names,
+            self.parts,
+            seeds,
+        )
         self.drew = self.drew or drew
         return found[0], found[1]
 
@@ -239,6 +250,17 @@ class Samples:
             for number, count in enumerate(rows)
             for start in range(0, count, self.micro_batch)
         ]
+
+
+class _Named:
+    """A map-style data set whose errors name the split and the sample."""
+
+    def __init__(self, dataset: Any, split: Split) -> None:
+        self._dataset = dataset
+        self._hook = f"data({split!r})"
+
+    def __getitem__(self, k: int) -> Any:
+        return call_hook(self._hook, operator.getitem, self._dataset, k, doing=f"sample {k}")
 
 
 Take = tuple[int, range, int]

@@ -8,7 +8,7 @@ from graph_task import GraphTask
 from helpers.paths import TESTS
 from helpers.plain_training import train_plainly
 from helpers.plans import plan_by_hand, with_times
-from timeprest.profiles.errors import RunError
+from timeprest.profiles.errors import TargetError
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
 from timeprest.runtime.records.progress import read_losses
@@ -124,5 +124,5 @@ def test_missing_test_data_is_one_line(graph_profile, tmp_path):
     """Whatever the user's data raises names the hook, the split and the place."""
     plan = plan_by_hand(graph_profile, "gpipe", 2, 4)
     settings = RunSettings(task=f"{__file__}:NoTestData", steps=1)
-    with pytest.raises(RunError, match=r"data\('test'\) failed: .*OSError: no test data here"):
+    with pytest.raises(TargetError, match=r"data\('test'\) failed: .*OSError: no test data here"):
         run(plan, settings, tmp_path / "run", inline=True)

@@ -447,6 +447,13 @@ class LoadedFailingByWorkers(LoadedFailing):
     workers = 2
 
 
+class FailingSample(LoadedFailing):
+    """Without a loader."""
+
+    def data(self, split):
+        return self.samples(split)
+
+
 class Dying(Rows42):
     def __getitem__(self, k):
         if k == 23 and get_worker_info() is not None:

@@ -225,9 +225,10 @@ def test_processes_load_what_one_process_does(mlp_profile, tmp_path):
     assert read_losses(tmp_path / "run/metrics.jsonl") == inline[0]
     for key, weight in load_weights(tmp_path / "run").items():
         assert torch.equal(inline[1][key], weight)
-    settings = RunSettings(task=f"{FILE}:LoadedFailingByWorkers", epochs=1, timeout_s=20)
-    with pytest.raises(UserError, match=MISTAKES["LoadedFailingByWorkers"]):
-        run(plan, settings, tmp_path / "fails")
+    for name in ("LoadedFailingByWorkers", "FailingSample"):
+        settings = RunSettings(task=f"{FILE}:{name}", epochs=1, timeout_s=20)
+        with pytest.raises(UserError, match=MISTAKES[name]):
+            run(plan, settings, tmp_path / name)
 
 
 # What it costs ------------------------------------------------------------------------------------
@@ -288,6 +289,7 @@ MISTAKES = {
     r"with --mini-batch 6",
     "LoadedFailing": r"data\('train'\) failed: .*data_tasks.py:\d+: ValueError: no such picture",
     "LoadedFailingByWorkers": r"data\('train'\) failed: .*data_tasks.py:\d+: ValueError: no such",
+    "FailingSample": r"data\('train'\) failed in sample 23: .*data_tasks.py:\d+: ValueError: no",
     "EndlessStream": r"data\('train'\) has no length, so an epoch has no end: .* --steps",
 }
 
