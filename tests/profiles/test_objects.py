@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
+import subprocess
 import sys
+import textwrap
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -59,8 +62,15 @@ def test_names_in_the_module_that_runs(tmp_path, monkeypatch):
     main.Task = type("Task", (), {"__module__": "__main__"})
     monkeypatch.setitem(sys.modules, "__main__", main)
     assert name_of(main.Task) == "session:Task"
-    main.__file__, main.__spec__ = "dir/train.py", None
-    assert name_of(main.Task) == "dir/train.py:Task"
+    script, other = tmp_path / "train.py", tmp_path / "train"
+    script.touch()
+    other.touch()
+    main.__file__, main.__spec__ = str(script), None
+    assert name_of(main.Task) == f"{script}:Task"
+    # What can't be imported as a file: python - < train.py, a script without .py, one that is gone.
+    for file in ("<stdin>", str(other), str(tmp_path / "gone.py")):
+        main.__file__ = file
+        assert name_of(main.Task) == "session:Task"
     main.__spec__ = SimpleNamespace(name="pkg.train")
     assert name_of(main.Task) == "pkg.train:Task"
     # A notebook that runs the cell once more means the class as it is now.
@@ -88,6 +98,30 @@ def test_a_task_of_a_session_trains_in_processes(tmp_path):
     assert inline == processes
     # Nothing of it is in a file.
     assert not list(tmp_path.rglob("*.pkl"))
+
+
+@pytest.mark.processes
+def test_a_task_of_a_script_from_stdin_trains_in_processes(tmp_path):
+    body = "\n".join(inspect.getsource(make_task).splitlines()[1:])
+    script = (
+        "import timeprest, torch\nfrom torch import nn\n"
+        "from torch.utils.data import TensorDataset\n"
+        f"width = 6\n{textwrap.dedent(body).removesuffix('return Made')}\n"
+        "profile = timeprest.profile(Made, batch_size=8, seconds=0)\n"
+        "plan = timeprest.plan(profile, stages=2, replicas=False)\n"
+        "run = timeprest.run(plan, 'run', task=Made(), steps=2)\n"
+        "print(profile.target, len(run.losses))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-"],
+        input=script,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["session:Made", "2"]
 
 
 def test_a_model_of_a_session_is_profiled():
