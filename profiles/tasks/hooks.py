@@ -92,14 +92,20 @@ def task_optimizer(
         owner: whose they are, for messages: "stage 1", "the model".
 
     Raises:
-        TargetError: it raises, gives no optimizer, or one that leaves out a trainable
-            parameter or holds one that isn't the owner's.
+        TargetError: it raises, gives no optimizer, one that can't be stepped without arguments, or
+            one that leaves out a trainable parameter or holds one that isn't the owner's.
     """
     found = call_hook("optimizer", hook, given)
     if not isinstance(found, torch.optim.Optimizer):
         raise TargetError(
             f"the task's optimizer gave {described(found)}; return one of torch.optim's, made "
             "over the parameters that it is given"
+        )
+    if needed := _needed(found.step):
+        raise TargetError(
+            f"the task's optimizer gave {described(found)}, whose step() needs {needed[0]}: "
+            "optimizers are stepped without arguments here, since no stage can compute the loss "
+            "anew; return another one, such as SGD or AdamW"
         )
     held = {id(p): p for group in found.param_groups for p in group["params"]}
     own = {id(p) for _, p in named}

@@ -181,11 +181,23 @@ class SchedulerRaises(MLPTask):
         return torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
 
 
-class StepRaises(MLPTask):
-    """The optimizer wants a closure."""
+class Closure(MLPTask):
+    """The optimizer computes the loss itself, several times a step."""
 
     def optimizer(self, parameters):
         return torch.optim.LBFGS(parameters)
+
+
+class StepRaises(MLPTask):
+    """Only when it is stepped."""
+
+    def optimizer(self, parameters):
+        def fail(*_):
+            raise ZeroDivisionError
+
+        found = torch.optim.SGD(parameters, lr=0.05)
+        found.register_step_pre_hook(fail)
+        return found
 
 
 class MetricsOfEach(MLPTask):
