@@ -471,7 +471,8 @@ def dry_run(
         run_dir: where the run would write; nothing is written.
         settings: as of `run`.
 
-    Raises as `run`, for what makes a run impossible; `problems` has the rest.
+    Raises as `run`, for what makes a run impossible, and TargetError where a hook or a stage fails;
+    `problems` has the rest.
     """
     from .runtime.settings import settings_of
     from .runtime.verify.dry_run import dry_run as look

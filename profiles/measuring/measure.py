@@ -16,6 +16,7 @@ from ..profile import OptimizerCost, Profile, check_profile
 from ..target import Target
 from ..tasks.hooks import (
     RunLength,
+    before_training,
     call_hook,
     describe_error,
     stand_in,
@@ -224,7 +225,7 @@ def _try_evaluation(bench: Bench, task: Task, trained: tuple[Call, Any]) -> None
     Args:
         trained: a micro-batch of those.
 
-    Raises TargetError or RunError naming the hook. Figures that aren't means get a warning.
+    Raises TargetError naming the hook. Figures that aren't means get a warning.
     """
     target, platform, model = bench.target, bench.platform, bench.model
     size = trained[0].tensors[0].shape[0]
@@ -234,7 +235,8 @@ def _try_evaluation(bench: Bench, task: Task, trained: tuple[Call, Any]) -> None
             some = size
             if not comes_in_batches(dataset):
                 some = min(size, dataset_size(dataset, "test"))
-            call, wanted = some_samples(dataset, "test", some, trained[0].names)
+            names = trained[0].names
+            call, wanted = call_hook("data('test')", some_samples, dataset, "test", some, names)
     except TargetError as error:
         _warn(f"{error} (or train with tp-run --no-evaluate)")
         call, wanted = trained
@@ -247,11 +249,12 @@ def _try_evaluation(bench: Bench, task: Task, trained: tuple[Call, Any]) -> None
         raise _failed(target, failure, "test samples in evaluation mode") from failure
     finally:
         model.train()
-    if platform.computed:
-        with _disable_current_modes():
-            lines = try_figures(task, stand_in(output), wanted)
-    else:
-        lines = try_figures(task, output, wanted_there)
+    with before_training():
+        if platform.computed:
+            with _disable_current_modes():
+                lines = try_figures(task, stand_in(output), wanted)
+        else:
+            lines = try_figures(task, output, wanted_there)
     for line in lines:
         _warn(line)
 

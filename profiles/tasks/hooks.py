@@ -8,7 +8,8 @@ import math
 import signal
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ..errors import RunError, TargetError, TimeprestError
+from ..errors import RunError, StoppedError, TargetError, TimeprestError
 from ..tracing.pieces import map_tensors
 from .task import Loss, Task, read_figure, read_loss
 
@@ -58,6 +59,21 @@ def call_hook(
             raise
         at = f" in {doing}" if doing else ""
         raise kind(f"the task's {name} failed{at}: {describe_error(error)}") from error
+
+
+@contextmanager
+def before_training() -> Iterator[None]:
+    """Trials of hooks in this block: what would fail a run is the user's mistake where none has
+    begun.
+
+    Raises TargetError in place of RunError.
+    """
+    try:
+        yield
+    except StoppedError:
+        raise
+    except RunError as error:
+        raise TargetError(str(error)) from error
 
 
 def task_metrics(task: Task, output: Any, target: Any) -> dict[str, Any]:

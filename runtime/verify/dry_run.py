@@ -17,7 +17,7 @@ from ...planner.plan import Plan
 from ...profiles.errors import RunError, TimeprestError
 from ...profiles.files import check_writable
 from ...profiles.target import resolve
-from ...profiles.tasks.hooks import describe_error
+from ...profiles.tasks.hooks import before_training, describe_error
 from ...profiles.tasks.shapes import at_profiled
 from ...profiles.tracing.call import unchanged
 from ...profiles.tracing.pieces import encode
@@ -159,7 +159,7 @@ def dry_run(
     Returns:
         The findings; None on workers that aren't the one that tells.
 
-    Raises: as `run`, for what makes a run impossible.
+    Raises: as `run`, for what makes a run impossible; TargetError where hooks or stages fail.
     """
     settings = check_settings(settings)
     check_delays(plan, settings)
@@ -168,15 +168,16 @@ def dry_run(
     where.check_new()
     check_writable(where.path / "plan.json")
     address = "127.0.0.1" if rendezvous is None else use_interface(rendezvous.launched)
-    prepared = prepare(plan, settings)
-    check_updates(prepared)
-    result, target = check_shapes(prepared)
-    if is_small(prepared.plan):
-        warnings = try_training(prepared)
-    else:
-        every_stage = range(len(plan.stages))
-        only = every_stage if rendezvous is None else prepared.workers[rendezvous.rank].stages
-        warnings = try_in_parts(prepared, result, target, only)
+    with before_training():
+        prepared = prepare(plan, settings)
+        check_updates(prepared)
+        result, target = check_shapes(prepared)
+        if is_small(prepared.plan):
+            warnings = try_training(prepared)
+        else:
+            every_stage = range(len(plan.stages))
+            only = every_stage if rendezvous is None else prepared.workers[rendezvous.rank].stages
+            warnings = try_in_parts(prepared, result, target, only)
     free = free_bytes(CPU)
 
     def one(rank: int, local_rank: int) -> _HostView:

@@ -128,6 +128,19 @@ class TestDataNone(MLPTask):
         return super().data(split) if split == "train" else None
 
 
+class TestSampleRaises(MLPTask):
+    """Test samples can't be read."""
+
+    def data(self, split):
+        return super().data(split) if split == "train" else self
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, k):
+        raise OSError("no such file")
+
+
 class Uneven(MLPTask):
     """Samples that no batch can be made of."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -97,6 +98,17 @@ def test_workers_of_a_host_that_take_turns_are_a_warning(plan, mlp_target, tmp_p
     assert "warning: " in told.output
     monkeypatch.setattr(module, "usable_cores", lambda: 3)
     assert dry_run(plan, settings, "run").warnings == ()
+
+
+def test_a_hook_that_fails_is_in_the_way(plan, tmp_path, monkeypatch):
+    """Exit code 2, though a run that it ends has 1."""
+    monkeypatch.chdir(tmp_path)
+    write_file("plan.json", plan)
+    task = f"{TESTS / 'tasks/hook_tasks.py'}:LossRaises"
+    told = CliRunner().invoke(main, ["plan.json", "--dry-run", "--steps", "2", "--task", task])
+    assert told.exit_code == 2
+    (line,) = told.stderr.splitlines()
+    assert re.search(r"stage 2, at 2F0\.0: the task's loss failed: .*: RuntimeError", line)
 
 
 @pytest.mark.parametrize(
