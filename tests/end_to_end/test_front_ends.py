@@ -54,6 +54,18 @@ def test_other_granularities_run(granularity, tmp_path):
     assert read_losses(tmp_path / "run" / "metrics.jsonl") == pytest.approx(losses, abs=1e-10)
 
 
+def test_a_module_that_is_kept_whole_runs_as_it_is(tmp_path):
+    """With the user's own backward, hooks and checkpointing inside."""
+    name = f"{FILE}:KeptWhole"
+    profile, plan = plan_of(name, "gpipe", 4, 2, granularity="own")
+    assert [layer.name for layer in profile.layers] == ["first", "own", "more", "last.linear"]
+    run(plan, RunSettings(task=name, steps=STEPS), tmp_path / "run", inline=True)
+    _, model = train_plainly(name, plan.mini_batch, STEPS)
+    state = load_weights(tmp_path / "run")
+    for key, weight in model.state_dict().items():
+        torch.testing.assert_close(state[key], weight, rtol=0, atol=1e-10)
+
+
 @pytest.mark.processes
 @pytest.mark.timeout(180)
 def test_processes_equal_inline_on_an_exported_graph(tmp_path):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 
 
@@ -72,6 +75,34 @@ class Hidden(nn.Module):
         return torch.tanh(y) if float(self.linear.weight.abs().sum()) > 0 else y
 
 
+class _Reversed(torch.autograd.Function):
+    """The identity, whose gradient is turned round and halved."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return -0.5 * grad
+
+
+class OwnBackward(nn.Module):
+    """A forward whose backward isn't what its operations say: no graph of them has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = checkpoint(
+            lambda x: torch.tanh(self.linear(x)), _Reversed.apply(x), use_reentrant=False
+        )
+        if y.requires_grad:
+            y.register_hook(lambda grad: 0.1 * grad)
+        return y
+
+
 class Last(nn.Module):
     def __init__(self):
         super().__init__()
@@ -110,3 +141,18 @@ class ByChildren(ByExport):
     def model(self):
         blocks = [nn.Linear(4, 8), nn.Sequential(Hidden(), nn.ReLU()), Hidden(), Last()]
         return nn.Sequential(*blocks).double()
+
+
+class KeptWhole(ByExport):
+    """To be profiled with the module "own" as one layer."""
+
+    data_class = Alone
+
+    def model(self):
+        parts = {
+            "first": nn.Linear(4, 8),
+            "own": OwnBackward(),
+            "more": nn.Linear(8, 8),
+            "last": Last(),
+        }
+        return nn.Sequential(OrderedDict(parts)).double()
