@@ -6,7 +6,7 @@ some of its samples where replicas share every mini-batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -189,25 +189,41 @@ class MessageRoute:
         return slice(here[0], here[-1] + 1, step)
 
 
-def check_agreed(spec: ValueSpec, tensor: Tensor, *, varies: bool = False) -> None:
+def check_agreed(
+    spec: ValueSpec,
+    tensor: Tensor,
+    *,
+    varies: bool = False,
+    inputs_alike: Callable[[], bool] = lambda: False,
+) -> None:
     """Check what a stage made against what the others expect. Raises RunError.
 
     Args:
         varies: mini-batches differ in shape: messages say theirs, of as many dimensions.
+        inputs_alike: whether the stage's inputs have the shapes that were profiled, so that it is
+            their values which make the difference.
     """
     shape = tuple(tensor.shape)
     agreed = len(shape) == len(spec.shape) if varies else shape == spec.shape
-    if not agreed or tensor.dtype != spec.dtype:
+    if agreed and tensor.dtype == spec.dtype:
+        return
+    if varies:
+        advice = "The number of dimensions must not change during a run"
+    elif shape != spec.shape and inputs_alike():
         advice = (
-            "The number of dimensions must not change during a run"
-            if varies
-            else "Shapes may change from mini-batch to mini-batch where the plan's profile has "
+            "The inputs are shaped as when it was profiled, so this shape depends on values, as "
+            "after indexing by a mask: have a module of its own do that, kept whole by tp-profile "
+            "--granularity NAME, or write it without, by torch.where (docs/profiling.md)"
+        )
+    else:
+        advice = (
+            "Shapes may change from mini-batch to mini-batch where the plan's profile has "
             "seen them do so: profile again, with more --batches if need be, and solve again"
         )
-        raise RunError(
-            f"{spec.name!r} has shape {list(shape)} of {tensor.dtype}; agreed was "
-            f"{list(spec.shape)} of {spec.dtype}. {advice}"
-        )
+    raise RunError(
+        f"{spec.name!r} has shape {list(shape)} of {tensor.dtype}; agreed was "
+        f"{list(spec.shape)} of {spec.dtype}. {advice}"
+    )
 
 
 def join(parts: Sequence[tuple[MessageRoute, Tensor]]) -> Tensor:

@@ -11,8 +11,10 @@ from torch.autograd.graph import GradientEdge
 
 from ...profiles.autograd.boundary import Inlet
 from ...profiles.errors import RunError
+from ...profiles.tasks.samples import some_samples
 from ...profiles.tracing.shapes import ValueSpec
 from ..prepare.messages import mark_missing
+from ..prepare.prepare import Prepared
 from .recompute import ForwardInputs, Remade
 
 InputShapes = tuple[tuple[str, torch.Size, tuple[int, ...]], ...]
@@ -53,6 +55,23 @@ def input_shapes(
         )
         for name in names
     )
+
+
+def shaped_as_profiled(prepared: Prepared, values: Mapping[str, Tensor]) -> bool:
+    """Whether a stage's inputs from the data have the shapes of the first sample, or it has none.
+
+    For an error's text: what can't be had now isn't as profiled.
+    """
+    given = values.keys() & set(prepared.model.inputs)
+    if not given:
+        return True
+    try:
+        names = prepared.model.arguments
+        call, _ = some_samples(prepared.task.data("train"), "train", 1, names)
+    except Exception:  # the user's data set
+        return False
+    first = dict(zip(prepared.model.inputs, call.tensors, strict=False))
+    return all(n in first and values[n].shape[1:] == first[n].shape[1:] for n in given)
 
 
 def collect(spec: ValueSpec, micros: Sequence[MicroBatch], device: torch.device) -> Tensor:

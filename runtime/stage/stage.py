@@ -37,7 +37,7 @@ from .compiled import forward_of
 from .delays import Rescheduling, delay_of
 from .handed_over import HandedOver
 from .memory import MemoryAccount
-from .micro_batch import InputShapes, MicroBatch, collect, input_shapes
+from .micro_batch import InputShapes, MicroBatch, collect, input_shapes, shaped_as_profiled
 from .optimizer import drift_of, make_optimizer, make_scheduler, step_optimizer, system_optimizer
 from .recompute import Recomputation, Remade, SelectedLayers, running
 
@@ -82,6 +82,7 @@ class Stage:
         self.piece = stage.piece
         self.specs = stage.specs
         self.varies = prepared.varies
+        self._as_profiled = partial(shaped_as_profiled, prepared)
         self.module = stage.piece.module
         self._evaluated = stage.evaluation_piece
         # Before anything looks at the parameters, which moving may replace.
@@ -243,7 +244,8 @@ class Stage:
             self._recomputation.kept(inputs)
             micro = MicroBatch(inputs.nbytes, inputs=inputs)
         for name, tensor in outputs.items():
-            check_agreed(self.specs[name], tensor, varies=self.varies)
+            like = partial(self._as_profiled, values)
+            check_agreed(self.specs[name], tensor, varies=self.varies, inputs_alike=like)
             micro.shapes[name] = tensor.shape
         if known is None:
             saved = self.weights.saved

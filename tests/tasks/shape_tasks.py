@@ -182,3 +182,26 @@ class Fixed(Varying):
 
     def model(self):
         return Steps().double()
+
+
+class Mixed(nn.Module):
+    """Two layers, each on the rows that a mask gives it: how many those are hangs on values."""
+
+    def __init__(self):
+        super().__init__()
+        self.b = nn.Linear(7, 7)
+        self.c = nn.Linear(7, 7)
+
+    def forward(self, x):
+        mask, y = x.sum(1) > 0, torch.zeros_like(x)
+        y[mask], y[~mask] = self.b(x[mask]), self.c(x[~mask])
+        return y
+
+
+class ByMask(MLPTask):
+    """The small network with such a module in it."""
+
+    def model(self):
+        net = super().model()
+        net.t0 = Mixed().double()
+        return net

@@ -132,6 +132,19 @@ def test_a_plan_of_one_shape_says_what_to_do(mlp_profile, tmp_path):
         run(plan, RunSettings(task=f"{FILE}:Varying", epochs=1), tmp_path, inline=True)
 
 
+def test_a_shape_that_depends_on_values_says_what_to_do(tmp_path):
+    """And what it says to do is done."""
+    settings = RunSettings(task=f"{FILE}:ByMask", steps=4, evaluate=False)
+    plan = plan_by_hand(profile_of("ByMask"), "gpipe", 5, 2)
+    with pytest.raises(
+        RunError, match=r"this shape depends on values.*--granularity NAME"
+    ) as error:
+        run(plan, settings, tmp_path / "run", inline=True)
+    assert "--batches" not in str(error.value)
+    whole = plan_by_hand(profile_of("ByMask", granularity="t0"), "gpipe", 5, 2)
+    assert check(whole, settings, inline=True).verdict == "same"
+
+
 def test_a_model_of_one_length_is_refused():
     with pytest.raises(TraceError, match=r"fixes the batch size, or another that varies"):
         profile_of("Fixed")
