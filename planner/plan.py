@@ -21,7 +21,7 @@ from ..profiles.files import (
     Threads,
     TotalBytes,
     read_file,
-    write_file,
+    save_file,
 )
 from ..profiles.profile import Profile, VaryingShapes, check_front_end, check_varying
 from .cluster.cluster import Cluster
@@ -292,8 +292,8 @@ class Plan(TaggedFile, Shown, frozen=True, kw_only=True, tag=FORMAT):
         return read_plan(path)
 
     def save(self, path: str | Path) -> None:
-        """Write a plan file. Raises FileError."""
-        write_file(path, self)
+        """Write a plan file. Raises FileError, also where another file would be lost."""
+        save_file(path, self)
 
     def to_networkx(self) -> nx.DiGraph:
         """The stages and what goes between them, as a `networkx.DiGraph` (docs/python.md).

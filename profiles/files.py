@@ -462,6 +462,17 @@ def check_output(path: str | Path, kind: Kind) -> None:
         )
 
 
+def save_file(path: str | Path, value: TaggedFile) -> None:
+    """Write a file of ours where nothing stands but one of its kind.
+
+    Raises FileError as `check_output`, or when the path can't be written.
+    """
+    kind = _TAGGED[_noun(type(value))]
+    assert isinstance(kind, Kind)
+    check_output(path, kind)
+    write_file(path, value)
+
+
 def check_outputs(*wanted: tuple[str, str | Path | None, Kind]) -> None:
     """The same for all outputs of a command, before it writes the first one.
 

@@ -28,7 +28,7 @@ from .files import (
     Tally,
     Threads,
     read_file,
-    write_file,
+    save_file,
 )
 
 if TYPE_CHECKING:
@@ -281,8 +281,8 @@ class Profile(TaggedFile, Shown, frozen=True, kw_only=True, tag=FORMAT):
         return check_profile(read_file(path, cls), str(path))
 
     def save(self, path: str | Path) -> None:
-        """Write a profile file. Raises FileError."""
-        write_file(path, self)
+        """Write a profile file. Raises FileError, also where another file would be lost."""
+        save_file(path, self)
 
     def to_networkx(self) -> nx.DiGraph:
         """The layers and what goes between them, as a `networkx.DiGraph` (docs/python.md).

@@ -59,6 +59,27 @@ def test_files_there_and_back(profile, plans, tmp_path):
     }
 
 
+def test_files_are_written_over_their_own_kind_alone(profile, plans, tmp_path):
+    path, text = tmp_path / "made.json", tmp_path / "notes.txt"
+    profile.save(path)
+    profile.save(path)
+    text.write_text("keep me")
+    refused = [
+        (plans[0], path, "made.json: isn't overwritten: a profile stands there, and this would be"),
+        (plans[0], text, "notes.txt: isn't overwritten: a text stands there"),
+        (profile, text, "notes.txt: isn't overwritten: a text stands there"),
+    ]
+    for shown, place, why in refused:
+        with pytest.raises(FileError, match=why):
+            shown.save(place)
+    assert Profile.load(path) == profile
+    assert text.read_text() == "keep me"
+    plans[0].save(tmp_path / "plan.json")
+    plans[1].save(tmp_path / "plan.json")
+    with pytest.raises(FileError, match="a plan stands there"):
+        profile.save(tmp_path / "plan.json")
+
+
 def test_a_run_there_and_back(runs, tmp_path):
     run = runs[0]
     run.save(tmp_path / "copy")
