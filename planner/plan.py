@@ -232,6 +232,8 @@ class SolverReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """What ended the search early; None: nothing did."""
     plans_tried: int
     seconds: Predicted
+    question_checksum: str | msgspec.UnsetType = msgspec.UNSET
+    """Of what the bound is proven for (files.md). Not there in plans of before it was written."""
 
     def loading(self, seconds: float) -> SolverReport:
         """The same where no period is shorter than loading allows, whatever the cut: the best one
@@ -305,11 +307,9 @@ class Plan(TaggedFile, Shown, frozen=True, kw_only=True, tag=FORMAT):
         import networkx as nx
 
         graph = nx.DiGraph(plan=self)
-        for s, (stage, predicted) in enumerate(
-            zip(self.stages, self.predicted.stages, strict=True)
-        ):
-            fields = {**msgspec.structs.asdict(stage), **msgspec.structs.asdict(predicted)}
-            graph.add_node(s, **fields)
+        for s, stage in enumerate(self.stages):
+            predicted = msgspec.structs.asdict(self.predicted.stages[s])
+            graph.add_node(s, **msgspec.structs.asdict(stage), **predicted)
         for edge in self.edges:
             graph.add_edge(edge.source, edge.target)
             ends = graph.edges[edge.source, edge.target]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 from dataclasses import dataclass
 
 import msgspec
@@ -43,12 +45,38 @@ def question_of(plan: Plan, profile: Profile) -> Question:
     )
 
 
+_POINT_ZERO = re.compile(rb"\.0(?=[,\]}])")
+
+
+def question_checksum(question: Question) -> str:
+    """Of all that a proof rests on: the first 16 hex digits of a SHA-256.
+
+    What was left open isn't among it: a bound is of plans that were asked for.
+    """
+    outside = question.system.outside
+    rests_on = (
+        question.profile,
+        question.cluster,
+        question.variant,
+        question.mini_batch,
+        question.optimizer_state_factor,
+        question.update_every,
+        question.tied,
+        question.matrix_state_factor,
+        question.order,
+        None if outside is None else outside.checksum,
+    )
+    # A file that was read has 2.0 where 2 was given.
+    text = _POINT_ZERO.sub(b"", msgspec.json.encode(rests_on))
+    return hashlib.sha256(text).hexdigest()[:16]
+
+
 def recheck(plan: Plan, profile: Profile, where: str = "plan") -> Recheck:
     """Evaluate the plan's own cut, micro-batches and limits from the profile alone.
 
-    The solver's bound stays as long as it was proven for the same question; a plan whose
-    period is now above it isn't called optimal any more, and one whose period is below it
-    answers another question: then nothing is known.
+    The solver's bound stays where it was proven for the same question, by the plan's checksum of
+    that; a plan whose period is now above it isn't called optimal any more, and for one whose
+    period is below it, it wasn't proven: then nothing is known.
 
     Raises PlanError when the plan contradicts the profile.
     """
@@ -58,7 +86,9 @@ def recheck(plan: Plan, profile: Profile, where: str = "plan") -> Recheck:
     period_s = found.prediction.period_s
     if profile.loading_s_per_sample is not msgspec.UNSET:
         period_s = max(period_s, profile.loading_s_per_sample * plan.mini_batch)
-    bound_s = plan.solver.bound_s if plan.solver.bound_s <= period_s * SAME else 0.0
+    checksum = question_checksum(question)
+    stays = plan.solver.question_checksum == checksum and plan.solver.bound_s <= period_s * SAME
+    bound_s = plan.solver.bound_s if stays else 0.0
     optimal = plan.solver.optimal and period_s <= bound_s * SAME
     report = msgspec.structs.replace(
         plan.solver,
@@ -66,6 +96,7 @@ def recheck(plan: Plan, profile: Profile, where: str = "plan") -> Recheck:
         bound_s=bound_s,
         gap=0.0 if optimal else gap_between(period_s, bound_s),
         optimal=optimal,
+        question_checksum=checksum,
     )
     fresh = make_plan(question, found, report)
     over = {}
@@ -118,4 +149,17 @@ def _changes(old: Plan, new: Plan) -> list[str]:
     if old.edges != new.edges:
         before, after = (", ".join(sorted({e.tensor for e in p.edges})) for p in (old, new))
         lines.append(f"edges {before or 'none'} → {after or 'none'}")
+    if new.solver.bound_s < old.solver.bound_s:
+        before, after = (format_seconds(p.solver.bound_s) for p in (old, new))
+        after = after if new.solver.bound_s else "none"
+        lines.append(f"lower bound {before} → {after}: {_not_proven(old, new)}")
     return lines
+
+
+def _not_proven(old: Plan, new: Plan) -> str:
+    """Why a bound doesn't hold any more."""
+    if old.solver.question_checksum is msgspec.UNSET:
+        return "the plan doesn't say for what it was proven; solve again"
+    if old.solver.question_checksum != new.solver.question_checksum:
+        return "it was proven for other devices, links, settings or costs; solve again"
+    return "the plan isn't one of those that it was proven for"

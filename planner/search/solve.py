@@ -24,6 +24,7 @@ from .diagnosis import diagnose, lacking
 from .exploration import run
 from .ordered import check_asked, search_of, under
 from .placed import PlacedSearch, no_branches
+from .recheck import question_checksum
 from .relaxation import Relaxation
 from .sequences import SEQUENCES, forget_bounds, kinds_in, try_near, try_sequences
 from .state import EFFORT, Budget, OutOfBudget, Progress, SearchState
@@ -160,7 +161,7 @@ def solve(
         search.best = found
     search.keep_more()
     search.tighten()
-    return make_plan(question, search.best, _report(search, stopped, begin))
+    return make_plan(question, search.best, _report(search, question, stopped, begin))
 
 
 def _ordered(
@@ -283,7 +284,9 @@ def _run_straight(search: SearchState, request: SearchRequest) -> str | None:
     return stopped
 
 
-def _report(search: SearchState, stopped: str | None, begin: float) -> SolverReport:
+def _report(
+    search: SearchState, question: Question, stopped: str | None, begin: float
+) -> SolverReport:
     objective = search.period_s
     bound = min(search.bound_s, objective)
     proven = objective <= bound * SAME
@@ -298,6 +301,7 @@ def _report(search: SearchState, stopped: str | None, begin: float) -> SolverRep
         plans_tried=search.budget.tried,
         seconds=round(time.perf_counter() - begin, 3),
         stopped=None if proven else stopped,
+        question_checksum=question_checksum(question),
     )
 
 

@@ -320,6 +320,67 @@ def test_recheck_makes_an_edited_plan_whole_again(tmp_path):
         recheck(read_plan(edited(plan, tmp_path / "b.json", backwards)), profile)
 
 
+@pytest.fixture(scope="module")
+def proven():
+    profile = chain(4)
+    cluster = uniform_cluster(2, memory="1GiB", **FAST)
+    asked = {"stages": 2, "mini_batch": 4, "micro_batches": 2, "optimizer_state_factor": 2}
+    plan = solve(profile, cluster, **asked)
+    assert plan.solver.optimal
+    return profile, plan
+
+
+def check_unproven(plan, profile):
+    found = recheck(plan, profile)
+    assert (found.plan.solver.bound_s, found.plan.solver.optimal) == (0.0, False)
+    assert any(line.startswith("lower bound ") and "→ none" in line for line in found.changes)
+    # Nor is it by checking once more.
+    assert not recheck(found.plan, profile).plan.solver.optimal
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda d: d["cluster"]["devices"][0].update(memory_bytes=None),
+        lambda d: d["cluster"]["devices"][1].update(speed=0.5),
+        lambda d: d["cluster"]["network"].update(latency_s=0.1),
+        lambda d: d.update(mini_batch=3),
+        lambda d: d.update(update_every=2),
+        lambda d: d.update(optimizer_state_factor=2.5),
+        lambda d: d.update(variant="timeprest-stashed"),
+        lambda d: d["solver"].pop("question_checksum"),
+    ],
+)
+def test_nothing_is_proven_for_another_question(change, proven, tmp_path):
+    profile, plan = proven
+    # 2 in memory is 2.0 in the file: a plan that comes back as it was is as good as before.
+    same = recheck(read_plan(edited(plan, tmp_path / "plan.json", lambda data: None)), profile)
+    assert same.plan.solver == plan.solver
+    assert same.changes == ()
+    check_unproven(read_plan(edited(plan, tmp_path / "plan.json", change)), profile)
+
+
+def test_nothing_is_proven_by_another_profile(proven):
+    profile, plan = proven
+    first, *others = profile.layers
+    longer = [msgspec.structs.replace(m, forward_s=2 * m.forward_s) for m in first.measurements]
+    first = msgspec.structs.replace(first, measurements=tuple(longer))
+    check_unproven(plan, msgspec.structs.replace(profile, layers=(first, *others)))
+
+
+def test_what_is_proven_stays_for_an_edited_answer(proven, tmp_path):
+    profile, plan = proven
+
+    def fewer(data):
+        data["stages"][0]["in_flight"] = 1
+        data["stages"][0]["recompute"] = True
+
+    found = recheck(read_plan(edited(plan, tmp_path / "plan.json", fewer)), profile)
+    assert found.plan.predicted.period_s > plan.predicted.period_s
+    assert found.plan.solver.bound_s == plan.solver.bound_s > 0
+    assert not found.plan.solver.optimal
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
