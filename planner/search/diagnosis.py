@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import chain, islice
 
 import msgspec
 
@@ -14,17 +14,17 @@ from ...profiles.units import format_bytes
 from ..cluster.cluster import Cluster
 from ..costs.layer_graph import held_together
 from ..costs.tied_parameters import bound_groups
-from ..evaluate import Evaluation, Question, evaluate
+from ..evaluate import Evaluation, Question, better, evaluate
 from ..partition.dp.blocks import Blocks, blocks
 from ..partition.dp.identical_devices_by_target import identical_by_targets
 from ..partition.dp.minimax import Answer
 from ..partition.problem import Cut, StageProblem
 from ..partition.solve import DpSource, Enough, Found
 from ..schedules.schedules import limit_ranges
-from .choices import Choice, capped, choice_of, in_flight_under
+from .choices import Branch, Choice, capped, choice_of, in_flight_under
 from .places import Assumptions
 from .relaxation import Relaxation
-from .state import SearchState
+from .state import SOON_S, SearchState
 
 _CUTS = 8
 """Cuts to look at for each micro-batch count: a guess that fits may not fit after all."""
@@ -73,22 +73,56 @@ class Fitting:
 
     def plan_on(self, cluster: Cluster) -> Evaluation | None:
         """A plan that fits this cluster; None where none was found."""
+        return next(self._plans_on(cluster, self.search.branches), None)
+
+    def _plans_on(
+        self, cluster: Cluster, branches: Sequence[Branch], cap: int = 1
+    ) -> Iterator[Evaluation]:
+        """Of each branch a plan that fits this cluster, where one is found.
+
+        Args:
+            cap: mini-batches in flight at most, as far as stages behind are worth them.
+        """
         search = self.search
         question = _on(search.question, cluster)
         relaxation = self._relaxation(cluster)
-        for branch in search.branches:
-            in_flight = in_flight_under(relaxation.variant, search.most_stages, 1)
+        for branch in branches:
+            in_flight = in_flight_under(relaxation.variant, search.most_stages, cap)
             problem = relaxation.problem(branch, Assumptions(in_flight))
             for cut in self._cuts(problem):
                 choice = choice_of(problem, cut)
                 if not relaxation.allows(choice.stages, branch.micro_batches):
                     continue
-                limits = capped(limit_ranges(relaxation.variant, choice.stages), 1)
+                ranges = limit_ranges(relaxation.variant, choice.stages)
+                worth = [max(low, choice.stages - s) for s, (low, _) in enumerate(ranges)]
+                limits = tuple(map(min, capped(ranges, cap), worth))
                 stages = choice.with_limits(limits)
                 found = evaluate(question, stages, branch.micro_batches)
                 if not found.over_limit(cluster):
-                    return found
-        return None
+                    yield found
+                    break
+
+    def plan_at_hand(self) -> Evaluation | None:
+        """A plan that fits the search's own cluster; None where none is found in half the time.
+        Once there is one, better ones are looked for as long as half of `SOON_S` lasts."""
+        cluster, begin = self.search.question.cluster, time.monotonic()
+        end, self.deadline = self.deadline, begin + _SECONDS / 2
+        best: Evaluation | None = None
+        if self.search.identical:
+            cut = self._cut_on(cluster)
+            found = None if cut is None else self._evaluated(cluster, cut)
+            best = None if found is None or found.over_limit(cluster) else found
+        else:
+            # More micro-batches leave devices idle for less.
+            branches = sorted(self.search.branches, key=lambda b: -b.micro_batches)
+            several = self._plans_on(cluster, branches, self.search.most_stages)
+            for found in chain(several, self._plans_on(cluster, branches)):
+                best = found if best is None or better(found, best) else best
+                self.deadline = begin + SOON_S / 2
+                if not self.seconds_left:
+                    break
+        self.deadline = end
+        return best
 
     def _relaxation(self, cluster: Cluster) -> Relaxation:
         search = self.search
@@ -246,9 +280,12 @@ def diagnose(search: SearchState, stopped: str | None) -> Evaluation | Infeasibl
         stopped: what ended the search before it had looked at everything.
     """
     nothing = "no plan fits" if stopped is None else f"no plan that fits was found ({stopped})"
-    fitting = Fitting(search)
+    fitting, cluster = Fitting(search), search.question.cluster
+    # What a search had no time for may fit, and without limits of memory it does.
+    found = None if stopped is None else fitting.plan_at_hand()
+    if found is not None:
+        return found
     smallest = fitting.smallest_memory()
-    cluster = search.question.cluster
     if smallest is None:
         if fitting.cut_short:
             return InfeasibleError(f"{nothing}, nor was what would do")
@@ -285,6 +322,8 @@ def lacking(search: SearchState, stopped: str | None) -> InfeasibleError:
     """
     nothing = "no plan fits" if stopped is None else f"no plan that fits was found ({stopped})"
     closest, cluster = search.closest, search.question.cluster
+    if closest is None and stopped is not None:
+        return InfeasibleError(f"{nothing}: none was tried; give the search more time")
     if closest is None:
         bound = bound_groups(search.question.profile, search.question.tied)
         named = "; ".join(", ".join(map(repr, group)) for group in bound)

@@ -27,7 +27,7 @@ from .placed import PlacedSearch, no_branches
 from .recheck import question_checksum
 from .relaxation import Relaxation
 from .sequences import SEQUENCES, forget_bounds, kinds_in, try_near, try_sequences
-from .state import EFFORT, Budget, OutOfBudget, Progress, SearchState
+from .state import EFFORT, SOON_S, Budget, OutOfBudget, Progress, SearchState
 
 LEAST_GAIN = 0.05
 """Several stages on each device must make the period so much shorter, where one will do: they cost
@@ -55,7 +55,8 @@ class SearchRequest:
         pins: (layer's name, stage), 0 the first.
         solver: one of SOLVERS; "auto": dynamic programming where the downsets can be listed,
             else the ILP.
-        time_limit_s: the search ends then, with the best plan so far; None: no limit.
+        time_limit_s: the search ends then, with the best plan so far; None: no limit. What takes
+            `SOON_S` may still follow: a first plan, or the last touches to the best one.
         effort: simulated operations that it may spend.
     """
 
@@ -148,6 +149,10 @@ def solve(
         go = partial(_run, search, placed, request)
     try:
         stopped = go()
+        if search.best is None and search.budget.is_late:
+            # A plan a little late is better than none, and than looking for why there is none.
+            search.budget.deadline = time.monotonic() + SOON_S / 2
+            stopped = go()
     except KeyboardInterrupt:
         # Once there is a plan to keep, Ctrl-C ends the search alone.
         if search.best is None:
@@ -316,7 +321,9 @@ def explore(
     freedom, deadline = Freedom(request.replicas, request.recompute), _deadline(request)
     counts = micro_batch_counts(question, request.micro_batches)
     relaxation = Relaxation(question, freedom)
-    source = source_for(relaxation.problem(Branch(counts[0])), request.solver, deadline)
+    # Of a small graph there is always time to list the downsets: without them plans are found late.
+    listed = None if deadline is None else max(deadline, time.monotonic() + SOON_S / 2)
+    source = source_for(relaxation.problem(Branch(counts[0])), request.solver, listed)
     asked = stages_asked(
         question.system, request.stages_per_device, request.placement, request.stages
     )

@@ -59,7 +59,7 @@ CLOSE = 1.001
 """Of a large model, cuts and bounds of the relaxed problem are found up to this factor."""
 
 SOON_S = 1.0
-"""What takes no longer may be done after the time limit."""
+"""What is done after the time limit may take so long in all."""
 
 
 class OutOfBudget(Exception):  # noqa: N818 - it ends a search, nothing went wrong
@@ -124,6 +124,11 @@ class Budget:
     def seconds_left(self) -> float | None:
         """Until the deadline."""
         return None if self.deadline is None else max(self.deadline - time.monotonic(), 0.0)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the deadline has passed."""
+        return is_late(self.deadline)
 
 
 def operations_of(variant: Variant, stages: int, micro_batches: int) -> int:
@@ -466,13 +471,14 @@ class SearchState:
 
     @property
     def _too_late(self) -> bool:
-        """Whether simulating the best plan anew takes long, and longer than there is time."""
-        if self.best is None or self.budget.seconds_left is None:
+        """Whether simulating the best plan anew takes longer than there is time."""
+        deadline = self.budget.deadline
+        if self.best is None or deadline is None:
             return False
         operations = operations_of(
             self.relaxation.variant, len(self.best.stages), self.best.micro_batches
         )
-        return self.budget.expected_s(operations) > max(self.budget.seconds_left, SOON_S)
+        return time.monotonic() + self.budget.expected_s(operations) > deadline + SOON_S
 
     def say(self, what: str, done: int = 0, total: int = 0) -> None:
         """Tell what is being done, and how much of it, of how much."""

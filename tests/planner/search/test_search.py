@@ -6,6 +6,7 @@ import re
 import time
 from dataclasses import replace
 from itertools import islice, pairwise, product
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -20,7 +21,8 @@ from timeprest.planner.cluster.cluster import Cluster, Device, Network, uniform_
 from timeprest.planner.evaluate import Question, evaluate
 from timeprest.planner.partition.problem import members, stage_bytes, stage_load
 from timeprest.planner.schedules.schedules import limit_ranges
-from timeprest.planner.search import exploration, first_plans, state
+from timeprest.planner.search import diagnosis, exploration, first_plans, state
+from timeprest.planner.search import solve as solving
 from timeprest.planner.search.choices import (
     Branch,
     Choice,
@@ -278,6 +280,53 @@ def test_a_time_limit_keeps_what_was_found():
     assert plan.solver.optimal == (plan.solver.gap == 0)
     if not plan.solver.optimal:
         assert plan.solver.stopped == "effort"
+
+
+def test_without_memory_limits_there_is_a_plan_however_little_time(monkeypatch):
+    """And nothing is looked for that would do."""
+
+    def never(fitting):
+        raise AssertionError("looked for the memory that would do")
+
+    monkeypatch.setattr(diagnosis.Fitting, "smallest_memory", never)
+    asked = (chain(6), uniform_cluster(3, bandwidth="1TB/s", latency="0s"))
+    best = solve(*asked, time_limit_s=None)
+    assert solve(*asked, time_limit_s=0.0).predicted.period_s > 0
+    # What is found where the search itself finds nothing isn't the plan with the least memory.
+    monkeypatch.setattr(solving, "_run", lambda *_: "time limit")
+    plan = solve(*asked, time_limit_s=0.0)
+    assert plan.predicted.period_s < 1.1 * best.predicted.period_s
+    assert plan.solver.stopped == "time limit" or plan.solver.optimal
+
+
+def test_all_that_follows_the_time_limit_takes_a_second(monkeypatch):
+    """However short each simulation is."""
+    profile, cluster = chain(8), uniform_cluster(8)
+    asked = Question(profile, cluster, "timeprest", profile.batch_size, 0.0)
+    search = explore(asked, SearchRequest(), lambda *_: None)
+    ranges = limit_ranges(asked.system, 8)
+    widest = [max(low, min(high, 9)) for low, high in ranges]
+    nodes = [(f"n{k}",) for k in range(8)]
+    wide = evaluate(asked, lone_stages(nodes, widest), 1)
+    clock = [100.0]
+
+    def slow(*given):
+        clock[0] += 0.4
+        return evaluate(*given)
+
+    def limits_after(deadline):
+        clock[0], search.best, search.budget.deadline = 100.0, wide, deadline
+        search.tighten()
+        return sum(search.best.limits), clock[0] - 100.0
+
+    monkeypatch.setattr(state, "evaluate", slow)
+    monkeypatch.setattr(state, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    all_of_it, took_s = limits_after(None)
+    assert took_s > 2
+    some_of_it, took_s = limits_after(100.0)
+    assert all_of_it < some_of_it < sum(widest)
+    assert took_s < 1.5
+    assert limits_after(98.9) == (sum(widest), 0.0)
 
 
 def test_a_search_that_ends_early_is_no_worse_than_even_cuts(monkeypatch):
