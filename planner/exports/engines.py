@@ -10,6 +10,12 @@ from ..plan import Plan
 from ..systems.placement import pattern_of
 from ..systems.variants import VARIANTS, ScheduleRule
 
+UNTIE = (
+    "and there nobody sums their gradients; untie the model, as gpt2:tied=0 is, or export it --to "
+    "megatron, which sums them"
+)
+"""Of stages that share parameters. One stage that has them all would often be the only one."""
+
 
 @dataclass(frozen=True)
 class EngineFiles:
@@ -33,12 +39,14 @@ class Engine:
         schedules: the sequences of operations that it runs, each under its own name for it.
         placements: the patterns of several stages on each device that it has.
         sums_ties: whether it sums the gradients of parameters that several stages use.
+        one_device: whether stages of a single device are a pipeline there.
     """
 
     name: str
     schedules: Mapping[ScheduleRule, str]
     placements: frozenset[str] = frozenset()
     sums_ties: bool = False
+    one_device: bool = False
 
     def refuse(self, why: str) -> PlanError:
         """The error for what the engine can't express."""
@@ -48,6 +56,11 @@ class Engine:
         """Raise PlanError, naming the first thing that the engine can't express."""
         if len(plan.stages) == 1:
             raise self.refuse("it has one stage, so there is no pipeline")
+        if len(ranks_of(plan)) == 1 and not self.one_device:
+            raise self.refuse(
+                f"all its {len(plan.stages)} stages are on one device, and there a pipeline has "
+                "two at least; plan with --devices 2 or more"
+            )
         self._check_system(plan)
         self._check_devices(plan)
         self._check_stages(plan)
@@ -123,10 +136,7 @@ class Engine:
             own_s = plan.cluster.all_reduce_s(devices, stage.parameter_bytes)
             copied = stage.all_reduce_s > own_s * (1 + 1e-6)
             if s in on_one_device or copied:
-                raise self.refuse(
-                    f"stage {s} shares parameters with another stage, and there nobody sums their "
-                    "gradients; plan with --tied together and one stage on each device"
-                )
+                raise self.refuse(f"stage {s} shares parameters with another stage, {UNTIE}")
 
 
 def ranks_of(plan: Plan) -> list[list[int]]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..plan import Plan
-from .engines import Engine, EngineFiles, ranks_of
+from .engines import UNTIE, Engine, EngineFiles, ranks_of
 from .schedule import schedule_csv
 
 TORCH = Engine(
@@ -25,6 +25,7 @@ TORCH = Engine(
         "given": "",
     },
     placements=frozenset({"loop", "v"}),
+    one_device=True,
 )
 
 SCRIPT, CSV = "train.py", "schedule.csv"
@@ -107,8 +108,7 @@ def split_points(plan: Plan, facts: ModelFacts) -> list[str]:
         if len(stages) > 1:
             raise TORCH.refuse(
                 f"layers {', '.join(map(repr, group))} share parameters and are on stages "
-                f"{', '.join(map(str, stages))}, and there nobody sums their gradients; plan with "
-                "--tied together and one stage on each device"
+                f"{', '.join(map(str, stages))}, {UNTIE}"
             )
     return points
 

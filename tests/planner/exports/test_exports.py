@@ -396,6 +396,12 @@ def skipping():
     return plan_by_hand(profile, "gpipe", 3, 2, mini_batch=4)
 
 
+def test_torch_runs_several_stages_on_one_device():
+    """As it does in one process."""
+    files = export(gpt_plan((9,), "pipedream-flush", placement=(0, 0)), "torch")
+    assert "STAGES_OF_RANK = [[0, 1]]" in files["train.py"]
+
+
 def replaced(plan, **stage):
     first, *others = plan.stages
     return msgspec.structs.replace(plan, stages=(msgspec.structs.replace(first, **stage), *others))
@@ -453,6 +459,14 @@ def test_what_no_engine_has_is_refused(engine, plan, why):
             "torch",
             lambda: chain_plan("gpipe", placement=(0, 1, 0)),
             "different numbers of stages|placed",
+        ),
+        *(
+            (
+                engine,
+                lambda: gpt_plan((9,), "pipedream-flush", placement=(0, 0)),
+                "all its 2 stages are on one device, and there .* plan with --devices 2 or more$",
+            )
+            for engine in ("torchtitan", "megatron", "deepspeed")
         ),
         ("megatron", lambda: chain_plan("pipedream-flush"), "in no list of transformer blocks"),
         (
@@ -544,5 +558,5 @@ def test_copies_of_tied_parameters_are_refused_with_replicas_too(engine, devices
     asked = {"stages": 2, "micro_batches": 4, "tied": "split", "replicas": devices > 2}
     plan = solve(profile, uniform_cluster(devices), "pipedream-flush", **asked)
     assert [len(stage.devices) for stage in plan.stages] == [devices // 2] * 2
-    with pytest.raises(PlanError, match="nobody sums their gradients"):
+    with pytest.raises(PlanError, match=r"nobody sums their gradients; untie .* --to megatron"):
         export(plan, engine)
