@@ -119,8 +119,8 @@ class Outside:
     checksum: str = field(default="", compare=False)
 
     def copies_on(self, context: StageContext) -> int:
-        """As declared. Raises PluginError for what is no number of copies."""
-        found = self.copies(context)
+        """As declared. Raises PluginError where that fails, or for what is no number of copies."""
+        found = _ran(self.plugin, lambda: self.copies(context), f"copies for stage {context.stage}")
         if not isinstance(found, int) or isinstance(found, bool) or found < 0:
             raise PluginError(
                 f"{self.plugin}: copies gives {found!r} for stage {context.stage}; give a whole "
@@ -169,12 +169,17 @@ def _of_file(plugin: str) -> Any:
     return module
 
 
-def _ran(plugin: str, load: Callable[[], Any]) -> Any:
+def _ran(plugin: str, run: Callable[[], Any], part: str = "") -> Any:
+    """What a plugin's code gives. Raises PluginError where it fails, or would end the program.
+
+    Args:
+        part: of the plugin, for the message; it is the whole file otherwise.
+    """
     try:
-        return load()
+        return run()
     except PluginError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         trace, line = error.__traceback__, ""
         while trace is not None:
             if Path(trace.tb_frame.f_code.co_filename).name == Path(plugin).name:
@@ -182,7 +187,7 @@ def _ran(plugin: str, load: Callable[[], Any]) -> Any:
             trace = trace.tb_next
         said = str(error).splitlines()
         what = f"{type(error).__name__}: {said[0] if said else ''}".rstrip(": ")
-        raise PluginError(f"{plugin}: {line}{what}") from error
+        raise PluginError(f"{plugin}: {line}{part and f'{part}: '}{what}") from error
 
 
 def remember(plugin: str) -> None:

@@ -452,6 +452,8 @@ def _checked(plugin: str, checksum: str, number: int, row: object) -> Variant:
             raise PluginError(f"{where}.{name}: {value!r}: give one of {known}")
     if not isinstance(row.name, str) or not re.fullmatch(r"[a-z][a-z0-9-]*", row.name):
         raise PluginError(f"{where}.name: {row.name!r}: give small letters, digits and -")
+    if row.name == "all":
+        raise PluginError(f"{where}.name: 'all' stands for every system; give another name")
     outside = row.outside or Outside()
     made = [
         name for name in ("forward", "backward") if getattr(row, f"{name}_weights") == "outside"

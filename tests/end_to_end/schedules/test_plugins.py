@@ -215,11 +215,13 @@ from dataclasses import replace
     [
         ("x = 1", "has no SYSTEMS, a list of rows"),
         ("\n1 / 0", "line 2: ZeroDivisionError: division by zero"),
+        ("\n\nraise SystemExit(3)", "line 3: SystemExit: 3"),
         ("def", "SyntaxError: invalid syntax"),
         ("import nothing_of_this_name", "line 1: ModuleNotFoundError"),
         ("SYSTEMS = ['gpipe']", r"SYSTEMS\[0\]: is a str; give a Variant"),
         ("SYSTEMS = [VARIANTS['gpipe']]", "there is a system 'gpipe' already"),
         ("SYSTEMS = [replace(VARIANTS['gpipe'], name='A b')]", r"name: 'A b': give small"),
+        ("SYSTEMS = [replace(VARIANTS['gpipe'], name='all')]", "name: 'all' stands for every sys"),
         (
             "SYSTEMS = [replace(VARIANTS['gpipe'], name='a', schedule='given')]",
             r"SYSTEMS\[0\].schedule: 'given': give one of 'gpipe', ",
@@ -247,7 +249,18 @@ def test_bad_plugins(text, why, tmp_path):
     ) as raised:
         load_plugin(str(path))
     assert "\n" not in str(raised.value)
-    assert "a" not in VARIANTS
+    assert not {"a", "all"} & set(VARIANTS)
+
+
+@pytest.mark.parametrize("mistake", ["1 / 0", "raise SystemExit('none')"])
+def test_copies_that_fail_name_plugin_and_line(mistake, mlp_profile, tmp_path):
+    path = tmp_path / "bad.py"
+    row = "replace(VARIANTS['pipedream'], name='a', outside=Outside(copies=copies))"
+    path.write_text(f"{ROW}\ndef copies(context):\n    {mistake}\n\nSYSTEMS = [{row}]\n")
+    load_plugin(str(path))
+    why = r"bad\.py: line 7: copies for stage 0: (ZeroDivisionError: div|SystemExit: none$)"
+    with pytest.raises(PluginError, match=why):
+        plan_by_hand(with_times(mlp_profile), "a", 3, 1, limits=[3, 2, 1])
 
 
 RULES = """
