@@ -71,8 +71,14 @@ def choose_sizes(
 ) -> Sizes:
     """The profile's sizes: those asked for, and the one that the file's numbers are for.
 
-    Raises TargetError for sizes below 1, or above the mini-batch.
+    Raises TargetError for sizes that aren't whole, below 1, or above the mini-batch.
     """
+    for name, size in [
+        ("batch_size", given if batch_size is None else batch_size),
+        *(("micro_batch_sizes", size) for size in asked or ()),
+    ]:
+        if not isinstance(size, int) or isinstance(size, bool):
+            raise TargetError(f"{where}: {name} {size!r}: give a whole number from 1")
     listed = tuple(sorted({given, *(asked or ())}))
     batch_size = listed[-1] if batch_size is None else batch_size
     if listed[0] < 1 or batch_size < 1:

@@ -138,6 +138,21 @@ def test_what_is_wrong_with_a_graph_is_said(graph, why):
         Profile.from_networkx(graph, batch_size=4)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "why"),
+    [
+        ({"batch_size": 4.0}, "batch_size 4.0: give a whole number from 1"),
+        ({"batch_size": "4"}, "batch_size '4': give a whole number from 1"),
+        ({"batch_size": True}, "batch_size True: give a whole number from 1"),
+        ({"batch_size": 4, "micro_batch_sizes": [2, 2.5]}, "micro_batch_sizes 2.5: give a whole"),
+        ({"batch_size": 0}, "sizes of batches must be 1 or more"),
+    ],
+)
+def test_sizes_of_batches_are_whole_numbers(sizes, why):
+    with pytest.raises(TargetError, match=f"^graph: {why}"):
+        Profile.from_networkx(own(), **sizes)
+
+
 def test_what_is_wrong_with_a_changed_graph_is_said(mlp_profile):
     graph = mlp_profile.to_networkx()
     names = list(graph)
