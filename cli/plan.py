@@ -25,7 +25,7 @@ from .plan_commands.export import export_plan
 from .plan_commands.published import published
 from .plan_commands.simulate import simulate_plan
 from .plan_commands.solve import solve
-from .tables.plan import assumed, few_stages, print_plan
+from .tables.plan import assumed, few_stages, print_plan, tell_edited
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -133,6 +133,7 @@ def show(
         if count is None:
             count = 0 if with_timeline else 16
         print_plan(plan, count, every=verbose)
+        tell_edited(plan, plan_path)
         for picture in drawn:
             console.print(picture)
         for path in written:

@@ -22,7 +22,7 @@ from ..options.values import FileName
 from ..pictures.html.page import html_option, plans_report
 from ..pictures.svg.options import StackedFigures, stacked_options, write_stacked_figure
 from ..tables.layout import counted, device_range, first_to_last, fitted, fixed, shortened, words
-from ..tables.plan import bare_rate, gap
+from ..tables.plan import bare_rate, gap, tell_edited
 from ..tables.stages import (
     device_count,
     memory_limit,
@@ -272,6 +272,8 @@ def compare(
         print_json(as_data(plans))
     elif not quiet:
         print_comparison(output(), plans, every=verbose)
+        for path, plan in zip(paths, plans.values(), strict=True):
+            tell_edited(plan, path)
         if written:
             output().print(f"wrote {written}", soft_wrap=True)
 

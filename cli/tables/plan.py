@@ -13,6 +13,7 @@ from ...planner.costs.layer_graph import LayerGraph, held_together
 from ...planner.costs.stage_costs import UNMEASURED_WEIGHT_SHARE, unmeasured_weight_parts
 from ...planner.plan import Plan, pipeline_of
 from ...planner.schedules.schedules import make_schedule
+from ...planner.search.recheck import was_edited
 from ...planner.simulator.timeline import running_ahead
 from ...planner.systems.operations import op_text
 from ...planner.systems.variants import variant_named
@@ -52,6 +53,15 @@ def print_plan(plan: Plan, count: int, *, every: bool = False) -> None:
         console.print(operations(plan, count, every=every), soft_wrap=False)
     for warning in filter(None, (slower_than_one(plan), piling_up(plan))):
         tell(f"warning: {warning}")
+
+
+def tell_edited(plan: Plan, path: str) -> None:
+    """Say of a plan file that what it predicts isn't what it says now, where that shows."""
+    if was_edited(plan):
+        tell(
+            f"{path}: edited since it was made: tp-plan check {path} --profile PROFILE says what "
+            "it does now"
+        )
 
 
 def verdict(plan: Plan) -> Table:

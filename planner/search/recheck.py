@@ -49,25 +49,60 @@ _POINT_ZERO = re.compile(rb"\.0(?=[,\]}])")
 
 
 def question_checksum(question: Question) -> str:
-    """Of all that a proof rests on: the first 16 hex digits of a SHA-256.
+    """Of all that a proof rests on, 32 hex digits: 16 of what the plan says itself, then 16 of the
+    profile and a plugin.
 
     What was left open isn't among it: a bound is of plans that were asked for.
     """
     outside = question.system.outside
-    rests_on = (
-        question.profile,
+    own = _checksum(
         question.cluster,
         question.variant,
         question.mini_batch,
-        question.optimizer_state_factor,
         question.update_every,
         question.tied,
+        question.optimizer_state_factor,
         question.matrix_state_factor,
         question.order,
-        None if outside is None else outside.checksum,
     )
+    return own + _checksum(question.profile, outside.checksum if outside is not None else "")
+
+
+def was_edited(plan: Plan) -> bool:
+    """Whether a plan contradicts itself: it was edited, and not checked since.
+
+    Other cuts, limits and profiles aren't seen: what they do, only the profile tells.
+    """
+    predicted, solver = plan.predicted, plan.solver
+    samples = predicted.samples_per_s * predicted.period_s
+    if samples and abs(samples - plan.mini_batch) > 1e-6 * plan.mini_batch:
+        return True
+    on_devices = {
+        tuple(t for t, other in enumerate(plan.stages) if other.devices == stage.devices)
+        for stage in plan.stages
+    }
+    shared = on_devices if plan.placement else set()
+    if {tuple(sorted(device.stages)) for device in predicted.devices} != shared:
+        return True
+    if solver.question_checksum is msgspec.UNSET:
+        return False
+    own = _checksum(
+        plan.cluster,
+        plan.variant,
+        plan.mini_batch,
+        plan.update_every,
+        plan.tied,
+        plan.optimizer_state_factor,
+        None if plan.matrix_state_factor is msgspec.UNSET else plan.matrix_state_factor,
+        () if plan.order is msgspec.UNSET else plan.order,
+    )
+    return not solver.question_checksum.startswith(own)
+
+
+def _checksum(*parts: object) -> str:
+    """The first 16 hex digits of the SHA-256 of parts as files have them."""
     # A file that was read has 2.0 where 2 was given.
-    text = _POINT_ZERO.sub(b"", msgspec.json.encode(rests_on))
+    text = _POINT_ZERO.sub(b"", msgspec.json.encode(parts))
     return hashlib.sha256(text).hexdigest()[:16]
 
 

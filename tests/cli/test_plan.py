@@ -162,6 +162,29 @@ def test_layers_to_compute_again_are_edited_and_shown(folder):
     assert "edited.json: stages[0].recompute: stage 0 has no layer 'nothing'" in text
 
 
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda plan: plan.update(mini_batch=8),
+        lambda plan: plan.update(mini_batch=8) or plan["solver"].pop("question_checksum"),
+        lambda plan: plan["cluster"]["devices"][0].update(memory_bytes=2**31),
+        lambda plan: plan["cluster"]["network"].update(latency_s=0.5),
+    ],
+)
+def test_a_plan_that_contradicts_itself_is_shown_as_edited(edit, folder):
+    call("solve", "profile.json", "--stages", 2, "--variant", "gpipe", "--micro-batches", 4)
+    plan = json.loads((folder / "plan.json").read_text())
+    edit(plan)
+    (folder / "b.json").write_text(json.dumps(plan))
+    line = "b.json: edited since it was made: tp-plan check b.json --profile PROFILE says what it "
+    for words in (["show"], ["compare", "plan.json"]):
+        assert call(*words, "b.json").count(line) == 1
+        assert "edited" not in call(*words, "plan.json")
+        assert "edited" not in call(*words, "b.json", "--json")
+    call("check", "b.json", "--profile", "profile.json", "-o", "b.json")
+    assert "edited" not in call("show", "b.json")
+
+
 def test_pins_and_limits_of_the_search(folder):
     call("solve", "profile.json", "--pin", "n6=0", "--devices", 3)
     assert "n6" in read_plan(folder / "plan.json").stages[0].nodes

@@ -141,6 +141,7 @@ def test_an_edited_placement_is_shown_and_checked(tmp_path, monkeypatch):
     write_file("edited.json", msgspec.structs.replace(plan, stages=tuple(stages)))
     text = call("show", "edited.json")
     assert "placement  v: 3 stages on 2 devices" in text
+    assert "edited.json: edited since it was made" in text
     text = call("check", "edited.json", "--profile", "profile.json", "-o", "fresh.json")
     device = read_plan("fresh.json").predicted.device_of(0)
     held = format_bytes(device.memory_bytes)
