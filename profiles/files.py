@@ -143,8 +143,11 @@ def read_file(path: str | Path, kind: type[T]) -> T:
     try:
         found = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        if _noun(kind) == "profile" and path.suffix.lower() == ".csv":
+            made = f"tp-profile {path} --batch-size N -o FILE"
+            raise FileError(f"{path}: a table becomes a profile by {made}") from None
         raise FileError(f"{path}: not valid JSON: {error}") from None
-    wanted = _format_of(kind)
+    wanted = kind.__struct_config__.tag
     have = found.get("format") if isinstance(found, dict) else None
     if isinstance(have, str) and have in kind.older:
         try:
@@ -350,12 +353,8 @@ def new_folder(path: str | Path) -> Iterator[Path]:
             shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _format_of(kind: type[msgspec.Struct]) -> Any:
-    return kind.__struct_config__.tag
-
-
 def _noun(kind: type[msgspec.Struct]) -> str:
-    return str(_format_of(kind)).split("/")[0].removeprefix("timeprest-")
+    return str(kind.__struct_config__.tag).split("/")[0].removeprefix("timeprest-")
 
 
 def _how_to_make(kind: type[msgspec.Struct]) -> str:

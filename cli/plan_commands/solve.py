@@ -88,6 +88,18 @@ def _pin(text: str) -> tuple[str, int]:
     return name, int(stage)
 
 
+def _pins(texts: Sequence[str]) -> tuple[tuple[str, int], ...]:
+    """Each once. Raises UserError for what is no pin, or for a layer on two stages."""
+    found: dict[str, int] = {}
+    for name, stage in map(_pin, texts):
+        if found.setdefault(name, stage) != stage:
+            raise UserError(
+                f"--pin {name}={found[name]}, --pin {name}={stage}: a layer is on one stage; leave "
+                "one out"
+            )
+    return tuple(found.items())
+
+
 @click.command(
     cls=GroupedCommand,
     epilog=examples(
@@ -236,7 +248,7 @@ def solve(
         asked[name] = _count_or_auto(asked[name], f"--{name.replace('_', '-')}")
     asked |= _state(asked.pop("optimizer_state"))
     asked["replicas"] = asked["replicas"] == "auto"
-    asked["pins"] = tuple(map(_pin, asked["pins"]))
+    asked["pins"] = _pins(asked["pins"])
     asked["order"] = None if order_path is None else read_order(order_path)
     if variant == "all":
         _solve_all(profile, cluster, asked, path, figures, as_json=as_json, quiet=quiet)

@@ -271,13 +271,20 @@ class Fitting:
         return evaluate(question, choice.with_limits(limits), micro_batches)
 
 
-def diagnose(search: SearchState, stopped: str | None) -> Evaluation | InfeasibleError:
+Pins = Sequence[tuple[str, int]]
+"""Layers' names and their stages."""
+
+
+def diagnose(
+    search: SearchState, stopped: str | None, pins: Pins = ()
+) -> Evaluation | InfeasibleError:
     """Why nothing fits, with the smallest memory and device count that would do.
 
     Both were planned: they do. Should the closest plan fit after all, it is returned.
 
     Args:
         stopped: what ended the search before it had looked at everything.
+        pins: that were asked for.
     """
     nothing = "no plan fits" if stopped is None else f"no plan that fits was found ({stopped})"
     fitting, cluster = Fitting(search), search.question.cluster
@@ -289,7 +296,7 @@ def diagnose(search: SearchState, stopped: str | None) -> Evaluation | Infeasibl
     if smallest is None:
         if fitting.cut_short:
             return InfeasibleError(f"{nothing}, nor was what would do")
-        return InfeasibleError(f"{nothing}: the graph can't be cut as asked")
+        return InfeasibleError(f"{nothing}: the graph can't be cut as asked{_pinned(pins)}")
     memory, plan = smallest
     # Made for as many devices of the same kind, but for their memory: it costs the same on these.
     closest, over = plan, plan.over_limit(cluster)
@@ -314,11 +321,11 @@ def diagnose(search: SearchState, stopped: str | None) -> Evaluation | Infeasibl
     )
 
 
-def lacking(search: SearchState, stopped: str | None) -> InfeasibleError:
+def lacking(search: SearchState, stopped: str | None, pins: Pins = ()) -> InfeasibleError:
     """Why no plan with several stages on each device fits: what the closest one lacks.
 
     Args:
-        stopped: as of `diagnose`.
+        stopped, pins: as of `diagnose`.
     """
     nothing = "no plan fits" if stopped is None else f"no plan that fits was found ({stopped})"
     closest, cluster = search.closest, search.question.cluster
@@ -328,7 +335,7 @@ def lacking(search: SearchState, stopped: str | None) -> InfeasibleError:
         bound = bound_groups(search.question.profile, search.question.tied)
         named = "; ".join(", ".join(map(repr, group)) for group in bound)
         tie = f": layers that share parameters must be on one device ({named})" if bound else ""
-        return InfeasibleError(f"{nothing}: the graph can't be cut as asked{tie}")
+        return InfeasibleError(f"{nothing}: the graph can't be cut as asked{_pinned(pins) or tie}")
     stage, missing = max(closest.over_limit(cluster), key=lambda item: item[1])
     device = cluster.devices[closest.stages[stage].devices[0]].name
     needed = closest.prediction.device_of(stage).memory_bytes
@@ -338,6 +345,17 @@ def lacking(search: SearchState, stopped: str | None) -> InfeasibleError:
         f"stages need {format_bytes(needed)} of {format_bytes(needed - missing)}{_smaller(search)}",
         stage=stage,
         missing_bytes=missing,
+    )
+
+
+def _pinned(pins: Pins) -> str:
+    """That pins are in the way, and what to do; nothing where there are none."""
+    if not pins:
+        return ""
+    shown = ", ".join(f"--pin {name}={stage}" for name, stage in pins)
+    return (
+        f" with {shown}: no stage may be empty, and no layer on an earlier stage than what it "
+        "needs; leave a pin out, or give it another stage or --stages another number"
     )
 
 

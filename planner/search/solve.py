@@ -160,7 +160,8 @@ def solve(
         stopped = "interrupted"
     if search.best is None:
         apart = placed is None and order is None
-        found = diagnose(search, stopped) if apart else lacking(search, stopped)
+        why = diagnose if apart else lacking
+        found: Evaluation | InfeasibleError = why(search, stopped, request.pins)
         if isinstance(found, InfeasibleError):
             raise found
         search.best = found
@@ -392,7 +393,7 @@ def _pins(
     for name, stage in asked:
         if name not in position:
             raise PlanError(f"--pin {name}: the profile has no layer of this name")
-        if stage >= most_stages:
+        if not 0 <= stage < most_stages:
             raise PlanError(
                 f"--pin {name}={stage}: there are {most_stages} stages at most, and 0 is the first"
             )

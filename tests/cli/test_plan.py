@@ -191,6 +191,20 @@ def test_pins_and_limits_of_the_search(folder):
     assert "NAME=STAGE" in call("solve", "profile.json", "--pin", "n6", code=2)
     assert "no layer of this name" in call("solve", "profile.json", "--pin", "x=0", code=2)
     assert "stages at most" in call("solve", "profile.json", "--pin", "n1=7", code=2)
+    text = call("solve", "profile.json", "--pin", "n6=0", "--pin", "n6=1", code=2)
+    assert "--pin n6=0, --pin n6=1: a layer is on one stage; leave one out" in text
+    call("solve", "profile.json", "--pin", "n6=0", "--pin", "n6=0", "--devices", 3)
+    for system in ("timeprest", "interleaved-1f1b"):
+        pinned = ("--pin", "n7=0", "--stages", 2, "--variant", system)
+        text = call("solve", "profile.json", *pinned, "--devices", 2, code=2)
+        assert "the graph can't be cut as asked with --pin n7=0: no stage may be empty" in text
+
+
+def test_a_table_of_costs_is_no_profile_yet(folder):
+    (folder / "costs.csv").write_text("layer,forward (ms)\nn0,1\n")
+    text = call("solve", "costs.csv", code=2)
+    made = "a table becomes a profile by tp-profile costs.csv --batch-size N -o FILE"
+    assert text.endswith(f": costs.csv: {made}\n")
 
 
 @pytest.mark.parametrize(
