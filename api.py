@@ -1,15 +1,18 @@
 """The Python interface: `profile`, `plan` and `run`, one for each command, and what else these do.
 
-Each takes what its command takes, with the same defaults; amounts are texts, as on a command line.
+Each takes what its command takes, with the same defaults. Amounts are texts, as on a command line,
+or numbers of bytes, bytes per second and seconds; a profile, plan or cluster may be a file's name.
 `links` is `tp-profile --links`; `resume`, `check` and `dry_run` are options of `tp-run`.
 """
 
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Mapping, Sequence
+from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from .planner.cluster.changes import clusters_after
 from .planner.cluster.cluster import (
@@ -20,6 +23,7 @@ from .planner.cluster.cluster import (
     uniform_cluster,
 )
 from .planner.cluster.contention import with_contention
+from .planner.costs.tied_parameters import TIED
 from .planner.plan import Plan
 from .planner.schedules.given import read_order
 from .planner.search.solve import MUON, solve
@@ -28,6 +32,7 @@ from .planner.study.pareto import ParetoFront, pareto_point
 from .planner.study.study import read_study
 from .planner.systems.variants import VARIANTS, load_plugin, variant_named
 from .profiles.errors import InfeasibleError, PlanError, UserError
+from .profiles.files import MAX_FACTOR
 from .profiles.profile import Profile
 from .profiles.published.reader import import_profile, is_foreign
 from .profiles.tasks.objects import SESSION, check_not_importing, name_of
@@ -40,6 +45,8 @@ if TYPE_CHECKING:
     from .runtime.records.callbacks import Callback
     from .runtime.verify.check import CheckReport
     from .runtime.verify.dry_run import DryRun
+
+T = TypeVar("T", Profile, Cluster, Plan)
 
 
 def profile(
@@ -130,8 +137,8 @@ def profile(
 
 
 def plan(
-    profile: Profile,
-    cluster: Cluster | None = None,
+    profile: Profile | str | Path,
+    cluster: Cluster | str | Path | None = None,
     *,
     variant: str = "timeprest",
     order: str | Path | None = None,
@@ -150,12 +157,12 @@ def plan(
     update_every: int = 1,
     optimizer_state: float | Literal["muon"] | None = None,
     devices: int = 2,
-    memory: str | None = None,
-    bandwidth: str = DEFAULT_BANDWIDTH,
-    latency: str = DEFAULT_LATENCY,
+    memory: str | float | None = None,
+    bandwidth: str | float = DEFAULT_BANDWIDTH,
+    latency: str | float = DEFAULT_LATENCY,
     per_machine: int | None = None,
-    between_bandwidth: str | None = None,
-    between_latency: str | None = None,
+    between_bandwidth: str | float | None = None,
+    between_latency: str | float | None = None,
     half_duplex: bool = False,
     overlap: bool = True,
     seen: Callable[[Evaluation], None] | None = None,
@@ -194,8 +201,9 @@ def plan(
     Raises:
         PlanError, InfeasibleError: the settings contradict each other, or nothing fits.
         FileError, OrderError: the order's file is unreadable, or breaks a rule.
-        UserError: an amount that can't be read, or a cluster beside what describes one.
+        UserError: an argument that can't be, or a cluster beside what describes one.
     """
+    profile = _loaded(profile, Profile, "profile")
     described = {
         "devices": (devices, 2),
         "memory": (memory, None),
@@ -211,22 +219,27 @@ def plan(
     if cluster is not None and given:
         raise UserError(f"cluster: leave out {', '.join(given)}; the cluster says it")
     if replicas not in (True, False, "auto", "off"):
-        raise PlanError(f"replicas {replicas!r}: give True or False")
+        raise UserError(f"replicas {replicas!r}: give True or False")
+    if order is not None and not isinstance(order, (str, Path)):
+        raise UserError(f"order: give the name of a file, not {type(order).__name__}")
+    if tied not in TIED:
+        raise UserError(f"tied {tied!r}: give one of {', '.join(TIED)}")
     if cluster is None:
         own: dict[str, Any] = {"devices": devices, **given}
         # A cluster of one's own says itself how fast its devices are.
         cluster = with_contention(uniform_cluster(**own), profile.together)
-    state: dict[str, Any] = {"optimizer_state_factor": optimizer_state}
-    if optimizer_state == "muon":
-        state = MUON
+    state: dict[str, Any] = MUON
+    if optimizer_state != "muon":
+        factor = _number(optimizer_state, "optimizer_state", MAX_FACTOR, ", or 'muon'")
+        state = {"optimizer_state_factor": factor}
     return solve(
         profile,
-        cluster,
+        _loaded(cluster, Cluster, "cluster"),
         variant,
-        mini_batch=mini_batch,
+        mini_batch=None if mini_batch is None else _whole(mini_batch, "mini_batch"),
         order=None if order is None else read_order(order),
         **state,
-        update_every=update_every,
+        update_every=_whole(update_every, "update_every"),
         tied=tied,
         micro_batches=_count_or_auto(micro_batches, "micro_batches"),
         stages=_count_or_auto(stages, "stages"),
@@ -235,20 +248,57 @@ def plan(
         placement=placement,
         sequence=sequence,
         recompute=recompute,
-        pins=tuple((pins or {}).items()),
+        pins=_pins(pins),
         solver=solver,
-        time_limit_s=time_limit_s,
+        time_limit_s=_number(time_limit_s, "time_limit_s"),
         seen=seen,
     )
 
 
+# What is wrong with an argument is said in its own name. PlanErrors would count as a system's.
+
+
+def _loaded(given: T | str | Path, kind: type[T], name: str) -> T:
+    """What was given, or is in the file of that name. Raises UserError, or as `load`."""
+    if isinstance(given, (str, Path)):
+        return kind.load(given)
+    if not isinstance(given, kind):
+        what = f"give a {kind.__name__}, or the name of its file"
+        raise UserError(f"{name}: {what}, not {type(given).__name__}")
+    return given
+
+
+def _whole(count: object, name: str, least: int = 1) -> int:
+    """Raises UserError for what is no whole number, or less."""
+    found = least - 1
+    if hasattr(count, "__index__") and not isinstance(count, bool):
+        found = operator.index(count)
+    if found < least:
+        raise UserError(f"{name} {count!r}: give a whole number from {least}")
+    return found
+
+
 def _count_or_auto(count: int | str | None, name: str) -> int | None:
-    """``auto`` → None. Raises PlanError for other texts, which would be compared with numbers."""
-    if isinstance(count, str):
-        if count != "auto":
-            raise PlanError(f"{name} {count!r}: give a whole number, or 'auto'")
+    """``auto`` → None. Raises UserError for what is neither that nor a whole number."""
+    if isinstance(count, str) and count != "auto":
+        raise UserError(f"{name} {count!r}: give a whole number, or 'auto'")
+    return None if count in (None, "auto") else _whole(count, name)
+
+
+def _number(value: object, name: str, most: float = inf, other: str = "") -> float | None:
+    """None stays None. Raises UserError for what is no number from 0 to `most`."""
+    if value is None:
         return None
-    return count
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= most:
+        raise UserError(f"{name} {value!r}: give a number from 0{other}")
+    return float(value)
+
+
+def _pins(pins: Mapping[str, int] | None) -> tuple[tuple[str, int], ...]:
+    """Raises UserError for what are no stages."""
+    if pins is not None and not isinstance(pins, Mapping):
+        raise UserError("pins: give each layer's stage by its name, as in {'layer3': 1}")
+    return tuple((name, _whole(s, f"pins[{name!r}]", 0)) for name, s in (pins or {}).items())
 
 
 def plugin(path: str | Path) -> tuple[str, ...]:
@@ -264,17 +314,17 @@ def plugin(path: str | Path) -> tuple[str, ...]:
 
 
 def plans(
-    profile: Profile,
-    cluster: Cluster | None = None,
+    profile: Profile | str | Path,
+    cluster: Cluster | str | Path | None = None,
     *,
-    variants: Sequence[str] | None = None,
+    variants: str | Sequence[str] | None = None,
     study: str | Path | None = None,
     **options: Any,
 ) -> dict[str, Plan]:
     """Each system's best plan, by the system's name (`tp-plan solve --variant all`).
 
     Args:
-        variants: the systems; None: all of them. Those that nothing fits are left out.
+        variants: the systems, or one; None: all of them. Those that nothing fits are left out.
         study: a file of `tp-run study`: plans are judged by their time to its target. The best one
             by that comes first then, in the place of its system's.
         options: as of `plan`.
@@ -283,6 +333,11 @@ def plans(
     """
     from .cli.plan_commands.solve import chosen_by_study
 
+    profile = _loaded(profile, Profile, "profile")
+    cluster = None if cluster is None else _loaded(cluster, Cluster, "cluster")
+    names = [variants] if isinstance(variants, str) else VARIANTS if variants is None else variants
+    if not names:
+        raise UserError("variants: name one system or more; None: all of them")
     figures = None if study is None else StudyFigures(read_study(str(study)))
     if figures is not None:
         mini_batch = options.get("mini_batch") or profile.batch_size
@@ -290,7 +345,7 @@ def plans(
     found: dict[str, Plan] = {}
     failed: dict[str, str] = {}
     fronts: list[ParetoFront] = []
-    for name in VARIANTS if variants is None else variants:
+    for name in names:
         # By a study a plan may be best that another system's beats in all three prices.
         fronts.append(front := ParetoFront())
         system = variant_named(name)
@@ -316,28 +371,29 @@ def plans(
 
 
 def what_if(
-    profile: Profile,
-    changes: Sequence[str],
-    cluster: Cluster | None = None,
+    profile: Profile | str | Path,
+    changes: str | Sequence[str],
+    cluster: Cluster | str | Path | None = None,
     **options: Any,
 ) -> dict[str, Plan]:
     """The best plan after each change of devices or links, by the change (`tp-plan solve
     --what-if`).
 
     Args:
-        changes: such as "bandwidth=2x,memory=24GiB", all of which holds at once then. Those after
-            which nothing fits, or what was asked for can't be, are left out.
+        changes: one or more such as "bandwidth=2x,memory=24GiB", all of which holds at once then.
+            Those after which nothing fits, or what was asked for can't be, are left out.
         cluster, options: as of `plan`.
 
     Raises as `plan`; InfeasibleError where nothing fits after any change.
     """
-    own = cluster is None
+    profile, own = _loaded(profile, Profile, "profile"), cluster is None
     if cluster is None:
         of_cluster = inspect.signature(uniform_cluster).parameters
         described = {name: options.pop(name) for name in of_cluster if name in options}
         cluster = uniform_cluster(**{"devices": 2, **described})
     together = profile.together if own else None
-    others = clusters_after(cluster, changes, together)
+    changes = [changes] if isinstance(changes, str) else changes
+    others = clusters_after(_loaded(cluster, Cluster, "cluster"), changes, together)
     found: dict[str, Plan] = {}
     failed: dict[str, str] = {}
     for text, other in others.items():
@@ -351,7 +407,7 @@ def what_if(
 
 
 def run(
-    plan: Plan,
+    plan: Plan | str | Path,
     run_dir: str | Path,
     *,
     task: object = None,
@@ -386,7 +442,7 @@ def run(
     from .runtime.run import Trainer
 
     trainer = Trainer(
-        plan,
+        _loaded(plan, Plan, "plan"),
         run_dir,
         callbacks=callbacks,
         inline=inline,
@@ -439,7 +495,7 @@ def resume(
 
 
 def check(
-    plan: Plan,
+    plan: Plan | str | Path,
     run_dir: str | Path | None = None,
     *,
     task: object = None,
@@ -458,12 +514,17 @@ def check(
     from .runtime.verify.check import check as compare
 
     check_not_importing("timeprest.check")
+    plan = _loaded(plan, Plan, "plan")
     asked = {**settings, "task": None if task is None else name_of(task)}
     return compare(plan, settings_of(plan, asked), run_dir=run_dir, inline=inline)
 
 
 def dry_run(
-    plan: Plan, run_dir: str | Path = "runs/dry", *, task: object = None, **settings: Any
+    plan: Plan | str | Path,
+    run_dir: str | Path = "runs/dry",
+    *,
+    task: object = None,
+    **settings: Any,
 ) -> DryRun:
     """Check all that a run needs, without training (`tp-run --dry-run`).
 
@@ -478,13 +539,14 @@ def dry_run(
     from .runtime.verify.dry_run import dry_run as look
 
     check_not_importing("timeprest.dry_run")
+    plan = _loaded(plan, Plan, "plan")
     asked = {**settings, "task": None if task is None else name_of(task)}
     found = look(plan, settings_of(plan, asked), str(run_dir))
     assert found is not None
     return found
 
 
-def export(plan: Plan, engine: EngineName, folder: str | Path) -> list[Path]:
+def export(plan: Plan | str | Path, engine: EngineName, folder: str | Path) -> list[Path]:
     """Write a plan as another engine reads it (`tp-plan export`).
 
     Args:
@@ -500,7 +562,7 @@ def export(plan: Plan, engine: EngineName, folder: str | Path) -> list[Path]:
     """
     from .cli.plan_commands.export import write_export
 
-    written, _ = write_export(plan, engine, folder)
+    written, _ = write_export(_loaded(plan, Plan, "plan"), engine, folder)
     return [Path(path) for path in written]
 
 

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import re
+from operator import index
+from typing import SupportsIndex
 
 from .errors import UserError
 from .files import MAX_BYTES, MAX_SECONDS, MIN_SECONDS
 
 _DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
-_QUANTITY = re.compile(r"^\s*(\d+(?:\.\d*)?|\.\d+)(?:e([+-]?\d+))?\s*([a-zA-Zµ/]*)\s*$")
+# Micro is written with the sign of that name, or with the Greek letter.
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "\u00b5s": 1e-6, "\u03bcs": 1e-6, "ns": 1e-9}
+_QUANTITY = re.compile(r"^\s*(\d+(?:\.\d*)?|\.\d+)(?:e([+-]?\d+))?\s*([a-zA-Z\u00b5\u03bc/]*)\s*$")
 
 _BANDWIDTH = re.compile(r"^\s*(.*?)(b|B|bits?|Bits?)?(/s|ps)?\s*$")
 _MOST_BANDWIDTH = 2**62
+
+
+def _written(amount: object, what: str, example: str) -> str:
+    """An amount as text; a number has no unit. Raises UserError for what is neither."""
+    if isinstance(amount, SupportsIndex) and not isinstance(amount, bool):
+        return str(index(amount))
+    if isinstance(amount, float):
+        return repr(float(amount))
+    if not isinstance(amount, str):
+        raise UserError(f"{what}: can't read {amount!r}; write it like {example}")
+    return amount
 
 
 def _split(text: str, what: str, example: str, given: str) -> tuple[float, str]:
@@ -30,20 +44,22 @@ def _split(text: str, what: str, example: str, given: str) -> tuple[float, str]:
     return value, unit.lower()
 
 
-def parse_bytes(text: str, what: str = "bytes", *, most: int = MAX_BYTES) -> int:
-    """``"16GiB"``, ``"500MB"``, ``"4096"`` → bytes. Raises UserError naming `what`."""
-    amount = _amount(text, what, "16GiB, 500MB or 4096")
+def parse_bytes(text: str | float, what: str = "bytes", *, most: int = MAX_BYTES) -> int:
+    """``"16GiB"``, ``"500MB"``, ``"4096"``, ``4096`` → bytes. Raises UserError naming `what`."""
+    example = "16GiB, 500MB or 4096"
+    amount = _amount(_written(text, what, example), what, example)
     if amount > most:
         raise UserError(f"{what}: {text!r} is more than {format_bytes(most)}")
     return int(amount)
 
 
-def parse_bandwidth(text: str, what: str = "bandwidth") -> float:
-    """``"12GB/s"`` or, in bits, ``"100Mbit/s"`` and ``"100Mbps"`` → bytes per second.
+def parse_bandwidth(text: str | float, what: str = "bandwidth") -> float:
+    """``"12GB/s"``, ``12e9`` or, in bits, ``"100Mbit/s"`` and ``"100Mbps"`` → bytes per second.
 
     Raises UserError naming `what`; for ``Gb/s``, too, which is bits to some and bytes to others.
     """
     example = "12GB/s or 100Mbit/s"
+    text = _written(text, what, example)
     match = _BANDWIDTH.match(text)
     number, unit, per = match.groups("") if match else (text, "", "")
     if unit == "b" and per != "ps":
@@ -76,12 +92,14 @@ def _amount(text: str, what: str, example: str, given: str | None = None) -> flo
     return value * factor
 
 
-def parse_seconds(text: str, what: str = "time") -> float:
-    """``"10us"``, ``"0.5ms"``, ``"2"`` → seconds. Raises UserError naming `what`."""
-    value, unit = _split(text, what, "10us, 0.5ms or 2s", text)
+def parse_seconds(text: str | float, what: str = "time") -> float:
+    """``"10us"``, ``"0.5ms"``, ``"2"``, ``2`` → seconds. Raises UserError naming `what`."""
+    example = "10us, 0.5ms or 2s"
+    text = _written(text, what, example)
+    value, unit = _split(text, what, example, text)
     factor = _SECONDS.get(unit or "s")
     if factor is None:
-        raise UserError(f"{what}: unknown unit in {text!r}; write it like 10us, 0.5ms or 2s")
+        raise UserError(f"{what}: unknown unit in {text!r}; write it like {example}")
     if value * factor > MAX_SECONDS:
         raise UserError(f"{what}: {text!r} is more than {MAX_SECONDS:.0e} s")
     return value * factor if value * factor >= MIN_SECONDS else 0.0

@@ -233,6 +233,11 @@ class Cluster(
     between_machines: Network | None = None
     """Between devices of different machines. None: `network` is between any two devices."""
 
+    @classmethod
+    def load(cls, path: str | Path) -> Cluster:
+        """Read a cluster file (TOML). Raises FileError or UserError naming the file and field."""
+        return read_cluster(path)
+
     @property
     def flat(self) -> bool:
         """All devices are in one machine."""
@@ -322,17 +327,18 @@ class Cluster(
 
 def uniform_cluster(
     devices: int,
-    memory: str | None = None,
-    bandwidth: str = DEFAULT_BANDWIDTH,
-    latency: str = DEFAULT_LATENCY,
+    memory: str | float | None = None,
+    bandwidth: str | float = DEFAULT_BANDWIDTH,
+    latency: str | float = DEFAULT_LATENCY,
     *,
     per_machine: int | None = None,
-    between_bandwidth: str | None = None,
-    between_latency: str | None = None,
+    between_bandwidth: str | float | None = None,
+    between_latency: str | float | None = None,
     half_duplex: bool = False,
     overlap: bool = True,
 ) -> Cluster:
-    """A cluster of equal devices, from amounts as people write them.
+    """A cluster of equal devices, from amounts as people write them, or numbers of bytes, bytes
+    per second and seconds.
 
     Args:
         per_machine: devices in each machine; the last machine has the rest. None: one machine.
@@ -340,13 +346,14 @@ def uniform_cluster(
         between_latency: between machines. None: `latency`.
         half_duplex, overlap: of all links.
 
-    Raises UserError naming the amount that can't be read.
+    Raises UserError naming the amount that can't be read, or the number that is none.
     """
-    memory_bytes = parse_bytes(memory, "memory") if memory else None
+    for name, count in (("devices", devices), ("per_machine", per_machine)):
+        if count is not None and (type(count) is not int or not 1 <= count <= MAX_DEVICES):
+            raise UserError(f"{name}: give a whole number from 1 to {MAX_DEVICES}, not {count!r}")
+    memory_bytes = None if memory in (None, "") else parse_bytes(memory, "memory")
     if memory_bytes is not None and memory_bytes < 1:
         raise FileError(f"memory: must be more than 0, not {memory!r}")
-    if per_machine is not None and per_machine < 1:
-        raise UserError(f"per_machine: give a whole number from 1, not {per_machine}")
     between = (between_bandwidth, between_latency) != (None, None)
     if between and per_machine is None:
         raise UserError("per_machine: say how many devices a machine has, to give links between")
@@ -356,10 +363,12 @@ def uniform_cluster(
         half_duplex=half_duplex,
         overlap=overlap,
     )
+    far_bandwidth = bandwidth if between_bandwidth is None else between_bandwidth
+    far_latency = latency if between_latency is None else between_latency
     far = msgspec.structs.replace(
         network,
-        bandwidth_bytes_per_s=parse_bandwidth(between_bandwidth or bandwidth, "between_bandwidth"),
-        latency_s=parse_seconds(between_latency or latency, "between_latency"),
+        bandwidth_bytes_per_s=parse_bandwidth(far_bandwidth, "between_bandwidth"),
+        latency_s=parse_seconds(far_latency, "between_latency"),
     )
     homes = [f"machine{k // per_machine}" if per_machine else None for k in range(devices)]
     return Cluster(

@@ -10,6 +10,7 @@ import timeprest
 from click.testing import CliRunner
 from helpers.by_hand.studies import PLAIN_ARM, arm, study
 from helpers.plans import with_times
+from timeprest import Cluster
 from timeprest.cli.plan import main as plan_main
 from timeprest.cli.profile import main as profile_main
 from timeprest.cli.run import main as run_main
@@ -17,7 +18,7 @@ from timeprest.planner.cluster.cluster import read_cluster, uniform_cluster
 from timeprest.planner.cluster.link_fit import LinkPoint
 from timeprest.planner.plan import read_plan
 from timeprest.planner.study.study import write_study
-from timeprest.profiles.errors import InfeasibleError, PlanError, UserError
+from timeprest.profiles.errors import InfeasibleError, UserError
 from timeprest.profiles.files import write_file
 from timeprest.profiles.profile import Together
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
@@ -130,10 +131,10 @@ def test_what_cant_be_planned_or_run_is_refused(mlp_profile, tmp_path):
     cluster = uniform_cluster(2)
     with pytest.raises(UserError, match="leave out devices, memory"):
         timeprest.plan(mlp_profile, cluster, devices=3, memory="1GiB")
-    with pytest.raises(PlanError, match="replicas 'maybe'"):
+    with pytest.raises(UserError, match="replicas 'maybe'"):
         timeprest.plan(mlp_profile, cluster, replicas="maybe")
     for name in ("stages", "micro_batches", "stages_per_device"):
-        with pytest.raises(PlanError, match=f"{name} 'many': give a whole number, or 'auto'"):
+        with pytest.raises(UserError, match=f"{name} 'many': give a whole number, or 'auto'"):
             timeprest.plan(mlp_profile, cluster, **{name: "many"})
     plan = timeprest.plan(mlp_profile, cluster, stages=2, replicas=False)
     for settings, words in (
@@ -144,6 +145,74 @@ def test_what_cant_be_planned_or_run_is_refused(mlp_profile, tmp_path):
         with pytest.raises(UserError, match=words):
             timeprest.run(plan, tmp_path / "run", inline=True, **settings)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"memory": -1}, "memory: can't read"),
+        ({"memory": 0}, "memory: must be more than 0, not 0"),
+        ({"memory": True}, "memory: can't read True"),
+        ({"bandwidth": [1]}, r"bandwidth: can't read \[1\]; write it like 12GB/s"),
+        ({"latency": float("nan")}, "latency: can't read 'nan'"),
+        ({"devices": "2"}, "devices: give a whole number from 1 to 65536, not '2'"),
+        ({"devices": 0}, "devices: give a whole number from 1 to 65536, not 0"),
+        ({"devices": 4, "per_machine": 2.0}, "per_machine: give a whole number from 1 to 65536"),
+        ({"mini_batch": 8.0}, "mini_batch 8.0: give a whole number from 1"),
+        ({"mini_batch": 0}, "mini_batch 0: give a whole number from 1"),
+        ({"micro_batches": 2.0}, "micro_batches 2.0: give a whole number from 1"),
+        ({"stages": 0}, "stages 0: give a whole number from 1"),
+        ({"update_every": "2"}, "update_every '2': give a whole number from 1"),
+        ({"time_limit_s": "1"}, "time_limit_s '1': give a number from 0"),
+        ({"optimizer_state": "adam"}, "optimizer_state 'adam': give a number from 0, or 'muon'"),
+        ({"optimizer_state": float("nan")}, "optimizer_state nan: give a number from 0"),
+        ({"pins": {"l3": "1"}}, r"pins\['l3'\] '1': give a whole number from 0"),
+        ({"pins": {"l3": -1}}, r"pins\['l3'\] -1: give a whole number from 0"),
+        ({"pins": ["l3=1"]}, "pins: give each layer's stage by its name"),
+        ({"pins": {"l0": 1}, "stages": 2}, "can't be cut as asked with --pin l0=1: no stage may"),
+        ({"tied": "apart"}, "tied 'apart': give one of together, split"),
+        ({"order": 3}, "order: give the name of a file, not int"),
+        ({"cluster": 3}, "cluster: give a Cluster, or the name of its file, not int"),
+        ({"profile": None}, "profile: give a Profile, or the name of its file, not NoneType"),
+        ({"profile": "none.json"}, "none.json: no such file"),
+    ],
+)
+def test_a_wrong_argument_is_one_line_that_names_it(given, why, mlp_profile):
+    with pytest.raises(UserError, match=why) as refused:
+        timeprest.plan(**{"profile": mlp_profile, **given})
+    assert "\n" not in str(refused.value)
+
+
+def test_amounts_may_be_numbers(mlp_profile):
+    numbers = {"memory": 2**30, "bandwidth": 2e9, "latency": 1e-3, "between_bandwidth": 10**9}
+    texts = {"memory": "1GiB", "bandwidth": "2GB/s", "latency": "1ms", "between_bandwidth": "1GB/s"}
+    machines = {"devices": 4, "per_machine": 2, "stages": 2}
+    found, wanted = (timeprest.plan(mlp_profile, **machines, **a) for a in (numbers, texts))
+    assert found.cluster == wanted.cluster
+    assert found.stages == wanted.stages
+
+
+def test_files_may_be_named(mlp_profile, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    mlp_profile.save("profile.json")
+    (tmp_path / "cluster.toml").write_text('[[devices]]\ncount = 2\nmemory = "1GiB"\n')
+    cluster = Cluster.load("cluster.toml")
+    assert cluster == read_cluster("cluster.toml")
+    how = {"stages": 2, "replicas": False}
+    wanted = timeprest.plan(mlp_profile, cluster, **how)
+    found = timeprest.plan("profile.json", tmp_path / "cluster.toml", **how)
+    assert (found.stages, found.cluster) == (wanted.stages, cluster)
+    # One system, one change and one file, where there may be several.
+    (one,) = timeprest.plans("profile.json", "cluster.toml", variants="gpipe", **how).values()
+    assert one.variant == "gpipe"
+    (after,) = timeprest.what_if("profile.json", "memory=2x", "cluster.toml", **how).values()
+    assert after.cluster.devices[0].memory_bytes == 2**31
+    with pytest.raises(UserError, match="variants: name one system or more"):
+        timeprest.plans(mlp_profile, variants=[])
+    found.save("plan.json")
+    run = timeprest.run("plan.json", "run", steps=1, inline=True, evaluate=False)
+    assert run.plan.stages == found.stages
+    assert timeprest.dry_run(tmp_path / "plan.json", "other").problems == ()
 
 
 def test_python_trains_with_the_settings_given(mlp_profile, tmp_path):

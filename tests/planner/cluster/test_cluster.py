@@ -233,6 +233,25 @@ def test_uniform_clusters_of_machines():
         uniform_cluster(4, per_machine=2, between_latency="soon")
 
 
+@pytest.mark.parametrize("latency", ["50us", "50\u00b5s", "50 \u03bcs", "0.05ms", 5e-5])
+def test_microseconds_by_every_sign(latency):
+    assert uniform_cluster(2, latency=latency).network.latency_s == pytest.approx(5e-5)
+
+
+@pytest.mark.parametrize(
+    ("amounts", "why"),
+    [
+        ({"memory": 10**400}, "memory: '1000+' is too large"),
+        ({"memory": -1}, "memory: can't read '-1'"),
+        ({"bandwidth": 0.5}, "bandwidth: must be at least a byte per second"),
+        ({"latency": None}, "latency: can't read None; write it like 10us"),
+    ],
+)
+def test_numbers_that_are_no_amounts_are_named(amounts, why):
+    with pytest.raises(UserError, match=why):
+        uniform_cluster(2, **amounts)
+
+
 def test_plans_of_flat_clusters_have_the_fields_they_had():
     fields = msgspec.json.decode(msgspec.json.encode(uniform_cluster(1, latency="0s")))
     assert fields == {
