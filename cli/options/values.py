@@ -84,6 +84,21 @@ class FileName(click.types.StringParamType):
         return [CompletionItem(incomplete, type="file")]
 
 
+class FigureName(FileName):
+    """The name of a figure's file: SVG, or PDF where it ends so."""
+
+    _OTHERS = (".png", ".jpg", ".jpeg", ".gif", ".webp", ".bmp", ".tif", ".tiff", ".eps", ".ps")
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """As click's. Raises click.BadParameter for names of pictures that aren't drawn."""
+        found = super().convert(value, param, ctx)
+        if str(found).lower().endswith(self._OTHERS):
+            self.fail(
+                f"{found!r}: figures are SVG or PDF; end the name in .svg or .pdf", param, ctx
+            )
+        return found
+
+
 class FolderName(click.types.StringParamType):
     """A folder's name, such as a run's."""
 

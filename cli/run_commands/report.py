@@ -16,7 +16,7 @@ from ...profiles.units import format_bytes, format_seconds
 from ..errors import errors_as_lines, output, print_json
 from ..options import CONTEXT, common_options, plugin_option
 from ..options.command import GroupedCommand, examples, group
-from ..options.values import FileName, FolderName
+from ..options.values import FigureName, FileName, FolderName
 from ..pictures.curves import (
     AXES,
     CurveTarget,
@@ -57,14 +57,14 @@ if TYPE_CHECKING:
     ),
     click.option(
         "--svg",
-        type=FileName(),
+        type=FigureName(),
         help="Write both timelines as a figure, or the measured ones of several runs: SVG, or PDF "
         "where FILE ends in .pdf.",
     ),
     click.option(
         "--curves",
         "curve_files",
-        type=FileName(),
+        type=FigureName(),
         multiple=True,
         help="Write losses and the task's figures as a figure (SVG, or PDF where FILE ends in "
         ".pdf) or a table (.csv). May be given again.",

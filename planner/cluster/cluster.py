@@ -61,6 +61,7 @@ def _devices(path: Path, listed: Any) -> list[dict[str, Any]]:
         raise FileError(f"{path}: [[devices]]: give one or more devices")
     devices: list[dict[str, Any]] = []
     machines: set[str] = set()
+    names: set[str] = set()
     for k, entry in enumerate(listed):
         where = f"{path}: devices[{k}]"
         fields = _table(path, f"devices[{k}]", entry, _DEVICE)
@@ -75,6 +76,9 @@ def _devices(path: Path, listed: Any) -> list[dict[str, Any]]:
             name = str(fields.get("name", "device"))
             if count > 1 or "name" not in fields:
                 name += str(len(devices))
+            if name in names:
+                raise FileError(f"{where}.name: another device is {name!r} too; give another name")
+            names.add(name)
             devices.append({**device, "name": name} | ({"machine": home} if home else {}))
     return devices
 

@@ -44,7 +44,7 @@ def read_order(path: str | Path) -> Order:
     try:
         if Path(path).stat().st_size > MOST_BYTES:
             raise FileError(f"{path}: is larger than {MOST_BYTES} bytes")
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "isn't text"
         raise FileError(f"{path}: can't be read: {why}") from None

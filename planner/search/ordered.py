@@ -40,8 +40,9 @@ def check_asked(
     micro_batches: int | None,
     per_device: int | None,
     placement: str,
+    solver: str,
 ) -> None:
-    """Check that nothing else is asked for than the order has.
+    """Check that nothing else is asked for than the order has, and its search can.
 
     Args:
         devices: of the cluster.
@@ -71,6 +72,8 @@ def check_asked(
         raise PlanError(
             f"--placement {placement}: {where} says which device runs which stage; leave it out"
         )
+    if solver == "ilp":
+        raise PlanError(f"--solver ilp: cuts of {where} are found by their loads; leave it out")
 
 
 def search_of(

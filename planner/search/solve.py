@@ -186,6 +186,7 @@ def _ordered(
         micro_batches=request.micro_batches,
         per_device=request.stages_per_device,
         placement=request.placement,
+        solver=request.solver,
     )
     return search_of(
         question,

@@ -15,7 +15,7 @@ from ....planner.recordings.recording import Recording
 from ....profiles.errors import UserError
 from ....profiles.files import MAX_COUNT, write_bytes
 from ...options.command import group
-from ...options.values import FileName, Whole
+from ...options.values import FigureName, Whole
 from ..curves import CurveTarget, RunCurve, as_csv, is_table
 from .curves import curves_svg
 from .figure_file import write_figure
@@ -64,12 +64,12 @@ figure_options = group(
     "Figures",
     click.option(
         "--svg",
-        type=FileName(),
+        type=FigureName(),
         help="Write the timeline as a figure: SVG, or PDF where FILE ends in .pdf.",
     ),
     click.option(
         "--svg-memory",
-        type=FileName(),
+        type=FigureName(),
         help="Write memory over time, on the same scale, as a figure (SVG or PDF).",
     ),
     width_option,
@@ -81,7 +81,7 @@ stacked_options = group(
     "Figures",
     click.option(
         "--svg",
-        type=FileName(),
+        type=FigureName(),
         help="Write the timelines of all plans, one above the other on one axis, as a figure: "
         "SVG, or PDF where FILE ends in .pdf.",
     ),

@@ -532,3 +532,8 @@ def test_files_are_written(tmp_path):
     for width in ("wide", "3mm", "9000mm"):
         refused = CliRunner().invoke(command, ["--svg", names[0], "--svg-width", width])
         assert refused.exit_code == 2
+    for option in ("--svg", "--svg-memory"):
+        refused = CliRunner().invoke(command, [option, str(tmp_path / "u.PNG")])
+        assert refused.exit_code == 2
+        assert "u.PNG': figures are SVG or PDF; end the name in .svg or .pdf" in refused.output
+    assert not (tmp_path / "u.PNG").exists()

@@ -151,6 +151,7 @@ def test_an_order_from_file_to_run(mlp_profile, mlp_target, tmp_path, monkeypatc
         ({"stages_per_device": 2}, "--stages-per-device 2: order says which device runs"),
         ({"placement": "v"}, "--placement v: order says which device runs which stage"),
         ({"solver": "x"}, "--solver x: give one of"),
+        ({"solver": "ilp"}, "--solver ilp: cuts of order are found by their loads; leave it out"),
         ({"stages": 8}, "order: has 8 stages; the model can be cut into 7 stages at most"),
     ],
 )

@@ -272,6 +272,8 @@ LINK = "bandwidth = '1GB/s'\nlatency = '1us'\n"
         ("machine = ''", r"devices\[0\]\.machine: give a name"),
         ("per_machine = 0", r"devices\[0\]\.per_machine: give a whole number"),
         ("per_machine = true", r"devices\[0\]\.per_machine: give a whole number"),
+        ("name = 'a'\n[[devices]]\nname = 'a'", r"devices\[1\].name: another device is 'a' too"),
+        ("count = 2\n[[devices]]\nname = 'device1'", r"\[1\].name: another device is 'device1'"),
         ("[[devices]]\nmachine = 'a'", r"devices\[1\]\.machine: name the machine of all"),
         ("machine = 'a'\n[[devices]]", r"devices\[1\]\.machine: name the machine of all"),
         ("machine = 'a1'\n[[devices]]\nmachine = 'a'\nper_machine = 1", r"\[1\]\.machine: 'a1' is"),

@@ -137,6 +137,13 @@ def test_bad_orders(lines, why, tmp_path):
     assert raised.value.exit_code == 2
 
 
+def test_a_byte_order_mark_is_no_operation(tmp_path):
+    lines = "0F0.0 0B0.0\n"
+    (tmp_path / "marked.txt").write_text(lines, encoding="utf-8-sig")
+    (tmp_path / "plain.txt").write_text(lines, encoding="utf-8")
+    assert read_order(tmp_path / "marked.txt") == read_order(tmp_path / "plain.txt")
+
+
 def test_files_that_are_no_text(tmp_path):
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\0")
     for name, why in (("bytes", "isn't text"), ("none", "No such file")):
