@@ -80,6 +80,10 @@ def main(
         raise UserError("--dry-run: goes with neither --resume nor --check")
     if checks and (asked["start_from"] is not None or resume):
         raise UserError("--check: trains anew; leave --from and --resume out")
+    source = click.get_current_context().get_parameter_source("max_restarts")
+    if source is click.core.ParameterSource.COMMANDLINE and (dry_run or checks):
+        which = "dry run" if dry_run else "check"
+        raise UserError(f"--max-restarts: a {which} isn't started again; leave it out")
     if not resume and rendezvous is not None and _restarted(rendezvous, run_dir):
         # The launcher repeats the command with which the run was begun.
         resume, asked["epochs"], asked["steps"] = True, None, None

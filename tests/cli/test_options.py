@@ -203,6 +203,8 @@ def test_the_command_line_wins(tmp_path):
         ("--check --resume --run-dir run", "--check: trains anew; leave --from and --resume out"),
         ("plan.json --check --from run", "--check: trains anew; leave --from and --resume out"),
         ("--resume --from other --run-dir run", "--resume, --from: give one of them"),
+        ("plan.json --check --max-restarts 2", "--max-restarts: a check isn't started again"),
+        ("plan.json --dry-run --max-restarts 2", "--max-restarts: a dry run isn't started again"),
     ],
 )
 def test_two_things_instead_of_training_leave_each_other_out(words, why, tmp_path, monkeypatch):
