@@ -74,6 +74,12 @@ class Target:
             given = "None" if model is None else f"a {type(model).__name__}"
             what = "" if self.task is None else "model() "
             raise TargetError(f"{self.name}: {what}gave {given} where a torch.nn.Module is needed")
+        for name, module in model.named_modules():
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+                raise TargetError(
+                    f"{self.name}: {name!r} has sparse gradients, which can't be measured or sent: "
+                    "make it with sparse=False"
+                )
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if is_lazy(tensor):
                 raise TargetError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sysconfig
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -165,7 +166,9 @@ def trace(
     wanted = run(model, model, call) if verify else None
     for name in order:
         try:
-            with unchanged(model):
+            # What the forward warns of, it has when the model itself was called.
+            with unchanged(model), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
                 # Fresh tensors: torch.export leaves marks on those that it is given.
                 fresh = call.with_tensors([t.clone() for t in call.tensors])
                 with _without_random_numbers(name):

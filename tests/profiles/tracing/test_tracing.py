@@ -223,6 +223,8 @@ class NoOptimizer:
 half = NoOptimizer()
 three = 3
 wide = nn.Linear(30, 2)
+lazy = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2))
+sparse = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 2))
 """
 
 
@@ -270,6 +272,8 @@ def test_bad_targets_are_named(name, message, user_file):
         ("wide", ["3"], "failed on its own inputs"),
         ("Vector", [], "loss must give one number"),
         ("three", ["3"], "expected a task"),
+        ("lazy", ["3"], "'0.weight' has no shape before the model's first call"),
+        ("sparse", ["3"], "'0' has sparse gradients.*: make it with sparse=False"),
     ],
 )
 def test_the_users_own_errors_are_one_line(name, inputs, message, user_file):
