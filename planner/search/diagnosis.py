@@ -289,7 +289,7 @@ def diagnose(
     nothing = "no plan fits" if stopped is None else f"no plan that fits was found ({stopped})"
     fitting, cluster = Fitting(search), search.question.cluster
     # What a search had no time for may fit, and without limits of memory it does.
-    found = None if stopped is None else fitting.plan_at_hand()
+    found = fitting.plan_at_hand() if search.budget.is_late else None
     if found is not None:
         return found
     smallest = fitting.smallest_memory()
