@@ -31,6 +31,7 @@ from ..tasks.task import Task
 from ..tracing.call import Call, unchanged
 from ..tracing.front_ends import TRACE_SAMPLES, check_other, trace
 from ..tracing.graph import TracedModel, fingerprint, state_of_layer
+from ..tracing.shapes import bound_by_values
 from .bench import Bench, Progress
 from .optimizer_cost import measure_optimizer
 from .platforms import Platform, platform_of
@@ -40,6 +41,7 @@ from .saved_bytes import MicroBatchCase, parts_of
 RELATIVE_ERROR = 0.05
 SECONDS = 15.0
 _EPOCHS = 5
+_FEW = 4
 
 
 def default_sizes(batch_size: int, platform: Platform | None = None) -> tuple[int, ...]:
@@ -146,6 +148,11 @@ def measure(
             optimizer = _optimizer(bench)
             bench.run(seconds, error)
             loading_s = _loading_s(bench, call)
+            by_values = set[tuple[int, ...]]()
+            if not platform.computed:
+                # Of a few samples hardly all have the same value.
+                case = next((case for case in cases if case.size >= _FEW), cases[-1])
+                by_values = bound_by_values(case.traced, case.inputs)
         except UserError:
             raise
         except Exception as failure:  # the user's model and loss run here
@@ -158,6 +165,7 @@ def measure(
             assumptions=left_out,
             loading_s=loading_s,
             varying=None if looked is None else looked.varying,
+            by_values=by_values,
         )
     return check_profile(profile)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Any
 
@@ -37,6 +37,7 @@ def assemble(
     assumptions: tuple[str, ...] = (),
     loading_s: float | None = None,
     varying: VaryingShapes | None = None,
+    by_values: Iterable[tuple[int, ...]] = (),
 ) -> Profile:
     """The profile that a bench's measurements make.
 
@@ -44,9 +45,10 @@ def assemble(
         assumptions: made before them.
         loading_s: between two samples; None: not known.
         varying: shapes of the mini-batches; None: they are alike.
+        by_values: layers that stay together for the shapes between them (`bound_by_values`).
     """
     traced, first = bench.traced, bench.cases[0]
-    bound = first.saved.bound_by_changes(first.crossing, len(bench.names))
+    bound = first.saved.bound_by_changes(first.crossing, len(bench.names)) | set(by_values)
     shared = shared_parameters(traced)
     tied = sorted({*tied_layers(traced), *bound})
     parameter = next(bench.model.parameters())
@@ -87,7 +89,18 @@ def assemble(
         ),
         varying=msgspec.UNSET if varying is None else varying,
         loading_s_per_sample=msgspec.UNSET if loading_s is None else _rounded(loading_s),
-        assumptions=(*assumptions, *_assumptions(bench)),
+        assumptions=(*assumptions, *_assumptions(bench), *_of_values(bench.names, by_values)),
+    )
+
+
+def _of_values(names: Sequence[str], groups: Iterable[tuple[int, ...]]) -> tuple[str, ...]:
+    bound = sorted({k for group in groups for k in group})
+    if not bound:
+        return ()
+    return (
+        f"From {names[bound[0]]} to {names[bound[-1]]} tensors between layers have shapes that "
+        "depend on values: such layers stay on one stage, and their costs are those of the "
+        "samples at hand.",
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,3 +101,29 @@ def specs_and_result(
         recorder = _Recorder(traced.module, wanted)
         result = recorder.run(*[tensor.clone() for tensor in inputs])
     return recorder.found, result
+
+
+def bound_by_values(traced: TracedModel, inputs: Sequence[Tensor]) -> set[tuple[int, ...]]:
+    """Layers, by position, that must stay together because a tensor between them has a shape that
+    depends on values, as one of rows chosen by a mask: what crosses a cut has one shape.
+
+    Found by inputs that are far from those given; none where the model doesn't take such.
+    """
+    found: list[dict[str, ValueSpec]] = []
+    # A GPU is lost to the process where an index made of such numbers is out of range.
+    far = () if any(t.is_cuda for t in inputs) else (100, -100)
+    for by in (1, 0, *far):
+        # Numbers of words, and the like, have a range; 0 is in it.
+        given = [
+            t * by if t.is_floating_point() else t if by else torch.zeros_like(t) for t in inputs
+        ]
+        with suppress(Exception), torch.no_grad():  # the user's model
+            found.append(value_specs(traced, given, fake=False))
+    groups = set()
+    for value in values(traced):
+        name = value.node.name
+        shapes = {specs[name].shape for specs in found}
+        if value.producer is not None and len(shapes) > 1:
+            layers = {value.producer, *value.consumers} - {len(traced.layers)}
+            groups.add(tuple(sorted(layers)))
+    return {group for group in groups if len(group) > 1}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 import torch
 from helpers.against_oracle import ask_oracle, settings_of, train
@@ -9,6 +10,8 @@ from helpers.paths import TESTS
 from helpers.plans import plan_by_hand, with_times
 from helpers.processes.stopped_runs import check_resumed
 from timeprest.cli.tables.run import summary_lines
+from timeprest.planner.cluster.cluster import uniform_cluster
+from timeprest.planner.search.solve import solve
 from timeprest.profiles.errors import RunError, TraceError
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
@@ -132,17 +135,31 @@ def test_a_plan_of_one_shape_says_what_to_do(mlp_profile, tmp_path):
         run(plan, RunSettings(task=f"{FILE}:Varying", epochs=1), tmp_path, inline=True)
 
 
-def test_a_shape_that_depends_on_values_says_what_to_do(tmp_path):
-    """And what it says to do is done."""
+def test_layers_stay_together_whose_shapes_depend_on_values():
+    """What they send each other fits no message; the rest is cut as ever."""
+    profile = profile_of("ByMask")
+    bound = {name for group in profile.tied for name in group}
+    assert {"t0.b", "t0.c"} <= bound
+    assert not {"t1", "l2", "t2", "l3"} & bound
+    assert "have shapes that depend on values" in profile.assumptions[-1]
+    whole = profile_of("ByMask", granularity="t0")
+    assert not whole.tied
     settings = RunSettings(task=f"{FILE}:ByMask", steps=4, evaluate=False)
-    plan = plan_by_hand(profile_of("ByMask"), "gpipe", 5, 2)
+    for found in (profile, whole):
+        plan = solve(found, uniform_cluster(3), "gpipe", stages=3, micro_batches=2)
+        assert check(plan, settings, inline=True).verdict == "same"
+
+
+def test_a_shape_that_depends_on_values_says_what_to_do(tmp_path):
+    """Where the profile doesn't know of it, as of a model that fits nowhere."""
+    settings = RunSettings(task=f"{FILE}:ByMask", steps=4, evaluate=False)
+    profile = msgspec.structs.replace(profile_of("ByMask"), tied=())
+    plan = plan_by_hand(profile, "gpipe", 5, 2)
     with pytest.raises(
         RunError, match=r"this shape depends on values.*--granularity NAME"
     ) as error:
         run(plan, settings, tmp_path / "run", inline=True)
     assert "--batches" not in str(error.value)
-    whole = plan_by_hand(profile_of("ByMask", granularity="t0"), "gpipe", 5, 2)
-    assert check(whole, settings, inline=True).verdict == "same"
 
 
 def test_a_model_of_one_length_is_refused():
