@@ -101,25 +101,37 @@ def _slots(nest: Any) -> Iterator[tuple[int, tuple[str, ...]]]:
 def unchanged(model: nn.Module) -> Iterator[None]:
     """Put every buffer and the random states back: a look must not count as a training step.
 
-    A forward may give a buffer a new tensor; what it had is its own again then.
+    A forward may give a buffer a new tensor, or count in an attribute; what they were before they
+    are again.
     """
-    buffers = [
-        (module, dict(module._buffers))
-        for module in model.modules()
-        if not isinstance(module, torch.jit.ScriptModule)
-    ]
-    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
+    attributes = [(vars(module), dict(vars(module)), dict(module._buffers)) for module in modules]
+    before = [(buffer, buffer.clone(), buffer._version) for buffer in model.buffers()]
     drawn = states()
     try:
         with torch.random.fork_rng(devices=_devices(model)):
             yield
     finally:
         set_states(drawn)
-        for module, own in buffers:
-            module._buffers.update(own)
+        for now, then, buffers in attributes:
+            for name in now.keys() - then.keys():
+                del now[name]
+            now.update(then)
+            now["_buffers"].update(buffers)
         with torch.no_grad():
-            for buffer, value in before:
-                buffer.copy_(value)
+            for buffer, value, version in before:
+                if _differs(buffer, value, version):
+                    buffer.copy_(value)
+
+
+def _differs(buffer: Tensor, value: Tensor, version: int) -> bool:
+    """Whether a buffer was written: one of one number expanded, or a sparse one, takes no copy."""
+    if buffer._version != version:
+        return True
+    try:
+        return not torch.equal(buffer, value)
+    except (RuntimeError, NotImplementedError):
+        return False
 
 
 def _devices(model: nn.Module) -> list[int]:

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.autograd import Function
+from torch.autograd.function import _SingleLevelFunction
 from torch.utils.checkpoint import CheckpointFunction
 
 from ..errors import TraceError
 from .call import Call
-from .graph import TracedModel
+from .graph import TracedModel, fetch_attribute
 from .layers import Home, group, matches
 
 
@@ -60,7 +61,14 @@ class _Tracer(fx.Tracer):
         """A custom Function as one operation: its forward says nothing of its backward."""
         if not any(isinstance(argument, fx.Proxy) for argument in arguments):
             return NotImplemented
-        return self.create_proxy("call_function", applied(function), tuple(arguments), {})
+        bound = tuple(
+            (k, argument)
+            for k, argument in enumerate(arguments)
+            if callable(argument) and not isinstance(argument, (fx.Proxy, nn.Module))
+        )
+        others = [k for k in range(len(arguments)) if k not in dict(bound)]
+        given = tuple(arguments[k] for k in others)
+        return self.create_proxy("call_function", applied(function, bound), given, {})
 
     def create_proxy(self, kind: str, *details: Any, **more: Any) -> fx.Proxy:
         """Add an operation. Raises TraceError where it runs in a mode that graphs don't have."""
@@ -92,15 +100,21 @@ def without_gradient(value: Any) -> Any:
     return value
 
 
-_original = Function.__dict__["apply"].__func__
-
-
 @cache
-def applied(function: type[Function]) -> Callable[..., Any]:
-    """What applies a custom Function, under its name."""
+def applied(
+    function: type[Function], bound: tuple[tuple[int, Callable[..., Any]], ...] = ()
+) -> Callable[..., Any]:
+    """What applies a custom Function, under its name.
+
+    Args:
+        bound: arguments that are functions, which no graph holds, by position.
+    """
 
     def apply(*arguments: Any) -> Any:
-        return _original(function, *arguments)
+        given = list(arguments)
+        for k, argument in bound:
+            given.insert(k, argument)
+        return function.apply(*given)
 
     apply.__name__, apply.__qualname__ = function.__name__, function.__qualname__
     apply.__module__ = "autograd"
@@ -117,18 +131,21 @@ def functions_called(
     computes again, and has no use for a graph without the gradients of its parameters.
     """
 
-    def apply(function: type[Function], *arguments: Any, **named: Any) -> Any:
+    def apply(function: type[Function], *arguments: Any) -> Any:
         if function is CheckpointFunction:
             run, _, *inputs = arguments
             return run(*inputs)
-        found = NotImplemented if named else call(function, arguments)
-        return _original(function, *arguments, **named) if found is NotImplemented else found
+        found = call(function, arguments)
+        if found is not NotImplemented:
+            return found
+        return super(_SingleLevelFunction, function).apply(*arguments)  # type: ignore[misc]
 
-    Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
+    # Below `Function.apply`, which may have other names by now: f = MyFunction.apply.
+    _SingleLevelFunction.apply = classmethod(apply)  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        Function.apply = classmethod(_original)  # type: ignore[method-assign, assignment]
+        del _SingleLevelFunction.apply  # type: ignore[attr-defined]
 
 
 def homes(node: fx.Node) -> list[Home]:
@@ -144,6 +161,13 @@ def trace_fx(model: nn.Module, call: Call | None, granularity: str) -> TracedMod
         call: what the inputs are; None: every argument of the forward is one.
     """
     graph = _Tracer(call, granularity).trace(model)
+    for node in graph.nodes:
+        made = fetch_attribute(model, str(node.target)) if node.op == "get_attr" else None
+        if isinstance(made, Tensor) and made.requires_grad and not isinstance(made, nn.Parameter):
+            raise TraceError(
+                "the forward reaches parameters by a list of them (parameters(), [layer.weight]): "
+                "what it makes of them would stay what it is now"
+            )
     module = fx.GraphModule(model, graph)
     layers = group(graph, granularity, homes, model)
     inputs = tuple(node for node in graph.nodes if node.op == "placeholder")

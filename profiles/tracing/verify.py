@@ -32,6 +32,9 @@ _SHAKEN = 10.0
 """Gradients that differ more are looked at again: by so much more than those of weights changed in
 their last digits, and they are wrong."""
 
+_SMALL, _STEP = 1e-3, 0.05
+"""Weights smaller than the one count as zeros, and are changed by about the other."""
+
 _LOOKED_AT = 8
 """Of more than these parameters not all are looked at again."""
 
@@ -45,6 +48,8 @@ _REPEATED = 65521
 """Numbers of a direction: a prime, so that they don't go by a matrix's rows, whose sum may be 0."""
 
 _ZERO = (0.0,) * _DIRECTIONS
+_AT_ONCE = 32
+"""So many times a direction's length is added up in one piece: a copy in double precision."""
 
 Sketch = tuple[float, ...]
 """Of a gradient, how long it is in each direction."""
@@ -73,7 +78,7 @@ def run(model: nn.Module, module: nn.Module, call: Call, *, backward: bool = Tru
         call: of a graph, whose inputs are tensors alone, `Call.flat`.
         backward: look at gradients too; False where the model has none.
     """
-    with unchanged(model):
+    with unchanged(model), _moved(model):
         _seed()
         before = {name: buffer.clone() for name, buffer in model.named_buffers()}
         learns = backward and model.training and torch.is_grad_enabled()
@@ -155,10 +160,17 @@ def _same(mine: Any, own: Tensor) -> bool:
     if _is_fake(own):
         return True
     tolerance = 1e-2 if _coarse(own) else 1e-4
+    mine, own = _dense(mine), _dense(own)
     mine, own = (t.double() if not t.is_complex() else t for t in (mine, own))
     finite = own[own.isfinite()].abs()
     scale = float(finite.max()) if finite.numel() else 0.0
     return torch.allclose(mine, own, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    if tensor.is_quantized:
+        return tensor.dequantize()
+    return tensor if tensor.layout == torch.strided else tensor.to_dense()
 
 
 def _coarse(tensor: Tensor) -> bool:
@@ -233,7 +245,7 @@ def _whole(
         if name in found:
             found[name] += gradient.to_dense()
 
-    with unchanged(model), torch.enable_grad():
+    with unchanged(model), _moved(model), torch.enable_grad():
         _seed()
         leaves = _leaves(module, call if module is model else call.flat())
         _backward(model, leaves, take)
@@ -280,8 +292,9 @@ def _along(gradient: Tensor, number: int) -> list[float]:
     flat = (torch.view_as_real(gradient) if gradient.is_complex() else gradient).flatten()
     whole = len(flat) // _REPEATED * _REPEATED
     summed = torch.zeros(min(len(flat), _REPEATED), dtype=torch.float64, device=flat.device)
-    if whole:
-        summed += flat[:whole].view(-1, _REPEATED).sum(0, dtype=torch.float64)
+    for first in range(0, whole, _AT_ONCE * _REPEATED):
+        some = flat[first : min(first + _AT_ONCE * _REPEATED, whole)]
+        summed += some.view(-1, _REPEATED).sum(0, dtype=torch.float64)
     summed[: len(flat) - whole] += flat[whole:]
     generator = torch.Generator().manual_seed(number)
     directions = torch.randn(_DIRECTIONS, len(summed), generator=generator).to(summed)
@@ -294,6 +307,28 @@ def _drawn(like: Tensor, number: int) -> Tensor:
     generator = torch.Generator().manual_seed(number)
     drawn = torch.randn(like.shape, generator=generator, dtype=torch.float32)
     return drawn.to(device=like.device, dtype=like.dtype)
+
+
+@contextmanager
+def _moved(model: nn.Module) -> Iterator[None]:
+    """Weights that are all one number changed a little: where a head begins with zeros, or a
+    layer's scale with next to nothing, gradients would be zeros, whatever becomes of them."""
+    before = []
+    with torch.no_grad():
+        for k, p in enumerate(model.parameters()):
+            if not p.is_floating_point() or not p.numel() or _is_fake(p):
+                continue
+            value = p.detach().flatten()[0]
+            if bool((p == value).all()):
+                before.append((p, value.clone()))
+                by = 0.1 * float(value.abs()) if abs(value) > _SMALL else _STEP
+                p.add_(by * _drawn(p, k))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for p, value in before:
+                p.fill_(value)
 
 
 @contextmanager

@@ -40,6 +40,23 @@ class Halves(torch.autograd.Function):
         return one + 3 * other
 
 
+class Shaped(torch.autograd.Function):
+    """Given a function, which no graph holds."""
+
+    @staticmethod
+    def forward(ctx, x, shape, by):
+        ctx.by = by
+        return shape(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.by * gradient, None, None
+
+
+turned = Reversed.apply
+"""As PyTorch's tutorials call a Function."""
+
+
 class Base(nn.Module):
     """Two linear layers and what is between them."""
 
@@ -65,6 +82,70 @@ class TwoResults(Base):
     def between(self, h):
         one, other = Halves.apply(h)
         return one * other
+
+
+class ByAnotherName(Base):
+    def between(self, h):
+        return turned(h, 0.5)
+
+
+class WithAFunction(Base):
+    def between(self, h):
+        return Shaped.apply(h, torch.tanh, 2.0)
+
+
+class ByAList(Base):
+    """Parameters that are reached by another way than their names."""
+
+    def between(self, h):
+        return h + sum(p.square().sum() for p in self.a.parameters())
+
+
+class SparseBuffers(Base):
+    """Of which no copy is made into them."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("near", torch.eye(6).to_sparse())
+        self.register_buffer("one", torch.ones(1).expand(6))
+
+    def between(self, h):
+        return torch.sparse.mm(self.near, h.T).T * self.one
+
+
+class ZeroHead(Base):
+    """At its first weights no gradient comes back but the head's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(6, 2)
+        nn.init.zeros_(self.head.weight)
+
+    def forward(self, x):
+        return self.head(super().forward(x))
+
+    def between(self, h):
+        h = h * 1
+        if h.requires_grad:
+            h.register_hook(lambda gradient: -gradient)
+        return h
+
+
+class Remembers(Base):
+    """A tensor, which is none where it is traced, and how often it was called."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def between(self, h):
+        self.last, self.calls = h, self.calls + 1
+        return h
+
+
+class Drawn(nn.Module):
+    def forward(self, x):
+        return x * random.choice([1.0, 2.0]) if bool(x.sum() < 1e6) else x
 
 
 class Checkpointed(Base):
@@ -169,6 +250,12 @@ def build(make):
         (TwoResults, "fx"),
         (Checkpointed, "fx"),
         (NoGradient, "fx"),
+        (ByAnotherName, "fx"),
+        (WithAFunction, "fx"),
+        (ByAList, "export"),
+        (SparseBuffers, "fx"),
+        (Remembers, "fx"),
+        (lambda: nn.Sequential(nn.Linear(4, 4), Drawn()), "sequential"),
         (ClampedInPlace, "export"),
         (Counts, "export"),
         (Averages, "export"),
@@ -183,7 +270,12 @@ def test_a_front_end_is_taken_that_loses_nothing(make, front_end):
     # On other inputs too, and as often as it runs.
     compare(model, traced.module, call_of(5), run(model, model, call_of(5)))
     assert all(p.grad is None for p in model.parameters())
-    assert not model.training or not any(b.any() for b in model.buffers())
+    fresh = build(make)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor.to_dense(), fresh.state_dict()[name].to_dense()), name
+    for one, other in zip(model.modules(), fresh.modules(), strict=True):
+        assert vars(one).keys() == vars(other).keys()
+    assert getattr(model, "calls", 0) == 0
 
 
 @pytest.mark.parametrize(
@@ -191,6 +283,7 @@ def test_a_front_end_is_taken_that_loses_nothing(make, front_end):
     [
         (Hooked, r"'a\.weight' another gradient"),
         (HookedModule, r"'a\.weight' another gradient"),
+        (ZeroHead, r"'a\.weight' another gradient"),
         (AveragesAnew, r"another value in buffer 'mean'"),
         (Skips, "the forward draws random numbers"),
         (SkipsByPython, "the forward draws random numbers"),
