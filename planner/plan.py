@@ -232,8 +232,8 @@ class SolverReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """What ended the search early; None: nothing did."""
     plans_tried: int
     seconds: Predicted
-    question_checksum: str | msgspec.UnsetType = msgspec.UNSET
-    """Of what the bound is proven for (files.md). Not there in plans of before it was written."""
+    checksum: str | msgspec.UnsetType = msgspec.UNSET
+    """Of the question and the answer (files.md). Not there in plans of before it was written."""
 
     def loading(self, seconds: float) -> SolverReport:
         """The same where no period is shorter than loading allows, whatever the cut: the best one

@@ -18,9 +18,9 @@ from ...planner.partition.solve import SOLVERS
 from ...planner.plan import Plan
 from ...planner.schedules.given import read_order
 from ...planner.search.choices import PLACEMENTS, RECOMPUTE
-from ...planner.search.recheck import question_of
+from ...planner.search.recheck import question_of, signed
 from ...planner.search.sequences import SEQUENCES
-from ...planner.search.solve import MUON
+from ...planner.search.solve import INTERRUPTED, MUON
 from ...planner.search.solve import solve as solve_plan
 from ...planner.study.choose import StudyFigures, TargetPoint, by_time_to_target
 from ...planner.study.pareto import ParetoFront, pareto_point
@@ -258,6 +258,9 @@ def solve(
         plans: dict[str, Plan] = {}
         failed: dict[str, str] = {}
         for text, other in others.items():
+            if INTERRUPTED in (each.solver.stopped for each in (plan, *plans.values())):
+                failed[text] = "not looked at: interrupted"
+                continue
             try:
                 plans[text] = solve_plan(profile, other, variant, progress=bar, **asked)
             except (InfeasibleError, PlanError) as error:
@@ -311,6 +314,12 @@ def _solve_all(
                 plans[name] = _solve_one(profile, cluster, name, asked, bar, (pareto, own))
             except (InfeasibleError, PlanError) as error:
                 failed[name] = str(error)
+                continue
+            if plans[name].solver.stopped == INTERRUPTED:
+                # Ctrl-C is meant for all of them.
+                left = [other for other in VARIANTS if other not in (*plans, *failed)]
+                failed |= dict.fromkeys(left, "not looked at: interrupted")
+                break
     if not plans:
         raise InfeasibleError("; ".join(f"{name}: {why}" for name, why in failed.items()))
     paths = {name: _beside(path, name) for name in plans}
@@ -353,7 +362,7 @@ def chosen_by_study(profile: Profile, own: Plan, best: TargetPoint) -> Plan:
         gap=gap_between(found.prediction.period_s, own.solver.bound_s),
         optimal=False,
     )
-    return make_plan(question, found, report)
+    return signed(make_plan(question, found, report), question)
 
 
 def _told(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -12,7 +13,7 @@ from ...profiles.profile import Profile
 from ...profiles.units import format_bytes, format_seconds
 from ..evaluate import Question, evaluate, gap_between, make_plan
 from ..partition.problem import SAME
-from ..plan import Plan, check_against_profile
+from ..plan import Plan, PlanStage, check_against_profile
 from ..recordings.recording import stages_text
 
 
@@ -48,9 +49,13 @@ def question_of(plan: Plan, profile: Profile) -> Question:
 _POINT_ZERO = re.compile(rb"\.0(?=[,\]}])")
 
 
-def question_checksum(question: Question) -> str:
-    """Of all that a proof rests on, 32 hex digits: 16 of what the plan says itself, then 16 of the
-    profile and a plugin.
+_PROVEN_FOR = 32
+"""So many digits of a checksum are of what a bound was proven for; the rest is of the answer."""
+
+
+def checksum_of(question: Question, stages: Sequence[PlanStage], micro_batches: int) -> str:
+    """Of a question and its answer, 48 hex digits: 16 of what the plan says of the question, with
+    its micro-batches; 16 of the profile and a plugin; 16 of the stages.
 
     What was left open isn't among it: a bound is of plans that were asked for.
     """
@@ -64,14 +69,23 @@ def question_checksum(question: Question) -> str:
         question.optimizer_state_factor,
         question.matrix_state_factor,
         question.order,
+        micro_batches,
     )
-    return own + _checksum(question.profile, outside.checksum if outside is not None else "")
+    others = _checksum(question.profile, outside.checksum if outside is not None else "")
+    return own + others + _checksum(stages)
+
+
+def signed(plan: Plan, question: Question) -> Plan:
+    """A plan with its checksum."""
+    checksum = checksum_of(question, plan.stages, plan.micro_batches)
+    solver = msgspec.structs.replace(plan.solver, checksum=checksum)
+    return msgspec.structs.replace(plan, solver=solver)
 
 
 def was_edited(plan: Plan) -> bool:
     """Whether a plan contradicts itself: it was edited, and not checked since.
 
-    Other cuts, limits and profiles aren't seen: what they do, only the profile tells.
+    Another profile isn't seen.
     """
     predicted, solver = plan.predicted, plan.solver
     samples = predicted.samples_per_s * predicted.period_s
@@ -84,7 +98,7 @@ def was_edited(plan: Plan) -> bool:
     shared = on_devices if plan.placement else set()
     if {tuple(sorted(device.stages)) for device in predicted.devices} != shared:
         return True
-    if solver.question_checksum is msgspec.UNSET:
+    if solver.checksum is msgspec.UNSET:
         return False
     own = _checksum(
         plan.cluster,
@@ -95,8 +109,11 @@ def was_edited(plan: Plan) -> bool:
         plan.optimizer_state_factor,
         None if plan.matrix_state_factor is msgspec.UNSET else plan.matrix_state_factor,
         () if plan.order is msgspec.UNSET else plan.order,
+        plan.micro_batches,
     )
-    return not solver.question_checksum.startswith(own)
+    return not solver.checksum.startswith(own) or not solver.checksum.endswith(
+        _checksum(plan.stages)
+    )
 
 
 def _checksum(*parts: object) -> str:
@@ -121,8 +138,9 @@ def recheck(plan: Plan, profile: Profile, where: str = "plan") -> Recheck:
     period_s = found.prediction.period_s
     if profile.loading_s_per_sample is not msgspec.UNSET:
         period_s = max(period_s, profile.loading_s_per_sample * plan.mini_batch)
-    checksum = question_checksum(question)
-    stays = plan.solver.question_checksum == checksum and plan.solver.bound_s <= period_s * SAME
+    checksum = checksum_of(question, plan.stages, plan.micro_batches)
+    stays = _same_question(plan.solver.checksum, checksum)
+    stays = stays and plan.solver.bound_s <= period_s * SAME
     bound_s = plan.solver.bound_s if stays else 0.0
     optimal = plan.solver.optimal and period_s <= bound_s * SAME
     report = msgspec.structs.replace(
@@ -131,7 +149,7 @@ def recheck(plan: Plan, profile: Profile, where: str = "plan") -> Recheck:
         bound_s=bound_s,
         gap=0.0 if optimal else gap_between(period_s, bound_s),
         optimal=optimal,
-        question_checksum=checksum,
+        checksum=checksum,
     )
     fresh = make_plan(question, found, report)
     over = {}
@@ -191,10 +209,15 @@ def _changes(old: Plan, new: Plan) -> list[str]:
     return lines
 
 
+def _same_question(one: str | msgspec.UnsetType, other: str | msgspec.UnsetType) -> bool:
+    known = isinstance(one, str) and isinstance(other, str)
+    return known and one[:_PROVEN_FOR] == other[:_PROVEN_FOR]  # type: ignore[index]
+
+
 def _not_proven(old: Plan, new: Plan) -> str:
     """Why a bound doesn't hold any more."""
-    if old.solver.question_checksum is msgspec.UNSET:
+    if old.solver.checksum is msgspec.UNSET:
         return "the plan doesn't say for what it was proven; solve again"
-    if old.solver.question_checksum != new.solver.question_checksum:
+    if not _same_question(old.solver.checksum, new.solver.checksum):
         return "it was proven for other devices, links, settings or costs; solve again"
     return "the plan isn't one of those that it was proven for"

@@ -24,10 +24,13 @@ from .diagnosis import diagnose, lacking
 from .exploration import run
 from .ordered import check_asked, search_of, under
 from .placed import PlacedSearch, no_branches
-from .recheck import question_checksum
+from .recheck import signed
 from .relaxation import Relaxation
 from .sequences import SEQUENCES, forget_bounds, kinds_in, try_near, try_sequences
 from .state import EFFORT, SOON_S, Budget, OutOfBudget, Progress, SearchState
+
+INTERRUPTED = "interrupted"
+"""What ends a search by Ctrl-C."""
 
 LEAST_GAIN = 0.05
 """Several stages on each device must make the period so much shorter, where one will do: they cost
@@ -157,7 +160,7 @@ def solve(
         # Once there is a plan to keep, Ctrl-C ends the search alone.
         if search.best is None:
             raise
-        stopped = "interrupted"
+        stopped = INTERRUPTED
     if search.best is None:
         apart = placed is None and order is None
         why = diagnose if apart else lacking
@@ -167,7 +170,7 @@ def solve(
         search.best = found
     search.keep_more()
     search.tighten()
-    return make_plan(question, search.best, _report(search, question, stopped, begin))
+    return signed(make_plan(question, search.best, _report(search, stopped, begin)), question)
 
 
 def _ordered(
@@ -291,9 +294,7 @@ def _run_straight(search: SearchState, request: SearchRequest) -> str | None:
     return stopped
 
 
-def _report(
-    search: SearchState, question: Question, stopped: str | None, begin: float
-) -> SolverReport:
+def _report(search: SearchState, stopped: str | None, begin: float) -> SolverReport:
     objective = search.period_s
     bound = min(search.bound_s, objective)
     proven = objective <= bound * SAME
@@ -308,7 +309,6 @@ def _report(
         plans_tried=search.budget.tried,
         seconds=round(time.perf_counter() - begin, 3),
         stopped=None if proven else stopped,
-        question_checksum=question_checksum(question),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 
 import msgspec
 import pytest
@@ -166,12 +167,15 @@ def test_layers_to_compute_again_are_edited_and_shown(folder):
     "edit",
     [
         lambda plan: plan.update(mini_batch=8),
-        lambda plan: plan.update(mini_batch=8) or plan["solver"].pop("question_checksum"),
+        lambda plan: plan.update(mini_batch=8) or plan["solver"].pop("checksum"),
         lambda plan: plan["cluster"]["devices"][0].update(memory_bytes=2**31),
         lambda plan: plan["cluster"]["network"].update(latency_s=0.5),
+        lambda plan: plan["stages"][0].update(recompute=True),
+        lambda plan: plan["stages"][1]["nodes"].insert(0, plan["stages"][0]["nodes"].pop()),
+        lambda plan: plan.update(micro_batches=2),
     ],
 )
-def test_a_plan_that_contradicts_itself_is_shown_as_edited(edit, folder):
+def test_an_edited_plan_is_shown_as_that(edit, folder):
     call("solve", "profile.json", "--stages", 2, "--variant", "gpipe", "--micro-batches", 4)
     plan = json.loads((folder / "plan.json").read_text())
     edit(plan)
@@ -183,6 +187,30 @@ def test_a_plan_that_contradicts_itself_is_shown_as_edited(edit, folder):
         assert "edited" not in call(*words, "b.json", "--json")
     call("check", "b.json", "--profile", "profile.json", "-o", "b.json")
     assert "edited" not in call("show", "b.json")
+
+
+def test_ctrl_c_ends_the_searches_for_all_systems(folder, monkeypatch):
+    """What was found is shown and written."""
+    module, begun = import_module("timeprest.cli.plan_commands.solve"), []
+    solve = module.solve_plan
+
+    def stopped(profile, cluster, name, **asked):
+        plan = solve(profile, cluster, name, **asked)
+        begun.append(name)
+        stopped = {1: None, 2: "interrupted"}[len(begun)]
+        replace = msgspec.structs.replace
+        return replace(plan, solver=replace(plan.solver, stopped=stopped))
+
+    monkeypatch.setattr(module, "solve_plan", stopped)
+    text = call("solve", "profile.json", "--variant", "all", "-o", "p.json")
+    assert len(begun) == 2
+    assert {path.name for path in folder.glob("p.*.json")} == {f"p.{name}.json" for name in begun}
+    assert "not looked at: interrupted" in text
+    begun.clear()
+    more = ("--what-if", "bandwidth=2x", "--what-if", "bandwidth=4x", "--what-if", "memory=1GiB")
+    found = json.loads(call("solve", "profile.json", *more, "--json"))
+    assert len(found["what_if"]) == 1
+    assert set(found["failed"].values()) == {"not looked at: interrupted"}
 
 
 def test_pins_and_limits_of_the_search(folder):

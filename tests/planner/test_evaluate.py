@@ -24,7 +24,7 @@ from timeprest.planner.evaluate import Question, evaluate, make_plan
 from timeprest.planner.plan import PlanStage, check_plan, pipeline_of
 from timeprest.planner.schedules.schedules import limit_ranges, make_schedule
 from timeprest.planner.schedules.steady_state import steady_state
-from timeprest.planner.search.recheck import question_checksum, recheck
+from timeprest.planner.search.recheck import recheck, signed
 from timeprest.planner.simulator.timeline import Event, simulate
 from timeprest.planner.systems.operations import Op
 from timeprest.planner.systems.variants import VARIANTS
@@ -408,9 +408,9 @@ def test_old_plan_files_are_read():
 def test_recheck_says_what_replicas_and_recomputation_do():
     asked = question(two_layers(parameters=100), uniform_cluster(3, **FAST), "timeprest")
     proven = {"bound_s": 32e-3, "optimal": True, "gap": 0.0}
-    solved = msgspec.structs.replace(REPORT, **proven, question_checksum=question_checksum(asked))
+    solved = msgspec.structs.replace(REPORT, **proven)
     stages = [stage(["n0"], [0], 2), stage(["n1"], [1], 1)]
-    plan = make_plan(asked, evaluate(asked, stages, 4), solved)
+    plan = signed(make_plan(asked, evaluate(asked, stages, 4), solved), asked)
     assert recheck(plan, asked.profile).plan.solver.optimal
     edited = (
         msgspec.structs.replace(plan.stages[0], devices=(0, 2)),

@@ -346,9 +346,10 @@ def check_unproven(plan, profile):
         lambda d: d["cluster"]["network"].update(latency_s=0.1),
         lambda d: d.update(mini_batch=3),
         lambda d: d.update(update_every=2),
+        lambda d: d.update(micro_batches=4),
         lambda d: d.update(optimizer_state_factor=2.5),
         lambda d: d.update(variant="timeprest-stashed"),
-        lambda d: d["solver"].pop("question_checksum"),
+        lambda d: d["solver"].pop("checksum"),
     ],
 )
 def test_nothing_is_proven_for_another_question(change, proven, tmp_path):
