@@ -48,11 +48,13 @@ _NEEDS = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}
 
 
 def check_logs_at_hand(settings: RunSettings) -> None:
-    """Raise UserError where the settings' `log` names what there isn't, or a library that it needs
-    isn't installed."""
+    """Raise UserError where the settings' `log` names what there isn't, a library that it needs
+    isn't installed, or nobody is logged in where that is needed."""
     for name in logs_named(settings.log):
         if name in _NEEDS:
-            _library(name)
+            library = _library(name)
+            if name == "wandb":
+                _check_login(library)
 
 
 def logs_named(text: str) -> tuple[str, ...]:
@@ -291,18 +293,22 @@ class TensorBoardLog:
 # Weights & Biases ---------------------------------------------------------------------------------
 
 
+def _check_login(wandb: Any) -> None:
+    online = os.environ.get("WANDB_MODE", "online") == "online"
+    if online and wandb.api.api_key is None:
+        raise UserError(
+            "--log wandb: nobody is logged in: run wandb login, set WANDB_API_KEY, or write to the "
+            "disk alone with WANDB_MODE=offline"
+        )
+
+
 class WandbLog:
     """A run of Weights & Biases, in the project that WANDB_PROJECT names, or "timeprest"."""
 
     def __init__(self, folder: Path, event: RunBegun) -> None:
         """Raises FileError; UserError where nobody is logged in."""
         wandb = _library("wandb")
-        online = os.environ.get("WANDB_MODE", "online") == "online"
-        if online and wandb.api.api_key is None:
-            raise UserError(
-                "--log wandb: nobody is logged in: run wandb login, set WANDB_API_KEY, or write to "
-                "the disk alone with WANDB_MODE=offline"
-            )
+        _check_login(wandb)
         try:
             self._run = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", "timeprest"),

@@ -30,6 +30,7 @@ from ..prepare.prepare import Prepared, prepare
 from ..prepare.tracing import is_small
 from ..processes.environment import use_interface
 from ..processes.rendezvous import Rendezvous
+from ..records.metric_logs import check_logs_at_hand
 from ..records.run_dir import RunDir
 from ..settings import RunSettings
 from ..stage.delays import check_delays
@@ -162,6 +163,8 @@ def dry_run(
     Raises: as `run`, for what makes a run impossible; TargetError where hooks or stages fail.
     """
     settings = check_settings(settings)
+    if rendezvous is None:
+        check_logs_at_hand(settings)
     check_delays(plan, settings)
     kind, gpus = devices_here(plan, settings)
     where = RunDir(run_dir)

@@ -7,6 +7,8 @@ import itertools
 import math
 import sys
 import time
+from functools import partial
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -19,6 +21,7 @@ from timeprest.runtime.records.metric_logs import NAMES, VALIDATION, metrics_of,
 from timeprest.runtime.records.progress import Losses, read_losses, read_progress
 from timeprest.runtime.run import resume, run
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
+from timeprest.runtime.verify.dry_run import dry_run
 
 LOSS, RATE = NAMES["loss"], NAMES["lr"]
 
@@ -209,3 +212,18 @@ def test_what_isnt_there_is_said_before_anything_starts(
     train(mlp_profile, mlp_target, tmp_path / "run", "").run()
     with pytest.raises(UserError, match="--log wandb"):
         resume(tmp_path / "run", {"log": "wandb"}, steps=7, inline=True)
+
+
+def test_nor_is_anything_started_where_nobody_is_logged_in(
+    mlp_profile, mlp_target, tmp_path, monkeypatch
+):
+    library = SimpleNamespace(api=SimpleNamespace(api_key=None))
+    monkeypatch.setitem(sys.modules, "wandb", library)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    plan, settings = plan_of(mlp_profile), RunSettings(task=mlp_target, log="wandb")
+    for start in (partial(run, inline=True), dry_run):
+        with pytest.raises(UserError, match="--log wandb: nobody is logged in"):
+            start(plan, settings, tmp_path / "run")
+        assert not (tmp_path / "run").exists()
+    library.api.api_key = "a key"
+    assert dry_run(plan, settings, tmp_path / "run") is not None
