@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .pieces import Built, Slot, fill
-from .random_states import set_states, states
+from .random_states import own_states, set_own_states, set_states, states
 
 
 @dataclass(frozen=True)
@@ -107,12 +107,13 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
     attributes = [(vars(module), dict(vars(module)), dict(module._buffers)) for module in modules]
     before = [(buffer, buffer.clone(), buffer._version) for buffer in model.buffers()]
-    drawn = states()
+    drawn, own = states(), own_states(model)
     try:
         with torch.random.fork_rng(devices=_devices(model)):
             yield
     finally:
         set_states(drawn)
+        set_own_states(own)
         for now, then, buffers in attributes:
             for name in now.keys() - then.keys():
                 del now[name]

@@ -23,7 +23,7 @@ from .export import trace_export
 from .fx import homes, trace_fx
 from .graph import TracedModel, fetch_attribute
 from .layers import LAYER, Home, check_granularity, group
-from .random_states import same_states, states
+from .random_states import own_states, same_own_states, same_states, states
 from .verify import compare, run
 
 # Front end: the children of an nn.Sequential, each called as a whole; nothing is traced ---------
@@ -171,7 +171,7 @@ def trace(
                 warnings.simplefilter("ignore")
                 # Fresh tensors: torch.export leaves marks on those that it is given.
                 fresh = call.with_tensors([t.clone() for t in call.tensors])
-                with _without_random_numbers(name):
+                with _without_random_numbers(name, model):
                     traced = _TRACERS[name](model, fresh, granularity)
             if wanted is not None:
                 compare(model, traced.module, call, wanted)
@@ -215,17 +215,18 @@ def _checked(traced: TracedModel, target: str) -> TracedModel:
 
 
 @contextmanager
-def _without_random_numbers(name: str) -> Iterator[None]:
+def _without_random_numbers(name: str, model: nn.Module) -> Iterator[None]:
     """Raise TraceError where random numbers are drawn: what is made of them would stay so for good.
 
     torch.export makes operations of torch's own; the children of an nn.Sequential draw anew.
     """
-    before = states()
+    before, own = states(), own_states(model)
     yield
     after = states()
     if name != "fx":
         after = (before[0], *after[1:])
-    if name != "sequential" and not same_states(before, after):
+    same = same_states(before, after) and same_own_states(own)
+    if name != "sequential" and not same:
         raise TraceError(
             "the forward draws random numbers that no operation of the graph is (random.random(), "
             "torch.rand(1).item(), …): each mini-batch would have those of the trace"

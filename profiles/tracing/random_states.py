@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
 
 
 def states() -> tuple[Any, ...]:
@@ -35,3 +38,41 @@ def same_states(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
     with _disable_current_modes():
         same = torch.equal(a[0], b[0])
     return same and a[1] == b[1] and a[2][2:] == b[2][2:] and np.array_equal(a[2][1], b[2][1])
+
+
+# Generators that modules have for themselves ----------------------------------------------------
+
+
+def own_states(model: nn.Module) -> list[tuple[Any, Any]]:
+    """Generators that are attributes of modules, each with its state."""
+    found = (value for module in model.modules() for value in vars(module).values())
+    return [(value, _state(value)) for value in found if isinstance(value, _GENERATORS)]
+
+
+def set_own_states(given: Sequence[tuple[Any, Any]]) -> None:
+    """Set them."""
+    for generator, state in given:
+        if isinstance(generator, torch.Generator):
+            generator.set_state(torch.tensor(state, dtype=torch.uint8))
+        elif isinstance(generator, np.random.Generator):
+            generator.bit_generator.state = state
+        else:
+            generator.setstate(state)
+
+
+def same_own_states(given: Sequence[tuple[Any, Any]]) -> bool:
+    """Whether nothing was drawn from them since."""
+    return all(_state(generator) == state for generator, state in given)
+
+
+_GENERATORS = (random.Random, np.random.Generator, torch.Generator)
+
+
+def _state(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        with _disable_current_modes():
+            return generator.get_state().tolist()
+    if isinstance(generator, np.random.Generator):
+        # Some have arrays, which can't be compared as a whole.
+        return tree_map_only(np.ndarray, np.ndarray.tolist, generator.bit_generator.state)
+    return generator.getstate()

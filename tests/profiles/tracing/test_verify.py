@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from timeprest.profiles.errors import TraceError
 from timeprest.profiles.tracing.call import Call, unchanged
 from timeprest.profiles.tracing.front_ends import trace
 from timeprest.profiles.tracing.graph import fingerprint
+from timeprest.profiles.tracing.random_states import own_states, same_own_states
 from timeprest.profiles.tracing.verify import compare, run
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -51,6 +54,14 @@ class Shaped(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         return ctx.by * gradient, None, None
+
+
+def mersenne(seed):
+    return np.random.Generator(np.random.MT19937(seed))
+
+
+def seeded(seed):
+    return torch.Generator().manual_seed(seed)
 
 
 turned = Reversed.apply
@@ -216,6 +227,19 @@ class SkipsByPython(Base):
         return h * 0 if self.training and random.random() < 1e-6 else h
 
 
+class OwnGenerator(Base):
+    """Of a module's own, seeded apart."""
+
+    def __init__(self, make=random.Random):
+        super().__init__()
+        self.generator = make(3)
+
+    def between(self, h):
+        if isinstance(self.generator, torch.Generator):
+            return h * torch.rand(6, generator=self.generator)
+        return h * (0 if self.generator.random() < 1e-6 else 1)
+
+
 class NoiseOfItsOwn(Base):
     def between(self, h):
         return h + torch.randn(6)
@@ -260,6 +284,7 @@ def build(make):
         (Counts, "export"),
         (Averages, "export"),
         (NoiseOfItsOwn, "export"),
+        (partial(OwnGenerator, seeded), "export"),
         (Rounded, "fx"),
     ],
 )
@@ -287,13 +312,18 @@ def test_a_front_end_is_taken_that_loses_nothing(make, front_end):
         (AveragesAnew, r"another value in buffer 'mean'"),
         (Skips, "the forward draws random numbers"),
         (SkipsByPython, "the forward draws random numbers"),
+        (OwnGenerator, "the forward draws random numbers"),
+        (partial(OwnGenerator, np.random.default_rng), "the forward draws random numbers"),
+        (partial(OwnGenerator, mersenne), "the forward draws random numbers"),
     ],
 )
 def test_what_every_trace_would_lose_is_refused(make, why):
     model = build(make)
+    own = own_states(model)
     with pytest.raises(TraceError, match=why):
         trace(model, "it", call_of())
     # The look has left it as it was.
+    assert same_own_states(own)
     assert model(call_of().tensors[0]).isfinite().all()
     assert isinstance(model.mean, torch.Tensor)
 
@@ -306,6 +336,7 @@ def test_what_every_trace_would_lose_is_refused(make, why):
         (Counts, "fx", "another value in buffer 'steps'"),
         (Averages, "fx", "another value in buffer 'mean'"),
         (NoiseOfItsOwn, "fx", "the forward draws random numbers"),
+        (partial(OwnGenerator, seeded), "fx", "the forward draws random numbers"),
     ],
 )
 def test_a_front_end_that_was_asked_for_says_what_it_loses(make, front_end, why):
