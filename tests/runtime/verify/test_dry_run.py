@@ -9,20 +9,23 @@ import socket
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 import psutil
 import pytest
+import torch
 from click.testing import CliRunner
 from helpers.paths import TESTS
 from helpers.plans import plan_by_hand, with_times
 from timeprest.cli.run import main
 from timeprest.cli.run_commands.checks import device_lines
-from timeprest.profiles.errors import FileError, PlanError, RunError
+from timeprest.profiles.errors import FileError, PlanError, RunError, TargetError
 from timeprest.profiles.files import write_file
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
 from timeprest.runtime.prepare.prepare import prepare
+from timeprest.runtime.run import run
 from timeprest.runtime.settings import RunSettings
 from timeprest.runtime.verify import dry_run as module
 from timeprest.runtime.verify.dry_run import check_shapes, dry_run
@@ -60,6 +63,18 @@ def test_shapes_go_through_every_cut(task, fake, monkeypatch):
     for replicas in (None, (2, 1)):
         plan = plan_by_hand(profile, "timeprest", 2, 4, replicas=replicas)
         check_shapes(prepare(plan, RunSettings(task=name, steps=2)))
+
+
+def test_a_model_that_fails_here_is_named(plan, mlp_target, monkeypatch):
+    """As where it looks for a file that the machine of the profile had."""
+
+    def forward(self, x):
+        raise FileNotFoundError("words.txt")
+
+    monkeypatch.setattr(torch.nn.Tanh, "forward", forward)
+    for look in (dry_run, partial(run, inline=True)):
+        with pytest.raises(TargetError, match=r"the model failed on its own inputs.*words\.txt"):
+            look(plan, RunSettings(task=mlp_target, steps=2), "runs/never")
 
 
 def test_a_stage_that_makes_another_shape_is_named(plan, mlp_target):
