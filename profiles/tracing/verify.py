@@ -63,24 +63,31 @@ class Seen:
         leaves: of its result, tensors and others.
         gradients: by parameter; None where there are none: in evaluation mode, on fake tensors,
             or where the model itself has no backward.
-        buffers: after the first call and, where that changed any, after a second one.
+        buffers: after the first call and, where there is one, after the second.
+        second: the leaves of a second call, where the first changed a buffer or a number that is
+            an attribute; None where it didn't.
     """
 
     leaves: tuple[Any, ...]
     gradients: Mapping[str, Sketch] | None
     buffers: tuple[Mapping[str, Tensor], ...]
+    second: tuple[Any, ...] | None
 
 
-def run(model: nn.Module, module: nn.Module, call: Call, *, backward: bool = True) -> Seen:
+def run(
+    model: nn.Module, module: nn.Module, call: Call, *, backward: bool = True, twice: bool = False
+) -> Seen:
     """Run the model, or a graph of it, with everything put back afterwards.
 
     Args:
         call: of a graph, whose inputs are tensors alone, `Call.flat`.
         backward: look at gradients too; False where the model has none.
+        twice: call it twice in any case.
     """
     with unchanged(model), _moved(model):
         _seed()
         before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        numbers, second = _numbers(model), None
         learns = backward and model.training and torch.is_grad_enabled()
         with torch.set_grad_enabled(learns):
             leaves = _leaves(module, call)
@@ -90,11 +97,12 @@ def run(model: nn.Module, module: nn.Module, call: Call, *, backward: bool = Tru
         if learns and not any(_is_fake(leaf) for leaf in leaves):
             gradients = _sketches(model, leaves)
         del leaves
-        if any(not _same(buffers[0].get(name), value) for name, value in before.items()):
+        changed = any(not _same(buffers[0].get(name), value) for name, value in before.items())
+        if twice or changed or _numbers(model) != numbers:
             with torch.no_grad():
-                _leaves(module, call)
+                second = _leaves(module, call)
             buffers.append(_buffers(model, module))
-    return Seen(kept, gradients, tuple(buffers))
+    return Seen(kept, gradients, tuple(buffers), second)
 
 
 def compare(model: nn.Module, module: nn.Module, call: Call, wanted: Seen) -> None:
@@ -103,16 +111,13 @@ def compare(model: nn.Module, module: nn.Module, call: Call, wanted: Seen) -> No
     Args:
         wanted: what the model itself did on them.
     """
-    found = run(model, module, call.flat(), backward=wanted.gradients is not None)
+    twice, backward = wanted.second is not None, wanted.gradients is not None
+    found = run(model, module, call.flat(), backward=backward, twice=twice)
     if len(found.leaves) != len(wanted.leaves):
         raise TraceError(
             f"its graph gives {len(found.leaves)} tensors, the model {len(wanted.leaves)}"
         )
-    for mine, own in zip(found.leaves, wanted.leaves, strict=True):
-        if isinstance(own, Tensor) and not _is_fake(own) and not _same(mine, own):
-            raise TraceError(
-                f"its graph computes something else than the model does: {_FROM_OUTSIDE}"
-            )
+    _compare_leaves(found.leaves, wanted.leaves)
     if wanted.gradients is not None:
         _compare_gradients(model, module, call, found.gradients or {}, wanted.gradients)
     # A third call would show nothing that the second didn't.
@@ -124,6 +129,15 @@ def compare(model: nn.Module, module: nn.Module, call: Call, wanted: Seen) -> No
                     "trace sees what is written into a buffer (copy_, mul_), and not a new tensor "
                     "in its place"
                 )
+    _compare_leaves(found.second or (), wanted.second or ())
+
+
+def _compare_leaves(found: Sequence[Any], wanted: Sequence[Any]) -> None:
+    for mine, own in zip(found, wanted, strict=False):
+        if isinstance(own, Tensor) and not _is_fake(own) and not _same(mine, own):
+            raise TraceError(
+                f"its graph computes something else than the model does: {_FROM_OUTSIDE}"
+            )
 
 
 def _leaves(module: nn.Module, call: Call) -> tuple[Any, ...]:
@@ -140,6 +154,15 @@ def _buffers(model: nn.Module, module: nn.Module) -> dict[str, Tensor]:
     """The model's buffers; a graph may have its own in their places."""
     own = dict(module.named_buffers())
     return {name: own.get(name, b).detach().clone() for name, b in model.named_buffers()}
+
+
+def _numbers(model: nn.Module) -> list[dict[str, Any]]:
+    """Numbers that modules have as attributes: they may count in them."""
+    kinds = (int, float)
+    return [
+        {name: value for name, value in vars(module).items() if isinstance(value, kinds)}
+        for module in model.modules()
+    ]
 
 
 def _seed() -> None:
