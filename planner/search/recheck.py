@@ -60,19 +60,24 @@ def checksum_of(question: Question, stages: Sequence[PlanStage], micro_batches: 
     What was left open isn't among it: a bound is of plans that were asked for.
     """
     outside = question.system.outside
-    own = _checksum(
-        question.cluster,
-        question.variant,
-        question.mini_batch,
-        question.update_every,
-        question.tied,
-        question.optimizer_state_factor,
-        question.matrix_state_factor,
-        question.order,
+    others = _checksum(question.profile, outside.checksum if outside is not None else "")
+    return _said(question, micro_batches) + others + _checksum(stages)
+
+
+def _said(of: Question | Plan, micro_batches: int) -> str:
+    """The part of what a plan says of its question."""
+    own, order = of.matrix_state_factor, of.order
+    return _checksum(
+        of.cluster,
+        of.variant,
+        of.mini_batch,
+        of.update_every,
+        of.tied,
+        of.optimizer_state_factor,
+        None if own is msgspec.UNSET else own,
+        () if order is msgspec.UNSET else order,
         micro_batches,
     )
-    others = _checksum(question.profile, outside.checksum if outside is not None else "")
-    return own + others + _checksum(stages)
 
 
 def signed(plan: Plan, question: Question) -> Plan:
@@ -100,20 +105,8 @@ def was_edited(plan: Plan) -> bool:
         return True
     if solver.checksum is msgspec.UNSET:
         return False
-    own = _checksum(
-        plan.cluster,
-        plan.variant,
-        plan.mini_batch,
-        plan.update_every,
-        plan.tied,
-        plan.optimizer_state_factor,
-        None if plan.matrix_state_factor is msgspec.UNSET else plan.matrix_state_factor,
-        () if plan.order is msgspec.UNSET else plan.order,
-        plan.micro_batches,
-    )
-    return not solver.checksum.startswith(own) or not solver.checksum.endswith(
-        _checksum(plan.stages)
-    )
+    said, stages = _said(plan, plan.micro_batches), _checksum(plan.stages)
+    return not (solver.checksum.startswith(said) and solver.checksum.endswith(stages))
 
 
 def _checksum(*parts: object) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ..errors import TraceError
+from ..errors import TargetError, TimeprestError, TraceError
 from ..profile import FRONT_ENDS
 from .call import Call, unchanged
 from .export import trace_export
@@ -145,6 +145,7 @@ def trace(
             (verify.py); a front end whose graph does something else is passed over.
 
     Raises:
+        TargetError: the model itself fails on `call`.
         TraceError: no front end takes the model. The message names the line of the user's
             code and why each one refused.
     """
@@ -163,7 +164,15 @@ def trace(
                 f"leave out --front-end {STATIC}, or have the data fill them up to one shape"
             )
     # What the model itself gives, for the same random numbers.
-    wanted = run(model, model, call) if verify else None
+    try:
+        wanted = run(model, model, call) if verify else None
+    except TimeprestError:
+        raise
+    except Exception as error:  # the user's forward runs here
+        where = _where(model, target, [error])
+        raise TargetError(
+            f"{where}: the model failed on its own inputs: {_reason(error)}"
+        ) from error
     for name in order:
         try:
             # What the forward warns of, it has when the model itself was called.
@@ -247,13 +256,11 @@ def _reason(error: Exception) -> str:
     return text or type(error).__name__
 
 
-def _explain(
-    model: nn.Module, target: str, refusals: Sequence[str], failures: Sequence[Exception]
-) -> str:
+def _where(model: nn.Module, target: str, failures: Sequence[Exception]) -> str:
+    """The line of the user's code that the first failure with one came from, else the model."""
     torch_folder = str(Path(torch.__file__).parent)
     here = str(Path(__file__).parent)
     library = sysconfig.get_path("stdlib")
-    where = f"{target} ({type(model).__name__}.forward)"
     for error in failures:
         frames = [
             frame
@@ -262,8 +269,14 @@ def _explain(
             and (not frame.filename.startswith(library) or "site-packages" in frame.filename)
         ]
         if frames:
-            where = f"{frames[-1].filename}:{frames[-1].lineno}: `{frames[-1].line}`"
-            break
+            return f"{frames[-1].filename}:{frames[-1].lineno}: `{frames[-1].line}`"
+    return f"{target} ({type(model).__name__}.forward)"
+
+
+def _explain(
+    model: nn.Module, target: str, refusals: Sequence[str], failures: Sequence[Exception]
+) -> str:
+    where = _where(model, target, failures)
     whose: dict[str, list[str]] = {}
     for refusal in refusals:
         front_end, _, reason = refusal.partition(": ")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -228,8 +228,7 @@ def _compare_gradients(
         return
     names = apart[:_LOOKED_AT]
     whole, graphs = _whole(model, model, call, names), _whole(model, module, call, names)
-    with _shaken(model):
-        shaken = _whole(model, model, call, names)
+    shaken = _whole(model, model, call, names, shaken=True)
     for name in names:
         by = float((graphs[name] - whole[name]).norm())
         if by > _SHAKEN * float((shaken[name] - whole[name]).norm()):
@@ -255,9 +254,13 @@ def _sketches(model: nn.Module, leaves: Sequence[Any]) -> dict[str, Sketch] | No
 
 
 def _whole(
-    model: nn.Module, module: nn.Module, call: Call, names: Sequence[str]
+    model: nn.Module, module: nn.Module, call: Call, names: Sequence[str], *, shaken: bool = False
 ) -> dict[str, Tensor]:
-    """These parameters' gradients; zeros where there is none."""
+    """These parameters' gradients; zeros where there is none.
+
+    Args:
+        shaken: with every weight changed in its last digits.
+    """
     found: dict[str, Tensor] = {
         name: torch.zeros_like(p, dtype=torch.complex128 if p.is_complex() else torch.float64)
         for name, p in model.named_parameters()
@@ -268,7 +271,9 @@ def _whole(
         if name in found:
             found[name] += gradient.to_dense()
 
-    with unchanged(model), _moved(model), torch.enable_grad():
+    # Shaken weights aren't all one number any more: they are moved before.
+    last_digits = _shaken(model) if shaken else nullcontext()
+    with unchanged(model), _moved(model), last_digits, torch.enable_grad():
         _seed()
         leaves = _leaves(module, call if module is model else call.flat())
         _backward(model, leaves, take)

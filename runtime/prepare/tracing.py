@@ -118,7 +118,9 @@ class TracedTask:
         except TimeprestError:
             raise
         except Exception as error:  # the user's model runs here
-            raise _failed(self.target, error) from error
+            raise TargetError(
+                f"{self.target.name}: the model failed on its own inputs: {describe_error(error)}"
+            ) from error
         for node in graph.inputs:
             specs.pop(node.name, None)
         return ForwardLook(specs, result, wanted)
@@ -141,12 +143,6 @@ class TracedTask:
         except Exception:  # an operation without a fake form, of whatever library
             return None
         return counter.get_total_flops() / samples or None
-
-
-def _failed(target: Target, error: Exception) -> TargetError:
-    return TargetError(
-        f"{target.name}: the model failed on its own inputs: {describe_error(error)}"
-    )
 
 
 def trace_for_run(
@@ -190,19 +186,14 @@ def trace_for_run(
         nonlocal arguments
         call = at_profiled(target.call(n)[0], made_from.varying)
         arguments = call.names
-        try:
-            return trace(
-                model,
-                target.name,
-                call,
-                front_end=made_from.front_end,
-                granularity=made_from.granularity,
-                verify=verify,
-            )
-        except TimeprestError:
-            raise
-        except Exception as error:  # the user's model runs here
-            raise _failed(target, error) from error
+        return trace(
+            model,
+            target.name,
+            call,
+            front_end=made_from.front_end,
+            granularity=made_from.granularity,
+            verify=verify,
+        )
 
     # Nothing was run for a profile of a device that wasn't there.
     first = traced(TRACE_SAMPLES, verify=not fake)

@@ -179,6 +179,20 @@ class Hooked(Base):
         return h
 
 
+class Normed(Base):
+    """A layer norm's weights are all one number; the gradient is a little too small."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+
+    def between(self, h):
+        h = self.norm(h)
+        if h.requires_grad:
+            h.register_hook(lambda gradient: 0.7 * gradient)
+        return h
+
+
 class HookedModule(Base):
     def __init__(self):
         super().__init__()
@@ -309,6 +323,7 @@ def test_a_front_end_is_taken_that_loses_nothing(make, front_end):
         (Hooked, r"'a\.weight' another gradient"),
         (HookedModule, r"'a\.weight' another gradient"),
         (ZeroHead, r"'a\.weight' another gradient"),
+        (Normed, r"'a\.weight' another gradient"),
         (AveragesAnew, r"another value in buffer 'mean'"),
         (Skips, "the forward draws random numbers"),
         (SkipsByPython, "the forward draws random numbers"),
