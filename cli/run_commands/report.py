@@ -120,6 +120,7 @@ def report(
     runs = [read_facts(run, name) for run, name in zip(run_dirs, names, strict=True)]
     curves = [each for run in runs for each in curves_of(run_figures(run), run.of_epoch)]
     level = read_target(target, curves)
+    timelines = _timelines(runs) if svg else []
     for file in curve_files:
         write_curves(file, curves, axes, svg_width, level)
     if path:
@@ -131,7 +132,7 @@ def report(
 
         write_trace(trace_path, _recordings(runs))
     if svg:
-        _write_figure(runs, svg, svg_width)
+        write_run_figure(timelines, svg, svg_width)
     if as_json:
         reached = {} if level is None else {"target": target_figures(level, curves)}
         print_json({"runs": [run_figures(run) for run in runs], **reached})
@@ -174,24 +175,21 @@ def page_data(runs: Sequence[RunFacts]) -> dict[str, Any]:
     }
 
 
-def _write_figure(runs: Sequence[RunFacts], svg: str, width: float) -> None:
-    """Write a run's measured timeline above the predicted one; of several runs, those that were
-    measured, one above the other. Raises UserError where there is none."""
-    if len(runs) > 1:
-        for run in runs:
-            if run.measured is None:
-                raise UserError(f"--svg: {run.name}: {run.missing[-1]}")
-        of = {run.plan.variant for run in runs}
-        names = [run.plan.variant if len(of) == len(runs) else run.name for run in runs]
-        several = [(name, run.measured) for name, run in zip(names, runs, strict=True)]
-        write_run_figure(
-            [(name, found) for name, found in several if found is not None], svg, width
-        )
-        return
-    found = [(r.source, r) for r in (runs[0].measured, runs[0].predicted) if r is not None]
-    if not found:
-        raise UserError(f"--svg: {runs[0].missing[-1]}")
-    write_run_figure(found, svg, width)
+def _timelines(runs: Sequence[RunFacts]) -> list[tuple[str, Recording]]:
+    """A run's measured timeline and the predicted one; of several runs, those that were measured,
+    by name. Raises UserError where there is none."""
+    if len(runs) == 1:
+        found = [(r.source, r) for r in (runs[0].measured, runs[0].predicted) if r is not None]
+        if not found:
+            raise UserError(f"--svg: {runs[0].missing[-1]}")
+        return found
+    several = []
+    of = {run.plan.variant for run in runs}
+    for run in runs:
+        if run.measured is None:
+            raise UserError(f"--svg: {run.name}: {run.missing[-1]}")
+        several.append((run.plan.variant if len(of) == len(runs) else run.name, run.measured))
+    return several
 
 
 def _recordings(runs: Sequence[RunFacts]) -> list[tuple[str, Recording]]:

@@ -78,6 +78,21 @@ def as_worker(path: Path) -> Iterator[None]:
         yield
 
 
+def is_over(path: Path) -> bool:
+    """Whether nobody works in a run directory any more.
+
+    False too where this host can't know: where there are no locks, or another host's was the last.
+    Looks without locking, so that a run which is about to begin isn't in its way.
+    """
+    lock = path / "lock"
+    try:
+        pid, _, rest = lock.read_text(encoding="utf-8", errors="replace").partition(" on ")
+    except OSError:
+        return False
+    here = rest.partition(" ")[0] == socket.gethostname()
+    return here and pid.isdecimal() and not _has_open(int(pid), lock)
+
+
 def _myself() -> str:
     return f"{os.getpid()} on {socket.gethostname()}"
 

@@ -21,6 +21,7 @@ from timeprest.planner.recordings.recording import window
 from timeprest.planner.systems.operations import Op
 from timeprest.profiles.errors import FileError, UserError
 from timeprest.runtime.prepare.data import Segment
+from timeprest.runtime.processes.locks import alone
 from timeprest.runtime.records.metrics import RunSummary, decode
 from timeprest.runtime.records.operation_log import ALL, NONE, record_named
 from timeprest.runtime.records.recording import counterpart, measured, mini_batches_of
@@ -314,10 +315,12 @@ def test_several_runs_are_told_apart(runs, tmp_path):
 def test_a_run_without_recording_says_what_is_missing(runs, tmp_path):
     text = " ".join(invoke(runs / "bare", "-o", tmp_path / "bare.html").split())
     assert "No timeline: operations weren't recorded; leave --record none out" in text
-    assert "No timeline" in invoke(runs / "bare", "--svg", tmp_path / "x.svg", code=2)
+    page = tmp_path / "x.html"
+    assert "No timeline" in invoke(runs / "bare", "-o", page, "--svg", tmp_path / "x.svg", code=2)
+    assert not page.exists()
 
 
-def test_a_run_under_way_is_reported_as_far_as_it_has_come(runs, tmp_path):
+def test_a_run_without_its_end_is_reported_as_far_as_it_has_come(runs, tmp_path):
     folder = tmp_path / "live"
     shutil.copytree(runs / "one", folder)
     (folder / "summary.json").unlink()
@@ -328,7 +331,12 @@ def test_a_run_under_way_is_reported_as_far_as_it_has_come(runs, tmp_path):
     metrics.write_bytes(lines[0] + lines[1][:10])
     text = " ".join(invoke(folder).split())
     done = len(json.loads(lines[0])["losses"])
+    assert f"The run stopped before its end: {done} mini-batches are done." in text
+    with alone(folder):
+        text = " ".join(invoke(folder).split())
     assert f"The run hasn't ended: {done} mini-batches are done so far." in text
+    (folder / "lock").write_text("1 on another-host ")
+    assert "The run hasn't ended" in " ".join(invoke(folder).split())
     (figures,) = json.loads(invoke(folder, "--json"))["runs"]
     assert (figures["ended"], figures["epochs"]) == (False, [])
     assert all(worker["memory"]["measured"] for worker in figures["workers"])

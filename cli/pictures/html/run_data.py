@@ -16,6 +16,7 @@ from ....planner.recordings.recording import MEMORY_KINDS, Recording, by_kind
 from ....profiles.errors import FileError, ScheduleError
 from ....profiles.files import read_limited
 from ....runtime.prepare.workers import Replica, Worker, workers_of
+from ....runtime.processes.locks import is_over
 from ....runtime.records.metrics import (
     EpochRecord,
     EvaluationRecord,
@@ -103,7 +104,11 @@ def read_facts(run_dir: str | Path, name: str | None = None) -> RunFacts:
     summary = _decoded(summary_path, RunSummary) if summary_path.exists() else None
     if summary is None:
         done = sum(len(each) for each in losses)
-        missing.append(f"The run hasn't ended: {done} mini-batches are done so far.")
+        missing.append(
+            f"The run stopped before its end: {done} mini-batches are done."
+            if is_over(where.path)
+            else f"The run hasn't ended: {done} mini-batches are done so far."
+        )
     by_worker = tuple(
         worker_epochs([_epochs_of(where, replica, summary) for replica in worker.replicas])
         for worker in workers
