@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import signal
+import sys
 import time
 import weakref
+from importlib.metadata import entry_points
 
 import pytest
+from timeprest import cli
 from timeprest.cli.errors import errors_as_lines
 
 
@@ -43,3 +46,26 @@ def test_ctrl_c_where_nothing_can_be_raised_ends_the_command(interruptible, caps
         command()
     assert ended.value.code == 130
     assert capsys.readouterr().err.endswith(": stopped\n")
+
+
+@pytest.mark.parametrize("name", ["profile", "plan", "run"])
+def test_ctrl_c_while_a_command_is_loaded_is_a_line_too(monkeypatch, capsys, name):
+    def stopped(module):
+        raise KeyboardInterrupt
+
+    command = getattr(cli, f"tp_{name}")
+    monkeypatch.setattr(cli, "import_module", stopped)
+    with pytest.raises(SystemExit) as ended:
+        command()
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == f"tp-{name}: stopped\n"
+
+
+@pytest.mark.parametrize("name", ["profile", "plan", "run"])
+def test_commands_are_those_that_are_installed(monkeypatch, capsys, name):
+    (script,) = entry_points(group="console_scripts", name=f"tp-{name}")
+    monkeypatch.setattr(sys, "argv", [f"tp-{name}", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        script.load()()
+    assert ended.value.code == 0
+    assert f"tp-{name} [OPTIONS]" in capsys.readouterr().out.splitlines()[0]
