@@ -11,12 +11,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from operator import getitem
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from ..errors import TargetError, TimeprestError, TraceError
+from ..errors import TargetError, TaskWarning, TimeprestError, TraceError
 from ..profile import FRONT_ENDS
 from .call import Call, unchanged
 from .export import trace_export
@@ -182,15 +183,26 @@ def trace(
                 fresh = call.with_tensors([t.clone() for t in call.tensors])
                 with _without_random_numbers(name, model):
                     traced = _TRACERS[name](model, fresh, granularity)
-            if wanted is not None:
-                compare(model, traced.module, call, wanted)
+            left = compare(model, traced.module, call, wanted) if wanted is not None else []
         except Exception as error:  # the user's forward runs here: anything may come out
             if name != "sequential" or front_end or isinstance(model, nn.Sequential):
                 refusals.append(f"{FRONT_ENDS[name]}: {_reason(error)}")
                 failures.append(error)
             continue
+        if left:
+            _warn_of_counts(target, left)
         return _checked(replace(traced, refusals=tuple(refusals)), target)
     raise TraceError(_explain(model, target, refusals, failures)) from failures[0]
+
+
+def _warn_of_counts(target: str, names: Sequence[str]) -> None:
+    warnings.warn(
+        f"{target}: a forward changes {shorten(', '.join(names), 120, placeholder=' …')}, which "
+        "the layers' graph keeps as it was when it was traced: should results come to hang on it "
+        "(a warm-up counted in calls), they won't; count in a buffer, and compute with that",
+        TaskWarning,
+        stacklevel=3,
+    )
 
 
 def check_other(model: nn.Module, target: str, traced: TracedModel, call: Call) -> None:

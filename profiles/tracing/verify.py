@@ -66,12 +66,14 @@ class Seen:
         buffers: after the first call and, where there is one, after the second.
         second: the leaves of a second call, where the first changed a buffer or a number that is
             an attribute; None where it didn't.
+        counted: names of numbers that are attributes and that a call changes.
     """
 
     leaves: tuple[Any, ...]
     gradients: Mapping[str, Sketch] | None
     buffers: tuple[Mapping[str, Tensor], ...]
     second: tuple[Any, ...] | None
+    counted: tuple[str, ...] = ()
 
 
 def run(
@@ -98,18 +100,24 @@ def run(
             gradients = _sketches(model, leaves)
         del leaves
         changed = any(not _same(buffers[0].get(name), value) for name, value in before.items())
-        if twice or changed or _numbers(model) != numbers:
+        after = _numbers(model)
+        # One that a class has begins as the module's own when it is first changed.
+        counted = tuple(name for name, value in after.items() if numbers.get(name) != value)
+        if twice or changed or counted:
             with torch.no_grad():
                 second = _leaves(module, call)
             buffers.append(_buffers(model, module))
-    return Seen(kept, gradients, tuple(buffers), second)
+    return Seen(kept, gradients, tuple(buffers), second, counted)
 
 
-def compare(model: nn.Module, module: nn.Module, call: Call, wanted: Seen) -> None:
+def compare(model: nn.Module, module: nn.Module, call: Call, wanted: Seen) -> list[str]:
     """Raise TraceError where a graph of the model does something else on these inputs.
 
     Args:
         wanted: what the model itself did on them.
+
+    Returns:
+        Names of numbers that the model counts in and the graph doesn't, which made no difference.
     """
     twice, backward = wanted.second is not None, wanted.gradients is not None
     found = run(model, module, call.flat(), backward=backward, twice=twice)
@@ -130,6 +138,7 @@ def compare(model: nn.Module, module: nn.Module, call: Call, wanted: Seen) -> No
                     "in its place"
                 )
     _compare_leaves(found.second or (), wanted.second or ())
+    return [name for name in wanted.counted if name not in found.counted]
 
 
 def _compare_leaves(found: Sequence[Any], wanted: Sequence[Any]) -> None:
@@ -156,13 +165,14 @@ def _buffers(model: nn.Module, module: nn.Module) -> dict[str, Tensor]:
     return {name: own.get(name, b).detach().clone() for name, b in model.named_buffers()}
 
 
-def _numbers(model: nn.Module) -> list[dict[str, Any]]:
-    """Numbers that modules have as attributes: they may count in them."""
-    kinds = (int, float)
-    return [
-        {name: value for name, value in vars(module).items() if isinstance(value, kinds)}
-        for module in model.modules()
-    ]
+def _numbers(model: nn.Module) -> dict[str, int | float]:
+    """Numbers that modules have as attributes, by name: they may count in them."""
+    return {
+        f"{path}.{name}".lstrip("."): value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, (int, float))
+    }
 
 
 def _seed() -> None:

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from timeprest.profiles.errors import TraceError
+from timeprest.profiles.errors import TaskWarning, TraceError
 from timeprest.profiles.tracing.call import Call, unchanged
 from timeprest.profiles.tracing.front_ends import trace
 from timeprest.profiles.tracing.graph import fingerprint
@@ -217,6 +217,16 @@ class Counts(Base):
         return h
 
 
+class CountsCalls(Base):
+    """In an attribute, on which something hangs that no look sees."""
+
+    calls = 0
+
+    def between(self, h):
+        self.calls = self.calls + 1
+        return h * 0 if self.calls > 1000 else h
+
+
 class Averages(Base):
     def between(self, h):
         self.mean.mul_(0.9).add_(0.1 * h.detach().mean(0))
@@ -372,6 +382,18 @@ def test_a_module_kept_whole_may_do_what_it_likes():
     traced = trace(model, "it", call_of(), granularity="last")
     assert [layer.name for layer in traced.layers] == ["first", "last"]
     compare(model, traced.module, call_of(3), run(model, model, call_of(3)))
+
+
+def test_what_is_counted_by_the_model_alone_is_said():
+    with pytest.warns(TaskWarning, match="^it: a forward changes calls, which the layers' graph"):
+        trace(build(CountsCalls), "it", call_of())
+
+
+def test_what_a_graph_counts_too_is_no_news(recwarn):
+    model = nn.Sequential(build(CountsCalls), nn.Linear(6, 2))
+    traced = trace(model, "it", call_of(), front_end="sequential")
+    assert traced.front_end == "sequential"
+    assert not [w for w in recwarn if w.category is TaskWarning]
 
 
 def test_the_keys_bias_is_rounding_alone():
