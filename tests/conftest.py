@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,10 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # Processes that tests start needn't compile the package anew, each by itself.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+
+# Started in the background of a script, Ctrl-C is ignored, and so it would be in what tests stop.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Tables as wide as in a pipe, whatever the terminal says from which the tests run.
 os.environ.pop("COLUMNS", None)
