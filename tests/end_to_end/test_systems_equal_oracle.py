@@ -37,7 +37,7 @@ def cases(stages, counts):
 # Inline ------------------------------------------------------------------------------------
 
 
-@pytest.mark.choice(45)
+@pytest.mark.choice(30)
 @pytest.mark.parametrize(
     ("variant", "stages", "n", "optimizer"),
     [

@@ -238,7 +238,7 @@ def test_one_line_from_one_rank(processes, options, trap, message, plan, tmp_pat
     assert told[0].startswith(f"tp-run: {message}")
 
 
-@pytest.mark.choice(1)
+@pytest.mark.choice(0)
 @pytest.mark.processes
 @pytest.mark.parametrize("how", ["SIGTERM", "SIGINT"])
 def test_what_ends_torchrun_is_said_once(how, plan, mlp_target, tmp_path):
@@ -254,6 +254,7 @@ def test_what_ends_torchrun_is_said_once(how, plan, mlp_target, tmp_path):
     assert told == [f"tp-run: stopped by {how}"]
 
 
+@pytest.mark.choice(0)
 @pytest.mark.processes
 def test_one_line_of_data_that_differ(plan, tmp_path):
     paths = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])

@@ -100,7 +100,7 @@ def test_a_worker_that_dies_ends_both_hosts(hosts, plan, tmp_path):
     assert not left_in(tmp_path)
 
 
-@pytest.mark.choice("lost")
+@pytest.mark.choice(0)
 @pytest.mark.processes
 @pytest.mark.parametrize("how", ["lost", "down"])
 def test_two_hosts_without_a_network_both_end(how, hosts, plan, mlp_target, tmp_path):

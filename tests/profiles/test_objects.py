@@ -100,6 +100,7 @@ def test_a_task_of_a_session_trains_in_processes(tmp_path):
     assert not list(tmp_path.rglob("*.pkl"))
 
 
+@pytest.mark.choice(0)
 @pytest.mark.processes
 def test_a_task_of_a_script_from_stdin_trains_in_processes(tmp_path):
     body = "\n".join(inspect.getsource(make_task).splitlines()[1:])

@@ -47,6 +47,7 @@ def plain_losses(task, steps, *, clip=None, dtype=None, seed=0):
     return losses
 
 
+@pytest.mark.choice(0)
 @pytest.mark.slow
 @pytest.mark.processes
 def test_the_image_classifier(tmp_path):

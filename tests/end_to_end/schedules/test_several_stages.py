@@ -56,7 +56,7 @@ def cases(devices, counts):
                     yield name, placement, n
 
 
-@pytest.mark.choice(30)
+@pytest.mark.choice(20)
 @pytest.mark.parametrize(("variant", "placement", "n"), [*cases((2, 3), (2, 4))])
 def test_inline_equals_the_oracle(variant, placement, n, mlp_profile, mlp_target, tmp_path):
     stages = len(placement)

@@ -189,6 +189,7 @@ def test_the_plan_is_the_best_of_all_on_larger_graphs(drawn):
     check_best(*drawn, "dp")
 
 
+@pytest.mark.choice(0)
 @pytest.mark.slow
 @settings(ALL, max_examples=examples(25))
 @given(drawn_questions(most=5))

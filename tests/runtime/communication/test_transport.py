@@ -314,7 +314,7 @@ def test_a_copy_that_fails_ends_the_run():
         channels.close()
 
 
-@pytest.mark.choice("timeprest")
+@pytest.mark.choice(0)
 @pytest.mark.processes
 @pytest.mark.parametrize(("variant", "replicas"), [("timeprest", [2, 1]), ("zb-h1", [1, 1])])
 def test_a_run_through_pinned_memory_is_the_inline_run(

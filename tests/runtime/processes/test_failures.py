@@ -173,6 +173,7 @@ def test_no_worker_outlives_its_launcher(how, mlp_profile, tmp_path):
         pass
 
 
+@pytest.mark.choice(0)
 @pytest.mark.processes
 def test_a_run_that_can_show_nothing_more_ends(mlp_profile, mlp_target, tmp_path):
     """Its reader goes after the first line; what shows progress is a thread of its own."""

@@ -163,6 +163,7 @@ def wandb_history(data):
                 yield {item.key or "/".join(item.nested_key): item.value_json for item in items}
 
 
+@pytest.mark.choice(0)
 @pytest.mark.slow
 @pytest.mark.processes
 def test_processes_log_what_an_inline_run_does(mlp_profile, mlp_target, tmp_path):

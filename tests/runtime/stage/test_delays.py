@@ -90,6 +90,7 @@ def test_recomputation_keeps_the_forwards_weights(n, mlp_profile, mlp_target, tm
         assert report.peak.total <= predicted.memory_bytes
 
 
+@pytest.mark.choice(0)
 @pytest.mark.processes
 def test_in_processes(mlp_profile, mlp_target, tmp_path):
     plan = plan_of(mlp_profile, "pipemare", 3, 2)

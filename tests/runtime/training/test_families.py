@@ -148,6 +148,7 @@ def test_a_flush_run_is_the_plain_loop_with_the_models_own_loss(family, folders,
     assert found == pytest.approx(wanted, rel=2e-6)
 
 
+@pytest.mark.choice(0)
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.timeout(240)
@@ -164,6 +165,7 @@ def test_processes_equal_inline(folders, tmp_path):
     assert processes == inline
 
 
+@pytest.mark.choice(0)
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.timeout(240)

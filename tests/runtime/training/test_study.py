@@ -179,6 +179,7 @@ def test_a_study_ends_the_same_however_it_was_stopped(plans, mlp_target, tmp_pat
         assert [curve.seed for curve in arm.finals()] == [0, 1]
 
 
+@pytest.mark.choice(0)
 @pytest.mark.processes
 def test_processes_give_the_same_study_and_a_dead_one_is_named(plans, mlp_target, tmp_path):
     asked = due(plans, mlp_target, tune=1)

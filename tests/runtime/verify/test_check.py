@@ -77,7 +77,7 @@ def test_what_a_trace_hardly_sees_is_trained_too(name, by):
     assert not spread, "a count is right or wrong"
 
 
-@pytest.mark.choice(24)
+@pytest.mark.choice(15)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("variant", [n for n, v in VARIANTS.items() if not v.flushes])
