@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +13,9 @@ from torch import Tensor, nn
 
 from .pieces import Built, Slot, fill
 from .random_states import own_states, set_own_states, set_states, states
+
+_SMALL_BYTES = 256 << 20
+"""Of weights that are kept a second time during a look."""
 
 
 @dataclass(frozen=True)
@@ -99,14 +103,17 @@ def _slots(nest: Any) -> Iterator[tuple[int, tuple[str, ...]]]:
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Put every buffer and the random states back: a look must not count as a training step.
+    """Put everything back that a forward may change: a look must not count as a training step.
 
-    A forward may give a buffer a new tensor, or count in an attribute; what they were before they
-    are again.
+    A forward may give a buffer a new tensor, count in an attribute, or write into a weight; what
+    they were before they are again, and so are the random states. Weights of large models aren't
+    kept a second time: what is written into those stays.
     """
     modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
     attributes = [(vars(module), dict(vars(module)), dict(module._buffers)) for module in modules]
+    inside = [(kept, copy(kept)) for now, _, _ in attributes for kept in collections_in(now)]
     before = [(buffer, buffer.clone(), buffer._version) for buffer in model.buffers()]
+    weights = [(p, p.data, p.data.clone(), p._version) for p in _small_weights(model)]
     drawn, own = states(), own_states(model)
     try:
         with torch.random.fork_rng(devices=_devices(model)):
@@ -119,10 +126,35 @@ def unchanged(model: nn.Module) -> Iterator[None]:
                 del now[name]
             now.update(then)
             now["_buffers"].update(buffers)
+        for kept, then in inside:
+            kept.clear()
+            kept.update(then) if isinstance(kept, dict) else kept.extend(then)
         with torch.no_grad():
+            for p, data, value, version in weights:
+                if p.data_ptr() != data.data_ptr():
+                    p.data = data
+                if _differs(p, value, version):
+                    data.copy_(value)
             for buffer, value, version in before:
                 if _differs(buffer, value, version):
                     buffer.copy_(value)
+
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
+def collections_in(attributes: Mapping[str, Any]) -> list[Any]:
+    """Lists and dicts that a module has as attributes of its own."""
+    return [
+        value
+        for name, value in attributes.items()
+        if type(value) in (list, dict) and name not in _OF_EVERY_MODULE
+    ]
+
+
+def _small_weights(model: nn.Module) -> list[nn.Parameter]:
+    found = [p for p in model.parameters() if type(p) is nn.Parameter and not p.is_meta]
+    return found if sum(p.numel() * p.element_size() for p in found) <= _SMALL_BYTES else []
 
 
 def _differs(buffer: Tensor, value: Tensor, version: int) -> bool:

@@ -189,7 +189,8 @@ def trace(
                 refusals.append(f"{FRONT_ENDS[name]}: {_reason(error)}")
                 failures.append(error)
             continue
-        if left:
+        # In evaluation mode it has been said of training.
+        if left and model.training:
             _warn_of_counts(target, left)
         return _checked(replace(traced, refusals=tuple(refusals)), target)
     raise TraceError(_explain(model, target, refusals, failures)) from failures[0]
@@ -198,8 +199,9 @@ def trace(
 def _warn_of_counts(target: str, names: Sequence[str]) -> None:
     warnings.warn(
         f"{target}: a forward changes {shorten(', '.join(names), 120, placeholder=' …')}, which "
-        "the layers' graph keeps as it was when it was traced: should results come to hang on it "
-        "(a warm-up counted in calls), they won't; count in a buffer, and compute with that",
+        "the layers' graph keeps as it was when it was traced: should results, or a loss, come to "
+        "hang on it (a warm-up counted in calls, a state carried on), they won't; keep it in a "
+        "buffer, or return it",
         TaskWarning,
         stacklevel=3,
     )

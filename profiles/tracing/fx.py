@@ -154,13 +154,29 @@ def homes(node: fx.Node) -> list[Home]:
     return [Home(path, kind.__name__, call) for call, (path, kind) in stack.items()]
 
 
+def _seen(p: nn.Parameter) -> tuple[Any, ...]:
+    """What shows that a parameter was written; `p.data` has no version of its own."""
+    if p.is_meta or type(p) is not nn.Parameter:
+        return ()
+    whole = torch.view_as_real(p.detach()) if p.is_complex() else p.detach()
+    # As text: what is no number equals itself then.
+    return p.data_ptr(), p._version, repr(float(whole.sum(dtype=torch.float64)))
+
+
 def trace_fx(model: nn.Module, call: Call | None, granularity: str) -> TracedModel:
     """Trace `model` symbolically. Raises whatever the user's forward raises on proxies.
 
     Args:
         call: what the inputs are; None: every argument of the forward is one.
     """
+    before = {name: _seen(p) for name, p in model.named_parameters()}
     graph = _Tracer(call, granularity).trace(model)
+    for name, p in model.named_parameters():
+        if _seen(p) != before.get(name):
+            raise TraceError(
+                f"the forward writes into parameter {name!r} in a way that the graph wouldn't "
+                "(from a list of parameters, as in a loop over parameters())"
+            )
     for node in graph.nodes:
         made = fetch_attribute(model, str(node.target)) if node.op == "get_attr" else None
         if isinstance(made, Tensor) and made.requires_grad and not isinstance(made, nn.Parameter):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..errors import TraceError
-from .call import Call, unchanged
+from .call import Call, collections_in, unchanged
 from .pieces import take_apart
 from .random_states import seed_all
 
@@ -37,6 +37,9 @@ _SMALL, _STEP = 1e-3, 0.05
 
 _LOOKED_AT = 8
 """Of more than these parameters not all are looked at again."""
+
+_LOOKED_INTO = 64
+"""Of a list or dict that is an attribute, so many of its first items."""
 
 _FROM_OUTSIDE = (
     "the forward depends on what a trace can't see (random branches, or values it remembers)"
@@ -64,9 +67,9 @@ class Seen:
         gradients: by parameter; None where there are none: in evaluation mode, on fake tensors,
             or where the model itself has no backward.
         buffers: after the first call and, where there is one, after the second.
-        second: the leaves of a second call, where the first changed a buffer or a number that is
-            an attribute; None where it didn't.
-        counted: names of numbers that are attributes and that a call changes.
+        second: the leaves of a second call, where the first changed a buffer, or a number or
+            tensor that is an attribute; None where it didn't.
+        counted: names of such attributes.
     """
 
     leaves: tuple[Any, ...]
@@ -117,7 +120,7 @@ def compare(model: nn.Module, module: nn.Module, call: Call, wanted: Seen) -> li
         wanted: what the model itself did on them.
 
     Returns:
-        Names of numbers that the model counts in and the graph doesn't, which made no difference.
+        Names of attributes that the model changes and the graph doesn't, which made no difference.
     """
     twice, backward = wanted.second is not None, wanted.gradients is not None
     found = run(model, module, call.flat(), backward=backward, twice=twice)
@@ -165,14 +168,33 @@ def _buffers(model: nn.Module, module: nn.Module) -> dict[str, Tensor]:
     return {name: own.get(name, b).detach().clone() for name, b in model.named_buffers()}
 
 
-def _numbers(model: nn.Module) -> dict[str, int | float]:
-    """Numbers that modules have as attributes, by name: they may count in them."""
-    return {
-        f"{path}.{name}".lstrip("."): value
-        for path, module in model.named_modules()
-        for name, value in vars(module).items()
-        if isinstance(value, (int, float))
-    }
+def _numbers(model: nn.Module) -> dict[str, Any]:
+    """What modules may count or remember in: attributes that are numbers, tensors or None, by name,
+    and lists and dicts of them."""
+    found = {}
+    for path, module in model.named_modules():
+        attributes = vars(module)
+        remembered = set(map(id, collections_in(attributes)))
+        for name, value in attributes.items():
+            if value is None or isinstance(value, (int, float, Tensor)):
+                found[f"{path}.{name}".lstrip(".")] = _digest(value)
+            elif id(value) in remembered:
+                items = [*value.items()] if isinstance(value, dict) else [*enumerate(value)]
+                found[f"{path}.{name}".lstrip(".")] = [
+                    (str(key), _digest(item)) for key, item in items[:_LOOKED_INTO]
+                ]
+    return found
+
+
+def _digest(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        whole = value.detach()
+        if _is_fake(value) or value.is_meta or whole.is_quantized:
+            return tuple(value.shape)
+        whole = torch.view_as_real(whole) if whole.is_complex() else whole
+        # As text: what is no number equals itself then.
+        return tuple(value.shape), repr(float(_dense(whole).sum(dtype=torch.float64)))
+    return value if value is None or isinstance(value, (int, float)) else type(value).__name__
 
 
 def _seed() -> None:

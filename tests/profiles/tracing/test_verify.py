@@ -227,6 +227,57 @@ class CountsCalls(Base):
         return h * 0 if self.calls > 1000 else h
 
 
+class Teaches(Base):
+    """A teacher that follows its student, in a loop over their parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.teacher = nn.Linear(4, 6)
+        self.teacher.load_state_dict(self.a.state_dict())
+
+    def forward(self, x):
+        for own, new in zip(self.teacher.parameters(), self.a.parameters(), strict=True):
+            own.data = own.data * 0.99 + new.data * 0.01
+        return self.b(torch.tanh(self.a(x)) + self.teacher(x).detach())
+
+
+class Decays(Base):
+    def between(self, h):
+        self.b.weight.data.mul_(0.5)
+        return h
+
+
+class CarriesOn(Base):
+    def __init__(self):
+        super().__init__()
+        self.state = None
+
+    def between(self, h):
+        before, self.state = self.state, h.detach().mean()
+        return h if before is None else h + 0 * before
+
+
+class Penalized(Base):
+    """For a loss that adds it."""
+
+    penalty = 0.0
+
+    def between(self, h):
+        self.penalty = h.pow(2).mean()
+        return h
+
+
+class Collects(Base):
+    def __init__(self):
+        super().__init__()
+        self.seen, self.by_name = [], {}
+
+    def between(self, h):
+        self.seen.append(1)
+        self.by_name["calls"] = self.by_name.get("calls", 0) + 1
+        return h
+
+
 class Averages(Base):
     def between(self, h):
         self.mean.mul_(0.9).add_(0.1 * h.detach().mean(0))
@@ -384,9 +435,35 @@ def test_a_module_kept_whole_may_do_what_it_likes():
     compare(model, traced.module, call_of(3), run(model, model, call_of(3)))
 
 
-def test_what_is_counted_by_the_model_alone_is_said():
-    with pytest.warns(TaskWarning, match="^it: a forward changes calls, which the layers' graph"):
-        trace(build(CountsCalls), "it", call_of())
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (CountsCalls, "calls"),
+        (CarriesOn, "state"),
+        (Penalized, "penalty"),
+        (Collects, "seen, by_name"),
+    ],
+)
+def test_what_the_model_alone_remembers_is_said(make, name):
+    model = build(make)
+    with pytest.warns(TaskWarning, match=f"^it: a forward changes {name}, which the layers' graph"):
+        trace(model, "it", call_of(), front_end="fx")
+    remembered = {"state": None, "penalty": 0.0, "calls": 0, "seen, by_name": []}
+    assert getattr(model, name.partition(",")[0]) == remembered[name]
+
+
+def test_weights_written_in_a_loop_are_no_part_of_a_graph():
+    with pytest.raises(TraceError, match="writes into parameter 'teacher"):
+        trace(build(Teaches), "it", call_of(), front_end="fx")
+
+
+def test_a_look_changes_no_weights():
+    for make in (Teaches, Decays):
+        model = build(make)
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        with unchanged(model):
+            call_of().of(model, call_of().tensors)
+        assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
 def test_what_a_graph_counts_too_is_no_news(recwarn):
