@@ -124,6 +124,7 @@ def give_copies(stages: Sequence[Sequence[fx.GraphModule]], placement: Sequence[
             if number:
                 parameter = shared[key]
                 made = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+                treat_alike(parameter, made)
                 for s in mine:
                     moved.setdefault(s, {})[key] = made
     for s, copies in moved.items():
@@ -137,6 +138,16 @@ def give_copies(stages: Sequence[Sequence[fx.GraphModule]], placement: Sequence[
         ),
         tuple(OnOneDevice(held, tuple(names)) for held, names in shared_by.items()),
     )
+
+
+def treat_alike(parameter: nn.Parameter, copied: nn.Parameter) -> None:
+    """Give a copy the hooks of a parameter, and its attributes, by which an optimizer may have been
+    told what to do with it; torch copies neither."""
+    copied.__dict__.update(parameter.__dict__)
+    for hook in (parameter._backward_hooks or {}).values():
+        copied.register_hook(hook)
+    for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+        copied.register_post_accumulate_grad_hook(hook)
 
 
 def check_shared(shared: Sequence[OnOneDevice], plan: Plan) -> None:
