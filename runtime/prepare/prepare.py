@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -25,8 +25,15 @@ from .data import Segment, check_padding, segments, training_samples
 from .devices import autocast_of, forward_context
 from .distribution import Distribution, SentValue, Specs, distribute
 from .loss import LossKind, kind_of_loss
-from .tied_parameters import Ties, check_shared, first_names, give_copies, model_parameters
-from .tracing import trace_for_run
+from .tied_parameters import (
+    Ties,
+    check_shared,
+    first_names,
+    give_copies,
+    model_parameters,
+    treat_alike,
+)
+from .tracing import OtherModes, trace_for_run
 from .workers import Replica, Worker, all_replicas, share_of, workers_of
 
 
@@ -66,6 +73,7 @@ class PreparedModel:
         matrices: names of the parameters that are matrices of hidden layers (Muon's).
         loss: what the task's loss gives.
         autocast: dtype of torch.autocast for the forwards; None: off.
+        modes: modules that stay in the other mode.
     """
 
     stages: tuple[PreparedStage, ...]
@@ -77,6 +85,7 @@ class PreparedModel:
     matrices: frozenset[str]
     loss: LossKind
     autocast: torch.dtype | None
+    modes: OtherModes
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
@@ -208,6 +217,7 @@ def prepare(
             matrices=matrices,
             loss=loss,
             autocast=autocast,
+            modes=traced.modes,
         ),
         distribution=distribution,
         flops_per_sample=traced.flops_per_sample(least) if settings.log else None,
@@ -227,12 +237,28 @@ def with_own_weights(prepared: Prepared) -> list[Prepared]:
         stages = list(prepared.model.stages)
         mine = [stages[s] for s in worker.stages]
         # Together: both modes of a stage share their parameters.
-        for s, copied in zip(worker.stages, copy.deepcopy(mine), strict=True):
+        copies = copy.deepcopy(mine)
+        for p, own in _pairs(mine, copies):
+            treat_alike(p, own)
+        for s, copied in zip(worker.stages, copies, strict=True):
             stages[s] = copied
         model = replace(prepared.model, stages=tuple(stages))
         for replica in worker.replicas:
             found[replica.number] = replace(prepared, model=model)
     return found
+
+
+def _pairs(
+    stages: Sequence[PreparedStage], copies: Sequence[PreparedStage]
+) -> Collection[tuple[nn.Parameter, nn.Parameter]]:
+    """The parameters of stages, each once, with those of copies."""
+    found = {
+        id(own): (p, own)
+        for stage, copied in zip(stages, copies, strict=True)
+        for module, other in zip(stage.modules, copied.modules, strict=True)
+        for p, own in zip(module.parameters(), other.parameters(), strict=True)
+    }
+    return found.values()
 
 
 def _unused(

@@ -76,6 +76,33 @@ class ForwardLook:
 
 
 @dataclass(frozen=True)
+class OtherModes:
+    """Modules that a model's own `train` leaves in the other mode, as where batch norms are frozen.
+
+    Attributes:
+        training: names of those in evaluation mode while the model is trained.
+        evaluation: names of those in training mode while it is evaluated.
+    """
+
+    training: frozenset[str] = frozenset()
+    evaluation: frozenset[str] = frozenset()
+
+    def set(self, module: nn.Module, *, training: bool) -> None:
+        """Set a piece's mode; it has the model's modules, but not what holds them."""
+        module.train(training)
+        names = self.training if training else self.evaluation
+        for name, inner in module.named_modules(remove_duplicate=False) if names else ():
+            if name in names:
+                inner.training = not training
+
+
+def _in_other_mode(model: nn.Module) -> frozenset[str]:
+    """Names of the modules that aren't in the model's mode."""
+    every = model.named_modules(remove_duplicate=False)
+    return frozenset(name for name, module in every if module.training != model.training)
+
+
+@dataclass(frozen=True)
 class TracedTask:
     """The model's graphs: the same layers in all, with the same values between them.
 
@@ -87,6 +114,7 @@ class TracedTask:
         fake: forwards run on fake tensors.
         varying: shapes of mini-batches, where they aren't all alike.
         arguments: names of the model's arguments, None for one that goes by position.
+        modes: which modules the model's own train() and eval() leave in the other mode.
     """
 
     target: Target
@@ -97,6 +125,7 @@ class TracedTask:
     fake: bool
     arguments: tuple[str | None, ...]
     varying: VaryingShapes | msgspec.UnsetType
+    modes: OtherModes
 
     def look(self, samples: int, graph: TracedModel | None = None) -> ForwardLook:
         """Run the model on so many samples.
@@ -179,6 +208,7 @@ def trace_for_run(
     tell("building the model")
     model = target.model(seed)
     model.train()
+    left, left_evaluated = _in_other_mode(model), frozenset[str]()
     tell("tracing the model and holding it against the plan")
     arguments: tuple[str | None, ...] = ()
 
@@ -210,8 +240,12 @@ def trace_for_run(
     evaluation = None
     if evaluate:
         model.eval()
+        left_evaluated = _in_other_mode(model)
         try:
-            evaluation = traced(training[min(samples)].only_size or TRACE_SAMPLES)
+            size = training[min(samples)].only_size or TRACE_SAMPLES
+            evaluation = traced(size, verify=not fake)
+        except TraceError as error:
+            raise TraceError(f"in evaluation mode: {error}; or train with --no-evaluate") from error
         finally:
             model.train()
     same = _layers_and_values(first)
@@ -226,7 +260,17 @@ def trace_for_run(
             "training mode; it can't be evaluated with the pipeline it is trained with: train "
             "with --no-evaluate"
         )
-    return TracedTask(target, task, model, training, evaluation, fake, arguments, made_from.varying)
+    return TracedTask(
+        target,
+        task,
+        model,
+        training,
+        evaluation,
+        fake,
+        arguments,
+        made_from.varying,
+        OtherModes(left, left_evaluated),
+    )
 
 
 def _layers_and_values(traced: TracedModel) -> tuple[list[str], list[str]]:

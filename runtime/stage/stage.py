@@ -87,7 +87,8 @@ class Stage:
         self._evaluated = stage.evaluation_piece
         # Before anything looks at the parameters, which moving may replace.
         move(stage.modules, device)
-        self.module.train()
+        self._modes = model.modes
+        self._modes.set(self.module, training=True)
         self.number = s = replica.stage
         data = set(stage.piece.inputs) - stage.specs.keys()
         self._selected = (
@@ -387,7 +388,7 @@ class Stage:
         """Forward without gradients in evaluation mode: outputs by name, and the result."""
         assert self._evaluated is not None
         values, module = self.evaluation_handed_over.safe(values), self._evaluated.module
-        module.eval()
+        self._modes.set(module, training=False)
         try:
             with torch.no_grad(), forward_context(self.autocast, self.device.type):
                 arguments = [
@@ -400,7 +401,7 @@ class Stage:
                 out = module(*arguments)
                 self.evaluation_handed_over.check(watched)
         finally:
-            self.module.train()
+            self._modes.set(self.module, training=True)
         return self._outputs(out), out[-1] if self.piece.has_result else None
 
     def state(self) -> dict[str, Tensor]:

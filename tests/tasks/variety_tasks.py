@@ -311,6 +311,58 @@ class FrozenTask(_Task):
         return TensorDataset(drawn(8, 6), words(9, 4))
 
 
+class FrozenNorm(nn.Module):
+    """A batch norm with the statistics that it came with, as in fine-tuning, whatever the mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+        with torch.no_grad():
+            self.norm.running_mean.fill_(0.25)
+            self.norm.running_var.fill_(2.0)
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+    def forward(self, x):
+        return self.last(self.norm(self.first(x)).relu())
+
+
+class FrozenNormTask(_Task):
+    def model(self):
+        return FrozenNorm().double()
+
+    def data(self, split):
+        return TensorDataset(drawn(5, 6), words(6, 3))
+
+
+class Treated(nn.Module):
+    """A weight with a hook on its gradient, which the optimizer treats apart by an attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.between = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.again, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.again.weight = self.first.weight
+        self.first.weight.register_hook(lambda gradient: gradient * 0.3)
+        self.first.weight.decays = 0.5
+
+    def forward(self, x):
+        x = torch.tanh(self.between(torch.tanh(self.first(x))))
+        return self.last(torch.tanh(self.again(x)))
+
+
+class TreatedTask(FrozenNormTask):
+    def model(self):
+        return Treated().double()
+
+    def optimizer(self, parameters):
+        groups = [{"params": [p], "weight_decay": getattr(p, "decays", 0.0)} for p in parameters]
+        return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+
+
 class Weakened(torch.autograd.Function):
     """Half of the gradient, with another sign."""
 

@@ -77,6 +77,28 @@ def test_what_a_trace_hardly_sees_is_trained_too(name, by):
     assert not spread, "a count is right or wrong"
 
 
+def test_what_a_models_own_train_leaves_in_evaluation_mode_stays_there(tmp_path):
+    plan, settings = plan_for("FrozenNormTask", "gpipe", 3, 4), settings_for("FrozenNormTask")
+    assert plan.profile.front_end == "fx"
+    report = check(plan, settings, inline=True)
+    assert report.verdict == "same"
+    assert all(d.absolute < 1e-14 for other in report.against for d in other.differences)
+    # Also when an evaluation has been in between.
+    run(plan, msgspec.structs.replace(settings, epochs=2), tmp_path / "run", inline=True)
+    weights = load_weights(tmp_path / "run")
+    assert weights["norm.num_batches_tracked"] == 0
+    assert (weights["norm.running_mean"] == 0.25).all()
+
+
+@pytest.mark.parametrize("how", [{"tied": "split"}, {"tied": "split", "replicas": (2, 1)}])
+def test_copies_of_a_weight_are_treated_as_it_is(how):
+    """By its hooks and by attributes that the optimizer reads."""
+    plan = plan_for("TreatedTask", "gpipe", 2, 4, **how)
+    report = check(plan, settings_for("TreatedTask"), inline=True)
+    assert report.verdict == "same"
+    assert all(d.absolute < 1e-14 for other in report.against for d in other.differences)
+
+
 @pytest.mark.choice(15)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
