@@ -14,7 +14,7 @@ from ...planner.plan import Plan, check_cut, pipeline_of
 from ...planner.schedules.check import check_schedule
 from ...planner.schedules.schedules import make_schedule
 from ...planner.simulator.pipeline import Pipeline
-from ...profiles.errors import PlanError
+from ...profiles.errors import PlanError, TargetError
 from ...profiles.tasks.hooks import RunLength
 from ...profiles.tasks.task import Task
 from ...profiles.tracing.graph import TracedModel, shared_parameters, tied_layers, values
@@ -188,6 +188,8 @@ def prepare(
     pieces = {n: cut(graph, groups) for n, graph in traced.training.items()}
     chosen = [pieces[n][s] for s, n in enumerate(samples)]
     evaluated = cut(traced.evaluation, groups) if traced.evaluation else [None] * len(chosen)
+    for piece in chosen:
+        _check_state(piece)
     stages = [
         PreparedStage(piece, other, specs[n])
         for piece, other, n in zip(chosen, evaluated, samples, strict=True)
@@ -259,6 +261,17 @@ def _pairs(
         for p, own in zip(module.parameters(), other.parameters(), strict=True)
     }
     return found.values()
+
+
+def _check_state(piece: Piece) -> None:
+    """Raise TargetError where a module has state that checkpoints can't hold."""
+    for name, value in piece.module.state_dict().items():
+        if not isinstance(value, Tensor):
+            raise TargetError(
+                f"the model's state {name!r} is no tensor but {type(value).__name__} "
+                "(get_extra_state): checkpoints hold tensors alone; return one, or keep it in a "
+                "buffer"
+            )
 
 
 def _unused(

@@ -58,6 +58,7 @@ def all_finite(tensors: Sequence[Tensor]) -> bool:
     if not tensors:
         return True
     dense = [t.coalesce().values() if t.is_sparse else t for t in tensors]
+    dense = [torch.view_as_real(t) if t.is_complex() else t for t in dense]
     # A sum takes a tenth of the time that looking at each number does. What isn't finite stays
     # so in it; it may also overflow where all is well.
     if math.isfinite(float(torch.stack([t.sum() for t in dense]).sum())):

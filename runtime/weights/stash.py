@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ...profiles.autograd.boundary import storage_bytes, storage_key
+from ...profiles.errors import TargetError
 
 
 class _Reference(NamedTuple):
@@ -262,6 +263,11 @@ class WeightVersions:
         return view
 
     def _view(self, kept: _Reference) -> Tensor:
+        if not self._unpack_from:
+            raise TargetError(
+                "the forward or the loss takes gradients itself (torch.autograd.grad, backward): "
+                "inside a stage's forward there are no weights to take them on"
+            )
         source = self._unpack_from[kept.parameter]
         if kept.copied_to is not None:
             key = (kept.parameter, kept.copied_to)

@@ -363,6 +363,41 @@ class TreatedTask(FrozenNormTask):
         return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
 
 
+class Remembering(nn.Linear):
+    """Keeps a number where checkpoints of torch would have it."""
+
+    def get_extra_state(self):
+        return {"calls": 0}
+
+    def set_extra_state(self, state):
+        pass
+
+
+class ExtraStateTask(FrozenNormTask):
+    def model(self):
+        return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), Remembering(8, 3)).double()
+
+
+class Slope(nn.Module):
+    """Of its inputs, as physics-informed networks take it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(6, 3)
+
+    def forward(self, x):
+        with torch.enable_grad():
+            x = x.requires_grad_()
+            energy = functional.softplus(self.first(x)).sum()
+            (slope,) = torch.autograd.grad(energy, x, create_graph=True)
+        return self.last(slope)
+
+
+class SlopeTask(FrozenNormTask):
+    def model(self):
+        return Slope().double()
+
+
 class Weakened(torch.autograd.Function):
     """Half of the gradient, with another sign."""
 

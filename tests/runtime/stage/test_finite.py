@@ -57,6 +57,10 @@ def test_one_number_that_isnt_finite_is_found(bad):
 
 def test_large_numbers_whose_sum_overflows_are_finite():
     assert all_finite([torch.full((100,), 3e38), torch.full((100,), 6e4).half()])
+    whole = torch.full((3,), 1 + 2j)
+    assert all_finite([whole])
+    whole[1] = complex(0.0, float("nan"))
+    assert not all_finite([torch.ones(2), whole])
 
 
 def test_a_loss_that_isnt_finite_stops_the_run(mlp_profile, tmp_path):

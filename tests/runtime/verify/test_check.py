@@ -15,7 +15,7 @@ from helpers.paths import TESTS
 from helpers.plans import plan_by_hand, with_times
 from timeprest.cli.run import main
 from timeprest.planner.systems.variants import VARIANTS
-from timeprest.profiles.errors import UserError
+from timeprest.profiles.errors import TargetError, UserError
 from timeprest.profiles.files import write_file
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
@@ -97,6 +97,21 @@ def test_copies_of_a_weight_are_treated_as_it_is(how):
     report = check(plan, settings_for("TreatedTask"), inline=True)
     assert report.verdict == "same"
     assert all(d.absolute < 1e-14 for other in report.against for d in other.differences)
+
+
+@pytest.mark.parametrize(
+    ("name", "whole", "why"),
+    [
+        ("ExtraStateTask", "2", "'2._extra_state' is no tensor but dict .get_extra_state.: check"),
+        ("SlopeTask", "layer", "the forward or the loss takes gradients itself .torch.autograd"),
+    ],
+)
+def test_what_stages_cant_have_is_refused_in_a_line(name, whole, why, tmp_path):
+    target = resolve(f"{FILE}:{name}")
+    sizes = {"batch_size": 8, "micro_batch_sizes": [2], "seconds": 0}
+    plan = plan_by_hand(with_times(measure(target, **sizes, granularity=whole)), "gpipe", 2, 4)
+    with pytest.raises(TargetError, match=why):
+        run(plan, settings_for(name, evaluate=False), tmp_path / "run", inline=True)
 
 
 @pytest.mark.choice(15)
