@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, TypeVar
 
 import msgspec
@@ -157,7 +158,11 @@ def _run(
     if settings.resumed:
         check_unfinished(prepared, where)
     if settings.start_from is not None and not settings.resume_at:
-        check_start(prepared, Path(settings.start_from))
+        left = check_start(prepared, Path(settings.start_from))
+        if tells and left:
+            some = shorten(", ".join(left), 120, placeholder=" …")
+            line = f"--from {settings.start_from}: the model has no weights of these names: {some}"
+            warnings.warn(line, TaskWarning, stacklevel=2)
     if rendezvous is not None:
         rendezvous.gather("ready")
     where.make()

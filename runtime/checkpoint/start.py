@@ -295,15 +295,22 @@ def give_weights(stage: Stage, weights: Mapping[str, Tensor], where: str) -> Non
         mine.copy_(found)
 
 
-def check_start(prepared: Prepared, path: Path) -> None:
+def check_start(prepared: Prepared, path: Path) -> list[str]:
     """Refuse weights that the run can't start from, before it has a directory. Raises FileError.
 
     Args:
         path: as for `start_from`.
+
+    Returns:
+        Names of weights that the model has no use for.
     """
     weights, named, _ = _weights_of(path)
-    for piece in prepared.model.pieces:
-        _matched(piece.module, prepared.model.names, weights, named)
+    model = prepared.model
+    known = {*model.names, *model.names.values(), *model.unused}
+    for piece in model.pieces:
+        known |= piece.module.state_dict().keys()
+        _matched(piece.module, model.names, weights, named)
+    return [name for name in weights if name not in known]
 
 
 def _weights_of(path: Path) -> tuple[dict[str, Tensor], str, Saved | None]:
@@ -338,6 +345,14 @@ def _matched(
             raise FileError(
                 f"{where}: {name!r} has shape {list(found.shape)}, and {list(mine.shape)} in this "
                 "model"
+            )
+        if (found.is_floating_point(), found.is_complex()) != (
+            mine.is_floating_point(),
+            mine.is_complex(),
+        ):
+            raise FileError(
+                f"{where}: {name!r} is of {str(found.dtype)[6:]}, and of {str(mine.dtype)[6:]} in "
+                "this model"
             )
         matched.append((mine, found))
     return matched

@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import shutil
+import warnings
 from pathlib import Path
 
 import msgspec
@@ -26,7 +27,7 @@ from helpers.processes.stopped_runs import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from timeprest.cli.run import main
 from timeprest.planner.plan import read_plan
 from timeprest.planner.systems.variants import VARIANTS
@@ -592,6 +593,25 @@ def test_starting_from_what_doesnt_fit(stopped, tmp_path):
         with pytest.raises(FileError, match=message):
             run(plan, settings, tmp_path / "run", inline=True)
         assert not (tmp_path / "run").exists()
+
+
+def test_weights_that_start_a_run_are_the_models(tmp_path):
+    """Names that it hasn't are said; integers in the place of a weight are a mistake."""
+    plan = plan_for(f"{TASKS}:ShakenTask", "gpipe", 2)
+    model = resolve(f"{TASKS}:ShakenTask").model(1)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    start = tmp_path / "start.safetensors"
+    settings = settings_for(f"{TASKS}:ShakenTask", start_from=str(start), steps=1, evaluate=False)
+    save_file({**weights, "head.weight": torch.ones(2)}, start)
+    with pytest.warns(TaskWarning, match="the model has no weights of these names: head"):
+        run(plan, settings, tmp_path / "more", inline=True)
+    save_file(weights, start)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", TaskWarning)
+        run(plan, settings, tmp_path / "same", inline=True)
+    save_file({**weights, "l0.bias": torch.ones_like(weights["l0.bias"]).long()}, start)
+    with pytest.raises(FileError, match="is of int64, and of float64 in this"):
+        run(plan, settings, tmp_path / "run", inline=True)
 
 
 @pytest.mark.parametrize("name", ["ShakenTask", "IdleTask"])
