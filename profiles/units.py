@@ -19,6 +19,16 @@ _BANDWIDTH = re.compile(r"^\s*(.*?)(b|B|bits?|Bits?)?(/s|ps)?\s*$")
 _MOST_BANDWIDTH = 2**62
 
 
+def truth(value: object, what: str) -> bool:
+    """True or False, numpy's too. Raises UserError naming `what`."""
+    kind = type(value)
+    # By its name: commands that need no numpy start without it.
+    of_numpy = kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_")
+    if not (isinstance(value, bool) or of_numpy):
+        raise UserError(f"{what}: give True or False, not {value!r}")
+    return bool(value)
+
+
 def _written(amount: object, what: str, example: str) -> str:
     """An amount as text; a number has no unit. Raises UserError for what is neither."""
     if isinstance(amount, SupportsIndex) and not isinstance(amount, bool):

@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from ...profiles.errors import FileError, UserError
 from ...profiles.files import MAX_BYTES, MAX_FACTOR, Bandwidth, Seconds, read_toml
-from ...profiles.units import parse_bandwidth, parse_bytes, parse_seconds
+from ...profiles.units import parse_bandwidth, parse_bytes, parse_seconds, truth
 
 # The cluster file: TOML as people write it (docs/files.md) → the fields of a cluster ------------
 
@@ -350,7 +350,7 @@ def uniform_cluster(
         between_latency: between machines. None: `latency`.
         half_duplex, overlap: of all links.
 
-    Raises UserError naming the amount that can't be read, or the number that is none.
+    Raises UserError naming the amount that can't be read, or the number or choice that is none.
     """
     for name, count in (("devices", devices), ("per_machine", per_machine)):
         if count is not None and (type(count) is not int or not 1 <= count <= MAX_DEVICES):
@@ -364,8 +364,8 @@ def uniform_cluster(
     network = Network(
         bandwidth_bytes_per_s=parse_bandwidth(bandwidth),
         latency_s=parse_seconds(latency, "latency"),
-        half_duplex=half_duplex,
-        overlap=overlap,
+        half_duplex=truth(half_duplex, "half_duplex"),
+        overlap=truth(overlap, "overlap"),
     )
     far_bandwidth = bandwidth if between_bandwidth is None else between_bandwidth
     far_latency = latency if between_latency is None else between_latency

@@ -7,6 +7,7 @@ from itertools import permutations
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 from helpers.paths import ROOT
 from hypothesis import given
@@ -250,6 +251,18 @@ def test_microseconds_by_every_sign(latency):
 def test_numbers_that_are_no_amounts_are_named(amounts, why):
     with pytest.raises(UserError, match=why):
         uniform_cluster(2, **amounts)
+
+
+@pytest.mark.parametrize("name", ["half_duplex", "overlap"])
+def test_yes_and_no_are_true_or_false(name):
+    """What else stands in a file isn't read back."""
+    for value in ("no", None, 2, 1.0, []):
+        with pytest.raises(UserError, match=f"^{name}: give True or False, not "):
+            uniform_cluster(2, **{name: value})
+    for value in (True, False):
+        cluster = uniform_cluster(2, **{name: np.bool_(value)})
+        assert cluster == uniform_cluster(2, **{name: value})
+        assert msgspec.json.decode(msgspec.json.encode(cluster), type=Cluster) == cluster
 
 
 def test_plans_of_flat_clusters_have_the_fields_they_had():
