@@ -132,11 +132,12 @@ def sequences(plan: Plan) -> str:
 
 
 def _advice(plan: Plan) -> list[tuple[str, str]]:
-    """Which micro-batches would make one sequence of updates of several."""
+    """That there are several sequences of updates; under nF1B also what would make one of them."""
     v, variant = plan.predicted.sequence_distance or 1, plan.system
     if v < 2 or variant.whole_mini_batches:
         return []
-    if shares_devices(plan):
+    # The formula is of nF1B with a device for each stage; other orders have several by their rule.
+    if shares_devices(plan) or variant.schedule != "nf1b":
         return [("sequences", f"{v} of updates side by side (v = {v})")]
     least = len(plan.stages) - 1
     advice = f"N ≥ S − 1 = {least} micro-batches would avoid it, with unit times (TiMePReSt)"

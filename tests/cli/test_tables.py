@@ -13,7 +13,7 @@ from helpers.by_hand.profiles import chain, profile_by_hand
 from helpers.drawn.pipelines import ALL
 from helpers.drawn.plans import evaluated
 from helpers.output.width import byte_counts, check_fits
-from helpers.plans import REPORT, plan_by_hand
+from helpers.plans import REPORT, chain_plan, plan_by_hand
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from timeprest.cli.plan import main
@@ -206,6 +206,23 @@ def test_memory_against_the_limit(tmp_path):
     text = call("show", tmp_path / "plan.json")
     assert "1.0 KiB over its limit" in text
     assert "!" in text
+
+
+def test_what_would_avoid_several_sequences_is_said_of_nf1b_alone(tmp_path):
+    """Other systems have several by their own rule, whatever the micro-batches."""
+    for variant, n, said in (
+        ("timeprest", 2, "; N ≥ S − 1 = 3 micro-batches would avoid it"),
+        ("timeprest", 4, "; N ≥ S − 1 avoids it with unit times"),
+        ("pipedream-2bw", 4, None),
+        ("pipemare", 2, None),
+        ("pipemare", 4, None),
+    ):
+        plan = chain_plan(variant, 4, n)
+        write_file(tmp_path / "plan.json", plan)
+        v = plan.predicted.sequence_distance
+        (line,) = re.findall(r"^sequences +(.+?) *$", call("show", tmp_path / "plan.json"), re.M)
+        assert line.startswith(f"{v} of updates side by side (v = {v})")
+        assert said in line if said else line.endswith(f"(v = {v})"), line
 
 
 def test_what_compare_marks(tmp_path, monkeypatch):
