@@ -8,9 +8,8 @@ or numbers of bytes, bytes per second and seconds; a profile, plan or cluster ma
 from __future__ import annotations
 
 import inspect
-import operator
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -36,6 +35,7 @@ from .profiles.files import MAX_FACTOR
 from .profiles.profile import Profile
 from .profiles.published.reader import import_profile, is_foreign
 from .profiles.tasks.objects import SESSION, check_not_importing, name_of
+from .profiles.units import real_number, whole_number
 from .runtime.records.run import Run
 
 if TYPE_CHECKING:
@@ -270,10 +270,8 @@ def _loaded(given: T | str | Path, kind: type[T], name: str) -> T:
 
 def _whole(count: object, name: str, least: int = 1) -> int:
     """Raises UserError for what is no whole number, or less."""
-    found = least - 1
-    if hasattr(count, "__index__") and not isinstance(count, bool):
-        found = operator.index(count)
-    if found < least:
+    found = whole_number(count)
+    if found is None or found < least:
         raise UserError(f"{name} {count!r}: give a whole number from {least}")
     return found
 
@@ -285,13 +283,16 @@ def _count_or_auto(count: int | str | None, name: str) -> int | None:
     return None if count in (None, "auto") else _whole(count, name)
 
 
-def _number(value: object, name: str, most: float = inf, other: str = "") -> float | None:
+def _number(
+    value: object, name: str, most: float = sys.float_info.max, other: str = ""
+) -> float | None:
     """None stays None. Raises UserError for what is no number from 0 to `most`."""
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= most:
+    found = real_number(value)
+    if found is None or not 0 <= found <= most:
         raise UserError(f"{name} {value!r}: give a number from 0{other}")
-    return float(value)
+    return float(found)
 
 
 def _pins(pins: Mapping[str, int] | None) -> tuple[tuple[str, int], ...]:

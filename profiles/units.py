@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+from decimal import Decimal
+from math import nan
+from numbers import Real
 from operator import index
 from typing import SupportsIndex
 
@@ -29,12 +32,34 @@ def truth(value: object, what: str) -> bool:
     return bool(value)
 
 
+def whole_number(value: object) -> int | None:
+    """Any library's whole number as Python's; None for what is none."""
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        return None
+    try:
+        return index(value)
+    # Arrays of several and numpy's bool have the method alone.
+    except TypeError:
+        return None
+
+
+def real_number(value: object) -> float | None:
+    """Any library's number as Python's, whole ones as they are; None for what is none."""
+    whole = whole_number(value)
+    if whole is not None or isinstance(value, bool) or not isinstance(value, (Real, Decimal)):
+        return whole
+    try:
+        return float(value)
+    # Of a fraction too large, and of a decimal that signals that it is none.
+    except (OverflowError, ValueError):
+        return nan
+
+
 def _written(amount: object, what: str, example: str) -> str:
     """An amount as text; a number has no unit. Raises UserError for what is neither."""
-    if isinstance(amount, SupportsIndex) and not isinstance(amount, bool):
-        return str(index(amount))
-    if isinstance(amount, float):
-        return repr(float(amount))
+    number = real_number(amount)
+    if number is not None:
+        return repr(number)
     if not isinstance(amount, str):
         raise UserError(f"{what}: can't read {amount!r}; write it like {example}")
     return amount

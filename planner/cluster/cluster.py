@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from ...profiles.errors import FileError, UserError
 from ...profiles.files import MAX_BYTES, MAX_FACTOR, Bandwidth, Seconds, read_toml
-from ...profiles.units import parse_bandwidth, parse_bytes, parse_seconds, truth
+from ...profiles.units import parse_bandwidth, parse_bytes, parse_seconds, truth, whole_number
 
 # The cluster file: TOML as people write it (docs/files.md) → the fields of a cluster ------------
 
@@ -352,9 +352,8 @@ def uniform_cluster(
 
     Raises UserError naming the amount that can't be read, or the number or choice that is none.
     """
-    for name, count in (("devices", devices), ("per_machine", per_machine)):
-        if count is not None and (type(count) is not int or not 1 <= count <= MAX_DEVICES):
-            raise UserError(f"{name}: give a whole number from 1 to {MAX_DEVICES}, not {count!r}")
+    devices = _count(devices, "devices")
+    per_machine = None if per_machine is None else _count(per_machine, "per_machine")
     memory_bytes = None if memory in (None, "") else parse_bytes(memory, "memory")
     if memory_bytes is not None and memory_bytes < 1:
         raise FileError(f"memory: must be more than 0, not {memory!r}")
@@ -383,6 +382,13 @@ def uniform_cluster(
         network=network,
         between_machines=far if between else None,
     )
+
+
+def _count(value: object, name: str) -> int:
+    found = whole_number(value)
+    if found is None or not 1 <= found <= MAX_DEVICES:
+        raise UserError(f"{name}: give a whole number from 1 to {MAX_DEVICES}, not {value!r}")
+    return found
 
 
 def read_cluster(path: str | Path) -> Cluster:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
+from decimal import Decimal
+from fractions import Fraction
 
 import msgspec
+import numpy as np
 import pytest
 import timeprest
 from click.testing import CliRunner
@@ -167,6 +170,16 @@ def test_what_cant_be_planned_or_run_is_refused(mlp_profile, tmp_path):
         ({"stages": 0}, "stages 0: give a whole number from 1"),
         ({"update_every": "2"}, "update_every '2': give a whole number from 1"),
         ({"time_limit_s": "1"}, "time_limit_s '1': give a number from 0"),
+        ({"time_limit_s": np.float32("nan")}, "time_limit_s .*nan.*: give a number from 0"),
+        ({"time_limit_s": float("inf")}, "time_limit_s inf: give a number from 0"),
+        ({"time_limit_s": 10**400}, "time_limit_s 10+: give a number from 0"),
+        ({"time_limit_s": Decimal("sNaN")}, "time_limit_s Decimal.*: give a number from 0"),
+        ({"memory": np.float64("inf")}, "memory: can't read 'inf'"),
+        ({"bandwidth": Decimal("NaN")}, "bandwidth: can't read 'nan'"),
+        ({"latency": Fraction(10**400)}, "latency: can't read 'nan'"),
+        ({"bandwidth": 2j}, "bandwidth: can't read 2j"),
+        ({"devices": np.float64(2)}, "devices: give a whole number from 1 to 65536"),
+        ({"devices": np.bool_(True)}, "devices: give a whole number from 1 to 65536"),
         ({"optimizer_state": "adam"}, "optimizer_state 'adam': give a number from 0, or 'muon'"),
         ({"optimizer_state": float("nan")}, "optimizer_state nan: give a number from 0"),
         ({"pins": {"l3": "1"}}, r"pins\['l3'\] '1': give a whole number from 0"),
@@ -193,6 +206,31 @@ def test_amounts_may_be_numbers(mlp_profile):
     found, wanted = (timeprest.plan(mlp_profile, **machines, **a) for a in (numbers, texts))
     assert found.cluster == wanted.cluster
     assert found.stages == wanted.stages
+
+
+def test_numbers_may_be_those_of_other_libraries(mlp_profile):
+    theirs = {
+        "devices": np.int64(4),
+        "per_machine": np.int32(2),
+        "memory": Decimal(2**30),
+        "bandwidth": np.float32(2e9),
+        "latency": Fraction(1, 1000),
+        "between_bandwidth": np.float64(1e9),
+        "half_duplex": np.bool_(True),
+        "optimizer_state": np.float32(1),
+        "time_limit_s": np.int64(60),
+        "update_every": np.int64(2),
+        "stages": np.int16(2),
+    }
+    own = {
+        name: bool(n) if name == "half_duplex" else float(n) if float(n) % 1 else int(n)
+        for name, n in theirs.items()
+    }
+    found, wanted = (timeprest.plan(mlp_profile, **numbers) for numbers in (theirs, own))
+    assert found.cluster == wanted.cluster
+    assert found.predicted == wanted.predicted
+    assert found.optimizer_state_factor == 1
+    msgspec.json.decode(msgspec.json.encode(found), type=type(found))
 
 
 def test_files_may_be_named(mlp_profile, tmp_path, monkeypatch):
