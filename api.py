@@ -8,7 +8,6 @@ or numbers of bytes, bytes per second and seconds; a profile, plan or cluster ma
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -35,7 +34,7 @@ from .profiles.files import MAX_FACTOR
 from .profiles.profile import Profile
 from .profiles.published.reader import import_profile, is_foreign
 from .profiles.tasks.objects import SESSION, check_not_importing, name_of
-from .profiles.units import real_number, whole_number
+from .profiles.units import count_or_auto, number, shown, texts, truth, whole, words
 from .runtime.records.run import Run
 
 if TYPE_CHECKING:
@@ -215,42 +214,44 @@ def plan(
         "half_duplex": (half_duplex, False),
         "overlap": (overlap, True),
     }
-    given = {name: value for name, (value, default) in described.items() if value != default}
+    given = {
+        name: value for name, (value, default) in described.items() if not _same(value, default)
+    }
     if cluster is not None and given:
         raise UserError(f"cluster: leave out {', '.join(given)}; the cluster says it")
-    if replicas not in (True, False, "auto", "off"):
-        raise UserError(f"replicas {replicas!r}: give True or False")
+    variant = _one_system(variant)
+    chosen = words(
+        tied=tied, placement=placement, sequence=sequence, recompute=recompute, solver=solver
+    )
+    if seen is not None and not callable(seen):
+        raise UserError(f"seen: give a function of a plan, not {shown(seen)}")
     if order is not None and not isinstance(order, (str, Path)):
         raise UserError(f"order: give the name of a file, not {type(order).__name__}")
     if tied not in TIED:
         raise UserError(f"tied {tied!r}: give one of {', '.join(TIED)}")
     if cluster is None:
-        own: dict[str, Any] = {"devices": devices, **given}
+        own: dict[str, Any] = {name: value for name, (value, _) in described.items()}
         # A cluster of one's own says itself how fast its devices are.
         cluster = with_contention(uniform_cluster(**own), profile.together)
     state: dict[str, Any] = MUON
-    if optimizer_state != "muon":
-        factor = _number(optimizer_state, "optimizer_state", MAX_FACTOR, ", or 'muon'")
+    if not _same(optimizer_state, "muon"):
+        factor = number(optimizer_state, "optimizer_state", MAX_FACTOR, ", or 'muon'")
         state = {"optimizer_state_factor": factor}
     return solve(
         profile,
         _loaded(cluster, Cluster, "cluster"),
         variant,
-        mini_batch=None if mini_batch is None else _whole(mini_batch, "mini_batch"),
+        mini_batch=None if mini_batch is None else whole(mini_batch, "mini_batch"),
         order=None if order is None else read_order(order),
         **state,
-        update_every=_whole(update_every, "update_every"),
-        tied=tied,
-        micro_batches=_count_or_auto(micro_batches, "micro_batches"),
-        stages=_count_or_auto(stages, "stages"),
-        replicas=replicas not in (False, "off"),
-        stages_per_device=_count_or_auto(stages_per_device, "stages_per_device"),
-        placement=placement,
-        sequence=sequence,
-        recompute=recompute,
-        pins=_pins(pins),
-        solver=solver,
-        time_limit_s=_number(time_limit_s, "time_limit_s"),
+        update_every=whole(update_every, "update_every"),
+        **chosen,
+        micro_batches=count_or_auto(micro_batches, "micro_batches"),
+        stages=count_or_auto(stages, "stages"),
+        replicas=_with_replicas(replicas),
+        stages_per_device=count_or_auto(stages_per_device, "stages_per_device"),
+        pins=_stages_of_layers(pins),
+        time_limit_s=number(time_limit_s, "time_limit_s"),
         seen=seen,
     )
 
@@ -268,38 +269,35 @@ def _loaded(given: T | str | Path, kind: type[T], name: str) -> T:
     return given
 
 
-def _whole(count: object, name: str, least: int = 1) -> int:
-    """Raises UserError for what is no whole number, or less."""
-    found = whole_number(count)
-    if found is None or found < least:
-        raise UserError(f"{name} {count!r}: give a whole number from {least}")
-    return found
+def _with_replicas(value: object) -> bool:
+    """Also of the command's words for it."""
+    if isinstance(value, str) and value in ("auto", "off"):
+        return value == "auto"
+    return truth(value, "replicas")
 
 
-def _count_or_auto(count: int | str | None, name: str) -> int | None:
-    """``auto`` → None. Raises UserError for what is neither that nor a whole number."""
-    if isinstance(count, str) and count != "auto":
-        raise UserError(f"{name} {count!r}: give a whole number, or 'auto'")
-    return None if count in (None, "auto") else _whole(count, name)
+def _one_system(variant: object) -> str:
+    """Raises UserError for what names no system, or several."""
+    if not isinstance(variant, str) or variant == "all":
+        raise UserError(
+            f"variant: give one system's name, not {shown(variant)}; timeprest.plans takes several"
+        )
+    return str(variant)
 
 
-def _number(
-    value: object, name: str, most: float = sys.float_info.max, other: str = ""
-) -> float | None:
-    """None stays None. Raises UserError for what is no number from 0 to `most`."""
-    if value is None:
-        return None
-    found = real_number(value)
-    if found is None or not 0 <= found <= most:
-        raise UserError(f"{name} {value!r}: give a number from 0{other}")
-    return float(found)
+def _same(value: object, default: object) -> bool:
+    """Whether they are equal; never so of what can't be compared, such as an array."""
+    try:
+        return bool(value == default)
+    except (TypeError, ValueError):
+        return False
 
 
-def _pins(pins: Mapping[str, int] | None) -> tuple[tuple[str, int], ...]:
+def _stages_of_layers(pins: Mapping[str, int] | None) -> tuple[tuple[str, int], ...]:
     """Raises UserError for what are no stages."""
     if pins is not None and not isinstance(pins, Mapping):
         raise UserError("pins: give each layer's stage by its name, as in {'layer3': 1}")
-    return tuple((name, _whole(s, f"pins[{name!r}]", 0)) for name, s in (pins or {}).items())
+    return tuple((name, whole(s, f"pins[{name!r}]", 0)) for name, s in (pins or {}).items())
 
 
 def plugin(path: str | Path) -> tuple[str, ...]:
@@ -336,7 +334,11 @@ def plans(
 
     profile = _loaded(profile, Profile, "profile")
     cluster = None if cluster is None else _loaded(cluster, Cluster, "cluster")
-    names = [variants] if isinstance(variants, str) else VARIANTS if variants is None else variants
+    if "variant" in options:
+        raise UserError("variant: timeprest.plans takes the systems as variants=")
+    if "seen" in options:
+        raise UserError("seen: is for timeprest.plan, of one system")
+    names = list(VARIANTS) if variants is None else texts(variants, "variants", "gpipe")
     if not names:
         raise UserError("variants: name one system or more; None: all of them")
     figures = None if study is None else StudyFigures(read_study(str(study)))
@@ -393,7 +395,7 @@ def what_if(
         described = {name: options.pop(name) for name in of_cluster if name in options}
         cluster = uniform_cluster(**{"devices": 2, **described})
     together = profile.together if own else None
-    changes = [changes] if isinstance(changes, str) else changes
+    changes = texts(changes, "changes", "bandwidth=2x,memory=24GiB")
     others = clusters_after(_loaded(cluster, Cluster, "cluster"), changes, together)
     found: dict[str, Plan] = {}
     failed: dict[str, str] = {}

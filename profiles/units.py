@@ -1,13 +1,15 @@
-"""Reading and printing bytes, seconds and bandwidths with their units."""
+"""Reading what people give: numbers, names, and bytes, seconds and bandwidths with their units;
+and printing these."""
 
 from __future__ import annotations
 
 import re
+import sys
 from decimal import Decimal
 from math import nan
 from numbers import Real
 from operator import index
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
 from .errors import UserError
 from .files import MAX_BYTES, MAX_SECONDS, MIN_SECONDS
@@ -20,6 +22,13 @@ _QUANTITY = re.compile(r"^\s*(\d+(?:\.\d*)?|\.\d+)(?:e([+-]?\d+))?\s*([a-zA-Z\u0
 
 _BANDWIDTH = re.compile(r"^\s*(.*?)(b|B|bits?|Bits?)?(/s|ps)?\s*$")
 _MOST_BANDWIDTH = 2**62
+_MOST_SHOWN = 80
+
+
+def shown(value: object) -> str:
+    """A value as errors show it, on one line that isn't endless."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
 
 
 def truth(value: object, what: str) -> bool:
@@ -28,7 +37,7 @@ def truth(value: object, what: str) -> bool:
     # By its name: commands that need no numpy start without it.
     of_numpy = kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_")
     if not (isinstance(value, bool) or of_numpy):
-        raise UserError(f"{what}: give True or False, not {value!r}")
+        raise UserError(f"{what}: give True or False, not {shown(value)}")
     return bool(value)
 
 
@@ -55,13 +64,62 @@ def real_number(value: object) -> float | None:
         return nan
 
 
+def whole(count: object, name: str, least: int = 1) -> int:
+    """Raises UserError for what is no whole number, or less."""
+    found = whole_number(count)
+    if found is None or found < least:
+        raise UserError(f"{name} {shown(count)}: give a whole number from {least}")
+    return found
+
+
+def count_or_auto(count: object, name: str) -> int | None:
+    """``auto`` → None. Raises UserError for what is neither that nor a whole number."""
+    if isinstance(count, str) and count != "auto":
+        raise UserError(f"{name} {count!r}: give a whole number, or 'auto'")
+    return None if count is None or isinstance(count, str) else whole(count, name)
+
+
+def number(
+    value: object, name: str, most: float = sys.float_info.max, other: str = ""
+) -> float | None:
+    """None stays None. Raises UserError for what is no number from 0 to `most`."""
+    if value is None:
+        return None
+    found = real_number(value)
+    if found is None or not 0 <= found <= most:
+        raise UserError(f"{name} {shown(value)}: give a number from 0{other}")
+    return float(found)
+
+
+# Texts become Python's own below: files can't hold NumPy's.
+
+
+def words(**given: object) -> dict[str, Any]:
+    """Raises UserError for what is no text."""
+    for name, value in given.items():
+        if not isinstance(value, str):
+            raise UserError(f"{name}: give a name in quotes, not {shown(value)}")
+    return {name: str(value) for name, value in given.items()}
+
+
+def texts(given: object, name: str, example: str) -> list[str]:
+    """One or several texts as a list. Raises UserError for what is neither."""
+    try:
+        found = [given] if isinstance(given, str) else list(given)  # type: ignore[call-overload]
+    except TypeError:
+        found = [None]
+    if not all(isinstance(text, str) for text in found):
+        raise UserError(f"{name}: give one or more such as {example!r}, not {shown(given)}")
+    return list(map(str, found))
+
+
 def _written(amount: object, what: str, example: str) -> str:
     """An amount as text; a number has no unit. Raises UserError for what is neither."""
     number = real_number(amount)
     if number is not None:
         return repr(number)
     if not isinstance(amount, str):
-        raise UserError(f"{what}: can't read {amount!r}; write it like {example}")
+        raise UserError(f"{what}: can't read {shown(amount)}; write it like {example}")
     return amount
 
 

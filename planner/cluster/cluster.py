@@ -14,7 +14,14 @@ from msgspec import Meta
 
 from ...profiles.errors import FileError, UserError
 from ...profiles.files import MAX_BYTES, MAX_FACTOR, Bandwidth, Seconds, read_toml
-from ...profiles.units import parse_bandwidth, parse_bytes, parse_seconds, truth, whole_number
+from ...profiles.units import (
+    parse_bandwidth,
+    parse_bytes,
+    parse_seconds,
+    shown,
+    truth,
+    whole_number,
+)
 
 # The cluster file: TOML as people write it (docs/files.md) → the fields of a cluster ------------
 
@@ -354,7 +361,9 @@ def uniform_cluster(
     """
     devices = _count(devices, "devices")
     per_machine = None if per_machine is None else _count(per_machine, "per_machine")
-    memory_bytes = None if memory in (None, "") else parse_bytes(memory, "memory")
+    if isinstance(memory, str) and not memory:
+        memory = None
+    memory_bytes = None if memory is None else parse_bytes(memory, "memory")
     if memory_bytes is not None and memory_bytes < 1:
         raise FileError(f"memory: must be more than 0, not {memory!r}")
     between = (between_bandwidth, between_latency) != (None, None)
@@ -387,7 +396,7 @@ def uniform_cluster(
 def _count(value: object, name: str) -> int:
     found = whole_number(value)
     if found is None or not 1 <= found <= MAX_DEVICES:
-        raise UserError(f"{name}: give a whole number from 1 to {MAX_DEVICES}, not {value!r}")
+        raise UserError(f"{name}: give a whole number from 1 to {MAX_DEVICES}, not {shown(value)}")
     return found
 
 

@@ -30,6 +30,22 @@ OF_THE_TERMINAL = {"as_json", "quiet", "verbose", "version", "path", "config_pat
 """Options about what is printed and written."""
 
 
+class Missing:
+    """As pandas' NA: whether it equals anything can't be said."""
+
+    def __eq__(self, other):
+        return self
+
+    def __bool__(self):
+        raise TypeError("boolean value of NA is ambiguous")
+
+    def __repr__(self):
+        return "<NA>"
+
+
+MISSING = Missing()
+
+
 def options_of(command):
     return {p.name: p for p in command.params} if command is not None else {}
 
@@ -134,7 +150,7 @@ def test_what_cant_be_planned_or_run_is_refused(mlp_profile, tmp_path):
     cluster = uniform_cluster(2)
     with pytest.raises(UserError, match="leave out devices, memory"):
         timeprest.plan(mlp_profile, cluster, devices=3, memory="1GiB")
-    with pytest.raises(UserError, match="replicas 'maybe'"):
+    with pytest.raises(UserError, match="replicas: give True or False, not 'maybe'"):
         timeprest.plan(mlp_profile, cluster, replicas="maybe")
     for name in ("stages", "micro_batches", "stages_per_device"):
         with pytest.raises(UserError, match=f"{name} 'many': give a whole number, or 'auto'"):
@@ -161,6 +177,34 @@ def test_what_cant_be_planned_or_run_is_refused(mlp_profile, tmp_path):
         ({"devices": "2"}, "devices: give a whole number from 1 to 65536, not '2'"),
         ({"devices": 0}, "devices: give a whole number from 1 to 65536, not 0"),
         ({"devices": 4, "per_machine": 2.0}, "per_machine: give a whole number from 1 to 65536"),
+        ({"devices": None}, "devices: give a whole number from 1 to 65536, not None"),
+        ({"devices": MISSING}, "devices: give a whole number from 1 to 65536, not <NA>"),
+        ({"memory": MISSING}, "memory: can't read <NA>; write it like 16GiB"),
+        ({"memory": np.ones((2, 2))}, "memory: can't read array"),
+        ({"cluster": uniform_cluster(2), "memory": MISSING}, "leave out memory"),
+        ({"stages": np.array([1, 2])}, r"stages array\(\[1, 2\]\): give a whole number from 1"),
+        ({"mini_batch": MISSING}, "mini_batch <NA>: give a whole number from 1"),
+        (
+            {"optimizer_state": np.ones(2)},
+            "optimizer_state array.*: give a number from 0, or 'muon'",
+        ),
+        ({"replicas": np.array([1, 2])}, r"replicas: give True or False, not array\(\[1, 2\]\)"),
+        ({"replicas": None}, "replicas: give True or False, not None"),
+        (
+            {"variant": ["gpipe"]},
+            r"variant: give one system's name, not \['gpipe'\]; timeprest.plans",
+        ),
+        ({"variant": "all"}, "variant: give one system's name, not 'all'; timeprest.plans takes"),
+        ({"variant": None}, "variant: give one system's name, not None"),
+        ({"seen": 3}, "seen: give a function of a plan, not 3"),
+        ({"tied": ["split"]}, r"tied: give a name in quotes, not \['split'\]"),
+        ({"tied": np.array(["split"])}, "tied: give a name in quotes"),
+        ({"placement": ["loop"]}, "placement: give a name in quotes"),
+        ({"sequence": None}, "sequence: give a name in quotes"),
+        ({"recompute": True}, "recompute: give a name in quotes, not True"),
+        ({"solver": np.array(["dp", "ilp"])}, "solver: give a name in quotes"),
+        ({"overlap": 1}, "overlap: give True or False, not 1"),
+        ({"devices": 2.0}, "devices: give a whole number from 1 to 65536, not 2.0"),
         ({"overlap": "no"}, "overlap: give True or False, not 'no'"),
         ({"overlap": None}, "overlap: give True or False, not None"),
         ({"half_duplex": 2}, "half_duplex: give True or False, not 2"),
@@ -172,7 +216,7 @@ def test_what_cant_be_planned_or_run_is_refused(mlp_profile, tmp_path):
         ({"time_limit_s": "1"}, "time_limit_s '1': give a number from 0"),
         ({"time_limit_s": np.float32("nan")}, "time_limit_s .*nan.*: give a number from 0"),
         ({"time_limit_s": float("inf")}, "time_limit_s inf: give a number from 0"),
-        ({"time_limit_s": 10**400}, "time_limit_s 10+: give a number from 0"),
+        ({"time_limit_s": 10**400}, "time_limit_s 10+…: give a number from 0"),
         ({"time_limit_s": Decimal("sNaN")}, "time_limit_s Decimal.*: give a number from 0"),
         ({"memory": np.float64("inf")}, "memory: can't read 'inf'"),
         ({"bandwidth": Decimal("NaN")}, "bandwidth: can't read 'nan'"),
@@ -196,6 +240,26 @@ def test_what_cant_be_planned_or_run_is_refused(mlp_profile, tmp_path):
 def test_a_wrong_argument_is_one_line_that_names_it(given, why, mlp_profile):
     with pytest.raises(UserError, match=why) as refused:
         timeprest.plan(**{"profile": mlp_profile, **given})
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("function", "given", "why"),
+    [
+        ("plans", {"variants": 3}, "variants: give one or more such as 'gpipe', not 3"),
+        ("plans", {"variants": [["gpipe"]]}, "variants: give one or more such as 'gpipe'"),
+        ("plans", {"variants": np.array(3)}, "variants: give one or more"),
+        ("plans", {"variants": np.array([])}, "variants: name one system or more"),
+        ("plans", {"variant": "gpipe"}, "variant: timeprest.plans takes the systems as variants="),
+        ("plans", {"seen": print}, "seen: is for timeprest.plan"),
+        ("what_if", {"changes": None}, "changes: give one or more such as 'bandwidth=2x"),
+        ("what_if", {"changes": [3]}, r"changes: give one or more such as .+, not \[3\]"),
+        ("what_if", {"changes": "memory=1GiB", "variant": "all"}, "variant: give one system's"),
+    ],
+)
+def test_of_several_plans_a_wrong_argument_is_named_too(function, given, why, mlp_profile):
+    with pytest.raises(UserError, match=why) as refused:
+        getattr(timeprest, function)(mlp_profile, **given)
     assert "\n" not in str(refused.value)
 
 
@@ -248,6 +312,10 @@ def test_files_may_be_named(mlp_profile, tmp_path, monkeypatch):
     assert one.variant == "gpipe"
     (after,) = timeprest.what_if("profile.json", "memory=2x", "cluster.toml", **how).values()
     assert after.cluster.devices[0].memory_bytes == 2**31
+    given = {"variants": np.array(["gpipe", "pipedream"]), **how}
+    assert list(timeprest.plans("profile.json", "cluster.toml", **given)) == ["gpipe", "pipedream"]
+    given = {"variant": np.str_("gpipe"), "tied": np.str_("split"), **how}
+    assert timeprest.plan("profile.json", "cluster.toml", **given).tied == "split"
     with pytest.raises(UserError, match="variants: name one system or more"):
         timeprest.plans(mlp_profile, variants=[])
     found.save("plan.json")
