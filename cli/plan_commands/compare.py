@@ -109,7 +109,7 @@ FIGURES: tuple[Figure, ...] = (
     Figure("samples/s", "samples_per_s", lambda p: p.predicted.samples_per_s, bare_rate, 1),
     Figure("speed-up", "speedup", lambda p: p.predicted.speedup, lambda v: f"{v:.2f} ×", 1),
     Figure("most memory", "memory_bytes", _most_memory, short_bytes, -1),
-    Figure("of its limit", "memory_share", _limit, _percent, -1),
+    Figure("most of a limit", "memory_share", _limit, _percent, -1),
     Figure("most versions", "versions_held", _most("versions_held"), str, -1),
     Figure("most d", "version_difference", _most("version_difference"), str, -1),
     Figure("v", "sequence_distance", lambda p: p.predicted.sequence_distance, str, -1),
@@ -311,11 +311,15 @@ def print_comparison(console: Console, plans: Mapping[str, Plan], *, every: bool
     memory, idle = "", "stages"
     if any(shares_devices(plan) for plan in plans.values()):
         memory, idle = "most memory: of the device with most. ", "devices"
+    limit = ""
+    if any(_limit(plan) is not None for plan in plans.values()):
+        one = "device" if memory else "stage"
+        limit = f"most of a limit: maybe of another {one} than most memory. "
     console.print(
         Text(
             f"{_DIFFERS}: not the same in all plans. *: the best. {memory}"
             f"most {'' if memory else 'memory, '}versions, d: of the stage with most; d: version "
-            f"difference. mean idle: over the {idle}. Stages' times are per micro-batch.",
+            f"difference. {limit}mean idle: over the {idle}. Stages' times are per micro-batch.",
             style="dim",
         )
     )

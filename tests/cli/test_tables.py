@@ -249,6 +249,27 @@ def test_what_compare_marks(tmp_path, monkeypatch):
     assert found["warnings"] == []
 
 
+def test_most_memory_and_most_of_a_limit_may_be_of_two_stages(tmp_path, monkeypatch):
+    """The smaller of two devices may be the fuller one."""
+    monkeypatch.chdir(tmp_path)
+    plan = plan_by_hand(chain(6), "gpipe", 2, 4)
+    most, least = sorted((s.memory_bytes for s in plan.predicted.stages), reverse=True)
+    limited = with_limit(plan, 4 * most)
+    at = next(k for k, s in enumerate(plan.predicted.stages) if s.memory_bytes == least)
+    devices = list(limited.cluster.devices)
+    devices[at] = msgspec.structs.replace(devices[at], memory_bytes=2 * least)
+    cluster = msgspec.structs.replace(limited.cluster, devices=tuple(devices))
+    write_file("a.json", msgspec.structs.replace(limited, cluster=cluster))
+    write_file("b.json", plan)
+    text = call("compare", "a.json", "b.json")
+    check_fits(text, 100)
+    (share,) = re.findall(r"^most of a limit .*?(\d+%)", text, re.M)
+    assert share == "50%"
+    assert "most of a limit: maybe of another stage than most memory" in " ".join(text.split())
+    write_file("a.json", plan)
+    assert "most of a limit:" not in call("compare", "a.json", "b.json")
+
+
 def test_plans_of_different_models_are_compared_with_a_warning(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_file("a.json", plan_by_hand(chain(6), "gpipe", 2, 4))
