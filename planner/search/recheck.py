@@ -13,7 +13,7 @@ from ...profiles.profile import Profile
 from ...profiles.units import format_bytes, format_seconds
 from ..evaluate import Question, evaluate, gap_between, make_plan
 from ..partition.problem import SAME
-from ..plan import Plan, PlanStage, check_against_profile
+from ..plan import Plan, PlanStage, SolverReport, check_against_profile
 from ..recordings.recording import stages_text
 
 
@@ -51,17 +51,32 @@ _POINT_ZERO = re.compile(rb"\.0(?=[,\]}])")
 
 _PROVEN_FOR = 32
 """So many digits of a checksum are of what a bound was proven for; the rest is of the answer."""
+_STAGES = slice(_PROVEN_FOR, _PROVEN_FOR + 16)
+_FOUND = slice(_STAGES.stop, None)
 
 
-def checksum_of(question: Question, stages: Sequence[PlanStage], micro_batches: int) -> str:
-    """Of a question and its answer, 48 hex digits: 16 of what the plan says of the question, with
-    its micro-batches; 16 of the profile and a plugin; 16 of the stages.
+def checksum_of(
+    question: Question, stages: Sequence[PlanStage], micro_batches: int, report: SolverReport
+) -> str:
+    """Of a question and its answer, 64 hex digits: 16 of what the plan says of the question, with
+    its micro-batches; 16 of the profile and a plugin; 16 of the stages; 16 of what is proven.
 
     What was left open isn't among it: a bound is of plans that were asked for.
     """
     outside = question.system.outside
     others = _checksum(question.profile, outside.checksum if outside is not None else "")
-    return _said(question, micro_batches) + others + _checksum(stages)
+    return _said(question, micro_batches) + others + _checksum(stages) + _found(report)
+
+
+def _found(report: SolverReport) -> str:
+    """The part of what the solver proved, and how far it came."""
+    return _checksum(report.bound_s, report.gap, report.optimal, report.stopped)
+
+
+def _found_was_edited(report: SolverReport) -> bool:
+    """Whether what is proven isn't what was written; not seen in plans of before it was signed."""
+    signature = report.checksum[_FOUND] if isinstance(report.checksum, str) else ""
+    return bool(signature) and signature != _found(report)
 
 
 def _said(of: Question | Plan, micro_batches: int) -> str:
@@ -82,7 +97,7 @@ def _said(of: Question | Plan, micro_batches: int) -> str:
 
 def signed(plan: Plan, question: Question) -> Plan:
     """A plan with its checksum."""
-    checksum = checksum_of(question, plan.stages, plan.micro_batches)
+    checksum = checksum_of(question, plan.stages, plan.micro_batches, plan.solver)
     solver = msgspec.structs.replace(plan.solver, checksum=checksum)
     return msgspec.structs.replace(plan, solver=solver)
 
@@ -106,7 +121,8 @@ def was_edited(plan: Plan) -> bool:
     if solver.checksum is msgspec.UNSET:
         return False
     said, stages = _said(plan, plan.micro_batches), _checksum(plan.stages)
-    return not (solver.checksum.startswith(said) and solver.checksum.endswith(stages))
+    same = solver.checksum.startswith(said) and solver.checksum[_STAGES] == stages
+    return not same or _found_was_edited(solver)
 
 
 def _checksum(*parts: object) -> str:
@@ -131,8 +147,8 @@ def recheck(plan: Plan, profile: Profile, where: str = "plan") -> Recheck:
     period_s = found.prediction.period_s
     if profile.loading_s_per_sample is not msgspec.UNSET:
         period_s = max(period_s, profile.loading_s_per_sample * plan.mini_batch)
-    checksum = checksum_of(question, plan.stages, plan.micro_batches)
-    stays = _same_question(plan.solver.checksum, checksum)
+    checksum = checksum_of(question, plan.stages, plan.micro_batches, plan.solver)
+    stays = _same_question(plan.solver.checksum, checksum) and not _found_was_edited(plan.solver)
     stays = stays and plan.solver.bound_s <= period_s * SAME
     bound_s = plan.solver.bound_s if stays else 0.0
     optimal = plan.solver.optimal and period_s <= bound_s * SAME
@@ -142,9 +158,8 @@ def recheck(plan: Plan, profile: Profile, where: str = "plan") -> Recheck:
         bound_s=bound_s,
         gap=0.0 if optimal else gap_between(period_s, bound_s),
         optimal=optimal,
-        checksum=checksum,
     )
-    fresh = make_plan(question, found, report)
+    fresh = signed(make_plan(question, found, report), question)
     over = {}
     for s, count in found.over_limit(plan.cluster):
         stages = _sharing(fresh, s)
@@ -199,6 +214,8 @@ def _changes(old: Plan, new: Plan) -> list[str]:
         before, after = (format_seconds(p.solver.bound_s) for p in (old, new))
         after = after if new.solver.bound_s else "none"
         lines.append(f"lower bound {before} → {after}: {_not_proven(old, new)}")
+    elif _found_was_edited(old.solver):
+        lines.append(f"solver: {_not_proven(old, new)}")
     return lines
 
 
@@ -213,4 +230,6 @@ def _not_proven(old: Plan, new: Plan) -> str:
         return "the plan doesn't say for what it was proven; solve again"
     if not _same_question(old.solver.checksum, new.solver.checksum):
         return "it was proven for other devices, links, settings or costs; solve again"
+    if _found_was_edited(old.solver):
+        return "what the solver had proven was edited; solve again"
     return "the plan isn't one of those that it was proven for"

@@ -14,7 +14,7 @@ from timeprest.planner.cluster.cluster import read_cluster, uniform_cluster
 from timeprest.planner.costs.stage_costs import at
 from timeprest.planner.evaluate import Question, evaluate
 from timeprest.planner.plan import check_plan, read_plan
-from timeprest.planner.search.recheck import recheck
+from timeprest.planner.search.recheck import recheck, was_edited
 from timeprest.planner.search.solve import solve
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import FileError, InfeasibleError, PlanError, UserError
@@ -359,6 +359,38 @@ def test_nothing_is_proven_for_another_question(change, proven, tmp_path):
     assert same.plan.solver == plan.solver
     assert same.changes == ()
     check_unproven(read_plan(edited(plan, tmp_path / "plan.json", change)), profile)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda solver: solver.update(bound_s=0.99 * solver["bound_s"]),
+        lambda solver: solver.update(optimal=False, gap=0.5),
+        lambda solver: solver.update(stopped="effort"),
+    ],
+)
+def test_what_the_solver_says_is_signed(change, proven, tmp_path):
+    profile, plan = proven
+    assert not was_edited(read_plan(edited(plan, tmp_path / "plan.json", lambda data: None)))
+    written = edited(plan, tmp_path / "plan.json", lambda data: change(data["solver"]))
+    assert was_edited(read_plan(written))
+    found = recheck(read_plan(written), profile)
+    assert (found.plan.solver.bound_s, found.plan.solver.optimal) == (0.0, False)
+    assert any("what the solver had proven was edited" in line for line in found.changes)
+    assert not was_edited(found.plan)
+    assert recheck(found.plan, profile).changes == ()
+
+
+def test_plans_that_say_nothing_of_the_proof_keep_it(proven, tmp_path):
+    """Checksums had three parts once."""
+    profile, plan = proven
+
+    def older(data):
+        data["solver"]["checksum"] = data["solver"]["checksum"][:48]
+
+    old = read_plan(edited(plan, tmp_path / "plan.json", older))
+    assert not was_edited(old)
+    assert recheck(old, profile).plan.solver == plan.solver
 
 
 def test_nothing_is_proven_by_another_profile(proven):
