@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+
+from ...profiles.tracing.graph import fetch_attribute
 
 _OF_FUNCTION = (
     "input",
@@ -45,6 +47,9 @@ _ARGUMENTS: dict[Any, tuple[str, ...]] = {
 }
 _MOMENTUM = 0.1
 """Of torch.nn.functional.batch_norm, where it isn't given."""
+
+_NORMS = {nn.modules.batchnorm._BatchNorm.forward, nn.modules.instancenorm._InstanceNorm.forward}
+"""Forwards that only update their running statistics, in training mode."""
 
 BatchNormCall = Mapping[str, Any]
 """A batch norm's arguments by name."""
@@ -176,3 +181,31 @@ def _note(found: dict[int, _Statistics], call: BatchNormCall, real: int, size: i
             zeros.clone(),
         )
     statistics.add(values)
+
+
+def only_updated(module: fx.GraphModule) -> set[int]:
+    """Ids of the running statistics that a stage's forward, in training mode, doesn't read."""
+    updated, read = set[int](), set[int]()
+    for node in module.graph.nodes:
+        if node.op == "call_module":
+            for one in module.get_submodule(str(node.target)).modules():
+                norm = type(one).forward in _NORMS and one.training
+                (updated if norm else read).update(map(id, one.buffers(recurse=False)))
+        elif node.op == "get_attr":
+            alone = all(_updated_alone(user, node) for user in node.users)
+            (updated if alone else read).add(id(fetch_attribute(module, str(node.target))))
+    return updated - read
+
+
+def _updated_alone(node: fx.Node, buffer: fx.Node) -> bool:
+    """Whether a node of a graph is a batch norm in training mode that only updates this buffer, its
+    running statistics, or counts in it."""
+    if node.target is torch.ops.aten.add_.Tensor:
+        # Of torch.export's graphs: num_batches_tracked.
+        return not node.users and node.args[0] is buffer and buffer not in node.args[1:]
+    names = _ARGUMENTS.get(node.target)
+    if names is None:
+        return False
+    call = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    others = [value for name, value in call.items() if not name.startswith("running_")]
+    return call.get("training") is True and buffer not in others

@@ -1,7 +1,8 @@
 """Recomputation: a forward is run a second time before its backward, to the same result.
 
-Kept until then are the piece's inputs and the state of the random generator. Buffers that the
-forward changes (running statistics) keep what the first run made of them.
+Kept until then are the piece's inputs, the state of the random generator, and what the first run
+found in those buffers that the forward changes and may read (a spectral norm's vectors). After the
+second run, buffers are what they were before it: changed once.
 
 Where only some layers are computed again, their piece runs as ever, and says to a `Remade` which of
 its operations are theirs. What autograd saves there, or later of what they made, is left empty.
@@ -17,14 +18,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...profiles.autograd.boundary import storage_key
 from ...profiles.errors import RunError
+from ...profiles.tracing.graph import fetch_attribute
 from ...profiles.tracing.pieces import LAYER, Piece
 from ..prepare.data import MicroBatchPart
 from ..prepare.devices import CPU, random_state, set_random_state
+from ..weights.buffers import BufferCopies, ChangedBuffers, put_back
+from .batch_norm import only_updated
 
 
 @dataclass
@@ -33,8 +37,10 @@ class ForwardInputs:
 
     Attributes:
         values: the piece's inputs by name.
-        nbytes: of those that were received; the model's own inputs count nothing, as everywhere.
+        nbytes: of those that were received, and of the buffers; the model's own inputs count
+            nothing, as everywhere.
         random: state of the random generators before the first run.
+        buffers: what those that the forward changes were before it.
     """
 
     values: dict[str, Tensor]
@@ -42,6 +48,7 @@ class ForwardInputs:
     part: MicroBatchPart
     nbytes: int
     random: Tensor
+    buffers: BufferCopies
 
 
 class Recomputation:
@@ -51,9 +58,10 @@ class Recomputation:
     run; until then all are copied, and only those after that.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device = CPU) -> None:
+    def __init__(self, module: fx.GraphModule, device: torch.device = CPU) -> None:
         self._device = device
         self._buffers = list(module.buffers())
+        self._changed = ChangedBuffers(self._buffers, only_updated(module))
         self._overwritten: set[str] | None = None
         self._given: dict[str, tuple[Tensor, int]] = {}
 
@@ -72,10 +80,18 @@ class Recomputation:
         }
         self._given = {name: (v, v._version) for name, v in values.items()}
         nbytes = sum(values[name].nbytes for name in received)
-        return ForwardInputs(copies, target, part, nbytes, random_state(self._device))
+        self._changed.begin()
+        buffers = self._changed.copies()
+        return ForwardInputs(copies, target, part, nbytes, random_state(self._device), buffers)
 
     def kept(self, found: ForwardInputs) -> None:
-        """The forward is done: inputs that it left as they were need no copy."""
+        """The forward is done: inputs and buffers that it left as they were need no copy.
+
+        Raises RunError as `ChangedBuffers.end`.
+        """
+        self._changed.end()
+        found.buffers = self._changed.among(found.buffers)
+        found.nbytes += sum(copy.nbytes for _, copy in found.buffers)
         if self._overwritten is None:
             changed = {name for name, (v, before) in self._given.items() if v._version != before}
             self._overwritten = changed
@@ -86,9 +102,10 @@ class Recomputation:
 
     @contextmanager
     def as_in_first_run(self, found: ForwardInputs) -> Iterator[None]:
-        """Random numbers are those of the first run; these and buffers are put back afterwards."""
+        """Random numbers and buffers are those of the first run; these are put back afterwards."""
         with _left_as_they_were(self._buffers, self._device):
             set_random_state(found.random, self._device)
+            put_back(found.buffers)
             yield
 
 
@@ -96,14 +113,12 @@ class Recomputation:
 def _left_as_they_were(buffers: Iterable[Tensor], device: torch.device) -> Iterator[None]:
     """Put random numbers and these buffers back afterwards."""
     random = random_state(device)
-    kept = [(b, b.clone()) for b in buffers]
+    kept = [(b, b.detach().clone()) for b in buffers]
     try:
         yield
     finally:
         set_random_state(random, device)
-        with torch.no_grad():
-            for buffer, before in kept:
-                buffer.copy_(before)
+        put_back(kept)
 
 
 # Some of a stage's layers ------------------------------------------------------------------------
@@ -166,7 +181,9 @@ class Remade:
         self._inside = self._again = False
         self._values: list[_Kept] = []
         self._own: set[int] = set()
+        # Before each run of these layers.
         self._random: list[Tensor] = []
+        self._buffers: list[BufferCopies] = []
         # Of what these layers save, in their sequence; None: it is kept.
         self._empty: list[Empty | None] = []
         self._filled = 0
@@ -180,6 +197,7 @@ class Remade:
         # while this one is known of.
         self._storages: dict[int, int] = {}
         self._alive: list[StorageWeakRef] = []
+        layers.changed.begin()
 
     def view(self, number: int, layout: tuple[torch.Size, tuple[int, ...], int]) -> Tensor:
         """Of a tensor that was made again."""
@@ -202,8 +220,11 @@ class Remade:
         self._inside = True
         if self._again:
             set_random_state(self._random[run], self._layers.device)
+            # Other layers, which don't run now, may have changed them before it.
+            put_back(self._buffers[run])
             return
         self._random.append(random_state(self._layers.device))
+        self._buffers.append(self._layers.changed.copies(self._layers.buffers_of[run]))
         kept = (self._values[number] for number in again)
         changed = any(k.original is not None and k.original._version != k.expected for k in kept)
         for tensor in _tensors(own):
@@ -273,7 +294,14 @@ class Remade:
         return EmptyView(self, number, tensor)
 
     def finish(self) -> None:
-        """The first run is done. Raises RunError as `SelectedLayers.note_overwritten`."""
+        """The first run is done.
+
+        Raises RunError as `SelectedLayers.note_overwritten` and `ChangedBuffers.end`.
+        """
+        self._layers.changed.end()
+        self._buffers = [self._layers.changed.among(copies) for copies in self._buffers]
+        for _, copy in (pair for copies in self._buffers for pair in copies):
+            self.kept_bytes[storage_key(copy)] = copy.nbytes
         self._storages.clear()
         self._alive.clear()
         self._count = 0
@@ -364,6 +392,8 @@ class SelectedLayers:
         module: the stage's, which says when it runs them.
         again: them alone, as a module; it gives nothing.
         buffers: those that they may change.
+        buffers_of: per run of them, those that it may read or change.
+        changed: those that the stage's forward changes.
         overwritten: of the values that they take, which the forward changes in place; None: it
             hasn't run yet.
     """
@@ -391,6 +421,8 @@ class SelectedLayers:
         self.module = fx.GraphModule(piece.module, marked)
         self.again = fx.GraphModule(piece.module, again)
         self.buffers = list(self.again.buffers())
+        self.buffers_of = [_buffers_of(self.module, run) for run in runs]
+        self.changed = ChangedBuffers(self.module.buffers(), only_updated(self.module))
 
     def is_data(self, number: int) -> bool:
         """Whether a value is an input of the model, which is there anyway."""
@@ -446,6 +478,17 @@ def _runs(graph: fx.Graph, chosen: set[fx.Node]) -> list[_Run]:
         gives = [node for node in row if not mine.issuperset(node.users)]
         if row:
             found.append(_Run(row, new, again, own, gives))
+    return found
+
+
+def _buffers_of(module: fx.GraphModule, run: _Run) -> list[Tensor]:
+    fetched = [n for node in run.nodes for n in node.all_input_nodes if n.op == "get_attr"]
+    found: list[Tensor] = []
+    for node in (*run.nodes, *fetched):
+        if node.op == "call_module":
+            found += module.get_submodule(str(node.target)).buffers()
+        elif node.op == "get_attr":
+            found.append(fetch_attribute(module, str(node.target)))
     return found
 
 

@@ -13,14 +13,19 @@ from helpers.drawn.pipelines import ALL
 from helpers.plans import REPORT, plan_by_hand, with_times
 from timeprest.planner.evaluate import Question, evaluate, make_plan
 from timeprest.planner.systems.variants import VARIANTS
-from timeprest.profiles.errors import PlanError
+from timeprest.profiles.errors import PlanError, RunError
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
+from timeprest.runtime.prepare.data import MicroBatchPart
+from timeprest.runtime.prepare.prepare import prepare
 from timeprest.runtime.records.progress import read_losses
 from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import RunSettings
-from torch import nn
+from timeprest.runtime.stage.batch_norm import only_updated
+from timeprest.runtime.stage.recompute import Recomputation
+from timeprest.runtime.weights.buffers import ChangedBuffers
+from torch import fx, nn
 
 FILE = Path(__file__)
 
@@ -71,6 +76,61 @@ class NormsTask:
 
     def optimizer(self, parameters):
         return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+class Averaged(nn.Module):
+    """Takes a running mean from its input that the forward has changed just before, and after that
+    once more."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("table", torch.ones(8))
+
+    def forward(self, x):
+        self.mean.mul_(0.5).add_(x.detach().mean(0), alpha=0.5)
+        x = x - self.mean * self.table
+        self.mean.mul_(0.9)
+        return x
+
+
+class Buffered(nn.Module):
+    """Forwards that read buffers which they change."""
+
+    def __init__(self, norm=None):
+        super().__init__()
+        self.one = nn.Linear(6, 8)
+        self.two = nn.Linear(8, 8)
+        self.average = Averaged() if norm is None else nn.BatchNorm1d(8)
+        self.three = nn.Linear(8, 8)
+        self.four = nn.Linear(8, 3)
+        if norm is not None:
+            self.two, self.three = norm(self.two), norm(self.three)
+
+    def forward(self, x):
+        x = self.average(self.two(torch.relu(self.one(x))))
+        return self.four(torch.relu(self.three(torch.relu(x))))
+
+
+class AveragedTask(NormsTask):
+    """A running mean that the forward takes off."""
+
+    norm = None
+
+    def model(self):
+        return Buffered(self.norm).double()
+
+
+class SpectralTask(AveragedTask):
+    """Weights divided by their norms, which each forward approximates further."""
+
+    norm = staticmethod(nn.utils.spectral_norm)
+
+
+class ParametrizedTask(AveragedTask):
+    """The same by a parametrization."""
+
+    norm = staticmethod(nn.utils.parametrizations.spectral_norm)
 
 
 class Dropped(GraphTask):
@@ -207,3 +267,112 @@ def test_stages_keep_nothing_else(drawn, tmp_path):
     whole = run(plain, settings, tmp_path / "plain", inline=True).stages
     # One micro-batch's at a time instead of four.
     assert reports[0].peak.activations_bytes * 4 == whole[0].peak.activations_bytes
+
+
+# Buffers that forwards change and read ----------------------------------------------------------
+
+BUFFERED = ["AveragedTask", "SpectralTask", "ParametrizedTask"]
+
+
+@pytest.fixture(scope="module", params=BUFFERED)
+def buffered(request):
+    """Target and profile of a model whose forward reads a buffer that it changes."""
+    target = f"{FILE}:{request.param}"
+    return target, profiled(target)
+
+
+def profiled(target):
+    """Its profile."""
+    profile = measure(resolve(target), batch_size=8, micro_batch_sizes=[2, 4, 8], seconds=0)
+    shares = [1 + 0.137 * k for k in range(len(profile.layers))]
+    return with_times(profile, backward_s=2.3e-3, shares=shares)
+
+
+def every_layer(plan, seed):
+    """Of all stages, by name."""
+    return {s: tuple(stage.nodes) for s, stage in enumerate(plan.stages)}
+
+
+def whole_stages(plan, seed):
+    """All of them."""
+    return set(range(len(plan.stages)))
+
+
+@pytest.mark.parametrize(
+    ("layers", "seed"),
+    [(whole_stages, 0), (every_layer, 0), *((some_layers, seed) for seed in range(3))],
+)
+@pytest.mark.parametrize(
+    ("variant", "n"), [("gpipe", 2), ("gpipe", 4), ("timeprest", 2), ("pipedream", 1)]
+)
+def test_a_second_forward_finds_the_buffers_of_the_first(
+    variant, n, layers, seed, buffered, tmp_path
+):
+    target, profile = buffered
+    plain = plan_by_hand(profile, variant, 2, n)
+    rebuilt = again(profile, plain, layers(plain, seed))
+    rebuilt = msgspec.structs.replace(plain, stages=rebuilt.stages)
+    settings = RunSettings(task=target, steps=5, evaluate=False)
+    for plan, where in ((plain, "plain"), (rebuilt, "again")):
+        run(plan, settings, tmp_path / where, inline=True)
+    wanted, found = (load_weights(tmp_path / where) for where in ("plain", "again"))
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def buffers_kept(target):
+    """Names of the buffers that a model's only stage keeps for each micro-batch."""
+    plan = plan_by_hand(profiled(target), "gpipe", 1, 2, recompute=[True])
+    prepared = prepare(plan, RunSettings(task=target, steps=1, evaluate=False))
+    module = prepared.model.pieces[0].module.train()
+    changed = ChangedBuffers(module.buffers(), only_updated(module))
+    changed.begin()
+    module(torch.randn(4, 6, dtype=torch.float64))
+    changed.end()
+    names = {id(buffer): name for name, buffer in module.named_buffers()}
+    return {names[id(buffer)] for buffer, _ in changed.copies()}
+
+
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [
+        ("NormsTask", set()),
+        ("AveragedTask", {"average.mean"}),
+        ("SpectralTask", {"two.weight_u", "two.weight_v", "three.weight_u", "three.weight_v"}),
+    ],
+)
+def test_only_buffers_that_are_read_and_changed_are_kept(name, kept):
+    """No running statistics of batch norms, and no constants."""
+    assert buffers_kept(f"{FILE}:{name}") == kept
+
+
+def test_running_statistics_in_an_exported_graph_are_not_kept():
+    exported = torch.export.export(Norms(), (torch.randn(4, 6),)).module()
+    changed = ChangedBuffers(exported.buffers(), only_updated(exported))
+    changed.begin()
+    exported(torch.randn(4, 6))
+    changed.end()
+    assert changed.copies() == []
+
+
+def test_a_buffer_that_only_later_forwards_change_ends_the_run():
+    """What the first run of that one found is gone."""
+    module = fx.symbolic_trace(Averaged())
+    changed = ChangedBuffers(module.buffers(), only_updated(module))
+    changed.begin()
+    changed.end()
+    changed.begin()
+    module.mean.add_(1)
+    with pytest.raises(RunError, match="is changed, and wasn't in the first one"):
+        changed.end()
+
+
+def test_what_is_kept_of_buffers_counts():
+    """Of 8 numbers of 4 bytes for each micro-batch; data counts nothing."""
+    module = fx.symbolic_trace(Averaged())
+    recomputation, x = Recomputation(module), torch.randn(4, 8)
+    for _ in range(2):
+        found = recomputation.keep({"x": x}, set(), None, MicroBatchPart(4, 4, 1.0, 1.0))
+        module(x)
+        recomputation.kept(found)
+        assert found.nbytes == 32
