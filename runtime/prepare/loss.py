@@ -1,15 +1,18 @@
-"""What a task's loss gives: a mean over samples, or (sum, weight); found out before the run."""
+"""What a task's loss gives, a mean over samples or (sum, weight), and which parameters it uses by
+itself; found out before the run."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ...profiles.errors import TargetError
 from ...profiles.tasks.hooks import describe_error, is_ctrl_c
@@ -24,10 +27,13 @@ class LossKind:
     Attributes:
         weighted: (sum, weight); else a mean.
         unknown: why that couldn't be found out; empty: it could.
+        takes: what its gradient goes to besides the model's result: parameters that it uses by
+            itself.
     """
 
     weighted: bool = False
     unknown: str = ""
+    takes: tuple[Tensor, ...] = field(default=(), compare=False, repr=False)
 
     def read(self, found: Any) -> Loss:
         """What the loss returned in training. Raises TargetError where it isn't what it was."""
@@ -43,10 +49,10 @@ class LossKind:
 
 
 def kind_of_loss(task: Task, result: Any, target: Any) -> LossKind:
-    """Whether a task's loss gives (sum, weight).
+    """Whether a task's loss gives (sum, weight), and what it takes besides the result.
 
     It is asked once, of a copy of the task, with a result of the right shapes, under the autocast
-    that the caller has on.
+    that the caller has on; once more where it can't be asked with gradients.
 
     Args:
         result: the model's; fake tensors (of one mode) where it wasn't computed.
@@ -55,6 +61,9 @@ def kind_of_loss(task: Task, result: Any, target: Any) -> LossKind:
         task = copy.copy(task)
     before = torch.random.get_rng_state()
     try:
+        with contextlib.suppress(Exception), torch.enable_grad():  # the user's code
+            found = _tried(task, result, target, needs_grad=True)
+            return LossKind(isinstance(found, tuple), takes=_leaves(found))
         with torch.no_grad():
             return LossKind(isinstance(_tried(task, result, target), tuple))
     except BaseException as error:  # the user's code
@@ -65,16 +74,62 @@ def kind_of_loss(task: Task, result: Any, target: Any) -> LossKind:
         torch.random.set_rng_state(before)
 
 
-def _tried(task: Task, result: Any, target: Any) -> Any:
+def check_parameters(
+    loss: LossKind, named: Mapping[str, nn.Parameter], updated: Collection[nn.Parameter]
+) -> None:
+    """Refuse a loss that uses parameters of the model which its stage doesn't update: gradients
+    would go to copies of them that nobody else has, or to none that are trained.
+
+    Args:
+        named: all parameters of the model.
+        updated: those that the last stage updates.
+
+    Raises TargetError naming one of them.
+    """
+    names, mine = {id(p): name for name, p in named.items()}, {id(p) for p in updated}
+    odd = [names[id(p)] for p in loss.takes if id(p) in names and id(p) not in mine]
+    if odd:
+        # In the model's own sequence.
+        first = next(name for name in named if name in odd)
+        more = f" (and {len(odd) - 1} more)" if len(odd) > 1 else ""
+        raise TargetError(
+            f"the task's loss uses the model's parameter {first!r}{more}, which the last stage "
+            "doesn't update, so it wouldn't be trained by this loss; return it, or what the loss "
+            "computes from it, as an output of forward"
+        )
+
+
+def _leaves(found: Any) -> tuple[Tensor, ...]:
+    """What the gradient of a loss is accumulated in."""
+    todo = [t.grad_fn for t in tree_leaves(found) if isinstance(t, Tensor)]
+    seen, leaves = set[Any](), list[Tensor]()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (leaf := getattr(node, "variable", None)) is not None:
+            leaves.append(leaf)
+        todo += [following for following, _ in node.next_functions]
+    return tuple(leaves)
+
+
+def _tried(task: Task, result: Any, target: Any, *, needs_grad: bool = False) -> Any:
     from torch._subclasses.fake_tensor import FakeTensor
 
     modes: list[AbstractContextManager[Any]] = []
 
+    def detached(tensor: Tensor) -> Tensor:
+        found = tensor.detach()
+        if not needs_grad or not (found.is_floating_point() or found.is_complex()):
+            return found
+        # No leaf, which the loss couldn't change in place; and it may change what this is of.
+        return found.requires_grad_().clone()
+
     def note(tensor: Tensor) -> Tensor:
-        if not isinstance(tensor, FakeTensor):
-            return tensor.detach()
-        modes.append(tensor.fake_mode)
-        return tensor
+        if isinstance(tensor, FakeTensor):
+            modes.append(tensor.fake_mode)
+        return detached(tensor)
 
     result = map_tensors(note, result)
     try:
@@ -85,5 +140,5 @@ def _tried(task: Task, result: Any, target: Any) -> Any:
         if not modes:
             raise
         # A loss that looks at numbers.
-        zeros = map_tensors(lambda t: torch.zeros(t.shape, dtype=t.dtype), result)
+        zeros = map_tensors(lambda t: detached(torch.zeros(t.shape, dtype=t.dtype)), result)
         return task.loss(zeros, target)

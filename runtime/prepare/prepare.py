@@ -24,7 +24,7 @@ from ..settings import RunSettings
 from .data import Segment, check_padding, segments, training_samples
 from .devices import autocast_of, forward_context
 from .distribution import Distribution, SentValue, Specs, distribute
-from .loss import LossKind, kind_of_loss
+from .loss import LossKind, check_parameters, kind_of_loss
 from .tied_parameters import (
     Ties,
     check_shared,
@@ -154,7 +154,8 @@ def prepare(
         tell: is told what is being done.
 
     Raises:
-        TargetError: the task can't be imported or built, or has too little data.
+        TargetError: the task can't be imported or built, has too little data, or a loss that uses
+            parameters of other stages.
         TraceError: the model can't be traced.
         PlanError: the plan is for another model, its stages don't fit together, or it has what
             can be planned but not run yet.
@@ -224,6 +225,8 @@ def prepare(
         distribution=distribution,
         flops_per_sample=traced.flops_per_sample(least) if settings.log else None,
     )
+    updated = [p for _, p in prepared.model.updated_by(len(stages) - 1)]
+    check_parameters(loss, dict(model.named_parameters()), updated)
     few = min(3, max(segment.mini_batches for segment in course))
     check_schedule(pipeline, make_schedule(pipeline, few), few)
     return prepared

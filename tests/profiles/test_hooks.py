@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import pytest
 import torch
 from click.testing import CliRunner
 from helpers.paths import TESTS
+from helpers.plain_training import train_plainly
 from helpers.plans import plan_by_hand, with_times
 from timeprest.cli.profile import main as tp_profile
+from timeprest.cli.run import main as tp_run
 from timeprest.profiles.errors import RunError, TargetError, TaskWarning, TimeprestError, UserError
+from timeprest.profiles.files import write_file
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.measuring.platforms import platform_of
 from timeprest.profiles.target import parse_input, resolve
 from timeprest.profiles.tasks.hooks import task_optimizer
 from timeprest.profiles.tasks.objects import misspelt_hooks
+from timeprest.runtime.prepare import tracing as tracing_module
 from timeprest.runtime.prepare.prepare import prepare
+from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import RunSettings
 from timeprest.runtime.verify import dry_run as dry_run_module
@@ -136,6 +142,71 @@ BLAMED = {
 def test_a_run_blames_the_hook(name, plan, tmp_path):
     settings = RunSettings(task=f"{TASKS}:{name}", steps=2)
     with pytest.raises(TimeprestError, match=BLAMED[name]):
+        run(plan, settings, tmp_path / "run", inline=True)
+
+
+# Losses that use parameters of the model ------------------------------------------------------
+
+OTHERS = {
+    "LossPenalty": r"uses the model's parameter 'l0\.weight' \(and \d more\), which the last stage",
+    "LossOfFirst": r"uses the model's parameter 'l0\.weight', which the last stage doesn't update",
+    "LossTemperature": r"parameter 'temperature', .*; return it, or .* as an output of forward",
+}
+
+
+@pytest.fixture(scope="module")
+def of_model():
+    """A profile of their model."""
+    task = resolve(f"{TASKS}:LossOfLast")
+    return with_times(measure(task, batch_size=8, micro_batch_sizes=[2, 4, 8], seconds=0))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("large", [False, True])
+def test_a_loss_that_reaches_for_parameters_of_other_stages_is_refused(
+    name, large, of_model, tmp_path, monkeypatch
+):
+    """Their gradients would be nobody's."""
+    if large:
+        monkeypatch.setattr(tracing_module, "is_small", lambda plan: False)
+    plan = plan_by_hand(of_model, "timeprest", 2, 4)
+    settings = RunSettings(task=f"{TASKS}:{name}", steps=2, evaluate=False)
+    for attempt in (run, partial(run, inline=True), dry_run):
+        with pytest.raises(TargetError, match=OTHERS[name]):
+            attempt(plan, settings, str(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_it_is_the_users_to_mend(of_model, tmp_path):
+    """One line, and exit code 2."""
+    write_file(tmp_path / "plan.json", plan_by_hand(of_model, "timeprest", 2, 4))
+    given = [str(tmp_path / "plan.json"), "--steps", "2", "--task", f"{TASKS}:LossPenalty"]
+    for more in (["--dry-run"], ["--inline", "--run-dir", str(tmp_path / "run")]):
+        result = CliRunner().invoke(tp_run, given + more)
+        assert result.exit_code == 2
+        (line,) = result.stderr.splitlines()
+        assert "'l0.weight'" in line
+
+
+@pytest.mark.parametrize(
+    ("name", "stages"), [("LossOfLast", 2), ("LossOfLast", 1), ("LossPenalty", 1)]
+)
+def test_a_loss_may_use_what_its_own_stage_updates(name, stages, of_model, tmp_path):
+    """It trains as in plain torch."""
+    plan = plan_by_hand(of_model, "gpipe", stages, 2)
+    settings = RunSettings(task=f"{TASKS}:{name}", steps=3, evaluate=False)
+    run(plan, settings, tmp_path / "run", inline=True)
+    _, model = train_plainly(f"{TASKS}:{name}", 8, 3)
+    weights = load_weights(tmp_path / "run")
+    for key, tensor in model.state_dict().items():
+        torch.testing.assert_close(weights[key], tensor)
+
+
+def test_what_only_a_loss_uses_is_no_stages(of_model, tmp_path):
+    """On one stage, too."""
+    plan = plan_by_hand(of_model, "gpipe", 1, 2)
+    settings = RunSettings(task=f"{TASKS}:LossTemperature", steps=2, evaluate=False)
+    with pytest.raises(TargetError, match="parameter 'temperature'"):
         run(plan, settings, tmp_path / "run", inline=True)
 
 

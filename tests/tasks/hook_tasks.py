@@ -159,6 +159,46 @@ class LossRaises(MLPTask):
         return (output @ target).mean()
 
 
+class OfModel(MLPTask):
+    """The loss takes parameters of the model that don't come out of its forward."""
+
+    def model(self):
+        self.net = super().model()
+        # No layer uses it.
+        self.net.temperature = torch.nn.Parameter(torch.zeros((), dtype=torch.float64))
+        return self.net
+
+
+class LossPenalty(OfModel):
+    """Weight decay by hand: of every layer."""
+
+    def loss(self, output, target):
+        layers = [p for name, p in self.net.named_parameters() if name != "temperature"]
+        return super().loss(output, target) + 0.05 * sum(p.square().sum() for p in layers)
+
+
+class LossOfFirst(OfModel):
+    """Of the first layer alone."""
+
+    def loss(self, output, target):
+        return super().loss(output, target) + 0.05 * self.net.l0.weight.square().sum()
+
+
+class LossOfLast(OfModel):
+    """Of the last one, which the loss's own stage has; as (sum, weight)."""
+
+    def loss(self, output, target):
+        found = super().loss(output, target) + 0.05 * self.net.l3.weight.square().sum()
+        return found * len(output), len(output)
+
+
+class LossTemperature(OfModel):
+    """A learned number that the loss alone uses."""
+
+    def loss(self, output, target):
+        return super().loss(output * self.net.temperature.exp(), target)
+
+
 class LossDetached(MLPTask):
     def loss(self, output, target):
         return super().loss(output.detach(), target)
