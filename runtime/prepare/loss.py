@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import warnings
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -14,10 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ...profiles.errors import TargetError
+from ...profiles.errors import TargetError, TaskWarning
 from ...profiles.tasks.hooks import describe_error, is_ctrl_c
 from ...profiles.tasks.task import Loss, Task, read_loss
 from ...profiles.tracing.pieces import map_tensors
+
+_MOST_NAMED = 3
 
 
 @dataclass(frozen=True)
@@ -84,9 +87,18 @@ def check_parameters(
         named: all parameters of the model.
         updated: those that the last stage updates.
 
-    Raises TargetError naming one of them.
+    Warns of those that are no part of the model. Raises TargetError naming one that is.
     """
     names, mine = {id(p): name for name, p in named.items()}, {id(p) for p in updated}
+    others = [p for p in loss.takes if isinstance(p, nn.Parameter) and id(p) not in names]
+    if others:
+        shapes = ", ".join(str(list(p.shape)) for p in others[:_MOST_NAMED])
+        warnings.warn(
+            f"the task's loss takes gradients to {len(others)} parameters that aren't the model's "
+            f"({shapes}): nothing trains them; make them the model's, and return them from forward",
+            TaskWarning,
+            stacklevel=2,
+        )
     odd = [names[id(p)] for p in loss.takes if id(p) in names and id(p) not in mine]
     if odd:
         # In the model's own sequence.

@@ -202,6 +202,13 @@ def test_a_loss_may_use_what_its_own_stage_updates(name, stages, of_model, tmp_p
         torch.testing.assert_close(weights[key], tensor)
 
 
+def test_what_a_loss_alone_has_is_said_not_to_be_trained(of_model, tmp_path):
+    plan = plan_by_hand(of_model, "gpipe", 2, 2)
+    settings = RunSettings(task=f"{TASKS}:LossOfItsOwn", steps=2, evaluate=False)
+    with pytest.warns(TaskWarning, match="to 1 parameters that aren't the model"):
+        run(plan, settings, tmp_path / "run", inline=True)
+
+
 def test_what_only_a_loss_uses_is_no_stages(of_model, tmp_path):
     """On one stage, too."""
     plan = plan_by_hand(of_model, "gpipe", 1, 2)

@@ -192,6 +192,15 @@ class LossOfLast(OfModel):
         return found * len(output), len(output)
 
 
+class LossOfItsOwn(OfModel):
+    """A learned number that is no part of the model."""
+
+    scale = torch.nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def loss(self, output, target):
+        return super().loss(output * self.scale, target)
+
+
 class LossTemperature(OfModel):
     """A learned number that the loss alone uses."""
 
