@@ -298,6 +298,7 @@ def whole_stages(plan, seed):
     return set(range(len(plan.stages)))
 
 
+@pytest.mark.choice(12)
 @pytest.mark.parametrize(
     ("layers", "seed"),
     [(whole_stages, 0), (every_layer, 0), *((some_layers, seed) for seed in range(3))],
