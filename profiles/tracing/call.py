@@ -167,6 +167,21 @@ def _differs(buffer: Tensor, value: Tensor, version: int) -> bool:
         return False
 
 
+def dense(tensor: Tensor) -> Tensor:
+    """The same numbers as a tensor laid out as most are."""
+    if tensor.is_quantized:
+        return tensor.dequantize()
+    return tensor if tensor.layout == torch.strided else tensor.to_dense()
+
+
+def summed(tensor: Tensor) -> str:
+    """The sum of a tensor's numbers, by which another one is told from it. As text: what is no
+    number equals itself then."""
+    whole = tensor.detach()
+    whole = torch.view_as_real(whole) if whole.is_complex() else whole
+    return repr(float(whole.sum(dtype=torch.float64)))
+
+
 def _devices(model: nn.Module) -> list[int]:
     tensors = [*model.parameters(), *model.buffers()]
     return sorted({t.device.index or 0 for t in tensors if t.device.type == "cuda"})

@@ -15,7 +15,7 @@ from torch.autograd.function import _SingleLevelFunction
 from torch.utils.checkpoint import CheckpointFunction
 
 from ..errors import TraceError
-from .call import Call
+from .call import Call, summed
 from .graph import TracedModel, fetch_attribute
 from .layers import Home, group, matches
 
@@ -158,9 +158,7 @@ def _seen(p: nn.Parameter) -> tuple[Any, ...]:
     """What shows that a parameter was written; `p.data` has no version of its own."""
     if p.is_meta or type(p) is not nn.Parameter:
         return ()
-    whole = torch.view_as_real(p.detach()) if p.is_complex() else p.detach()
-    # As text: what is no number equals itself then.
-    return p.data_ptr(), p._version, repr(float(whole.sum(dtype=torch.float64)))
+    return p.data_ptr(), p._version, summed(p)
 
 
 def trace_fx(model: nn.Module, call: Call | None, granularity: str) -> TracedModel:

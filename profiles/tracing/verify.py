@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..errors import TraceError
-from .call import Call, collections_in, unchanged
+from .call import Call, collections_in, dense, summed, unchanged
 from .pieces import take_apart
 from .random_states import seed_all
 
@@ -188,12 +188,8 @@ def _numbers(model: nn.Module) -> dict[str, Any]:
 
 def _digest(value: Any) -> Any:
     if isinstance(value, Tensor):
-        whole = value.detach()
-        if _is_fake(value) or value.is_meta or whole.is_quantized:
-            return tuple(value.shape)
-        whole = torch.view_as_real(whole) if whole.is_complex() else whole
-        # As text: what is no number equals itself then.
-        return tuple(value.shape), repr(float(_dense(whole).sum(dtype=torch.float64)))
+        shape = tuple(value.shape)
+        return shape if _is_fake(value) or value.is_meta else (shape, summed(dense(value)))
     return value if value is None or isinstance(value, (int, float)) else type(value).__name__
 
 
@@ -215,17 +211,11 @@ def _same(mine: Any, own: Tensor) -> bool:
     if _is_fake(own):
         return True
     tolerance = 1e-2 if _coarse(own) else 1e-4
-    mine, own = _dense(mine), _dense(own)
+    mine, own = dense(mine), dense(own)
     mine, own = (t.double() if not t.is_complex() else t for t in (mine, own))
     finite = own[own.isfinite()].abs()
     scale = float(finite.max()) if finite.numel() else 0.0
     return torch.allclose(mine, own, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
-
-
-def _dense(tensor: Tensor) -> Tensor:
-    if tensor.is_quantized:
-        return tensor.dequantize()
-    return tensor if tensor.layout == torch.strided else tensor.to_dense()
 
 
 def _coarse(tensor: Tensor) -> bool:

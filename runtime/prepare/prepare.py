@@ -218,7 +218,8 @@ def prepare(
             ties=ties,
             unused=_unused(model, names, chosen),
             matrices=matrices,
-            loss=loss,
+            # What it takes is looked at below, and isn't held on to.
+            loss=replace(loss, takes=()),
             autocast=autocast,
             modes=traced.modes,
         ),
