@@ -27,7 +27,11 @@ _MOST_SHOWN = 80
 
 def shown(value: object) -> str:
     """A value as errors show it, on one line that isn't endless."""
-    text = " ".join(repr(value).split())
+    try:
+        text = " ".join(repr(value).split())
+    except ValueError:
+        # Of an integer with thousands of digits Python makes no text.
+        return "such a large number"
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
 
 
@@ -117,7 +121,12 @@ def _written(amount: object, what: str, example: str) -> str:
     """An amount as text; a number has no unit. Raises UserError for what is neither."""
     number = real_number(amount)
     if number is not None:
-        return repr(number)
+        try:
+            return repr(number)
+        except ValueError:
+            raise UserError(
+                f"{what}: {shown(number)} is too large; write it like {example}"
+            ) from None
     if not isinstance(amount, str):
         raise UserError(f"{what}: can't read {shown(amount)}; write it like {example}")
     return amount

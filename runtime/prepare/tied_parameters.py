@@ -144,6 +144,9 @@ def treat_alike(parameter: nn.Parameter, copied: nn.Parameter) -> None:
     """Give a copy the hooks of a parameter, and its attributes, by which an optimizer may have been
     told what to do with it; torch copies neither."""
     copied.__dict__.update(parameter.__dict__)
+    if not parameter.requires_grad:
+        # It may have had some before it was frozen, and takes none now.
+        return
     for hook in (parameter._backward_hooks or {}).values():
         copied.register_hook(hook)
     for hook in (parameter._post_accumulate_grad_hooks or {}).values():

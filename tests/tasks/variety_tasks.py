@@ -348,6 +348,9 @@ class Treated(nn.Module):
         self.again.weight = self.first.weight
         self.first.weight.register_hook(lambda gradient: gradient * 0.3)
         self.first.weight.decays = 0.5
+        # One that was frozen since takes no hooks any more.
+        self.between.bias.register_hook(torch.zeros_like)
+        self.between.bias.requires_grad_(False)
 
     def forward(self, x):
         x = torch.tanh(self.between(torch.tanh(self.first(x))))

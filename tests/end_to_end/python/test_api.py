@@ -172,6 +172,11 @@ def test_what_cant_be_planned_or_run_is_refused(mlp_profile, tmp_path):
         ({"memory": -1}, "memory: can't read"),
         ({"memory": 0}, "memory: must be more than 0, not 0"),
         ({"memory": True}, "memory: can't read True"),
+        ({"memory": 10**5000}, "memory: such a large number is too large; write it like 16GiB"),
+        (
+            {"devices": 10**5000},
+            "devices: give a whole number .*, not such a large number",
+        ),
         ({"bandwidth": [1]}, r"bandwidth: can't read \[1\]; write it like 12GB/s"),
         ({"latency": float("nan")}, "latency: can't read 'nan'"),
         ({"devices": "2"}, "devices: give a whole number from 1 to 65536, not '2'"),
