@@ -23,7 +23,7 @@ from timeprest.tests.benchmarks.speed.contestants import ALL, contestant_named
 from timeprest.tests.benchmarks.speed.cuts import balanced, further, neighbours
 from timeprest.tests.benchmarks.speed.held import at_equal_limits, plan_for
 from timeprest.tests.benchmarks.speed.machine.machine import machine
-from timeprest.tests.benchmarks.speed.racing.ours import cut_as, whole_cycles, window_of
+from timeprest.tests.benchmarks.speed.racing.ours import UNEVEN, cut_as, whole_cycles, window_of
 from timeprest.tests.benchmarks.speed.racing.processes import (
     StuckError,
     last_words,
@@ -288,7 +288,10 @@ def test_updates_in_bunches_are_timed_by_whole_bunches():
     assert steady_state(pipeline_of(plan)).cycle == 3
     warm = max(stage.in_flight for stage in plan.stages)
     assert whole_cycles(plan, Length(warm=1, timed=4)) == Length(warm, 6)
-    assert whole_cycles(plan, Length(warm=1, timed=2)) == Length(warm, 2)
+    uneven = Length(UNEVEN * warm, 2 * UNEVEN * warm)
+    assert whole_cycles(plan, Length(warm=1, timed=2)) == uneven
+    longer = Length(uneven.warm + 1, uneven.timed + 1)
+    assert whole_cycles(plan, longer) == Length(longer.warm, -(-longer.timed // 3) * 3)
 
 
 def test_results_of_another_machine_are_refused(tmp_path):

@@ -66,7 +66,7 @@ class Contestant:
 
     def on(self, cores: int) -> Contestant:
         """With a process of one thread for each core; one process has as many threads, or one."""
-        if self.kind != "plain":
+        if self.processes > 1:
             return replace(self, processes=cores)
         return replace(self, threads=cores) if self.threads > 1 else self
 
@@ -85,6 +85,7 @@ TDP = "torch.distributed.pipelining"
 _RIVALS = (
     Contestant(BASE, "one process, 1 thread", "plain", processes=1),
     Contestant("two-threads", "one process, as many threads", "plain", processes=1, threads=2),
+    Contestant("alone", "as many processes, each with a model of its own", "plain"),
     Contestant("ddp", "DistributedDataParallel, as many processes", "ddp"),
     Contestant("tdp-gpipe", f"{TDP} GPipe", "tdp", schedule="GPipe"),
     Contestant("tdp-1f1b", f"{TDP} 1F1B", "tdp", schedule="1F1B"),

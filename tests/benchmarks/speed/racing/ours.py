@@ -35,6 +35,10 @@ DRAIN = 3
 """Mini-batches behind the timed ones, so that the pipeline is full while the clock runs; more,
 where more may be in flight."""
 
+UNEVEN = 5
+"""Of updates that come in no pattern, the first so many times the mini-batches in flight are
+left out, and twice as many are timed."""
+
 
 def command(tool: str, *arguments: str) -> None:
     """Run tp-profile, tp-plan or tp-run. Raises UserError with its last words."""
@@ -121,12 +125,14 @@ def race_ours(contestant: Contestant, model: str, folder: Path, length: Length) 
 
 
 def whole_cycles(plan: Plan, length: Length) -> Length:
-    """As long or longer: a schedule whose updates come in bunches is timed from bunch to bunch."""
-    cycle = max(steady_state(pipeline_of(plan)).cycle, 1)
-    warm = max(length.warm, *(stage.in_flight for stage in plan.stages))
-    return Length(
-        warm, -(-length.timed // cycle) * cycle if cycle <= length.timed else length.timed
-    )
+    """As long or longer: a schedule whose updates come in bunches is timed from bunch to bunch, and
+    where they come unevenly for longer than that, their mean is taken over many of them, after the
+    beginning, whose bunches are the largest."""
+    cycle = steady_state(pipeline_of(plan)).cycle
+    deep = max(stage.in_flight for stage in plan.stages)
+    if not 0 < cycle <= length.timed:
+        return Length(max(length.warm, UNEVEN * deep), max(length.timed, 2 * UNEVEN * deep))
+    return Length(max(length.warm, deep), -(-length.timed // cycle) * cycle)
 
 
 def figures_of(where: RunDir, plan: Plan, length: Length) -> Figures:

@@ -87,7 +87,9 @@ def spec_of(contestant: Contestant, model: str, choice: Choice, length: Length) 
 def race_rival(contestant: Contestant, model: str, choice: Choice, length: Length) -> Figures:
     """Run it once. Raises UserError when it fails."""
     found = run_ranks(spec_of(contestant, model, choice, length))
-    period = max(rank.period_s for rank in found)
+    # Processes that have nothing to do with each other make a mini-batch each in that time.
+    made = contestant.processes if contestant.kind == "plain" else 1
+    period = max(rank.period_s for rank in found) / made
     # Data parallelism: each rank knows its half's loss.
     told = [rank.losses for rank in found if rank.losses]
     losses = [sum(each) / len(each) for each in zip(*told, strict=True)]
@@ -98,8 +100,8 @@ def race_rival(contestant: Contestant, model: str, choice: Choice, length: Lengt
         cuts=tuple(map(str, choice.cuts)),
         stages=tuple(
             StageFigures(
-                compute_s=rank.processor_s,
-                idle_s=max(contestant.threads * rank.period_s - rank.processor_s, 0.0),
+                compute_s=rank.processor_s / made,
+                idle_s=max(contestant.threads * rank.period_s - rank.processor_s, 0.0) / made,
                 rss_bytes=rank.rss_bytes,
             )
             for rank in found
