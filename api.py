@@ -102,7 +102,7 @@ def profile(
         raise UserError("edges: goes with a table of costs (.csv)")
     from .profiles.measuring.measure import measure
     from .profiles.measuring.platforms import platform_of
-    from .profiles.measuring.process import freed_memory_kept
+    from .profiles.measuring.process_settings import freed_memory_kept
     from .profiles.target import parse_input, resolve
 
     if together is not None and device != "cpu":

@@ -11,7 +11,7 @@ from click.core import ParameterSource
 
 from ..profiles.errors import UserError
 from ..profiles.files import MAX_FACTOR, MAX_THREADS, Kind, check_output, is_file, write_file
-from ..profiles.measuring.process import keep_freed_memory, without_collections
+from ..profiles.measuring.process_settings import keep_freed_memory, without_collections
 from ..profiles.profile import FRONT_ENDS, Profile
 from ..profiles.published.reader import import_profile, is_foreign
 from .errors import errors_as_lines, output, print_json

@@ -11,7 +11,7 @@ import msgspec
 
 from ..planner.plan import read_plan
 from ..profiles.errors import UserError
-from ..profiles.measuring.process import without_collections
+from ..profiles.measuring.process_settings import without_collections
 from ..runtime.processes.environment import check_world_size
 from ..runtime.processes.locks import check_system
 from ..runtime.processes.start import WORKER, load_ahead

@@ -20,7 +20,7 @@ import torch
 from .. import __version__
 from ..planner.plan import Plan, check_plan
 from ..profiles.errors import RunError, StoppedError, TaskWarning, UserError
-from ..profiles.measuring.process import keep_freed_memory
+from ..profiles.measuring.process_settings import keep_freed_memory
 from ..profiles.tasks.objects import as_bytes, check_not_importing, give, name_of
 from .checkpoint.start import (
     check_logs,

@@ -72,6 +72,6 @@ def write_export(plan: Plan, engine: EngineName, folder: str | Path) -> tuple[li
 
 
 def _facts(plan: Plan) -> ModelFacts:
-    from ...runtime.prepare.facts import facts_of  # loads torch
+    from ...runtime.prepare.export_facts import facts_of  # loads torch
 
     return facts_of(plan)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from ...profiles.errors import RunError, TimeprestError
-from ...profiles.measuring.process import end_with_parent
+from ...profiles.measuring.process_settings import end_with_parent
 from ...runtime.processes.environment import launched_by
 from ..errors import tell, why_unprinted
 from ..options.command import GroupedCommand

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...planner.plan import Plan
-from ...profiles.measuring.process import keep_freed_memory
+from ...profiles.measuring.process_settings import keep_freed_memory
 from ...runtime.prepare.workers import workers_of
 from ...runtime.processes.rendezvous import Rendezvous
 from ...runtime.records.metrics import RunSummary

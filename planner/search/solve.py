@@ -20,13 +20,13 @@ from ..plan import Plan, SolverReport
 from ..systems.orders import Order
 from ..systems.variants import variant_named
 from .choices import RECOMPUTE, Branch, Freedom, micro_batch_counts, stages_asked
+from .device_sequences import SEQUENCES, forget_bounds, kinds_in, try_near, try_sequences
 from .diagnosis import diagnose, lacking
 from .exploration import run
-from .ordered import check_asked, search_of, under
-from .placed import PlacedSearch, no_branches
+from .given_order import check_asked, search_of, under
 from .recheck import signed
 from .relaxation import Relaxation
-from .sequences import SEQUENCES, forget_bounds, kinds_in, try_near, try_sequences
+from .stages_per_device import PlacedSearch, no_branches
 from .state import EFFORT, SOON_S, Budget, OutOfBudget, Progress, SearchState
 
 INTERRUPTED = "interrupted"

@@ -24,12 +24,12 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ..errors import TargetError
-from ..measuring.process import keep_freed_memory
+from ..measuring.process_settings import keep_freed_memory
 from ..profile import Together, Totals
 from ..target import Target, parse_input, resolve
 from ..tasks.task import root_of
 from .platforms import Platform, platform_of
-from .process import end_with_parent
+from .process_settings import end_with_parent
 
 _MIN_ROUNDS, _MAX_ROUNDS = 5, 60
 _SETTLING_STEPS = 1

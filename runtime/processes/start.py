@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import IO, Any, NoReturn, Protocol
 
 from ...profiles.errors import RunError
-from ...profiles.measuring.process import end_with_parent
+from ...profiles.measuring.process_settings import end_with_parent
 
 WORKER = f"{__package__.rpartition('.')[0]}.training.worker"
 """The module that a worker's process of a run is."""

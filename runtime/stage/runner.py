@@ -34,9 +34,9 @@ from ..records.operation_log import OperationLog, StageEpochFile, Use
 from ..records.status import Status
 from .finite import SKIP, NotFinite
 from .handed_over import HandedOver
-from .loss_weights import LossWeights
 from .optimizer import clip, own_part, squared_norm, trained
 from .stage import Stage
+from .summed_losses import LossWeights
 
 EVALUATION_AHEAD = 8
 """Messages that a worker of one stage may have under way to each peer while it evaluates."""

@@ -43,8 +43,8 @@ from ..records.operation_log import StageEpochFile, operation_log, read_stage_ep
 from ..records.progress import Both, MetricsFile, Observer, Silent
 from ..records.run_dir import RunDir
 from ..stage.runner import EVALUATION_AHEAD, StageRunner
+from .dashboard_figures import StepFigures
 from .dropout import WithoutDropout
-from .figures import StepFigures
 from .same_data import compare_evaluation, compare_lengths, compare_training
 
 Barrier = Callable[[], None]

@@ -23,8 +23,8 @@ from ..prepare.devices import forward_context, move, own_device, put, random_sta
 from ..prepare.prepare import Prepared
 from ..prepare.samples import Samples
 from ..stage.batch_norm import DeferredBatchNorm
-from ..stage.loss_weights import MiniBatchMeans
 from ..stage.optimizer import make_optimizer, make_scheduler, step_optimizer
+from ..stage.summed_losses import MiniBatchMeans
 from .dropout import Traits, WithoutDropout
 
 

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from ...profiles.measuring.process import end_with_parent, keep_freed_memory
+from ...profiles.measuring.process_settings import end_with_parent, keep_freed_memory
 from ...profiles.tasks.objects import give_bytes
 from ..communication.all_reduce import ALL_WORKERS, ProcessAllReduce, stage_group
 from ..communication.channel import START_S, PeerError

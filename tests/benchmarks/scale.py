@@ -58,10 +58,10 @@ such a cluster would reach.
 TAIL = """
 ## What the gaps consist of
 
-Gaps of 15 % on 512 and 4,096 devices in 60 s were the goal, and all are there. How far a search comes
-in its time is the machine's doing: one that takes three times as long for the tests came to 7.2,
-15.0 and 15.0 % (flush on 64, 512 and 4,096 devices) and to 7.2, 15.0 and, in one run of two, 16.6 %
-(2BW), with the same plans on 512 and 4,096 devices.
+Gaps of 15 % on 512 and 4,096 devices in 60 s were the goal, and all are there. How far a search
+comes in its time is the machine's doing: one that takes three times as long for the tests came to
+7.2, 15.0 and 15.0 % (flush on 64, 512 and 4,096 devices) and to 7.2, 15.0 and, in one run of two,
+16.6 % (2BW), with the same plans on 512 and 4,096 devices.
 
 - *Time.* A first bound is the best period over 1.15, for every number of micro-batches; if all are
   excluded, the bounds go on from there. A gap of 15.0 % is one whose time ended then.

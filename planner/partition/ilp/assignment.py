@@ -16,8 +16,8 @@ import numpy as np
 
 from ..problem import FITS, SAME, Cut, CutTensor, StageProblem, members
 from .loads import SCALE, Linear, Seats, StageRows, busy_of, bytes_of, wire_of
+from .mip import Mip, Terms, difference, total
 from .search import Search
-from .solver import Mip, Terms, difference, total
 from .variables import SlotChoice, Slots, Units, between, joined, least_compute, least_load
 
 # What a device's load is where its layers need not be contiguous, straight from the

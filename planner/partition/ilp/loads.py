@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 
 from ..problem import CutTensor, StageProblem, Vector, members
-from .solver import Mip, Terms, difference, total
+from .mip import Mip, Terms, difference, total
 from .variables import SlotChoice, Slots, Units
 
 SCALE = 1000.0

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from ..problem import Cut, StageProblem, cut_load
-from .solver import Mip, MipAnswer, SolverSettings
+from .mip import Mip, MipAnswer, SolverSettings
 from .stages import StageModel
 from .variables import least_load, make_slots
 

@@ -23,7 +23,7 @@ import numpy as np
 from ..placings import Placings
 from ..problem import ChosenStage, Cut, CutTensor, StageProblem, cut_load, members
 from .loads import SCALE, Seats, StageRows
-from .solver import Mip, Terms, difference, total
+from .mip import Mip, Terms, difference, total
 from .variables import (
     find_windows,
     inseparable,

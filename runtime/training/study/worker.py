@@ -16,7 +16,7 @@ import msgspec
 
 from ....planner.study.study import Curve
 from ....profiles.errors import TimeprestError
-from ....profiles.measuring.process import end_with_parent, keep_freed_memory
+from ....profiles.measuring.process_settings import end_with_parent, keep_freed_memory
 from .training import train_one
 from .work import Asked, StudyWork
 

@@ -17,16 +17,16 @@ import pytest
 from helpers.drawn.cases import examples
 from helpers.drawn.problems import all_cuts, brute_force, drawn_problems
 from hypothesis import given, settings
+from timeprest.planner.partition.ilp import mip
 from timeprest.planner.partition.ilp import search as ilp_search
-from timeprest.planner.partition.ilp import solver as mip
 from timeprest.planner.partition.ilp.assignment import (
     assignment_load,
     device_slots,
     parted,
     solve_noncontiguous,
 )
+from timeprest.planner.partition.ilp.mip import Mip, MipAnswer, SolverSettings, Terms
 from timeprest.planner.partition.ilp.search import solve_ilp
-from timeprest.planner.partition.ilp.solver import Mip, MipAnswer, SolverSettings, Terms
 from timeprest.planner.partition.ilp.stages import StageModel
 from timeprest.planner.partition.ilp.variables import least_load, make_slots, make_units
 from timeprest.planner.partition.problem import (

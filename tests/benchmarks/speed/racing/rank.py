@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 import torch
 import torch.distributed as dist
-from timeprest.profiles.measuring.process import keep_freed_memory
+from timeprest.profiles.measuring.process_settings import keep_freed_memory
 
 from ..cuts import child_times
 from ..tasks import MEMORY_RACES, RACES

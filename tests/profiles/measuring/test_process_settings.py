@@ -11,7 +11,7 @@ import pytest
 PROGRAM = """
 import ctypes
 import psutil
-from timeprest.profiles.measuring.process import freed_memory_kept, keep_freed_memory
+from timeprest.profiles.measuring.process_settings import freed_memory_kept, keep_freed_memory
 
 c = ctypes.CDLL(None)
 c.malloc.restype, c.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]

@@ -8,7 +8,7 @@ from helpers.by_hand.profiles import chain, profile_by_hand
 from helpers.drawn.questions import drawn_placed
 from timeprest.planner.cluster.cluster import Cluster, Device, Network, uniform_cluster
 from timeprest.planner.partition import device_loads
-from timeprest.planner.search import placed
+from timeprest.planner.search import stages_per_device
 from timeprest.planner.search.solve import solve
 from timeprest.planner.simulator.timeline import filled_and_drained_s
 from timeprest.planner.systems.placement import pattern_of
@@ -201,8 +201,10 @@ def test_ways_to_leave_devices_out_that_were_not_looked_at_are_not_proven_worse(
     asked = {"stages_per_device": 2, "micro_batches": 4, "stages": 4}
     best = solve(chain(4), cluster, "timeprest", **asked)
     # The slowest two alone.
-    monkeypatch.setattr(placed, "_subsets", lambda cluster, number: iter([(0, 1)] * (number == 2)))
-    monkeypatch.setattr(placed, "_MOST_SUBSETS", 1)
+    monkeypatch.setattr(
+        stages_per_device, "_subsets", lambda cluster, number: iter([(0, 1)] * (number == 2))
+    )
+    monkeypatch.setattr(stages_per_device, "_MOST_SUBSETS", 1)
     found = solve(chain(4), cluster, "timeprest", **asked)
     assert best.predicted.period_s < found.predicted.period_s
     assert found.solver.bound_s <= best.predicted.period_s * (1 + 1e-9)

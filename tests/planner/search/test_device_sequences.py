@@ -12,7 +12,7 @@ from timeprest.planner.cluster.cluster import Cluster, Device, Network
 from timeprest.planner.evaluate import Question
 from timeprest.planner.partition.dp import kinds
 from timeprest.planner.partition.problem import stage_load
-from timeprest.planner.search import sequences
+from timeprest.planner.search import device_sequences
 from timeprest.planner.search import solve as solving
 from timeprest.planner.search.places import Assumptions
 from timeprest.planner.search.recheck import recheck
@@ -125,7 +125,7 @@ def test_stages_of_every_kind_cost_what_the_problem_says():
     cluster = Cluster(devices=devices(0.5, 2.5, 1.6, 0.8), network=LINK)
     question = Question(profile, cluster, "timeprest", 4, 0.0)
     search = explore(question, SearchRequest(micro_batches=2), lambda *_: None)
-    alike = sequences.kinds_of_devices(search)
+    alike = device_sequences.kinds_of_devices(search)
     found = alike.kinds(search.branches[0], Assumptions())
     program = kinds.KindProgram(found, search.source.lattice)
     cut, below = program.best().cut, 0
