@@ -27,6 +27,7 @@ from .checkpoint.start import (
     check_settings,
     check_start,
     check_unfinished,
+    left_out,
     noted_sizes,
     rewind_logs,
     settings_to_resume,
@@ -172,6 +173,13 @@ def _run(
                 line = (
                     f"{where.path}: the run goes on after mini-batch {settings.resume_at}; later "
                     f"checkpoints are removed: {', '.join(map(str, later))}"
+                )
+                warnings.warn(line, TaskWarning, stacklevel=2)
+            if tells and (names := left_out(where, settings)):
+                line = (
+                    f"{shorten(', '.join(names), 300, placeholder=' …')}: changed in training and "
+                    "begins anew: checkpoints have what the model, the optimizer and the scheduler "
+                    "keep as their state alone (docs/checkpoints.md)"
                 )
                 warnings.warn(line, TaskWarning, stacklevel=2)
             where.reopen(settings)

@@ -34,6 +34,8 @@ from ..records.metrics import EpochSums
 from ..records.run_dir import RunDir, tensor_bytes, tensor_metadata
 from ..settings import LATER, STEADY, RunSettings, given
 from ..stage.runner import StageRunner
+from ..stage.stage import Stage
+from .plain_attributes import changed, plain_attributes
 from .worker_state import WorkerState, capture
 
 FORMAT = "timeprest-checkpoint/1"
@@ -278,9 +280,14 @@ class CheckpointWriter:
         self.keep = settings.keep_checkpoints
         self.agree = agree
         self.logs = logs or {}
+        self._attributes: dict[str, Any] = {}
         # A run that was killed may have left some.
         for path in where.checkpoints.glob(".*"):
             shutil.rmtree(path, ignore_errors=True)
+
+    def begin(self, stages: Sequence[Stage]) -> None:
+        """Training is about to begin, or to go on, with these of this process."""
+        self._attributes = plain_attributes(stages)
 
     def write(
         self,
@@ -325,9 +332,10 @@ class CheckpointWriter:
     def _write_parts(
         self, partial: Path, workers: Sequence[tuple[StageRunner, Tensor, EpochSums]]
     ) -> None:
+        left_out = changed(self._attributes, [runner.stage for runner, _, _ in workers])
         for runner, random, sums in workers:
             replica = runner.replica
-            state, tensors = capture(runner.stage, random, sums, self._sizes(replica))
+            state, tensors = capture(runner.stage, random, sums, self._sizes(replica), left_out)
             contents = {
                 f"state/{replica.file}.json": msgspec.json.encode(state),
                 f"state/{replica.file}.safetensors": tensor_bytes(tensors),

@@ -183,6 +183,17 @@ def noted_sizes(where: RunDir, settings: RunSettings, replica: Replica) -> Mappi
     return Saved(where.checkpoint(settings.resume_at)).worker_state(replica.file).logs
 
 
+def left_out(where: RunDir, settings: RunSettings) -> list[str]:
+    """What a run that is resumed doesn't get back of what changed in plain attributes: what the
+    workers here said of it in the checkpoint."""
+    if not settings.resume_at:
+        return []
+    saved = Saved(where.checkpoint(settings.resume_at))
+    states = [name for name in saved.info.files if Path(name).match("state/*.json")]
+    here = [Path(name).stem for name in states if (saved.path / name).exists()]
+    return sorted({name for stem in here for name in saved.worker_state(stem).left_out})
+
+
 def rewind_logs(where: RunDir, settings: RunSettings, replica: Replica) -> None:
     """Cut a replica's own logs to what they were at the checkpoint that a run is resumed from.
 

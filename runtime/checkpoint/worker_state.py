@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -109,15 +109,22 @@ class WorkerState(TaggedFile, frozen=True, kw_only=True, tag=FORMAT):
     """Of the epoch that the checkpoint cuts."""
     logs: dict[str, int]
     """Bytes of the worker's own logs so far, by their paths in the run directory."""
+    left_out: tuple[str, ...] = ()
+    """What changed in plain attributes (`plain_attributes`), by name: it isn't here."""
 
 
 def capture(
-    stage: Stage, random: Tensor, sums: EpochSums, logs: dict[str, int]
+    stage: Stage,
+    random: Tensor,
+    sums: EpochSums,
+    logs: dict[str, int],
+    left_out: Sequence[str] = (),
 ) -> tuple[WorkerState, dict[str, Tensor]]:
     """The state of a worker, and its tensors by name.
 
     Args:
         random: state of its random numbers.
+        left_out: names of what isn't in it.
 
     Raises TargetError where the user's optimizer or scheduler keeps what can't be written.
     """
@@ -155,6 +162,7 @@ def capture(
             last_gradients=pack({names[p]: g for p, g in last.items()}, tensors, "last gradients"),
             sums=sums,
             logs=logs,
+            left_out=tuple(left_out),
         ),
         tensors,
     )

@@ -171,6 +171,7 @@ class Course:
             self._random.append(random_state(runner.device))
         if checkpoints is not None:
             self._start(checkpoints.where)
+            checkpoints.begin([runner.stage for runner in runners])
         for runner in runners:
             if runner.tells:
                 runner.on_mini_batch = self._tell

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from mlp_task import ShortEpochs
 from torch import nn
+from torch.utils.data import TensorDataset
 from whole_model_tasks import Grouped
 
 
@@ -71,3 +72,54 @@ class Idle(nn.Module):
 class IdleTask(ShortEpochs):
     def model(self):
         return Idle().double()
+
+
+class Center(nn.Module):
+    """Has a buffer, and a plain attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3))
+        self.calls = 0
+
+    def forward(self, output):
+        self.calls += 1
+        self.mean += 0.1 * (output.detach().mean(0) - self.mean)
+        return (output - self.mean).square().mean()
+
+
+class RememberingTask:
+    """Its loss anneals by the number of its calls."""
+
+    def __init__(self):
+        self.seen, self.history, self.still = 0, [], 3
+        self.center = Center()
+
+    def model(self):
+        return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 5), nn.Linear(5, 3))
+
+    def data(self, split):
+        generator = torch.Generator().manual_seed(len(split))
+        return TensorDataset(torch.randn(16, 4, generator=generator), torch.arange(16) % 3)
+
+    def loss(self, output, target):
+        self.seen += 1
+        self.history.append(1.0)
+        near = self.center(output)
+        return nn.functional.cross_entropy(output, target) + near / self.seen
+
+    def optimizer(self, parameters):
+        return Counting(parameters, lr=0.01)
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in a plain attribute."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.steps = 0
+
+    def step(self, closure=None):
+        """As SGD."""
+        self.steps += 1
+        return super().step(closure)

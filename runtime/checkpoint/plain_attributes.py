@@ -1,0 +1,111 @@
+"""What Python objects keep in plain attributes during training: it isn't in checkpoints.
+
+A run that goes on has them as they were made: a counter of a loss, what a module of the user's
+remembers. Each checkpoint notes which of them had changed by then, and a run that goes on there
+names them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from numbers import Number
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...profiles.tracing.call import summed
+from ..stage.stage import Stage
+
+_LOOKED_INTO = 64
+"""Entries of a list or dict that are looked at; of longer ones, besides, how many there are."""
+
+_OF_LIBRARIES = ("torch", "timeprest")
+
+_OF_MODULES = frozenset(vars(nn.Module()))
+"""Attributes that every module has, its mode among them."""
+
+
+def plain_attributes(stages: Sequence[Stage]) -> dict[str, Any]:
+    """What those of this process have in attributes that are numbers, tensors, or lists and dicts
+    of them: by name, as messages say it, what tells it from another."""
+    found: dict[str, Any] = {}
+    seen: set[int] = set()
+    for stage in stages:
+        own = {id(t) for t in (*stage.module.parameters(), *stage.module.buffers())}
+        for path, module in _modules(stage.module, seen):
+            found |= _of(f"the model's {path}." if path else "the model's ", module, own)
+        optimizer = stage.optimizer
+        if optimizer is not None and type(optimizer).__module__.split(".")[0] not in _OF_LIBRARIES:
+            usual = frozenset(vars(torch.optim.SGD([nn.Parameter(torch.empty(0))], lr=0.0)))
+            own |= {id(p) for group in optimizer.param_groups for p in group["params"]}
+            found |= _of(f"the optimizer's (stage {stage.number}) ", optimizer, own, usual)
+    task = stages[0].task
+    found |= _of("the task's ", task, set())
+    for name, value in _attributes(task).items():
+        if isinstance(value, nn.Module):
+            for path, module in _modules(value, seen):
+                # Its buffers aren't the model's.
+                where = f"the task's {name}.{path}".rstrip(".") + "."
+                own = {id(p) for p in module.parameters()}
+                found |= _of(where, module, own)
+                buffers = module.named_buffers(recurse=False)
+                found |= {where + buffer: _mark(tensor) for buffer, tensor in buffers}
+    return found
+
+
+def changed(before: Mapping[str, Any], stages: Sequence[Stage]) -> list[str]:
+    """Names of those that aren't what they were, ascending."""
+    now = plain_attributes(stages)
+    return sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+
+
+def _modules(root: nn.Module, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    """Those that weren't seen before."""
+    for path, module in root.named_modules():
+        if id(module) not in seen:
+            seen.add(id(module))
+            yield path, module
+
+
+def _attributes(thing: object) -> Mapping[str, Any]:
+    return getattr(thing, "__dict__", {})
+
+
+def _of(
+    where: str, thing: object, own: set[int], usual: Collection[str] = _OF_MODULES
+) -> dict[str, Any]:
+    """Of one object.
+
+    Args:
+        where: goes before the attributes' names.
+        own: tensors that are in checkpoints, by id.
+        usual: attributes that aren't looked at.
+    """
+    found = {}
+    for name, value in _attributes(thing).items():
+        if name in usual:
+            continue
+        if isinstance(value, (list, dict)):
+            items = [*value.items()] if isinstance(value, dict) else [*enumerate(value)]
+            marks = [(str(key), _mark(item, own)) for key, item in items[:_LOOKED_INTO]]
+            found[where + name] = (len(items), marks)
+        elif (mark := _mark(value, own)) is not None:
+            found[where + name] = mark
+    return found
+
+
+def _mark(value: Any, own: set[int] | None = None) -> Any:
+    """What tells a number or a tensor from others; None of anything else, and of what follows from
+    weights or is in checkpoints."""
+    if isinstance(value, Tensor):
+        # What has a gradient is computed anew in each forward.
+        skipped = value.requires_grad or value.is_meta or (own and id(value) in own)
+        if skipped:
+            return None
+        try:
+            return tuple(value.shape), summed(value)
+        except (RuntimeError, NotImplementedError):
+            # Quantized ones have no sum.
+            return None
+    return repr(value) if isinstance(value, Number) else None
