@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -508,7 +509,32 @@ def hook_warnings(prepared: Prepared) -> list[str]:
                 None if scheduler is None else scheduler_warning(prepared.task, scheduler, length)
             )
             lines += [] if line is None else [line]
-    return lines
+    line = _gradient_hooks(prepared)
+    return lines if line is None else [*lines, line]
+
+
+def _gradient_hooks(prepared: Prepared) -> str | None:
+    """A warning where hooks on parameters see parts of a mini-batch's gradients, one by one."""
+    plan, variant = prepared.plan, prepared.pipeline.variant
+    # One pass over all micro-batches on the same weights gives them the whole at once.
+    passes = variant.backward_unit == "micro" or variant.backward_weights != "latest"
+    replicated = any(len(stage.devices) > 1 for stage in plan.stages)
+    if not replicated and not (passes and plan.micro_batches > 1):
+        return None
+    names = [
+        name
+        for s in range(len(prepared.model.pieces))
+        for name, p in prepared.model.updated_by(s)
+        if p._backward_hooks or p._post_accumulate_grad_hooks
+    ]
+    if not names:
+        return None
+    of = "each replica" if plan.micro_batches == 1 else "each micro-batch"
+    return (
+        f"hooks on the gradient of {shorten(', '.join(names), 120, placeholder=' …')} run for "
+        f"{of}, on its share of the mini-batch's gradient: one that isn't linear (a clamp) or that "
+        "takes a step does something else than in training without a pipeline (docs/tasks.md)"
+    )
 
 
 def warn_of_hooks(prepared: Prepared) -> None:

@@ -86,3 +86,19 @@ class NoScheduler(MLPTask):
 
     def scheduler(self, optimizer):
         torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
+
+
+class Hooked(MLPTask):
+    """A parameter's gradient is clamped as it comes; its sizes then are noted."""
+
+    noted: ClassVar[list[float]] = []
+
+    def model(self):
+        model = super().model()
+
+        def clamp(gradient):
+            self.noted.append(float(gradient.abs().max()))
+            return gradient.clamp(-0.01, 0.01)
+
+        model.l3.weight.register_hook(clamp)
+        return model

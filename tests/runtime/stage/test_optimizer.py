@@ -12,6 +12,7 @@ from helpers.plans import plan_by_hand, with_times
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import RunError, TargetError, UserError
 from timeprest.profiles.target import resolve
+from timeprest.runtime.prepare.prepare import prepare
 from timeprest.runtime.prepare.samples import Samples
 from timeprest.runtime.records.progress import read_losses
 from timeprest.runtime.records.run_dir import load_weights
@@ -22,6 +23,7 @@ from timeprest.runtime.stage.optimizer import (
     _nesterov,
     check_choice,
     clip,
+    hook_warnings,
     learning_rate_factor,
     make_optimizer,
     own_part,
@@ -29,7 +31,7 @@ from timeprest.runtime.stage.optimizer import (
 )
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
-from whole_model_tasks import NotingSGD
+from whole_model_tasks import Hooked, NotingSGD
 
 TASKS = "whole_model_tasks"
 """Imported by name, so that what it notes is in the module that is imported here."""
@@ -391,3 +393,35 @@ def test_a_run_that_grows_has_the_rates_of_its_length():
     grown.param_groups[0].update(lr=0.0)
     after.restore(before.rule.state_dict())
     assert grown.param_groups[0]["lr"] == pytest.approx(0.1 * 0.75)
+
+
+@pytest.mark.parametrize(
+    ("variant", "n", "parts"),
+    [
+        ("gpipe", 4, True),
+        ("gpipe", 1, False),
+        ("timeprest", 4, False),
+        # Micro-batches on the same weights have one backward.
+        ("i-timeprest", 4, True),
+    ],
+)
+def test_hooks_on_parameters_that_see_parts_of_gradients_get_a_warning(
+    variant, n, parts, mlp_profile, tmp_path, recwarn
+):
+    profile = with_times(mlp_profile)
+    plan = plan_by_hand(profile, variant, 2, n, mini_batch=8)
+    settings = RunSettings(task=f"{TASKS}:Hooked", steps=STEPS, evaluate=False, checkpoint_every=0)
+    # Before the run hooks are called, too: by what holds the graph against the model.
+    prepared = prepare(plan, settings)
+    before = len(Hooked.noted)
+    prepare(plan, settings)
+    looked = len(Hooked.noted) - before
+    before = len(Hooked.noted)
+    run(plan, settings, tmp_path, inline=True)
+    calls = len(Hooked.noted) - before - looked
+    assert calls > STEPS if parts else calls == STEPS
+    lines = [line for line in hook_warnings(prepared) if line.startswith("hooks on the gradient")]
+    assert len(lines) == parts
+    for line in lines:
+        assert "of l3.weight run for each micro-batch" in line
+    assert len([w for w in recwarn if "hooks on the gradient" in str(w.message)]) == parts
