@@ -186,6 +186,7 @@ class _Patterned:
         # In an order, stages of one device may be apart by what both have in flight.
         self._ahead = max(pipeline.limits) * (2 if order else 1)
         self._run: ListExecutor | ContendedExecutor = ListExecutor(clock)
+        self._blocks = 0
         if clock.contended:
             clock.grow(length + 2 * self._ahead)
             most = length + self._ahead
@@ -238,10 +239,30 @@ class _Patterned:
     def run(self, mini_batches: int) -> bool:
         if isinstance(self._run, ContendedExecutor):
             return self._run.run(mini_batches)
-        self.clock.grow(mini_batches + self._ahead)
-        for d, ops in enumerate(self._run.lists):
-            ops += self._block(d, mini_batches - 1)
-        return self._run.run()
+        done = False
+        while self._blocks < mini_batches:
+            done = self._run_block(self._run)
+        # In an order, an update may stand behind forwards of later mini-batches, which other
+        # devices run behind as many updates of their own.
+        while not done and self.clock.pipeline.variant.order:
+            if self._updated(mini_batches):
+                return True
+            if self._blocks >= mini_batches + self._ahead:
+                return False
+            done = self._run_block(self._run)
+        return done
+
+    def _run_block(self, executor: ListExecutor) -> bool:
+        """Run what devices run up to their next updates, and what was left of before."""
+        self._blocks += 1
+        self.clock.grow(self._blocks + self._ahead)
+        for d, ops in enumerate(executor.lists):
+            ops += self._block(d, self._blocks - 1)
+        return executor.run()
+
+    def _updated(self, mini_batches: int) -> bool:
+        """Whether all stages have updated after so many."""
+        return all(mine[mini_batches - 1] >= 0 for mine in self.clock.starts_s[UPDATES])
 
 
 def _replay(pipeline: Pipeline, schedule: Schedule) -> ContendedExecutor:

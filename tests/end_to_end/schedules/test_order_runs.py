@@ -46,6 +46,12 @@ LATE_UPDATES = """
 1F0.0 1B0 1F1.0 1U0 | 1B1 1F2.0 1U1
 """
 
+BEHIND = """
+0F0.0 | 0B0 0U0 0F1.0
+1F0.0 1B0 | 1F1.0 1U0 1B1
+"""
+"""An update behind a forward that another device runs behind as many updates."""
+
 BOTTOM = """
 0F0.0 2F0.0 0F1.0 | 2B0 0B0 2F1.0 0F2.0
 1F0.0 | 1F1.0 1B0
@@ -97,6 +103,9 @@ def plan_of(profile, text, variant, **more):
         (PAIRS, "v-timeprest"),
         (LATE_UPDATES, "pipedream"),
         (LATE_UPDATES, "pipeoptim"),
+        (BEHIND, "pipedream"),
+        (BEHIND, "v-timeprest"),
+        (BEHIND, "spectrain"),
         (BOTTOM, "timeprest"),
         (BOTTOM, "pipedream"),
         (BY_MICRO_BATCH, "pipedream-2bw"),
