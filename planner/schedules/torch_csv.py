@@ -19,7 +19,10 @@ from ..systems.orders import Order, OrderLine, OrderWord, order_of
 WHOLE, OF_INPUT = "B", "I"
 """Kinds of a backward there: one that is whole, and the first part of a split one."""
 
-_CELL = re.compile(r"(\d+)([A-Z_]+?)(\d*)")
+_CELL = re.compile(r"(\d{1,9})([A-Z_]+?)(\d{0,9})")
+
+_SHOWN = 40
+"""So many characters of what is no operation are in messages."""
 _TOGETHER = re.compile(r"\((.*)\)OVERLAP_F_B")
 _SUMS = "REDUCE_GRAD"
 
@@ -95,7 +98,8 @@ def _words(cell: str, where: str, *, split: bool) -> Iterator[OrderWord]:
         WEIGHT: [WEIGHT],
     }
     if match is None or (match.group(2) in kinds and not match.group(3)):
-        raise OrderError(f"{where}: {cell!r} is no operation; torch's are as 1F0, 1B0, 1I0 or 1W0")
+        shown = cell if len(cell) <= _SHOWN else f"{cell[:_SHOWN]}…"
+        raise OrderError(f"{where}: {shown!r} is no operation; torch's are as 1F0, 1B0, 1I0 or 1W0")
     stage, kind, micro_batch = match.groups()
     if kind not in kinds:
         raise OrderError(

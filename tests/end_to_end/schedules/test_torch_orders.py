@@ -141,6 +141,7 @@ def exported_for_torchtitan(plan):
         ("0F0,0SEND_F0,0B0", "line 1: 0SEND_F0 isn't computing; give the compute-only CSV"),
         ("0F0,0F,0B0", "line 1: '0F' is no operation; torch's are as 1F0"),
         ("0F0.0,0B0", "line 1: '0F0.0' is no operation"),
+        (f"0F{'1' * 5000},0B0", "line 1: '0F1{38}…' is no operation"),
         # torch 2.13 itself lists the last rank of its 1F1B so.
         (torchs_own("1F1B", 2, 1, 4), "line 1: 0F4 is missing"),
         # Backwards of one stage run the other way round.
