@@ -126,7 +126,8 @@ _options = options(
         ),
         click.option(
             "--autocast",
-            type=click.Choice(["bfloat16", "float16"]),
+            type=click.Choice(["bf16", "bfloat16", "float16"]),
+            callback=lambda context, option, dtype: "bfloat16" if dtype == "bf16" else dtype,
             help="Run forwards under torch.autocast with this dtype.",
         ),
     ),

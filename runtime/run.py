@@ -384,6 +384,10 @@ class Trainer:
                 f"this process is one of those that {launched.by} has started; start tp-run by "
                 f"{launched.by}, or train from Python by itself"
             )
+        if asked.get("epochs") is not None and asked.get("steps") is not None:
+            raise UserError("epochs, steps: give one of them")
+        if isinstance(callbacks, Callback):
+            raise UserError("callbacks: is one callback; give a list of them")
         if plan is not None and settings is None:
             named = None if task is None else name_of(task)
             settings = settings_of(plan, {**asked, "task": named})

@@ -242,6 +242,13 @@ def test_a_callback_that_fails_ends_the_run_with_one_line(plan, short_epochs, tm
         Trainer(None, tmp_path / "run", epochs=3)
 
 
+def test_one_callback_is_no_list_of_them(plan, tmp_path):
+    with pytest.raises(UserError, match="callbacks: is one callback; give a list of them"):
+        Trainer(plan, tmp_path / "run", callbacks=Callback())
+    with pytest.raises(UserError, match="epochs, steps: give one of them"):
+        Trainer(plan, tmp_path / "run", epochs=1, steps=2)
+
+
 # Early stopping ---------------------------------------------------------------------------------
 
 
