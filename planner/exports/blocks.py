@@ -24,6 +24,8 @@ def list_of(name: str) -> tuple[str, int] | None:
 
 def blocks_of(names: Sequence[str]) -> list[str]:
     """The block of each layer."""
+    # A module's second call, or one called as something else is: ``output@2`` is ``output``.
+    names = [name.split("@")[0] for name in names]
     above = {""}
     for name in names:
         found = list_of(name)

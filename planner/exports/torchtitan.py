@@ -1,8 +1,8 @@
 """torchtitan: modules of each model part, and the schedule as CSV.
 
 Releases 0.2.x read settings from TOML; since then they are Python functions that return a
-``Trainer.Config``, and batches are counted in tokens (torchtitan/config/configs.py). Both are
-written.
+``Trainer.Config``. Release 0.3.0 counts batches in samples, its main branch of August 2026 in
+tokens (torchtitan/config/configs.py). All are written.
 
 torchtitan gives every stage a copy of the whole model, and keeps of its children those that
 ``module_fqns_per_model_part`` names; of a child that is an nn.ModuleList or nn.ModuleDict, the
@@ -44,7 +44,8 @@ In a config registry of your own, beside this file:
     def my_model():
         return with_plan(llama3_debugmodel())
 
-A sample of the plan is a sequence of ``training.max_context_length`` tokens.
+Where torchtitan counts batches in tokens, a sample of the plan is a sequence of
+``training.max_context_length`` of them.
 """
 
 {imports}MINI_BATCH = {mini_batch}
@@ -57,12 +58,17 @@ MODULES = [
 def with_plan(config):
     """``config``, a Trainer.Config, with the plan's settings in it."""
     training, parallelism = config.training, config.parallelism
-    training.num_tokens_per_microbatch_per_dp_rank = MICRO_BATCH * training.max_context_length
-    training.num_tokens_per_train_step = MINI_BATCH * training.max_context_length
+    if hasattr(training, "local_batch_size"):  # release 0.3
+        training.local_batch_size = MINI_BATCH // {replicas}
+        training.global_batch_size = MINI_BATCH
+        parallelism.pipeline_parallel_microbatch_size = MICRO_BATCH
+    else:
+        training.num_tokens_per_microbatch_per_dp_rank = MICRO_BATCH * training.max_context_length
+        training.num_tokens_per_train_step = MINI_BATCH * training.max_context_length
+        parallelism.num_pp_microbatches = {micro_batches}
     training.disable_cuda_graphs = True  # it refuses them in a pipeline
     parallelism.pipeline_parallel_degree = {ranks}
     parallelism.data_parallel_replicate_degree = {replicas}
-    parallelism.num_pp_microbatches = {micro_batches}
     parallelism.pipeline_parallel_layers_per_stage = None
     parallelism.pipeline_parallel_schedule = "{schedule}"
     parallelism.pipeline_parallel_schedule_csv = {csv}

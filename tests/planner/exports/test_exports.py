@@ -253,6 +253,24 @@ def test_torchtitans_two_formats_say_the_same(variant, placement, csv, tmp_path)
     assert config.training.num_tokens_per_microbatch_per_dp_rank == 64 * size
     replicas = asked["data_parallel_replicate_degree"]
     assert config.training.num_tokens_per_train_step == 64 * size * count * replicas
+    # Release 0.3 counts samples, and its settings have no other fields.
+    samples = SimpleNamespace(
+        training=SimpleNamespace(local_batch_size=8), parallelism=SimpleNamespace()
+    )
+    module["with_plan"](samples)
+    assert vars(samples.training) == {
+        "local_batch_size": toml["training"]["local_batch_size"],
+        "global_batch_size": size * count * replicas,
+        "disable_cuda_graphs": True,
+    }
+    assert samples.parallelism.pipeline_parallel_microbatch_size == size
+    assert not hasattr(samples.parallelism, "num_pp_microbatches")
+
+
+def test_a_modules_second_call_is_in_its_block():
+    """So is a module that is called as the result is."""
+    names = ["embed", "layers.0.norm", "layers.0.norm@2", "layers.1", "output@2"]
+    assert blocks_of(names) == ["embed", "layers.0", "layers.0", "layers.1", "output"]
 
 
 @pytest.mark.parametrize(
