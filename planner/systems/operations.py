@@ -199,7 +199,8 @@ def in_rows(kinds: bytes, micro_batches: int, *, micro: bool) -> Iterator[tuple[
     """
     n = micro_batches
     forwards = backwards = updates = weights = position = 0
-    others = (B, W) if W in kinds else (B,)
+    # In an order that a user gives, an update may stand between forwards.
+    others = [kind for kind in (B, U, W) if kind in kinds]
     while position < len(kinds):
         kind = kinds[position]
         if kind == FORWARDS:

@@ -52,6 +52,12 @@ BEHIND = """
 """
 """An update behind a forward that another device runs behind as many updates."""
 
+BETWEEN = """
+| 0F0.0 0F0.1 0F0.2 0B0 0F1.0 0U0 0F1.1 0F1.2 0B1 0U1
+| 1F0.0 1F0.1 1F0.2 1B0 1U0 1F1.0 1F1.1 1F1.2 1B1 1U1
+"""
+"""An update between forwards of one mini-batch."""
+
 BOTTOM = """
 0F0.0 2F0.0 0F1.0 | 2B0 0B0 2F1.0 0F2.0
 1F0.0 | 1F1.0 1B0
@@ -106,6 +112,8 @@ def plan_of(profile, text, variant, **more):
         (BEHIND, "pipedream"),
         (BEHIND, "v-timeprest"),
         (BEHIND, "spectrain"),
+        (BETWEEN, "timeprest"),
+        (BETWEEN, "v-timeprest"),
         (BOTTOM, "timeprest"),
         (BOTTOM, "pipedream"),
         (BY_MICRO_BATCH, "pipedream-2bw"),
