@@ -13,7 +13,7 @@ from textwrap import shorten
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from ...profiles.tasks.hooks import describe_error
 from ..prepare.prepare import Prepared
@@ -27,6 +27,12 @@ OPTIONS: dict[str, Any] = {
     "compile_threads": 1,
 }
 """Of torch's inductor."""
+
+_LATER_WEIGHTS: dict[str, Any] = {
+    # A convolution's weight in another layout is a copy of it, which would be kept.
+    "layout_optimization": False,
+}
+"""Besides, where a backward runs on other weights than its forward."""
 
 _MOST = 200
 """Characters of what a compiler says, which may be pages."""
@@ -82,7 +88,7 @@ class StageForward:
     def compile(self, *, recomputes: bool) -> None:
         """Have it compiled. `recomputes`: its backward may compute activations again."""
         try:
-            options = OPTIONS if recomputes else {**OPTIONS, "custom_partitioner_fn": _kept()}
+            options = OPTIONS if recomputes else {**OPTIONS, **_LATER_WEIGHTS, **_parted()}
             self._compiled = torch.compile(self.module, fullgraph=True, options=options)
         except Exception as error:  # of a torch that doesn't know these options
             self._leave(error)
@@ -104,6 +110,20 @@ class StageForward:
         self.why_not = shorten(describe_error(error), _MOST, placeholder=" …")
 
 
+def _without_draws(backward: fx.GraphModule) -> None:
+    """Take out what a backward draws at random for nobody: the partitioner leaves the forward's
+    draws in both graphs, and the next forward's would be others than without compiling."""
+    for node in reversed(backward.graph.nodes):
+        tags = getattr(node.target, "tags", ())
+        if not node.users and torch.Tag.nondeterministic_seeded in tags:
+            backward.graph.erase_node(node)
+    backward.recompile()
+
+
+def _parted() -> dict[str, Any]:
+    return {"custom_partitioner_fn": _kept()}
+
+
 def _kept() -> Any:
     """A partitioner by which the forward keeps what autograd would."""
     from torch._functorch.partitioners import default_partition
@@ -114,10 +134,12 @@ def _kept() -> Any:
 
         def __call__(self, gm: Any, joint_inputs: Any, **more: Any) -> Any:
             more.pop("compiler", None)
-            return default_partition(gm, joint_inputs, **more)
+            forward, backward = default_partition(gm, joint_inputs, **more)
+            _without_draws(backward)
+            return forward, backward
 
         def uuid(self) -> str:
-            return "timeprest: what autograd keeps"
+            return "timeprest: what autograd keeps, drawn once"
 
         def __reduce__(self) -> tuple[Any, ...]:
             # Part of the key under which kernels are found again.

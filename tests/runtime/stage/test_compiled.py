@@ -14,7 +14,8 @@ from timeprest.cli.tables.run import compile_lines
 from timeprest.profiles.errors import UserError
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
-from timeprest.runtime.records.run_dir import load_weights
+from timeprest.runtime.records.progress import read_losses
+from timeprest.runtime.records.run_dir import RunDir, load_weights
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import COMPILING_S, RunSettings
 from timeprest.runtime.stage import compiled
@@ -91,6 +92,50 @@ def test_nothing_is_computed_again_on_other_weights(normed, tmp_path, monkeypatc
     monkeypatch.setattr(compiled, "same_weights", lambda prepared: True)
     torch._dynamo.reset()
     assert apart(weights("otherwise", compile=True), eager) > 1e-6
+
+
+@pytest.mark.choice(0)
+@needs_compiler
+@pytest.mark.slow
+def test_convolutions_and_dropout_on_later_weights(tmp_path):
+    """No copies of their weights in another layout are kept, and nothing is drawn twice."""
+    file = tmp_path / "pictures.py"
+    file.write_text(
+        dedent("""
+        import torch
+        from torch import nn
+        from torch.utils.data import TensorDataset
+
+        class Pictures:
+            def model(self):
+                layers = [nn.Conv2d(3, 8, 3), nn.Tanh(), nn.Dropout(0.3)]
+                layers += [nn.ConvTranspose2d(8, 4, 3), nn.Tanh(), nn.Conv2d(4, 4, 3, groups=2)]
+                return nn.Sequential(*layers, nn.Flatten(), nn.Linear(64, 3)).double()
+
+            def data(self, split):
+                generator = torch.Generator().manual_seed(0)
+                x = torch.randn(64, 3, 6, 6, generator=generator).double()
+                return TensorDataset(x, (x.sum((1, 2, 3)) > 0).long())
+
+            def loss(self, output, target):
+                return nn.functional.cross_entropy(output, target)
+
+            def optimizer(self, parameters):
+                return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+        """)
+    )
+    target = f"{file}:Pictures"
+    profile = measure(resolve(target), batch_size=8, micro_batch_sizes=[2, 4, 8], seconds=0)
+    names = [layer.name for layer in profile.layers]
+    plan = plan_by_hand(with_times(profile), "timeprest", 2, 2, cut=[names[:4], names[4:]])
+    losses = []
+    for compile_it in (False, True):
+        where = tmp_path / str(compile_it)
+        settings = RunSettings(task=target, steps=8, evaluate=False, compile=compile_it)
+        summary = run(plan, settings, where, inline=True)
+        assert not any(report.not_compiled for report in summary.stages)
+        losses.append(read_losses(RunDir(where).metrics))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-9)
 
 
 @pytest.mark.choice(0)
