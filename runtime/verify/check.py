@@ -131,7 +131,9 @@ def check(
             against, notes = _against_plain(prepared, found, folder, tolerance)
         else:
             other = RunDir(folder / "inline")
-            run(plan, settings, other.path, inline=True)
+            # What is compiled is held against what isn't.
+            plainly = msgspec.structs.replace(settings, compile=False)
+            run(plan, plainly, other.path, inline=True)
             differences = compare(found, _training_of(other, prepared), tolerance)
             against, notes = [Against(what=INLINE, differences=differences)], []
         same = all(one.same for one in against if one.counts)

@@ -343,3 +343,19 @@ def test_differences_end_with_code_1_and_as_json(tmp_path):
     done = CliRunner().invoke(main, [str(path), "--check", "--epochs", "2"])
     assert done.exit_code == 2
     assert "--check, --epochs" in done.output
+
+
+@pytest.mark.slow
+def test_compiled_stages_are_held_against_some_that_arent(monkeypatch):
+    """What the compiler makes of later weights, the compiled inline run would have, too."""
+    asked, train = [], checking.run
+
+    def inline(plan, settings, path, **more):
+        asked.append((more["inline"], settings.compile))
+        plainly = msgspec.structs.replace(settings, compile=False)
+        return train(plan, plainly, path, **{**more, "inline": True})
+
+    monkeypatch.setattr(checking, "run", inline)
+    plan = plan_for("ResNetTask", "timeprest", 2, 4)
+    assert check(plan, settings_for("ResNetTask", compile=True)).verdict == "same"
+    assert asked == [(False, True), (True, False)]
