@@ -179,7 +179,8 @@ def plan(
         replicas: stages may take several devices.
         stages_per_device: "auto": more than 1 where that makes the period shorter.
         placement: which device runs which stage: "straight", "loop", "v" or "auto".
-        sequence: devices of several kinds are used in the "best" sequence, or as "listed".
+        sequence: devices of several kinds, or in machines of several sizes, are used in the "best"
+            sequence, or as "listed".
         recompute: stages compute activations again instead of keeping them: all, or those of some
             layers.
         tied: layers that share parameters are on one device "together", or "split" over several.

@@ -167,7 +167,8 @@ def _pins(texts: Sequence[str]) -> tuple[tuple[str, int], ...]:
         "--sequence",
         SEQUENCES,
         "best",
-        "Devices of several kinds: in the best sequence, or as the cluster lists them.",
+        "Devices of several kinds, or in machines of several sizes: in the best sequence, or as "
+        "the cluster lists them.",
     ),
     choice(
         "--recompute",

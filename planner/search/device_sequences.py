@@ -9,6 +9,7 @@ left of the best plan's sequence, and of those like it, is searched as if it wer
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
@@ -46,9 +47,13 @@ _MOST_HOMES = 8
 """With more kinds of devices and machines, guesses take all links for the fastest there is."""
 
 
-def kinds_in(cluster: Cluster) -> int:
-    """How many kinds of devices a cluster has, by memory and speed."""
-    return len({(d.memory_bytes, d.speed) for d in cluster.devices})
+def are_several(cluster: Cluster) -> bool:
+    """Whether the sequence of a cluster's devices makes a difference: they are of several kinds, by
+    memory and speed, or in machines with more and fewer of them."""
+    if len({(d.memory_bytes, d.speed) for d in cluster.devices}) > 1:
+        return True
+    sizes = Counter(d.machine for d in cluster.devices)
+    return not cluster.flat and len(set(sizes.values())) > 1
 
 
 def try_sequences(search: SearchState) -> None:

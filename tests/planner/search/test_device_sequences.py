@@ -225,3 +225,22 @@ def test_replicas_may_be_on_one_machine_whose_devices_are_listed_apart(variant):
         periods.append(plan.predicted.period_s)
         assert plan.solver.bound_s <= plan.predicted.period_s * (1 + 1e-9)
     assert periods[0] == pytest.approx(periods[1])
+
+
+def test_machines_of_several_sizes_are_tried_in_other_sequences():
+    """Devices are alike; where the wire between machines lies makes the difference."""
+    layers = [(f"n{k}", 100, 1e-3, 2e-3, 10, []) for k in range(3)]
+    edges = [("n0", "n1", "t0", 16), ("n1", "n2", "t1", 50_000), ("n2", "output", "last", 4)]
+    profile = profile_by_hand(layers, edges)
+    apart = Cluster(
+        devices=tuple(Device(name=f"d{k}", machine=m) for k, m in enumerate("xxy")),
+        network=LINK,
+        between_machines=Network(bandwidth_bytes_per_s=1e7, latency_s=0.0),
+    )
+    asked = {"stages": 3, "micro_batches": 2, "replicas": False}
+    listed = solve(profile, apart, "gpipe", sequence="listed", **asked)
+    best = solve(profile, apart, "gpipe", sequence="best", **asked)
+    assert best.stages[0].devices == (2,)
+    assert best.predicted.period_s < 0.5 * listed.predicted.period_s
+    even = msgspec.structs.replace(apart, devices=apart.devices[1:])
+    assert not device_sequences.are_several(even)
