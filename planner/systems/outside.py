@@ -16,13 +16,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from ...profiles.errors import PluginError
+from ...profiles.errors import PluginError, StoppedError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
+
+_T = TypeVar("_T")
 
 GROUP = "timeprest.systems"
 """Entry points of installed packages."""
@@ -62,7 +64,7 @@ class StageRules:
         context: of the stage.
         parameters: that it trains.
         kept: state by a name, per parameter: it is accounted for as weight versions are, and saved
-            in checkpoints. All tensors are there from the beginning.
+            in checkpoints. All tensors are there from the beginning, for parameters of these.
     """
 
     def __init__(self, context: StageContext, parameters: Sequence[nn.Parameter]) -> None:
@@ -120,7 +122,9 @@ class Outside:
 
     def copies_on(self, context: StageContext) -> int:
         """As declared. Raises PluginError where that fails, or for what is no number of copies."""
-        found = _ran(self.plugin, lambda: self.copies(context), f"copies for stage {context.stage}")
+        found = call_plugin(
+            self.plugin, lambda: self.copies(context), f"copies for stage {context.stage}"
+        )
         if not isinstance(found, int) or isinstance(found, bool) or found < 0:
             raise PluginError(
                 f"{self.plugin}: copies gives {found!r} for stage {context.stage}; give a whole "
@@ -139,9 +143,9 @@ def systems_in(plugin: str) -> tuple[Sequence[Any], str]:
         found = [point for point in entry_points(group=GROUP) if point.name == name]
         if not found:
             raise PluginError(f"no installed package has the entry point {name!r} of {GROUP}")
-        module = _ran(plugin, found[0].load)
+        module = call_plugin(plugin, found[0].load)
     else:
-        module = _ran(plugin, lambda: _of_file(plugin))
+        module = call_plugin(plugin, lambda: _of_file(plugin))
     systems = getattr(module, "SYSTEMS", None)
     if not isinstance(systems, (list, tuple)) or not systems:
         raise PluginError(f"{plugin}: has no SYSTEMS, a list of rows (docs/plugins.md)")
@@ -169,7 +173,7 @@ def _of_file(plugin: str) -> Any:
     return module
 
 
-def _ran(plugin: str, run: Callable[[], Any], part: str = "") -> Any:
+def call_plugin(plugin: str, run: Callable[[], _T], part: str = "") -> _T:
     """What a plugin's code gives. Raises PluginError where it fails, or would end the program.
 
     Args:
@@ -177,7 +181,7 @@ def _ran(plugin: str, run: Callable[[], Any], part: str = "") -> Any:
     """
     try:
         return run()
-    except PluginError:
+    except (PluginError, StoppedError):
         raise
     except (Exception, SystemExit) as error:
         trace, line = error.__traceback__, ""

@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
 from torch.optim.lr_scheduler import CyclicLR, LambdaLR, LRScheduler, OneCycleLR
 
-from ...planner.systems.outside import StageContext
+from ...planner.systems.outside import StageContext, call_plugin
 from ...planner.systems.variants import UpdateRule
 from ...profiles.autograd.optimizer_step import made_without_compiler
 from ...profiles.errors import RunError, TargetError, TaskWarning, UserError
@@ -354,13 +354,17 @@ def system_optimizer(prepared: Prepared, s: int, optimizer: Optimizer) -> Optimi
     Args:
         optimizer: the user's, for this stage.
 
-    Raises TargetError for one that the system's rule, or stage-wise momentum, can't be had with.
+    Raises TargetError for one that the system's rule, or stage-wise momentum, can't be had with;
+        PluginError where a system from outside fails to make one.
     """
     if prepared.settings.stagewise_momentum:
         raise_momentum(optimizer, delay_of(prepared.plan, s), len(prepared.plan.stages))
     variant = prepared.pipeline.variant
-    if variant.outside is not None and variant.outside.update is not None:
-        optimizer = variant.outside.update(context_at(prepared, s), optimizer)
+    outside = variant.outside
+    if outside is not None and outside.update is not None:
+        make, context = outside.update, context_at(prepared, s)
+        part = f"update of {variant.name} for stage {s}"
+        optimizer = call_plugin(outside.plugin, lambda: make(context, optimizer), part)
     return _RULES[variant.update_rule](optimizer)
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 from torch import Tensor, nn
 
 from ...planner.plan import Plan
-from ...planner.systems.outside import StageContext, StageRules
+from ...planner.systems.outside import StageContext, StageRules, call_plugin
 from ...planner.systems.variants import Variant
 from ...profiles.errors import PluginError
 from ..prepare.devices import dense_bytes
+
+_T = TypeVar("_T")
 
 
 def context_of(plan: Plan, stage: int, updates: int) -> StageContext:
@@ -26,10 +29,10 @@ def context_of(plan: Plan, stage: int, updates: int) -> StageContext:
 
 
 class OutsideRules:
-    """A stage's, as `Drift` is to its policy."""
+    """A stage's, as `Drift` is to its policy. Where they fail, PluginError names file and line."""
 
-    def __init__(self, rules: StageRules) -> None:
-        self.rules = rules
+    def __init__(self, rules: StageRules, plugin: str) -> None:
+        self.rules, self._plugin = rules, plugin
 
     @property
     def kept(self) -> Mapping[str, Mapping[nn.Parameter, Tensor]]:
@@ -43,23 +46,26 @@ class OutsideRules:
 
     def rate(self, update: int) -> float:
         """Of the learning rate, what an update has."""
-        return float(self.rules.rate(update))
+        return self._called("rate", lambda: float(self.rules.rate(update)))
 
     def before_update(self) -> None:
         """The weights are about to change."""
-        self.rules.before_update()
+        self._called("before_update", self.rules.before_update)
 
     def after_update(self) -> None:
         """They have changed."""
-        self.rules.after_update()
+        self._called("after_update", self.rules.after_update)
 
     def correct(self, updates: int, into: Mapping[nn.Parameter, Tensor]) -> None:
         """Write the weights of a backward so many updates after its forward."""
-        self.rules.backward_weights(updates, into)
+        self._called("backward_weights", lambda: self.rules.backward_weights(updates, into))
 
     def predict(self, updates: int, into: Mapping[nn.Parameter, Tensor]) -> None:
         """Write the weights of a forward that looks so many updates ahead."""
-        self.rules.forward_weights(updates, into)
+        self._called("forward_weights", lambda: self.rules.forward_weights(updates, into))
+
+    def _called(self, hook: str, run: Callable[[], _T]) -> _T:
+        return call_plugin(self._plugin, run, hook)
 
 
 def outside_rules(
@@ -67,14 +73,42 @@ def outside_rules(
 ) -> OutsideRules | None:
     """A stage's rules; None where the system has none.
 
-    Raises PluginError for what are no rules.
+    Raises PluginError where they can't be made, for what are no rules, and for a `kept` of
+    something else than tensors by parameters of the stage.
     """
     if variant.outside is None or variant.outside.rules is None:
         return None
-    rules = variant.outside.rules(context, parameters)
+    make, plugin = variant.outside.rules, variant.outside.plugin
+    part = f"rules of {variant.name} for stage {context.stage}"
+    rules = call_plugin(plugin, lambda: make(context, parameters), part)
     if not isinstance(rules, StageRules):
+        raise PluginError(f"{plugin}: {part}: gives a {type(rules).__name__}; give a StageRules")
+    _check_kept(getattr(rules, "kept", None), parameters, f"{plugin}: {part}: kept")
+    return OutsideRules(rules, plugin)
+
+
+def _check_kept(kept: object, parameters: Sequence[nn.Parameter], where: str) -> None:
+    """Checkpoints name a tensor by its parameter, and go through all of them."""
+    if not isinstance(kept, dict):
         raise PluginError(
-            f"{variant.outside.plugin}: rules of {variant.name} gives a {type(rules).__name__}; "
-            "give a StageRules"
+            f"{where} is a {type(kept).__name__}; give a dict of a name → parameter → tensor"
         )
-    return OutsideRules(rules)
+    own = {id(p) for p in parameters}
+    for name, state in kept.items():
+        if not isinstance(name, str) or not isinstance(state, dict):
+            raise PluginError(
+                f"{where} has {name!r} with a {type(state).__name__}; give a name, with a dict of "
+                "parameter → tensor"
+            )
+        for p, tensor in state.items():
+            if id(p) not in own:
+                shape = f" of shape {tuple(p.shape)}" if isinstance(p, Tensor) else ""
+                raise PluginError(
+                    f"{where}[{name!r}] has a {type(p).__name__}{shape}, which isn't one of the "
+                    "parameters that the rules were given"
+                )
+            if not isinstance(tensor, Tensor):
+                raise PluginError(
+                    f"{where}[{name!r}] has a {type(tensor).__name__} for a parameter; give a "
+                    "tensor"
+                )

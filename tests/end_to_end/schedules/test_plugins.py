@@ -324,3 +324,56 @@ def test_forwards_and_optimizers_of_ones_own(mlp_profile, mlp_target, tmp_path):
     )
     with pytest.raises(PluginError, match=r"ahead\.py: copies gives 0\.5 for stage 0"):
         plan_by_hand(with_times(mlp_profile), "half", 3, 1, limits=[3, 2, 1])
+
+
+def run_of_row(row, code, profile, target, path, **more):
+    """Trains a plugin's system "a" inline: the row is `row`, after `code`."""
+    path.write_text(f"{ROW}{code}\nSYSTEMS = [{row}]\n")
+    (system,) = load_plugin(str(path))
+    n = 1 if system.whole_mini_batches else 4
+    limits = [1, 1] if system.flushes else [2, 1]
+    plan = plan_by_hand(with_times(profile), "a", 2, n, limits=limits)
+    return run(plan, settings_of(target, **more), path.parent / "run", inline=True)
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        ("def __init__(self, *given): 1 / 0", "line 6: rules of a for stage 0: ZeroDivisionError"),
+        ("def __init__(self, *given): pass", "rules of a for stage 0: kept is a NoneType; give a"),
+        ("kept = property(lambda s: [], lambda s, _: 0)", "kept is a list; give a dict of a name"),
+        ("kept = property(lambda s: {'m': 1}, lambda s, _: 0)", "kept has 'm' with a int; give a"),
+        (
+            "kept = property(lambda s: {'m': {s.parameters[0]: 1}}, lambda s, _: 0)",
+            r"kept\['m'\] has a int for a parameter; give a tensor",
+        ),
+        (
+            "kept = property(lambda s: {'m': {s.parameters[0] * 2: 1}}, lambda s, _: 0)",
+            r"kept\['m'\] has a Tensor of shape \(.*\), which isn't one of the parameters that",
+        ),
+        ("def rate(self, update): return 'x'", "rate: ValueError: could not"),
+        ("def before_update(self): 1 / 0", "line 6: before_update: ZeroDivisionError"),
+        ("def after_update(self): 1 / 0", "line 6: after_update: ZeroDivisionError"),
+        ("", "backward_weights: NotImplementedError"),
+        ("forward_weights = 5", "forward_weights: TypeError"),
+    ],
+)
+def test_rules_that_fail_name_plugin_and_hook(code, why, mlp_profile, mlp_target, tmp_path):
+    weights = (
+        "forward_weights='outside', horizon='backward'"
+        if "forward_" in code
+        else ("backward_weights='outside'")
+    )
+    row = f"replace(VARIANTS['pipedream'], name='a', {weights}, outside=Outside(rules=Rules))"
+    code = f"class Rules(StageRules):\n    {code or 'pass'}"
+    with pytest.raises(PluginError, match=rf"bad\.py: .*{why}") as raised:
+        run_of_row(row, code, mlp_profile, mlp_target, tmp_path / "bad.py")
+    assert "\n" not in str(raised.value)
+
+
+def test_an_update_that_fails_names_plugin_and_line(mlp_profile, mlp_target, tmp_path):
+    row = "replace(VARIANTS['gpipe'], name='a', outside=Outside(update=update))"
+    code = "def update(context, optimizer):\n    return 1 / 0"
+    why = r"bad\.py: line 6: update of a for stage 0: ZeroDivisionError: division by zero$"
+    with pytest.raises(PluginError, match=why):
+        run_of_row(row, code, mlp_profile, mlp_target, tmp_path / "bad.py")
