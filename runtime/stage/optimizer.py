@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import CyclicLR, LambdaLR, LRScheduler, OneCycleLR
 from ...planner.systems.outside import StageContext, call_plugin
 from ...planner.systems.variants import UpdateRule
 from ...profiles.autograd.optimizer_step import made_without_compiler
-from ...profiles.errors import RunError, TargetError, TaskWarning, UserError
+from ...profiles.errors import PluginError, RunError, TargetError, TaskWarning, UserError
 from ...profiles.tasks.hooks import (
     Named,
     RunLength,
@@ -355,7 +355,7 @@ def system_optimizer(prepared: Prepared, s: int, optimizer: Optimizer) -> Optimi
         optimizer: the user's, for this stage.
 
     Raises TargetError for one that the system's rule, or stage-wise momentum, can't be had with;
-        PluginError where a system from outside fails to make one.
+        PluginError where a system from outside makes none.
     """
     if prepared.settings.stagewise_momentum:
         raise_momentum(optimizer, delay_of(prepared.plan, s), len(prepared.plan.stages))
@@ -364,7 +364,13 @@ def system_optimizer(prepared: Prepared, s: int, optimizer: Optimizer) -> Optimi
     if outside is not None and outside.update is not None:
         make, context = outside.update, context_at(prepared, s)
         part = f"update of {variant.name} for stage {s}"
-        optimizer = call_plugin(outside.plugin, lambda: make(context, optimizer), part)
+        found: object = call_plugin(outside.plugin, lambda: make(context, optimizer), part)
+        if not isinstance(found, Optimizer):
+            raise PluginError(
+                f"{outside.plugin}: {part}: gives a {type(found).__name__}; return the "
+                "torch.optim.Optimizer to step"
+            )
+        optimizer = found
     return _RULES[variant.update_rule](optimizer)
 
 
@@ -480,7 +486,7 @@ def check_updates(prepared: Prepared) -> None:
 
     Not for runs on GPUs, whose optimizers may want their parameters there: the workers find out.
 
-    Raises TargetError naming the stage and the hook.
+    Raises TargetError naming the stage and the hook, PluginError naming the system's maker.
     """
     if device_kind(prepared.plan, prepared.settings) != "cpu":
         return
@@ -488,8 +494,8 @@ def check_updates(prepared: Prepared) -> None:
     with made_without_compiler():
         for s in range(len(prepared.model.pieces)):
             optimizer = optimizer_of(prepared, s)
-            if optimizer is not None and settings.stagewise_momentum:
-                raise_momentum(optimizer, delay_of(prepared.plan, s), len(prepared.plan.stages))
+            if optimizer is not None:
+                optimizer = system_optimizer(prepared, s, optimizer)
             make_scheduler(prepared.task, settings, optimizer, prepared.length)
 
 

@@ -371,9 +371,19 @@ def test_rules_that_fail_name_plugin_and_hook(code, why, mlp_profile, mlp_target
     assert "\n" not in str(raised.value)
 
 
-def test_an_update_that_fails_names_plugin_and_line(mlp_profile, mlp_target, tmp_path):
+@pytest.mark.parametrize(
+    ("mistake", "why"),
+    [
+        ("return 1 / 0", "line 6: update of a for stage 0: ZeroDivisionError: division by zero"),
+        ("optimizer.defaults", "update of a for stage 0: gives a NoneType; return the torch.opt"),
+        ("return [optimizer]", "update of a for stage 0: gives a list; return the torch.optim.Op"),
+    ],
+)
+def test_updates_that_make_no_optimizer(mistake, why, mlp_profile, mlp_target, tmp_path):
+    """Before the run has a directory."""
     row = "replace(VARIANTS['gpipe'], name='a', outside=Outside(update=update))"
-    code = "def update(context, optimizer):\n    return 1 / 0"
-    why = r"bad\.py: line 6: update of a for stage 0: ZeroDivisionError: division by zero$"
-    with pytest.raises(PluginError, match=why):
+    code = f"def update(context, optimizer):\n    {mistake}"
+    with pytest.raises(PluginError, match=rf"bad\.py: {why}") as raised:
         run_of_row(row, code, mlp_profile, mlp_target, tmp_path / "bad.py")
+    assert "\n" not in str(raised.value)
+    assert not (tmp_path / "run").exists()
