@@ -430,10 +430,15 @@ def load_plugin(plugin: str) -> tuple[Variant, ...]:
     if key not in _LOADED:
         systems, checksum = systems_in(plugin)
         rows = [_checked(plugin, checksum, k, row) for k, row in enumerate(systems)]
-        for row in rows:
+        # All names before any is added: a file that is corrected can be loaded again.
+        for k, row in enumerate(rows):
             if row.name in VARIANTS:
                 raise PluginError(f"{plugin}: there is a system {row.name!r} already")
-            VARIANTS[row.name] = row
+            if any(row.name == other.name for other in rows[:k]):
+                raise PluginError(
+                    f"{plugin}: SYSTEMS[{k}].name: {row.name!r} is another row's, too"
+                )
+        VARIANTS.update((row.name, row) for row in rows)
         _LOADED[key] = tuple(rows)
     if not packaged:
         remember(key)

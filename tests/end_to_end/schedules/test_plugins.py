@@ -220,6 +220,14 @@ from dataclasses import replace
         ("import nothing_of_this_name", "line 1: ModuleNotFoundError"),
         ("SYSTEMS = ['gpipe']", r"SYSTEMS\[0\]: is a str; give a Variant"),
         ("SYSTEMS = [VARIANTS['gpipe']]", "there is a system 'gpipe' already"),
+        (
+            "SYSTEMS = [replace(VARIANTS['gpipe'], name='a'), VARIANTS['gpipe']]",
+            "there is a system",
+        ),
+        (
+            "SYSTEMS = [replace(VARIANTS['gpipe'], name='a')] * 2",
+            r"SYSTEMS\[1\].name: 'a' is anoth",
+        ),
         ("SYSTEMS = [replace(VARIANTS['gpipe'], name='A b')]", r"name: 'A b': give small"),
         ("SYSTEMS = [replace(VARIANTS['gpipe'], name='all')]", "name: 'all' stands for every sys"),
         (
