@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -199,12 +200,22 @@ def remember(plugin: str) -> None:
     given = plugins_given()
     path = str(Path(plugin).resolve())
     if path not in given:
-        os.environ[VARIABLE] = os.pathsep.join([*given, path])
+        os.environ[VARIABLE] = json.dumps([*given, path])
 
 
 def plugins_given() -> list[str]:
-    """The files that the environment names."""
-    return [path for path in os.environ.get(VARIABLE, "").split(os.pathsep) if path]
+    """The files that the environment names, as JSON: paths may have any character.
+
+    Raises PluginError for something else there.
+    """
+    text = os.environ.get(VARIABLE, "")
+    try:
+        found = json.loads(text or "[]")
+    except ValueError:
+        found = None
+    if not isinstance(found, list) or not all(isinstance(path, str) for path in found):
+        raise PluginError(f"{VARIABLE}: {text!r} is no list of files; unset it, and give --plugin")
+    return found
 
 
 def packages() -> list[str]:

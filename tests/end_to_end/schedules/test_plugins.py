@@ -20,7 +20,7 @@ from timeprest.cli.plan import main as tp_plan
 from timeprest.cli.run import main as tp_run
 from timeprest.planner.plan import Plan, read_plan
 from timeprest.planner.systems import variants
-from timeprest.planner.systems.outside import VARIABLE
+from timeprest.planner.systems.outside import VARIABLE, plugins_given
 from timeprest.planner.systems.variants import VARIANTS, load_plugin, variant_named
 from timeprest.profiles.errors import PlanError, PluginError, TaskWarning
 from timeprest.profiles.files import write_file
@@ -90,6 +90,21 @@ def test_workers_load_it_too(mine, mlp_profile, mlp_target, tmp_path):
     run(own, settings_of(mlp_target), tmp_path / "a")
     run(built_in, settings_of(mlp_target, lr_rescheduling=8), tmp_path / "b", inline=True)
     same(tmp_path / "a", tmp_path / "b")
+
+
+def test_processes_are_told_of_files_with_any_name(tmp_path, monkeypatch):
+    path = tmp_path / f"a{os.pathsep}b" / "m\u00efne \udcff.py"
+    path.parent.mkdir()
+    path.write_text(SHOWN)
+    load_plugin(str(path))
+    load_plugin(str(path))
+    assert plugins_given() == [str(path)]
+    # As in a process that has loaded nothing.
+    VARIANTS.pop("my-pipemare"), variants._LOADED.clear()
+    assert variant_named("my-pipemare").outside.plugin == str(path)
+    monkeypatch.setenv(VARIABLE, str(path.name))
+    with pytest.raises(PluginError, match=f"{VARIABLE}: .* is no list of files; unset it"):
+        plugins_given()
 
 
 def test_a_resumed_run_has_its_state(mine, mlp_profile, mlp_target, tmp_path):
