@@ -19,15 +19,24 @@ from .variants import Horizon, Variant
 
 @dataclass(frozen=True)
 class Distances:
-    """Of one stage, per mini-batch: updates between the version at hand and the one aimed at.
+    """Of one stage: updates between the version at hand and the one aimed at.
 
     Attributes:
-        forward: from the version at the mini-batch's first forward.
-        backward: from the version at its first backward.
+        forward: per micro-batch of all mini-batches, from the version at its forward.
+        backward: per backward, of micro-batches or whole mini-batches, from the version there.
     """
 
     forward: tuple[int, ...]
     backward: tuple[int, ...]
+
+    def of_forward(self, op: Op, micro_batches: int) -> int:
+        """Of this forward. `micro_batches`: N."""
+        return self.forward[op.mini_batch * micro_batches + (op.micro_batch or 0)]
+
+    def of_backward(self, op: Op, micro_batches: int) -> int:
+        """Of this backward."""
+        n, i = (1, 0) if op.micro_batch is None else (micro_batches, op.micro_batch)
+        return self.backward[op.mini_batch * n + i]
 
 
 def prediction_distances(
@@ -60,29 +69,29 @@ class _StageTimes:
 
 
 def _round_trip(schedule: Schedule, updated_by: Sequence[int]) -> tuple[Distances, ...]:
-    """To the version that the stage has when the mini-batch's backward at stage 0 starts.
+    """To the version that the stage has when the backward of that micro-batch or, where it takes
+    all of them, mini-batch starts at stage 0.
 
     What is updated at that very moment doesn't count; stage 0's version is what its own backward
     sees.
     """
     clocked = _clocked(schedule)
-    heads = _firsts(BACKWARD, clocked[0].starts)
+    heads = _backwards(clocked[0].starts)
     versions = _versions(schedule, updated_by)
     found = []
     for own, by in zip(versions, updated_by, strict=True):
         if by:
-            aims = [bisect_left(clocked[by].updates, clocked[0].starts[op]) for op in heads]
+            aims = {op: bisect_left(clocked[by].updates, clocked[0].starts[op]) for op in heads}
         else:
-            aims = [versions[0][op] for op in heads]
+            aims = {op: versions[0][op] for op in heads}
         found.append(_to(aims, own))
     return tuple(found)
 
 
 def _own_backward(schedule: Schedule, updated_by: Sequence[int]) -> tuple[Distances, ...]:
-    """To the version that the stage has at the mini-batch's own backward."""
+    """To the version that the stage has at the micro-batch's or mini-batch's own backward."""
     return tuple(
-        _to([own[op] for op in _firsts(BACKWARD, own)], own)
-        for own in _versions(schedule, updated_by)
+        _to({op: own[op] for op in _backwards(own)}, own) for own in _versions(schedule, updated_by)
     )
 
 
@@ -99,21 +108,23 @@ def _versions(schedule: Schedule, updated_by: Sequence[int]) -> list[dict[Op, in
     return found
 
 
-def _to(aims: list[int], versions: Mapping[Op, int]) -> Distances:
-    forward, backward = (
-        tuple(aim - versions[op] for aim, op in zip(aims, _firsts(kind, versions), strict=True))
-        for kind in (FORWARD, BACKWARD)
+def _to(aims: Mapping[Op, int], versions: Mapping[Op, int]) -> Distances:
+    """`aims`: per backward."""
+    # A backward takes a micro-batch, as its forward does, or the whole mini-batch.
+    whole = {op.mini_batch: aim for op, aim in aims.items() if op.micro_batch is None}
+    forward = {
+        op: whole[op.mini_batch] if whole else aims[op._replace(kind=BACKWARD)]
+        for op in versions
+        if op.kind == FORWARD
+    }
+    return Distances(
+        tuple(forward[op] - versions[op] for op in sorted(forward)),
+        tuple(aims[op] - versions[op] for op in sorted(aims)),
     )
-    return Distances(forward, backward)
 
 
-def _firsts(kind: str, ops: Mapping[Op, int]) -> list[Op]:
-    """Each mini-batch's first operation of this kind, by mini-batch."""
-    found: dict[int, Op] = {}
-    for op in ops:
-        if op.kind == kind:
-            found.setdefault(op.mini_batch, op)
-    return [found[b] for b in sorted(found)]
+def _backwards(ops: Mapping[Op, int]) -> list[Op]:
+    return [op for op in ops if op.kind == BACKWARD]
 
 
 def _clocked(schedule: Schedule) -> list[_StageTimes]:

@@ -62,7 +62,8 @@ class Variant:
         prediction: what weights are predicted with: the optimizer's "smoothed-gradient", or the
             "optimizer-step" that its rule makes of its present state.
         horizon: the version that predictions aim at: the stage's when the mini-batch ends its
-            "round-trip", at its backward on stage 0; or when its own "backward" runs.
+            "round-trip", at its backward on stage 0; or when its own "backward" runs. Of each
+            micro-batch for itself, where a backward takes one.
         update_rule: the user's "optimizer"; or its "nesterov" form, the gradient discounted.
         split_backward: each backward has two parts, B for the gradients of what the stage received
             and W for those of its weights; W has no messages and may come later.

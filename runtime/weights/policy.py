@@ -102,7 +102,7 @@ class WeightPolicy:
         return self.weights.at(version)
 
     def _predicted_forward(self, op: Op, version: int) -> list[Tensor] | None:
-        return self._predict(self.distances.forward[op.mini_batch])
+        return self._predict(self.distances.of_forward(op, self.walk.micro_batches))
 
     def _latest_backward(
         self, op: Op, used: int, mine: tuple[int, ...], last: bool
@@ -117,11 +117,11 @@ class WeightPolicy:
     def _predicted_backward(
         self, op: Op, used: int, mine: tuple[int, ...], last: bool
     ) -> BackwardPass:
-        tensors = self._predict(self.distances.backward[op.mini_batch])
+        tensors = self._predict(self.distances.of_backward(op, self.walk.micro_batches))
         return BackwardPass(mine, self.walk.latest, tensors)
 
     def _outside_forward(self, op: Op, version: int) -> list[Tensor] | None:
-        steps = self.distances.forward[op.mini_batch]
+        steps = self.distances.of_forward(op, self.walk.micro_batches)
         if not steps or not isinstance(self._drift, OutsideRules):
             return None
         scratch = self.weights.scratch()

@@ -18,8 +18,10 @@ from helpers.output.doc_pages import ROOT, blocks
 from helpers.plans import plan_by_hand, with_times
 from timeprest.cli.plan import main as tp_plan
 from timeprest.cli.run import main as tp_run
-from timeprest.planner.plan import Plan, read_plan
+from timeprest.planner.plan import Plan, pipeline_of, read_plan
+from timeprest.planner.schedules.schedules import make_schedule
 from timeprest.planner.systems import variants
+from timeprest.planner.systems.operations import BACKWARD, FORWARD, UPDATE, Op
 from timeprest.planner.systems.outside import VARIABLE, plugins_given
 from timeprest.planner.systems.variants import VARIANTS, load_plugin, variant_named
 from timeprest.profiles.errors import PlanError, PluginError, TaskWarning
@@ -410,3 +412,46 @@ def test_updates_that_make_no_optimizer(mistake, why, mlp_profile, mlp_target, t
         run_of_row(row, code, mlp_profile, mlp_target, tmp_path / "bad.py")
     assert "\n" not in str(raised.value)
     assert not (tmp_path / "run").exists()
+
+
+TELLING = """
+TOLD = []
+
+class Rules(StageRules):
+    version = 0
+
+    def after_update(self):
+        self.version += 1
+
+    def forward_weights(self, updates, into):
+        TOLD.append((self.context.stage, self.version, updates))
+        for p, target in into.items():
+            target.copy_(p.detach())
+"""
+
+
+@pytest.mark.parametrize("system", ["pipemare", "timeprest"])
+def test_forwards_look_ahead_to_the_backward_of_their_own_micro_batch(
+    system, mlp_profile, mlp_target, tmp_path
+):
+    """Micro-batches of one mini-batch may have updates between them."""
+    row = (
+        f"replace(VARIANTS[{system!r}], name='a', forward_weights='outside', horizon='backward', "
+        "backward_weights='latest', scratch_copies=0, outside=Outside(rules=Rules))"
+    )
+    path = tmp_path / "telling.py"
+    run_of_row(row, TELLING, mlp_profile, mlp_target, path)
+    told = sys.modules["timeprest_plugin_telling"].TOLD
+    pipeline = pipeline_of(read_plan(tmp_path / "run/plan.json"))
+    for s, ops in enumerate(make_schedule(pipeline, STEPS)):
+        version, at = 0, {}
+        for op in ops:
+            at[op] = version
+            version += op.kind == UPDATE
+        ahead = []
+        for op, seen in at.items():
+            if op.kind == FORWARD:
+                i = op.micro_batch if pipeline.variant.backward_unit == "micro" else None
+                ahead.append((s, seen, at[Op(BACKWARD, op.mini_batch, i)] - seen))
+        assert [one for one in told if one[0] == s] == [one for one in ahead if one[2]]
+    assert told

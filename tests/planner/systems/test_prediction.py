@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from timeprest.planner.schedules.schedules import make_schedule
 from timeprest.planner.simulator.pipeline import Link, Pipeline
@@ -50,6 +52,29 @@ def test_fewer_updates_are_fewer_steps():
     # 0F0 … 0F3 run on version 0, 0B2 is followed by the first update.
     assert first.forward[:4] == (0, 0, 0, 1)
     assert max(first.forward) == 1
+
+
+@pytest.mark.parametrize(
+    ("aim", "last"), [("backward", (0,) * 6), ("round-trip", (0, 1) + (0,) * 4)]
+)
+def test_micro_batches_look_ahead_each_for_itself(aim, last):
+    """To the backward of the micro-batch, here or at stage 0, which takes its time."""
+    text = (
+        "0F0.0 0F0.1 0F1.0 0F1.1 0F2.0 0B0.0 0B0.1 0U0 0F2.1 0B1.0 0B1.1 0U1 0B2.0 0B2.1 0U2\n"
+        "1F0.0 1B0.0 1F0.1 1B0.1 1U0 1F1.0 1B1.0 1F1.1 1B1.1 1U1 1F2.0 1B2.0 1F2.1 1B2.1 1U2"
+    )
+    variant = replace(VARIANTS["pipemare"], horizon=aim)
+    found = prediction_distances(variant, parse_schedule(text))
+    assert [d.forward for d in found] == [(0, 0, 1, 1, 2, 1), last]
+    assert [d.backward for d in found] == [(0,) * 6, last]
+
+
+def test_micro_batches_look_ahead_to_a_backward_of_all():
+    text = "0F0.0 0F0.1 0F1.0 0B0 0U0 0F1.1 0B1 0U1\n1F0.0 1F0.1 1B0 1U0 1F1.0 1F1.1 1B1 1U1"
+    variant = replace(VARIANTS["timeprest"], horizon="backward")
+    first, last = prediction_distances(variant, parse_schedule(text))
+    assert (first.forward, first.backward) == ((0, 0, 1, 0), (0, 0))
+    assert (last.forward, last.backward) == ((0,) * 4, (0, 0))
 
 
 def test_what_lands_when_the_round_trip_ends_does_not_count():
