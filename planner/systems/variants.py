@@ -418,6 +418,27 @@ _CHOICES: Mapping[str, Sequence[Any]] = {
 }
 
 
+_FREE: Mapping[str, set[Any]] = {
+    "backward_unit": set(),
+    "split_backward": set(),
+    "flushes": set(),
+    "whole_mini_batches": {True},
+    "placement": set(),
+    "forwards_first": {False},
+    "half_memory": {False},
+}
+"""Fields that a schedule goes by, and the values that every schedule takes."""
+
+_OF_SCHEDULE: Mapping[str, Mapping[str, set[Any]]] = {
+    schedule: {
+        name: free | {getattr(row, name) for row in _TABLE if row.schedule == schedule}
+        for name, free in _FREE.items()
+    }
+    for schedule in _CHOICES["schedule"]
+}
+"""Per schedule the values that go with it: those, and what the table's own rows have."""
+
+
 def load_plugin(plugin: str) -> tuple[Variant, ...]:
     """Add the systems of a plugin to the table; a plugin is loaded once.
 
@@ -460,14 +481,52 @@ def _checked(plugin: str, checksum: str, number: int, row: object) -> Variant:
         raise PluginError(f"{where}.name: {row.name!r}: give small letters, digits and -")
     if row.name == "all":
         raise PluginError(f"{where}.name: 'all' stands for every system; give another name")
-    outside = row.outside or Outside()
-    made = [
-        name for name in ("forward", "backward") if getattr(row, f"{name}_weights") == "outside"
-    ]
+    if not isinstance(row.summary, str) or "\n" in row.summary:
+        raise PluginError(f"{where}.summary: {row.summary!r}: give one line of text")
+    for name, wanted in _OF_SCHEDULE[row.schedule].items():
+        value = getattr(row, name)
+        if value not in wanted and "any" not in wanted:
+            raise PluginError(
+                f"{where}.{name}: {value!r} doesn't go with the schedule "
+                f"{row.schedule!r}; give {' or '.join(map(repr, sorted(wanted)))}"
+            )
+    outside = _checked_outside(where, row.outside)
+    _check_weights(where, row, outside)
+    return replace(row, order=None, outside=replace(outside, plugin=plugin, checksum=checksum))
+
+
+def _checked_outside(where: str, outside: object) -> Outside:
+    if outside is None:
+        return Outside()
+    if not isinstance(outside, Outside):
+        raise PluginError(f"{where}.outside: is a {type(outside).__name__}; give an Outside")
+    for name in ("rules", "update", "copies"):
+        part = getattr(outside, name)
+        if not callable(part) and (part is not None or name == "copies"):
+            raise PluginError(f"{where}.outside.{name}: {part!r} can't be called; give a function")
+    return outside
+
+
+def _check_weights(where: str, row: Variant, outside: Outside) -> None:
+    """What weights of passes need for being made."""
+    passes = {"forward": row.forward_weights, "backward": row.backward_weights}
+    made = [name for name, weights in passes.items() if weights == "outside"]
     if made and outside.rules is None:
         raise PluginError(f"{where}.outside: has no rules to make the {made[0]}'s weights")
-    if row.flushes and (made or row.stashes or row.synchronises or row.prediction):
+    if row.flushes and (set(passes.values()) != {"latest"} or row.prediction or row.horizon):
         raise PluginError(f"{where}: flushes, so all its passes run on the latest weights")
-    if "forward" in made and not row.horizon:
-        raise PluginError(f"{where}.horizon: say what the forward's weights aim at")
-    return replace(row, order=None, outside=replace(outside, plugin=plugin, checksum=checksum))
+    predicted = [name for name, weights in passes.items() if weights == "predicted"]
+    if predicted and not row.prediction:
+        raise PluginError(
+            f"{where}.prediction: say what the {predicted[0]}'s weights are predicted with"
+        )
+    aiming = ["forward"] if "forward" in made else predicted
+    if aiming and not row.horizon:
+        raise PluginError(f"{where}.horizon: say what the {aiming[0]}'s weights aim at")
+    least = 2 if "corrected" in passes.values() else min(len(predicted), 1)
+    copies: object = row.scratch_copies
+    if not isinstance(copies, int) or isinstance(copies, bool) or copies < least:
+        raise PluginError(
+            f"{where}.scratch_copies: {copies!r}: give a whole number from {least}"
+            + " for the weights that are made" * (least > 0)
+        )

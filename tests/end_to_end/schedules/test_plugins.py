@@ -264,6 +264,36 @@ from dataclasses import replace
             "outside=Outside(rules=StageRules))]",
             "horizon: say what the forward's weights aim at",
         ),
+        *[
+            (f"SYSTEMS = [replace(VARIANTS[{base!r}], name='a', {changed})]", why)
+            for base, changed, why in (
+                ("gpipe", "outside=5", "outside: is a int; give an Outside"),
+                ("gpipe", "outside=Outside(rules=5)", "outside.rules: 5 can't be called; give a"),
+                ("gpipe", "outside=Outside(copies=None)", "outside.copies: None can't be called"),
+                ("gpipe", "summary=5", "summary: 5: give one line"),
+                ("gpipe", "scratch_copies='x'", "scratch_copies: 'x': give a whole number from 0"),
+                ("gpipe", "scratch_copies=-1", "scratch_copies: -1: give a whole number from 0"),
+                ("spectrain", "scratch_copies=0", "scratch_copies: 0: give a whole number from 1 "),
+                ("pipemare", "scratch_copies=1", "scratch_copies: 1: give a whole number from 2 "),
+                ("gpipe", "backward_unit='mini'", "'mini' doesn't go with the schedule 'gpipe'; "),
+                ("zb-h1", "split_backward=False", "split_backward: False doesn't go with the sc"),
+                ("v-half", "split_backward=False", "give True"),
+                ("gpipe", "split_backward=True", "give False"),
+                ("pipedream", "backward_unit='micro'", "schedule '1f1b'; give 'mini'"),
+                ("pipedream", "flushes=True", "flushes: True doesn't go with the schedule '1f1b'"),
+                (
+                    "pipedream",
+                    "whole_mini_batches=False",
+                    "whole_mini_batches: False .*; give True",
+                ),
+                ("pipemare", "half_memory=True", "half_memory: True doesn't go"),
+                ("zb-v", "placement='loop'", "placement: 'loop' .* 'v-shaped'; give 'v'"),
+                ("gpipe", "backward_weights='predicted'", "flushes, so all its passes run on the"),
+                ("gpipe", "horizon='backward'", "flushes, so all its passes run on the latest"),
+                ("pipedream", "forward_weights='predicted'", "prediction: say what the forward's"),
+                ("spectrain", "horizon=''", "horizon: say what the forward's weights aim at"),
+            )
+        ],
     ],
 )
 def test_bad_plugins(text, why, tmp_path):
@@ -275,6 +305,13 @@ def test_bad_plugins(text, why, tmp_path):
         load_plugin(str(path))
     assert "\n" not in str(raised.value)
     assert not {"a", "all"} & set(VARIANTS)
+
+
+def test_every_row_of_the_table_could_be_a_plugins(tmp_path):
+    path = tmp_path / "again.py"
+    rows = "[replace(row, name=f'{row.name}-too') for row in VARIANTS.values()]"
+    path.write_text(f"{ROW}SYSTEMS = {rows}")
+    assert len(load_plugin(str(path))) == len(VARIANTS) // 2
 
 
 @pytest.mark.parametrize("mistake", ["1 / 0", "raise SystemExit('none')"])
