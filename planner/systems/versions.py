@@ -122,13 +122,14 @@ class VersionWalk:
         return self._flying[mini_batch].version_of[micro_batch]
 
     def last_use(self, op: Op, version: int) -> bool:
-        """Whether nothing needs a version any more once this backward's mini-batch is done."""
+        """Whether nothing needs a version any more once this backward, which was taken, is done."""
         return (
             version not in self._to_enter()
             and not any(
                 version in flying.versions
                 for mini_batch, flying in self._flying.items()
-                if mini_batch != op.mini_batch
+                # Other micro-batches of its own may have used it, too.
+                if mini_batch != op.mini_batch or flying.backwards_left
             )
             and not any(version in walk.needed() for walk in self.beside)
         )

@@ -20,10 +20,10 @@ from timeprest.planner.schedules.check import check_schedule
 from timeprest.planner.schedules.schedules import make_schedule
 from timeprest.planner.schedules.steady_state import sequence_distance, steady_state
 from timeprest.planner.simulator.timeline import simulate
-from timeprest.planner.systems.operations import Schedule, schedule_text
+from timeprest.planner.systems.operations import Op, Schedule, schedule_text
 from timeprest.planner.systems.prediction import prediction_distances
 from timeprest.planner.systems.variants import VARIANTS
-from timeprest.planner.systems.versions import entry_versions, version_use
+from timeprest.planner.systems.versions import VersionWalk, entry_versions, version_use
 
 PREDICTING = tuple(name for name, variant in VARIANTS.items() if variant.prediction)
 
@@ -84,6 +84,21 @@ def test_distances_are_the_oracles(system, data):
     for s in range(pipeline.stages):
         assert dict(enumerate(found[s].forward)) == forward[s]
         assert dict(enumerate(found[s].backward)) == backward[s]
+
+
+def test_a_version_is_needed_until_the_last_micro_batch_that_used_it():
+    """Mixing in its memory would change what the next micro-batch's backward mixes."""
+    variant = replace(VARIANTS["pipemare"], backward_weights="intermediate")
+    walk = VersionWalk(variant, 2)
+    for i in range(2):
+        walk.forward(Op("F", 0, i))
+    walk.update()
+    found = []
+    for op in (Op("B", 0, 0), Op("B", 0, 1)):
+        walk.backward(op)
+        found.append((walk.last_use(op, 0), walk.mixes_aside(op)))
+        walk.finish(op)
+    assert found == [(False, True), (True, False)]
 
 
 # Closed forms ------------------------------------------------------------------------------
