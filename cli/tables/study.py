@@ -72,9 +72,9 @@ def study_lines(study: Study, results: StudyResults, *, verbose: bool) -> list[T
     found = results.recommendation
     chosen = f"recommended: {found.plan}; " if found.plan else ""
     lines = [Text(chosen + found.why, style="bold")]
-    flush = [plan.name for plan in study.plans if plan.flushes]
-    if flush:
-        lines.append(Text(f"plain training, trained once for all that flush: {', '.join(flush)}"))
+    plain = [plan.name for plan in study.plans if plan.is_plain_training]
+    if plain:
+        lines.append(Text(f"plain training, trained once for all that flush: {', '.join(plain)}"))
     edge = [arm.name for arm in study.arms if arm.at_edge]
     if study.question.tune == 1:
         lines.append(Text("learning rates aren't tuned (--tune 1): each system may have a better"))

@@ -2,14 +2,15 @@
 
 What a system needs in samples goes with its version differences, so a plan has the figures of one
 of the study's with the same system, number of stages, micro-batches and differences by stage; or,
-about, of the nearest with the same system and stages. Pipelines that flush have plain training's.
+about, of the nearest with the same system and stages. Pipelines that flush have plain training's,
+but for those whose updates rules from outside have a part in.
 The study's figure in samples, times the plan's own period.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...profiles.errors import UserError
 from ..evaluate import Evaluation
@@ -72,10 +73,11 @@ class StudyFigures:
     def _arm(self, variant: str, update_every: int, found: Evaluation) -> tuple[str | None, bool]:
         stages, n = len(found.stages), found.micro_batches
         system, mixes = variant_named(variant), self.study.question.mixes
-        if stages == update_every == 1 and system.update_rule == "optimizer" and not mixes:
-            # Any system is plain training then.
+        one_stage = stages == update_every == 1 and not mixes
+        if one_stage and replace(system, flushes=True).is_plain_training:
+            # Without versions to wait for, any system is as if it flushed.
             return PLAIN, True
-        if system.flushes:
+        if system.is_plain_training:
             for arm in self.study.arms:
                 one_by_one = n if mixes and n > 1 else 0
                 same = (arm.micro_batches, arm.update_every) == (one_by_one, update_every)

@@ -135,9 +135,9 @@ class StudiedPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     cluster: str
 
     @property
-    def flushes(self) -> bool:
-        """Whether it is plain training."""
-        return variant_named(self.variant).flushes
+    def is_plain_training(self) -> bool:
+        """Whether it is plain training, which then was trained for it."""
+        return variant_named(self.variant).is_plain_training
 
 
 class Study(TaggedFile, frozen=True, kw_only=True, tag=FORMAT):

@@ -121,6 +121,11 @@ class Outside:
     plugin: str = field(default="", compare=False)
     checksum: str = field(default="", compare=False)
 
+    @property
+    def acts(self) -> bool:
+        """Whether anything of it runs while training; the row is one of known words else."""
+        return self.rules is not None or self.update is not None
+
     def copies_on(self, context: StageContext) -> int:
         """As declared. Raises PluginError where that fails, or for what is no number of copies."""
         found = call_plugin(

@@ -109,6 +109,13 @@ class Variant:
         return ""
 
     @property
+    def is_plain_training(self) -> bool:
+        """Whether weights are those of plain training: it flushes, and nobody changes updates."""
+        outside = self.outside or Outside()
+        own_optimizer = self.update_rule == "optimizer" and not outside.acts
+        return self.flushes and own_optimizer
+
+    @property
     def keeps_scratch(self) -> bool:
         """Whether the memory that weights are made in stays from one backward to the next."""
         return self.scratch_copies > 0 or self.outside is not None

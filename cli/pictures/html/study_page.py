@@ -66,7 +66,7 @@ def study_part(study: Study, results: StudyResults) -> dict[str, Any]:
                 **msgspec.to_builtins(plan),
                 **msgspec.to_builtins(results.plan(plan.name)),
                 "index": number[plan.name],
-                "flushes": plan.flushes,
+                "plain_training": plan.is_plain_training,
             }
             for plan in plans
         ],

@@ -100,9 +100,10 @@ def arms_of(
 ) -> tuple[list[ArmSpec], list[str]]:
     """The arms of a study, plain training first; and for each plan the name of its arm.
 
-    Pipelines that flush are plain training and share its arm; but where a layer mixes the samples
-    of a batch (`mixes`), plain training of the same micro-batches one by one. Plans whose
-    operations, cuts and system are the same share an arm as well.
+    Pipelines that flush are plain training and share its arm, unless rules from outside have a part
+    in their updates; but where a layer mixes the samples of a batch (`mixes`), plain training of
+    the same micro-batches one by one. Plans whose operations, cuts and system are the same share an
+    arm as well.
 
     Args:
         names: of the plans, all different.
@@ -114,7 +115,7 @@ def arms_of(
     arms = [ArmSpec(name=PLAIN, kind="plain", plan=0, rules=_digest("plain", 0, 1))]
     of_plan: list[str] = []
     for k, (plan, name) in enumerate(zip(plans, names, strict=True)):
-        if variant_named(plan.variant).flushes:
+        if variant_named(plan.variant).is_plain_training:
             n = plan.micro_batches if mixes and plan.micro_batches > 1 else 0
             found = ArmSpec(
                 name=_plain_name(n, plan.update_every),

@@ -246,7 +246,11 @@ def loses_less(one: str, other: str) -> Callable[[FoundCell], Verdict]:
 
 def flush_is_plain(found: FoundCell) -> Verdict:
     """Systems that flush need what plain training does."""
-    over = {p.name: found.samples_over(p.variant, PLAIN) for p in found.study.plans if p.flushes}
+    over = {
+        p.name: found.samples_over(p.variant, PLAIN)
+        for p in found.study.plans
+        if p.is_plain_training
+    }
     means = [spread.mean for spread in over.values() if spread is not None]
     if len(means) < len(over):
         return Verdict("unknown", "target not reached")

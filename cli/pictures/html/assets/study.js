@@ -197,7 +197,7 @@
         }));
       table.style.setProperty("margin-top", "1rem");
       host.append(table);
-      const flush = plans.filter((plan) => plan.flushes).map((plan) => plan.name);
+      const flush = plans.filter((plan) => plan.plain_training).map((plan) => plan.name);
       if (flush.length) host.append(TP.el("p", { class: "hint" }, `Pipelines that flush are plain training, trained once for all: ${flush.join(", ")}.`));
       host.append(TP.el("p", { class: "hint" }, `Times are overhead × samples of plain training × period ÷ mini-batch, predicted for ${[...new Set(plans.map((plan) => plan.cluster))].join("; ")}. Intervals: Student's t of the logarithms, paired by seed.`));
     },

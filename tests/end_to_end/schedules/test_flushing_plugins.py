@@ -1,0 +1,89 @@
+"""Systems from outside that flush: with rules or an update of their own they aren't plain training,
+for studies, plans by studies, and exports."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from helpers.by_hand.studies import PLAIN_ARM, arm, study
+from helpers.plans import plan_by_hand, with_times
+from timeprest.planner.study.choose import StudyFigures
+from timeprest.planner.study.study import PLAIN
+from timeprest.planner.systems.variants import VARIANTS, load_plugin
+from timeprest.runtime.records.progress import read_losses
+from timeprest.runtime.records.run_dir import RunDir
+from timeprest.runtime.run import run
+from timeprest.runtime.settings import OptimizerChoice, RunSettings
+from timeprest.runtime.training.study.conduct import StudyChoices, prospect
+from timeprest.runtime.training.study.training import train_one
+from timeprest.runtime.training.study.work import Asked
+
+pytestmark = pytest.mark.usefixtures("systems_forgotten")
+
+SGD = OptimizerChoice(name="sgd", lr=0.05)
+SYSTEMS = """
+from dataclasses import replace
+from timeprest.planner.systems.outside import Outside, StageRules
+from timeprest.planner.systems.variants import VARIANTS
+
+
+class Slow(StageRules):
+    def rate(self, update):
+        return 0.01
+
+
+def decayed(context, optimizer):
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 0.5
+    return optimizer
+
+
+row = VARIANTS["gpipe"]
+SYSTEMS = [
+    replace(row, name="alike"),
+    replace(row, name="slow", outside=Outside(rules=Slow)),
+    replace(row, name="decayed", outside=Outside(update=decayed)),
+]
+"""
+NAMES = ("alike", "slow", "decayed")
+
+
+@pytest.fixture
+def plans(mlp_profile, tmp_path):
+    path = tmp_path / "flushing.py"
+    path.write_text(SYSTEMS)
+    load_plugin(str(path))
+    return {name: plan_by_hand(with_times(mlp_profile), name, 2, 2) for name in NAMES}
+
+
+def test_which_systems_are_plain_training(plans):
+    assert [VARIANTS[name].is_plain_training for name in NAMES] == [True, False, False]
+    built_in = [v for name, v in VARIANTS.items() if name not in NAMES]
+    assert all(v.is_plain_training == v.flushes for v in built_in)
+
+
+def test_a_study_trains_what_the_plugin_says(plans, mlp_target, tmp_path):
+    settings = RunSettings(task=mlp_target, steps=12, optimizer=SGD)
+    chosen = StudyChoices(seeds=2, tune=1, longer=1.0, eval_every=0)
+    asked = prospect(list(plans.values()), NAMES, settings, chosen)
+    assert asked.of_plan == (PLAIN, "slow", "decayed")
+    for k, name in enumerate(asked.of_plan):
+        found = train_one(asked.work, Asked(arm=k, rate=0.05, warmup=0, seed=0, length=12))
+        run(plans[NAMES[k]], settings, tmp_path / name, inline=True)
+        losses = read_losses(RunDir(tmp_path / name).metrics)
+        assert found.losses == pytest.approx(losses, rel=1e-5)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_plans_by_a_study_have_its_own_figure(stages, plans, mlp_profile):
+    own = plan_by_hand(with_times(mlp_profile), "slow", stages, 2)
+    arms = [PLAIN_ARM, arm("slow", (1.2, 1.3, 1.1))]
+    figures = StudyFigures(study(arms, {"slow": 1.0}, plans={"slow": own}))
+    found = SimpleNamespace(stages=own.stages, micro_batches=2, prediction=own.predicted)
+    assert not figures.study.plans[0].is_plain_training
+    foretold = figures.foretell("slow", 1, found)
+    assert foretold.exact
+    assert foretold.overhead.mean == pytest.approx(1.2, rel=0.1)
+    assert figures.foretell("alike", 1, found).overhead.mean == 1
+    assert figures.foretell("decayed", 1, found) is None
