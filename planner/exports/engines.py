@@ -67,14 +67,21 @@ class Engine:
 
     def _check_system(self, plan: Plan) -> None:
         system = plan.system
+        rows = [v for v in VARIANTS.values() if v.is_plain_training]
+        known = ", ".join(v.name for v in rows if v.schedule in self.schedules)
         if system.schedule not in self.schedules or not system.flushes:
-            known = ", ".join(v.name for v in VARIANTS.values() if v.schedule in self.schedules)
             why = (
                 f"it has no schedule like {system.name}'s"
                 if system.flushes
                 else f"{system.name} never flushes, and it flushes before each update"
             )
             raise self.refuse(f"{why}; plan with --variant {known}")
+        if not system.is_plain_training:
+            outside = system.outside.plugin if system.outside is not None else ""
+            raise self.refuse(
+                f"{system.name} has rules of its own for updates ({outside}), and there an update "
+                f"is the optimizer's alone; plan with --variant {known}"
+            )
         if system.order is not None and not system.order.alike:
             raise self.refuse(
                 "the order given differs from mini-batch to mini-batch, and there all are alike"

@@ -8,9 +8,12 @@ from types import SimpleNamespace
 import pytest
 from helpers.by_hand.studies import PLAIN_ARM, arm, study
 from helpers.plans import plan_by_hand, with_times
+from timeprest.planner.exports.export import ENGINES, exported
+from timeprest.planner.exports.torch_pipelining import ModelFacts
 from timeprest.planner.study.choose import StudyFigures
 from timeprest.planner.study.study import PLAIN
 from timeprest.planner.systems.variants import VARIANTS, load_plugin
+from timeprest.profiles.errors import PlanError
 from timeprest.runtime.records.progress import read_losses
 from timeprest.runtime.records.run_dir import RunDir
 from timeprest.runtime.run import run
@@ -39,7 +42,7 @@ def decayed(context, optimizer):
     return optimizer
 
 
-row = VARIANTS["gpipe"]
+row = VARIANTS["pipedream-flush"]
 SYSTEMS = [
     replace(row, name="alike"),
     replace(row, name="slow", outside=Outside(rules=Slow)),
@@ -87,3 +90,18 @@ def test_plans_by_a_study_have_its_own_figure(stages, plans, mlp_profile):
     assert foretold.overhead.mean == pytest.approx(1.2, rel=0.1)
     assert figures.foretell("alike", 1, found).overhead.mean == 1
     assert figures.foretell("decayed", 1, found) is None
+
+
+@pytest.mark.parametrize("name", ["slow", "decayed"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_export_doesnt_drop_its_rules(engine, name, plans):
+    why = rf"{name} has rules of its own for updates \(.*flushing\.py\), and there .* --variant "
+    with pytest.raises(PlanError, match=why) as refused:
+        exported(plans[name], engine, look)
+    assert name not in str(refused.value).partition("--variant")[2]
+    assert "\n" not in str(refused.value)
+
+
+def look(plan):
+    names = tuple(name for stage in plan.stages for name in stage.nodes)
+    return ModelFacts(names, dict.fromkeys(names, 1), ties=(), one_tensor=True, weighted=False)
