@@ -68,7 +68,14 @@ class Engine:
     def _check_system(self, plan: Plan) -> None:
         system = plan.system
         rows = [v for v in VARIANTS.values() if v.is_plain_training]
-        known = ", ".join(v.name for v in rows if v.schedule in self.schedules)
+        names = [v.name for v in rows if v.schedule in self.schedules]
+        known = ", ".join(names)
+        if system.order is not None and system.flushes and system.schedule not in self.schedules:
+            other = "" if system.name in names else f", and plan with --variant {known}"
+            raise self.refuse(
+                "its devices run an order that was given, and there schedules are built in; leave "
+                f"--order out{other}"
+            )
         if system.schedule not in self.schedules or not system.flushes:
             why = (
                 f"it has no schedule like {system.name}'s"

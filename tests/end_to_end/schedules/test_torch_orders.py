@@ -169,6 +169,13 @@ def test_an_order_goes_to_torch_where_it_can(tmp_path):
     assert "schedule_csv" in found["torchtitan.toml"]
     with pytest.raises(PlanError, match="pipemare never flushes"):
         exported_for_torchtitan(plan(text, "pipemare"))
+    for engine, variant, do in (
+        ("megatron", "pipedream-flush", "--order out$"),
+        ("deepspeed", "pipedream-flush", "--order out$"),
+        ("deepspeed", "gpipe", "--order out, and plan with --variant pipedream-flush$"),
+    ):
+        with pytest.raises(PlanError, match=f"there schedules are built in; leave {do}"):
+            exported(plan(text, variant), engine, None)
     both = "| {s}F0.0 {s}F0.1 {s}B0.0 {s}B0.1 {s}F1.0 {s}B1.0 {s}F1.1 {s}B1.1"
     (tmp_path / "two.txt").write_text("\n".join(both.format(s=s) for s in range(2)))
     order = read_order(tmp_path / "two.txt")
