@@ -12,7 +12,7 @@ import json
 
 from ..plan import Plan
 from .blocks import blocks_by_stage
-from .engines import Engine, EngineFiles
+from .engines import Engine, EngineFiles, precision_notes
 
 DEEPSPEED = Engine("DeepSpeed", {"1f1b-flush": "1F1B"})
 
@@ -77,5 +77,8 @@ def for_deepspeed(plan: Plan) -> EngineFiles:
     }
     return EngineFiles(
         {MODULE: _TEXT.format(stages=stages), CONFIG: json.dumps(config, indent=2) + "\n"},
-        (f"pipeline_module of {MODULE} wants a layer for each of its names",),
+        (
+            f"pipeline_module of {MODULE} wants a layer for each of its names",
+            *precision_notes(plan),
+        ),
     )

@@ -153,6 +153,16 @@ class Engine:
                 raise self.refuse(f"stage {s} shares parameters with another stage, {UNTIE}")
 
 
+def precision_notes(plan: Plan) -> tuple[str, ...]:
+    """A line for engines whose own settings say what forwards run under, where it matters."""
+    if plan.profile.autocast is None:
+        return ()
+    return (
+        f"it was planned for forwards under autocast ({plan.profile.autocast}), which isn't "
+        "written: the engine's own settings say the precision",
+    )
+
+
 def ranks_of(plan: Plan) -> list[list[int]]:
     """For each rank of the pipeline, its stages; replicas are one rank."""
     placement = plan.placement or range(len(plan.stages))

@@ -13,7 +13,7 @@ from collections import Counter
 
 from ..plan import Plan
 from .blocks import blocks_by_stage, list_of
-from .engines import Engine, EngineFiles, ranks_of
+from .engines import Engine, EngineFiles, precision_notes, ranks_of
 
 MEGATRON = Engine(
     "Megatron-Core",
@@ -44,7 +44,10 @@ def for_megatron(plan: Plan) -> EngineFiles:
     ]
     return EngineFiles(
         {ARGUMENTS: "\n".join(lines) + "\n"},
-        (f"pass them on: pretrain_gpt.py $(cat {{folder}}/{ARGUMENTS}) …",),
+        (
+            f"pass them on: pretrain_gpt.py $(cat {{folder}}/{ARGUMENTS}) …",
+            *precision_notes(plan),
+        ),
     )
 
 

@@ -61,6 +61,11 @@ def for_torch(plan: Plan, look: Callable[[Plan], ModelFacts]) -> EngineFiles:
     Raises PlanError where torch can't express the plan.
     """
     TORCH.check(plan)
+    if plan.profile.autocast == "float16":
+        raise TORCH.refuse(
+            "it was profiled under autocast (float16), which trains with scaled losses alone, and "
+            "the script scales none; profile with --autocast bfloat16, or without"
+        )
     facts = look(plan)
     points = split_points(plan, facts)
     if facts.weighted:
@@ -151,11 +156,29 @@ def _script(plan: Plan, points: Sequence[str], facts: ModelFacts) -> str:
         "trees": _TREES if facts.one_tensor else f"{_TREES}, tree_structure, tree_unflatten",
         "copy": "" if facts.one_tensor else "import copy\n",
         "summed": _SUMMED if replicas > 1 else "",
+        **_precision(plan.profile.autocast),
     }
     text = _TEXT
     for key, value in values.items():
         text = text.replace(f"<{key}>", value)
     return text
+
+
+def _precision(autocast: str | None) -> dict[str, str]:
+    """What forwards and losses run under, in the script: as a run here (`forward_context`)."""
+    lines = {
+        "run": (8, "output = self.inner(*args, **named)"),
+        "traced": (4, "pipe = pipeline(model, part(args, rows), part(kwargs, rows), split_spec)"),
+        "lost": (8, "return loss(rebuilt(output), part(target, rows))"),
+    }
+    if autocast is None:
+        found = {key: f"{' ' * indent}{line}\n" for key, (indent, line) in lines.items()}
+        return {**found, "autocast": "", "precision": ""}
+    found = {
+        key: f"{' ' * indent}with precision():\n{' ' * indent}    {line}\n"
+        for key, (indent, line) in lines.items()
+    }
+    return {**found, "autocast": f"AUTOCAST = torch.{autocast}\n", "precision": _AUTOCAST}
 
 
 def _lines(names: Sequence[str]) -> str:
@@ -174,6 +197,12 @@ _NESTED = """    # Stages give tensors alone: how the model nests them is seen o
     def rebuilt(output):
         tensors = output if isinstance(output, (list, tuple)) else [output]
         return tree_unflatten(list(tensors), structure)
+"""
+_AUTOCAST = """def precision():
+    # The plan was profiled so. Without a cache, since that may outlive an update.
+    return torch.autocast(DEVICE.type, AUTOCAST, cache_enabled=False)
+
+
 """
 _SUMMED = """        for p in parameters:
             if p.grad is not None:
@@ -209,7 +238,7 @@ MICRO_BATCHES = <micro_batches>
 SPLIT_POINTS = <points>
 STAGES_OF_RANK = <ranks>
 REPLICAS = <replicas>
-THREADS = <threads>
+<autocast>THREADS = <threads>
 DEVICE = torch.device("cpu")
 
 
@@ -268,16 +297,16 @@ class Stage(nn.Module):
 
     def forward(self, *args, **named):
         if self.first:
-            output = self.inner(*args, **{name: named[name] for name in self.keywords})
+            named = {name: named[name] for name in self.keywords}
         else:
             own = {name: named[root] for name, root in self.own.items()}
-            output = self.inner(**dict(zip(self.received, args, strict=True)), **own)
-        leaves = tree_leaves(output)
+            named, args = {**dict(zip(self.received, args, strict=True)), **own}, ()
+<run>        leaves = tree_leaves(output)
         picked = tuple(leaves[k].contiguous() for k in self.picked)  # as gloo wants messages
         return picked if len(picked) > 1 else picked[0]
 
 
-def like(node):
+<precision>def like(node):
     """A tensor like the one that a node of a traced graph gives."""
     value = node.meta["val"]
     empty = torch.empty(value.shape, dtype=value.dtype, device=DEVICE)
@@ -311,13 +340,8 @@ def main():
     size = MINI_BATCH // MICRO_BATCHES
     rows = torch.arange(size)
 <result>
-    pipe = pipeline(
-        model,
-        part(args, rows),
-        part(kwargs, rows),
-        split_spec={name: SplitPoint.BEGINNING for name in SPLIT_POINTS},
-    )
-    modules = [Stage(pipe, s, args, kwargs) for s in mine]
+    split_spec = {name: SplitPoint.BEGINNING for name in SPLIT_POINTS}
+<traced>    modules = [Stage(pipe, s, args, kwargs) for s in mine]
     stages = [
         PipelineStage(
             module,
@@ -343,8 +367,7 @@ def main():
 
     # Targets can be nests of tensors, and the schedule splits one tensor: it is given their rows.
     def loss_of(output, rows):
-        return loss(rebuilt(output), part(target, rows))
-
+<lost>
     schedule = <made>
 <loaded>    losses, seconds = [], []
     for step in range(asked.steps):

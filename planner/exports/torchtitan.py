@@ -16,7 +16,7 @@ import json
 from ..plan import Plan
 from ..systems.placement import pattern_of
 from .blocks import blocks_by_stage
-from .engines import Engine, EngineFiles, ranks_of
+from .engines import Engine, EngineFiles, precision_notes, ranks_of
 from .schedule import schedule_csv
 
 TORCHTITAN = Engine(
@@ -131,5 +131,6 @@ def for_torchtitan(plan: Plan) -> EngineFiles:
             f"releases 0.2.x read {CONFIG}; after those, {PYTHON} says how to use it",
             "the model's forward must do without the modules of other stages; children that are in "
             "no layer of their own have to be added to their stage's line",
+            *precision_notes(plan),
         ),
     )

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
+import runpy
 import subprocess
 import sys
 
+import msgspec
 import pytest
 import timeprest
+import torch
+import torch.distributed as dist
 from click.testing import CliRunner
+from helpers.by_hand.profiles import profile_by_hand
 from helpers.plans import chain_plan, plan_by_hand, with_times
 from timeprest.cli.plan import main
-from timeprest.profiles.errors import FileError
+from timeprest.planner.exports.export import exported
+from timeprest.profiles.errors import FileError, PlanError
 from timeprest.profiles.files import write_file
 from timeprest.runtime.records.progress import read_losses
 
@@ -68,6 +75,54 @@ def test_python_exports_as_the_command_does(folder):
         assert path.read_text() == (folder / "a" / path.name).read_text()
     with pytest.raises(FileError, match="isn't overwritten"):
         timeprest.export(plan, "torchtitan", "b")
+
+
+def test_the_script_has_the_profiles_autocast(tmp_path, monkeypatch):
+    """In one process: losses are those of the same plan here, and others without it."""
+    tiny = "gpt2:layers=2,width=16,heads=2,vocabulary=50,length=8,dropout=0,tied=0"
+    how = {"granularity": "h.*", "autocast": "bfloat16", "micro_batch_sizes": [4]}
+    profile = timeprest.profile(tiny, batch_size=8, seconds=0.01, **how)
+    plan = plan_by_hand(with_times(profile), "gpipe", 2, 2, placement=(0, 0))
+    timeprest.export(plan, "torch", tmp_path / "out")
+    losses = {}
+    for name, autocast in (("own", "profiled"), ("off", "off")):
+        how = {"steps": 3, "inline": True, "evaluate": False, "autocast": autocast}
+        timeprest.run(plan, tmp_path / name, **how)
+        losses[name] = list(read_losses(tmp_path / name / "metrics.jsonl"))
+    script, found = str(tmp_path / "out" / "train.py"), tmp_path / "losses.json"
+    monkeypatch.setattr(sys, "argv", [script, "--steps", "3", "--losses", str(found)])
+    alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    monkeypatch.setattr(
+        dist, "init_process_group", functools.partial(dist.init_process_group, **alone)
+    )
+    threads = torch.get_num_threads()
+    try:
+        runpy.run_path(script, run_name="__main__")
+    finally:
+        torch.set_num_threads(threads)
+    theirs = json.loads(found.read_text())["losses"]
+    assert theirs == pytest.approx(losses["own"], abs=1e-6)
+    assert theirs != pytest.approx(losses["off"], abs=1e-5)
+
+
+@pytest.mark.parametrize("engine", ["torchtitan", "megatron", "deepspeed"])
+def test_other_engines_are_told_of_precision(engine):
+    names = [f"h.{k}" for k in range(4)]
+    edges = [(a, b, a, 8) for a, b in itertools.pairwise(names)]
+    profile = profile_by_hand([(name, 64, 1.0, 2.0, 4, ()) for name in names], edges, (1, 2, 4))
+    cut = [("h.0", "h.1"), ("h.2", "h.3")]
+    plan = plan_by_hand(profile, "pipedream-flush", 2, 4, cut=cut)
+    under = msgspec.structs.replace(plan.profile, autocast="bfloat16")
+    plain, told = (
+        exported(msgspec.structs.replace(plan, profile=each), engine, None)
+        for each in (plan.profile, under)
+    )
+    assert plain.files == told.files
+    (note,) = set(told.notes) - set(plain.notes)
+    assert "autocast (bfloat16)" in note
+    scaled = msgspec.structs.replace(plan.profile, autocast="float16")
+    with pytest.raises(PlanError, match=r"autocast \(float16\).* with --autocast bfloat16"):
+        exported(msgspec.structs.replace(plan, profile=scaled), "torch", None)
 
 
 @pytest.mark.processes
