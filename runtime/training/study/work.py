@@ -1,13 +1,14 @@
 """What a study trains, as data: its arms, its trainings, and the folder of those that are done.
 
 A finished training is one file, named by a digest of all that its curve follows from: settings,
-what the schedule does, versions, the task's own file. So a study that is started again finds what
-is done, and so does one that asks for more seeds, more rates or another target.
+what the schedule does, versions, the files of the task and of a plugin. So a study that is started
+again finds what is done, and so does one that asks for more seeds, more rates or another target.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -22,6 +23,7 @@ from ....planner.study.study import PLAIN, Curve
 from ....planner.systems.variants import variant_named
 from ....profiles.errors import FileError, UserError
 from ....profiles.files import TaggedFile, is_file, read_file, write_bytes
+from ....profiles.zoo import BUILT_IN
 from ...prepare.data import segments
 from ...settings import RunSettings
 
@@ -157,6 +159,7 @@ def _plain_name(micro_batches: int, update_every: int) -> str:
 
 def _schedule_digest(plan: Plan, settings: RunSettings, samples: int) -> str:
     pipeline = pipeline_of(plan)
+    outside = pipeline.variant.outside
     lengths = sorted({s.mini_batches for s in segments(plan, settings, samples)})
     return _digest(
         plan.variant,
@@ -166,6 +169,7 @@ def _schedule_digest(plan: Plan, settings: RunSettings, samples: int) -> str:
         plan.tied,
         [[stage.nodes, len(stage.devices), stage.recompute] for stage in plan.stages],
         [tuple(make_schedule(pipeline, length)) for length in lengths],
+        *([] if outside is None else [outside.checksum]),
     )
 
 
@@ -223,14 +227,31 @@ class Finished:
 
 
 def source_of(task: str) -> str:
-    """A digest of the file that a task stands in, where the target names one."""
+    """A digest of the file that a task stands in, or of its module's; "": it has none.
+
+    Raises FileError where it can't be read.
+    """
+    if task.partition(":")[0] in BUILT_IN:  # the version of this package says what it is
+        return ""
     name = task.rpartition(":")[0] or task
-    if not name.endswith(".py") or not is_file(name):
+    file = name if name.endswith(".py") else _module_file(name)
+    if not file or not is_file(file):
         return ""
     try:
-        return hashlib.sha256(Path(name).read_bytes()).hexdigest()[:16]
+        return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
     except OSError as error:
-        raise FileError(f"{name}: can't be read: {error.strerror}") from None
+        raise FileError(f"{file}: can't be read: {error.strerror}") from None
+
+
+def _module_file(name: str) -> str:
+    """Of ``pkg.mod``; "": there is no such module, or none in a file."""
+    if not all(part.isidentifier() for part in name.split(".")):
+        return ""
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError, AttributeError):  # a package on the way that isn't one
+        return ""
+    return (spec.origin or "") if spec is not None and spec.has_location else ""
 
 
 # Checks of what plans have in common ------------------------------------------------------------

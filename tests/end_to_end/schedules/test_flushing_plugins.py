@@ -1,8 +1,9 @@
 """Systems from outside that flush: with rules or an update of their own they aren't plain training,
-for studies, plans by studies, and exports."""
+for studies, plans by studies, and exports; and studies know the file that they are from."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from timeprest.planner.exports.export import ENGINES, exported
 from timeprest.planner.exports.torch_pipelining import ModelFacts
 from timeprest.planner.study.choose import StudyFigures
 from timeprest.planner.study.study import PLAIN
+from timeprest.planner.systems import variants
 from timeprest.planner.systems.variants import VARIANTS, load_plugin
 from timeprest.profiles.errors import PlanError
 from timeprest.runtime.records.progress import read_losses
@@ -20,7 +22,7 @@ from timeprest.runtime.run import run
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
 from timeprest.runtime.training.study.conduct import StudyChoices, prospect
 from timeprest.runtime.training.study.training import train_one
-from timeprest.runtime.training.study.work import Asked
+from timeprest.runtime.training.study.work import Asked, Finished
 
 pytestmark = pytest.mark.usefixtures("systems_forgotten")
 
@@ -76,6 +78,32 @@ def test_a_study_trains_what_the_plugin_says(plans, mlp_target, tmp_path):
         run(plans[NAMES[k]], settings, tmp_path / name, inline=True)
         losses = read_losses(RunDir(tmp_path / name).metrics)
         assert found.losses == pytest.approx(losses, rel=1e-5)
+
+
+def test_trainings_end_with_what_they_follow_from(plans, mlp_target, tmp_path, monkeypatch):
+    """Another plugin's file, or another module of the task, and there are none of its trainings."""
+    (tmp_path / "a_study_task.py").write_text(Path(mlp_target.rpartition(":")[0]).read_text())
+    monkeypatch.syspath_prepend(tmp_path)
+    settings = RunSettings(task="a_study_task:MLPTask", steps=4, optimizer=SGD)
+
+    def paths():
+        asked = prospect([plans["slow"]], ["slow"], settings, StudyChoices(eval_every=0))
+        done = Finished(tmp_path, asked.work)
+        return [done.path(Asked(arm=k, rate=1, warmup=0, seed=0, length=6)) for k in range(2)]
+
+    first = paths()
+    assert first == paths()
+    for name in NAMES:
+        VARIANTS.pop(name)
+    variants._LOADED.clear()
+    (tmp_path / "flushing.py").write_text(SYSTEMS.replace("0.01", "0.02"))
+    load_plugin(str(tmp_path / "flushing.py"))
+    second = paths()
+    assert second[0] == first[0]
+    assert second[1] != first[1]
+    with (tmp_path / "a_study_task.py").open("a") as file:
+        file.write("\n")
+    assert not set(paths()) & set(second)
 
 
 @pytest.mark.parametrize("stages", [1, 2])
