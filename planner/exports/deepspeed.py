@@ -9,10 +9,14 @@ of those as stages: cut by equal counts, each stage has its own.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
+from ...profiles.errors import TargetError, TraceError
+from ...profiles.profile import IMPORTED
 from ..plan import Plan
-from .blocks import blocks_by_stage
+from .blocks import blocks_by_stage, blocks_of
 from .engines import Engine, EngineFiles, precision_notes
+from .torch_pipelining import RESULT, ModelFacts
 
 DEEPSPEED = Engine("DeepSpeed", {"1f1b-flush": "1F1B"})
 
@@ -56,8 +60,18 @@ def pipeline_module(layers, **more):
 '''
 
 
-def for_deepspeed(plan: Plan) -> EngineFiles:
-    """The module and its settings. Raises PlanError where DeepSpeed can't express the plan."""
+_ONE_MODULE = "write these layers and what lies between them as one module"
+_CHAIN = "a layer there is called with what the one before gave"
+
+
+def for_deepspeed(plan: Plan, look: Callable[[Plan], ModelFacts]) -> EngineFiles:
+    """The module and its settings.
+
+    Args:
+        look: sees what has to be known of the model.
+
+    Raises PlanError where DeepSpeed can't express the plan.
+    """
     DEEPSPEED.check(plan)
     parts = blocks_by_stage(DEEPSPEED, [stage.nodes for stage in plan.stages])
     for s in range(1, len(parts)):
@@ -65,9 +79,16 @@ def for_deepspeed(plan: Plan) -> EngineFiles:
         if len(tensors) != 1:
             raise DEEPSPEED.refuse(
                 f"stage {s} receives {len(tensors)} tensors ({', '.join(map(repr, tensors))}), and "
-                "a layer there is called with what the one before gave; keep their layers together "
-                "with --pin"
+                f"{_CHAIN}; keep their layers together with --pin"
             )
+    notes = [
+        f"pipeline_module of {MODULE} wants a layer for each of its names, which does all that the "
+        "model does up to the next name's"
+    ]
+    if unseen := _check_chain(plan, look):
+        notes.append(
+            f"{unseen}: each of those layers must take one tensor, which the one before gives"
+        )
     replicas = len(plan.stages[0].devices)
     stages = "[\n" + "".join(f"    {json.dumps(blocks)},\n" for blocks in parts) + "]"
     config = {
@@ -77,8 +98,41 @@ def for_deepspeed(plan: Plan) -> EngineFiles:
     }
     return EngineFiles(
         {MODULE: _TEXT.format(stages=stages), CONFIG: json.dumps(config, indent=2) + "\n"},
-        (
-            f"pipeline_module of {MODULE} wants a layer for each of its names",
-            *precision_notes(plan),
-        ),
+        (*notes, *precision_notes(plan)),
     )
+
+
+def _check_chain(plan: Plan, look: Callable[[Plan], ModelFacts]) -> str:
+    """Check that each block takes one tensor, which the one before gives; if nobody can see, why.
+
+    Raises PlanError naming a tensor that another block takes.
+    """
+    if plan.profile.front_end in IMPORTED:
+        return f"the plan was made from {IMPORTED[plan.profile.front_end]}, without a model"
+    try:
+        facts = look(plan)
+    except (TargetError, TraceError) as error:
+        return f"the model couldn't be looked at ({error})"
+    names = [name for stage in plan.stages for name in stage.nodes]
+    block_of = dict(zip(names, blocks_of(names), strict=True))
+    blocks = list(dict.fromkeys(block_of.values()))
+    place = {name: blocks.index(block) for name, block in block_of.items()}
+    place |= {"": -1, RESULT: len(blocks)}
+    received: dict[int, str] = {}
+    for tensor, producer, consumer in facts.taken:
+        source, target = place[producer], place[consumer]
+        if source == target:
+            continue
+        made = f"of {blocks[source]!r}" if producer else "that the model is given"
+        taker = "the model's result" if consumer == RESULT else repr(blocks[target])
+        if target != source + 1:
+            raise DEEPSPEED.refuse(
+                f"{taker} takes tensor {tensor!r} {made}, and {_CHAIN}; {_ONE_MODULE}"
+            )
+        other = received.setdefault(target, tensor)
+        if other != tensor and consumer != RESULT:
+            raise DEEPSPEED.refuse(
+                f"{taker} takes two tensors {made}, {other!r} and {tensor!r}, and {_CHAIN}, one "
+                f"tensor; {_ONE_MODULE}"
+            )
+    return ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, get_args
 
 from ...profiles.errors import UserError
 from ..plan import Plan
@@ -15,29 +15,29 @@ from .torchtitan import for_torchtitan
 
 EngineName = Literal["torch", "torchtitan", "megatron", "deepspeed"]
 
-TORCH: EngineName = "torch"
-"""The one whose files follow from the model too."""
-
-_EXPORTS: dict[EngineName, Callable[[Plan], EngineFiles]] = {
+_BY_NAMES: dict[EngineName, Callable[[Plan], EngineFiles]] = {
     "torchtitan": for_torchtitan,
     "megatron": for_megatron,
+}
+_BY_MODEL: dict[EngineName, Callable[[Plan, Callable[[Plan], ModelFacts]], EngineFiles]] = {
+    "torch": for_torch,
     "deepspeed": for_deepspeed,
 }
-ENGINES: tuple[EngineName, ...] = (TORCH, *_EXPORTS)
+ENGINES: tuple[EngineName, ...] = get_args(EngineName)
 
 
 def exported(plan: Plan, engine: EngineName, look: Callable[[Plan], ModelFacts]) -> EngineFiles:
     """The plan as an engine reads it.
 
     Args:
-        look: looks at the plan's model, for an engine that is given the model itself.
+        look: looks at the plan's model, for an engine that goes by that.
 
     Raises:
         UserError: there is no such engine.
         PlanError: it can't express the plan; the message says what and why.
     """
-    if engine == TORCH:
-        return for_torch(plan, look)
-    if engine not in _EXPORTS:
+    if engine in _BY_MODEL:
+        return _BY_MODEL[engine](plan, look)
+    if engine not in _BY_NAMES:
         raise UserError(f"{engine!r}: no engine that plans are written for; {', '.join(ENGINES)}")
-    return _EXPORTS[engine](plan)
+    return _BY_NAMES[engine](plan)

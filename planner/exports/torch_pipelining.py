@@ -28,6 +28,9 @@ TORCH = Engine(
     one_device=True,
 )
 
+RESULT = "output"
+"""Who takes what the model gives."""
+
 SCRIPT, CSV = "train.py", "schedule.csv"
 
 
@@ -42,6 +45,8 @@ class ModelFacts:
         one_tensor: whether its result is one tensor.
         weighted: whether the loss gives a sum and a weight.
         unused_hooks: hooks of the task that the script doesn't call.
+        taken: of each tensor that a layer takes from elsewhere its name, the layer that makes it
+            ("": an input of the model) and the one that takes it (RESULT: what the model gives).
     """
 
     layers: tuple[str, ...]
@@ -50,6 +55,7 @@ class ModelFacts:
     one_tensor: bool
     weighted: bool
     unused_hooks: tuple[str, ...] = ()
+    taken: tuple[tuple[str, str, str], ...] = ()
 
 
 def for_torch(plan: Plan, look: Callable[[Plan], ModelFacts]) -> EngineFiles:

@@ -1,17 +1,18 @@
-"""What an export to torch.distributed.pipelining has to know of a model: looked up in its graph."""
+"""What exports have to know of a model: looked up in its graph."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...planner.exports.torch_pipelining import ModelFacts
+from ...planner.exports.torch_pipelining import RESULT, ModelFacts
 from ...planner.plan import Plan
 from ...profiles.tracing.call import Call, unchanged
-from ...profiles.tracing.graph import tied_layers
+from ...profiles.tracing.graph import TracedModel, tied_layers, values
+from ...profiles.tracing.shapes import value_specs
 from .loss import kind_of_loss
 from .tracing import trace_for_run
 
@@ -39,7 +40,19 @@ def facts_of(plan: Plan) -> ModelFacts:
         one_tensor=isinstance(result, Tensor),
         weighted=kind_of_loss(task, result, wanted).weighted,
         unused_hooks=tuple(hook for hook in _NOT_CALLED if hasattr(task, hook)),
+        taken=tuple(_taken(graph, call)),
     )
+
+
+def _taken(graph: TracedModel, call: Call) -> Iterator[tuple[str, str, str]]:
+    """Tensors that layers take from elsewhere. Numbers, such as sizes, can be had of a tensor."""
+    specs = value_specs(graph, call.tensors)
+    ends = [*(layer.name for layer in graph.layers), RESULT]
+    for value in values(graph):
+        name = value.node.name
+        if name in specs and specs[name].kind == "tensor":
+            producer = "" if value.producer is None else ends[value.producer]
+            yield from ((name, producer, ends[k]) for k in value.consumers)
 
 
 def _run(model: nn.Module, call: Call, names: list[str]) -> tuple[Any, dict[str, int]]:

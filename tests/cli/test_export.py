@@ -18,9 +18,11 @@ from click.testing import CliRunner
 from helpers.by_hand.profiles import profile_by_hand
 from helpers.plans import chain_plan, plan_by_hand, with_times
 from timeprest.cli.plan import main
+from timeprest.planner.exports.blocks import blocks_of
 from timeprest.planner.exports.export import exported
-from timeprest.profiles.errors import FileError, PlanError
+from timeprest.profiles.errors import FileError, PlanError, TargetError
 from timeprest.profiles.files import write_file
+from timeprest.runtime.prepare.export_facts import facts_of
 from timeprest.runtime.records.progress import read_losses
 
 BERT = "bert-base:layers=4,width=16,heads=2,vocabulary=50,length=8,dropout=0,tied=0"
@@ -105,6 +107,10 @@ def test_the_script_has_the_profiles_autocast(tmp_path, monkeypatch):
     assert theirs != pytest.approx(losses["off"], abs=1e-5)
 
 
+def unseen(plan):
+    raise TargetError("by-hand: no such target")
+
+
 @pytest.mark.parametrize("engine", ["torchtitan", "megatron", "deepspeed"])
 def test_other_engines_are_told_of_precision(engine):
     names = [f"h.{k}" for k in range(4)]
@@ -114,7 +120,7 @@ def test_other_engines_are_told_of_precision(engine):
     plan = plan_by_hand(profile, "pipedream-flush", 2, 4, cut=cut)
     under = msgspec.structs.replace(plan.profile, autocast="bfloat16")
     plain, told = (
-        exported(msgspec.structs.replace(plan, profile=each), engine, None)
+        exported(msgspec.structs.replace(plan, profile=each), engine, unseen)
         for each in (plan.profile, under)
     )
     assert plain.files == told.files
@@ -123,6 +129,67 @@ def test_other_engines_are_told_of_precision(engine):
     scaled = msgspec.structs.replace(plan.profile, autocast="float16")
     with pytest.raises(PlanError, match=r"autocast \(float16\).* with --autocast bfloat16"):
         exported(msgspec.structs.replace(plan, profile=scaled), "torch", None)
+
+
+SMALL = "width=16,heads=2,vocabulary=50,length=8,dropout=0,tied=0"
+
+
+@pytest.mark.parametrize(
+    ("target", "pattern", "why"),
+    [
+        (f"gpt2:layers=2,{SMALL}", "h.*", None),
+        (f"bert-base:layers=4,{SMALL}", "bert.layer.*", "takes tensor '.*' that the model is giv"),
+        ("skips", "layer", "'head' takes tensor 'first.*' of 'first', and a layer there is ca"),
+    ],
+)
+def test_deepspeed_is_given_chains_alone(target, pattern, why, tmp_path):
+    """A model input of later layers, and a skip inside a stage, can't be an nn.Sequential."""
+    if target == "skips":
+        (tmp_path / "skips.py").write_text(SKIPS)
+        target = f"{tmp_path / 'skips.py'}:Task"
+    profile = timeprest.profile(target, batch_size=4, seconds=0.01, granularity=pattern)
+    names = [layer.name for layer in profile.layers]
+    blocks = blocks_of(names)
+    least = 1 if "first" in names else len(names) // 2
+    k = next(k for k in range(least, len(names)) if blocks[k] != blocks[k - 1])
+    cut = [tuple(names[:k]), tuple(names[k:])]
+    plan = plan_by_hand(with_times(profile), "pipedream-flush", 2, 2, mini_batch=4, cut=cut)
+    if why is None:
+        assert len(exported(plan, "deepspeed", facts_of).notes) == 1
+        return
+    with pytest.raises(PlanError, match=why) as refused:
+        exported(plan, "deepspeed", facts_of)
+    assert "\n" not in str(refused.value)
+
+
+SKIPS = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.first, self.second, self.head = (nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x):
+        a = self.first(self.stem(x))
+        return self.head(self.second(a)) + a
+
+
+class Task:
+    def model(self):
+        return Net()
+
+    def data(self, split):
+        return torch.utils.data.TensorDataset(torch.randn(8, 4), torch.randn(8, 4))
+
+    def loss(self, output, target):
+        return nn.functional.mse_loss(output, target)
+
+    def optimizer(self, parameters):
+        return torch.optim.SGD(parameters, lr=0.1)
+"""
 
 
 @pytest.mark.processes
