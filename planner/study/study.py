@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from ...profiles.errors import FileError
+from ...profiles.errors import FileError, PlanError
 from ...profiles.files import Count, Factor, Predicted, TaggedFile, Tally, read_file, write_bytes
 from ..cluster.cluster import Cluster
 from ..plan import Plan, ProfileReference
@@ -163,9 +163,12 @@ def read_study(path: str | Path) -> Study:
     names = [arm.name for arm in study.arms]
     if PLAIN not in names:
         raise FileError(f"{path}: arms: there is no {PLAIN!r} training to compare with")
+    for name in _repeated(names):
+        raise FileError(f"{path}: arms: two have the name {name!r}; give each its own")
+    for name in _repeated(plan.name for plan in study.plans):
+        raise FileError(f"{path}: plans: two have the name {name!r}; give each its own")
     for k, plan in enumerate(study.plans):
-        if plan.arm not in names:
-            raise FileError(f"{path}: plans[{k}].arm: {plan.arm!r} is none of the arms")
+        _check_plan(plan, names, f"{path}: plans[{k}]")
     for k, arm in enumerate(study.arms):
         if [curve.seed for curve in arm.finals()] != list(range(study.question.seeds)):
             raise FileError(
@@ -173,6 +176,22 @@ def read_study(path: str | Path) -> Study:
                 f"of the seeds 0 to {study.question.seeds - 1}"
             )
     return study
+
+
+def _check_plan(plan: StudiedPlan, arms: Sequence[str], where: str) -> None:
+    if plan.arm not in arms:
+        raise FileError(f"{where}.arm: {plan.arm!r} is none of the arms")
+    for field in ("in_flight", "version_differences"):
+        count = len(getattr(plan, field))
+        if count != plan.stages:
+            raise FileError(
+                f"{where}.{field}: has {count} numbers, and the plan {plan.stages} stages: one for "
+                "each"
+            )
+    try:
+        variant_named(plan.variant)
+    except PlanError as error:
+        raise FileError(f"{where}.variant: {error}; name the --plugin that has others") from None
 
 
 def write_study(path: str | Path, study: Study) -> None:

@@ -2,8 +2,9 @@
 
 The grid begins with the given rate and its two neighbours. While the best lies at an edge, one
 more is tried beyond that edge; where it doesn't, the gap beside it is halved (in logarithms), on
-the side of its better neighbour. The last trials go to the other warm-ups, at the best rate. A
-training that diverged is worse than any other; where all have, the grid moves down.
+the side of its better neighbour; so it is at the limits that files set to rates. The last trials go
+to the other warm-ups, at the best rate. A training that diverged is worse than any other; where all
+have, the grid moves down.
 
 One seed may flatter a rate at the edge of stability: so the best few train with all seeds, and the
 best of these is taken.
@@ -19,6 +20,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ...profiles.files import MAX_FACTOR
 from .curves import end_value, points_of, samples_to, smoothed, value_at
 from .study import RISES, Curve, Metric
 
@@ -37,6 +39,8 @@ class Trial:
 
 
 DIVERGED = 2.0
+LEAST = 1e-300
+"""No rate below that is tried."""
 
 
 def badness_of(
@@ -98,13 +102,19 @@ def next_trials(grid: TuningGrid, done: Sequence[Trial]) -> list[tuple[float, in
     first = grid.warmups[0]
     rates = [trial for trial in done if trial.warmup == first]
     if len(rates) < grid.for_rates:
-        start = [grid.rate, grid.rate * grid.factor, grid.rate / grid.factor][: grid.for_rates]
         tried = {_key(trial.rate) for trial in rates}
-        left = [rate for rate in map(_rounded, start) if _key(rate) not in tried]
+        left = [rate for rate in map(_rounded, _start(grid)) if _key(rate) not in tried]
         return [(rate, first) for rate in left] or [(_one_more(grid, rates), first)]
     best = best_trial(rates)
     tried_warmups = {trial.warmup for trial in done}
     return [(best.rate, warmup) for warmup in grid.warmups[1:] if warmup not in tried_warmups]
+
+
+def _start(grid: TuningGrid) -> list[float]:
+    """The given rate and its neighbours; at a limit of rates the next two on its other side."""
+    rate, by = grid.rate, grid.factor
+    found = [rate, rate * by, rate / by, rate / by / by, rate * by * by]
+    return [rate for rate in found if _allowed(_rounded(rate))][: min(grid.for_rates, 3)]
 
 
 def best_trial(done: Sequence[Trial]) -> Trial:
@@ -140,13 +150,18 @@ def at_edge(done: Sequence[Trial], rate: float) -> bool:
 def _one_more(grid: TuningGrid, done: Sequence[Trial]) -> float:
     trials = sorted(done, key=lambda trial: trial.rate)
     k = trials.index(best_trial(trials))
-    if k == 0:
-        return _rounded(trials[0].rate / grid.factor)
-    if k == len(trials) - 1:
-        return _rounded(trials[-1].rate * grid.factor)
-    below, above = trials[k - 1], trials[k + 1]
-    other = below if below.badness < above.badness else above
-    return _rounded(math.sqrt(trials[k].rate * other.rate))
+    below, above = trials[:k][-1:], trials[k + 1 :][:1]
+    beyond = trials[k].rate * grid.factor if below else trials[k].rate / grid.factor
+    if not (below and above) and _allowed(_rounded(beyond)):
+        return _rounded(beyond)
+    # Inside the grid, or at a limit of rates.
+    other = min(above + below, key=lambda trial: trial.badness)
+    return _rounded(math.sqrt(trials[k].rate) * math.sqrt(other.rate))
+
+
+def _allowed(rate: float) -> bool:
+    """Whether files take such a rate, and its digits are all there."""
+    return LEAST <= rate <= MAX_FACTOR
 
 
 def _rounded(rate: float) -> float:

@@ -42,6 +42,7 @@ from timeprest.planner.study.tuning import (
     together,
 )
 from timeprest.profiles.errors import FileError
+from timeprest.profiles.files import MAX_FACTOR
 
 # Curves ------------------------------------------------------------------------------------------
 
@@ -163,6 +164,16 @@ def test_where_all_diverge_rates_fall():
     done = tuned(TuningGrid(1, 10, 5, (0,)), lambda rate, _: math.inf)
     assert [trial.rate for trial in done] == [1, 10, 0.1, 0.01, 0.001]
     assert at_edge(done, 0.001)
+
+
+@pytest.mark.parametrize("rate", [1e9, 9e8, 3e-300])
+@pytest.mark.parametrize("towards", [1, -1])
+def test_a_grid_stays_within_the_limits_of_files(rate, towards):
+    done = tuned(TuningGrid(rate, 10, 8, (0,)), lambda rate, _: towards * rate)
+    rates = [trial.rate for trial in done]
+    assert len(set(rates)) == 8
+    assert all(1e-300 <= rate <= MAX_FACTOR for rate in rates)
+    assert done[0].rate == rate
 
 
 def test_warm_ups_have_their_part_of_the_budget():
@@ -347,10 +358,23 @@ def test_a_study_that_contradicts_itself_is_refused(tmp_path):
             some, question=msgspec.structs.replace(some.question, seeds=5)
         ),
     }
+    (plan,) = some.plans
+    for said, changes in {
+        r"plans\[0\].version_differences: has 1 numbers": {"version_differences": (1,)},
+        r"plans\[0\].in_flight: has 1 numbers": {"in_flight": (1,)},
+        r"plans\[0\].variant: unknown system 'none'; known are .* --plugin": {"variant": "none"},
+    }.items():
+        plans = (msgspec.structs.replace(plan, **changes),)
+        broken[said] = msgspec.structs.replace(some, plans=plans)
+    broken["arms: two have the name 'slow'"] = msgspec.structs.replace(
+        some, arms=(*some.arms, some.arms[1])
+    )
+    broken["plans: two have the name 'slow'"] = msgspec.structs.replace(some, plans=(plan, plan))
     for said, value in broken.items():
         write_study(tmp_path / "study.json", value)
-        with pytest.raises(FileError, match=said):
+        with pytest.raises(FileError, match=f"study.json: .*{said}") as refused:
             read_study(tmp_path / "study.json")
+        assert "\n" not in str(refused.value)
 
 
 def test_plans_have_names_that_tell_them_apart():
