@@ -316,6 +316,8 @@ def _why(seeds: int, reached: Sequence[PlanResult], best: PlanResult, equal: Seq
         return "one seed has no spread: how sure this is isn't known; study more seeds"
     if equal:
         tied = [best, *(plan for plan in others if plan.plan in equal)]
+        # Of those with as little the fastest.
+        tied.sort(key=lambda plan: plan.time_s.mean if plan.time_s is not None else math.inf)
         least = min(tied, key=lambda plan: plan.memory_bytes)
         why = f"equal within the seeds' spread: {', '.join(plan.plan for plan in tied)}"
         return why if least is best else f"{why}; of these {least.plan} holds least memory"

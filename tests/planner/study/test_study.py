@@ -277,6 +277,22 @@ def test_what_differs_by_less_than_the_seeds_is_equal():
     assert "beyond the seeds' spread" in sure.why
 
 
+def test_of_equals_with_as_little_memory_the_fastest_is_named():
+    arms = [
+        PLAIN_ARM,
+        arm("a", (1.1, 1.2, 1.0)),
+        arm("b", (1.2, 1.1, 1.1)),
+        arm("c", (1, 1.1, 1.2)),
+    ]
+    some = study(arms, {"b": 1.02, "c": 1.0, "a": 0.99}, {"a": 2, "b": 1, "c": 1})
+    found = results_of(some)
+    names = sorted("abc", key=lambda name: found.plan(name).time_s.mean)
+    assert (found.recommendation.plan, set(found.recommendation.equal)) == ("a", {"b", "c"})
+    assert names == ["a", "c", "b"]
+    assert "spread: a, c, b;" in found.recommendation.why
+    assert found.recommendation.why.endswith("; of these c holds least memory")
+
+
 def test_where_training_has_hardly_begun_it_is_said():
     # Losses fall by 0.3 in all, and jump by as much from one mini-batch to the next.
     level = [2.3 - 0.001 * k for k in range(LENGTH)]
