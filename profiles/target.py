@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,7 +37,7 @@ class InputSpec:
     """A model input given by hand: shape of one sample, dtype, and for integers their bound.
 
     Attributes:
-        name: of the forward's argument; None: by position.
+        name: of the forward's argument, or of an ONNX file's input; None: by position.
     """
 
     shape: tuple[int, ...]
@@ -198,7 +199,8 @@ def parse_input(text: str) -> InputSpec:
         high = int(parts[2]) if len(parts) > 2 else 2
         if not isinstance(dtype, torch.dtype) or min(shape, default=1) < 1 or len(parts) > 3:
             raise ValueError
-        if high < 1 or (equals and not name.isidentifier()):
+        # ONNX names its inputs as it likes ("x.1"); arguments of Python are `resolve`'s to check.
+        if high < 1 or (equals and not name.strip()):
             raise ValueError
     except (ValueError, AttributeError):
         raise TargetError(
@@ -236,6 +238,12 @@ def resolve(name: str, inputs: Sequence[InputSpec] = (), *, to_train: bool = Fal
         return Target(name, task, task.model, ())
     if name.endswith(".onnx"):
         return _onnx(name, inputs)
+    for spec in inputs:
+        if spec.name is not None and not spec.name.isidentifier():
+            raise TargetError(
+                f"{name}: --input {spec.name}=…: no argument can have that name; write the "
+                "argument's, like mask=64:int64"
+            )
     if not tail:
         raise TargetError(
             f"{name}: no such target; give {', '.join(sorted(BUILT_IN))}, file.py:NAME, "
@@ -268,13 +276,38 @@ def resolve(name: str, inputs: Sequence[InputSpec] = (), *, to_train: bool = Fal
 
 
 def _onnx(name: str, inputs: Sequence[InputSpec]) -> Target:
-    """An ONNX file. Inputs given by hand, in its order, replace what it says of its own."""
+    """An ONNX file. Inputs given by hand replace what it says of its own."""
     from .onnx.file import read_file
     from .onnx.model import import_onnx
 
-    own = tuple(InputSpec(spec.shape, spec.dtype) for spec in read_file(name).inputs)
-    if inputs and len(inputs) != len(own):
-        raise TargetError(f"{name}: takes {len(own)} inputs, but --input was given {len(inputs)}")
-    given = tuple(replace(spec, name=None) for spec in inputs) or own
+    described = read_file(name).inputs
+    own = tuple(InputSpec(spec.shape, spec.dtype) for spec in described)
+    given = _in_order(name, inputs, [spec.name for spec in described]) if inputs else own
     # Read again for every model: training must not start from what profiling left behind.
     return Target(name, None, lambda: import_onnx(name).module, given, "onnx")
+
+
+def _in_order(
+    target: str, inputs: Sequence[InputSpec], names: Sequence[str]
+) -> tuple[InputSpec, ...]:
+    """Inputs given by hand in the order of an ONNX file's: those with names where the names are,
+    the others in turn. All go by position then, as the graph takes them."""
+    named = {spec.name: spec for spec in inputs if spec.name is not None}
+    has = joined([repr(name) for name in names])
+    for name in named:
+        if name not in names:
+            raise TargetError(
+                f"{target}: --input {name}=…: the file has no input of that name; it has {has}"
+            )
+    unnamed = [spec for spec in inputs if spec.name is None]
+    if len(named) + len(unnamed) < len(inputs):
+        twice = Counter(spec.name for spec in inputs if spec.name is not None).most_common(1)[0][0]
+        raise TargetError(f"{target}: --input {twice}=… is given twice: give it once")
+    if len(inputs) != len(names):
+        raise TargetError(
+            f"{target}: takes {len(names)} inputs, but --input was given {len(inputs)}; give one "
+            f"for each of {has}"
+        )
+    rest = iter(unnamed)
+    found = [named[name] if name in named else next(rest) for name in names]
+    return tuple(replace(spec, name=None) for spec in found)

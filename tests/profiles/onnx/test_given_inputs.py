@@ -1,0 +1,59 @@
+"""Inputs of ONNX files: what --input says of them, and names that aren't Python's."""
+
+from __future__ import annotations
+
+import pytest
+from timeprest.profiles.errors import TargetError
+from timeprest.profiles.target import parse_input, resolve
+
+onnx = pytest.importorskip("onnx")
+from onnx import TensorProto, helper  # noqa: E402
+
+
+def save(folder, nodes, inputs):
+    """Write a file of float inputs (name → dims) whose output is y; nodes: (operator, inputs,
+    output)."""
+    graph = helper.make_graph(
+        [helper.make_node(operator, names, [made]) for operator, names, made in nodes],
+        "test",
+        [helper.make_tensor_value_info(k, TensorProto.FLOAT, dims) for k, dims in inputs.items()],
+        [helper.make_empty_tensor_value_info("y")],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    onnx.save(model, folder / "model.onnx")
+    return str(folder / "model.onnx")
+
+
+def shapes(path, *texts):
+    """Of the inputs that the file's model is called with, for 2 samples."""
+    tensors, _ = resolve(path, [parse_input(text) for text in texts]).sample(2)
+    return [tuple(tensor.shape) for tensor in tensors]
+
+
+def refused(path, *texts):
+    with pytest.raises(TargetError) as caught:
+        resolve(path, [parse_input(text) for text in texts])
+    line = str(caught.value)
+    assert line.startswith(f"{path}: ")
+    assert "\n" not in line
+    return line
+
+
+# --- names ------------------------------------------------------------------------------------
+
+
+def test_inputs_given_by_name_are_the_files(tmp_path):
+    path = save(tmp_path, [("Concat", ["a.1", "b"], "y")], {"a.1": ["N", 6], "b": ["N", 4]})
+    wanted = [(2, 6), (2, 4)]
+    assert shapes(path) == shapes(path, "6", "4") == wanted
+    assert shapes(path, "b=4", "a.1=6") == shapes(path, "b=4", "6") == wanted
+    assert "--input c=…: the file has no input of that name; it has 'a.1' and 'b'" in refused(
+        path, "c=4"
+    )
+    assert "--input b=… is given twice" in refused(path, "b=4", "b=5")
+    assert "takes 2 inputs, but --input was given 1" in refused(path, "b=4")
+
+
+def test_arguments_of_python_have_pythons_names():
+    with pytest.raises(TargetError, match=r"^net.py:Net: --input x\.1=…: no argument can have"):
+        resolve("net.py:Net", [parse_input("x.1=3")])
