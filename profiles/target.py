@@ -276,15 +276,20 @@ def resolve(name: str, inputs: Sequence[InputSpec] = (), *, to_train: bool = Fal
 
 
 def _onnx(name: str, inputs: Sequence[InputSpec]) -> Target:
-    """An ONNX file. Inputs given by hand replace what it says of its own."""
-    from .onnx.file import read_file
+    """An ONNX file. Inputs given by hand replace what it says of its own, and give its free
+    dimensions their sizes."""
+    from .onnx.file import open_inputs, read_file, sizes_in
     from .onnx.model import import_onnx
 
-    described = read_file(name).inputs
-    own = tuple(InputSpec(spec.shape, spec.dtype) for spec in described)
-    given = _in_order(name, inputs, [spec.name for spec in described]) if inputs else own
+    given: tuple[InputSpec, ...] = ()
+    sizes: dict[str, int] = {}
+    if inputs:
+        found = open_inputs(name)
+        given = _in_order(name, inputs, list(found))
+        sizes = sizes_in(name, found, [spec.shape for spec in given])
+    own = tuple(InputSpec(spec.shape, spec.dtype) for spec in read_file(name, sizes).inputs)
     # Read again for every model: training must not start from what profiling left behind.
-    return Target(name, None, lambda: import_onnx(name).module, given, "onnx")
+    return Target(name, None, lambda: import_onnx(name, sizes=sizes).module, given or own, "onnx")
 
 
 def _in_order(

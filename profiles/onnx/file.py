@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -32,6 +32,9 @@ _DTYPES = {
     16: torch.bfloat16,
 }
 _PROTOBUF_LIMIT_BYTES = 2**31 - 1
+
+Size: TypeAlias = "int | str | None"
+"""A dimension as the file has it: a size, the name of a free one, or a free one without a name."""
 
 
 @dataclass(frozen=True)
@@ -85,13 +88,7 @@ def read_file(path: str | Path, sizes: Mapping[str, int] | None = None) -> OnnxF
         TargetError: `onnx` isn't installed, the graph holds what can't be imported, or an input
             has a free dimension without a size.
     """
-    try:
-        import onnx
-    except ImportError as error:
-        raise TargetError(
-            f"{path}: reading ONNX needs the onnx package: in the checkout, "
-            "pip install -e '.[onnx]'"
-        ) from error
+    onnx = _package(path)
     model = _load(Path(path), onnx)
     graph = model.graph
     if graph.sparse_initializer:
@@ -99,9 +96,7 @@ def read_file(path: str | Path, sizes: Mapping[str, int] | None = None) -> OnnxF
     outputs = tuple(value.name for value in graph.output)
     protos, needed = _live_nodes(graph.node, outputs)
     nodes = tuple(_node(str(path), proto, onnx) for proto in protos)
-    constants = {proto.name for proto in graph.initializer}
-    inputs = [value for value in graph.input if value.name not in constants]
-    batch, described = _inputs(str(path), inputs, sizes or {})
+    batch, described = _inputs(str(path), _input_values(str(path), graph), sizes or {})
     return OnnxFile(
         path=str(path),
         opset=_opset(str(path), model),
@@ -117,12 +112,69 @@ def read_file(path: str | Path, sizes: Mapping[str, int] | None = None) -> OnnxF
     )
 
 
+def open_inputs(path: str | Path) -> dict[str, tuple[Size, ...]]:
+    """For each input the dimensions of one sample, free ones among them; weights aren't read.
+
+    Raises FileError and TargetError as `read_file` does.
+    """
+    onnx = _package(path)
+    values = _input_values(str(path), _load(Path(path), onnx, weights=False).graph)
+    return {value.name: _dims_and_dtype(str(path), value)[0][1:] for value in values}
+
+
+def sizes_in(
+    path: str | Path, inputs: Mapping[str, tuple[Size, ...]], shapes: Sequence[tuple[int, ...]]
+) -> dict[str, int]:
+    """Sizes of named free dimensions, from the shape of one sample of each input.
+
+    Raises TargetError where a shape has not as many dimensions as an input with free ones, or two
+    shapes give different sizes.
+    """
+    found: dict[str, tuple[int, str]] = {}
+    for (name, dims), shape in zip(inputs.items(), shapes, strict=True):
+        # Where the file knows all sizes, what is given is tried as it is.
+        if len(dims) != len(shape) and not all(isinstance(size, int) for size in dims):
+            raise TargetError(
+                f"{path}: a sample of input {name!r} has {len(dims)} dimensions, but --input gives "
+                f"{len(shape)}: write it like {_example(name, dims)}"
+            )
+        for free, size in zip(dims, shape, strict=False):
+            if not isinstance(free, str):
+                continue
+            known, where = found.setdefault(free, (size, name))
+            if known != size:
+                raise TargetError(
+                    f"{path}: --input gives the free dimension {free!r} two sizes, {known} in "
+                    f"{where!r} and {size} in {name!r}: give it one"
+                )
+    return {free: size for free, (size, _) in found.items()}
+
+
 def dtype_of(number: int) -> torch.dtype | None:
     """The torch dtype for ONNX's number of a tensor type; None where there is none."""
     return _DTYPES.get(number)
 
 
-def _load(path: Path, onnx: ModuleType) -> Any:
+def _package(path: str | Path) -> ModuleType:
+    try:
+        import onnx
+    except ImportError as error:
+        raise TargetError(
+            f"{path}: reading ONNX needs the onnx package: in the checkout, "
+            "pip install -e '.[onnx]'"
+        ) from error
+    return onnx
+
+
+def _input_values(path: str, graph: Any) -> list[Any]:
+    constants = {proto.name for proto in graph.initializer}
+    values = [value for value in graph.input if value.name not in constants]
+    if not values:
+        raise TargetError(f"{path}: has no inputs")
+    return values
+
+
+def _load(path: Path, onnx: ModuleType, *, weights: bool = True) -> Any:
     if not is_file(path):
         raise FileError(f"{path}: no such file")
     if path.stat().st_size > _PROTOBUF_LIMIT_BYTES:
@@ -136,6 +188,8 @@ def _load(path: Path, onnx: ModuleType) -> Any:
         raise FileError(f"{path}: is no ONNX file: {_first_line(error)}") from error
     if not model.ir_version or not model.opset_import or not model.graph.output:
         raise FileError(f"{path}: is no ONNX file: it holds no graph with an output")
+    if not weights:
+        return model
     try:
         onnx.external_data_helper.load_external_data_for_model(model, str(path.parent))
     except Exception as error:
@@ -221,29 +275,25 @@ def _tensor(path: str, proto: Any, onnx: ModuleType) -> Tensor:
 
 # Inputs: their first dimension is the batch, and every other one must be known ------------------
 
-_Size = int | str | None
-"""A dimension as the file has it: a size, the name of a free one, or a free one without a name."""
-
 
 def _inputs(
     path: str, values: Sequence[Any], sizes: Mapping[str, int]
 ) -> tuple[int | None, tuple[OnnxInput, ...]]:
     """The batch size that the file fixes, or None; and the inputs."""
-    if not values:
-        raise TargetError(f"{path}: has no inputs")
     found = [(value.name, *_dims_and_dtype(path, value)) for value in values]
+    shown = {name: _example(name, dims[1:]) for name, dims, _ in found}
     batch = _batch_size(path, {name: dims for name, dims, _ in found})
     free = {d for _, dims, _ in found for d in dims[1:] if isinstance(d, str)}
     for name, size in sizes.items():
         if name not in free:
-            shown = ", ".join(sorted(free)) or "none"
+            has = ", ".join(sorted(free)) or "none"
             raise TargetError(
-                f"{path}: has no free dimension {name!r} (besides the batch); it has {shown}"
+                f"{path}: has no free dimension {name!r} (besides the batch); it has {has}"
             )
         if size < 1:
             raise TargetError(f"{path}: the size of {name!r} must be at least 1, not {size}")
 
-    def known(name: str, k: int, size: _Size) -> int:
+    def known(name: str, k: int, size: Size) -> int:
         if isinstance(size, int):
             return size
         if size is None:
@@ -253,7 +303,8 @@ def _inputs(
             )
         if size not in sizes:
             raise TargetError(
-                f"{path}: dimension {k} of input {name!r} is free: give a size for {size!r}"
+                f"{path}: dimension {k} of input {name!r} is free: give a size for {size!r}, with "
+                f"the shape of one sample for each input, like {shown[name]}"
             )
         return sizes[size]
 
@@ -263,7 +314,12 @@ def _inputs(
     )
 
 
-def _dims_and_dtype(path: str, value: Any) -> tuple[tuple[_Size, ...], torch.dtype]:
+def _example(name: str, dims: Sequence[Size]) -> str:
+    """The option that gives an input's free dimensions a size."""
+    return f"--input {name}={'x'.join(str(d) if isinstance(d, int) else '16' for d in dims)}:DTYPE"
+
+
+def _dims_and_dtype(path: str, value: Any) -> tuple[tuple[Size, ...], torch.dtype]:
     kind = value.type.tensor_type
     if not value.type.HasField("tensor_type"):
         raise TargetError(f"{path}: input {value.name!r} isn't a tensor")
@@ -274,7 +330,7 @@ def _dims_and_dtype(path: str, value: Any) -> tuple[tuple[_Size, ...], torch.dty
         raise TargetError(
             f"{path}: input {value.name!r} has no shape; export the model with its input shapes"
         )
-    dims: list[_Size] = []
+    dims: list[Size] = []
     for dim in kind.shape.dim:
         if dim.HasField("dim_value"):
             dims.append(int(dim.dim_value))
@@ -283,7 +339,7 @@ def _dims_and_dtype(path: str, value: Any) -> tuple[tuple[_Size, ...], torch.dty
     return tuple(dims), dtype
 
 
-def _batch_size(path: str, inputs: Mapping[str, Sequence[_Size]]) -> int | None:
+def _batch_size(path: str, inputs: Mapping[str, Sequence[Size]]) -> int | None:
     fixed: dict[int, str] = {}
     for name, dims in inputs.items():
         if not dims:

@@ -57,3 +57,21 @@ def test_inputs_given_by_name_are_the_files(tmp_path):
 def test_arguments_of_python_have_pythons_names():
     with pytest.raises(TargetError, match=r"^net.py:Net: --input x\.1=…: no argument can have"):
         resolve("net.py:Net", [parse_input("x.1=3")])
+
+
+# --- free dimensions --------------------------------------------------------------------------
+
+
+def test_shapes_give_free_dimensions_their_sizes(tmp_path):
+    nodes = [("Add", ["x", "z"], "y")]
+    path = save(tmp_path, nodes, {"x": ["N", "seq", 6], "z": ["N", "seq", "width"]})
+    assert "give a size for 'seq', with the shape" in refused(path)
+    assert "like --input x=16x6:DTYPE" in refused(path)
+    target = resolve(path, [parse_input("z=8x6:float32"), parse_input("x=8x6:float32")])
+    assert target.call(3)[0].of(target.model()).shape == (3, 8, 6)
+    assert "gives the free dimension 'seq' two sizes, 8 in 'x' and 7 in 'z'" in refused(
+        path, "8x6", "7x6"
+    )
+    assert "a sample of input 'x' has 2 dimensions, but --input gives 1: write it like" in refused(
+        path, "6", "8x6"
+    )
