@@ -81,6 +81,13 @@ class Target:
                     f"{self.name}: {name!r} has sparse gradients, which can't be measured or sent: "
                     "make it with sparse=False"
                 )
+            if isinstance(module, nn.SyncBatchNorm):
+                # Its group is every process, those of other stages too; on a CPU it fails at once.
+                raise TargetError(
+                    f"{self.name}: {name!r} is a SyncBatchNorm, which would gather from the "
+                    "processes of all stages: use BatchNorm, with tp-run --deferred-batch-norm for "
+                    "running statistics of whole mini-batches"
+                )
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if is_lazy(tensor):
                 raise TargetError(

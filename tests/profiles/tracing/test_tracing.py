@@ -225,6 +225,7 @@ three = 3
 wide = nn.Linear(30, 2)
 lazy = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2))
 sparse = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 2))
+synced = nn.Sequential(nn.Linear(3, 2), nn.SyncBatchNorm(2))
 """
 
 
@@ -274,6 +275,7 @@ def test_bad_targets_are_named(name, message, user_file):
         ("three", ["3"], "expected a task"),
         ("lazy", ["3"], "'0.weight' has no shape before the model's first call"),
         ("sparse", ["3"], "'0' has sparse gradients.*: make it with sparse=False"),
+        ("synced", ["3"], "'1' is a SyncBatchNorm, .*: use BatchNorm, .* --deferred-batch-norm"),
     ],
 )
 def test_the_users_own_errors_are_one_line(name, inputs, message, user_file):
