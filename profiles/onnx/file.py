@@ -197,7 +197,12 @@ def _load(path: Path, onnx: ModuleType, *, weights: bool = True) -> Any:
     if model.functions:
         import onnx.inliner
 
-        model = onnx.inliner.inline_local_functions(model)
+        try:
+            model = onnx.inliner.inline_local_functions(model)
+        except Exception as error:  # of onnx's C++ code, as for functions that call themselves
+            raise FileError(
+                f"{path}: its functions can't be put in where they are called: {_first_line(error)}"
+            ) from error
     return model
 
 
@@ -236,16 +241,22 @@ def _node(path: str, proto: Any, onnx: ModuleType) -> OnnxNode:
                 f"{path}: node {name!r} is a {proto.op_type!r}, which holds a graph of its own "
                 "(control flow); export the model without it"
             )
-        value = onnx.helper.get_attribute_value(attribute)
+        try:
+            value = onnx.helper.get_attribute_value(attribute)
+            if attribute.type == kinds.STRING:
+                value = value.decode()
+            elif attribute.type == kinds.STRINGS:
+                value = [item.decode() for item in value]
+        except ValueError as error:  # text that isn't UTF-8, or an attribute without a value
+            raise FileError(
+                f"{path}: node {name!r} is a {proto.op_type!r}: its attribute "
+                f"{attribute.name!r} is broken: {_first_line(error)}"
+            ) from error
         if attribute.type == kinds.TENSOR:
             value = _tensor(path, value, onnx)
-        elif attribute.type == kinds.STRING:
-            value = value.decode()
-        elif attribute.type == kinds.STRINGS:
-            value = [item.decode() for item in value]
         elif attribute.type in (kinds.INTS, kinds.FLOATS):
             value = list(value)
-        elif attribute.type not in (kinds.INT, kinds.FLOAT):
+        elif attribute.type not in (kinds.INT, kinds.FLOAT, kinds.STRING, kinds.STRINGS):
             raise TargetError(
                 f"{path}: node {name!r} is a {proto.op_type!r}: its attribute "
                 f"{attribute.name!r} is of a kind that can't be imported"
@@ -260,7 +271,12 @@ def _node(path: str, proto: Any, onnx: ModuleType) -> OnnxNode:
 def _tensor(path: str, proto: Any, onnx: ModuleType) -> Tensor:
     dtype = _DTYPES.get(proto.data_type)
     if dtype is None:
-        kind = onnx.TensorProto.DataType.Name(proto.data_type)
+        kinds = onnx.TensorProto.DataType
+        if proto.data_type not in kinds.values():
+            raise FileError(
+                f"{path}: the constant {proto.name!r} is broken: ONNX has no type {proto.data_type}"
+            )
+        kind = kinds.Name(proto.data_type)
         raise TargetError(f"{path}: the constant {proto.name!r} is of type {kind}: not supported")
     try:
         array = onnx.numpy_helper.to_array(proto)
@@ -332,7 +348,8 @@ def _dims_and_dtype(path: str, value: Any) -> tuple[tuple[Size, ...], torch.dtyp
         )
     dims: list[Size] = []
     for dim in kind.shape.dim:
-        if dim.HasField("dim_value"):
+        # Some exporters write -1 for a free dimension.
+        if dim.HasField("dim_value") and dim.dim_value >= 0:
             dims.append(int(dim.dim_value))
         else:
             dims.append(dim.dim_param or None)

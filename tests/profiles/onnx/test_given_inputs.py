@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from timeprest.profiles.errors import TargetError
 from timeprest.profiles.target import parse_input, resolve
 
@@ -75,3 +76,10 @@ def test_shapes_give_free_dimensions_their_sizes(tmp_path):
     assert "a sample of input 'x' has 2 dimensions, but --input gives 1: write it like" in refused(
         path, "6", "8x6"
     )
+
+
+def test_negative_dimensions_are_free(tmp_path):
+    path = save(tmp_path, [("Relu", ["x"], "y")], {"x": [-1, 6]})
+    assert resolve(path).model()(torch.ones(3, 6)).shape == (3, 6)
+    path = save(tmp_path, [("Relu", ["x"], "y")], {"x": ["N", -1, 6]})
+    assert "dimension 2 of input 'x' is free and has no name" in refused(path)

@@ -868,6 +868,36 @@ def test_broken_files(tmp_path):
     refused(path, FileError, "no ONNX file")
 
 
+def test_broken_parts_of_files(tmp_path):
+    def broken(change, *words):
+        path = save(tmp_path, [node("Add", "x,w", "y", "a")], MATRIX, {"w": rng(6)})
+        model = onnx.load(path)
+        change(model)
+        onnx.save(model, path)
+        refused(path, FileError, *words)
+
+    def bad_text(model):
+        model.graph.node[0].attribute.append(helper.make_attribute("mode", b"\xff\xfe"))
+
+    def reference_outside(model):
+        model.graph.node[0].attribute.add(name="mode", ref_attr_name="other")
+
+    def bad_type(model):
+        model.graph.initializer[0].data_type = 99
+
+    def recursion(model):
+        sets = [helper.make_opsetid("", 17), helper.make_opsetid("d", 1)]
+        inner = helper.make_node("F", ["p"], ["q"], domain="d")
+        model.functions.append(helper.make_function("d", "F", ["p"], ["q"], [inner], sets))
+        model.graph.node.append(helper.make_node("F", ["x"], ["z"], domain="d"))
+        model.opset_import.append(helper.make_opsetid("d", 1))
+
+    broken(bad_text, "node 'a' is a 'Add': its attribute 'mode' is broken", "utf-8")
+    broken(reference_outside, "its attribute 'mode' is broken")
+    broken(bad_type, "the constant 'w' is broken: ONNX has no type 99")
+    broken(recursion, "its functions can't be put in where they are called", "d::F")
+
+
 def test_external_data(tmp_path):
     path = save(tmp_path, [node("MatMul", "x,w", "y")], MATRIX, {"w": rng(6, 50)})
     compare(path, feeds_of(MATRIX))
