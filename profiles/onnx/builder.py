@@ -72,6 +72,9 @@ class GraphBuilder:
     def _add_input(self, x: OnnxInput) -> None:
         name = identifier(x.name)
         node = self._graph.create_node("placeholder", name, name=name)
+        # The target is written as an argument of the forward: it mustn't be a keyword, hide torch
+        # or be another input's ("x.1" beside "x_1"), which fx sees to for the names of nodes alone.
+        node.target = node.name
         with self._mode:
             small, large = (torch.empty((m, *x.shape), dtype=x.dtype) for m in self.batches)
         self.values[x.name] = Dynamic(node, (small, large), BatchAxis(0))
@@ -314,8 +317,11 @@ def _can_train(tensor: Tensor) -> bool:
 
 
 def identifier(name: str) -> str:
-    """`name` as an identifier: letters, digits and _, with no digit first."""
+    """`name` as an identifier: letters, digits and _, with no digit first; not ``self``, which is
+    the module in fx's code."""
     text = re.sub(r"[^0-9A-Za-z_]", "_", name)
+    if text == "self":
+        return "self_"
     return text if re.match(r"[A-Za-z_]", text) else f"n{text}"
 
 

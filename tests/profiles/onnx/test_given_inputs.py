@@ -10,12 +10,17 @@ from timeprest.profiles.target import parse_input, resolve
 onnx = pytest.importorskip("onnx")
 from onnx import TensorProto, helper  # noqa: E402
 
+SETTINGS = {"Concat": {"axis": 1}}
+
 
 def save(folder, nodes, inputs):
     """Write a file of float inputs (name → dims) whose output is y; nodes: (operator, inputs,
     output)."""
     graph = helper.make_graph(
-        [helper.make_node(operator, names, [made]) for operator, names, made in nodes],
+        [
+            helper.make_node(operator, names, [made], **SETTINGS.get(operator, {}))
+            for operator, names, made in nodes
+        ],
         "test",
         [helper.make_tensor_value_info(k, TensorProto.FLOAT, dims) for k, dims in inputs.items()],
         [helper.make_empty_tensor_value_info("y")],
@@ -58,6 +63,35 @@ def test_inputs_given_by_name_are_the_files(tmp_path):
 def test_arguments_of_python_have_pythons_names():
     with pytest.raises(TargetError, match=r"^net.py:Net: --input x\.1=…: no argument can have"):
         resolve("net.py:Net", [parse_input("x.1=3")])
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["class"],
+        ["self"],
+        ["torch"],
+        ["getattr", "slice"],
+        ["x.1", "x_1"],
+        ["x_1", "x.1"],
+        ["input", "input_1", "input.1"],
+        ["torch", "torch_1", "1", "n1", "_"],
+        ["self", "self_"],
+    ],
+)
+def test_names_that_no_argument_can_have(names, tmp_path):
+    nodes = [("Exp", [name], f"e{k}") for k, name in enumerate(names)]
+    nodes.append(("Concat", [f"e{k}" for k in range(len(names))], "y"))
+    path = save(tmp_path, nodes, {name: ["N", k + 2] for k, name in enumerate(names)})
+    given = [torch.randn(3, k + 2) for k in range(len(names))]
+    found = resolve(path).model()(*given)
+    torch.testing.assert_close(found, torch.cat(given, 1).exp())
+
+
+def test_a_node_may_be_called_self(tmp_path):
+    path = save(tmp_path, [("Exp", ["x"], "self"), ("Softmax", ["self"], "y")], {"x": ["N", 3]})
+    x = torch.randn(2, 3)
+    torch.testing.assert_close(resolve(path).model()(x), x.exp().softmax(-1))
 
 
 # --- free dimensions --------------------------------------------------------------------------
