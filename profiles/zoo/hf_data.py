@@ -6,7 +6,6 @@ Every sample is a dict of inputs by the names of the forward's arguments, and it
 from __future__ import annotations
 
 import copy
-import importlib
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +24,7 @@ from ..errors import FileError, TargetError
 from ..files import check_regular
 from ..tasks.parts import ALL, INPUTS, TARGET, Parts, transforms
 from ..tasks.task import Split
+from .hf_columns import BESIDE, check_length, longest, whole_numbers
 from .hf_model import (
     BYTES,
     FIRST_ID,
@@ -248,8 +248,6 @@ class Coder:
 # From rows to samples ---------------------------------------------------------------------------
 
 IDS = ("input_ids", "decoder_input_ids")
-_BESIDE = ("attention_mask", "token_type_ids", "decoder_attention_mask")
-"""Columns beside ids; filled up with 0."""
 _LABELS = ("labels", "label")
 _TEXTS = ("text", "source")
 _NEEDED = {
@@ -282,10 +280,9 @@ def lengths_of(request: Request, splits: Mapping[Split, Any]) -> Lengths:
     first = splits["train"][0] if len(splits["train"]) else {}
     inputs = labels = text_length(request)
     if "input_ids" in first:
-        inputs = max((_longest(rows, "input_ids") for rows in splits.values()), default=1)
-        labels = inputs
+        inputs = labels = longest(request.target, splits, "input_ids")
     if request.family == "seq2seq" and "labels" in first:
-        labels = max((_longest(rows, "labels") for rows in splits.values()), default=1)
+        labels = longest(request.target, splits, "labels")
     if request.positions is not None and max(inputs, labels) > request.positions:
         raise TargetError(
             f"{request.target}: the data's longest row has {max(inputs, labels)} tokens, and the "
@@ -293,15 +290,6 @@ def lengths_of(request: Request, splits: Mapping[Split, Any]) -> Lengths:
             "length=…"
         )
     return Lengths(inputs, labels)
-
-
-def _longest(rows: Any, name: str) -> int:
-    """Length of the longest value of a column."""
-    table: Any = getattr(rows, "data", None)
-    if hasattr(table, "column"):
-        compute = importlib.import_module("pyarrow.compute")
-        return int(compute.max(compute.list_value_length(table.column(name))).as_py() or 0)
-    return max((len(rows[k][name]) for k in range(len(rows))), default=0)
 
 
 class HuggingFaceSamples(Dataset[Any]):
@@ -338,7 +326,7 @@ class HuggingFaceSamples(Dataset[Any]):
         if self._request.family == "image":
             inputs = {"pixel_values": self._pixels(index, row)} if INPUTS in made else {}
         elif INPUTS in made:
-            inputs = self._inputs(row)
+            inputs = self._inputs(index, row)
         labels = self._labels(index, row, inputs) if TARGET in made else None
         if INPUTS not in self._parts:
             return {}, labels
@@ -359,7 +347,7 @@ class HuggingFaceSamples(Dataset[Any]):
         columns = getattr(self._rows, "column_names", None)
         if select is not None and columns and not transforms(self._rows):
             made = found._made
-            inputs = {*IDS, *_BESIDE, "text", "source", "pixel_values", "image"}
+            inputs = {*IDS, *BESIDE, "text", "source", "pixel_values", "image"}
             labels = {*_LABELS, "target"}
             wanted = (inputs if INPUTS in made else set()) | (labels if TARGET in made else set())
             found._rows = select([name for name in columns if name in wanted])
@@ -402,11 +390,15 @@ class HuggingFaceSamples(Dataset[Any]):
 
     # Tokens
 
-    def _inputs(self, row: Mapping[str, Any]) -> dict[str, Tensor]:
+    def _inputs(self, index: int, row: Mapping[str, Any]) -> dict[str, Tensor]:
         """What goes into the model, filled up."""
         if "input_ids" in row:
-            wanted = self._arguments.intersection((*IDS, *_BESIDE))
-            found = {name: _whole_numbers(row[name]) for name in wanted if name in row}
+            where = f"{self._request.target}: row {index}"
+            wanted = self._arguments.intersection((*IDS, *BESIDE))
+            found = {name: whole_numbers(where, name, row[name]) for name in wanted if name in row}
+            for name, of in BESIDE.items():
+                if name in found and of in found:
+                    check_length(where, name, found[name], of, found[of])
         else:
             text = str(next(row[name] for name in _TEXTS if name in row))
             ids = self._coder.ids(text, self._lengths.inputs)
@@ -433,8 +425,12 @@ class HuggingFaceSamples(Dataset[Any]):
         if given is None and family == "seq2seq":
             given = self._coder.ids(str(row["target"]), self._lengths.labels)
         if given is not None:
+            where = f"{self._request.target}: row {index}"
+            labels = whole_numbers(where, "labels", given)
+            if family != "seq2seq" and "input_ids" in row:
+                check_length(where, "labels", labels, "input_ids", row["input_ids"])
             length = self._lengths.labels if family == "seq2seq" else self._lengths.inputs
-            labels = self._filled(_whole_numbers(given), length, IGNORED)
+            labels = self._filled(labels, length, IGNORED)
             classes = family == "tokens"
             self._check_labels(index, labels, classes=classes)
         elif family == "causal":
@@ -554,10 +550,6 @@ class HuggingFaceSamples(Dataset[Any]):
             said = json.loads(file.read_text(encoding="utf-8"))
         mean, deviation = (said.get(name, 0.5) for name in ("image_mean", "image_std"))
         return torch.tensor(mean).reshape(-1, 1, 1), torch.tensor(deviation).reshape(-1, 1, 1)
-
-
-def _whole_numbers(value: Any) -> Tensor:
-    return _tensor(value, np.int64).reshape(-1)
 
 
 def _tensor(value: Any, dtype: type[np.generic]) -> Tensor:

@@ -325,6 +325,25 @@ def test_images_are_sized_and_scaled():
             [{"input_ids": [2], "label": 0.5}],
             "must be the number of a class.*problem_type",
         ),
+        (
+            "bert",
+            [{"input_ids": torch.ones(1, 9).long()}],
+            r"row 0: its input_ids have shape \[1, 9\].*return_tensors=.*\[0\]",
+        ),
+        ("bert,length=4", [{"input_ids": [[2, 3]]}], r"input_ids have shape \[1, 2\]"),
+        ("gpt2", [{"input_ids": [2, 10.7]}], "row 0: its input_ids must be.*one of these is 10.7"),
+        ("gpt2", [{"input_ids": [[2], [2, 3]]}], "row 0: its input_ids must be a list of whole"),
+        ("gpt2,length=4", [{"input_ids": 3}], r"row 0: its input_ids have shape \[\]"),
+        (
+            "gpt2",
+            [{"input_ids": [2, 3], "attention_mask": [1]}],
+            "row 0: there are 1 attention_mask and 2 input_ids",
+        ),
+        (
+            "bert,head=tokens",
+            [{"input_ids": [2, 3], "labels": [1, 1, 1]}],
+            "row 0: there are 3 labels and 2 input_ids",
+        ),
     ],
 )
 def test_data_that_a_model_cannot_take_is_named(argument, rows, words):
@@ -332,6 +351,17 @@ def test_data_that_a_model_cannot_take_is_named(argument, rows, words):
         rows = {"train": rows, "test": rows}
     found = refusal(argument, rows)
     assert re.search(words, found), found
+
+
+def test_a_folders_rows_of_lists_in_lists_are_named(tmp_path):
+    """Their lengths are read without the rows."""
+    rows = datasets.Dataset.from_dict({"input_ids": [[[2, 3]], [[4, 5]]] * 5})
+    rows.save_to_disk(str(tmp_path / "rows"))
+    splits = datasets.DatasetDict({"train": rows, "test": rows})
+    splits.save_to_disk(str(tmp_path / "splits"))
+    for name in ("rows", "splits"):
+        found = refusal(f"gpt2,data={tmp_path / name}")
+        assert "row 0: its input_ids have shape [1, 2]" in found
 
 
 @pytest.mark.parametrize("family", ["gpt2", "bert", "t5", "classes"])
