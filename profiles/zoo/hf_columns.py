@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import TargetError
+from ..tasks.parts import transforms
 
 BESIDE = {
     "attention_mask": "input_ids",
@@ -30,12 +31,18 @@ def longest(target: str, splits: Mapping[Any, Any], name: str) -> int:
 
 def _longest(target: str, rows: Any, name: str) -> int:
     table: Any = getattr(rows, "data", None)
-    if hasattr(table, "column"):
+    # What a transform makes of the table's columns shows in rows alone.
+    if hasattr(table, "column") and not transforms(rows):
         column = table.column(name)
         # Of lists of lists the length says nothing: looked at row by row, they are refused.
         if not getattr(getattr(column.type, "value_type", None), "num_fields", 1):
             compute = importlib.import_module("pyarrow.compute")
-            return int(compute.max(compute.list_value_length(column)).as_py() or 0)
+            lengths = compute.list_value_length(column)
+            # The table still has the rows that a filter or a selection has left out.
+            indices = getattr(rows, "_indices", None)
+            if indices is not None:
+                lengths = lengths.take(indices.column(0))
+            return int(compute.max(lengths).as_py() or 0)
     found = 0
     for k in range(len(rows)):
         value = rows[k][name]

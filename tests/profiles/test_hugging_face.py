@@ -364,6 +364,23 @@ def test_a_folders_rows_of_lists_in_lists_are_named(tmp_path):
         assert "row 0: its input_ids have shape [1, 2]" in found
 
 
+@pytest.mark.parametrize("how", ["filter", "select", "transform"])
+def test_rows_that_are_left_out_do_not_count_as_the_longest(how):
+    def halved(rows):
+        return {"input_ids": [row[:4] for row in rows["ids"]]}
+
+    long = [list(range(2, 2 + n)) for n in (3, 90, 4, 2)]
+    rows = datasets.Dataset.from_dict({"input_ids": long, "ids": long})
+    if how == "filter":
+        rows = rows.filter(lambda row: len(row["input_ids"]) < 9)
+    elif how == "select":
+        rows = rows.select([3, 2, 0]).shuffle(seed=1)
+    else:
+        rows = rows.with_transform(halved)
+    task = hugging_face("gpt2,n_positions=16", {"train": rows, "test": rows})
+    assert task.data("train")[0][0]["input_ids"].shape == (4,)
+
+
 @pytest.mark.parametrize("family", ["gpt2", "bert", "t5", "classes"])
 def test_rows_are_filled_up_to_their_mini_batchs_longest(family):
     """The loss, by counted labels, is that of one length for all."""
