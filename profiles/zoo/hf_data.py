@@ -449,10 +449,13 @@ class HuggingFaceSamples(Dataset[Any]):
                 f"{self._request.target}: its tokenizer has no mask token: give data with labels"
             )
         generator = torch.Generator().manual_seed(self._seed + index)
-        used = int(inputs["attention_mask"].sum())
-        inputs["input_ids"], labels = mask_tokens(
-            generator, inputs["input_ids"], max(used, 1), mask_id
-        )
+        ids = inputs["input_ids"].clone()
+        labels = torch.full_like(ids, IGNORED)
+        # Padding may stand on either side, and is nothing to learn.
+        real = inputs["attention_mask"].nonzero().flatten()
+        if len(real):
+            ids[real], labels[real] = mask_tokens(generator, ids[real], len(real), mask_id)
+        inputs["input_ids"] = ids
         return labels
 
     @cached_property

@@ -246,6 +246,22 @@ def test_tokens_are_hidden_for_a_masked_model(folder, tmp_path):
     assert (task.data("train")[0][1] == labels).all()
 
 
+def test_no_padding_is_hidden_wherever_it_stands():
+    ids, mask = list(range(2, 12)), [0] * 6 + [1] * 4
+    for columns in ((ids, mask), (ids[::-1], mask[::-1])):
+        row = dict(zip(("input_ids", "attention_mask"), columns, strict=True))
+        nothing = {"input_ids": ids, "attention_mask": [0] * 10}
+        data = hugging_face(f"bert,{TINY},head=masked", [row] * 20 + [nothing] * 9).data("train")
+        places = set()
+        for k in range(20):
+            inputs, labels = data[k]
+            places |= set((labels != -100).nonzero().flatten().tolist())
+            restored = torch.where(labels == -100, inputs["input_ids"], labels)
+            assert restored.tolist() == row["input_ids"]
+        assert places == {k for k in range(10) if row["attention_mask"][k]}
+        assert (data[20][1] == -100).all()
+
+
 def test_lines_with_a_tab_are_pairs(tmp_path):
     file = tmp_path / "pairs.tsv"
     file.write_text("".join(f"abc{k}\t{'good' if k % 2 else 'bad'}\n" for k in range(10)))
