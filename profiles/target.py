@@ -23,7 +23,7 @@ from .tasks.samples import (
     rows_among,
     some_samples,
 )
-from .tasks.shapes import LookedAt, look_at_batches
+from .tasks.shapes import LookedAt, look_at_batches, samples_alone
 from .tasks.task import Task
 from .tracing.call import Call
 from .zoo import BUILT_IN
@@ -125,9 +125,18 @@ class Target:
         found: LookedAt | None = call_users_code(
             self.name,
             "loading mini-batches",
-            lambda: look_at_batches(self._training(), mini_batch, like, names, most),
+            lambda: self._look(mini_batch, like, names, most),
         )
         return found
+
+    def _look(self, mini_batch: int, like: Call, names: Any, most: int | None) -> LookedAt | None:
+        training = self._training()
+        sets = []
+        if getattr(training, "own_lengths", False):
+            assert self.task is not None
+            sets = [training, self.task.data("test")]
+        alone = samples_alone(sets, names)
+        return look_at_batches(training, mini_batch, like, names, most, alone)
 
     def _training(self) -> Any:
         """The training data. Raises TargetError."""

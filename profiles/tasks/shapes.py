@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,10 +14,12 @@ from ..errors import TargetError
 from ..profile import Shapes, VaryingShapes
 from ..tracing.call import Call
 from .batches import Batch, Batches, DryError
-from .samples import Given, Names, rows_among
+from .samples import Given, Names, read_batch, rows_among
 
 BATCHES, SECONDS = 32, 5.0
 """Mini-batches that are looked at where nothing is said, and for how long at most."""
+ALONE, ALONE_SECONDS = 2048, 1.0
+"""Samples of a data set that are looked at one by one, and for how long at most."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ class LookedAt:
 
     Attributes:
         varying: None: all had the same shapes.
-        largest, smallest: by bytes.
+        largest, smallest: by bytes; the smallest may be a sample alone.
     """
 
     varying: VaryingShapes | None
@@ -44,13 +47,19 @@ class LookedAt:
 
 
 def look_at_batches(
-    given: Given, mini_batch: int, like: Call, names: Names, most: int | None = None
+    given: Given,
+    mini_batch: int,
+    like: Call,
+    names: Names,
+    most: int | None = None,
+    alone: Iterable[Batch] = (),
 ) -> LookedAt | None:
     """Look at the training data's first mini-batches.
 
     Args:
         like: a call of the model.
         most: how many; None: BATCHES, within SECONDS.
+        alone: samples, each a batch of its own, whose sizes others may have too (`samples_alone`).
 
     Returns None where there is none.
 
@@ -73,23 +82,58 @@ def look_at_batches(
         batches.close()
     if not found:
         return None
-    if len({tuple(map(len, shapes)) for shapes in found}) > 1:
+    single: dict[Shapes, Batch] = {}
+    for batch in alone:
+        single.setdefault(shapes_of(batch.inputs), batch)
+    if len({tuple(map(len, shapes)) for shapes in (*found, *single)}) > 1:
         some = " and ".join(str([list(s) for s in shapes]) for shapes in list(found)[:2])
         raise TargetError(
             f"data('train'): inputs of one sample have the shapes {some}: sizes may differ from "
             "mini-batch to mini-batch, but not the number of dimensions"
         )
-    largest, smallest = max(found, key=_size(found)), min(found, key=_size(found))
+    every = single | found
+    largest, smallest = max(found, key=_size(found)), min(every, key=_size(every))
     varying = None
-    if len(found) > 1:
-        every = [list(zip(*sizes, strict=True)) for sizes in zip(*found, strict=True)]
+    if len(every) > 1:
+        least, most_of_all = _each(min, every), _each(max, every)
         varying = VaryingShapes(
             profiled=largest,
-            least=tuple(tuple(map(min, sizes)) for sizes in every),
-            most=tuple(tuple(map(max, sizes)) for sizes in every),
+            least=least,
+            # No more than mini-batches have, or larger ones would pass for looked at; but what
+            # differs has to show.
+            most=tuple(
+                tuple(m if m > low else top for m, low, top in zip(*sizes, strict=True))
+                for sizes in zip(_each(max, found), least, most_of_all, strict=True)
+            ),
             batches=seen,
         )
-    return LookedAt(varying, found[largest], found[smallest], like)
+    return LookedAt(varying, found[largest], every[smallest], like)
+
+
+def samples_alone(sets: Iterable[Any], names: Names) -> Iterator[Batch]:
+    """Samples of map-style data sets, evenly spread, each a batch of its own.
+
+    The first mini-batches may happen to be equally long, as where most rows are cut; a last one of
+    few samples, or one for testing, is shorter then. Samples with a size of 0 or 1 are left out: a
+    graph may be another one for these.
+    """
+    for data in sets:
+        begin = time.perf_counter()
+        for k in range(0, len(data), max(1, len(data) // ALONE)):
+            call, target = read_batch(data.collate_fn([data[k]]), names)
+            batch = Batch(call.tensors, target, 1)
+            if all(size > 1 for shape in shapes_of(batch.inputs) for size in shape):
+                yield batch
+            if time.perf_counter() - begin > ALONE_SECONDS:
+                break
+
+
+def _each(pick: Any, found: Iterable[Shapes]) -> Shapes:
+    """Of each size the least, or the largest."""
+    return tuple(
+        tuple(pick(sizes) for sizes in zip(*shapes, strict=True))
+        for shapes in zip(*found, strict=True)
+    )
 
 
 def shapes_of(inputs: tuple[Tensor, ...]) -> Shapes:

@@ -15,6 +15,9 @@ from .synthetic import IGNORED
 class UnpaddedSamples(HuggingFaceSamples):
     """Rows as samples of their own lengths; a mini-batch is filled up to its longest."""
 
+    own_lengths = True
+    """Any mini-batch may have other shapes than those that were looked at."""
+
     def only(self, parts: Parts) -> HuggingFaceSamples:
         """As of samples of one length, where inputs alone are filled up: else how long a mini-batch
         is shows in both."""

@@ -7,17 +7,22 @@ import re
 
 import pytest
 import torch
+from helpers.plans import plan_by_hand, with_times
 from timeprest.profiles.errors import TargetError
+from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
 from timeprest.profiles.tasks.samples import fetch_call
 from timeprest.profiles.tasks.task import read_loss
 from timeprest.profiles.zoo.hf import hugging_face
+from timeprest.runtime.run import run
+from timeprest.runtime.settings import RunSettings
 from torch.utils.data import default_collate
 
 transformers = pytest.importorskip("transformers")
 datasets = pytest.importorskip("datasets")
 
 SIZES = "hidden_size=16,num_hidden_layers=1,num_attention_heads=2"
+UNTIED = "n_layer=1,tie_word_embeddings=false"
 TINY = f"{SIZES},intermediate_size=24"
 
 
@@ -426,6 +431,25 @@ def test_rows_are_filled_up_to_their_mini_batchs_longest(family):
             if family == "t5":
                 assert short["decoder_input_ids"].shape == wanted.shape == (2, 3)
     assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("short", ["train", "test"])
+def test_lengths_differ_though_the_first_mini_batches_do_not(short, tmp_path):
+    """Each has a row that is cut; those of a last mini-batch, or for testing, needn't."""
+    even = [{"input_ids": list(range(2, 12))}] * 32
+    uneven = [{"input_ids": list(range(2, 5 + 9 * (k % 2)))} for k in range(32)]
+    splits = {"train": even, "test": even, short: uneven}
+    splits["test"] = [*splits["test"][:4], {"input_ids": [5, 6, 7]}]
+    splits = {name: datasets.Dataset.from_list(rows) for name, rows in splits.items()}
+    datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "rows"))
+    name = f"hf:gpt2,{UNTIED},data={tmp_path / 'rows'},padding=longest,length=8"
+    profile = measure(resolve(name), batch_size=8, micro_batch_sizes=[4], seconds=0)
+    assert profile.varying.profiled == profile.varying.most == ((8,), (8,))
+    assert profile.varying.least == ((3,), (3,))
+    plan = plan_by_hand(with_times(profile), "gpipe", 2, 2)
+    summary = run(plan, RunSettings(task=name, epochs=1), tmp_path / "run", inline=True)
+    assert summary.epochs[0].test["loss"] > 0
 
 
 def test_padding_that_there_is_none_of_is_refused():
