@@ -61,7 +61,10 @@ class SavedByForward:
     def bound_by_changes(self, crossing: Sequence[Value], layers: int) -> set[tuple[int, ...]]:
         """Layers that must stay together because one changes in place what the others use.
 
-        On different stages, they would see copies from before and after the change.
+        On different stages, they would see copies from before and after the change. On one stage
+        they share one tensor, its own or one copy of it, unless they take it under several names,
+        as a view and its base: each name is a message of its own, and the change would be in one.
+        Then the layers that make the views are there, too.
         """
         groups = set()
         for k, name in self.in_place:
@@ -72,10 +75,12 @@ class SavedByForward:
                 and (value.producer is None or value.producer < k)
             ]
             makers = {value.producer for value in same if value.producer is not None}
-            others = {c for value in same for c in value.consumers} - makers - {k}
-            if others:
-                # Together they share one tensor, their own stage's or one copy of it.
-                groups.add(tuple(sorted(c for c in others | {k} if c < layers)))
+            together = {c for value in same for c in value.consumers} - makers | {k}
+            taken = [value for value in same if not together.isdisjoint(value.consumers)]
+            if len(taken) > 1:
+                # All but the first are made of it, in other layers or with it in one.
+                together |= {value.producer for value in same[1:] if value.producer is not None}
+            groups.add(tuple(sorted(c for c in together if c < layers)))
         return {group for group in groups if len(group) > 1}
 
 

@@ -45,6 +45,38 @@ class PreActivation(nn.Module):
         return self.head(torch.tanh(y) + x)
 
 
+class ChangedView(nn.Module):
+    """The same through a view, which the in-place ReLU takes."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Linear(4, 4)
+        self.flat = nn.Flatten()
+        self.relu = nn.ReLU(inplace=True)
+        self.body = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        x = self.stem(x)
+        y = self.body(self.relu(self.flat(x)))
+        return self.head(torch.tanh(y) + x)
+
+
+class ChangedSlice(nn.Module):
+    """The in-place ReLU takes a part of what another layer takes whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Linear(4, 4)
+        self.relu = nn.ReLU(inplace=True)
+        self.body = nn.Linear(2, 4)
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = self.stem(x)
+        return self.body(self.relu(x.narrow(1, 0, 2))) + self.head(x)
+
+
 class Sizes(nn.Module):
     """Sizes and a shape that are read in one layer and used in others."""
 
@@ -139,6 +171,8 @@ class Plain(nn.Module):
 EXAMPLES = {
     "residual": (Residual, lambda m: (torch.randn(m, 3, 6, 6, dtype=torch.float64),)),
     "changes": (PreActivation, lambda m: (torch.randn(m, 4, dtype=torch.float64),)),
+    "changes a view": (ChangedView, lambda m: (torch.randn(m, 4, dtype=torch.float64),)),
+    "changes a slice": (ChangedSlice, lambda m: (torch.randn(m, 4, dtype=torch.float64),)),
     "sizes": (Sizes, lambda m: (torch.randint(0, 13, (m, 5)),)),
     "types": (
         Types,
