@@ -181,6 +181,10 @@ class Remade:
         self._inside = self._again = False
         self._values: list[_Kept] = []
         self._own: set[int] = set()
+        # By storage, the value that it was last copied for.
+        self._copied: dict[int, _Kept] = {}
+        # Values of the run at hand with the memory of a tensor that these layers make.
+        self._beside_made: list[tuple[Tensor, int]] = []
         # Before each run of these layers.
         self._random: list[Tensor] = []
         self._buffers: list[BufferCopies] = []
@@ -225,33 +229,54 @@ class Remade:
             return
         self._random.append(random_state(self._layers.device))
         self._buffers.append(self._layers.changed.copies(self._layers.buffers_of[run]))
-        kept = (self._values[number] for number in again)
+        kept = [self._values[number] for number in again]
         changed = any(k.original is not None and k.original._version != k.expected for k in kept)
+        made = set()
         for tensor in _tensors(own):
-            number = self._storages.get(storage_key(tensor))
-            changed |= number is not None and self._versions[number][0] != tensor._version
-        if changed:
-            raise RunError(
-                "a tensor is changed in place between two layers that take it and are computed "
-                "again; make the operation one that isn't in place, or plan with --recompute on"
-            )
+            number = self._storages.get(key := storage_key(tensor))
+            if number is not None:
+                made.add(key)
+                changed |= self._versions[number][0] != tensor._version
+        _refuse(changed)
         for value in taken:
-            self._values.append(self._keep(value))
+            kept.append(self._keep(value))
+            self._values.append(kept[-1])
+        self._beside_made = [
+            (k.original, k.original._version)
+            for k in kept
+            if k.original is not None and storage_key(k.original) in made
+        ]
 
     def _keep(self, value: Any) -> _Kept:
         if not isinstance(value, Tensor):
             return _Kept(value)
-        kept, version = value.detach(), value._version
+        key, tensor, version = storage_key(value), value.detach(), value._version
         changing = self._layers.overwritten
         copied = changing is None or len(self._values) in changing or self._has_weights(value)
         if not self._layers.is_data(len(self._values)):
-            self._own.add(storage_key(value))
-        here = kept.clone() if copied else kept
-        return _Kept(here, value.requires_grad, kept, version, version, copied)
+            self._own.add(key)
+        kept = _Kept(tensor, value.requires_grad, tensor, version, version, copied)
+        if copied:
+            kept.value = self._copy(kept, key)
+        return kept
+
+    def _copy(self, kept: _Kept, key: int) -> Tensor:
+        """A copy of a value; of a view and its base, of which a change of one is one of both, such
+        ones of a copy of their memory."""
+        tensor: Tensor = kept.value
+        if self._has_weights(tensor) or tensor.is_conj() or tensor.is_neg():
+            return tensor.clone()
+        like = self._copied.get(key)
+        if like is None or (like.expected, like.value.dtype) != (kept.version, tensor.dtype):
+            self._copied[key] = kept
+            return _view(tensor.untyped_storage().clone(), tensor)
+        return _view(like.value.untyped_storage(), tensor)
 
     def end(self, values: Iterable[Any]) -> None:
         """It is done, and has made these, which others take."""
         self._inside = False
+        # Made again, it isn't the memory that was kept.
+        _refuse(any(tensor._version != before for tensor, before in self._beside_made))
         for kept in self._values:
             if kept.original is not None:
                 kept.expected = kept.original._version
@@ -304,6 +329,8 @@ class Remade:
             self.kept_bytes[storage_key(copy)] = copy.nbytes
         self._storages.clear()
         self._alive.clear()
+        self._copied.clear()
+        self._beside_made.clear()
         self._count = 0
         changed = set()
         for number, kept in enumerate(self._values):
@@ -324,14 +351,7 @@ class Remade:
         Raises RunError where they save other tensors than in the first run.
         """
         self._again = True
-        given: list[Any] = []
-        for kept in self._values:
-            value = kept.value
-            if isinstance(value, Tensor):
-                value = value.detach().requires_grad_(kept.needs_grad)
-                # An operation in place wants what was computed.
-                value = value.clone() if kept.copied else value
-            given.append(value)
+        given = self._given()
         with running(self), _left_as_they_were(self._layers.buffers, self._layers.device):
             self._layers.again(*given)
         if self._filled != len(self._empty) or self._count != len(self._versions):
@@ -347,6 +367,50 @@ class Remade:
         }
         taken = {storage_key(k.value) for k in self._values if isinstance(k.value, Tensor)}
         return sum(nbytes for key, nbytes in sizes.items() if key not in taken)
+
+    def _given(self) -> list[Any]:
+        """The values that the layers are computed again from."""
+        copies: dict[int, list[_Kept]] = {}
+        for kept in self._values:
+            if kept.copied:
+                copies.setdefault(storage_key(kept.value), []).append(kept)
+        memories: dict[int, Tensor] = {}
+        given: list[Any] = []
+        for kept in self._values:
+            value = kept.value
+            if isinstance(value, Tensor):
+                value = value.detach().requires_grad_(kept.needs_grad)
+            if kept.copied:
+                key = storage_key(value)
+                # An operation in place wants what was computed.
+                if len(copies[key]) == 1:
+                    value = value.clone()
+                else:
+                    if key not in memories:
+                        memory = _view(value.untyped_storage(), value, whole=True)
+                        needs_grad = any(other.needs_grad for other in copies[key])
+                        memories[key] = memory.requires_grad_(needs_grad).clone()
+                    layout = value.size(), value.stride(), value.storage_offset()
+                    value = memories[key].as_strided(*layout)
+                    value = value if kept.needs_grad else value.detach()
+            given.append(value)
+        return given
+
+
+def _view(storage: torch.UntypedStorage, like: Tensor, *, whole: bool = False) -> Tensor:
+    """A tensor in this memory, laid out as another one; `whole`: all of it in a row."""
+    found = torch.empty(0, dtype=like.dtype, device=like.device)
+    if whole:
+        return found.set_(storage, 0, (storage.nbytes() // like.element_size(),), (1,))
+    return found.set_(storage, like.storage_offset(), like.size(), like.stride())
+
+
+def _refuse(changed: bool) -> None:
+    if changed:
+        raise RunError(
+            "a tensor is changed in place between two layers that take it and are computed "
+            "again; make the operation one that isn't in place, or plan with --recompute on"
+        )
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:

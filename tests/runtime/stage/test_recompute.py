@@ -133,6 +133,38 @@ class ParametrizedTask(AveragedTask):
     norm = staticmethod(nn.utils.parametrizations.spectral_norm)
 
 
+class Product(nn.Module):
+    """A layer that keeps both of what it takes."""
+
+    def forward(self, x, y):
+        return x * y
+
+
+class Aliases(nn.Module):
+    """A view is changed in place, and its base and a slice of that are taken then."""
+
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Linear(6, 8)
+        self.flat = nn.Flatten()
+        self.act = nn.ELU(inplace=True)
+        self.product = Product()
+        self.part = Product()
+        self.two = nn.Linear(4, 3)
+
+    def forward(self, x):
+        x = self.one(x)
+        y = self.product(self.act(self.flat(x)), x)
+        return self.two(self.part(y[:, 1::2], x[:, 4:]))
+
+
+class AliasesTask(NormsTask):
+    """Regression."""
+
+    def model(self):
+        return Aliases().double()
+
+
 class Dropped(GraphTask):
     """Skips, two inputs, dropout."""
 
@@ -222,6 +254,39 @@ def test_the_run_is_the_same_where_some_layers_run_again(variant, seed, drawn, t
         planned = plain.predicted.stages[s].accounted.activations_bytes
         if predicted.accounted.activations_bytes < 0.7 * planned:
             assert held < 0.9 * before.peak.activations_bytes
+
+
+@pytest.fixture(scope="module")
+def aliases(tmp_path_factory):
+    """Target, plan for one stage, and weights where nothing is computed again."""
+    target = f"{FILE}:AliasesTask"
+    plan = plan_by_hand(profiled(target), "gpipe", 1, 2)
+    return target, plan, weights_of(target, plan, tmp_path_factory.mktemp("plain"))
+
+
+def weights_of(target, plan, run_dir):
+    """Weights after some mini-batches."""
+    run(plan, RunSettings(task=target, steps=3, evaluate=False), run_dir, inline=True)
+    return load_weights(run_dir)
+
+
+@pytest.mark.parametrize("chosen", range(2**4))
+def test_a_view_and_its_base_are_one_memory_when_they_are_made_again(chosen, aliases, tmp_path):
+    """Whichever layers those are; or the run ends in a line."""
+    target, plan, wanted = aliases
+    nodes = ("one", "flat", "act", "product")
+    names = (*(name for k, name in enumerate(nodes) if chosen >> k & 1), "part")
+    stage = msgspec.structs.replace(plan.stages[0], recompute=names)
+    plan = msgspec.structs.replace(plan, stages=(stage,))
+    made = {"one", "flat"} & set(names)
+    if "product" in names and made and ("act" not in names or made == {"one"}):
+        # What is made again isn't what was changed.
+        with pytest.raises(RunError, match="changed in place between two layers"):
+            weights_of(target, plan, tmp_path)
+        return
+    found = weights_of(target, plan, tmp_path)
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name], tensor), name
 
 
 @pytest.mark.parametrize("variant", ["gpipe", "timeprest", "v-timeprest", "pipedream-2bw"])
