@@ -27,6 +27,9 @@ from .pinned_memory import Copier
 ALL_WORKERS = "all stages"
 """The group of all workers."""
 
+LOSS_WEIGHTS = "all stages with gradients"
+"""The group that sums up the weights of losses, which are for gradients alone."""
+
 BUCKET_BYTES = 2**20
 """Tensors that are smaller go together, up to this size; larger ones go as they are."""
 
@@ -42,13 +45,22 @@ def stage_group(stage: int) -> str:
     return f"stage {stage}"
 
 
-def reduce_groups(replicas: Sequence[Replica], tied: Sequence[TiedParameters] = ()) -> Groups:
-    """All groups that a run reduces over; those of one replica left out."""
+def reduce_groups(
+    replicas: Sequence[Replica],
+    tied: Sequence[TiedParameters] = (),
+    weighing: Collection[int] = (),
+) -> Groups:
+    """All groups that a run reduces over; those of one replica left out.
+
+    Args:
+        weighing: stages that need to know the weights of losses.
+    """
     groups: dict[str, list[Replica]] = {ALL_WORKERS: list(replicas)}
     for replica in replicas:
         groups.setdefault(stage_group(replica.stage), []).append(replica)
     for shared in tied:
         groups[shared.group] = [one for one in replicas if one.stage in shared.stages]
+    groups[LOSS_WEIGHTS] = [one for one in replicas if one.stage in weighing]
     found = {}
     for name, members in groups.items():
         ranks = sorted({member.rank for member in members})
@@ -245,7 +257,7 @@ class ProcessAllReduce(AllReducer):
     def _make_nccl_groups(self, device: torch.device) -> None:
         """A communicator for each group of gradients, made by the first all-reduce in it."""
         for name, ranks in self._ranks.items():
-            if name == ALL_WORKERS:
+            if name in (ALL_WORKERS, LOSS_WEIGHTS):
                 continue
             group = dist.new_group(list(ranks), timeout=2 * self.timeout, backend="nccl")
             if self._rank in ranks:

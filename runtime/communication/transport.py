@@ -25,6 +25,7 @@ from ..prepare.workers import Worker
 from ..records.status import Status
 from .all_reduce import (
     AllReducer,
+    Groups,
     LocalAllReduce,
     Pool,
     ProcessAllReduce,
@@ -234,7 +235,7 @@ def open_transport(
     """
     rank, timeout_s = worker.rank, prepared.settings.timeout_s
     names = [other.name for other in prepared.workers]
-    every = reduce_groups(prepared.replicas, prepared.model.ties.copied)
+    every = _groups(prepared)
     groups = rank_groups(prepared.replicas, every)
     distribution = prepared.distribution
     routes = [
@@ -274,10 +275,15 @@ def open_transport(
     return WorkerTransport(SeveralStagesChannels(rank, channels), sums, shared)
 
 
+def _groups(prepared: Prepared) -> Groups:
+    weighing = prepared.reached if prepared.model.loss.weighted else ()
+    return reduce_groups(prepared.replicas, prepared.model.ties.copied, weighing)
+
+
 def local_transport(prepared: Prepared) -> list[tuple[LocalChannels, LocalAllReduce]]:
     """Channels and all-reduces of all workers in one process, by the replicas' numbers. Those of
     one worker have the same channels."""
-    mailbox, pool = Mailbox(), Pool(reduce_groups(prepared.replicas, prepared.model.ties.copied))
+    mailbox, pool = Mailbox(), Pool(_groups(prepared))
     channels = [LocalChannels(worker.rank, mailbox) for worker in prepared.workers]
     return [
         (channels[replica.rank], LocalAllReduce(replica.number, pool))

@@ -10,6 +10,7 @@ import msgspec
 import torch
 from torch import Tensor, fx, nn
 
+from ...planner.costs.tied_parameters import not_behind
 from ...planner.plan import Plan, check_cut, pipeline_of
 from ...planner.schedules.check import check_schedule
 from ...planner.schedules.schedules import make_schedule
@@ -136,6 +137,15 @@ class Prepared:
     def varies(self) -> bool:
         """Whether mini-batches may differ in shape."""
         return self.plan.profile.varying is not msgspec.UNSET
+
+    @property
+    def reached(self) -> frozenset[int]:
+        """The stages that gradients of the loss come to. The backwards and updates of the others
+        wait for nobody, and may come before the last stage's forward."""
+        last = len(self.plan.stages) - 1
+        routes = self.distribution.routes
+        links = {(c.source.stage, c.target.stage) for c in routes if c.spec.needs_grad}
+        return frozenset(s for s in range(last + 1) if not_behind(s, [last], links) is None)
 
     @property
     def length(self) -> RunLength:

@@ -113,7 +113,7 @@ class StageRunner:
         self.larger: list[int] = []
         self._loss_weights = (
             LossWeights(self.stage, all_reduce, self.not_finite, is_last=self.is_last)
-            if prepared.model.loss.weighted
+            if prepared.model.loss.weighted and s in prepared.reached
             else None
         )
 

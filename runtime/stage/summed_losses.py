@@ -2,7 +2,9 @@
 
 How much counts in a mini-batch is known when its last forward is done on the last stage, and a
 backward may begin before. So gradients are those of sums, and each stage divides its own by the
-mini-batch's weight (all micro-batches on all replicas) when the last of them is there.
+mini-batch's weight (all micro-batches on all replicas) when the last of them is there. A stage that
+no gradients come to (of frozen layers, say) may be done with a mini-batch before, and has no part
+in this.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 
 from ...planner.systems.operations import Op
 from ...profiles.tasks.task import Loss
-from ..communication.all_reduce import ALL_WORKERS, AllReducer, Pending
+from ..communication.all_reduce import LOSS_WEIGHTS, AllReducer, Pending
 from ..prepare.data import Segment
 from ..prepare.devices import dense_bytes
 from .finite import NotFinite
@@ -65,8 +67,8 @@ class MiniBatchMeans:
 class LossWeights:
     """The weight of each mini-batch, and gradients that are means by it, on one worker.
 
-    Every worker sums up the weights of all; the last stage's have parts of it. Nobody waits for
-    the sum before the mini-batch's gradients are all there.
+    All stages that gradients come to sum up the weights; the last one's replicas have parts of
+    them. Nobody waits for the sum before the mini-batch's gradients are all there.
 
     Attributes:
         weights: of the segment's mini-batches that are settled, on the last stage, until taken.
@@ -99,7 +101,7 @@ class LossWeights:
         """A forward is done, here or on another replica: after a mini-batch's last, sum up."""
         if op.micro_batch == self._segment.micro_batches - 1:
             own = torch.tensor([self._own.pop(op.mini_batch, 0.0)], dtype=torch.float64)
-            self._summing[op.mini_batch] = own, self._all_reduce.start(ALL_WORKERS, [own])
+            self._summing[op.mini_batch] = own, self._all_reduce.start(LOSS_WEIGHTS, [own])
 
     def settle(self, until: int, *, last: bool = False) -> None:
         """Make means of the gradients of all mini-batches before this one.

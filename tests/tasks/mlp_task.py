@@ -72,6 +72,22 @@ class ShortWeighted(WeightedTask, ShortEpochs):
     """On 42 samples."""
 
 
+class Frozen(MLPTask):
+    """Its first layer isn't trained."""
+
+    def model(self):
+        model = super().model()
+        model.l0.requires_grad_(False)
+        return model
+
+
+class FrozenSum(Frozen):
+    """The same, as a sum and how many numbers are in it."""
+
+    def loss(self, output, target):
+        return ((output - target) ** 2).sum(), target.numel()
+
+
 class TiedV(MLPTask):
     """Square layers; those that share a device in a V of four stages have the same weight."""
 

@@ -11,6 +11,7 @@ import torch
 from helpers.plans import plan_by_hand, with_times
 from mlp_task import MLPTask, WeightedTask
 from timeprest.profiles.errors import RunError, TargetError
+from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
 from timeprest.profiles.tasks.task import read_figure, read_loss
 from timeprest.runtime.prepare.loss import LossKind, kind_of_loss
@@ -89,6 +90,69 @@ def test_a_mini_batch_in_which_nothing_counts(variant, mlp_profile, tmp_path):
     assert summary.stages[-1].not_finite == [1]
     assert math.isfinite(summary.epochs[-1].train_loss)
     assert all(weight.isfinite().all() for weight in load_weights(tmp_path / "warn").values())
+
+
+@pytest.fixture(scope="module")
+def frozen_target(mlp_target):
+    return mlp_target.replace("MLPTask", "Frozen")
+
+
+@pytest.fixture(scope="module")
+def frozen_profile(frozen_target):
+    return measure(resolve(frozen_target), batch_size=8, micro_batch_sizes=[2, 4, 8], seconds=0)
+
+
+@pytest.mark.parametrize("update_every", [1, 2])
+@pytest.mark.parametrize(
+    ("variant", "micro_batches", "placement", "replicas"),
+    [
+        ("timeprest", 2, (0, 1, 2), [2, 1, 2]),
+        ("timeprest", 2, (0, 1, 0, 1), None),
+        ("v-timeprest", 2, (0, 1, 1, 0), None),
+        ("pipedream", 1, (0, 1, 2), [1, 2, 1]),
+        ("interleaved-1f1b", 2, (0, 1, 0, 1), None),
+    ],
+)
+def test_stages_that_no_gradients_come_to_need_no_weights(
+    variant,
+    micro_batches,
+    placement,
+    replicas,
+    update_every,
+    frozen_target,
+    frozen_profile,
+    tmp_path,
+):
+    """Their updates may come before the last stage's forward. The mean is the same."""
+    plan = plan_by_hand(
+        with_times(frozen_profile),
+        variant,
+        len(placement),
+        micro_batches,
+        update_every=update_every,
+        placement=placement,
+        replicas=replicas,
+    )
+    ends = []
+    for number, task in enumerate((frozen_target, frozen_target + "Sum")):
+        how = RunSettings(task=task, steps=4, evaluate=False, clip_norm=1.0)
+        run(plan, how, tmp_path / str(number), inline=True)
+        ends.append(load_weights(tmp_path / str(number)))
+    for name, weight in ends[0].items():
+        torch.testing.assert_close(ends[1][name], weight, rtol=0, atol=1e-12)
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_nor_do_they_in_processes(frozen_target, frozen_profile, tmp_path):
+    plan = plan_by_hand(with_times(frozen_profile), "timeprest", 4, 2, placement=(0, 1, 0, 1))
+    how = RunSettings(task=frozen_target + "Sum", steps=4, evaluate=False)
+    ends = []
+    for inline in (True, False):
+        run(plan, how, tmp_path / str(inline), inline=inline)
+        ends.append(load_weights(tmp_path / str(inline)))
+    for name, weight in ends[0].items():
+        assert torch.equal(ends[1][name], weight), name
 
 
 def test_a_loss_that_is_now_this_and_now_that_is_refused(mlp_profile, tmp_path):
