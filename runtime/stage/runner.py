@@ -331,8 +331,9 @@ class StageRunner:
 
     def _update(self, op: Op) -> Iterator[None]:
         begin = self._clock()
+        counts = True
         if self._loss_weights is not None:
-            self._loss_weights.settle(op.mini_batch + 1, last=True)
+            counts = self._loss_weights.settle(op.mini_batch + 1, last=True)
         done = [b for b in self._losses if b <= op.mini_batch]
         losses = [self._losses.pop(b) for b in done]
         if self._loss_weights is not None:
@@ -354,7 +355,7 @@ class StageRunner:
         summed = self._clock()
         finite = self.not_finite.check_gradients(number, self.stage.updated)
         # Summed over replicas, so that all of them decide alike.
-        finite = finite and all(map(math.isfinite, losses))
+        finite = finite and counts and all(map(math.isfinite, losses))
         checked = self._clock()
         if agrees:
             # The update is left out everywhere or nowhere.

@@ -85,6 +85,7 @@ class LossWeights:
         self._own: dict[int, float] = {}
         self._summing: dict[int, tuple[Tensor, Pending]] = {}
         self._settled = 0
+        self._empty = False
         self.weights: dict[int, float] = {}
 
     def begin(self, segment: Segment) -> None:
@@ -103,11 +104,15 @@ class LossWeights:
             own = torch.tensor([self._own.pop(op.mini_batch, 0.0)], dtype=torch.float64)
             self._summing[op.mini_batch] = own, self._all_reduce.start(LOSS_WEIGHTS, [own])
 
-    def settle(self, until: int, *, last: bool = False) -> None:
+    def settle(self, until: int, *, last: bool = False) -> bool:
         """Make means of the gradients of all mini-batches before this one.
 
         Args:
             last: the update is due; else another mini-batch's gradients come.
+
+        Returns:
+            Whether something counts in each mini-batch since the last update; the same on all
+            stages.
 
         Raises:
             RunError: nothing counts in one, and that ends the run.
@@ -118,6 +123,7 @@ class LossWeights:
             weight, summing = self._summing.pop(b)
             summing.wait()
             counted = float(weight)
+            self._empty = self._empty or not counted
             if self._is_last:
                 self.weights[b] = counted
                 if not counted:
@@ -127,6 +133,10 @@ class LossWeights:
             if not last or self._settled < until:
                 self._means.set_aside()
             self._stage.account.aside_bytes = self._means.aside_bytes
+        empty = self._empty
+        if last:
+            self._empty = False
+        return not empty
 
     def means(self, mini_batches: Sequence[int], sums: Sequence[float]) -> list[float]:
         """This worker's part of the mean losses of mini-batches that are settled."""

@@ -33,11 +33,18 @@ class NothingCounts(WeightedTask):
     """Nor does anything in the second mini-batch of 8."""
 
     calls = 0
+    empty = (3, 4)
 
     def loss(self, output, target):
         self.calls += 1
         total, weight = super().loss(output, target)
-        return (total * 0, weight * 0) if self.calls in (3, 4) else (total, weight)
+        return (total * 0, weight * 0) if self.calls in self.empty else (total, weight)
+
+
+class FourthIsEmpty(NothingCounts):
+    """The same in the fourth one."""
+
+    empty = (7, 8)
 
 
 class Fickle(WeightedTask):
@@ -90,6 +97,21 @@ def test_a_mini_batch_in_which_nothing_counts(variant, mlp_profile, tmp_path):
     assert summary.stages[-1].not_finite == [1]
     assert math.isfinite(summary.epochs[-1].train_loss)
     assert all(weight.isfinite().all() for weight in load_weights(tmp_path / "warn").values())
+
+
+@pytest.mark.parametrize("update_every", [1, 2])
+@pytest.mark.parametrize("variant", ["gpipe", "timeprest", "pipedream-2bw"])
+def test_with_skip_all_stages_leave_its_update_out(variant, update_every, mlp_profile, tmp_path):
+    """Momentum would move the weights without a gradient, too."""
+    plan = plan_by_hand(with_times(mlp_profile), variant, 2, 2, update_every=update_every)
+    ends = {}
+    for steps in (4 - update_every, 4):
+        how = RunSettings(task=here("FourthIsEmpty"), steps=steps, on_nan="skip", evaluate=False)
+        run(plan, how, tmp_path / str(steps), inline=True)
+        ends[steps] = load_weights(tmp_path / str(steps))
+    before, after = ends.values()
+    for name, weight in before.items():
+        assert torch.equal(after[name], weight), name
 
 
 @pytest.fixture(scope="module")
