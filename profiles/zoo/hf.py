@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from torch.utils.data import Dataset, default_collate
 from ..errors import TargetError
 from ..tasks.task import Split, read_loss
 from .hf_data import HuggingFaceSamples, Lengths, lengths_of, rows_of, splits_of
-from .hf_model import LONGEST, NAMES, Request, no_model, quiet, read, request_of
+from .hf_model import LONGEST, MAX_LENGTH, NAMES, Request, no_model, quiet, read, request_of
 from .hf_padding import UnpaddedSamples
 from .hf_synthetic import synthetic_samples
 from .synthetic import (
@@ -217,7 +218,7 @@ _NEAR = 1e-3
 
 
 def _look(request: Request) -> None:
-    """Try a model that isn't tested, at its smallest.
+    """Try a model that isn't tested, at its smallest, or else at the user's own sizes.
 
     Raises TargetError where it doesn't take the samples made for it, or its own loss is another
     than ours.
@@ -225,26 +226,39 @@ def _look(request: Request) -> None:
     if request.model in NAMES:
         return
     small = read(request.target, f"{request.model},head={request.family}")
-    try:
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            task = HuggingFaceTask(small)
-            inputs, target = default_collate([task.data("train")[k] for k in range(2)])
-            if small.family == "causal":
-                # As models shift labels, they have none for what would follow the last token.
-                target[:, -1] = IGNORED
-            model = task.model().eval()
-            output = model(**inputs)
-            ours = float(read_loss(task.loss(output, target)).mean)
-            own = float(_own_loss(model, small, inputs, target))
-    except Exception as error:  # any model of the library may run here
-        reason = " ".join(str(error).split())
-        raise no_model(request.target, f"a small model of this kind fails: {reason}") from None
+    # Sizes may have to fit each other in ways that our small ones don't.
+    own_sizes = replace(request, data="", padding=MAX_LENGTH, weights=False)
+    reasons: list[str] = []
+    for tried in (small, own_sizes):
+        try:
+            own, ours = _losses(tried)
+        except Exception as error:  # any model of the library may run here
+            reasons.append(" ".join(str(error).split()))
+        else:
+            break
+    else:
+        reason = "; and with its own sizes: ".join(dict.fromkeys(reasons))
+        raise no_model(request.target, f"a small model of this kind fails: {reason}")
     if not abs(own - ours) <= _NEAR * max(abs(own), 1):
         raise no_model(
             request.target,
             f"this model's own loss isn't plain cross-entropy: of one batch {own:.4g}, not "
             f"{ours:.4g}",
         )
+
+
+def _losses(request: Request) -> tuple[float, float]:
+    """The model's own loss of two samples made for it, and ours. Whatever it raises comes out."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        task = HuggingFaceTask(request)
+        inputs, target = default_collate([task.data("train")[k] for k in range(2)])
+        if request.family == "causal":
+            # As models shift labels, they have none for what would follow the last token.
+            target[:, -1] = IGNORED
+        model = task.model().eval()
+        output = model(**inputs)
+        ours = float(read_loss(task.loss(output, target)).mean)
+        return float(_own_loss(model, request, inputs, target)), ours
 
 
 def _own_loss(model: nn.Module, request: Request, inputs: Any, target: Tensor) -> Tensor:

@@ -69,10 +69,20 @@ SMALL = {
     "num_labels": 10,
 }
 """Defaults for every config that has a number by this name, or one that stands for it."""
+_WINDOWS: dict[str, Any] = {
+    "patch_size": 2,
+    "window_size": 4,
+    "embed_dim": 32,
+    "depths": [2, 2],
+    "num_heads": [2, 4],
+}
 SMALLER: dict[str, dict[str, Any]] = {
     "resnet": {"embedding_size": 16, "hidden_sizes": [16, 32], "depths": [1, 1]},
     "t5": {"d_ff": 128},
     "opt": {"ffn_dim": 128, "word_embed_proj_dim": 64},
+    # Each stage halves the sides, which must be whole windows.
+    "swin": _WINDOWS,
+    "swinv2": _WINDOWS,
 }
 """Further defaults of one model."""
 LENGTH = 16

@@ -120,6 +120,18 @@ def test_another_loss_than_cross_entropy_is_refused(monkeypatch):
     assert "own loss isn't plain cross-entropy" in refusal("roberta")
 
 
+def test_a_model_is_tried_at_its_own_sizes_where_small_ones_do_not_fit(monkeypatch):
+    sizes = {"image_size": 16, "patch_size": 1, "embed_dim": 16, "depths": [1, 1]}
+    config = transformers.SwinConfig(**sizes, num_heads=[2, 2], window_size=4, num_labels=3)
+    for name in ("swin", "swin,window_size=4", "swinv2,image_size=16,window_size=2"):
+        assert hugging_face(name).model().config.depths == [2, 2]
+    monkeypatch.setattr("timeprest.profiles.zoo.hf_model.SMALLER", {})
+    found = refusal("swin,window_size=3")
+    assert re.search("a small model of this kind fails: .*; and with its own sizes: ", found)
+    inputs, _ = first_batch(hugging_face(config))
+    assert inputs["pixel_values"].shape == (4, 3, 16, 16)
+
+
 # Configs and folders ----------------------------------------------------------------------------
 
 
