@@ -189,6 +189,12 @@ class MessageRoute:
         return slice(here[0], here[-1] + 1, step)
 
 
+PROFILE_AGAIN = (
+    "Shapes may change from mini-batch to mini-batch where the plan's profile has seen them do so: "
+    "profile again, with more --batches if need be, and solve again"
+)
+
+
 def check_agreed(
     spec: ValueSpec,
     tensor: Tensor,
@@ -216,10 +222,7 @@ def check_agreed(
             "--granularity NAME, or write it without, by torch.where (docs/profiling.md)"
         )
     else:
-        advice = (
-            "Shapes may change from mini-batch to mini-batch where the plan's profile has "
-            "seen them do so: profile again, with more --batches if need be, and solve again"
-        )
+        advice = PROFILE_AGAIN
     raise RunError(
         f"{spec.name!r} has shape {list(shape)} of {tensor.dtype}; agreed was "
         f"{list(spec.shape)} of {spec.dtype}. {advice}"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -10,10 +11,11 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from ...profiles.autograd.boundary import Inlet
-from ...profiles.errors import RunError
-from ...profiles.tasks.samples import some_samples
+from ...profiles.errors import RunError, TimeprestError
+from ...profiles.tasks.hooks import describe_error
+from ...profiles.tasks.samples import first_batch, may_vary, read_batch, some_samples
 from ...profiles.tracing.shapes import ValueSpec
-from ..prepare.messages import mark_missing
+from ..prepare.messages import PROFILE_AGAIN, mark_missing
 from ..prepare.prepare import Prepared
 from .recompute import ForwardInputs, Remade
 
@@ -72,6 +74,48 @@ def shaped_as_profiled(prepared: Prepared, values: Mapping[str, Tensor]) -> bool
         return False
     first = dict(zip(prepared.model.inputs, call.tensors, strict=False))
     return all(n in first and values[n].shape[1:] == first[n].shape[1:] for n in given)
+
+
+@contextmanager
+def advised(prepared: Prepared, values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Whatever a stage's forward raises on inputs of another shape than was profiled says so.
+
+    Graphs may hold lengths, and then fail in words of torch's own before anything is compared.
+    Those that take the shape as well go on.
+
+    Raises RunError.
+    """
+    try:
+        yield
+    except TimeprestError:
+        raise
+    except Exception as error:
+        if not prepared.varies and not _shaped_as_first(prepared, values):
+            shapes = " and ".join(
+                f"{list(value.shape[1:])} of {name!r}"
+                for name, value in values.items()
+                if name in prepared.model.inputs
+            )
+            raise RunError(
+                f"{describe_error(error)}; samples have shapes {shapes}, others than those of the "
+                f"first mini-batch. {PROFILE_AGAIN}"
+            ) from error
+        raise
+
+
+def _shaped_as_first(prepared: Prepared, values: Mapping[str, Tensor]) -> bool:
+    """Whether inputs have the shapes of the first mini-batch, or they can't have others."""
+    if not values.keys() & set(prepared.model.inputs):
+        return True
+    try:
+        data, names = prepared.task.data("train"), prepared.model.arguments
+        if not may_vary(data):
+            return True
+        call, _ = read_batch(first_batch(data, "train", prepared.plan.mini_batch), names)
+    except Exception:  # the user's data set
+        return True
+    first = dict(zip(prepared.model.inputs, call.tensors, strict=False))
+    return all(values[n].shape[1:] == first[n].shape[1:] for n in first.keys() & values.keys())
 
 
 def collect(spec: ValueSpec, micros: Sequence[MicroBatch], device: torch.device) -> Tensor:

@@ -34,6 +34,7 @@ from ..records.operation_log import OperationLog, StageEpochFile, Use
 from ..records.status import Status
 from .finite import SKIP, NotFinite
 from .handed_over import HandedOver
+from .micro_batch import advised
 from .optimizer import clip, own_part, squared_norm, trained
 from .stage import Stage
 from .summed_losses import LossWeights
@@ -265,9 +266,9 @@ class StageRunner:
             values[name] = join(parts)
         values.update(self.prepared.distribution.known[self.number])
         start = clock()
-        version, outputs, loss = self.stage.forward(
-            op, values, target, part, self.channels.held_bytes
-        )
+        held_bytes = self.channels.held_bytes
+        with advised(self.prepared, values):
+            version, outputs, loss = self.stage.forward(op, values, target, part, held_bytes)
         if self.is_last:
             self._note_loss(op, loss, part.share)
         end = clock()
@@ -494,7 +495,8 @@ class StageRunner:
             for c in self._evaluated():
                 values[c.spec.name] = self.channels.receive(c, FORWARD)
             self.channels.throttle(ahead)
-            outputs, result = self.stage.evaluate(values)
+            with advised(self.prepared, values):
+                outputs, result = self.stage.evaluate(values)
             for c in self._evaluated(outgoing=True):
                 self.channels.send(c, FORWARD, outputs[c.spec.name])
             if self.is_last:

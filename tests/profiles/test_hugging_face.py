@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 
 import pytest
 import torch
 from helpers.plans import plan_by_hand, with_times
-from timeprest.profiles.errors import TargetError
+from timeprest.profiles.errors import RunError, TargetError
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
 from timeprest.profiles.tasks.samples import fetch_call
@@ -22,6 +23,7 @@ transformers = pytest.importorskip("transformers")
 datasets = pytest.importorskip("datasets")
 
 SIZES = "hidden_size=16,num_hidden_layers=1,num_attention_heads=2"
+SPLITS = ("train", "test")
 UNTIED = "n_layer=1,tie_word_embeddings=false"
 TINY = f"{SIZES},intermediate_size=24"
 
@@ -462,6 +464,22 @@ def test_lengths_differ_though_the_first_mini_batches_do_not(short, tmp_path):
     plan = plan_by_hand(with_times(profile), "gpipe", 2, 2)
     summary = run(plan, RunSettings(task=name, epochs=1), tmp_path / "run", inline=True)
     assert summary.epochs[0].test["loss"] > 0
+
+
+@pytest.mark.slow
+def test_lengths_that_no_profile_has_seen_end_in_what_to_do(tmp_path):
+    def rows(*lengths):
+        made = [{"input_ids": list(range(2, 2 + n))} for n in lengths]
+        return datasets.DatasetDict(dict.fromkeys(SPLITS, datasets.Dataset.from_list(made)))
+
+    rows(*[8] * 16).save_to_disk(str(tmp_path / "rows"))
+    name = f"hf:gpt2,{UNTIED},data={tmp_path / 'rows'},padding=longest"
+    profile = measure(resolve(name), batch_size=8, micro_batch_sizes=[4], seconds=0)
+    plan = plan_by_hand(with_times(profile), "gpipe", 1, 2)
+    shutil.rmtree(tmp_path / "rows")
+    rows(*[8] * 8, *[5] * 8).save_to_disk(str(tmp_path / "rows"))
+    with pytest.raises(RunError, match=r"shapes \[5\] of .*first mini-batch.* more --batches"):
+        run(plan, RunSettings(task=name, epochs=1), tmp_path / "run", inline=True)
 
 
 def test_padding_that_there_is_none_of_is_refused():
