@@ -26,6 +26,7 @@ from ..prepare.devices import CPU, forward_context, move, put
 from ..prepare.messages import check_agreed, missing_gradients
 from ..prepare.prepare import Prepared
 from ..prepare.workers import Replica
+from ..weights.buffers import unchanged
 from ..weights.outside import OutsideRules
 from ..weights.policy import DECAYS, WeightPolicies, WeightPolicy
 from ..weights.prediction import Predictor
@@ -232,18 +233,20 @@ class Stage:
         values = self.handed_over.safe(values)
         shapes = input_shapes(self.piece.inputs, values, self.specs) if self._settled else ()
         known = self._saved_by_shape.get(shapes) if self._settled else None
-        if self._recomputation is None:
-            with self._statistics(op, part):
-                hooks = known is None
-                micro, outputs, loss = self._compute(values, target, part, tensors, hooks=hooks)
-        else:
-            received = values.keys() & self.specs.keys()
-            received -= self.handed_over.kept_elsewhere(received)
-            inputs = self._recomputation.keep(values, received, target, part)
-            with torch.no_grad(), self._statistics(op, part):
-                _, outputs, loss = self._compute(values, target, part, tensors)
-            self._recomputation.kept(inputs)
-            micro = MicroBatch(inputs.nbytes, inputs=inputs)
+        # One of padding alone counts nothing.
+        with nullcontext() if part.real else unchanged(self.module.buffers()):
+            if self._recomputation is None:
+                with self._statistics(op, part):
+                    hooks = known is None
+                    micro, outputs, loss = self._compute(values, target, part, tensors, hooks=hooks)
+            else:
+                received = values.keys() & self.specs.keys()
+                received -= self.handed_over.kept_elsewhere(received)
+                inputs = self._recomputation.keep(values, received, target, part)
+                with torch.no_grad(), self._statistics(op, part):
+                    _, outputs, loss = self._compute(values, target, part, tensors)
+                self._recomputation.kept(inputs)
+                micro = MicroBatch(inputs.nbytes, inputs=inputs)
         for name, tensor in outputs.items():
             like = partial(self._as_profiled, values)
             check_agreed(self.specs[name], tensor, varies=self.varies, inputs_alike=like)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -68,3 +69,14 @@ def put_back(copies: BufferCopies) -> None:
     with torch.no_grad():
         for buffer, before in copies:
             buffer.copy_(before)
+
+
+@contextmanager
+def unchanged(buffers: Iterable[Tensor]) -> Iterator[None]:
+    """Afterwards, buffers are what they were before."""
+    copies = [(buffer, buffer.detach().clone()) for buffer in buffers]
+    yield
+    for buffer, before in copies:
+        # Graphs of forwards before keep running statistics, and would take this for a change that
+        # their backward mustn't follow. Batch norms' own updates they don't see, either.
+        buffer.data.copy_(before)

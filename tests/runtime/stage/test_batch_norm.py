@@ -21,7 +21,7 @@ EPOCHS = 2
 def run_of(name, n, stages, run_dir, variant="gpipe", *, recompute=False, **options):
     """Final parameters and buffers."""
     target = resolve(f"batch_norm_tasks:{name}")
-    profile = measure(target, batch_size=8, micro_batch_sizes=[2, 4, 8], seconds=0)
+    profile = measure(target, batch_size=8, micro_batch_sizes=[1, 2, 4, 8], seconds=0)
     assert profile.front_end == ("export" if name == "Exported" else "fx")
     plan = plan_by_hand(with_times(profile), variant, stages, n)
     again = (msgspec.structs.replace(stage, recompute=recompute) for stage in plan.stages)
@@ -68,6 +68,21 @@ def test_running_statistics_dont_change_training(tmp_path):
             assert (a[key] - b[key]).abs().max() > 1e-3, key
         else:
             torch.testing.assert_close(a[key], b[key], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("deferred", [False, True])
+def test_micro_batches_of_padding_alone_count_nothing(deferred, recompute, tmp_path):
+    """Of the last mini-batch, three of eight."""
+    options = {"ragged": "pad", "deferred_batch_norm": deferred}
+    found = run_of("Traced", 8, 1, tmp_path, recompute=recompute, **options)
+    task = resolve("batch_norm_tasks:Traced").task
+    norm = nn.BatchNorm1d(3, momentum=task.momentum).double()
+    for x in mini_batches(task, last=True):
+        for part in [x] if deferred else x.split(1):
+            norm(part)
+    for name, tensor in norm.named_buffers():
+        torch.testing.assert_close(found[f"first.{name}"], tensor, rtol=0, atol=1e-10)
 
 
 def test_what_is_computed_again_counts_once(tmp_path):
