@@ -7,7 +7,7 @@ evaluation) are those that whole mini-batches have, updated once for each; as in
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -150,6 +150,11 @@ class DeferredBatchNorm:
         self._counted[mini_batch] = [b - a for a, b in zip(before, after, strict=True)]
         for counter, value in zip(self._counters, before, strict=True):
             counter.copy_(value)
+
+    def recomputation(self) -> AbstractContextManager[Any]:
+        """The context of layers' second run: batch norms keep for the backward what they kept in
+        the first, and nothing is noted twice."""
+        return _WithoutUpdates(lambda call: None)
 
     def settle(self, mini_batch: int) -> None:
         """All forwards of the mini-batch are done, and of those before."""

@@ -485,7 +485,10 @@ class Stage:
         tensors = self.policy.recompute(op, micro_batch)
         if micro.remade is not None:
             precision = forward_context(self.autocast, self.device.type)
-            with self.weights.forward(tensors, substitutes=micro.remade), precision:
+            norms = self._batch_norm
+            statistics = nullcontext() if norms is None else norms.recomputation()
+            weights = self.weights.forward(tensors, substitutes=micro.remade)
+            with weights, precision, statistics:
                 rebuilt_bytes = micro.remade.recompute()
             micro.saved_bytes += rebuilt_bytes
             self._kept_bytes += rebuilt_bytes

@@ -16,15 +16,20 @@ from timeprest.runtime.stage.batch_norm import DeferredBatchNorm
 from torch import nn
 
 EPOCHS = 2
+SOME_LAYERS = ("first", "second")
 
 
 def run_of(name, n, stages, run_dir, variant="gpipe", *, recompute=False, **options):
-    """Final parameters and buffers."""
+    """Final parameters and buffers. `recompute`: everything, or layers by name."""
     target = resolve(f"batch_norm_tasks:{name}")
     profile = measure(target, batch_size=8, micro_batch_sizes=[1, 2, 4, 8], seconds=0)
     assert profile.front_end == ("export" if name == "Exported" else "fx")
     plan = plan_by_hand(with_times(profile), variant, stages, n)
-    again = (msgspec.structs.replace(stage, recompute=recompute) for stage in plan.stages)
+    again = []
+    for stage in plan.stages:
+        some = isinstance(recompute, tuple)
+        names = tuple(n for n in stage.nodes if n in recompute) if some else recompute
+        again.append(msgspec.structs.replace(stage, recompute=names))
     plan = msgspec.structs.replace(plan, stages=tuple(again))
     settings = RunSettings(task=target.name, epochs=EPOCHS, **options)
     run(plan, settings, run_dir, inline=True)
@@ -70,7 +75,7 @@ def test_running_statistics_dont_change_training(tmp_path):
             torch.testing.assert_close(a[key], b[key], rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", [False, True, SOME_LAYERS])
 @pytest.mark.parametrize("deferred", [False, True])
 def test_micro_batches_of_padding_alone_count_nothing(deferred, recompute, tmp_path):
     """Of the last mini-batch, three of eight."""
@@ -85,9 +90,11 @@ def test_micro_batches_of_padding_alone_count_nothing(deferred, recompute, tmp_p
         torch.testing.assert_close(found[f"first.{name}"], tensor, rtol=0, atol=1e-10)
 
 
-def test_what_is_computed_again_counts_once(tmp_path):
-    a = run_of("Traced", 4, 2, tmp_path / "a", deferred_batch_norm=True)
-    b = run_of("Traced", 4, 2, tmp_path / "b", deferred_batch_norm=True, recompute=True)
+@pytest.mark.parametrize("name", ["Traced", "Exported"])
+@pytest.mark.parametrize("recompute", [True, SOME_LAYERS])
+def test_what_is_computed_again_counts_once(recompute, name, tmp_path):
+    a = run_of(name, 4, 2, tmp_path / "a", deferred_batch_norm=True)
+    b = run_of(name, 4, 2, tmp_path / "b", deferred_batch_norm=True, recompute=recompute)
     for key in a:
         torch.testing.assert_close(a[key], b[key], rtol=0, atol=1e-12)
 
