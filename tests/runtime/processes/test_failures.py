@@ -214,7 +214,7 @@ def test_what_ignores_a_hangup_goes_on_ignoring_it():
 
 ORPHAN = """
 import os, sys, time
-from timeprest.profiles.measuring import process as parent
+from timeprest.profiles.measuring import process_settings as parent
 if sys.argv[1] == "look":
     parent.ctypes, parent.LOOK_S = None, 0.1
 if not os.fork():
