@@ -110,7 +110,7 @@ class StageForward:
         self.why_not = shorten(describe_error(error), _MOST, placeholder=" …")
 
 
-def _without_draws(backward: fx.GraphModule) -> None:
+def _drop_unused_random(backward: fx.GraphModule) -> None:
     """Take out what a backward draws at random for nobody: the partitioner leaves the forward's
     draws in both graphs, and the next forward's would be others than without compiling."""
     for node in reversed(backward.graph.nodes):
@@ -135,7 +135,7 @@ def _kept() -> Any:
         def __call__(self, gm: Any, joint_inputs: Any, **more: Any) -> Any:
             more.pop("compiler", None)
             forward, backward = default_partition(gm, joint_inputs, **more)
-            _without_draws(backward)
+            _drop_unused_random(backward)
             return forward, backward
 
         def uuid(self) -> str:
