@@ -47,7 +47,7 @@ _MOST_HOMES = 8
 """With more kinds of devices and machines, guesses take all links for the fastest there is."""
 
 
-def are_several(cluster: Cluster) -> bool:
+def sequence_matters(cluster: Cluster) -> bool:
     """Whether the sequence of a cluster's devices makes a difference: they are of several kinds, by
     memory and speed, or in machines with more and fewer of them."""
     if len({(d.memory_bytes, d.speed) for d in cluster.devices}) > 1:

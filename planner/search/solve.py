@@ -20,7 +20,7 @@ from ..plan import Plan, SolverReport
 from ..systems.orders import Order
 from ..systems.variants import variant_named
 from .choices import RECOMPUTE, Branch, Freedom, micro_batch_counts, stages_asked
-from .device_sequences import SEQUENCES, are_several, forget_bounds, try_near, try_sequences
+from .device_sequences import SEQUENCES, forget_bounds, sequence_matters, try_near, try_sequences
 from .diagnosis import diagnose, lacking
 from .exploration import run
 from .given_order import check_asked, search_of, under
@@ -257,7 +257,7 @@ def _run(search: SearchState, placed: PlacedSearch | None, request: SearchReques
 
 def _run_straight(search: SearchState, request: SearchRequest) -> str | None:
     """Plans with a stage for each device, first on those as listed, then in other sequences."""
-    if request.sequence == "listed" or not are_several(search.question.cluster):
+    if request.sequence == "listed" or not sequence_matters(search.question.cluster):
         return run(search)
     budget = search.budget
     deadline, left, effort = budget.deadline, budget.seconds_left, budget.effort

@@ -243,4 +243,4 @@ def test_machines_of_several_sizes_are_tried_in_other_sequences():
     assert best.stages[0].devices == (2,)
     assert best.predicted.period_s < 0.5 * listed.predicted.period_s
     even = msgspec.structs.replace(apart, devices=apart.devices[1:])
-    assert not device_sequences.are_several(even)
+    assert not device_sequences.sequence_matters(even)
