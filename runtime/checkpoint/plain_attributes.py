@@ -14,11 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...profiles.tracing.call import summed
+from ...profiles.tracing.call import dense, summed
 from ..stage.stage import Stage
 
 _LOOKED_INTO = 64
 """Entries of a list or dict that are looked at; of longer ones, besides, how many there are."""
+
+_SUMMED = 2**20
+"""Numbers of a tensor; larger ones, such as a task's data, are told by who writes into them."""
 
 _OF_LIBRARIES = ("torch", "timeprest")
 
@@ -41,7 +44,7 @@ def plain_attributes(stages: Sequence[Stage]) -> dict[str, Any]:
             own |= {id(p) for group in optimizer.param_groups for p in group["params"]}
             found |= _of(f"the optimizer's (stage {stage.number}) ", optimizer, own, usual)
     task = stages[0].task
-    found |= _of("the task's ", task, set())
+    found |= _of("the task's ", task)
     for name, value in _attributes(task).items():
         if isinstance(value, nn.Module):
             for path, module in _modules(value, seen):
@@ -73,7 +76,7 @@ def _attributes(thing: object) -> Mapping[str, Any]:
 
 
 def _of(
-    where: str, thing: object, own: set[int], usual: Collection[str] = _OF_MODULES
+    where: str, thing: object, own: Collection[int] = (), usual: Collection[str] = _OF_MODULES
 ) -> dict[str, Any]:
     """Of one object.
 
@@ -95,17 +98,17 @@ def _of(
     return found
 
 
-def _mark(value: Any, own: set[int] | None = None) -> Any:
+def _mark(value: Any, own: Collection[int] = ()) -> Any:
     """What tells a number or a tensor from others; None of anything else, and of what follows from
     weights or is in checkpoints."""
     if isinstance(value, Tensor):
         # What has a gradient is computed anew in each forward.
-        skipped = value.requires_grad or value.is_meta or (own and id(value) in own)
-        if skipped:
+        if value.requires_grad or value.is_meta or id(value) in own:
             return None
-        try:
-            return tuple(value.shape), summed(value)
-        except (RuntimeError, NotImplementedError):
-            # Quantized ones have no sum.
-            return None
+        if value.numel() > _SUMMED and not value.is_inference():
+            return id(value), value._version
+        return tuple(value.shape), summed(dense(value))
+    if isinstance(value, int):
+        # Of thousands of digits Python makes no text.
+        return value
     return repr(value) if isinstance(value, Number) else None

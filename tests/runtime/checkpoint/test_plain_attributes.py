@@ -67,5 +67,18 @@ def test_weights_are_no_plain_attributes():
     optimizer.step()
     module.eval()
     assert not changed(before, [stage])
-    module.count += 1
+    module.count += 10**5000
     assert changed(before, [stage]) == ["the model's count"]
+
+
+def test_large_tensors_are_told_by_what_is_written_into_them():
+    """A task's data aren't summed up at each checkpoint."""
+    task = SimpleNamespace(data=torch.zeros(2**21), mask=torch.ones(3), sparse=torch.eye(2))
+    task.sparse = task.sparse.to_sparse()
+    stage = SimpleNamespace(number=0, module=nn.Linear(1, 1), optimizer=None, task=task)
+    before = plain_attributes([stage])
+    task.mask = torch.ones(3)
+    assert not changed(before, [stage])
+    task.data[5] = 1.0
+    task.sparse = task.sparse * 2
+    assert changed(before, [stage]) == ["the task's data", "the task's sparse"]
