@@ -88,7 +88,9 @@ class StageForward:
     def compile(self, *, recomputes: bool) -> None:
         """Have it compiled. `recomputes`: its backward may compute activations again."""
         try:
-            options = OPTIONS if recomputes else {**OPTIONS, **_LATER_WEIGHTS, **_parted()}
+            options = dict(OPTIONS)
+            if not recomputes:
+                options |= {**_LATER_WEIGHTS, "custom_partitioner_fn": _kept()}
             self._compiled = torch.compile(self.module, fullgraph=True, options=options)
         except Exception as error:  # of a torch that doesn't know these options
             self._leave(error)
@@ -118,10 +120,6 @@ def _drop_unused_random(backward: fx.GraphModule) -> None:
         if not node.users and torch.Tag.nondeterministic_seeded in tags:
             backward.graph.erase_node(node)
     backward.recompile()
-
-
-def _parted() -> dict[str, Any]:
-    return {"custom_partitioner_fn": _kept()}
 
 
 def _kept() -> Any:

@@ -14,6 +14,7 @@ from ...profiles.autograd.boundary import Inlet
 from ...profiles.errors import RunError, TimeprestError
 from ...profiles.tasks.hooks import describe_error
 from ...profiles.tasks.samples import first_batch, may_vary, read_batch, some_samples
+from ...profiles.tracing.call import Call
 from ...profiles.tracing.shapes import ValueSpec
 from ..prepare.messages import PROFILE_AGAIN, mark_missing
 from ..prepare.prepare import Prepared
@@ -64,16 +65,20 @@ def shaped_as_profiled(prepared: Prepared, values: Mapping[str, Tensor]) -> bool
 
     For an error's text: what can't be had now isn't as profiled.
     """
-    given = values.keys() & set(prepared.model.inputs)
-    if not given:
+    if not values.keys() & set(prepared.model.inputs):
         return True
     try:
         names = prepared.model.arguments
         call, _ = some_samples(prepared.task.data("train"), "train", 1, names)
     except Exception:  # the user's data set
         return False
+    return _shaped_as(prepared, values, call)
+
+
+def _shaped_as(prepared: Prepared, values: Mapping[str, Tensor], call: Call) -> bool:
+    """Whether a stage's inputs from the data have the shapes of this call's, samples left out."""
     first = dict(zip(prepared.model.inputs, call.tensors, strict=False))
-    return all(n in first and values[n].shape[1:] == first[n].shape[1:] for n in given)
+    return all(values[n].shape[1:] == first[n].shape[1:] for n in first.keys() & values.keys())
 
 
 @contextmanager
@@ -114,8 +119,7 @@ def _shaped_as_first(prepared: Prepared, values: Mapping[str, Tensor]) -> bool:
         call, _ = read_batch(first_batch(data, "train", prepared.plan.mini_batch), names)
     except Exception:  # the user's data set
         return True
-    first = dict(zip(prepared.model.inputs, call.tensors, strict=False))
-    return all(values[n].shape[1:] == first[n].shape[1:] for n in first.keys() & values.keys())
+    return _shaped_as(prepared, values, call)
 
 
 def collect(spec: ValueSpec, micros: Sequence[MicroBatch], device: torch.device) -> Tensor:
