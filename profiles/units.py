@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 import sys
 from decimal import Decimal
-from math import nan
+from math import inf, nan
 from numbers import Real
 from operator import index
 from typing import Any, SupportsIndex
@@ -137,11 +137,8 @@ def _split(text: str, what: str, example: str, given: str) -> tuple[float, str]:
     if not match:
         raise UserError(f"{what}: can't read {given!r}; write it like {example}")
     number, exponent, unit = match.groups()
-    try:
-        value = float(number) * 10.0 ** int(exponent or 0)
-    except OverflowError:
-        value = float("inf")
-    if value == float("inf"):
+    value = float(f"{number}e{exponent or 0}")
+    if value == inf:
         raise UserError(f"{what}: {given!r} is too large; write it like {example}")
     return value, unit.lower()
 

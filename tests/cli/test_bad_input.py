@@ -283,6 +283,8 @@ def test_amounts_have_limits():
     ):
         with pytest.raises(UserError, match="is more than"):
             parse(text)
+        with pytest.raises(UserError, match="is too large"):
+            parse(f"1e{'9' * 5000}")
     with pytest.raises(UserError, match="memory"):
         uniform_cluster(1, "1e308GiB")
 
