@@ -94,7 +94,7 @@ def profile(
     """
     check_not_importing("timeprest.profile")
     name = name_of(target)
-    if Path(name).is_file() and is_foreign(name):
+    if is_foreign(name):
         return import_profile(
             name, batch_size=batch_size, micro_batch_sizes=micro_batch_sizes, edges=edges
         )

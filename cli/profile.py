@@ -10,7 +10,7 @@ import click
 from click.core import ParameterSource
 
 from ..profiles.errors import UserError
-from ..profiles.files import MAX_FACTOR, MAX_THREADS, Kind, check_output, is_file, write_file
+from ..profiles.files import MAX_FACTOR, MAX_THREADS, Kind, check_output, write_file
 from ..profiles.measuring.process_settings import keep_freed_memory, without_collections
 from ..profiles.profile import FRONT_ENDS, Profile
 from ..profiles.published.reader import import_profile, is_foreign
@@ -233,7 +233,7 @@ def main(
             f"--micro-batch-sizes: {max(sizes)} is more than the mini-batch of "
             f"{options['batch_size']}"
         )
-    if is_file(target) and is_foreign(target):
+    if is_foreign(target):
         profile = import_profile(
             target,
             batch_size=options["batch_size"],

@@ -200,6 +200,7 @@ class Net(nn.Module):
         ("tp-profile digits -o /dev/null/profile.json", "/dev/null isn't a folder"),
         ("tp-profile digits -o .", "is a folder; give the name of a file"),
         ("tp-profile nothing", "nothing: no such target"),
+        ("tp-profile costs.csv", "costs.csv: no such file"),
         ("tp-profile no.such.module:net", "No module named"),
         ("tp-profile net.py:Missing --input 3", "there is no 'Missing'"),
         ("tp-profile net.py:Net", "--input"),
