@@ -100,9 +100,8 @@ def profile(
         )
     if edges is not None:
         raise UserError("edges: goes with a table of costs (.csv)")
-    from .profiles.measuring.measure import measure
+    from .profiles.measuring.measure import measure, settings_put_back
     from .profiles.measuring.platforms import platform_of
-    from .profiles.measuring.process_settings import freed_memory_kept
     from .profiles.target import parse_input, resolve
 
     if together is not None and device != "cpu":
@@ -115,7 +114,7 @@ def profile(
     found = resolve(name, [parse_input(text) for text in inputs])
     if batch_size is None:
         batch_size = max(micro_batch_sizes) if micro_batch_sizes else found.batch_size
-    with freed_memory_kept():
+    with settings_put_back():
         measured = measure(
             found,
             batch_size=batch_size,
@@ -128,11 +127,11 @@ def profile(
             error=relative_error,
             batches=batches,
         )
-    if together is None:
-        return measured
-    from .runtime.calibration.overhead import with_processes
+        if together is None:
+            return measured
+        from .runtime.calibration.overhead import with_processes
 
-    return with_processes(measured, found, inputs, together, seconds=seconds / 2)
+        return with_processes(measured, found, inputs, together, seconds=seconds / 2)
 
 
 def plan(

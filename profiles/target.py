@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections import Counter
@@ -12,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .errors import TargetError
+from .tasks.hooks import describe_error
 from .tasks.objects import call_users_code, find, hooks_of, joined, task_of
 from .tasks.samples import (
     batch_size_of,
@@ -282,13 +285,29 @@ def resolve(name: str, inputs: Sequence[InputSpec] = (), *, to_train: bool = Fal
             + (f" (it has {joined(there)}; a task isn't a torch.nn.Module)" if there else "")
         )
     if isinstance(found, nn.Module):
-        return Target(name, None, lambda: found, tuple(inputs))
+        return Target(name, None, lambda: _copied(name, found), tuple(inputs))
     if not callable(found):
         raise TargetError(
             f"{name}: is a {type(found).__name__}; expected a task, a model or a function "
             "that makes a model"
         )
     return Target(name, None, found, tuple(inputs))
+
+
+def _copied(name: str, model: nn.Module) -> nn.Module:
+    """A copy of the user's own model, which stays as it is: its buffers, gradients, mode, device.
+
+    Raises TargetError where there can be none.
+    """
+    try:
+        # A copy of real tensors, also where a device that isn't there is reckoned with.
+        with _disable_current_modes():
+            return copy.deepcopy(model)
+    except Exception as error:  # the user's modules are copied here
+        raise TargetError(
+            f"{name}: can't be copied, and measuring would change it: {describe_error(error)}; "
+            "give a function that makes it"
+        ) from error
 
 
 def _onnx(name: str, inputs: Sequence[InputSpec]) -> Target:

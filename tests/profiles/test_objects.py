@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import inspect
+import random
 import subprocess
 import sys
 import textwrap
+import threading
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import timeprest
 import torch
 from timeprest.profiles.errors import TargetError, UserError
+from timeprest.profiles.measuring import process_settings
 from timeprest.profiles.target import resolve
 from timeprest.profiles.tasks.objects import as_bytes, give, give_bytes, name_of
 from timeprest.profiles.zoo.digits import Digits
+from timeprest.runtime.calibration import overhead
 from timeprest.runtime.communication.channel import PeerError
 from timeprest.runtime.processes.rendezvous import TASK_VARIABLE, Rendezvous
 from timeprest.runtime.records.progress import read_losses
@@ -135,6 +140,45 @@ def test_a_model_of_a_session_is_profiled():
     assert [layer.name for layer in found.layers] == ["0", "1"]
     with pytest.raises(UserError, match="together: session:Made is in no file"):
         timeprest.profile(make_task(), together=2)
+
+
+def test_a_session_is_left_as_it_was():
+    """Threads and random numbers, and a model of the user's own."""
+    model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5)).eval()
+    model[0].weight.grad = torch.ones(5, 3)
+    state = copy.deepcopy(model.state_dict())
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    torch.manual_seed(5)
+    random.seed(5)
+    try:
+        timeprest.profile(model, inputs=["3:float32"], batch_size=4, seconds=0)
+        assert torch.get_num_threads() == threads + 1
+    finally:
+        torch.set_num_threads(threads)
+    drawn = torch.rand(3), random.random()
+    torch.manual_seed(5)
+    random.seed(5)
+    assert torch.equal(drawn[0], torch.rand(3))
+    assert drawn[1] == random.random()
+    assert not model.training
+    assert torch.equal(model[0].weight.grad, torch.ones(5, 3))
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    model.own = threading.Lock()
+    with pytest.raises(TargetError, match=r"session:Sequential.*can't be copied.*give a function"):
+        timeprest.profile(model, inputs=["3:float32"], batch_size=4, seconds=0)
+
+
+def test_processes_at_once_are_measured_as_the_model_was(monkeypatch):
+    """With freed memory kept, as the command does."""
+    done = []
+    monkeypatch.setattr(process_settings, "_kept_for_good", False)
+    monkeypatch.setattr(process_settings, "_set", lambda given: done.append(given) or True)
+    monkeypatch.setattr(
+        overhead, "with_processes", lambda profile, *_, **__: done.append("at once") or profile
+    )
+    timeprest.profile("mlp:width=16,depth=1", batch_size=4, seconds=0, together=2)
+    assert done == [process_settings._KEPT, "at once", process_settings._GIVEN_BACK]
 
 
 def test_what_cannot_be_sent_is_told_in_one_line(monkeypatch, tmp_path):
