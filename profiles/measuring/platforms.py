@@ -139,6 +139,7 @@ class ComputedClock:
 # Platforms --------------------------------------------------------------------------------------
 
 META = "meta"
+DEVICES = ("cpu", "cuda", META)
 AUTOCAST = ("bfloat16", "float16")
 
 
@@ -282,6 +283,8 @@ def platform_of(device: str, spec: str | None = None, autocast: str | None = Non
     Raises:
         UserError: no such device here, or options that don't go together.
     """
+    if device not in DEVICES:
+        raise UserError(f"--device {device!r}: give one of {', '.join(DEVICES)}")
     if (spec is not None) != (device == META):
         raise UserError(
             "--spec: goes with --device meta"

@@ -132,6 +132,8 @@ def test_autocast_changes_what_is_kept():
         (("cpu", "a10", None), "--spec: goes with --device meta"),
         (("meta", "nothing", None), "no device 'nothing'"),
         (("cpu", None, "int8"), "--autocast 'int8'"),
+        (("gpu", None, None), "--device 'gpu': give one of cpu, cuda, meta"),
+        (("cuda:1", None, None), "--device 'cuda:1': give one of"),
     ],
 )
 def test_platforms_that_are_none(arguments, message):
