@@ -16,7 +16,7 @@ from ..autograd.boundary import Inlet, storage_bytes
 from ..autograd.split_backward import SplitBackward
 from ..target import Target
 from ..tasks.task import root_of
-from .platforms import Clock, Meter, Platform
+from .platforms import Clock, CudaMeter, LiveBytes, Platform
 from .saved_bytes import MicroBatchCase, count_saved
 from .step import Phase, PiecewiseStep, Probe
 
@@ -309,7 +309,9 @@ class _Probes:
 class _WorkspaceProbe:
     """Notes each layer's largest working set besides what it is given and what it leaves."""
 
-    def __init__(self, bench: Bench, case: MicroBatchCase, meter: Meter, say: str) -> None:
+    def __init__(
+        self, bench: Bench, case: MicroBatchCase, meter: LiveBytes | CudaMeter, say: str
+    ) -> None:
         self.bench, self.case, self.meter, self.say = bench, case, meter, say
         self.base = 0
 

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -73,33 +73,30 @@ class LiveBytes(TorchDispatchMode):
 # Clocks: the processor's, CUDA events, and one that computes time -------------------------------
 
 
-class Clock(Protocol):
-    """Takes marks while work goes on; what lies between two is known once it has settled."""
+class Clock:
+    """Takes marks while work goes on; what lies between two is known once it has settled.
+
+    Args:
+        read: seconds; by default the processor's, where work is done when its call returns. Where
+            times are computed, those that a model of the device has added up so far.
+    """
+
+    def __init__(self, read: Callable[[], float] = time.perf_counter) -> None:
+        self._read = read
 
     def mark(self) -> Any:
         """A point in time on the device."""
+        return self._read()
 
     def settle(self) -> None:
         """Wait until all marks are there."""
 
     def seconds(self, start: Any, end: Any) -> float:
         """Seconds between two settled marks."""
+        return float(end - start)
 
 
-class CpuClock:
-    """The processor's own clock; work is done when its call returns."""
-
-    def mark(self) -> float:
-        return time.perf_counter()
-
-    def settle(self) -> None:
-        pass
-
-    def seconds(self, start: float, end: float) -> float:
-        return end - start
-
-
-class CudaClock:
+class CudaClock(Clock):
     """CUDA events: what the device took, not the host that feeds it."""
 
     def mark(self) -> torch.cuda.Event:
@@ -114,45 +111,11 @@ class CudaClock:
         return float(start.elapsed_time(end)) * 1e-3
 
 
-class Counter(Protocol):
-    """What a computed clock reads: `roofline.Roofline` is one."""
-
-    seconds: float
-
-
-class ComputedClock:
-    """Time that is added up by a model of the device as operations run, not measured."""
-
-    def __init__(self, counter: Counter) -> None:
-        self.counter = counter
-
-    def mark(self) -> float:
-        return self.counter.seconds
-
-    def settle(self) -> None:
-        pass
-
-    def seconds(self, start: float, end: float) -> float:
-        return end - start
-
-
 # Platforms --------------------------------------------------------------------------------------
 
 META = "meta"
 DEVICES = ("cpu", "cuda", META)
 AUTOCAST = ("bfloat16", "float16")
-
-
-class Meter(Protocol):
-    """Bytes of all tensors alive: now, and at most since the last reset."""
-
-    @property
-    def live(self) -> int: ...
-
-    @property
-    def peak(self) -> int: ...
-
-    def reset_peak(self) -> None: ...
 
 
 class CudaMeter:
@@ -205,14 +168,12 @@ class Platform:
             from .roofline import Roofline
 
             with Roofline(self.spec) as counter:
-                yield ComputedClock(counter)
-        elif self.device.type == "cuda":
-            yield CudaClock()
+                yield Clock(lambda: counter.seconds)
         else:
-            yield CpuClock()
+            yield CudaClock() if self.device.type == "cuda" else Clock()
 
     @contextmanager
-    def meter(self) -> Iterator[Meter]:
+    def meter(self) -> Iterator[LiveBytes | CudaMeter]:
         """A meter of memory that runs while the context lasts."""
         if self.device.type == "cuda":
             yield CudaMeter()

@@ -20,7 +20,7 @@ from timeprest.profiles.autograd.boundary import SavedBytes
 from timeprest.profiles.errors import UserError
 from timeprest.profiles.measuring.bench import relative_error, worst_error
 from timeprest.profiles.measuring.measure import default_sizes, measure
-from timeprest.profiles.measuring.platforms import ComputedClock, platform_of
+from timeprest.profiles.measuring.platforms import platform_of
 from timeprest.profiles.target import resolve
 from timeprest.profiles.tasks.task import root_of
 from timeprest.profiles.tracing.front_ends import trace
@@ -240,17 +240,6 @@ def test_measuring_ends_when_times_are_sure_or_the_seconds_over():
     begin = time.perf_counter()
     measure(target, batch_size=4, seconds=1, error=1e-9)
     assert time.perf_counter() - begin < 30
-
-
-def test_a_computed_clock_reads_its_counter():
-    class Counter:
-        seconds = 0.0
-
-    counter = Counter()
-    clock = ComputedClock(counter)
-    start = clock.mark()
-    counter.seconds += 2.5
-    assert clock.seconds(start, clock.mark()) == 2.5
 
 
 @pytest.mark.processes
