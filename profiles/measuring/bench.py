@@ -104,12 +104,15 @@ class Bench:
         for case in self.cases:
             case.saved = count_saved(case, self.model, self.target, self.platform)
         with self.platform.clock() as clock:
-            if self.platform.computed:
-                self._compute(clock)
-                return
             for case in self.cases:
                 self._count_workspace(case)
-            self._time(clock, seconds, error)
+            if not self.platform.computed:
+                self._time(clock, seconds, error)
+                return
+            # Computed times are the same every time.
+            self._round(clock, keep=True, done=0.0)
+            for case in self.cases:
+                self._time_halves(case, clock, 0.0)
 
     def _tell(self, what: str, done: float, total: float) -> None:
         if self.progress is not None:
@@ -130,6 +133,12 @@ class Bench:
             forward_context=self.platform.forward_context,
         )
 
+    def _begin(self, case: MicroBatchCase) -> None:
+        """Forget gradients where a step of this size is to find none: a mini-batch in one
+        micro-batch never adds to any, and computed times leave that out at every size."""
+        if case.size == self.batch_size or self.platform.computed:
+            self._forget_gradients()
+
     def _forget_gradients(self) -> None:
         for p in self.model.parameters():
             p.grad = None
@@ -142,14 +151,6 @@ class Bench:
         with self.platform.meter() as meter:
             say = f"bytes at micro-batch size {case.size}"
             self._step(case).run(case.inputs, _WorkspaceProbe(self, case, meter, say))
-        self._forget_gradients()
-        self._count_postponed(case)
-
-    def _count_postponed(self, case: MicroBatchCase) -> None:
-        """What a backward in two parts keeps between them, layer by layer."""
-        case.postponed = [0] * len(self.parts)
-        for k, half in self._first_halves(case, _NoProbe()).items():
-            case.postponed[k] = half.held_bytes
         self._forget_gradients()
 
     def _first_halves(self, case: MicroBatchCase, probe: Probe) -> dict[int, SplitBackward]:
@@ -167,25 +168,6 @@ class Bench:
 
         self._step(case).run(case.inputs, probe, partly)
         return halves
-
-    def _compute(self, clock: Clock) -> None:
-        """Bytes and computed times in one step: both are the same every time."""
-        for case in self.cases:
-            self._forget_gradients()
-            case.workspace = [0] * len(self.parts)
-            say = f"micro-batch size {case.size}"
-            with self.platform.meter() as meter:
-                times = _TimeProbe(self, clock, say, 0.0)
-                both = _Probes((_WorkspaceProbe(self, case, meter, say), times))
-                self._step(case).run(case.inputs, both)
-            forward_s, backward_s = times.seconds()
-            case.forward_s.append(forward_s)
-            case.backward_s.append(backward_s)
-            self._forget_gradients()
-            self._count_postponed(case)
-            self._time_halves(case, clock, 0.0)
-            self._forget_gradients()
-            case.whole.append(self._time_whole(case, clock))
 
     # Time --------------------------------------------------------------------------------
 
@@ -228,9 +210,7 @@ class Bench:
         for case in self.cases:
             probe = _TimeProbe(self, clock, f"micro-batch size {case.size}", done)
             for layers in (self._turn, not self._turn):
-                # A mini-batch in one micro-batch never adds to a gradient that is there already.
-                if case.size == self.batch_size:
-                    self._forget_gradients()
+                self._begin(case)
                 if layers:
                     self._step(case).run(case.inputs, probe)
                 else:
@@ -244,12 +224,15 @@ class Bench:
                     case.empty_s[phase] += times
 
     def _time_halves(self, case: MicroBatchCase, clock: Clock, done: float) -> None:
-        """Time each layer's backward in two parts: to its inputs, and later to its weights."""
-        if case.size == self.batch_size:
-            self._forget_gradients()
+        """Time each layer's backward in two parts: to its inputs, and later to its weights; and
+        count what it keeps between them."""
+        self._begin(case)
         probe = _TimeProbe(self, clock, f"micro-batch size {case.size}", done, partly=True)
         halves = self._first_halves(case, probe)
         case.input_s.append(probe.input_seconds())
+        case.postponed = [0] * len(self.parts)
+        for k, half in halves.items():
+            case.postponed[k] = half.held_bytes
         # When all layers' first parts are through: the caches have forgotten what both need.
         marks = {}
         for k in list(halves):
@@ -279,31 +262,6 @@ class Bench:
         end = clock.mark()
         clock.settle()
         return clock.seconds(start, middle), clock.seconds(begin, end)
-
-
-class _NoProbe:
-    """Nothing is measured on the way."""
-
-    def before(self, k: int, phase: Phase, arriving: Sequence[Tensor]) -> None:
-        pass
-
-    def after(self, k: int, phase: Phase) -> None:
-        pass
-
-
-class _Probes:
-    """Several probes at once; the last is the innermost."""
-
-    def __init__(self, probes: Sequence[Probe]) -> None:
-        self.probes = probes
-
-    def before(self, k: int, phase: Phase, arriving: Sequence[Tensor]) -> None:
-        for probe in self.probes:
-            probe.before(k, phase, arriving)
-
-    def after(self, k: int, phase: Phase) -> None:
-        for probe in reversed(self.probes):
-            probe.after(k, phase)
 
 
 class _WorkspaceProbe:
