@@ -10,15 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils._pytree import tree_leaves
 
 from ..autograd.boundary import Inlet, storage_bytes
 from ..autograd.split_backward import SplitBackward
 from ..target import Target
-from ..tasks.task import root_of
 from .platforms import Clock, CudaMeter, LiveBytes, Platform
 from .saved_bytes import MicroBatchCase, count_saved
-from .step import Phase, PiecewiseStep, Probe
+from .step import Phase, PiecewiseStep, Probe, roots_of
 
 # How sure a time is, and when to stop measuring -------------------------------------------------
 
@@ -119,17 +117,12 @@ class Bench:
             self.progress(what, done, total)
 
     def _step(self, case: MicroBatchCase) -> PiecewiseStep:
-        task = self.target.task
-
-        def loss(result: Any) -> Any:
-            assert task is not None
-            return root_of(task.loss(result, case.target))
-
         return PiecewiseStep(
             pieces=case.pieces,
             result=case.result,
             inputs=tuple(node.name for node in case.traced.inputs),
-            loss=None if task is None else loss,
+            roots=lambda result: roots_of(self.target, result, case.target),
+            has_loss=self.target.task is not None,
             forward_context=self.platform.forward_context,
         )
 
@@ -249,16 +242,11 @@ class Bench:
         inputs = [tensor.clone() for tensor in case.inputs]
         start = clock.mark()
         with self.platform.forward_context():
-            result = case.traced.module(*inputs)
-            if self.target.task is not None:
-                outs = [root_of(self.target.task.loss(result, case.target))]
-            else:
-                leaves = tree_leaves(result)
-                outs = [v for v in leaves if isinstance(v, Tensor) and v.requires_grad]
+            roots = roots_of(self.target, case.traced.module(*inputs), case.target)
         middle = clock.mark()
-        grads = [torch.ones_like(v) for v in outs]
+        grads = [torch.ones_like(v) for v in roots]
         begin = clock.mark()
-        torch.autograd.backward(outs, grads)
+        torch.autograd.backward(roots, grads)
         end = clock.mark()
         clock.settle()
         return clock.seconds(start, middle), clock.seconds(begin, end)

@@ -21,15 +21,14 @@ from contextlib import contextmanager
 from statistics import median
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from ..errors import TargetError
 from ..measuring.process_settings import keep_freed_memory
 from ..profile import Together, Totals
 from ..target import Target, parse_input, resolve
-from ..tasks.task import root_of
 from .platforms import Platform, platform_of
 from .process_settings import end_with_parent
+from .step import roots_of
 
 _MIN_ROUNDS, _MAX_ROUNDS = 5, 60
 _SETTLING_STEPS = 1
@@ -102,19 +101,13 @@ def _step(target: Target, batch_size: int, platform: Platform) -> Callable[[], N
     model = target.model(0)
     model.train()
     call, expected = target.call(batch_size)
-    task = target.task
 
     def step() -> None:
         for p in model.parameters():
             p.grad = None
         with platform.forward_context():
-            result = call.of(model)
-            if task is not None:
-                loss = root_of(task.loss(result, expected))
-            else:
-                made = (t for t in tree_leaves(result) if isinstance(t, torch.Tensor))
-                loss = torch.stack([t.sum() for t in made if t.requires_grad]).sum()
-        loss.backward()
+            roots = roots_of(target, call.of(model), expected)
+        torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
 
     return step
 

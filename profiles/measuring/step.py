@@ -18,10 +18,21 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
 from ..autograd.boundary import Inlet
+from ..target import Target
+from ..tasks.task import root_of
 from ..tracing.pieces import Piece
 
 Phase = Literal["F", "B", "I"]
 """Forward, backward, and the part of a backward that gives the gradients of inputs alone."""
+
+
+def roots_of(target: Target, result: Any, expected: Any) -> list[Tensor]:
+    """Where a backward begins: at the loss of a result; without one, at each of the result's
+    tensors that need a gradient."""
+    if target.task is not None:
+        return [root_of(target.task.loss(result, expected))]
+    leaves = [v for v in tree_leaves(result) if isinstance(v, Tensor) and v.requires_grad]
+    return list({id(leaf): leaf for leaf in leaves}.values())
 
 
 Partly = Callable[[int, Sequence[GradientEdge], Sequence[Tensor], Sequence[Inlet]], None]
@@ -48,14 +59,16 @@ class PiecewiseStep:
         pieces: one for each layer.
         result: the piece behind them that makes the model's result.
         inputs: names of the model's inputs.
-        loss: of a result; None: the result's tensors get gradients of ones.
+        roots: where the backward of a result begins (`roots_of`); gradients of ones enter there.
+        has_loss: they are a loss, which is a part of the step.
         forward_context: what forwards run under, such as autocast.
     """
 
     pieces: tuple[Piece, ...]
     result: Piece
     inputs: tuple[str, ...]
-    loss: Callable[[Any], Tensor] | None
+    roots: Callable[[Any], list[Tensor]]
+    has_loss: bool
     forward_context: Callable[[], AbstractContextManager[Any]]
 
     def run(self, tensors: Sequence[Tensor], probe: Probe, partly: Partly | None = None) -> None:
@@ -127,17 +140,16 @@ class _Walk:
         graph, arguments = self._admit(end, self.step.result)
         self.graphs.append(graph)
         found = self.step.result.module(*arguments)[0]
-        if self.step.loss is None:
-            leaves = [v for v in tree_leaves(found) if isinstance(v, Tensor) and v.requires_grad]
-            return list({id(leaf): leaf for leaf in leaves}.values())
+        if not self.step.has_loss:
+            return self.step.roots(found)
         probe.before(end, "F", ())
-        loss = self.step.loss(found)
+        roots = self.step.roots(found)
         probe.after(end, "F")
-        return [loss]
+        return roots
 
     def first_backward(self, roots: list[Tensor], probe: Probe) -> None:
         grads = [torch.ones_like(root) for root in roots]
-        timed = self.step.loss is not None
+        timed = self.step.has_loss
         end = len(self.step.pieces)
         if timed:
             probe.before(end, "B", ())
