@@ -35,7 +35,7 @@ from ..tracing.graph import TracedModel, fingerprint, state_of_layer
 from ..tracing.random_states import set_states, states
 from ..tracing.shapes import bound_by_values
 from .bench import Bench, Progress
-from .optimizer_cost import measure_optimizer
+from .optimizer_cost import measure_optimizer, optimizer_roofline
 from .platforms import Platform, platform_of
 from .process_settings import freed_memory_kept
 from .profile_builder import assemble
@@ -338,8 +338,6 @@ def _optimizer(bench: Bench) -> OptimizerCost:
     made: list[torch.optim.Optimizer] = []
     spec = bench.platform.spec
     if spec is not None:
-        from .roofline import optimizer_roofline
-
         cost = optimizer_roofline(make, spec, next(bench.model.parameters()).dtype)
     else:
         groups = [

@@ -1,4 +1,5 @@
-"""What an optimizer step costs: bytes of state, and seconds by the bytes of parameters."""
+"""What an optimizer step costs, measured or by a roofline: bytes of state, and seconds by the bytes
+of parameters."""
 
 from __future__ import annotations
 
@@ -7,10 +8,13 @@ from statistics import median
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..autograd.optimizer_step import fuse
+from ..errors import TargetError
 from ..profile import OptimizerCost
 from ..tasks.hooks import call_hook
+from .device_specs import DeviceSpec
 from .platforms import Clock
 
 _STEPS = 7
@@ -28,7 +32,7 @@ def measure_optimizer(
         make: the task's optimizer; without one, SGD with momentum 0.9 stands for it.
         groups: parameters of each layer.
     """
-    make = make or (lambda found: torch.optim.SGD(found, lr=1e-3, momentum=0.9))
+    make = make or _stand_in
     trained = [p for p in parameters if p.requires_grad]
     small = min(
         ([p for p in group if p.requires_grad] for group in groups if group),
@@ -37,20 +41,24 @@ def measure_optimizer(
     )
     optimizer, whole_s = _time_step(make, trained, clock)
     _, small_s = _time_step(make, small or trained, clock)
-    state = sum(
-        value.numel() * value.element_size()
-        for values in optimizer.state.values()
-        for value in values.values()
-        if isinstance(value, Tensor) and value.dim()
-    )
     span = _bytes(trained) - _bytes(small)
     per_byte = max((whole_s - small_s) / span, 0.0) if span > 0 else 0.0
     return OptimizerCost(
         name=type(optimizer).__name__,
-        state_bytes_per_parameter_byte=round(state / _bytes(trained), 6),
+        state_bytes_per_parameter_byte=round(_state_bytes(optimizer) / _bytes(trained), 6),
         update_fixed_s=round(max(small_s - per_byte * _bytes(small), 0.0), 9),
         update_s_per_byte=per_byte,
     )
+
+
+def _stand_in(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Of state that is as large as its parameter; not of counts of steps."""
+    state = (value for values in optimizer.state.values() for value in values.values())
+    return _bytes(value for value in state if isinstance(value, Tensor) and value.dim())
 
 
 def _bytes(parameters: Iterable[Tensor]) -> int:
@@ -77,3 +85,49 @@ def _time_step(
     for p in parameters:
         p.grad = None
     return optimizer, median(times[2:])
+
+
+def optimizer_roofline(
+    make: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer] | None,
+    spec: DeviceSpec,
+    dtype: torch.dtype = torch.float32,
+) -> OptimizerCost:
+    """What an optimizer step would cost on a device, from one small real parameter.
+
+    A fused step reads parameters, gradients and state, and writes parameters and state. It
+    launches as many kernels as there are operations in the step for one parameter: torch's
+    foreach optimizers do each of them for all parameters at once.
+
+    Args:
+        make: the task's optimizer; without one, SGD with momentum 0.9 stands for it.
+        dtype: of the parameters.
+
+    Raises TargetError when the optimizer can't be made or stepped.
+    """
+    from .roofline import Roofline
+
+    make = make or _stand_in
+    # Out of any fake mode: an optimizer may look at its numbers.
+    with _disable_current_modes():
+        parameter = nn.Parameter(torch.zeros(256, 256, dtype=dtype))
+        parameter.grad = torch.zeros_like(parameter)
+        try:
+            optimizer = make([parameter])
+            call_hook("optimizer", optimizer.step, doing="step()")
+            with Roofline(spec) as clock:
+                optimizer.step()
+        except TargetError:
+            raise
+        except Exception as error:
+            reason = " ".join(str(error).split())
+            raise TargetError(
+                f"optimizer: can't be stepped over one parameter: {reason}"
+            ) from error
+    ratio = _state_bytes(optimizer) / _bytes([parameter])
+    return OptimizerCost(
+        name=type(optimizer).__name__,
+        state_bytes_per_parameter_byte=round(ratio, 6),
+        update_fixed_s=clock.operations * spec.launch_s,
+        update_s_per_byte=(3 + 2 * ratio)
+        / (spec.memory_bandwidth_bytes_per_s * spec.memory_efficiency),
+    )

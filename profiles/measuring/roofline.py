@@ -7,20 +7,17 @@ launch. It needs shapes only, so models run under it on fake tensors, without me
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from ..errors import TargetError
-from ..profile import OptimizerCost
-from ..tasks.hooks import call_hook
 from .device_specs import DeviceSpec
 
 # What an operation of ATen costs: floating-point operations, and bytes from and to memory -------
@@ -274,7 +271,7 @@ if hasattr(aten, "_grouped_mm"):
     _FLOPS[aten._grouped_mm] = _grouped
 
 
-# The time of all operations, and of an optimizer's step -----------------------------------------
+# The time of all operations ---------------------------------------------------------------------
 
 
 class Roofline(TorchDispatchMode):
@@ -332,56 +329,6 @@ class Roofline(TorchDispatchMode):
         self.seconds += seconds + self.spec.launch_s
         self.bytes += moved
         self.operations += 1
-
-
-def optimizer_roofline(
-    make: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer] | None,
-    spec: DeviceSpec,
-    dtype: torch.dtype = torch.float32,
-) -> OptimizerCost:
-    """What an optimizer step would cost on a device, from one small real parameter.
-
-    A fused step reads parameters, gradients and state, and writes parameters and state. It
-    launches as many kernels as there are operations in the step for one parameter: torch's
-    foreach optimizers do each of them for all parameters at once.
-
-    Args:
-        make: the task's optimizer; without one, SGD with momentum 0.9 stands for it.
-        dtype: of the parameters.
-
-    Raises TargetError when the optimizer can't be made or stepped.
-    """
-    make = make or (lambda found: torch.optim.SGD(found, lr=1e-3, momentum=0.9))
-    # Out of any fake mode: an optimizer may look at its numbers.
-    with _disable_current_modes():
-        parameter = nn.Parameter(torch.zeros(256, 256, dtype=dtype))
-        parameter.grad = torch.zeros_like(parameter)
-        try:
-            optimizer = make([parameter])
-            call_hook("optimizer", optimizer.step, doing="step()")
-            with Roofline(spec) as clock:
-                optimizer.step()
-        except TargetError:
-            raise
-        except Exception as error:
-            reason = " ".join(str(error).split())
-            raise TargetError(
-                f"optimizer: can't be stepped over one parameter: {reason}"
-            ) from error
-    state = sum(
-        value.numel() * value.element_size()
-        for values in optimizer.state.values()
-        for value in values.values()
-        if isinstance(value, Tensor) and value.dim()
-    )
-    ratio = state / (parameter.numel() * parameter.element_size())
-    return OptimizerCost(
-        name=type(optimizer).__name__,
-        state_bytes_per_parameter_byte=round(ratio, 6),
-        update_fixed_s=clock.operations * spec.launch_s,
-        update_s_per_byte=(3 + 2 * ratio)
-        / (spec.memory_bandwidth_bytes_per_s * spec.memory_efficiency),
-    )
 
 
 # Peaks ---------------------------------------------------------------------------------------

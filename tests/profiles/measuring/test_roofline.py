@@ -14,7 +14,8 @@ from timeprest.profiles.measuring.device_specs import (
     PeakFlops,
     load_spec,
 )
-from timeprest.profiles.measuring.roofline import Roofline, optimizer_roofline
+from timeprest.profiles.measuring.optimizer_cost import optimizer_roofline
+from timeprest.profiles.measuring.roofline import Roofline
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
