@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import msgspec
 
 from ..errors import FileError, TargetError
-from ..files import MIN_SECONDS
+from ..files import MAX_SECONDS, MIN_SECONDS
 from ..profile import (
     Edge,
     Layer,
@@ -37,8 +37,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 MAX_BYTES = 2**44
-MAX_SECONDS = 1e9
-"""What one layer may cost: more isn't a model, and its sums may not fit a file's numbers."""
+"""What one layer may hold: more isn't a model, and its sums may not fit a file's numbers."""
 
 MAX_SAMPLES = 2**31 - 1
 

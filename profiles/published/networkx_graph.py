@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ..errors import FileError, TargetError
+from ..files import MAX_SECONDS
 from ..profile import Edge, Layer, Profile, check_profile
-from .cost_graph import MAX_BYTES, MAX_SECONDS, choose_sizes, fingerprint_of
+from .cost_graph import MAX_BYTES, choose_sizes, fingerprint_of, topological_order
 from .table import TableEdge, TableRow, profile_of
 
 if TYPE_CHECKING:
@@ -45,10 +46,13 @@ def import_graph(
 def _changed(known: Profile, graph: nx.DiGraph) -> Profile:
     """Another profile than the known one where layers or edges went or came: it can't be run, for
     it is no model's any more."""
-    layers = [_layer(name, graph.nodes[name]) for name in graph if name != "output"]
-    by_name = {layer.name: layer for layer in layers}
-    rank = {name: k for k, name in enumerate(graph)}
-    names = [n for n in _ordered(graph, rank) if n != "output"]
+    import networkx as nx
+
+    by_name = {name: _layer(name, graph.nodes[name]) for name in graph if name != "output"}
+    nodes = list(graph)
+    positions = nx.convert_node_labels_to_integers(graph, label_attribute="name")
+    ordered = [nodes[k] for k in topological_order(WHERE, positions)]
+    names = [name for name in ordered if name != "output"]
     layers = [by_name[name] for name in names]
     edges = [edge for ends in graph.edges for edge in _tensors(graph, *ends)]
     listed = {edge: k for k, edge in enumerate(known.edges)}
@@ -85,18 +89,6 @@ def _changed(known: Profile, graph: nx.DiGraph) -> Profile:
 
 def _left(group: Sequence[str], left: set[str]) -> tuple[str, ...]:
     return tuple(name for name in group if name in left)
-
-
-def _ordered(graph: nx.DiGraph, rank: Mapping[str, int]) -> list[str]:
-    """In topological order, as it is listed where that is one. Raises FileError for a cycle."""
-    import networkx as nx
-
-    try:
-        return list(nx.lexicographical_topological_sort(graph, rank.__getitem__))
-    except nx.NetworkXUnfeasible:
-        names = [a for a, _ in nx.find_cycle(graph)]
-        shown = " → ".join([*names[:6], names[0] if len(names) <= 6 else "…"])
-        raise FileError(f"{WHERE}: edges: {shown} is a cycle") from None
 
 
 def _layer(name: str, attributes: Mapping[str, Any]) -> Layer:

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..errors import FileError, TargetError
+from ..files import MAX_SECONDS
 from ..profile import ModelInput, Profile
 from .cost_graph import (
     MAX_BYTES,
-    MAX_SECONDS,
     Cost,
     Sizes,
     Tensor,
@@ -216,17 +216,7 @@ _FLOAT32_BYTES = 4
 def import_pipedream(
     where: str, text: str, batch_size: int | None, micro_batch_sizes: Sequence[int] | None
 ) -> Profile:
-    """A profile from the file's text.
-
-    Args:
-        where: the file's path.
-        batch_size: samples that the file's times are for.
-        micro_batch_sizes: other sizes to list, with costs in proportion.
-
-    Raises:
-        TargetError: no batch size, or micro-batches that are larger.
-        FileError: the file is malformed; names the line.
-    """
+    """A profile from the file's text; arguments and errors as of `reader.import_profile`."""
     file = read_graph(where, text)
     if batch_size is None:
         raise TargetError(

@@ -15,11 +15,11 @@ import msgspec
 from msgspec import Meta
 
 from ..errors import FileError
+from ..files import MAX_SECONDS
 from ..profile import Profile
 from ..units import format_bytes
 from .cost_graph import (
     MAX_BYTES,
-    MAX_SECONDS,
     Cost,
     FileGraph,
     Tensor,
@@ -94,18 +94,7 @@ def plain_of(where: str, k: int, node: PiperNode) -> PiperConfiguration:
 def import_piper(
     where: str, text: bytes, batch_size: int | None, micro_batch_sizes: Sequence[int] | None
 ) -> Profile:
-    """A profile from the file's JSON.
-
-    Args:
-        where: the file's path.
-        batch_size: micro-batches of the file in a mini-batch; 1 by default, so that the plan's
-            period is theirs: the time per micro-batch.
-        micro_batch_sizes: other sizes to list, in micro-batches of the file.
-
-    Raises:
-        FileError: the file is malformed; names the place.
-        TargetError: sizes that contradict each other.
-    """
+    """A profile from the file's JSON; arguments and errors as of `reader.import_profile`."""
     file = FileGraph.read(where, text, PiperFile)
     found, names, edges = file.found, file.names, file.edges
     sizes = choose_sizes(where, 1, batch_size, micro_batch_sizes)

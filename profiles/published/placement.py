@@ -18,10 +18,10 @@ import msgspec
 from msgspec import Meta
 
 from ..errors import FileError
+from ..files import MAX_SECONDS
 from ..profile import Profile
 from .cost_graph import (
     MAX_BYTES,
-    MAX_SECONDS,
     Cost,
     FileGraph,
     Tensor,
@@ -117,17 +117,7 @@ def bandwidth_bytes_per_s(edges: Sequence[PlacementEdge]) -> float | None:
 def import_placement(
     where: str, text: bytes, batch_size: int | None, micro_batch_sizes: Sequence[int] | None
 ) -> Profile:
-    """A profile from the file's JSON.
-
-    Args:
-        where: the file's path.
-        batch_size: mini-batches of the file in one of the profile's; 1 by default.
-        micro_batch_sizes: other sizes to list, in mini-batches of the file.
-
-    Raises:
-        FileError: the file is malformed; names the place.
-        TargetError: sizes that contradict each other.
-    """
+    """A profile from the file's JSON; arguments and errors as of `reader.import_profile`."""
     file = read_placement(where, text)
     sizes = choose_sizes(where, 1, batch_size, micro_batch_sizes)
     owner, adopted = group(file.forward, file.classes, file.edges)
