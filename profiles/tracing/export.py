@@ -68,10 +68,9 @@ def trace_export(
     module = fx.GraphModule(attributes, graph, type(model).__name__)
     module.training = model.training
     layers = group(graph, granularity, _homes, model)
-    inputs = tuple(node for node in graph.nodes if node.op == "placeholder")
     only_size = None if free_batch else call.tensors[0].shape[0]
     front_end = "export" if free_batch else "export-static"
-    return TracedModel(module, layers, inputs, front_end, granularity, only_size)
+    return TracedModel(module, layers, front_end, granularity, only_size)
 
 
 def _copy(

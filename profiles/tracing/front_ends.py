@@ -52,8 +52,7 @@ def trace_sequential(model: nn.Module, call: Call, granularity: str) -> TracedMo
             value = _unpacked(graph, node, at_hand, path)
     graph.output(value)
     layers = group(graph, granularity, homes, model)
-    inputs = tuple(node for node in graph.nodes if node.op == "placeholder")
-    return TracedModel(fx.GraphModule(model, graph), layers, inputs, "sequential", granularity)
+    return TracedModel(fx.GraphModule(model, graph), layers, "sequential", granularity)
 
 
 def _children(model: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
@@ -99,8 +98,7 @@ def trace_onnx(model: nn.Module, call: Call, granularity: str) -> TracedModel:
         return [Home(path, kind, name)] if begins else []
 
     layers = group(graph, granularity, homes, model)
-    inputs = tuple(node for node in graph.nodes if node.op == "placeholder")
-    return TracedModel(fx.GraphModule(model, graph), layers, inputs, "onnx", granularity)
+    return TracedModel(fx.GraphModule(model, graph), layers, "onnx", granularity)
 
 
 # All front ends, tried in order -----------------------------------------------------------------
@@ -128,8 +126,8 @@ _TRACERS: dict[str, Callable[[nn.Module, Call, str], TracedModel]] = {
 
 def trace(
     model: nn.Module,
-    target: str = "the model",
-    call: Call | None = None,
+    target: str,
+    call: Call,
     *,
     front_end: str | None = None,
     granularity: str = LAYER,
@@ -138,8 +136,7 @@ def trace(
     """Find the graph of a model's layers.
 
     Args:
-        call: inputs of a small batch; without them torch.fx alone is tried, with all
-            arguments of the forward as inputs.
+        call: inputs of a small batch.
         front_end: take this one (profile.FRONT_ENDS) instead of trying them in order.
         granularity: what makes a layer (layers.py).
         verify: hold the graph's results, gradients and buffers against the model's own on `call`
@@ -151,8 +148,6 @@ def trace(
             code and why each one refused.
     """
     check_granularity(model, granularity)
-    if call is None:
-        return _checked(_attempt_plain(model, target, granularity), target)
     refusals: list[str] = []
     failures: list[Exception] = []
     order: Sequence[str] = (front_end,) if front_end else _ORDER
@@ -192,7 +187,11 @@ def trace(
         # In evaluation mode it has been said of training.
         if left and model.training:
             _warn_of_counts(target, left)
-        return _checked(replace(traced, refusals=tuple(refusals)), target)
+        if not traced.layers:
+            raise TraceError(
+                f"{target}: the traced model has no operation; there is nothing to cut"
+            )
+        return replace(traced, refusals=tuple(refusals))
     raise TraceError(_explain(model, target, refusals, failures)) from failures[0]
 
 
@@ -221,20 +220,6 @@ def check_other(model: nn.Module, target: str, traced: TracedModel, call: Call) 
             f"inputs of {shapes}: {_reason(error)}. Have its forward take sizes from its inputs, "
             "or the data fill mini-batches up to one shape"
         ) from error
-
-
-def _attempt_plain(model: nn.Module, target: str, granularity: str) -> TracedModel:
-    try:
-        return trace_fx(model, None, granularity)
-    except Exception as error:  # as above
-        reason = f"{FRONT_ENDS['fx']}: {_reason(error)}"
-        raise TraceError(_explain(model, target, [reason], [error])) from error
-
-
-def _checked(traced: TracedModel, target: str) -> TracedModel:
-    if not traced.layers:
-        raise TraceError(f"{target}: the traced model has no operation; there is nothing to cut")
-    return traced
 
 
 @contextmanager

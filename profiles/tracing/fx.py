@@ -23,7 +23,7 @@ from .layers import Home, group, matches
 class _Tracer(fx.Tracer):
     """Traces a call with exactly the arguments given; the others keep their defaults."""
 
-    def __init__(self, call: Call | None, granularity: str) -> None:
+    def __init__(self, call: Call, granularity: str) -> None:
         super().__init__()
         self.call = call
         self.granularity = granularity
@@ -35,11 +35,6 @@ class _Tracer(fx.Tracer):
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
     ) -> tuple[Callable[..., Any], list[Any]]:
-        if self.call is None:
-            found: tuple[Callable[..., Any], list[Any]] = super().create_args_for_root(
-                root_fn, is_module, concrete_args
-            )
-            return found
         own = list(inspect.signature(inspect.unwrap(root_fn)).parameters)[1:]
         proxies = [
             self.create_proxy("placeholder", label, (), {}) for label in self.call.labels(own)
@@ -161,12 +156,8 @@ def _seen(p: nn.Parameter) -> tuple[Any, ...]:
     return p.data_ptr(), p._version, summed(p)
 
 
-def trace_fx(model: nn.Module, call: Call | None, granularity: str) -> TracedModel:
-    """Trace `model` symbolically. Raises whatever the user's forward raises on proxies.
-
-    Args:
-        call: what the inputs are; None: every argument of the forward is one.
-    """
+def trace_fx(model: nn.Module, call: Call, granularity: str) -> TracedModel:
+    """Trace `model` symbolically. Raises whatever the user's forward raises on proxies."""
     before = {name: _seen(p) for name, p in model.named_parameters()}
     graph = _Tracer(call, granularity).trace(model)
     for name, p in model.named_parameters():
@@ -184,5 +175,4 @@ def trace_fx(model: nn.Module, call: Call | None, granularity: str) -> TracedMod
             )
     module = fx.GraphModule(model, graph)
     layers = group(graph, granularity, homes, model)
-    inputs = tuple(node for node in graph.nodes if node.op == "placeholder")
-    return TracedModel(module, layers, inputs, "fx", granularity)
+    return TracedModel(module, layers, "fx", granularity)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,6 @@ class TracedModel:
     Attributes:
         module: the fx GraphModule; it shares its parameters with the user's model.
         layers: in topological order.
-        inputs: the placeholders, in the order of the model's arguments.
         front_end: how the graph was found (profile.FRONT_ENDS).
         granularity: what makes a layer (layers.py).
         only_size: the only number of samples that the graph takes; None: any.
@@ -48,7 +47,6 @@ class TracedModel:
 
     module: fx.GraphModule
     layers: tuple[LayerNodes, ...]
-    inputs: tuple[fx.Node, ...]
     front_end: str = "fx"
     granularity: str = "layer"
     only_size: int | None = None
@@ -57,6 +55,18 @@ class TracedModel:
     def owner(self) -> dict[fx.Node, int]:
         """The position of the layer that each node belongs to."""
         return {node: k for k, layer in enumerate(self.layers) for node in layer.nodes}
+
+    def packing(self) -> list[fx.Node]:
+        """The nodes, in order, that build the result's container."""
+        owned = self.owner()
+        others = ("placeholder", "get_attr", "output")
+        nodes = self.module.graph.nodes
+        return [node for node in nodes if node not in owned and node.op not in others]
+
+    @property
+    def inputs(self) -> tuple[fx.Node, ...]:
+        """The placeholders, in the order of the model's arguments."""
+        return tuple(node for node in self.module.graph.nodes if node.op == "placeholder")
 
     @property
     def result(self) -> fx.Node:
@@ -169,20 +179,6 @@ def _shared_state(traced: TracedModel) -> list[tuple[tuple[int, ...], list[Tenso
     ]
 
 
-def nodes_in(value: Any) -> Iterator[fx.Node]:
-    """The fx nodes inside a nest of tuples, lists, dicts and slices."""
-    if isinstance(value, fx.Node):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from nodes_in(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from nodes_in(item)
-    elif isinstance(value, slice):
-        yield from nodes_in((value.start, value.stop, value.step))
-
-
 # A digest of a traced model's graph -------------------------------------------------------------
 
 
@@ -201,12 +197,7 @@ def fingerprint(traced: TracedModel) -> str:
                 [[name, list(t.shape), str(t.dtype)] for name, t in state.items()],
             ]
         )
-    owned = traced.owner()
-    packing = [
-        _describe(traced, node)
-        for node in traced.module.graph.nodes
-        if node not in owned and node.op not in ("placeholder", "get_attr", "output")
-    ]
+    packing = [_describe(traced, node) for node in traced.packing()]
     parts += [packing, _argument(traced.result.args)]
     text = json.dumps(parts, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from torch import Tensor, fx, nn
 
-from .graph import TracedModel, fetch_attribute, nodes_in, operation_name
+from .graph import TracedModel, fetch_attribute, operation_name
 
 _LOOKUPS = ("embedding", "embedding_bag", "gather", "index_select")
 """Operations whose matrices are tables."""
@@ -45,7 +45,7 @@ def _parameters(traced: TracedModel, node: fx.Node) -> Iterator[nn.Parameter]:
     found: list[Tensor] = []
     if node.op == "call_module":
         found += traced.module.get_submodule(str(node.target)).parameters()
-    for source in nodes_in((node.args, node.kwargs)):
+    for source in node.all_input_nodes:
         if source.op == "get_attr":
             found.append(fetch_attribute(traced.module, str(source.target)))
     yield from (p for p in found if isinstance(p, nn.Parameter))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from ..errors import TraceError
-from .graph import TracedModel, nodes_in, values
+from .graph import TracedModel, values
 
 LAYER = "timeprest_layer"
 """Key of a piece's nodes' `meta`: the name of the layer that they are of."""
@@ -88,32 +88,17 @@ def _build(
     layer_of = {node: traced.layers[k].name for k in group for node in traced.layers[k].nodes}
     inside = set(layer_of)
     if has_result:
-        inside |= _packing(traced)
+        inside.update(traced.packing())
     for node in traced.module.graph.nodes:
         if node in inside:
-            for source in node.all_input_nodes:
-                copy_of(source)
             copies[node] = graph.node_copy(node, copy_of)
             copies[node].meta[LAYER] = layer_of.get(node)
     result: tuple[Any, ...] = tuple(copies[node] for node in gives)
     if has_result:
-        answer = traced.result.args[0]
-        for source in nodes_in(answer):
-            copy_of(source)
-        result = (*result, fx.map_arg(answer, copy_of))
+        result = (*result, fx.map_arg(traced.result.args[0], copy_of))
     graph.output(result)
     module = fx.GraphModule(traced.module, graph)
     return Piece(module, tuple(n.name for n in takes), tuple(n.name for n in gives), has_result)
-
-
-def _packing(traced: TracedModel) -> set[fx.Node]:
-    """The nodes that build the result's container."""
-    owned = traced.owner()
-    return {
-        node
-        for node in traced.module.graph.nodes
-        if node not in owned and node.op not in ("placeholder", "get_attr", "output")
-    }
 
 
 _TYPES = (

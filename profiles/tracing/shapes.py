@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -34,17 +35,9 @@ class ValueSpec:
     numbers: tuple[float, ...] = ()
 
     @property
-    def numel(self) -> int:
-        """Elements of the tensor that travels."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
-
-    @property
     def nbytes(self) -> int:
         """Bytes of the tensor that travels."""
-        return self.numel * self.dtype.itemsize
+        return prod(self.shape) * self.dtype.itemsize
 
 
 class _Recorder(fx.Interpreter):
@@ -70,22 +63,16 @@ def describe(name: str, value: Any) -> ValueSpec:
     )
 
 
-def value_specs(
+def specs_and_result(
     traced: TracedModel, inputs: Sequence[Tensor], *, fake: bool = True
-) -> dict[str, ValueSpec]:
-    """Specs of all values that layers take from each other, for inputs of this size.
+) -> tuple[dict[str, ValueSpec], Any]:
+    """Specs of all values that layers take from each other, for inputs of this size; and the
+    model's result: of fake tensors where the model ran on such.
 
     Args:
         fake: run the model on fake tensors, which takes no memory but two seconds to set up;
             where an operation has no fake form, it runs for real all the same.
     """
-    return specs_and_result(traced, inputs, fake=fake)[0]
-
-
-def specs_and_result(
-    traced: TracedModel, inputs: Sequence[Tensor], *, fake: bool = True
-) -> tuple[dict[str, ValueSpec], Any]:
-    """The same, and the model's result: of fake tensors where the model ran on such."""
     wanted = {value.node.name for value in values(traced)}
     with unchanged(traced.module):
         if fake:
@@ -118,7 +105,7 @@ def bound_by_values(traced: TracedModel, inputs: Sequence[Tensor]) -> set[tuple[
             t * by if t.is_floating_point() else t if by else torch.zeros_like(t) for t in inputs
         ]
         with suppress(Exception), torch.no_grad():  # the user's model
-            found.append(value_specs(traced, given, fake=False))
+            found.append(specs_and_result(traced, given, fake=False)[0])
     groups = set()
     for value in values(traced):
         name = value.node.name

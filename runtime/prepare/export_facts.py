@@ -12,7 +12,7 @@ from ...planner.exports.torch_pipelining import RESULT, ModelFacts
 from ...planner.plan import Plan
 from ...profiles.tracing.call import Call, unchanged
 from ...profiles.tracing.graph import TracedModel, tied_layers, values
-from ...profiles.tracing.shapes import value_specs
+from ...profiles.tracing.shapes import specs_and_result
 from .loss import kind_of_loss
 from .tracing import trace_for_run
 
@@ -46,7 +46,7 @@ def facts_of(plan: Plan) -> ModelFacts:
 
 def _taken(graph: TracedModel, call: Call) -> Iterator[tuple[str, str, str]]:
     """Tensors that layers take from elsewhere. Numbers, such as sizes, can be had of a tensor."""
-    specs = value_specs(graph, call.tensors)
+    specs, _ = specs_and_result(graph, call.tensors)
     ends = [*(layer.name for layer in graph.layers), RESULT]
     for value in values(graph):
         name = value.node.name

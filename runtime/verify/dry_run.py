@@ -369,7 +369,7 @@ def _findings(
                 target=c.target.name,
                 shape=c.spec.shape,
                 dtype=str(c.spec.dtype).removeprefix("torch."),
-                bytes=c.spec.numel * c.spec.dtype.itemsize,
+                bytes=c.spec.nbytes,
             )
             for c in prepared.distribution.routes
         ),

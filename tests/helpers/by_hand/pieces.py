@@ -7,7 +7,7 @@ from helpers.models.any import flat
 from timeprest.profiles.autograd.boundary import Inlet
 from timeprest.profiles.autograd.split_backward import SplitBackward
 from timeprest.profiles.tracing.pieces import cut, decode, encode, take_apart
-from timeprest.profiles.tracing.shapes import value_specs
+from timeprest.profiles.tracing.shapes import specs_and_result
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
@@ -17,7 +17,7 @@ def run_pieces(traced, groups, inputs, seed, fake=True, leaves=flat, split=False
 
     `split`: backwards in two parts, all the second ones after all the first.
     """
-    specs = value_specs(traced, inputs, fake=fake)
+    specs, _ = specs_and_result(traced, inputs, fake=fake)
     pieces = cut(traced, groups)
     known = dict(zip((node.name for node in traced.inputs), inputs, strict=True))
     entries, outputs = [], []

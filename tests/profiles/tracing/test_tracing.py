@@ -11,7 +11,8 @@ import pytest
 import torch
 from helpers.by_hand.cuts import places_to_cut
 from helpers.by_hand.pieces import assert_learnt_alike, run_pieces
-from helpers.models.any import EXAMPLES, Branches, Tied, flat
+from helpers.models.any import EXAMPLES, Branches, flat
+from helpers.models.front_ends import positional
 from helpers.paths import TESTS
 from helpers.stage_costs import stage_cost
 from hypothesis import HealthCheck, given, settings
@@ -29,6 +30,11 @@ def build(name):
     torch.manual_seed(0)
     make, inputs = EXAMPLES[name]
     return make().double(), inputs
+
+
+def graph_of(name, model):
+    """The graph of an example, or of what was made of one."""
+    return trace(model, name, positional(*EXAMPLES[name][1](2)))
 
 
 def as_target(name):
@@ -56,7 +62,7 @@ def test_pieces_equal_the_whole_wherever_it_is_cut(name, data):
     wanted = whole(*[t.clone() for t in batch])
     wanted_loss = sum(t.square().sum() for t in flat(wanted))
     wanted_loss.backward()
-    traced = trace(model)
+    traced = graph_of(name, model)
     count = len(traced.layers)
     places = data.draw(st.sets(st.integers(1, count - 1), max_size=3))
     borders = [0, *sorted(places), count]
@@ -88,7 +94,7 @@ def test_stage_bytes_are_what_the_pieces_hold():
     """Wherever the model is cut, the predicted kept bytes equal those of the running piece."""
     profile = measure(as_target("residual"), batch_size=4, micro_batch_sizes=[2, 4], seconds=0)
     model, inputs = build("residual")
-    traced = trace(model)
+    traced = graph_of("residual", model)
     names = [layer.name for layer in traced.layers]
     state = [*model.parameters(), *model.buffers()]
     for border in range(1, len(names)):
@@ -135,7 +141,7 @@ def test_edges_carry_bytes_and_gradients():
 
 
 def test_tied_layers_are_found_and_kept_together():
-    traced = trace(Tied())
+    traced = graph_of("tied", build("tied")[0])
     assert [traced.layers[k].name for k in tied_layers(traced)[0]] == ["embed", "head"]
     profile = measure(as_target("tied"), batch_size=2, micro_batch_sizes=[2], seconds=0)
     assert profile.tied == (("embed", "head"),)
@@ -150,12 +156,13 @@ def test_a_change_in_place_that_others_see_keeps_layers_together():
     model, inputs = build("changes")
     batch = inputs(4)
     wanted = copy.deepcopy(model)(*batch)
-    traced = trace(model)
+    traced = graph_of("changes", model)
     ends = {tuple(int(k) for k in row.nonzero()[0]) for row in places_to_cut(profile)}
     assert ends == {(), (0,), (0, 1, 2), (0, 1, 2, 3)}
     result, _ = run_pieces(traced, [[0], [1, 2], [3]], batch, seed=0)
     torch.testing.assert_close(result, wanted)
-    apart, _ = run_pieces(trace(build("changes")[0]), [[0], [1], [2, 3]], batch, seed=0)
+    again = graph_of("changes", build("changes")[0])
+    apart, _ = run_pieces(again, [[0], [1], [2, 3]], batch, seed=0)
     assert not torch.allclose(apart, wanted)
 
 
@@ -176,9 +183,10 @@ def test_a_view_that_is_changed_stays_with_those_that_take_its_base(name, bound,
     for row in places_to_cut(profile):
         groups = [[int(k) for k in part.nonzero()[0]] for part in (row, ~row)]
         if all(groups):
-            result, _ = run_pieces(trace(copy.deepcopy(model)), groups, batch, seed=0)
+            traced = graph_of(name, copy.deepcopy(model))
+            result, _ = run_pieces(traced, groups, batch, seed=0)
             torch.testing.assert_close(result, wanted)
-    apart, _ = run_pieces(trace(model), wrong, batch, seed=0)
+    apart, _ = run_pieces(graph_of(name, model), wrong, batch, seed=0)
     assert not torch.allclose(apart, wanted)
 
 
@@ -186,27 +194,29 @@ def test_a_view_that_is_changed_stays_with_those_that_take_its_base(name, bound,
 def test_fingerprint_survives_a_restart_and_changes_with_the_model():
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]);"
-        "from helpers.models.any import Residual;"
+        "from helpers.models.any import EXAMPLES;"
+        "from helpers.models.front_ends import positional;"
         "from timeprest.profiles.tracing.front_ends import trace;"
         "from timeprest.profiles.tracing.graph import fingerprint;"
-        "print(fingerprint(trace(Residual())))"
+        "make, inputs = EXAMPLES['residual'];"
+        "print(fingerprint(trace(make().double(), 'it', positional(*inputs(2)))))"
     )
     command = [sys.executable, "-c", code, str(TESTS)]
     other = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     torch.manual_seed(5)
-    model = EXAMPLES["residual"][0]()
-    assert fingerprint(trace(model)) == other
+    model = EXAMPLES["residual"][0]().double()
+    assert fingerprint(graph_of("residual", model)) == other
     changed = copy.deepcopy(model)
-    changed.right = torch.nn.Conv2d(4, 4, 3, padding=1)
-    assert fingerprint(trace(changed)) != other
+    changed.right = torch.nn.Conv2d(4, 4, 3, padding=1).double()
+    assert fingerprint(graph_of("residual", changed)) != other
     padded = copy.deepcopy(model)
-    padded.left.padding = (2, 2)
-    assert fingerprint(trace(padded)) != other
+    padded.left.padding = padded.left.dilation = (2, 2)
+    assert fingerprint(graph_of("residual", padded)) != other
 
 
 def test_an_untraceable_model_is_blamed_on_its_own_line():
     with pytest.raises(TraceError) as caught:
-        trace(Branches())
+        trace(Branches(), "it", positional(torch.randn(2, 3)))
     line = (
         (TESTS / "helpers/models/any.py")
         .read_text()

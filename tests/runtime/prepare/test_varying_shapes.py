@@ -166,7 +166,7 @@ def test_a_model_of_one_length_is_refused():
     with pytest.raises(TraceError, match=r"fixes the batch size, or another that varies"):
         profile_of("Fixed")
     model, call = resolve(f"{FILE}:Fixed").model(), Call((torch.zeros(2, 4, 5).double(),), (None,))
-    baked = trace(model, call=call, front_end="export-static")
+    baked = trace(model, "m", call, front_end="export-static")
     longer = call.with_tensors([torch.zeros(2, 5, 5).double()])
     with pytest.raises(TraceError, match=r"doesn't hold for inputs of \[2, 5, 5\]"):
         check_other(model, "m", baked, longer)
