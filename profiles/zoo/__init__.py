@@ -1,8 +1,7 @@
 """Built-in tasks: real data that needs no download, and well-known nets on synthetic samples.
 
-Adding one: a module here with a class that follows `profiles.tasks.task.Task`, and a line in
-BUILT_IN; for a net on synthetic samples, a module with `make_task(name, argument)` and a line in
-MODULES.
+Adding one: a module here with `make_task(name, argument)`, which gives what follows
+`profiles.tasks.task.Task`, and a line in MODULES.
 """
 
 from __future__ import annotations
@@ -11,29 +10,14 @@ from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 
-from ..errors import TargetError
 from ..tasks.task import Task
-
-
-def _digits(argument: str | None) -> Task:
-    from .digits import Digits
-
-    if argument is not None:
-        raise TargetError("digits takes no argument: write just `digits`")
-    return Digits()
-
-
-def _text(argument: str | None) -> Task:
-    from .text import Text
-
-    return Text(argument)
-
 
 MODULES = {
     "alexnet": "alexnet",
     "bert-base": "bert",
     "bert-large": "bert",
     "densenet121": "densenet",
+    "digits": "digits",
     "gnmt": "gnmt",
     "gpt2": "gpt2",
     "gpt2-large": "gpt2",
@@ -46,22 +30,19 @@ MODULES = {
     "resnet152": "resnet",
     "resnet18": "resnet",
     "resnet50": "resnet",
+    "text": "text",
     "vgg11": "vgg",
     "vgg16": "vgg",
     "vgg19": "vgg",
 }
-"""The module here that makes the task of each net."""
+"""The module here that makes each task."""
 
 
-def _net(name: str, argument: str | None) -> Task:
-    # Imported when asked for: a command that names one net needs no other.
+def _make(name: str, argument: str | None) -> Task:
+    # Imported when asked for: a command that names one needs no other.
     task: Task = import_module(f".{MODULES[name]}", __name__).make_task(name, argument)
     return task
 
 
-BUILT_IN: dict[str, Callable[[str | None], Task]] = {
-    "digits": _digits,
-    "text": _text,
-    **{name: partial(_net, name) for name in MODULES},
-}
+BUILT_IN: dict[str, Callable[[str | None], Task]] = {name: partial(_make, name) for name in MODULES}
 """Maker of each built-in task; it gets what stands behind the colon of the target, if anything."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import TargetError
 
@@ -68,25 +68,18 @@ def wrong(target: str, what: str, known: Iterable[str]) -> TargetError:
     return TargetError(f"{target}: {what}; its arguments are {', '.join(known)}")
 
 
-def check_size(target: str, settings: DataclassInstance, size: int, least: int) -> None:
-    """Raise TargetError for images of a side (pixels) that the net's strides don't allow."""
-    if size < least:
-        known = [field.name for field in fields(settings)]
-        raise wrong(target, f"size={size} is too small: {least} is the least", known)
+def check(target: str, settings: DataclassInstance, holds: bool, what: str) -> None:
+    """Raise TargetError, with `what` is wrong, for settings that don't go together."""
+    if not holds:
+        raise wrong(target, what, [field.name for field in fields(settings)])
 
 
-def check_heads(target: str, settings: DataclassInstance, width: int, heads: int) -> None:
-    """Raise TargetError for a width that can't be divided among the heads."""
-    if width % heads:
-        known = [field.name for field in fields(settings)]
-        raise wrong(target, f"width={width} isn't a multiple of heads={heads}", known)
-
-
-def check_length(target: str, settings: DataclassInstance, length: int, context: int) -> None:
-    """Raise TargetError for sequences that are longer than there are positions."""
-    if length > context:
-        known = [field.name for field in fields(settings)]
-        raise wrong(target, f"length={length} is more than context={context}", known)
+def check_transformer(target: str, settings: Any, length: int) -> None:
+    """Raise TargetError for a width that can't be divided among the heads, or sequences of a
+    `length` that is more than there are positions."""
+    width, heads, context = settings.width, settings.heads, settings.context
+    check(target, settings, width % heads == 0, f"width={width} isn't a multiple of heads={heads}")
+    check(target, settings, length <= context, f"length={length} is more than context={context}")
 
 
 def _integer(target: str, key: str, text: str, known: Iterable[str]) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .arguments import check_heads, check_length, parse
+from .arguments import check_transformer, parse
 from .layers import SelfAttention, embedding, linear, normal
 from .synthetic import (
     Sampler,
@@ -168,8 +168,7 @@ def both_losses(output: dict[str, Tensor], target: dict[str, Tensor]) -> Tensor:
 def make_task(name: str, argument: str | None) -> SyntheticTask:
     """The task of the target `name`, a key of SIZES. Raises TargetError."""
     settings = parse(name, argument, SIZES[name])
-    check_heads(name, settings, settings.width, settings.heads)
-    check_length(name, settings, settings.length, settings.context)
+    check_transformer(name, settings, settings.length)
 
     def correct(output: dict[str, Tensor], target: dict[str, Tensor]) -> Tensor:
         return token_accuracy(output["tokens"], target["tokens"])

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
+from ..errors import TargetError
 from ..tasks.task import Split
 
 MEAN, DEVIATION = 0.305, 0.376
@@ -73,6 +74,13 @@ class Digits:
         # It learns whatever the plan's version differences are; with SGD, momentum 0.9 and a rate
         # of 0.05, training diverges where forwards are two versions behind their backwards.
         return torch.optim.Adam(parameters, lr=1e-3)
+
+
+def make_task(name: str, argument: str | None) -> Digits:
+    """The task. Raises TargetError for an argument."""
+    if argument is not None:
+        raise TargetError(f"{name} takes no argument: write just `{name}`")
+    return Digits()
 
 
 @cache

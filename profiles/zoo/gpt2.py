@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
-from .arguments import check_heads, check_length, parse
+from .arguments import check_transformer, parse
 from .layers import SelfAttention, embedding, linear, normal
 from .synthetic import SyntheticTask, adamw, next_tokens, token_accuracy, token_loss
 
@@ -98,8 +98,7 @@ def make_task(name: str, argument: str | None) -> SyntheticTask:
     """The task of the target `name`, a key of SIZES. Raises TargetError."""
     settings = parse(name, argument, SIZES[name])
     length = settings.length or settings.context
-    check_heads(name, settings, settings.width, settings.heads)
-    check_length(name, settings, length, settings.context)
+    check_transformer(name, settings, length)
     settings = replace(settings, length=length)
     return SyntheticTask(
         build=lambda: GPT2(settings),

@@ -133,6 +133,11 @@ class Text:
         return torch.optim.Adam(parameters, lr=1e-3)
 
 
+def make_task(name: str, argument: str | None) -> Text:
+    """The task on the file that stands behind the colon. Raises TargetError."""
+    return Text(argument)
+
+
 def _read(path: str | None) -> str:
     if path is None:
         from pydoc_data.topics import topics

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .arguments import check_size, parse
+from .arguments import check, parse
 from .synthetic import SyntheticTask, class_accuracy, class_loss, images, sgd
 
 
@@ -44,7 +44,8 @@ def image_task(
         TargetError: the argument can't be read or asks for what can't be.
     """
     settings = parse(name, argument, ImageSettings(size))
-    check_size(name, settings, settings.size, least)
+    small = f"size={settings.size} is too small: {least} is the least"
+    check(name, settings, settings.size >= least, small)
     return SyntheticTask(
         build=lambda: build(settings),
         sampler=images(settings.size, settings.classes),
