@@ -324,7 +324,7 @@ def _onnx(name: str, inputs: Sequence[InputSpec]) -> Target:
         sizes = sizes_in(name, found, [spec.shape for spec in given])
     own = tuple(InputSpec(spec.shape, spec.dtype) for spec in read_file(name, sizes).inputs)
     # Read again for every model: training must not start from what profiling left behind.
-    return Target(name, None, lambda: import_onnx(name, sizes=sizes).module, given or own, "onnx")
+    return Target(name, None, lambda: import_onnx(name, sizes=sizes), given or own, "onnx")
 
 
 def _in_order(

@@ -353,10 +353,6 @@ class Operation:
                 raise builder.fail(f"its input {name!r} isn't made by any node before it")
         self.inputs = tuple(builder.values[name] if name else None for name in node.inputs)
 
-    def has(self, k: int) -> bool:
-        """Whether the k-th input is given."""
-        return k < len(self.inputs) and self.inputs[k] is not None
-
     def input(self, k: int) -> Operand:
         """The k-th input, which must be there."""
         found = self.inputs[k] if k < len(self.inputs) else None

@@ -131,11 +131,6 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
-def cast_like(x: Tensor, other: Tensor) -> Tensor:
-    """The tensor with the dtype of another."""
-    return x.to(other.dtype)
-
-
 def divide(x: Tensor, y: Tensor | float) -> Tensor:
     """Division; of integers towards zero."""
     if x.is_floating_point():

@@ -108,16 +108,6 @@ class KernelWindow:
         )
 
 
-def padded(layer: nn.Module, window: KernelWindow, value: float) -> nn.Module:
-    """The layer after the window's padding."""
-    return Padded(layer, window.pads, value)
-
-
-def crop(layer: nn.Module, window: KernelWindow) -> nn.Module:
-    """The layer with the window's padding cut off its result."""
-    return Cropped(layer, window.pads)
-
-
 def _tails(op: Operation, window: KernelWindow) -> tuple[int, ...]:
     """How far the last windows stick out at the ends where sizes are rounded up.
 
@@ -235,7 +225,7 @@ def convolution(op: Operation) -> Operand:
     )
     op.assign(layer, "weight", weights[0])
     op.assign(layer, "bias", weights[1] if len(weights) > 1 else None)
-    return op.module(layer if window.symmetric else padded(layer, window, 0.0), op.input(0))
+    return op.module(layer if window.symmetric else Padded(layer, window.pads, 0.0), op.input(0))
 
 
 def transposed_convolution(op: Operation) -> Operand:
@@ -263,7 +253,7 @@ def transposed_convolution(op: Operation) -> Operand:
     )
     op.assign(layer, "weight", weights[0])
     op.assign(layer, "bias", weights[1] if len(weights) > 1 else None)
-    return op.module(layer if window.symmetric else crop(layer, window), op.input(0))
+    return op.module(layer if window.symmetric else Cropped(layer, window.pads), op.input(0))
 
 
 def global_pool(layers: Layers, largest: bool) -> Handler:
