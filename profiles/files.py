@@ -6,7 +6,6 @@ Profile and plan files are JSON with a format name, read strictly, written whole
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -177,14 +176,10 @@ def read_limited(path: Path, hint: str, *, most: int = MAX_FILE_BYTES) -> bytes:
     Raises FileError: missing, unreadable, too large, or no file: a pipe or device has no end.
     """
     check_regular(path, hint)
-    try:
-        with path.open("rb") as file:
-            # One byte more than may be: some files, like those of /proc, don't tell their size.
-            too_large = os.fstat(file.fileno()).st_size > most
-            text = b"" if too_large else file.read(most + 1)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise FileError(f"{path}: can't be read: {reason}") from None
+    with _or_told(path, "read"), path.open("rb") as file:
+        # One byte more than may be: some files, like those of /proc, don't tell their size.
+        too_large = os.fstat(file.fileno()).st_size > most
+        text = b"" if too_large else file.read(most + 1)
     if too_large or len(text) > most:
         raise FileError(f"{path}: larger than {most >> 20} MiB; not read")
     return text
@@ -193,14 +188,21 @@ def read_limited(path: Path, hint: str, *, most: int = MAX_FILE_BYTES) -> bytes:
 def check_regular(path: Path, hint: str = "") -> None:
     """Raise FileError unless there is such a file, and no folder, pipe or device."""
     more = f"; {hint}" if hint else ""
-    try:
+    with _or_told(path, "read"):
         if not path.exists():
             raise FileError(f"{path}: no such file{more}")
         if not path.is_file():
             raise FileError(f"{path}: isn't a file{more}")
+
+
+@contextmanager
+def _or_told(path: Path, done: str) -> Iterator[None]:
+    """Raise FileError where a file can't be `done`, "read" or "written", or can't have its name."""
+    try:
+        yield
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise FileError(f"{path}: can't be read: {reason}") from None
+        reason = error.strerror if isinstance(error, OSError) else None
+        raise FileError(f"{path}: can't be {done}: {reason or error}") from None
 
 
 def read_lines(path: Path, size: int | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -277,14 +279,11 @@ def check_writable(path: str | Path) -> None:
     """Raise FileError now if `path` couldn't be written at the end of long work."""
     path = Path(path)
     folder = path.parent
-    try:
+    with _or_told(path, "written"):
         while not folder.exists() and folder != folder.parent:
             folder = folder.parent
         if path.is_dir():
             raise FileError(f"{path}: is a folder; give the name of a file")
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise FileError(f"{path}: can't be written: {reason}") from None
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise FileError(f"{path}: can't be written: {folder} isn't a folder one can write to")
 
@@ -297,24 +296,26 @@ def write_bytes(path: str | Path, data: bytes) -> None:
     path = Path(path)
     temporary: str | None = None
     try:
-        if is_stream(path):
-            path.write_bytes(data)
-            return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        # mkstemp makes files that only their owner can read; these are meant to be shared.
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)
-        os.replace(temporary, path)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else None
-        raise FileError(f"{path}: can't be written: {reason or error}") from None
+        with _or_told(path, "written"):
+            if is_stream(path):
+                path.write_bytes(data)
+                return
+            path.parent.mkdir(parents=True, exist_ok=True)
+            handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+            _share(temporary, 0o666)
+            os.replace(temporary, path)
     finally:
         if temporary is not None and os.path.exists(temporary):
             os.unlink(temporary)
+
+
+def _share(path: str, mode: int) -> None:
+    """Have others read what mkstemp or mkdtemp has made for its owner alone."""
+    umask = os.umask(0)
+    os.umask(umask)
+    os.chmod(path, mode & ~umask)
 
 
 @contextmanager
@@ -331,23 +332,18 @@ def new_folder(path: str | Path) -> Iterator[Path]:
         )
     temporary: str | None = None
     try:
-        if os.path.lexists(path) and not (path.is_dir() and not any(path.iterdir())):
-            raise FileError(
-                f"{path}: isn't overwritten: give a new or empty folder, or remove it first"
-            )
-        check_writable(path / "file")
-        absolute = Path(os.path.abspath(path))
-        absolute.parent.mkdir(parents=True, exist_ok=True)
-        temporary = tempfile.mkdtemp(prefix=f".{absolute.name}.", dir=absolute.parent)
-        yield Path(temporary)
-        # mkdtemp makes folders that only their owner can read.
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o777 & ~umask)
-        os.replace(temporary, absolute)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else None
-        raise FileError(f"{path}: can't be written: {reason or error}") from None
+        with _or_told(path, "written"):
+            if os.path.lexists(path) and not (path.is_dir() and not any(path.iterdir())):
+                raise FileError(
+                    f"{path}: isn't overwritten: give a new or empty folder, or remove it first"
+                )
+            check_writable(path / "file")
+            absolute = Path(os.path.abspath(path))
+            absolute.parent.mkdir(parents=True, exist_ok=True)
+            temporary = tempfile.mkdtemp(prefix=f".{absolute.name}.", dir=absolute.parent)
+            yield Path(temporary)
+            _share(temporary, 0o777)
+            os.replace(temporary, absolute)
     finally:
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -402,37 +398,31 @@ RUN_FOLDERS = (
 RUN_OWN = RUN_FILES + RUN_FOLDERS
 """What a run directory holds (`runtime.records.run_dir`)."""
 
-_HEAD = 1 << 16
-_TAG = re.compile(rb'\s*\{\s*"format"\s*:\s*"timeprest-([a-z-]+)/')
-_SVG = re.compile(
-    rb'<\?xml[^>]*>\s*<svg xmlns="http://www\.w3\.org/2000/svg" width="[\d.]+mm" '
-    rb'height="[\d.]+mm" viewBox="[^"]*" role="img" font-family='
-)
 PDF_MARK = b"% a figure of timeprest"
 """The last line of a figure in PDF."""
-
 CURVES_HEAD = "run,system,quantity,epochs,mini_batches,seconds,value"
 """The first line of a table of curves."""
 
-_PAGE = re.compile(rb'<meta name="generator" content="' + GENERATOR.encode() + rb'">')
-_TRACE = re.compile(rb'\{"otherData":\{"made_by":"timeprest ')
-_TAGGED: dict[str, Kind | str] = {
-    "profile": Kind.PROFILE,
-    "plan": Kind.PLAN,
-    "study": Kind.STUDY,
-    "run": "the settings of a run",
-    "checkpoint": "the list of a checkpoint's files",
-    "worker-state": "a worker's state in a checkpoint",
-}
-_SUFFIXES = {
-    ".py": "a Python file",
-    ".toml": "a TOML file",
-    ".json": "a JSON file of another kind",
-    ".jsonl": "a log",
-    ".md": "a text",
-    ".txt": "a text",
-    ".onnx": "an ONNX model",
-}
+_HEAD = 1 << 16
+_TAG = re.compile(rb'\s*\{\s*"format"\s*:\s*"timeprest-([a-z-]+)/')
+_TAGGED = {"profile": Kind.PROFILE, "plan": Kind.PLAN, "study": Kind.STUDY}
+_HEADS = (
+    (
+        re.compile(
+            rb'\A<\?xml[^>]*>\s*<svg xmlns="http://www\.w3\.org/2000/svg" width="[\d.]+mm" '
+            rb'height="[\d.]+mm" viewBox="[^"]*" role="img" font-family='
+        ),
+        Kind.FIGURE,
+    ),
+    (re.compile(rb'\A\{"otherData":\{"made_by":"timeprest '), Kind.TRACE),
+    (re.compile(b'<meta name="generator" content="%b">' % GENERATOR.encode()), Kind.PAGE),
+    (re.compile(rb"\A%b" % CURVES_HEAD.encode()), Kind.CURVES),
+    *(
+        (re.compile(rb'\A\s*\{\s*"format"\s*:\s*"timeprest-%b/' % name.encode()), kind)
+        for name, kind in _TAGGED.items()
+    ),
+)
+"""What is in a file's beginning, and the kind that it is then."""
 
 
 def check_output(path: str | Path, kind: Kind) -> None:
@@ -452,7 +442,7 @@ def check_output(path: str | Path, kind: Kind) -> None:
         )
     if not path.is_file() or is_stream(path):
         return
-    found = standing(path)
+    found = _standing(path)
     if found not in (None, kind):
         noun = found.value if isinstance(found, Kind) else found
         raise FileError(
@@ -466,9 +456,7 @@ def save_file(path: str | Path, value: TaggedFile) -> None:
 
     Raises FileError as `check_output`, or when the path can't be written.
     """
-    kind = _TAGGED[_noun(type(value))]
-    assert isinstance(kind, Kind)
-    check_output(path, kind)
+    check_output(path, _TAGGED[_noun(type(value))])
     write_file(path, value)
 
 
@@ -491,7 +479,7 @@ def check_outputs(*wanted: tuple[str, str | Path | None, Kind]) -> None:
         taken[place] = option
 
 
-def standing(path: Path) -> Kind | str | None:
+def _standing(path: Path) -> Kind | str | None:
     """What a file is: a kind of ours, words for another one, or None where it is empty.
 
     Raises FileError where it can't be read.
@@ -506,31 +494,14 @@ def standing(path: Path) -> Kind | str | None:
         ) from None
     if not head:
         return None
-    for pattern, kind in ((_SVG, Kind.FIGURE), (_TRACE, Kind.TRACE)):
-        if pattern.match(head):
+    for pattern, kind in _HEADS:
+        if pattern.search(head):
             return kind
-    if _PAGE.search(head):
-        return Kind.PAGE
-    if head.startswith(CURVES_HEAD.encode()):
-        return Kind.CURVES
-    if head.startswith(b"%PDF-"):
-        return Kind.FIGURE if _ends_with(path, PDF_MARK) else "a PDF of another origin"
-    tag = _TAG.match(head)
-    name = tag[1].decode() if tag else _tag_within(path, head, size)
-    if name is not None:
-        return _TAGGED.get(name, f"timeprest's file of the kind {name!r}")
-    metadata = _safetensors_metadata(path, head)
-    if metadata is not None:
-        ours = metadata.get(MADE_BY[0]) == MADE_BY[1]
-        return Kind.MODEL if ours else "a file of tensors (safetensors) of another origin"
-    suffix = path.suffix.lower()
-    if suffix == ".toml" and _is_cluster(path):
+    if head.startswith(b"%PDF-") and _ends_with(path, PDF_MARK):
+        return Kind.FIGURE
+    if path.suffix.lower() == ".toml" and _is_cluster(path):
         return Kind.CLUSTER
-    if head.lstrip()[:9].lower().startswith((b"<!doctype", b"<html")):
-        return "a page (HTML) of another origin"
-    if b"<svg" in head:
-        return "a figure (SVG) of another origin"
-    return _SUFFIXES.get(suffix, "a file of another kind")
+    return _said_within(path, head, size) or "a file of another kind"
 
 
 def _ends_with(path: Path, mark: bytes) -> bool:
@@ -562,31 +533,33 @@ def holds_settings(folder: Path) -> bool:
     return tag is not None and tag[1] == b"run"
 
 
-def _tag_within(path: Path, head: bytes, size: int) -> str | None:
-    """The kind in a file of ours that was written anew with its fields in another sequence."""
-    if head.lstrip()[:1] != b"{" or size > MAX_FILE_BYTES:
-        return None
-    try:
-        found = msgspec.json.decode(path.read_bytes())
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
-    name = found.get("format") if isinstance(found, dict) else None
-    match = re.match(r"timeprest-([a-z-]+)/", name) if isinstance(name, str) else None
-    return match[1] if match else None
+class _OwnWords(msgspec.Struct):
+    """What a file of ours says that it is, wherever it does so; other files say nothing."""
+
+    format: str = ""
+    metadata: dict[str, str] = msgspec.field(name="__metadata__", default_factory=dict)
 
 
-def _safetensors_metadata(path: Path, head: bytes) -> dict[str, Any] | None:
-    """A safetensors file's metadata; None: it is no such file."""
-    length = int.from_bytes(head[:8], "little")
-    if head[8:9] != b"{" or length > MAX_FILE_BYTES:
+def _said_within(path: Path, head: bytes, size: int) -> Kind | str | None:
+    """What a JSON file says that it is, or the JSON that a safetensors file begins with."""
+    begin, end = 0, size
+    if head.lstrip()[:1] != b"{":
+        begin, end = 8, 8 + int.from_bytes(head[:8], "little")
+        if head[8:9] != b"{":
+            return None
+    if end > MAX_FILE_BYTES:
         return None
     try:
         with path.open("rb") as file:
-            found = json.loads(file.read(8 + length)[8:])
-    except (OSError, ValueError, RecursionError):
+            found = msgspec.json.decode(file.read(end)[begin:], type=_OwnWords)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-    metadata = found.get("__metadata__", {}) if isinstance(found, dict) else None
-    return metadata if isinstance(metadata, dict) else None
+    if MADE_BY in found.metadata.items():
+        return Kind.MODEL
+    match = re.match(r"timeprest-([a-z-]+)/", found.format)
+    if match is None:
+        return None
+    return _TAGGED.get(match[1], f"timeprest's file of the kind {match[1]!r}")
 
 
 def _is_cluster(path: Path) -> bool:

@@ -368,7 +368,7 @@ def test_outputs_are_written_over_files_of_their_own_kind_alone(outputs):
             assert f"{other}: isn't overwritten: " in line
             assert "stands there, and this would be" in line
             assert Path(other).read_bytes() == before
-    assert "a Python file stands there, and this would be a plan" in call(
+    assert "a file of another kind stands there, and this would be a plan" in call(
         *OUTPUTS["plan"].split(), "task.py"
     )
     check_output("cluster.toml", Kind.CLUSTER)

@@ -66,8 +66,8 @@ def test_files_are_written_over_their_own_kind_alone(profile, plans, tmp_path):
     text.write_text("keep me")
     refused = [
         (plans[0], path, "made.json: isn't overwritten: a profile stands there, and this would be"),
-        (plans[0], text, "notes.txt: isn't overwritten: a text stands there"),
-        (profile, text, "notes.txt: isn't overwritten: a text stands there"),
+        (plans[0], text, "notes.txt: isn't overwritten: a file of another kind stands there"),
+        (profile, text, "notes.txt: isn't overwritten: a file of another kind stands there"),
     ]
     for shown, place, why in refused:
         with pytest.raises(FileError, match=why):
