@@ -323,8 +323,9 @@ class Course:
         pipeline, first = self.prepared.pipeline, self.runners[0].replica
         if all(runner.replica.rank == first.rank for runner in self.runners):
             device = pipeline.placement[first.stage] if pipeline.placement else first.stage
-            return order.on_devices()[device]
-        sequence = [(s, order[s][k]) for s, k in simulate(pipeline, order).sequence]
+            sequence = list(order.on_devices()[device])
+        else:
+            sequence = [(s, order[s][k]) for s, k in simulate(pipeline, order).sequence]
         if pipeline.variant.flushes:
             # Any stage may wait for sums with any other before it updates.
             sequence.sort(key=lambda at: _after_flush(at[1]))

@@ -9,6 +9,9 @@ import pytest
 import torch
 from helpers.drawn.pipelines import ALL
 from helpers.plans import plan_by_hand, with_times
+from timeprest.planner.cluster.cluster import uniform_cluster
+from timeprest.planner.search.solve import solve
+from timeprest.planner.systems.orders import parse_order
 from timeprest.planner.systems.variants import VARIANTS
 from timeprest.profiles.errors import RunError, TargetError, UserError
 from timeprest.profiles.target import resolve
@@ -94,6 +97,17 @@ def test_clipping_in_flush_systems_is_that_of_one_process(
     clipped = train(mlp_target, clip_norm=CLIP)
     assert abs(clipped[0][-1] - train(mlp_target)[0][-1]) > 1e-3
     compare(tmp_path / "run", clipped)
+
+
+def test_stages_of_one_worker_clip_together_wherever_their_updates_are(
+    mlp_profile, mlp_target, tmp_path
+):
+    """In an order that is given, each comes at once after its stage's last backward."""
+    order = parse_order("0F0.0 0F0.1 1F0.0 1F0.1 1B0.0 1B0.1 0B0.0 0B0.1")
+    cluster = uniform_cluster(1)
+    plan = solve(with_times(mlp_profile), cluster, "gpipe", order=order, mini_batch=8)
+    run(plan, settings_of(mlp_target, clip_norm=CLIP), tmp_path / "run", inline=True)
+    compare(tmp_path / "run", train(mlp_target, clip_norm=CLIP))
 
 
 @pytest.mark.parametrize("replicas", [(2,), (2, 1), (1, 4), (2, 2, 1)])
