@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 
 from ...planner.plan import Plan
 from ...profiles.errors import PlanError, UserError
+from ...profiles.tracing.random_states import set_states, states
 from ..settings import RunSettings
 
 CPU = torch.device("cpu")
@@ -178,6 +179,17 @@ def set_random_state(state: Tensor, device: torch.device) -> None:
     digest = hashlib.sha256(bytes(state.numpy())).digest()
     with torch.cuda.device(device):
         torch.cuda.manual_seed(int.from_bytes(digest[:8], "big"))
+
+
+@contextmanager
+def random_kept(device: torch.device) -> Iterator[None]:
+    """Afterwards torch, Python's `random` and NumPy draw as if nothing had been drawn inside."""
+    before, own = states(), random_state(device)
+    try:
+        yield
+    finally:
+        set_states(before)
+        set_random_state(own, device)
 
 
 # Time and memory --------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from ..checkpoint.start import restore_worker, rewind_logs
 from ..communication.all_reduce import AllReducer
 from ..communication.channel import Channels
 from ..prepare.data import Segment
-from ..prepare.devices import peak_bytes, random_state, set_random_state
+from ..prepare.devices import peak_bytes, random_kept, random_state, set_random_state
 from ..prepare.messages import MessageSeries
 from ..prepare.prepare import Prepared
 from ..prepare.workers import Replica
@@ -363,12 +363,8 @@ class Course:
         Where workers have several stages, each stage is a micro-batch behind the one before it, so
         that all of them compute at once. What evaluating draws at random leaves training as it is.
         """
-        device = self.runners[0].device
-        random = random_state(device)
-        try:
+        with random_kept(self.runners[0].device):
             return self._evaluate_all()
-        finally:
-            set_random_state(random, device)
 
     def _evaluate_all(self) -> dict[str, float]:
         metrics = EvaluationMetrics()

@@ -24,7 +24,7 @@ from ....profiles.target import resolve
 from ....profiles.tasks.task import Task
 from ...communication.transport import local_transport
 from ...prepare.data import NO_EVALUATION, Segment, real_part
-from ...prepare.devices import forward_context, move, own_device, put
+from ...prepare.devices import forward_context, move, own_device, put, random_kept
 from ...prepare.prepare import Prepared, prepare, with_own_weights
 from ...prepare.samples import Samples
 from ...records.metrics import EvaluationMetrics
@@ -238,10 +238,12 @@ class _Evaluator:
 
     def _evaluate(self, done: int, state: dict[str, Tensor]) -> None:
         self._model.load_state_dict(state, strict=False)
-        # What the user's data draw must not change what comes after.
-        before = torch.get_rng_state()
         metrics = EvaluationMetrics()
-        with torch.no_grad(), forward_context(self._autocast, self._device.type):
+        with (
+            random_kept(self._device),
+            torch.no_grad(),
+            forward_context(self._autocast, self._device.type),
+        ):
             for k in range(self._samples.evaluations):
                 inputs, target, real = self._samples.evaluation(k)
                 inputs, target = put(inputs, self._device), put(target, self._device)
@@ -249,7 +251,6 @@ class _Evaluator:
                 if real < self._samples.micro_batch:
                     result = real_part(result, real, self._samples.micro_batch, NO_EVALUATION)
                 metrics.add(self._task, result, target, real)
-        torch.set_rng_state(before)
         figures = {
             name: short(value)
             for name, value in metrics.figures(self._task).items()

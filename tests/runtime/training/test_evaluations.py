@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import random
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
@@ -16,6 +18,7 @@ from timeprest.cli.run import main
 from timeprest.profiles.errors import UserError
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
+from timeprest.profiles.tracing.random_states import seed_all
 from timeprest.runtime.prepare.data import segments
 from timeprest.runtime.records.metrics import EpochRecord, EvaluationRecord
 from timeprest.runtime.records.progress import Losses, read_losses, read_progress
@@ -156,12 +159,15 @@ def test_without_evaluation_there_are_none_within_epochs(mlp_profile, mlp_target
 
 
 class Drawing(GraphTask):
-    """Drops out, and its metric draws, too."""
+    """Drops out, its loss draws otherwise, and its metric does both."""
 
     dropout = 0.3
 
+    def loss(self, output, target):
+        return super().loss(output, target) * (1 + np.random.rand() + random.random())
+
     def metrics(self, output, target):
-        return {"drawn": torch.rand(()).item()}
+        return {"drawn": torch.rand(()).item() + np.random.rand() + random.random()}
 
 
 @pytest.mark.parametrize("placement", [(0,), (0, 1, 0, 1)])
@@ -172,6 +178,7 @@ def test_what_evaluating_draws_leaves_training_as_it_is(placement, tmp_path):
     found = []
     for how in ({"evaluate": False}, {"eval_every": 1}, {}):
         where = tmp_path / str(len(found))
+        seed_all(0)
         run(plan, RunSettings(task=target, steps=5, **how), where, inline=True)
         found.append(load_weights(where))
     for other in found[1:]:
