@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...planner.plan import Plan
 from ...profiles.errors import RunError, TargetError, TraceError
+from ...profiles.tasks.hooks import RunLength
 from ...profiles.tasks.samples import check_batches, comes_in_batches, dataset_size, size_of
 from ...profiles.tasks.task import Task
 from ...profiles.tracing.pieces import map_tensors
@@ -103,6 +104,13 @@ def training_samples(plan: Plan, settings: RunSettings, given: Any) -> int:
             "mini-batches to train with --steps, or give the data set a __len__"
         )
     return settings.steps * plan.mini_batch
+
+
+def run_length(segments: Sequence[Segment]) -> RunLength:
+    """Updates in a run, and in a whole epoch of it."""
+    first = segments[0]
+    updates = sum(segment.updates for segment in segments)
+    return RunLength(updates, -(-first.whole_epoch // first.update_every))
 
 
 def segments(plan: Plan, settings: RunSettings, samples: int) -> tuple[Segment, ...]:

@@ -22,7 +22,7 @@ from ...profiles.tracing.graph import TracedModel, shared_parameters, tied_layer
 from ...profiles.tracing.matrices import hidden_matrices
 from ...profiles.tracing.pieces import Piece, cut
 from ..settings import RunSettings
-from .data import Segment, check_padding, segments, training_samples
+from .data import Segment, check_padding, run_length, segments, training_samples
 from .devices import autocast_of, forward_context
 from .distribution import Distribution, SentValue, Specs, distribute
 from .loss import LossKind, check_parameters, kind_of_loss
@@ -150,8 +150,7 @@ class Prepared:
     @property
     def length(self) -> RunLength:
         """Updates in the run, and in a whole epoch of it."""
-        updates, first = sum(segment.updates for segment in self.segments), self.segments[0]
-        return RunLength(updates, -(-first.whole_epoch // first.update_every))
+        return run_length(self.segments)
 
 
 def prepare(

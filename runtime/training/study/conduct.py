@@ -39,10 +39,11 @@ from ....planner.study.tuning import (
 from ....profiles.errors import TargetError, UserError
 from ....profiles.tasks.samples import size_of
 from ...checkpoint.start import check_settings
-from ...prepare.data import segments, training_samples
+from ...prepare.data import run_length, segments, training_samples
 from ...prepare.tracing import task_to_train
 from ...settings import RunSettings, given
 from .pool import Processes, ThisProcess, TrainingPool
+from .training import check_tunable
 from .work import ArmSpec, Asked, Finished, StudyWork, arms_of, check_together
 
 Progress = Callable[[str, float, float], None]
@@ -147,11 +148,12 @@ def prospect(
             f"{settings.task}: has no metrics, and so no accuracy to have for a target; give it "
             "some (docs/tasks.md), or take the loss"
         )
-    mixes = any(
-        isinstance(module, nn.modules.batchnorm._BatchNorm) for module in target.model(0).modules()
-    )
+    model = target.model(0)
+    mixes = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
     names = plan_names(plans)
     long = msgspec.structs.replace(settings, steps=length)
+    if choices.tune > 1:
+        check_tunable(task, long, model, run_length(segments(first, long, samples)), choices.factor)
     arms, of_plan = arms_of(
         plans, names, long, samples, mixes=mixes, uniform_delay=choices.uniform_delay
     )

@@ -8,10 +8,11 @@ update of the same mini-batch, and a model without a pipeline is evaluated on th
 from __future__ import annotations
 
 import math
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import torch
@@ -21,6 +22,7 @@ from ....planner.study.study import Curve, EvaluationPoint, short
 from ....planner.systems.operations import Op
 from ....profiles.errors import RunError, UserError
 from ....profiles.target import resolve
+from ....profiles.tasks.hooks import RunLength, before_training
 from ....profiles.tasks.task import Task
 from ...communication.transport import local_transport
 from ...prepare.data import NO_EVALUATION, Segment, real_part
@@ -29,7 +31,8 @@ from ...prepare.prepare import Prepared, prepare, with_own_weights
 from ...prepare.samples import Samples
 from ...records.metrics import EvaluationMetrics
 from ...records.progress import Silent
-from ...stage.optimizer import check_updates
+from ...settings import RunSettings
+from ...stage.optimizer import check_updates, make_optimizer, make_scheduler
 from ...stage.runner import StageRunner
 from ..loop import Course, load_samples
 from ..plain import PlainTraining
@@ -52,8 +55,7 @@ def train_one(work: StudyWork, asked: Asked, tell: OnMiniBatch = lambda done: No
     if arm.kind != "pipeline":
         plan = msgspec.structs.replace(plan, update_every=arm.update_every)
     prepared = prepare(plan, settings)
-    if settings.optimizer is None:
-        prepared = replace(prepared, task=ScaledTask(prepared.task, asked.rate))
+    prepared = replace(prepared, task=_task_at(prepared.task, settings, asked.rate))
     check_updates(prepared)
     recorder = _CurveRecorder(work.window(asked.length), asked.length, tell)
     parts = len(plan.stages) if arm.kind == "pipeline" else 1
@@ -259,7 +261,49 @@ class _Evaluator:
         self.points.append(EvaluationPoint(mini_batches=done, figures=figures))
 
 
-# A rate for an optimizer of the task's own ------------------------------------------------------
+# Rates that are tried ---------------------------------------------------------------------------
+
+
+def check_tunable(
+    task: Task, settings: RunSettings, model: nn.Module, length: RunLength, factor: float
+) -> None:
+    """Refuse to try rates where the task's scheduler sets them, whatever the optimizer's are.
+
+    Args:
+        factor: between two rates that would be tried.
+
+    Raises UserError; TargetError where no optimizer or scheduler can be made.
+    """
+    found, name = [], ""
+    for rate in (1.0, factor):
+        choice = settings.optimizer
+        if choice is not None:
+            choice = msgspec.structs.replace(choice, lr=choice.lr * rate)
+        tried = msgspec.structs.replace(settings, optimizer=choice)
+        named = model.named_parameters()
+        optimizer = make_optimizer(_task_at(task, settings, rate), tried, named)
+        scheduler = make_scheduler(task, tried, optimizer, length)
+        if optimizer is None or scheduler is None:
+            return
+        name = type(scheduler.rule).__name__
+        with before_training(), warnings.catch_warnings():
+            # Torch's, that no update came before.
+            warnings.simplefilter("ignore")
+            scheduler.after_update(ends_epoch=True)
+        found.append([float(group["lr"]) for group in optimizer.param_groups])
+    # Where a warm-up begins with rates of zero, these say nothing.
+    if found[0] == found[1] and any(found[0]):
+        raise UserError(
+            f"{settings.task}: the task's scheduler, a {name}, sets the learning rates whatever "
+            "the optimizer's are, so that trying others would change nothing: have it take them "
+            'from optimizer.param_groups (max_lr=[g["lr"] for g in optimizer.param_groups]), name '
+            "an --lr-schedule, or give --tune 1"
+        )
+
+
+def _task_at(task: Task, settings: RunSettings, rate: float) -> Task:
+    """The task; without an optimizer by name in the settings, with rates so many times its own."""
+    return task if settings.optimizer is not None else cast(Task, ScaledTask(task, rate))
 
 
 class ScaledTask:

@@ -6,6 +6,7 @@ import os
 import signal
 
 import batch_norm_tasks
+import hook_tasks
 import msgspec
 import numpy as np
 import pytest
@@ -218,6 +219,17 @@ def test_a_task_with_an_optimizer_of_its_own_has_its_rate_scaled(plans, mlp_targ
         twice = Asked(arm=arm, rate=2.0, warmup=0, seed=0, length=20)
         same = msgspec.structs.replace(twice, rate=0.1)
         assert train_one(own.work, twice).losses == train_one(named.work, same).losses
+
+
+@pytest.mark.parametrize("optimizer", [SGD, None])
+def test_rates_that_the_tasks_scheduler_sets_arent_tuned(optimizer, plans):
+    cycled, scaled = (f"{hook_tasks.__file__}:{name}" for name in ("AskedCycle", "Epochs"))
+    with pytest.raises(UserError, match="a OneCycleLR, sets the learning rates whatever"):
+        due(plans[:1], cycled, optimizer)
+    due(plans[:1], cycled, optimizer, tune=1)
+    due(plans[:1], scaled, optimizer)
+
+
 
 
 def test_batch_norm_has_an_arm_for_each_size_of_micro_batch():
