@@ -69,6 +69,9 @@ def train_one(work: StudyWork, asked: Asked, tell: OnMiniBatch = lambda done: No
             _train_plainly(prepared, arm, recorder, evaluator)
     except DivergedError:
         pass
+    finally:
+        if evaluator is not None:
+            evaluator.close()
     recorder.end()
     at = recorder.diverged_at
     tests = () if evaluator is None else evaluator.points
@@ -237,6 +240,10 @@ class _Evaluator:
         self._came[done] = self._came.get(done, 0) + 1
         if self._came[done] == self._parts_of_all:
             self._evaluate(done, self._parts.pop(done))
+
+    def close(self) -> None:
+        """End what loads in the background."""
+        self._samples.close()
 
     def _evaluate(self, done: int, state: dict[str, Tensor]) -> None:
         self._model.load_state_dict(state, strict=False)

@@ -17,6 +17,7 @@ from timeprest.profiles.errors import RunError, UserError
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
 from timeprest.runtime.prepare.prepare import prepare
+from timeprest.runtime.prepare.samples import Samples
 from timeprest.runtime.records.progress import read_losses
 from timeprest.runtime.records.run_dir import RunDir, load_weights
 from timeprest.runtime.run import run
@@ -230,6 +231,13 @@ def test_rates_that_the_tasks_scheduler_sets_arent_tuned(optimizer, plans):
     due(plans[:1], scaled, optimizer)
 
 
+
+
+def test_test_samples_load_no_longer_than_a_training(plans, mlp_target, monkeypatch):
+    closed = []
+    monkeypatch.setattr(Samples, "close", lambda samples: closed.append(samples.split))
+    train_one(due(plans[:1], mlp_target).work, Asked(arm=1, rate=0.05, warmup=0, seed=0, length=4))
+    assert closed.count("test") == 1
 
 
 def test_batch_norm_has_an_arm_for_each_size_of_micro_batch():
