@@ -15,7 +15,9 @@ import torch
 from torch import nn
 
 from ...profiles.autograd.optimizer_step import fuse
+from ...profiles.errors import RunError, TimeprestError
 from ...profiles.target import resolve
+from ...profiles.tasks.hooks import describe_error
 from ...profiles.tasks.task import Loss, Task, read_loss
 from ..checkpoint.gradients import GradientFiles
 from ..prepare.data import DROP, Segment, part_of, real_part, real_samples
@@ -90,11 +92,19 @@ class PlainTraining:
 
         Args:
             after: is called after each mini-batch with its segment, its number there and its loss.
+
+        Raises RunError naming the mini-batch.
         """
         try:
             for segment in self.prepared.segments:
                 for b in range(segment.mini_batches):
-                    self._mini_batch(segment, b)
+                    try:
+                        self._mini_batch(segment, b)
+                    except TimeprestError:
+                        raise
+                    except Exception as error:  # the user's code
+                        at = f"plain training, at mini-batch {segment.first + b}"
+                        raise RunError(f"{at}: {describe_error(error)}") from error
                     if after is not None:
                         after(segment, b, self.losses[-1])
         finally:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.plans import plan_by_hand, with_times
+from mlp_task import MLPTask
 from timeprest.planner.study.study import PLAIN, write_study
 from timeprest.profiles.errors import RunError, UserError
 from timeprest.profiles.measuring.measure import measure
@@ -231,6 +232,22 @@ def test_rates_that_the_tasks_scheduler_sets_arent_tuned(optimizer, plans):
     due(plans[:1], scaled, optimizer)
 
 
+class BadSample(MLPTask):
+    """Its loss fails after some mini-batches."""
+
+    calls = 0
+
+    def loss(self, output, target):
+        self.calls += 1
+        if self.calls == 10:
+            raise ValueError("no such class")
+        return super().loss(output, target)
+
+
+def test_what_fails_in_plain_training_is_one_line(plans):
+    work = due(plans[:1], f"{__file__}:BadSample").work
+    with pytest.raises(RunError, match=r"at mini-batch \d: .*test_study.py:\d+: ValueError: no such"):
+        train_one(work, Asked(arm=0, rate=0.05, warmup=0, seed=0, length=20))
 
 
 def test_test_samples_load_no_longer_than_a_training(plans, mlp_target, monkeypatch):
