@@ -103,6 +103,11 @@ def with_nan(value: Any, key: str = "") -> Any:
     return value
 
 
+def as_float(value: float | None) -> float:
+    """JSON has null for what isn't finite."""
+    return math.nan if value is None else value
+
+
 class EvaluationMetrics:
     """Means over the test samples: the loss, and the task's own metrics."""
 
@@ -309,13 +314,9 @@ class EpochSums(msgspec.Struct, kw_only=True):
     versions_held: int = 1
     version_differences: dict[int, int] = {}
     backwards: int = 0
-    distances: float = 0.0
-    largest_distance: float = 0.0
-
-    @property
-    def loss(self) -> float:
-        """The weighted loss as a number."""
-        return math.nan if self.weighted_loss is None else self.weighted_loss
+    distances: float | None = 0.0
+    largest_distance: float | None = 0.0
+    """Both None where weights weren't numbers."""
 
     def add(
         self,
@@ -329,7 +330,7 @@ class EpochSums(msgspec.Struct, kw_only=True):
         self.samples += segment.samples
         for loss, weight in zip(metrics.losses, metrics.weights, strict=True):
             if weight:
-                self.weighted_loss = self.loss + loss * weight
+                self.weighted_loss = as_float(self.weighted_loss) + loss * weight
                 self.weight = (self.weight or 0.0) + weight
         self.wall_s += wall_s((metrics, *beside))
         self.others_s += sum(m.compute_s + m.communication_s + m.loading_s for m in beside)
@@ -341,8 +342,8 @@ class EpochSums(msgspec.Struct, kw_only=True):
             before = self.version_differences.get(difference, 0)
             self.version_differences[difference] = before + count
         self.backwards += seen.backwards
-        self.distances += sum(seen.distances)
-        self.largest_distance = max(self.largest_distance, *seen.distances, 0.0)
+        self.distances = as_float(self.distances) + sum(seen.distances)
+        self.largest_distance = max(as_float(self.largest_distance), *seen.distances, 0.0)
 
     def stage_epoch(self, epoch: int) -> StageEpoch:
         """The epoch on this stage."""
@@ -356,8 +357,8 @@ class EpochSums(msgspec.Struct, kw_only=True):
             loading_s=self.loading_s,
             versions_held=self.versions_held,
             version_differences=dict(sorted(self.version_differences.items())),
-            weight_distance=self.distances / self.backwards if self.backwards else 0.0,
-            largest_weight_distance=self.largest_distance,
+            weight_distance=as_float(self.distances) / self.backwards if self.backwards else 0.0,
+            largest_weight_distance=as_float(self.largest_distance),
         )
 
     def record(self, segment: Segment, test: dict[str, float], lr: float | None) -> EpochRecord:
@@ -372,7 +373,7 @@ class EpochSums(msgspec.Struct, kw_only=True):
             mini_batches=self.mini_batches,
             seconds=self.wall_s,
             samples_per_s=self.samples / self.wall_s if self.wall_s else 0.0,
-            train_loss=self.loss / self.weight if self.weight else math.nan,
+            train_loss=as_float(self.weighted_loss) / self.weight if self.weight else math.nan,
             test=test,
             lr=lr,
         )

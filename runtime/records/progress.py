@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +12,7 @@ import msgspec
 from ...profiles.errors import FileError
 from ...profiles.files import read_lines
 from .growing_file import GrowingFile
-from .metrics import EpochRecord, EvaluationRecord, with_nan
+from .metrics import EpochRecord, EvaluationRecord, as_float, with_nan
 
 if TYPE_CHECKING:
     from .callbacks import RunBegun
@@ -226,7 +225,7 @@ class Tail:
                         own = figures[done - found["done"] - 1]
                         known = {k: v for k, v in own.items() if v is not None}
                         self.observer.figures(known)
-                    self.observer.mini_batch(found["epoch"], done, found["of"], _number(loss))
+                    self.observer.mini_batch(found["epoch"], done, found["of"], as_float(loss))
         return bool(whole)
 
 
@@ -275,12 +274,7 @@ def read_progress(path: Path, size: int | None = None) -> list[Progress]:
 def read_losses(path: Path) -> list[float]:
     """All training losses of a run, mini-batch by mini-batch. Raises FileError."""
     lines = [line for line in read_progress(path) if isinstance(line, Losses)]
-    return [_number(loss) for line in lines for loss in line.losses]
-
-
-def _number(loss: float | None) -> float:
-    """JSON has null for what isn't finite."""
-    return math.nan if loss is None else loss
+    return [as_float(loss) for line in lines for loss in line.losses]
 
 
 def read_epochs(path: Path) -> list[EpochRecord]:

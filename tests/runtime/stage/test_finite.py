@@ -14,7 +14,7 @@ from timeprest.profiles.errors import RunError
 from timeprest.runtime.prepare.workers import all_replicas
 from timeprest.runtime.records.progress import Silent, Tail, read_epochs, read_losses
 from timeprest.runtime.records.run_dir import RunDir, load_weights
-from timeprest.runtime.run import run
+from timeprest.runtime.run import resume, run
 from timeprest.runtime.settings import RunSettings
 from timeprest.runtime.stage.finite import NotFinite, all_finite
 
@@ -101,6 +101,14 @@ def test_with_warn_the_run_goes_on_and_says_where(mlp_profile, tmp_path):
     assert math.isnan(records[0].test["loss"])
     assert json.loads((tmp_path / "summary.json").read_text())["epochs"][0]["train_loss"] is None
     assert load_weights(tmp_path)
+
+
+def test_a_checkpoint_with_weights_that_arent_finite_is_gone_on_from(mlp_profile, tmp_path):
+    """Within an epoch, whose distances between weights aren't numbers so far."""
+    plan, task = made("BadGradient", mlp_profile)
+    run(plan, RunSettings(task=task, steps=4, on_nan="warn", checkpoint_every=3), tmp_path, inline=True)
+    summary = resume(tmp_path, at=3, inline=True)
+    assert math.isnan(summary.stages[0].weight_distance)
 
 
 def test_gradients_are_looked_at_before_they_are_taken():
