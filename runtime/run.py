@@ -53,7 +53,7 @@ from .records.metric_logs import MetricLogs, check_logs_at_hand
 from .records.metrics import EpochRecord, RunSummary, StageReport, decode, summarize
 from .records.progress import Losses, Observer, Silent, read_epochs, read_progress
 from .records.run_dir import RunDir
-from .settings import ADJUSTABLE, RunSettings, settings_of, without_effect
+from .settings import ADJUSTABLE, RunSettings, changed, settings_of, without_effect
 from .stage.delays import check_delays
 from .stage.optimizer import check_updates, warn_of_hooks
 from .training.inline import run_inline
@@ -117,14 +117,15 @@ def resume(
     Returns and raises as `run`; and
         FileError: the directory holds no run, or the checkpoint is broken: the message names the
             file, and the newest checkpoint before it that is whole.
-        UserError: the run has ended, or is going on, or its plan or settings have been changed.
+        UserError: the run has ended, or is going on, its plan or settings have been changed, or
+            a change can't be.
     """
     where = RunDir(run_dir)
     plan, settings = where.read()
     observer = observer or Silent()
     if rendezvous is None:
         observer.starting("reading the checkpoint")
-    settings = msgspec.structs.replace(settings, **(changes or {}))
+    settings = check_settings(changed(settings, changes or {}))
     settings = settings_to_resume(where, plan, settings, epochs=epochs, steps=steps, at=at)
     return _run(where, plan, settings, observer, rendezvous, inline=inline)
 

@@ -204,7 +204,16 @@ def settings_of(plan: Plan, asked: Mapping[str, Any]) -> RunSettings:
         "timeout_s": min(max(least, 100 * plan.predicted.period_s), MAX_SECONDS),
     }
     given = {name: value for name, value in asked.items() if value is not None}
+    return _made({**defaults, **given})
+
+
+def changed(settings: RunSettings, changes: Mapping[str, Any]) -> RunSettings:
+    """The settings with other values of these fields. Raises as `settings_of`."""
+    return _made({**msgspec.to_builtins(settings), **changes})
+
+
+def _made(fields: Mapping[str, Any]) -> RunSettings:
     try:
-        return msgspec.convert({**defaults, **given}, RunSettings)
+        return msgspec.convert(fields, RunSettings)
     except msgspec.ValidationError as error:
         raise UserError(f"settings: {error}") from None

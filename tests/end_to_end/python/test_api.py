@@ -345,6 +345,10 @@ def test_python_trains_with_the_settings_given(mlp_profile, tmp_path):
     assert more.summary.mini_batches == 5
     with pytest.raises(UserError, match="seed: a resumed run keeps its settings"):
         timeprest.resume(tmp_path / "run", seed=3)
+    for change, why in (({"device": "gpu"}, "settings: .*'gpu'"), ({"record": "x"}, "--record x")):
+        with pytest.raises(UserError, match=why):
+            timeprest.resume(tmp_path / "run", steps=7, inline=True, **change)
+    assert more.settings.device == "auto"
 
 
 def test_python_checks_and_looks_before_a_run(mlp_profile, tmp_path):
