@@ -204,6 +204,8 @@ class Outbox:
         # Whether what a slot has is a message's last.
         self._last: list[list[bool]] = [[True] * box.slots for box in layout]
         self._waiting: deque[tuple[int, Part, int, bool]] = deque()
+        # When a slot last came back, or something began to wait for one.
+        self._since = 0.0
         self._under_way = 0
         self._lock = threading.Lock()
         self._some_wait = threading.Condition(self._lock)
@@ -225,6 +227,8 @@ class Outbox:
                 if self._free[k] and not self._waiting:
                     self._put(k, part, counted_bytes, last=last)
                 else:
+                    if not self._waiting:
+                        self._since = time.monotonic()
                     self._waiting.append((k, part, counted_bytes, last))
             if not self._waiting:
                 return
@@ -290,6 +294,7 @@ class Outbox:
     def _take_back(self) -> None:
         """See which slots have come back, and fill them with what waits."""
         while (records := _records(self._connection)) is not None:
+            self._since = time.monotonic()
             for k, slot in records:
                 self._free[k].append(slot)
                 self._counted[k][slot] = 0
@@ -315,10 +320,15 @@ class Outbox:
                     self._some_wait.wait()
                 if self._ended:
                     return
+                deadline = self._since + self._timeout_s
             try:
-                _wait(self._connection, time.monotonic() + self._timeout_s)
+                with contextlib.suppress(TimeoutError):
+                    _wait(self._connection, deadline)
                 with self._lock:
                     self._take_back()
+                    # What this thread waits for, the one that computes may have taken.
+                    if self._waiting and time.monotonic() > self._since + self._timeout_s:
+                        raise TimeoutError("nothing came")
             except (OSError, RuntimeError) as error:
                 with self._lock:
                     self.error = error

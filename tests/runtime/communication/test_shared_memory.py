@@ -237,6 +237,35 @@ def test_messages_that_wait_are_lost_with_their_receiver():
     assert source.held_bytes >= 0
 
 
+def test_slots_that_the_computing_thread_has_seen_come_back_arent_waited_for(monkeypatch):
+    """By the thread that sends, which had begun to wait for them."""
+    c, wait = route(shape=LARGE), shared_memory._wait
+    looks, goes_on = threading.Event(), threading.Event()
+
+    def sees_nothing(connection, deadline):
+        if threading.current_thread() is threading.main_thread():
+            return wait(connection, deadline)
+        looks.set()
+        goes_on.wait(5)
+        raise TimeoutError
+
+    monkeypatch.setattr(shared_memory, "_wait", sees_nothing)
+    source, target = both(c)
+    (outbox,) = source._outboxes.values()
+    (box,) = outbox._layout
+    for k in range(box.slots + 1):
+        source.send(c, FORWARD, message(c, k))
+    assert looks.wait(5)
+    for k in range(box.slots + 1):
+        assert torch.equal(target.receive(c, FORWARD), message(c, k))
+        assert source.held_bytes >= 0
+    goes_on.set()
+    outbox._thread.join(0.2)
+    source.send(c, FORWARD, message(c, 0))
+    source.end()
+    target.end()
+
+
 def test_nothing_stays_behind_in_the_file_system():
     before = set(Path(tempfile.gettempdir()).glob("timeprest-*/in"))
     source, target = both(route())
