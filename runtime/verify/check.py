@@ -101,10 +101,12 @@ def check(
         inline: all stages in this process; for systems that flush.
 
     Raises:
-        UserError: an inline check of a system that doesn't flush.
+        UserError: an inline check of a system that doesn't flush, or settings with `start_from`.
         As `run.run`.
     """
     flushes = plan.system.flushes
+    if settings.start_from is not None:
+        raise UserError("--check: trains anew; leave --from (start_from) out")
     if inline and not flushes:
         raise UserError(
             f"--check --inline: {plan.variant} isn't plain training, so its processes are held "

@@ -354,6 +354,8 @@ def test_python_trains_with_the_settings_given(mlp_profile, tmp_path):
 def test_python_checks_and_looks_before_a_run(mlp_profile, tmp_path):
     plan = timeprest.plan(mlp_profile, stages=2, replicas=False, variant="gpipe")
     assert timeprest.check(plan, inline=True, steps=2).verdict == "same"
+    with pytest.raises(UserError, match="--check: trains anew"):
+        timeprest.check(plan, inline=True, start_from=str(tmp_path))
     found = timeprest.dry_run(plan, tmp_path / "run")
     assert [cut.source for cut in found.cuts]
     assert not (tmp_path / "run").exists()
