@@ -51,7 +51,7 @@ from .records.callbacks import (
 )
 from .records.metric_logs import MetricLogs, check_logs_at_hand
 from .records.metrics import EpochRecord, RunSummary, StageReport, decode, summarize
-from .records.progress import Losses, Observer, Silent, read_epochs, read_progress
+from .records.progress import Losses, Observer, read_epochs, read_progress
 from .records.run_dir import RunDir
 from .settings import ADJUSTABLE, RunSettings, changed, settings_of, without_effect
 from .stage.delays import check_delays
@@ -89,7 +89,7 @@ def run(
     settings = check_settings(settings)
     check_delays(plan, settings)
     where.check_new()
-    return _run(where, plan, settings, observer or Silent(), rendezvous, inline=inline)
+    return _run(where, plan, settings, observer or Observer(), rendezvous, inline=inline)
 
 
 def resume(
@@ -122,7 +122,7 @@ def resume(
     """
     where = RunDir(run_dir)
     plan, settings = where.read()
-    observer = observer or Silent()
+    observer = observer or Observer()
     if rendezvous is None:
         observer.starting("reading the checkpoint")
     settings = check_settings(changed(settings, changes or {}))
@@ -147,7 +147,7 @@ def _run(
         use_interface(rendezvous.launched)
         rendezvous.check_same(_versions(plan, settings))
     tells = any(worker.tells for worker in here)
-    observer = observer if tells else Silent()
+    observer = observer if tells else Observer()
     devices_here(plan, settings)
     if rendezvous is None and not inline:
         load_ahead(WORKER, _libraries(plan, settings))

@@ -112,10 +112,10 @@ def show_check(
     quiet: bool,
 ) -> None:
     """Compare the run with plain training. Exits with code 1 when something differs."""
-    from ...runtime.records.progress import Silent
+    from ...runtime.records.progress import Observer
     from ...runtime.verify.check import check
 
-    class Phases(Silent):
+    class Phases(Observer):
         """Shows the phases before the training that is compared."""
 
         def starting(self, what: str) -> None:

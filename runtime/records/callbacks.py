@@ -20,6 +20,7 @@ from ...profiles.errors import RunError, TimeprestError, UserError
 from ...profiles.tasks.hooks import describe_error
 from ..settings import RunSettings
 from .metrics import EpochRecord, EvaluationRecord, RunSummary
+from .progress import Observer
 from .run_dir import RunDir
 
 # What callbacks are told of ---------------------------------------------------------------------
@@ -189,8 +190,8 @@ class Callback:
 # Telling them -----------------------------------------------------------------------------------
 
 
-class Callbacks:
-    """Tells callbacks what an observer of the run (`progress.Observer`) is told.
+class Callbacks(Observer):
+    """Tells callbacks what an observer of the run is told.
 
     Attributes:
         stop: what the first callback that wants to end the run has said.
@@ -213,21 +214,17 @@ class Callbacks:
         self._figures: Mapping[str, float] = {}
 
     def starting(self, what: str) -> None:
-        """As `Observer`."""
         self._tell("on_starting", what)
 
     def begin(self, begun: RunBegun) -> None:
-        """As `Observer`."""
         self._begun, self._done, self.stop = begun, begun.resumed_at, None
         self._evaluated = 0
         self._tell("on_begin", begun)
 
     def figures(self, found: Mapping[str, float]) -> None:
-        """As `Observer`."""
         self._figures = found
 
     def mini_batch(self, epoch: int, done: int, of: int, loss: float) -> None:
-        """As `Observer`."""
         assert self._begun is not None
         self._done = epoch * self._begun.epoch_mini_batches + done
         figures, self._figures = self._figures, {}
@@ -237,7 +234,6 @@ class Callbacks:
         self._tell("on_mini_batch", event)
 
     def evaluation(self, record: EvaluationRecord) -> None:
-        """As `Observer`."""
         assert self._begun is not None
         done = record.epoch * self._begun.epoch_mini_batches + record.mini_batches
         self._evaluated = done
@@ -246,7 +242,6 @@ class Callbacks:
         self._tell("on_evaluation", event)
 
     def epoch(self, record: EpochRecord) -> None:
-        """As `Observer`."""
         # Where a run ends early, that of the place where it stopped has been told of.
         if record.test and self._evaluated != self._done:
             figures = dict(record.test)
@@ -255,7 +250,6 @@ class Callbacks:
         self._tell("on_epoch", EpochDone(mini_batch=self._done, record=record))
 
     def drained(self, mini_batches: int, *, checkpoint: bool) -> bool:
-        """As `Observer`."""
         assert self._begun is not None
         if checkpoint:
             path = RunDir(self._begun.run_dir).checkpoint(mini_batches)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from .callbacks import RunBegun
 
 
-class Observer(Protocol):
-    """Is told how a run goes on.
+class Observer:
+    """Is told how a run goes on; each method does nothing until it is overridden.
 
     Attributes:
         waited_for: workers wait where the pipeline drains until `drained` says whether to go on.
     """
 
-    waited_for: bool
+    waited_for: bool = False
 
     def starting(self, what: str) -> None:
         """This is being done, in a word or two, before the first mini-batch."""
@@ -53,88 +53,25 @@ class Observer(Protocol):
 
         Returns whether to go on.
         """
-
-
-class Silent:
-    """An observer that does nothing."""
-
-    waited_for = False
-
-    def starting(self, what: str) -> None:
-        """Ignored."""
-
-    def begin(self, begun: RunBegun) -> None:
-        """Ignored."""
-
-    def figures(self, found: Mapping[str, float]) -> None:
-        """Ignored."""
-
-    def mini_batch(self, epoch: int, done: int, of: int, loss: float) -> None:
-        """Ignored."""
-
-    def evaluation(self, record: EvaluationRecord) -> None:
-        """Ignored."""
-
-    def epoch(self, record: EpochRecord) -> None:
-        """Ignored."""
-
-    def drained(self, mini_batches: int, *, checkpoint: bool) -> bool:
-        """Go on."""
         return True
 
 
-class Both:
-    """Two observers as one."""
-
-    def __init__(self, first: Observer, second: Observer) -> None:
-        self.pair = (first, second)
-        self.waited_for = first.waited_for or second.waited_for
-
-    def starting(self, what: str) -> None:
-        """Tell both."""
-        for observer in self.pair:
-            observer.starting(what)
-
-    def begin(self, begun: RunBegun) -> None:
-        """Tell both."""
-        for observer in self.pair:
-            observer.begin(begun)
-
-    def figures(self, found: Mapping[str, float]) -> None:
-        """Tell both."""
-        for observer in self.pair:
-            observer.figures(found)
-
-    def mini_batch(self, epoch: int, done: int, of: int, loss: float) -> None:
-        """Tell both."""
-        for observer in self.pair:
-            observer.mini_batch(epoch, done, of, loss)
-
-    def evaluation(self, record: EvaluationRecord) -> None:
-        """Tell both."""
-        for observer in self.pair:
-            observer.evaluation(record)
-
-    def epoch(self, record: EpochRecord) -> None:
-        """Tell both."""
-        for observer in self.pair:
-            observer.epoch(record)
-
-    def drained(self, mini_batches: int, *, checkpoint: bool) -> bool:
-        """Tell both; go on where both say so."""
-        first, second = (each.drained(mini_batches, checkpoint=checkpoint) for each in self.pair)
-        return first and second
-
-
-class MetricsFile(Silent):
+class MetricsFile(Observer):
     """Writes progress as lines of JSON; of the mini-batches all losses, a few lines a second.
 
     Every line of kind "mini_batches" holds the losses since the last one.
     """
 
-    def __init__(self, path: Path, *, more: bool = False) -> None:
-        """`more`: a run that is resumed goes on with the file. Raises FileError, as all of it."""
+    def __init__(self, path: Path, then: Observer, *, more: bool = False) -> None:
+        """
+        Args:
+            then: is told of everything behind it.
+            more: a run that is resumed goes on with the file.
+
+        Raises FileError, as all of it.
+        """
         self.path = path
+        self._then = then
         self._file = GrowingFile(path, more=more)
         self._losses: list[float] = []
         self._figures: list[Mapping[str, float]] = []
@@ -144,6 +81,7 @@ class MetricsFile(Silent):
     def figures(self, found: Mapping[str, float]) -> None:
         """Note figures."""
         self._figures.append(found)
+        self._then.figures(found)
 
     def mini_batch(self, epoch: int, done: int, of: int, loss: float) -> None:
         """Note a loss."""
@@ -151,11 +89,12 @@ class MetricsFile(Silent):
         self._at = epoch, done, of
         if done == of or time.monotonic() - self._written > 0.2:
             self.flush()
+        self._then.mini_batch(epoch, done, of, loss)
 
     def drained(self, mini_batches: int, *, checkpoint: bool) -> bool:
         """Write what was noted."""
         self.flush()
-        return True
+        return self._then.drained(mini_batches, checkpoint=checkpoint)
 
     def flush(self) -> None:
         """Write the losses that were noted."""
@@ -173,10 +112,12 @@ class MetricsFile(Silent):
         """Note an evaluation, behind the losses before it."""
         self.flush()
         self._write({"kind": "evaluation", **msgspec.to_builtins(record)})
+        self._then.evaluation(record)
 
     def epoch(self, record: EpochRecord) -> None:
         """Note an epoch's record."""
         self._write({"kind": "epoch", **msgspec.to_builtins(record)})
+        self._then.epoch(record)
 
     def _write(self, line: dict[str, Any]) -> None:
         self._file.write(msgspec.json.encode(line) + b"\n")

@@ -40,7 +40,7 @@ from ..records.metrics import (
     worker_epochs,
 )
 from ..records.operation_log import StageEpochFile, operation_log, read_stage_epochs
-from ..records.progress import Both, MetricsFile, Observer, Silent
+from ..records.progress import MetricsFile, Observer
 from ..records.run_dir import RunDir
 from ..stage.runner import EVALUATION_AHEAD, StageRunner
 from .dashboard_figures import StepFigures
@@ -92,15 +92,16 @@ def train(
     """
     prepared = runners[0].prepared
     more = prepared.settings.resumed
-    metrics = MetricsFile(where.metrics, more=more) if any(r.tells for r in runners) else None
+    tells = any(runner.tells for runner in runners)
+    metrics = MetricsFile(where.metrics, observer, more=more) if tells else None
     files = {}
     for runner in runners:
         keep_gradients(where, runner)
         written = (runner.log, runner.epoch_file, metrics if runner.tells else None)
         files[runner.replica.number] = [file for file in written if file is not None]
     checkpoints = CheckpointWriter(where, prepared.plan, prepared.settings, agree, files)
-    told = Silent() if metrics is None else Both(metrics, observer)
     try:
+        told = metrics or Observer()
         course = Course(runners, told, barrier, replica_barrier, checkpoints, agree)
         course.run()
     except BaseException:

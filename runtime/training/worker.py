@@ -35,7 +35,7 @@ from ..processes.environment import launched_by, use_interface
 from ..processes.locks import as_worker
 from ..processes.rendezvous import ENDING_S, MayGoOn, Rendezvous
 from ..records.metrics import StageReport
-from ..records.progress import Observer, Silent
+from ..records.progress import Observer
 from ..records.run_dir import RunDir
 from ..records.status import StatusFile
 from ..settings import RunSettings
@@ -64,7 +64,7 @@ def main(arguments: list[str]) -> None:
     rendezvous.run(work)
 
 
-class AsksLauncher(Silent):
+class AsksLauncher(Observer):
     """Asks the launcher, which tells the run's callbacks, whether to go on."""
 
     def __init__(self, rendezvous: Rendezvous, timeout_s: float) -> None:
@@ -179,7 +179,7 @@ def train_worker(
     # Those that share one of its stages share all of them.
     of_stage = partial(barrier, stage_group(worker.stages[0]))
     of_all = partial(barrier, ALL_WORKERS)
-    reports = train(where, runners, observer or Silent(), of_all, of_stage, agree)
+    reports = train(where, runners, observer or Observer(), of_all, of_stage, agree)
     status.begin("the end", worker.name)
     of_all()
     opened.channels.end()

@@ -15,7 +15,7 @@ import torch
 from ...planner.plan import Plan
 from ...profiles.errors import UserError
 from ..prepare.prepare import Prepared, prepare
-from ..records.progress import Observer, Silent, read_losses
+from ..records.progress import Observer, read_losses
 from ..records.run_dir import RunDir, load_weights
 from ..run import run
 from ..settings import RunSettings
@@ -120,7 +120,7 @@ def check(
         checkpoint_every=0,
         dropout=settings.dropout and not flushes,
     )
-    observer = observer or Silent()
+    observer = observer or Observer()
     prepared = prepare(plan, settings, observer.starting)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="timeprest-check-")))

@@ -16,7 +16,7 @@ from ..communication.transport import free_bytes, local_transport
 from ..prepare.devices import CPU, device_kind, own_device, random_state
 from ..prepare.prepare import Prepared, with_own_weights
 from ..records.metrics import EpochSums
-from ..records.progress import Silent
+from ..records.progress import Observer
 from ..stage.optimizer import make_scheduler, optimizer_of, step_optimizer, system_optimizer
 from ..stage.runner import StageRunner
 from ..training.loop import Course
@@ -54,7 +54,7 @@ def try_training(prepared: Prepared) -> list[str]:
                 few.replicas, with_own_weights(few), local_transport(few), strict=True
             )
         ]
-        Course(runners, Silent(), lambda: None, lambda: None).run()
+        Course(runners, Observer(), lambda: None, lambda: None).run()
         if settings.checkpoint_every != 0:
             for runner in runners:
                 capture(runner.stage, random_state(device), EpochSums(), {})

@@ -14,7 +14,7 @@ from timeprest.cli.errors import PlainConsole
 from timeprest.cli.progress import Bar, time_left
 from timeprest.cli.run_commands.progress import BusyShares, Rate, busy_text, training_text
 from timeprest.runtime.records.callbacks import MiniBatchDone
-from timeprest.runtime.records.progress import Silent
+from timeprest.runtime.records.progress import Observer
 from timeprest.runtime.records.status import WorkerStatus
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import RunSettings
@@ -119,7 +119,7 @@ def test_what_has_no_steps_is_said_elsewhere_where_it_takes_long(clock, monkeypa
     assert sys.stderr.getvalue().count("\n") == 1
 
 
-class Tells(Silent):
+class Tells(Observer):
     def __init__(self):
         self.said = []
 

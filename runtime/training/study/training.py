@@ -30,7 +30,7 @@ from ...prepare.devices import forward_context, move, own_device, put, random_ke
 from ...prepare.prepare import Prepared, prepare, with_own_weights
 from ...prepare.samples import Samples
 from ...records.metrics import EvaluationMetrics
-from ...records.progress import Silent
+from ...records.progress import Observer
 from ...settings import RunSettings
 from ...stage.optimizer import check_updates, make_optimizer, make_scheduler
 from ...stage.runner import StageRunner
@@ -146,7 +146,7 @@ class DivergedError(RunError):
     """The loss isn't finite any more, or has blown up: no use in going on."""
 
 
-class _CurveRecorder(Silent):
+class _CurveRecorder(Observer):
     """Keeps the means of the losses, and sees when a training diverges."""
 
     def __init__(self, window: int, length: int, tell: OnMiniBatch) -> None:

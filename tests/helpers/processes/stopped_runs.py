@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from timeprest.runtime.records.progress import Silent, read_losses
+from timeprest.runtime.records.progress import Observer, read_losses
 from timeprest.runtime.run import resume, run
 
 
@@ -15,7 +15,7 @@ class Stopped(KeyboardInterrupt):
     """Somebody pulls the plug."""
 
 
-class StopsAfter(Silent):
+class StopsAfter(Observer):
     """Ends a run once so many mini-batches' losses are known."""
 
     def __init__(self, mini_batches):

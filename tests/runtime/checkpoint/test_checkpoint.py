@@ -39,7 +39,7 @@ from timeprest.runtime.checkpoint.checkpoint import CheckpointWriter, checkpoint
 from timeprest.runtime.checkpoint.worker_state import pack, unpack
 from timeprest.runtime.prepare.data import segments
 from timeprest.runtime.prepare.samples import Samples
-from timeprest.runtime.records.progress import Silent, read_losses
+from timeprest.runtime.records.progress import Observer, read_losses
 from timeprest.runtime.records.run_dir import RunDir, load_weights
 from timeprest.runtime.run import resume, run
 from timeprest.runtime.settings import OptimizerChoice, RunSettings
@@ -277,7 +277,7 @@ def test_the_last_few_are_kept(mlp_target, tmp_path):
 # Processes -----------------------------------------------------------------------------------
 
 
-class KillsAll(Silent):
+class KillsAll(Observer):
     """Kills all workers once the first checkpoint is there and training goes on."""
 
     def __init__(self, run_dir):
@@ -472,7 +472,7 @@ def test_a_full_disk_loses_nothing(fails_at, mlp_target, tmp_path, monkeypatch):
 
 
 def test_a_folder_that_cant_be_made(mlp_target, tmp_path):
-    class InTheWay(Silent):
+    class InTheWay(Observer):
         def begin(self, begun):
             (tmp_path / "run" / "checkpoints").write_text("in the way")
 

@@ -22,7 +22,7 @@ from timeprest.runtime.communication.shared_memory import _memory
 from timeprest.runtime.processes.launcher import _signals
 from timeprest.runtime.processes.locks import alone
 from timeprest.runtime.records.growing_file import GrowingFile
-from timeprest.runtime.records.progress import Silent
+from timeprest.runtime.records.progress import Observer
 from timeprest.runtime.records.status import StatusFile
 from timeprest.runtime.run import run
 from timeprest.runtime.settings import RunSettings
@@ -125,7 +125,7 @@ def test_a_local_run_listens_on_the_loopback_device_alone(mlp_profile, mlp_targe
     """Sockets of all processes below this one, while a run is under way."""
     seen = set()
 
-    class Look(Silent):
+    class Look(Observer):
         def mini_batch(self, epoch, done, of, loss):
             for process in psutil.Process(os.getpid()).children(recursive=True):
                 if process.is_running():

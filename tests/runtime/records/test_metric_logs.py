@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 from helpers.plans import plan_by_hand, with_times
-from helpers.processes.stopped_runs import Stopped, StopsAfter
-from timeprest import Trainer
+from helpers.processes.stopped_runs import Stopped
+from timeprest import Callback, Trainer
 from timeprest.profiles.errors import UserError
 from timeprest.runtime.records.callbacks import MiniBatchDone
 from timeprest.runtime.records.metric_logs import NAMES, VALIDATION, metrics_of, peak_of
@@ -76,10 +76,9 @@ def test_csv_has_each_mini_batch(mlp_profile, mlp_target, tmp_path):
 def test_a_resumed_run_goes_on_in_the_same_files(mlp_profile, mlp_target, tmp_path):
     """What came after the checkpoint is cut off; each mini-batch is there once."""
     run_dir = tmp_path / "run"
-    first = train(mlp_profile, mlp_target, run_dir, "csv", checkpoint_every=2, eval_every=3)
-    first._how["observer"] = both(first._how["observer"], StopsAfter(4))
+    how = {"checkpoint_every": 2, "eval_every": 3, "callbacks": [Unplugged()]}
     with pytest.raises(Stopped):
-        first.run()
+        train(mlp_profile, mlp_target, run_dir, "csv", **how).run()
     before = rows(run_dir)
     assert [row["step"] for row in before] == ["1", "2", "3", "4", "5"]
     with (run_dir / "dashboards/metrics.csv").open("a") as file:
@@ -92,10 +91,10 @@ def test_a_resumed_run_goes_on_in_the_same_files(mlp_profile, mlp_target, tmp_pa
     assert [row["step"] for row in rows(run_dir, "evaluations.csv")] == ["3", "6"]
 
 
-def both(first, second):
-    from timeprest.runtime.records.progress import Both
-
-    return Both(first, second)
+class Unplugged(Callback):
+    def on_mini_batch(self, event):
+        if event.mini_batch == 6:
+            raise Stopped
 
 
 def test_without_the_option_nothing_is_written(mlp_profile, mlp_target, tmp_path):

@@ -12,7 +12,7 @@ from helpers.plans import plan_by_hand, with_times
 from mlp_task import MLPTask
 from timeprest.profiles.errors import RunError
 from timeprest.runtime.prepare.workers import all_replicas
-from timeprest.runtime.records.progress import Silent, Tail, read_epochs, read_losses
+from timeprest.runtime.records.progress import Observer, Tail, read_epochs, read_losses
 from timeprest.runtime.records.run_dir import RunDir, load_weights
 from timeprest.runtime.run import resume, run
 from timeprest.runtime.settings import RunSettings
@@ -83,7 +83,7 @@ def test_with_warn_the_run_goes_on_and_says_where(mlp_profile, tmp_path):
     settings = RunSettings(task=task, steps=4, on_nan="warn")
     records = []
 
-    class Keep(Silent):
+    class Keep(Observer):
         def epoch(self, record):
             records.append(record)
 
@@ -106,7 +106,8 @@ def test_with_warn_the_run_goes_on_and_says_where(mlp_profile, tmp_path):
 def test_a_checkpoint_with_weights_that_arent_finite_is_gone_on_from(mlp_profile, tmp_path):
     """Within an epoch, whose distances between weights aren't numbers so far."""
     plan, task = made("BadGradient", mlp_profile)
-    run(plan, RunSettings(task=task, steps=4, on_nan="warn", checkpoint_every=3), tmp_path, inline=True)
+    settings = RunSettings(task=task, steps=4, on_nan="warn", checkpoint_every=3)
+    run(plan, settings, tmp_path, inline=True)
     summary = resume(tmp_path, at=3, inline=True)
     assert math.isnan(summary.stages[0].weight_distance)
 

@@ -246,7 +246,7 @@ class BadSample(MLPTask):
 
 def test_what_fails_in_plain_training_is_one_line(plans):
     work = due(plans[:1], f"{__file__}:BadSample").work
-    with pytest.raises(RunError, match=r"at mini-batch \d: .*test_study.py:\d+: ValueError: no such"):
+    with pytest.raises(RunError, match=r"at mini-batch \d: .*\.py:\d+: ValueError: no such class"):
         train_one(work, Asked(arm=0, rate=0.05, warmup=0, seed=0, length=20))
 
 
