@@ -208,7 +208,7 @@ def _work(where: LinkDir, rendezvous: Rendezvous) -> None:
     with closing(GrowingFile(where.progress)) as file:
 
         def progress(*line: Any) -> None:
-            file.write(msgspec.json.encode(line) + b"\n")
+            file.append(msgspec.json.encode(line) + b"\n")
             file.flush()
 
         found = _take_part(rendezvous, settings, progress)

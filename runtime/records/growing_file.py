@@ -9,7 +9,7 @@ from ...profiles.errors import FileError
 
 
 class GrowingFile:
-    """A file that is appended to: metrics, operations.
+    """Base of files that are appended to: metrics, operations.
 
     What is on disk of it is whole up to the last `flush`. A full disk, or a limit on a file's size
     (``ulimit -f``), leaves part of a line there, which every reader leaves out.
@@ -32,7 +32,7 @@ class GrowingFile:
         except OSError as error:
             raise self._failed(error) from None
 
-    def write(self, data: bytes) -> None:
+    def append(self, data: bytes) -> None:
         """Add to it."""
         self._waiting.append(data)
         self._bytes += len(data)

@@ -188,36 +188,31 @@ class MetricLogs(Callback):
 # CSV ----------------------------------------------------------------------------------------------
 
 
-class _CsvFile:
+class _CsvFile(GrowingFile):
     """Rows of step, epoch and metrics; those after a checkpoint are cut off."""
 
     def __init__(self, path: Path, resumed_at: int, columns: Sequence[str] = ()) -> None:
         """`columns`: by default those of the first row."""
-        self.path = path
         self.columns: list[str] = []
         kept = _rows_up_to(path, resumed_at) if resumed_at else []
         if kept:
             self.columns = kept[0]
             write_bytes(path, _lines(kept))
-        self._file = GrowingFile(path, more=bool(kept))
+        super().__init__(path, more=bool(kept))
         if not kept and columns:
             self._begin(columns)
 
     def _begin(self, columns: Sequence[str]) -> None:
         self.columns = ["step", "epoch", *columns]
-        self._file.write(_lines([self.columns]))
+        self.append(_lines([self.columns]))
 
     def write(self, step: int, epoch: int, metrics: Mapping[str, float]) -> None:
         """A row, empty where there is no value."""
         if not self.columns:
             self._begin(list(metrics))
         values = {"step": step, "epoch": epoch, **metrics}
-        self._file.write(_lines([[values.get(name, "") for name in self.columns]]))
-        self._file.flush()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        self.append(_lines([[values.get(name, "") for name in self.columns]]))
+        self.flush()
 
 
 def _rows_up_to(path: Path, step: int) -> list[list[str]]:

@@ -118,7 +118,7 @@ class Use(NamedTuple):
     loading_s: float
 
 
-class OperationLog:
+class OperationLog(GrowingFile):
     """Lines of JSON, one for each operation that is to be recorded (docs/files.md).
 
     Attributes:
@@ -133,12 +133,11 @@ class OperationLog:
 
         Raises FileError, here and later, where it can't be written.
         """
-        self.path = path
+        super().__init__(path, more=more, buffer_bytes=1 << 16)
         self.record = record
         self.on = False
         self._first: Op | None = None
         self._last: Op | None = None
-        self._file = GrowingFile(path, more=more, buffer_bytes=1 << 16)
         self._encoder = msgspec.json.Encoder()
         self._received: list[tuple[int, str, int, float]] = []
         self._sent: list[tuple[int, str, int, float]] = []
@@ -197,18 +196,10 @@ class OperationLog:
         if self._sent:
             line["sent"] = self._sent
             self._sent = []
-        self._file.write(self._encoder.encode(line) + b"\n")
+        self.append(self._encoder.encode(line) + b"\n")
         if op == self._last:
             self.on = False
-            self._file.flush()
-
-    def flush(self) -> None:
-        """Write what is buffered."""
-        self._file.flush()
-
-    def close(self) -> None:
-        """Flush and close."""
-        self._file.close()
+            self.flush()
 
 
 def operation_log(where: RunDir, replica: Replica, settings: RunSettings) -> OperationLog | None:
@@ -240,23 +231,10 @@ def read_stage_epochs(path: Path, size: int | None = None) -> tuple[StageEpoch, 
     return tuple(found)
 
 
-class StageEpochFile:
+class StageEpochFile(GrowingFile):
     """A worker's epochs as lines of JSON (`StageEpoch`)."""
-
-    def __init__(self, path: Path, *, more: bool = False) -> None:
-        """`more`: a run that is resumed goes on with the file. Raises FileError, as all of it."""
-        self.path = path
-        self._file = GrowingFile(path, more=more)
 
     def epoch(self, seen: StageEpoch) -> None:
         """Add an epoch."""
-        self._file.write(msgspec.json.encode(seen) + b"\n")
-        self._file.flush()
-
-    def flush(self) -> None:
-        """Write what is buffered."""
-        self._file.flush()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        self.append(msgspec.json.encode(seen) + b"\n")
+        self.flush()

@@ -56,7 +56,7 @@ class Observer:
         return True
 
 
-class MetricsFile(Observer):
+class MetricsFile(GrowingFile, Observer):
     """Writes progress as lines of JSON; of the mini-batches all losses, a few lines a second.
 
     Every line of kind "mini_batches" holds the losses since the last one.
@@ -70,9 +70,8 @@ class MetricsFile(Observer):
 
         Raises FileError, as all of it.
         """
-        self.path = path
+        super().__init__(path, more=more)
         self._then = then
-        self._file = GrowingFile(path, more=more)
         self._losses: list[float] = []
         self._figures: list[Mapping[str, float]] = []
         self._at = (0, 0, 0)
@@ -98,35 +97,32 @@ class MetricsFile(Observer):
 
     def flush(self) -> None:
         """Write the losses that were noted."""
-        if not self._losses:
-            return
-        epoch, done, of = self._at
-        losses, self._losses = self._losses, []
-        self._written = time.monotonic()
-        line = {"kind": "mini_batches", "epoch": epoch, "done": done, "of": of, "losses": losses}
-        if self._figures:
-            line["figures"], self._figures = self._figures, []
-        self._write(line)
+        if self._losses:
+            epoch, done, of = self._at
+            losses, self._losses = self._losses, []
+            self._written = time.monotonic()
+            line = {"kind": "mini_batches", "epoch": epoch, "done": done, "of": of}
+            line["losses"] = losses
+            if self._figures:
+                line["figures"], self._figures = self._figures, []
+            self._append_line(line)
+        super().flush()
 
     def evaluation(self, record: EvaluationRecord) -> None:
         """Note an evaluation, behind the losses before it."""
         self.flush()
-        self._write({"kind": "evaluation", **msgspec.to_builtins(record)})
+        self._append_line({"kind": "evaluation", **msgspec.to_builtins(record)})
+        self.flush()
         self._then.evaluation(record)
 
     def epoch(self, record: EpochRecord) -> None:
         """Note an epoch's record."""
-        self._write({"kind": "epoch", **msgspec.to_builtins(record)})
+        self._append_line({"kind": "epoch", **msgspec.to_builtins(record)})
+        self.flush()
         self._then.epoch(record)
 
-    def _write(self, line: dict[str, Any]) -> None:
-        self._file.write(msgspec.json.encode(line) + b"\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        """Write what is left, and close the file."""
-        self.flush()
-        self._file.close()
+    def _append_line(self, line: dict[str, Any]) -> None:
+        self.append(msgspec.json.encode(line) + b"\n")
 
 
 class Tail:

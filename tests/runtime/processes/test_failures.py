@@ -99,14 +99,14 @@ def test_all_end_soon_and_the_cause_is_named(
 def test_what_cannot_be_written_is_said_once():
     """A failure of the disk isn't met again when the file is closed."""
     file = GrowingFile(Path("/dev/full"))
-    file.write(b"a line\n")
+    file.append(b"a line\n")
     with pytest.raises(FileError, match="/dev/full: can't be written: No space left on device"):
         file.flush()
     file.close()
     log = GrowingFile(Path("/dev/full"), buffer_bytes=10)
-    log.write(b"0123456789")
+    log.append(b"0123456789")
     with pytest.raises(FileError, match="No space left"):
-        log.write(b"0")
+        log.append(b"0")
     with pytest.raises(FileError, match="status/x: can't be written: Not a directory"):
         StatusFile(TESTS / "conftest.py" / "status/x", 0, "stage 0")
 
