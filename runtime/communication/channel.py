@@ -6,9 +6,12 @@ gradient. Messages of one route and kind arrive in the sequence they were sent.
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Protocol
 
@@ -18,6 +21,7 @@ from torch import Tensor
 from ...profiles.errors import RunError
 from ..prepare.messages import MessageRoute, MessageSeries
 from ..records.operation_log import OperationLog
+from ..records.status import Status
 
 START_S = 60.0
 """Shortest bound of a wait for the other workers to start, whatever the bound for a message is."""
@@ -94,6 +98,89 @@ class ProcessChannels(Channels, Protocol):
 
     def end(self) -> None:
         """End their threads and close their sockets, after the last `close`."""
+
+
+class PeerChannels(ProcessChannels):
+    """Base of those that say whom they wait for, and who is lost where a message fails."""
+
+    def __init__(
+        self, names: Sequence[str], timeout_s: float, status: Status | None = None
+    ) -> None:
+        """
+        Args:
+            names: of all workers, by rank; for messages.
+            status: is told whom this worker waits for.
+        """
+        self.names = names
+        self.status = status or Status()
+        self.timeout = timedelta(seconds=timeout_s)
+
+    @contextmanager
+    def talking_to(self, peer: int) -> Iterator[None]:
+        """Raises PeerError where something inside fails, or takes too long."""
+        try:
+            yield
+        except (RuntimeError, TimeoutError, ConnectionError) as error:
+            # Who finds out when it sends can go on no more than who waits.
+            self.status.wait((peer,))
+            raise lost(self.names[peer], error, self.timeout) from error
+
+
+class SendingThread:
+    """Waits for sends under way, one after another, so that computing doesn't.
+
+    Attributes:
+        error: of the first that failed, with which it has ended.
+        pending_bytes: of those that haven't gone.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        """`timeout_s`: longest wait for it."""
+        self.error: BaseException | None = None
+        self.pending_bytes = 0
+        self._timeout_s = timeout_s
+        self._idle = threading.Condition()
+        self._count = 0
+        self._queue: queue.SimpleQueue[tuple[Callable[[], None], int] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._thread.start()
+
+    def put(self, send: Callable[[], None], counted_bytes: int) -> None:
+        """Have it wait for this send too, and hold until then whatever that holds."""
+        with self._idle:
+            self._count += 1
+            self.pending_bytes += counted_bytes
+        self._queue.put((send, counted_bytes))
+
+    def wait_for(self, most: int) -> bool:
+        """Wait until at most so many sends are left; False after a failure or the bound."""
+        with self._idle:
+            few = self._idle.wait_for(
+                lambda: self._count <= most or self.error is not None, self._timeout_s
+            )
+            return few and self.error is None
+
+    def end(self) -> None:
+        """Let the thread run dry and end. One that is still there when the interpreter ends may
+        take the process down with it."""
+        self._queue.put(None)
+        self._thread.join(self._timeout_s)
+
+    def _work(self) -> None:
+        while (item := self._queue.get()) is not None:
+            send, counted_bytes = item
+            try:
+                send()
+            except BaseException as error:
+                with self._idle:
+                    self.error = error
+                    self._idle.notify_all()
+                return
+            with self._idle:
+                self._count -= 1
+                self.pending_bytes -= counted_bytes
+                self._idle.notify_all()
+            del item, send
 
 
 class Mailbox:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from itertools import cycle, islice
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,10 +15,10 @@ from torch import Tensor
 from ...planner.systems.operations import BACKWARD
 from ..prepare.messages import MessageRoute, MessageSeries
 from ..records.status import Status
-from .channel import PeerError, ProcessChannels, lost
+from .channel import PeerChannels, SendingThread
 
 
-class GlooChannels(ProcessChannels):
+class GlooChannels(PeerChannels):
     """Messages between processes by torch.distributed; one object per worker.
 
     Receives are posted ahead; where messages have shapes of their own, those of the shapes. Sends
@@ -39,19 +37,16 @@ class GlooChannels(ProcessChannels):
     ) -> None:
         """
         Args:
-            names: of all workers, by rank; for messages.
-            status: is told whom this worker waits for.
+            names, status: as of `PeerChannels`.
             room: makes the tensors, by shape and dtype, that messages are received into.
             varying: messages have shapes of their own, and each comes behind one that says it.
         """
+        super().__init__(names, timeout_s, status)
         self._room = room or _room
         self._varying = varying
-        self.names = names
-        self.status = status or Status()
-        self.timeout = timedelta(seconds=timeout_s)
         self._posted: dict[tuple[int, str], deque[tuple[dist.Work, Tensor]]] = {}
         self._to_post: dict[tuple[int, str], Iterator[MessageRoute]] = {}
-        self._senders: dict[int, _Sender] = {}
+        self._senders: dict[int, SendingThread] = {}
 
     def open(self, series: Sequence[MessageSeries]) -> None:
         """Post the first receives."""
@@ -83,10 +78,8 @@ class GlooChannels(ProcessChannels):
     ) -> dist.Work:
         """Post a receive. `of_shape`: not of a message, but of the shape that it has."""
         peer = route.ends(kind)[0]
-        try:
+        with self.talking_to(peer):
             work = dist.irecv(buffer, peer, tag=_tag(route, kind, of_shape=of_shape))
-        except RuntimeError as error:
-            raise self._lost(peer, error) from error
         assert work is not None
         return work
 
@@ -95,24 +88,17 @@ class GlooChannels(ProcessChannels):
         peer = route.ends(kind)[1]
         sender = self._senders.get(peer)
         if sender is None:
-            sender = self._senders[peer] = _Sender(self.timeout)
-        if sender.error is not None:
-            raise self._lost(peer, sender.error)
+            sender = self._senders[peer] = SendingThread(self.timeout.total_seconds())
         kept = kept and tensor.is_contiguous()
         tensor = tensor.contiguous()
-        work: dist.Work | _BehindItsShape | None
-        try:
-            if self._varying:
-                shape = _shape_of(tensor)
-                first = dist.isend(shape, peer, tag=_tag(route, kind, of_shape=True))
-            work = dist.isend(tensor, peer, tag=_tag(route, kind))
-        except RuntimeError as error:
-            raise self._lost(peer, error) from error
-        assert work is not None
+        going = [(tensor, _tag(route, kind))]
         if self._varying:
-            assert first is not None
-            work = _BehindItsShape(first, shape, work)
-        sender.put(work, tensor, 0 if kept else tensor.nbytes)
+            going.insert(0, (_shape_of(tensor), _tag(route, kind, of_shape=True)))
+        with self.talking_to(peer):
+            if sender.error is not None:
+                raise sender.error
+            works = [(dist.isend(each, peer, tag=tag), each) for each, tag in going]
+        sender.put(partial(_wait_for, works, self.timeout), 0 if kept else tensor.nbytes)
 
     def receive(self, route: MessageRoute, kind: str) -> Tensor:
         """Wait for the oldest posted receive, and post another one."""
@@ -123,13 +109,11 @@ class GlooChannels(ProcessChannels):
         work, buffer = posted.popleft()
         peer = route.ends(kind)[0]
         self.status.wait((peer,))
-        try:
+        with self.talking_to(peer):
             work.wait(self.timeout)
             if self._varying:
                 buffer = self._room(buffer[1:].tolist(), route.spec.dtype)
                 self._receive_into(buffer, route, kind).wait(self.timeout)
-        except RuntimeError as error:
-            raise self._lost(peer, error) from error
         self.status.go_on()
         self._post_next(upcoming, kind)
         return buffer
@@ -138,15 +122,15 @@ class GlooChannels(ProcessChannels):
         """Wait for the sending threads to come down to so many messages each."""
         for peer, sender in self._senders.items():
             self.status.wait((peer,))
-            if not sender.wait_for(most, self.timeout):
-                raise self._lost(peer, sender.error or TimeoutError("the messages didn't go"))
+            with self.talking_to(peer):
+                if not sender.wait_for(most):
+                    raise sender.error or TimeoutError("the messages didn't go")
             self.status.go_on()
 
     def end(self) -> None:
-        """End the sending threads, after the last `close`. A thread that is still there when
-        the interpreter ends may take the process down with it."""
+        """End the sending threads, after the last `close`."""
         for sender in self._senders.values():
-            sender.end(self.timeout)
+            sender.end()
 
     @property
     def held_bytes(self) -> int:
@@ -154,80 +138,12 @@ class GlooChannels(ProcessChannels):
         posted = sum(b.nbytes for waiting in self._posted.values() for _, b in waiting)
         return posted + sum(s.pending_bytes for s in list(self._senders.values()))
 
-    def _lost(self, peer: int, error: BaseException) -> PeerError:
-        # Who finds out when it sends can go on no more than who waits.
-        self.status.wait((peer,))
-        return lost(self.names[peer], error, self.timeout)
 
-
-class _BehindItsShape(NamedTuple):
-    """Two sends under way: of a message's shape, and of the message."""
-
-    of_shape: dist.Work
-    shape: Tensor
-    of_message: dist.Work
-
-    def wait(self, timeout: timedelta) -> None:
-        """Wait for both."""
-        self.of_shape.wait(timeout)
-        self.of_message.wait(timeout)
-
-
-_Sent = tuple[dist.Work | _BehindItsShape, Tensor, int]
-"""A send, its tensor, and how many bytes count."""
-
-
-class _Sender:
-    """A thread that waits for the sends to one peer, in their sequence."""
-
-    def __init__(self, timeout: timedelta) -> None:
-        self.timeout = timeout
-        self.error: BaseException | None = None
-        self.pending_bytes = 0
-        self._lock = threading.Lock()
-        self._idle = threading.Condition(self._lock)
-        self._count = 0
-        self._queue: queue.SimpleQueue[_Sent | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, daemon=True)
-        self._thread.start()
-
-    def put(self, work: dist.Work | _BehindItsShape, tensor: Tensor, counted_bytes: int) -> None:
-        """Wait for this send too; hold its tensor until then."""
-        with self._lock:
-            self._count += 1
-            self.pending_bytes += counted_bytes
-        self._queue.put((work, tensor, counted_bytes))
-
-    def wait_for(self, most: int, timeout: timedelta) -> bool:
-        """Wait until at most so many sends are left; False after a failure or the bound."""
-        with self._idle:
-            return (
-                self._idle.wait_for(
-                    lambda: self._count <= most or self.error is not None, timeout.total_seconds()
-                )
-                and self.error is None
-            )
-
-    def end(self, timeout: timedelta) -> None:
-        """Let the thread run dry and end."""
-        self._queue.put(None)
-        self._thread.join(timeout.total_seconds())
-
-    def _work(self) -> None:
-        while (item := self._queue.get()) is not None:
-            work, tensor, counted_bytes = item
-            try:
-                work.wait(self.timeout)
-            except BaseException as error:
-                with self._idle:
-                    self.error = error
-                    self._idle.notify_all()
-                return
-            with self._idle:
-                self._count -= 1
-                self.pending_bytes -= counted_bytes
-                self._idle.notify_all()
-            del item, work, tensor
+def _wait_for(works: Sequence[tuple[dist.Work | None, Tensor]], timeout: timedelta) -> None:
+    """Wait for sends, each with the tensor that it reads."""
+    for work, _ in works:
+        assert work is not None
+        work.wait(timeout)
 
 
 def _room(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

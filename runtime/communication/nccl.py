@@ -12,7 +12,7 @@ for the message, within the bound.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from itertools import chain, islice, repeat
 from typing import Any
@@ -24,7 +24,7 @@ from torch import Tensor
 from ..prepare.messages import MessageRoute, MessageSeries
 from ..prepare.workers import Replica
 from ..records.status import Status
-from .channel import PeerError, ProcessChannels, lost, wait_until
+from .channel import PeerChannels, PeerError, wait_until
 
 Direction = tuple[Replica, Replica]
 """A sender and a receiver."""
@@ -65,7 +65,7 @@ def sequence(
     return chain.from_iterable(repeat(of_round, rounds))
 
 
-class NcclChannels(ProcessChannels):
+class NcclChannels(PeerChannels):
     """Messages by NCCL; one object per worker. Made by all workers at the same time."""
 
     def __init__(
@@ -80,17 +80,14 @@ class NcclChannels(ProcessChannels):
         """Make the communicators.
 
         Args:
-            names: of all workers, by rank; for messages.
+            names, status: as of `PeerChannels`.
             routes: all that there will be, of all workers.
-            status: is told whom this worker waits for.
 
         Raises PeerError.
         """
+        super().__init__(names, timeout_s, status)
         self.rank = rank
-        self.names = names
         self.device = device
-        self.status = status or Status()
-        self.timeout = timedelta(seconds=timeout_s)
         self._groups: dict[Direction, Any] = {}
         self._coming: dict[Direction, Iterator[tuple[MessageRoute, str]]] = {}
         self._posted: dict[Direction, deque[tuple[MessageRoute, str, dist.Work, Tensor]]] = {}
@@ -114,16 +111,14 @@ class NcclChannels(ProcessChannels):
         group = self._groups[direction]
         source, target = (end.rank for end in direction)
         peer = target if self.rank == source else source
-        try:
+        with self.talking_to(peer):
             work = (
                 dist.isend(greeting, target, group=group)
                 if self.rank == source
                 else dist.irecv(greeting, source, group=group)
             )
             assert work is not None
-            self._wait(work.is_completed, peer)
-        except RuntimeError as error:
-            raise self._lost(peer, error) from error
+            wait_until(work.is_completed, self.timeout)
 
     def open(self, series: Sequence[MessageSeries]) -> None:
         """Post the first receives."""
@@ -143,10 +138,8 @@ class NcclChannels(ProcessChannels):
         source = direction[0].rank
         for route, kind in islice(self._coming[direction], count):
             buffer = torch.empty(route.shape(kind), dtype=route.spec.dtype, device=self.device)
-            try:
+            with self.talking_to(source):
                 work = dist.irecv(buffer, source, group=self._groups[direction])
-            except RuntimeError as error:
-                raise self._lost(source, error) from error
             assert work is not None
             self._posted[direction].append((route, kind, work, buffer))
 
@@ -156,10 +149,8 @@ class NcclChannels(ProcessChannels):
         self._let_go(peer)
         kept = kept and tensor.is_contiguous()
         tensor = tensor.contiguous()
-        try:
+        with self.talking_to(peer):
             work = dist.isend(tensor, peer, group=self._groups[route.between(kind)])
-        except RuntimeError as error:
-            raise self._lost(peer, error) from error
         assert work is not None
         nbytes = 0 if kept else tensor.nbytes
         self._going.setdefault(peer, deque()).append((work, tensor, nbytes))
@@ -175,12 +166,10 @@ class NcclChannels(ProcessChannels):
             if not self._posted[direction]:
                 raise PeerError(f"{self.names[source]} sends no more {route.spec.name!r}")
             found, of_kind, work, buffer = self._posted[direction].popleft()
-            try:
-                self._wait(work.is_completed, source)
+            with self.talking_to(source):
+                wait_until(work.is_completed, self.timeout)
                 # Nothing is left to wait for; what is computed now comes behind it.
                 work.wait()
-            except RuntimeError as error:
-                raise self._lost(source, error) from error
             self._there.setdefault((found.number, of_kind), deque()).append(buffer)
             self._post(direction, 1)
         self.status.go_on()
@@ -195,7 +184,8 @@ class NcclChannels(ProcessChannels):
                 self._let_go(peer)
                 return len(going) <= most
 
-            self._wait(few, peer)
+            with self.talking_to(peer):
+                wait_until(few, self.timeout)
             self.status.go_on()
 
     def end(self) -> None:
@@ -212,19 +202,6 @@ class NcclChannels(ProcessChannels):
     def _let_go(self, peer: int) -> None:
         """Drop the tensors of messages that have gone."""
         going = self._going.get(peer)
-        try:
+        with self.talking_to(peer):
             while going and going[0][0].is_completed():
                 going.popleft()
-        except RuntimeError as error:
-            raise self._lost(peer, error) from error
-
-    def _wait(self, done: Callable[[], bool], peer: int) -> None:
-        try:
-            wait_until(done, self.timeout)
-        except (RuntimeError, TimeoutError) as error:
-            raise self._lost(peer, error) from error
-
-    def _lost(self, peer: int, error: BaseException) -> PeerError:
-        # Who finds out when it sends can go on no more than who waits.
-        self.status.wait((peer,))
-        return lost(self.names[peer], error, self.timeout)

@@ -7,18 +7,16 @@ it waits for on the device, behind the message itself.
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections.abc import Sequence
-from datetime import timedelta
-from typing import NamedTuple, Protocol
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ...profiles.errors import TimeprestError
 from ..prepare.messages import MessageRoute, MessageSeries
-from .channel import PeerError, ProcessChannels
+from .channel import PeerError, ProcessChannels, SendingThread
 
 # Copies between a GPU and pinned host memory, on streams of their own ---------------------------
 # The channels know no GPU: `Copier` says what is needed of one, so that the same code runs in
@@ -95,17 +93,6 @@ class CudaCopier:
 # Channels over those in host memory -------------------------------------------------------------
 
 
-class _Going(NamedTuple):
-    """A message on its way down; its tensor is kept until it has landed."""
-
-    route: MessageRoute
-    kind: str
-    tensor: Tensor
-    host: Tensor
-    landing: Landing
-    nbytes: int
-
-
 class PinnedMemoryChannels(ProcessChannels):
     """Channels for tensors in device memory, over channels for those in host memory."""
 
@@ -116,14 +103,8 @@ class PinnedMemoryChannels(ProcessChannels):
         """
         self._host = host
         self._copier = copier
-        self._timeout = timedelta(seconds=timeout_s)
-        self._error: BaseException | None = None
-        self._waiting = 0
-        self._waiting_bytes = 0
-        self._idle = threading.Condition()
-        self._queue: queue.SimpleQueue[_Going | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._send_landed, daemon=True)
-        self._thread.start()
+        self._timeout_s = timeout_s
+        self._copies = SendingThread(timeout_s)
 
     def open(self, series: Sequence[MessageSeries]) -> None:
         """Post the first receives."""
@@ -132,12 +113,16 @@ class PinnedMemoryChannels(ProcessChannels):
     def send(self, route: MessageRoute, kind: str, tensor: Tensor, *, kept: bool = False) -> None:
         """Start the copy down. The thread that sends waits for it."""
         self._check()
-        host, landing = self._copier.down(tensor)
-        nbytes = 0 if kept else tensor.nbytes
-        with self._idle:
-            self._waiting += 1
-            self._waiting_bytes += nbytes
-        self._queue.put(_Going(route, kind, tensor, host, landing, nbytes))
+        going = (tensor, *self._copier.down(tensor))
+        send = partial(self._send_landed, route, kind, *going)
+        self._copies.put(send, 0 if kept else tensor.nbytes)
+
+    def _send_landed(
+        self, route: MessageRoute, kind: str, tensor: Tensor, host: Tensor, landing: Landing
+    ) -> None:
+        """`tensor`: is kept until it has landed."""
+        landing.synchronize()
+        self._host.send(route, kind, host)
 
     def receive(self, route: MessageRoute, kind: str) -> Tensor:
         """The next message, on its way up."""
@@ -146,47 +131,26 @@ class PinnedMemoryChannels(ProcessChannels):
 
     def throttle(self, most: int) -> None:
         """Wait for the copies, and for the channels behind them."""
-        with self._idle:
-            done = self._idle.wait_for(
-                lambda: not self._waiting or self._error is not None, self._timeout.total_seconds()
-            )
+        landed = self._copies.wait_for(0)
         self._check()
-        if not done:
-            raise PeerError(
-                f"a copy from the GPU took over {self._timeout.total_seconds():g} s (--timeout)"
-            )
+        if not landed:
+            raise PeerError(f"a copy from the GPU took over {self._timeout_s:g} s (--timeout)")
         self._host.throttle(most)
 
     def end(self) -> None:
         """End the threads."""
-        self._queue.put(None)
-        self._thread.join(self._timeout.total_seconds())
+        self._copies.end()
         self._host.end()
 
     @property
     def held_bytes(self) -> int:
         """Messages on their way down, and what the channels in host memory hold."""
-        return self._waiting_bytes + self._host.held_bytes
+        return self._copies.pending_bytes + self._host.held_bytes
 
     def _check(self) -> None:
-        if self._error is None:
+        error = self._copies.error
+        if error is None:
             return
-        if isinstance(self._error, TimeprestError):
-            raise self._error
-        raise PeerError(f"a message couldn't be copied from the GPU: {self._error}")
-
-    def _send_landed(self) -> None:
-        while (going := self._queue.get()) is not None:
-            try:
-                going.landing.synchronize()
-                self._host.send(going.route, going.kind, going.host)
-            except BaseException as error:
-                with self._idle:
-                    self._error = error
-                    self._idle.notify_all()
-                return
-            with self._idle:
-                self._waiting -= 1
-                self._waiting_bytes -= going.nbytes
-                self._idle.notify_all()
-            del going
+        if isinstance(error, TimeprestError):
+            raise error
+        raise PeerError(f"a message couldn't be copied from the GPU: {error}")

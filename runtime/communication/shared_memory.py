@@ -42,7 +42,7 @@ from ...profiles.errors import RunError
 from ...profiles.units import format_bytes
 from ..prepare.messages import MessageRoute, MessageSeries
 from ..records.status import Status
-from .channel import START_S, PeerError, ProcessChannels, lost
+from .channel import START_S, PeerChannels, PeerError
 from .slots import Box, Key, Part, boxes, write
 
 # One direction: its slots, and the socket -------------------------------------------------------
@@ -345,7 +345,7 @@ def can_share_memory() -> bool:
     return hasattr(os, "memfd_create") and hasattr(socket, "send_fds")
 
 
-class SharedMemoryChannels(ProcessChannels):
+class SharedMemoryChannels(PeerChannels):
     """Messages through shared memory; one object for each worker."""
 
     def __init__(
@@ -359,14 +359,12 @@ class SharedMemoryChannels(ProcessChannels):
     ) -> None:
         """
         Args:
-            names: of all workers, by rank; for messages.
+            names, status: as of `PeerChannels`.
             inboxes, outboxes: by the other's rank.
-            status: is told whom this worker waits for.
         """
-        self.rank = rank
-        self.names = names
-        self.status = status or Status()
+        super().__init__(names, timeout_s, status)
         self._timeout_s = timeout_s
+        self.rank = rank
         self._inboxes = inboxes
         self._outboxes = outboxes
         self._posted_bytes = 0
@@ -387,14 +385,14 @@ class SharedMemoryChannels(ProcessChannels):
         """Copy it into shared memory, or have it copied as soon as there is room."""
         peer = route.ends(kind)[1]
         counted = 0 if kept else route.nbytes(kind)
-        with self._talking_to(peer):
+        with self.talking_to(peer):
             self._outboxes[peer].send((route.number, kind), tensor, counted)
 
     def receive(self, route: MessageRoute, kind: str) -> Tensor:
         """Wait for the oldest message, and copy it out."""
         key, peer = (route.number, kind), route.ends(kind)[0]
         inbox = self._inboxes[peer]
-        with self._talking_to(peer):
+        with self.talking_to(peer):
             if not inbox.here(key):
                 self.status.wait((peer,))
                 inbox.wait(key, self._timeout_s)
@@ -410,7 +408,7 @@ class SharedMemoryChannels(ProcessChannels):
         """Wait until each of the others has taken all but so many messages."""
         for peer, outbox in self._outboxes.items():
             self.status.wait((peer,))
-            with self._talking_to(peer):
+            with self.talking_to(peer):
                 outbox.wait_for(most, self._timeout_s)
             self.status.go_on()
 
@@ -425,15 +423,6 @@ class SharedMemoryChannels(ProcessChannels):
     def held_bytes(self) -> int:
         """Slots that stand for posted receives, and messages beyond the others' own."""
         return self._posted_bytes + sum(outbox.held_bytes for outbox in self._outboxes.values())
-
-    @contextmanager
-    def _talking_to(self, peer: int) -> Iterator[None]:
-        try:
-            yield
-        except (GoneError, TimeoutError) as error:
-            # Who finds out when it sends can go on no more than who waits.
-            self.status.wait((peer,))
-            raise lost(self.names[peer], error, timedelta(seconds=self._timeout_s)) from error
 
 
 def connect(
