@@ -22,6 +22,7 @@ from ...profiles.errors import RunError, UserError
 from ...profiles.files import write_bytes
 from ..communication.channel import PeerError, why_lost
 from ..processes.launcher import Workers, run_workers
+from ..records.growing_file import new_lines
 from ..records.run_dir import RunDir
 
 MESSAGE_BYTES = tuple(4096 * 4**k for k in range(8))
@@ -171,16 +172,9 @@ class _Progress:
     def __call__(self) -> None:
         if self.progress is None:
             return
-        try:
-            with self.path.open("rb") as file:
-                file.seek(self._position)
-                new = file.read()
-        except OSError:
-            return
-        whole = new[: new.rfind(b"\n") + 1]
-        self._position += len(whole)
-        if whole:
-            what, done, of = msgspec.json.decode(whole.splitlines()[-1], type=tuple[str, int, int])
+        lines, self._position = new_lines(self.path, self._position)
+        if lines:
+            what, done, of = msgspec.json.decode(lines[-1], type=tuple[str, int, int])
             self.progress(what, done, of)
 
 

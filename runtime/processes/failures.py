@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import psutil
 
@@ -47,6 +49,19 @@ def circumstances(statuses: Statuses, rank: int) -> str:
     """Where a worker was that failed, and who waited; nothing where it hadn't begun."""
     where = where_it_was(statuses.get(rank))
     return where and where + who_waited(statuses, rank)
+
+
+def how_it_ended(code: int) -> str:
+    """Of a process that can't say it itself any more, by its exit code."""
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"
+
+
+def last_words(log: Path) -> str:
+    """The last line that a process printed, or the beginning of it; empty: it printed nothing."""
+    lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")[:200]
 
 
 SETTLE_S = 1.0

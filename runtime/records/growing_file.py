@@ -8,6 +8,19 @@ from pathlib import Path
 from ...profiles.errors import FileError
 
 
+def new_lines(path: Path, position: int) -> tuple[list[bytes], int]:
+    """The whole lines behind a position of a file that somebody appends to, and where they end;
+    none while there is no such file."""
+    try:
+        with path.open("rb") as file:
+            file.seek(position)
+            new = file.read()
+    except OSError:
+        return [], position
+    whole = new[: new.rfind(b"\n") + 1]
+    return whole.splitlines(), position + len(whole)
+
+
 class GrowingFile:
     """Base of files that are appended to: metrics, operations.
 

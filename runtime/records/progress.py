@@ -11,7 +11,7 @@ import msgspec
 
 from ...profiles.errors import FileError
 from ...profiles.files import read_lines
-from .growing_file import GrowingFile
+from .growing_file import GrowingFile, new_lines
 from .metrics import EpochRecord, EvaluationRecord, as_float, with_nan
 
 if TYPE_CHECKING:
@@ -136,15 +136,8 @@ class Tail:
 
     def poll(self) -> bool:
         """Pass on the lines that are new and whole. Returns whether there were any."""
-        try:
-            with self.path.open("rb") as file:
-                file.seek(self._position)
-                new = file.read()
-        except OSError:
-            return False
-        whole = new[: new.rfind(b"\n") + 1]
-        self._position += len(whole)
-        for line in whole.splitlines():
+        lines, self._position = new_lines(self.path, self._position)
+        for line in lines:
             try:
                 found = with_nan(msgspec.json.decode(line))
             except (msgspec.DecodeError, UnicodeDecodeError):
@@ -163,7 +156,7 @@ class Tail:
                         known = {k: v for k, v in own.items() if v is not None}
                         self.observer.figures(known)
                     self.observer.mini_batch(found["epoch"], done, found["of"], as_float(loss))
-        return bool(whole)
+        return bool(lines)
 
 
 class Losses(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,6 +18,7 @@ import msgspec
 
 from ....planner.study.study import Curve
 from ....profiles.errors import RunError, TimeprestError, UserError
+from ...processes.failures import how_it_ended, last_words
 from .training import train_one
 from .work import Asked, StudyWork
 from .worker import Said
@@ -149,12 +150,6 @@ class _Process:
             self.heard = time.monotonic()
         return [msgspec.json.decode(line, type=Said) for line in lines], ended
 
-    def last_words(self) -> str:
-        """The last line that it printed, for a message."""
-        text = self.log.read_text(encoding="utf-8", errors="replace")
-        last = [line.strip() for line in text.split("\n") if line.strip()][-1:]
-        return "".join(f"; its last words: {line[:200]}" for line in last)
-
 
 class Processes:
     """Trains in processes that stay.
@@ -231,17 +226,12 @@ class Processes:
     def _died(self, process: _Process) -> RunError:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.process.wait(_END_S)
-        code = process.process.returncode
-        if code is None:
-            how = "closed its output"
-        elif code < 0:
-            how = f"was killed by {signal.Signals(-code).name}"
-        else:
-            how = f"ended with exit code {code}"
+        code, last = process.process.returncode, last_words(process.log)
+        how = "closed its output" if code is None else how_it_ended(code)
         at = "" if process.asked is None else f", training {self._work.label(process.asked)}"
         return RunError(
             f"worker {process.number} (process {process.process.pid}) {how}{at}"
-            f"{process.last_words()}"
+            + (last and f"; its last words: {last}")
         )
 
     def close(self) -> None:
