@@ -21,7 +21,7 @@ from ...planner.cluster.link_fit import LinkPoint
 from ...profiles.errors import RunError, UserError
 from ...profiles.files import write_bytes
 from ..communication.channel import PeerError, why_lost
-from ..processes.launcher import Workers, run_workers
+from ..processes.launcher import run_workers
 from ..records.growing_file import new_lines
 from ..records.run_dir import RunDir
 
@@ -148,13 +148,9 @@ def measure_links(
     with tempfile.TemporaryDirectory(prefix="timeprest-links-") as folder:
         where = LinkDir(folder)
         write_bytes(where.settings, msgspec.json.encode(settings))
-        workers = Workers(
-            module=f"{__package__}.link_worker",
-            where=where,
-            labels=tuple(f"process {rank}" for rank in range(processes)),
-            logs_kept=False,
-        )
-        run_workers(workers, _Progress(where.progress, progress))
+        labels = [f"process {rank}" for rank in range(processes)]
+        poll = _Progress(where.progress, progress)
+        run_workers(f"{__package__}.link_worker", where, labels, poll, logs_kept=False)
         try:
             return msgspec.json.decode(where.times.read_bytes(), type=LinkTimes)
         except (OSError, msgspec.DecodeError) as error:

@@ -16,44 +16,20 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from ...profiles.errors import FileError, RunError, StoppedError, TimeprestError, UserError
 from ..records.progress import Observer, Tail
 from ..records.run_dir import RunDir
 from ..records.status import WorkerStatus, read_statuses
 from .environment import LOOPBACK, Launched, take_signals, variables_of
-from .failures import circumstances, settled
+from .failures import circumstances, how_it_ended, last_words, settled
 from .rendezvous import GRACE_S, TASK_VARIABLE, Failure, LocalStore, MayGoOn
 from .start import WORKER, WorkerProcess, start_process
 
 LOOK_S = 0.1
 """Between two looks at the workers."""
-
-
-@dataclass(frozen=True)
-class Workers:
-    """Local processes that are started together.
-
-    Attributes:
-        module: what each one runs; its arguments are the directory and the number of the process
-            that started it, with which it is to end.
-        where: their directory, with their statuses and logs.
-        labels: how each is named in messages, by rank.
-        task: bytes of a task that no file has (`profiles.tasks.objects`); None: each finds it by
-            its name.
-        libraries: modules that all of them will need (`start.slow_libraries`).
-        logs_kept: the directory stays, so that a message may send the user to the logs; where
-            it doesn't, the last line of a log stands in the message.
-    """
-
-    module: str
-    where: RunDir
-    labels: tuple[str, ...]
-    task: bytes | None = None
-    libraries: tuple[str, ...] = ()
-    logs_kept: bool = True
 
 
 def launch(
@@ -68,7 +44,7 @@ def launch(
     Args:
         labels: how each is named in messages, by rank.
         observer: is told of progress. Where it is waited for, workers ask it whether to go on.
-        task, libraries: as of `Workers`.
+        task, libraries: as of `run_workers`.
 
     Raises:
         RunError: a worker failed; the message says which one, at which operation and why.
@@ -76,13 +52,6 @@ def launch(
         UserError: the same, where the user's input is the cause.
         KeyboardInterrupt: the user stopped the run; all workers have ended.
     """
-    workers = Workers(
-        module=WORKER,
-        where=run_dir,
-        labels=tuple(labels),
-        task=task,
-        libraries=tuple(libraries),
-    )
     tail, start = Tail(run_dir.metrics, observer), _StartProgress(run_dir, len(labels), observer)
 
     def poll() -> None:
@@ -94,7 +63,8 @@ def launch(
         tail.poll()
         return observer.drained(at.mini_batches, checkpoint=at.checkpoint)
 
-    run_workers(workers, poll, going if observer.waited_for else None)
+    asked = going if observer.waited_for else None
+    run_workers(WORKER, run_dir, labels, poll, asked, task=task, libraries=libraries)
 
 
 class _StartProgress:
@@ -137,26 +107,50 @@ _OPERATION = re.compile(r"\d+[FBWU]\d")
 
 
 def run_workers(
-    workers: Workers,
+    module: str,
+    where: RunDir,
+    labels: Sequence[str],
     poll: Callable[[], None],
     going: Callable[[MayGoOn], bool] | None = None,
+    *,
+    task: bytes | None = None,
+    libraries: Sequence[str] = (),
+    logs_kept: bool = True,
 ) -> None:
-    """Start workers and wait for their end, calling `poll` a few times a second.
+    """Start workers on this machine and wait for their end, calling `poll` a few times a second.
 
     Args:
+        module: what each one runs; its arguments are the directory and the number of the process
+            that started it, with which it is to end.
+        where: their directory, with their statuses and logs.
+        labels: how each is named in messages, by rank.
         going: answers whether to go on where the pipeline has drained; None: workers don't ask.
+        task: bytes of a task that no file has (`profiles.tasks.objects`); None: each finds it by
+            its name.
+        libraries: modules that all of them will need (`start.slow_libraries`).
+        logs_kept: the directory stays, so that a message may send the user to the logs; where
+            it doesn't, the last line of a log stands in the message.
 
     Raises as `launch`, and what `poll` raises; all workers have ended then.
     """
     store, failure = LocalStore(), None
     processes: list[WorkerProcess] = []
+    variables: dict[str, str] = {}
     if going is not None:
         store.be_asked()
-    if workers.task is not None:
-        store.give_task(workers.task)
+    if task is not None:
+        store.give_task(task)
+        # Others may write to the store: what the task there must be.
+        variables[TASK_VARIABLE] = hashlib.sha256(task).hexdigest()
+
+    def start(launched: Launched, out: IO[bytes], err: IO[bytes]) -> None:
+        own = {**variables_of(launched), **variables}
+        found = start_process(module, [str(where.path)], own, out, err, libraries)
+        processes.append(found)
+
     with _signals() as arrived:
         try:
-            logs = _start(workers, store.port, processes)
+            logs = _start(start, where, len(labels), store.port)
             while True:
                 codes = [process.poll() for process in processes]
                 failed = [rank for rank, code in enumerate(codes) if code]
@@ -168,7 +162,7 @@ def run_workers(
                 time.sleep(LOOK_S)
             if failed:
                 # Before the others are ended: what they wait for tells where the run was.
-                failure = store.failure() or _how_it_ended(workers, codes, logs)
+                failure = store.failure() or _of_its_end(codes, labels, where, logs, kept=logs_kept)
         finally:
             _end(processes)
         poll()
@@ -178,12 +172,18 @@ def run_workers(
     if failure is not None:
         printed = f". What the workers printed is in {logs}" if failure.waited else ""
         kind: type[TimeprestError] = UserError if failure.exit_code == 2 else RunError
-        raise kind(failure.message + (printed if workers.logs_kept else ""))
+        raise kind(failure.message + (printed if logs_kept else ""))
 
 
-def _start(workers: Workers, port: int, processes: list[WorkerProcess]) -> Path:
-    """Start all processes. Returns the folder of their logs. Raises FileError."""
-    logs, count = workers.where.path / "logs", len(workers.labels)
+def _start(
+    start: Callable[[Launched, IO[bytes], IO[bytes]], None], where: RunDir, count: int, port: int
+) -> Path:
+    """Start all processes. Returns the folder of their logs. Raises FileError.
+
+    Args:
+        start: starts one, with files for what it prints.
+    """
+    logs = where.path / "logs"
     try:
         logs.mkdir(parents=True, exist_ok=True)
         # A run that is started again keeps the logs of before.
@@ -196,21 +196,11 @@ def _start(workers: Workers, port: int, processes: list[WorkerProcess]) -> Path:
                 _log(logs, rank, "stdout").open("wb") as out,
                 _log(logs, rank, "stderr").open("wb") as err,
             ):
-                where = [str(workers.where.path)]
-                variables = {**variables_of(launched), **_task_variables(workers)}
-                started = (workers.module, where, variables, out, err, workers.libraries)
-                processes.append(start_process(*started))
+                start(launched, out, err)
     except OSError as error:
         what = f"{error.filename}: can't be written" if error.filename else "the workers' files"
         raise FileError(f"{what}: {error.strerror}") from None
     return logs
-
-
-def _task_variables(workers: Workers) -> dict[str, str]:
-    """Tells a worker what the task in the store must be: others may write there."""
-    if workers.task is None:
-        return {}
-    return {TASK_VARIABLE: hashlib.sha256(workers.task).hexdigest()}
 
 
 def _log(logs: Path, rank: int, stream: str) -> Path:
@@ -244,22 +234,19 @@ def _signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _how_it_ended(workers: Workers, codes: Sequence[int | None], logs: Path) -> Failure:
+def _of_its_end(
+    codes: Sequence[int | None], labels: Sequence[str], where: RunDir, logs: Path, *, kept: bool
+) -> Failure:
     """Of a worker that couldn't say itself why it failed.
 
     Args:
         codes: exit codes of those that have ended, by rank.
+        kept: the logs are there for the user, too.
     """
     code, rank = min((code, rank) for rank, code in enumerate(codes) if code)
-    how = (
-        f"was killed by {signal.Signals(-code).name}"
-        if code < 0
-        else f"ended with exit code {code}"
-    )
-    around = circumstances(settled(lambda: read_statuses(workers.where.statuses), rank), rank)
+    around = circumstances(settled(lambda: read_statuses(where.statuses), rank), rank)
     printed = f". Its output is in {logs}"
-    if not workers.logs_kept:
-        text = _log(logs, rank, "stderr").read_text(encoding="utf-8", errors="replace")
-        last = [line for line in text.split("\n") if line.strip()][-1:]
-        printed = "".join(f". Its last words: {line.strip()[:200]}" for line in last)
-    return Failure(f"{workers.labels[rank]} {how}{around}{printed}")
+    if not kept:
+        last = last_words(_log(logs, rank, "stderr"))
+        printed = last and f". Its last words: {last}"
+    return Failure(f"{labels[rank]} {how_it_ended(code)}{around}{printed}")

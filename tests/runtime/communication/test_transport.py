@@ -326,12 +326,7 @@ def test_a_run_through_pinned_memory_is_the_inline_run(
     plan = plan_by_hand(with_times(mlp_profile), variant, 2, 2, replicas=replicas)
     settings = RunSettings(task=mlp_target, steps=4)
     running.run(plan, settings, tmp_path / "inline", inline=True)
-    start = launch.Workers
-    monkeypatch.setattr(
-        launch,
-        "Workers",
-        lambda **options: start(**options | {"module": "helpers.processes.pinned_memory_worker"}),
-    )
+    monkeypatch.setattr(launch, "WORKER", "helpers.processes.pinned_memory_worker")
     summary = running.run(plan, settings, tmp_path / "staged")
     assert {report.transport for report in summary.stages} == {PINNED}
     found, wanted = load_weights(tmp_path / "staged"), load_weights(tmp_path / "inline")
