@@ -33,7 +33,7 @@ def device_lines(
         inline: all of them in this process.
         one_host: all of them on this one.
     """
-    from ...runtime.communication.transport import between_processes, transport_here
+    from ...runtime.communication.transport import between_processes, transport_of
     from ...runtime.prepare.devices import device_kind, gpu_count
     from ...runtime.verify.dry_run import turns_warning, usable_cores
 
@@ -48,7 +48,7 @@ def device_lines(
             lines.append("all stages compute on the first GPU")
         elif one_host:
             varying = plan.profile.varying is not msgspec.UNSET
-            how = transport_here(kind, workers, gpus)
+            how = transport_of(("", str(rank % gpus)) for rank in range(workers))
             how = between_processes(how, "auto", one_host=True, varying=varying)
             lines.append(
                 f"stages compute on {min(workers, gpus)} of {gpus} GPUs; messages by {how}"

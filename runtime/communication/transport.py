@@ -126,13 +126,6 @@ def transport_of(gpus: Iterable[tuple[str, str]]) -> str:
     return NCCL if len(set(found)) == len(found) else PINNED
 
 
-def transport_here(kind: str, workers: int, gpus: int) -> str:
-    """The transport for workers that are all on this host."""
-    if kind != "cuda":
-        return GLOO
-    return NCCL if workers <= gpus else PINNED
-
-
 def between_processes(transport: str, wanted: str, *, one_host: bool, varying: bool = False) -> str:
     """How messages go between processes, those on the CPU as is wanted.
 
@@ -163,17 +156,22 @@ def between_processes(transport: str, wanted: str, *, one_host: bool, varying: b
     return SHARED if may and wanted != "gloo" else transport
 
 
+def by_gpu(places: Sequence[WorkerPlace]) -> list[list[WorkerPlace]]:
+    """For each GPU the workers on it."""
+    found: dict[tuple[str, str], list[WorkerPlace]] = {}
+    for place in places:
+        if place.gpu:
+            found.setdefault((place.host, place.gpu), []).append(place)
+    return list(found.values())
+
+
 def short_of_memory(places: Sequence[WorkerPlace]) -> list[str]:
     """GPUs that lack room for what their workers need for certain.
 
     On the CPU nothing is certain: memory can be reclaimed, or swapped.
     """
-    by_gpu: dict[tuple[str, str], list[WorkerPlace]] = {}
-    for place in places:
-        if place.gpu:
-            by_gpu.setdefault((place.host, place.gpu), []).append(place)
     found = []
-    for there in by_gpu.values():
+    for there in by_gpu(places):
         needed, free = sum(p.sure_bytes for p in there), min(p.free_bytes for p in there)
         if needed > free:
             names = " and ".join(p.name for p in there)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -24,7 +23,14 @@ from ...profiles.tracing.pieces import encode
 from ...profiles.tracing.shapes import ValueSpec
 from ...profiles.units import format_bytes
 from ..checkpoint.start import check_settings
-from ..communication.transport import between_processes, free_bytes, gpu_name, transport_of
+from ..communication.transport import (
+    WorkerPlace,
+    between_processes,
+    by_gpu,
+    free_bytes,
+    place_of,
+    transport_of,
+)
 from ..prepare.devices import CPU, device_of, devices_here, forward_context
 from ..prepare.prepare import Prepared, prepare
 from ..prepare.tracing import is_small
@@ -136,18 +142,13 @@ class DryRun(msgspec.Struct, frozen=True, kw_only=True):
     """For which it would be slower than predicted, or train otherwise than was meant."""
 
 
-class _HostView(msgspec.Struct, frozen=True):
-    """What one process of a launched run sees of its host."""
+class _PlaceAndHost(WorkerPlace, frozen=True, kw_only=True):
+    """A worker's place, and what its process sees of the host."""
 
-    rank: int
-    host: str
     address: str
     cores: int
-    free_bytes: int
+    host_free_bytes: int
     run_dir: str
-    device: str
-    gpu: str
-    gpu_free_bytes: int
 
 
 def dry_run(
@@ -183,18 +184,14 @@ def dry_run(
             warnings = try_in_parts(prepared, result, target, only)
     free = free_bytes(CPU)
 
-    def one(rank: int, local_rank: int) -> _HostView:
-        device = device_of(kind, local_rank, gpus)
-        return _HostView(
-            rank=rank,
-            host=socket.gethostname(),
+    def one(rank: int, local_rank: int) -> _PlaceAndHost:
+        place = place_of(plan, prepared.workers[rank], device_of(kind, local_rank, gpus))
+        return _PlaceAndHost(
+            **msgspec.structs.asdict(place),
             address=address,
             cores=usable_cores(),
-            free_bytes=free,
+            host_free_bytes=free,
             run_dir=str(where.path.absolute()),
-            device=str(device),
-            gpu=gpu_name(device),
-            gpu_free_bytes=free_bytes(device) if kind == "cuda" else 0,
         )
 
     if rendezvous is None:
@@ -205,7 +202,7 @@ def dry_run(
     _send_over_cuts(prepared, rendezvous)
     if not prepared.workers[rendezvous.rank].tells:
         return None
-    found = [msgspec.json.decode(text, type=_HostView) for text in texts]
+    found = [msgspec.json.decode(text, type=_PlaceAndHost) for text in texts]
     launched = rendezvous.launched
     meets_at = f"{launched.address}:{launched.port}"
     return _findings(prepared, found, meets_at, one_host=launched.one_host, more=warnings)
@@ -305,7 +302,7 @@ def _send_over_cuts(prepared: Prepared, rendezvous: Rendezvous) -> None:
 
 def _findings(
     prepared: Prepared,
-    found: Sequence[_HostView],
+    found: Sequence[_PlaceAndHost],
     meets_at: str,
     *,
     one_host: bool = True,
@@ -313,7 +310,7 @@ def _findings(
 ) -> DryRun:
     """
     Args:
-        found: what each worker says of its host, by rank.
+        found: what each worker says of its place, by rank.
         more: warnings of the trial.
     """
     plan = prepared.plan
@@ -324,12 +321,12 @@ def _findings(
         device = devices[plan.stages[first.stage].devices[first.index]]
         workers.append(
             WorkerCheck(
-                rank=worker.rank,
-                name=worker.name,
+                rank=mine.rank,
+                name=mine.name,
                 device=device.name,
                 computes_on=mine.device,
                 host=mine.host,
-                planned_bytes=plan.predicted.device_of(first.stage).memory_bytes,
+                planned_bytes=mine.planned_bytes,
                 limit_bytes=device.memory_bytes,
             )
         )
@@ -337,15 +334,13 @@ def _findings(
         HostCheck(
             host=name,
             address=first.address,
-            planned_bytes=sum(
-                w.planned_bytes for w in workers if w.host == name and w.computes_on == "cpu"
-            ),
-            free_bytes=first.free_bytes,
+            planned_bytes=sum(p.planned_bytes for p in found if p.host == name and not p.gpu),
+            free_bytes=first.host_free_bytes,
             run_dir=first.run_dir,
         )
         for name, first in _first_of_each(found).items()
     )
-    gpus = gpu_checks(workers, [(mine.host, mine.gpu, mine.gpu_free_bytes) for mine in found])
+    gpus = gpu_checks(found)
     return DryRun(
         variant=plan.variant,
         task=prepared.settings.task,
@@ -378,7 +373,7 @@ def _findings(
     )
 
 
-def _warnings(prepared: Prepared, found: Sequence[_HostView]) -> Iterator[str]:
+def _warnings(prepared: Prepared, found: Sequence[_PlaceAndHost]) -> Iterator[str]:
     yield from hook_warnings(prepared)
     for host, first in _first_of_each(found).items():
         workers = sum(mine.host == host and mine.device == "cpu" for mine in found)
@@ -387,33 +382,24 @@ def _warnings(prepared: Prepared, found: Sequence[_HostView]) -> Iterator[str]:
             yield f"{host}: {turns}"
 
 
-def _first_of_each(found: Sequence[_HostView]) -> dict[str, _HostView]:
-    firsts: dict[str, _HostView] = {}
+def _first_of_each(found: Sequence[_PlaceAndHost]) -> dict[str, _PlaceAndHost]:
+    firsts: dict[str, _PlaceAndHost] = {}
     for mine in found:
         firsts.setdefault(mine.host, mine)
     return firsts
 
 
-def gpu_checks(
-    workers: Sequence[WorkerCheck], seen: Sequence[tuple[str, str, int]]
-) -> tuple[GpuCheck, ...]:
-    """Each GPU once, with what all its workers need.
-
-    Args:
-        seen: by rank: host, name of the GPU (empty: none), bytes free there.
-    """
-    found: dict[tuple[str, str], GpuCheck] = {}
-    for worker, (host, gpu, free) in zip(workers, seen, strict=True):
-        if not gpu:
-            continue
-        before = found.get((host, gpu))
-        found[host, gpu] = GpuCheck(
-            host=host,
-            gpu=worker.computes_on if before is None else before.gpu,
-            planned_bytes=worker.planned_bytes + (0 if before is None else before.planned_bytes),
-            free_bytes=free if before is None else min(free, before.free_bytes),
+def gpu_checks(places: Sequence[WorkerPlace]) -> tuple[GpuCheck, ...]:
+    """Each GPU once, with what all its workers need."""
+    return tuple(
+        GpuCheck(
+            host=there[0].host,
+            gpu=there[0].device,
+            planned_bytes=sum(place.planned_bytes for place in there),
+            free_bytes=min(place.free_bytes for place in there),
         )
-    return tuple(found.values())
+        for there in by_gpu(places)
+    )
 
 
 def _problems(

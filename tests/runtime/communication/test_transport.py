@@ -25,7 +25,6 @@ from timeprest.runtime.communication.transport import (
     agree_on_transport,
     short_of_memory,
     shortage_here,
-    transport_here,
     transport_of,
 )
 from timeprest.runtime.prepare.devices import check_kind, device_kind, device_of
@@ -33,7 +32,7 @@ from timeprest.runtime.processes import launcher as launch
 from timeprest.runtime.processes.environment import launched_by
 from timeprest.runtime.records.run_dir import load_weights
 from timeprest.runtime.settings import RunSettings
-from timeprest.runtime.verify.dry_run import WorkerCheck, gpu_checks
+from timeprest.runtime.verify.dry_run import gpu_checks
 
 # Rules -------------------------------------------------------------------------------------------
 
@@ -57,8 +56,7 @@ def test_nccl_wants_a_gpu_for_each_worker(gpus, transport):
     ("kind", "workers", "gpus", "transport"),
     [("cpu", 4, 8, GLOO), ("cuda", 4, 4, NCCL), ("cuda", 4, 8, NCCL), ("cuda", 4, 3, PINNED)],
 )
-def test_on_one_host_that_can_be_told_before(kind, workers, gpus, transport):
-    assert transport_here(kind, workers, gpus) == transport
+def test_on_one_host_it_goes_by_the_gpus(kind, workers, gpus, transport):
     devices = [device_of(kind, rank, gpus) for rank in range(workers)]
     found = [("here", str(device) if kind == "cuda" else "") for device in devices]
     assert transport_of(found) == transport
@@ -158,21 +156,10 @@ def test_on_the_cpu_there_is_a_warning():
 
 
 def test_a_dry_run_adds_up_what_is_on_each_gpu():
-    workers = [
-        WorkerCheck(
-            rank=rank,
-            name=f"stage {rank}",
-            device="d",
-            computes_on=f"cuda:{rank % 2}",
-            host="a",
-            planned_bytes=100,
-            limit_bytes=None,
-        )
-        for rank in range(3)
-    ]
-    first, second = gpu_checks(workers, [("a", "g0", 50), ("a", "g1", 70), ("a", "g0", 40)])
+    shared = [place("stage 0", "g0", 50, 50), place("stage 2", "g0", 50, 40)]
+    first, second = gpu_checks([shared[0], place("stage 1", "g1", 50, 70), shared[1]])
     assert (first.gpu, first.planned_bytes, first.free_bytes) == ("cuda:0", 200, 40)
-    assert (second.gpu, second.planned_bytes, second.free_bytes) == ("cuda:1", 100, 70)
+    assert (second.planned_bytes, second.free_bytes) == (100, 70)
 
 
 # NCCL's sequences ---------------------------------------------------------------------------------
