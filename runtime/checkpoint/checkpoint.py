@@ -32,7 +32,7 @@ from ..prepare.data import Segment
 from ..prepare.workers import Replica
 from ..records.metrics import EpochSums
 from ..records.run_dir import RunDir, tensor_bytes, tensor_metadata
-from ..settings import LATER, STEADY, RunSettings, given
+from ..settings import LATER, RunSettings, given
 from ..stage.runner import StageRunner
 from ..stage.stage import Stage
 from .plain_attributes import changed, plain_attributes
@@ -45,21 +45,11 @@ _SUMS = ".sums"
 Agree = Callable[[bool], bool]
 """Whether all workers say yes; all of them call it together."""
 
-FREE: dict[str, Any] = {
-    "epochs": 1,
-    "steps": None,
-    "device": "auto",
-    "transport": "auto",
-    "resume_at": None,
-    "grown_at": (),
-    "keep_checkpoints": 3,
-    "log": "",
-    "log_operations": False,
-    "record": STEADY,
-    "timeout_s": 60.0,
-    "on_nan": "stop",
-}
-"""Settings that don't change what is trained up to a checkpoint, and a value for each."""
+FREE = (
+    *("epochs", "steps", "grown_at", "resume_at", "device", "transport", "keep_checkpoints"),
+    *("log", "log_operations", "record", "timeout_s", "on_nan"),
+)
+"""Settings that don't change what is trained up to a checkpoint."""
 
 
 class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -103,8 +93,10 @@ def plan_checksum(plan: Plan) -> str:
 
 def settings_checksum(settings: RunSettings) -> str:
     """Changes whenever a setting does that what is trained depends on."""
+    fields = msgspec.structs.fields(settings)
+    defaults = {field.name: field.default for field in fields if field.name in FREE}
+    settings = msgspec.structs.replace(settings, **defaults)
     # Older checkpoints knew nothing of some.
-    settings = msgspec.structs.replace(settings, **FREE)
     return _checksum(settings, set(LATER) - {*given(settings, LATER)})
 
 
