@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, TypeVar
@@ -106,6 +106,14 @@ def with_nan(value: Any, key: str = "") -> Any:
 def as_float(value: float | None) -> float:
     """JSON has null for what isn't finite."""
     return math.nan if value is None else value
+
+
+def summed_counts(counts: Iterable[Mapping[int, int]]) -> dict[int, int]:
+    """The sum of each number's counts, by rising numbers."""
+    total: Counter[int] = Counter()
+    for each in counts:
+        total.update(each)
+    return dict(sorted(total.items()))
 
 
 class EvaluationMetrics:
@@ -338,9 +346,8 @@ class EpochSums(msgspec.Struct, kw_only=True):
         self.communication_s += metrics.communication_s
         self.loading_s += metrics.loading_s
         self.versions_held = max(self.versions_held, seen.versions_held)
-        for difference, count in seen.differences.items():
-            before = self.version_differences.get(difference, 0)
-            self.version_differences[difference] = before + count
+        counted = self.version_differences, seen.differences
+        self.version_differences = summed_counts(counted)
         self.backwards += seen.backwards
         self.distances = as_float(self.distances) + sum(seen.distances)
         self.largest_distance = max(as_float(self.largest_distance), *seen.distances, 0.0)
@@ -356,7 +363,7 @@ class EpochSums(msgspec.Struct, kw_only=True):
             ).idle_s,
             loading_s=self.loading_s,
             versions_held=self.versions_held,
-            version_differences=dict(sorted(self.version_differences.items())),
+            version_differences=self.version_differences,
             weight_distance=as_float(self.distances) / self.backwards if self.backwards else 0.0,
             largest_weight_distance=as_float(self.largest_distance),
         )
@@ -408,9 +415,6 @@ def worker_epochs(stages: Sequence[Sequence[StageEpoch]]) -> tuple[StageEpoch, .
 
 def _of_worker(stages: Sequence[StageEpoch]) -> StageEpoch:
     """An epoch on all stages of a worker, each of which says how long that was idle."""
-    differences: Counter[int] = Counter()
-    for epoch in stages:
-        differences.update(epoch.version_differences)
     backwards = [sum(epoch.version_differences.values()) for epoch in stages]
     pairs = zip(stages, backwards, strict=True)
     distance = sum(epoch.weight_distance * count for epoch, count in pairs)
@@ -421,7 +425,7 @@ def _of_worker(stages: Sequence[StageEpoch]) -> StageEpoch:
         idle_s=max(epoch.idle_s for epoch in stages),
         loading_s=sum(epoch.loading_s for epoch in stages),
         versions_held=max(epoch.versions_held for epoch in stages),
-        version_differences=dict(sorted(differences.items())),
+        version_differences=summed_counts(epoch.version_differences for epoch in stages),
         weight_distance=distance / max(sum(backwards), 1),
         largest_weight_distance=max(epoch.largest_weight_distance for epoch in stages),
     )

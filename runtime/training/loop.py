@@ -7,7 +7,7 @@ The same loop is run by a worker in its own process (`worker`) and by all worker
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from itertools import chain
@@ -36,6 +36,7 @@ from ..records.metrics import (
     EvaluationRecord,
     StageEpoch,
     StageReport,
+    summed_counts,
     training_times,
     worker_epochs,
 )
@@ -436,7 +437,7 @@ class Course:
                     transport=runner.transport,
                     device_peak_bytes=peak_bytes(runner.device),
                     versions_held=runner.stage.account.most_versions,
-                    version_differences=_sum_of_counts(e.version_differences for e in epochs),
+                    version_differences=summed_counts(e.version_differences for e in epochs),
                     weight_distance=max((e.weight_distance for e in epochs), default=0.0),
                     not_finite=runner.not_finite.mini_batches,
                     larger=runner.larger,
@@ -450,14 +451,6 @@ class Course:
         """The most that a worker held, at moments of any of its stages."""
         peaks = [r.stage.account.peak for r in self.runners if r.replica.rank == rank]
         return max((p for p in peaks if p is not None), key=lambda peak: peak.total, default=None)
-
-
-def _sum_of_counts(counts: Iterable[dict[int, int]]) -> dict[int, int]:
-    total: dict[int, int] = {}
-    for counted in counts:
-        for difference, count in counted.items():
-            total[difference] = total.get(difference, 0) + count
-    return dict(sorted(total.items()))
 
 
 def _after_flush(op: Op) -> tuple[int, bool]:
