@@ -139,23 +139,21 @@ class Tail:
         lines, self._position = new_lines(self.path, self._position)
         for line in lines:
             try:
-                found = with_nan(msgspec.json.decode(line))
+                found = _progress(msgspec.json.decode(line, type=dict[str, Any]))
             except (msgspec.DecodeError, UnicodeDecodeError):
                 # Somebody else has written into the file: who reads it at the end says so.
                 continue
-            kind = found.pop("kind")
-            if kind == "epoch":
-                self.observer.epoch(msgspec.convert(found, EpochRecord))
-            elif kind == "evaluation":
-                self.observer.evaluation(msgspec.convert(found, EvaluationRecord))
+            if isinstance(found, EpochRecord):
+                self.observer.epoch(found)
+            elif isinstance(found, EvaluationRecord):
+                self.observer.evaluation(found)
             else:
-                losses, figures = found["losses"], found.get("figures", [])
-                for done, loss in enumerate(losses, found["done"] - len(losses) + 1):
-                    if figures:
-                        own = figures[done - found["done"] - 1]
+                for done, loss in enumerate(found.losses, found.done - len(found.losses) + 1):
+                    if found.figures:
+                        own = found.figures[done - found.done - 1]
                         known = {k: v for k, v in own.items() if v is not None}
                         self.observer.figures(known)
-                    self.observer.mini_batch(found["epoch"], done, found["of"], as_float(loss))
+                    self.observer.mini_batch(found.epoch, done, found.of, as_float(loss))
         return bool(lines)
 
 
@@ -186,19 +184,23 @@ def read_progress(path: Path, size: int | None = None) -> list[Progress]:
     """
     found: list[Progress] = []
     for number, line in read_lines(path, size):
-        kind = line.pop("kind", None)
         try:
-            if kind == "epoch":
-                found.append(msgspec.convert(with_nan(line), EpochRecord))
-            elif kind == "evaluation":
-                found.append(msgspec.convert(with_nan(line), EvaluationRecord))
-            elif kind == "mini_batches":
-                found.append(msgspec.convert(line, Losses))
-            else:
-                raise FileError(f"{path}: line {number}: is of no kind that is known: {kind!r}")
+            found.append(_progress(line))
         except (msgspec.ValidationError, RecursionError) as error:
             raise FileError(f"{path}: line {number}: {error}") from None
     return found
+
+
+def _progress(line: dict[str, Any]) -> Progress:
+    """Raises msgspec.ValidationError."""
+    kind = line.pop("kind", None)
+    if kind == "mini_batches":
+        return msgspec.convert(line, Losses)
+    if kind == "evaluation":
+        return msgspec.convert(with_nan(line), EvaluationRecord)
+    if kind == "epoch":
+        return msgspec.convert(with_nan(line), EpochRecord)
+    raise msgspec.ValidationError(f"is of no kind that is known: {kind!r}")
 
 
 def read_losses(path: Path) -> list[float]:
