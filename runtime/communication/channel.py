@@ -265,11 +265,9 @@ class SeveralStagesChannels(ProcessChannels):
         return channels.receive(route, kind)
 
     def throttle(self, most: int) -> None:
-        """Passed on."""
         self._others.throttle(most)
 
     def end(self) -> None:
-        """Passed on."""
         self._others.end()
 
     @property
@@ -286,7 +284,6 @@ class LoggedChannels(Channels):
         self._log = log
 
     def open(self, series: Sequence[MessageSeries]) -> None:
-        """Passed on."""
         self._channels.open(series)
 
     def send(self, route: MessageRoute, kind: str, tensor: Tensor, *, kept: bool = False) -> None:
@@ -303,7 +300,6 @@ class LoggedChannels(Channels):
         return tensor
 
     def throttle(self, most: int) -> None:
-        """Passed on."""
         self._channels.throttle(most)
 
     @property

@@ -245,15 +245,12 @@ class CsvLog:
         self._evaluations = _CsvFile(folder / "evaluations.csv", at)
 
     def write(self, step: int, epoch: int, metrics: Mapping[str, float]) -> None:
-        """As `MetricLog`."""
         self._metrics.write(step, epoch, metrics)
 
     def write_evaluation(self, step: int, epoch: int, metrics: Mapping[str, float]) -> None:
-        """As `MetricLog`."""
         self._evaluations.write(step, epoch, metrics)
 
     def close(self) -> None:
-        """As `MetricLog`."""
         self._metrics.close()
         self._evaluations.close()
 
@@ -274,14 +271,12 @@ class TensorBoardLog:
             raise FileError(f"{folder}: can't be written: {error.strerror}") from None
 
     def write(self, step: int, epoch: int, metrics: Mapping[str, float]) -> None:
-        """As `MetricLog`."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 
     write_evaluation = write
 
     def close(self) -> None:
-        """As `MetricLog`."""
         self._writer.close()
 
 
@@ -321,13 +316,11 @@ class WandbLog:
             raise UserError(f"--log wandb: {' '.join(str(error).split())}") from None
 
     def write(self, step: int, epoch: int, metrics: Mapping[str, float]) -> None:
-        """As `MetricLog`."""
         self._run.log({**metrics, "epoch": epoch}, step=step)
 
     write_evaluation = write
 
     def close(self) -> None:
-        """As `MetricLog`."""
         self._run.finish()
 
 

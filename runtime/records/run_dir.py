@@ -33,23 +33,7 @@ _MEND = "put back what the run had there, or remove it"
 
 
 class RunDir:
-    """Paths in a run directory.
-
-    plan.json, settings.json   what was run
-    metrics.jsonl              progress: mini-batches and epochs
-    stages/stage0.jsonl        each stage's epochs: times, versions, distances
-    operations/stage0.jsonl    every operation, where asked for
-    recorded/stage0.jsonl      where not: those of a few mini-batches, for the report
-    gradients/stage0/0.safetensors
-                               what each update stepped with, where asked for
-    checkpoints/00000120/      the run after so many mini-batches (`checkpoint`)
-    weights/stage0.safetensors final weights, under the model's own names
-    reports/stage0.json        each stage's own figures
-    summary.json               the end of the run
-    status/stage0.json         what each worker is at
-    logs/                      what the workers printed
-    dashboards/                metrics for other programs, where asked for (`metric_logs`)
-    lock, lock.workers         held while the run goes on (`locks`)
+    """Paths in a run directory (docs/files.md says what is in them).
 
     What a stage's replica 0 writes is called stage0, what the others write stage0.1, stage0.2, …
     Weights are written by replica 0 alone. The status of a worker is called as its first stage's
