@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import TargetError, TaskWarning, UserError
@@ -32,6 +32,7 @@ from ..tasks.task import Task
 from ..tracing.call import Call, unchanged
 from ..tracing.front_ends import TRACE_SAMPLES, check_other, trace
 from ..tracing.graph import TracedModel, fingerprint, state_of_layer
+from ..tracing.pieces import map_items
 from ..tracing.random_states import set_states, states
 from ..tracing.shapes import bound_by_values
 from .bench import Bench, Progress
@@ -208,8 +209,10 @@ def _without_ones(
 
 
 def _placed(platform: Platform, call: Call, target: Any) -> tuple[Call, Any]:
-    placed = torch.utils._pytree.tree_map_only(torch.Tensor, platform.place, target)
-    return call.with_tensors([platform.place(tensor) for tensor in call.tensors]), placed
+    def place(value: Any) -> Any:
+        return platform.place(value) if isinstance(value, Tensor) else map_items(place, value)
+
+    return call.with_tensors([platform.place(tensor) for tensor in call.tensors]), place(target)
 
 
 def _try(target: Target, model: nn.Module, call: Call) -> None:

@@ -152,6 +152,68 @@ def kind_of(value: Any) -> str:
     return next((name for kind, name in _KINDS.items() if isinstance(value, kind)), "number")
 
 
+# Nests of containers ----------------------------------------------------------------------------
+
+
+def is_container(value: Any) -> bool:
+    """Whether `map_items` goes into it: a dataclass, mapping, list or tuple of any class."""
+    return _is_record(value) or isinstance(value, (Mapping, list, tuple))
+
+
+def _is_record(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def items_in(container: Any) -> list[Any]:
+    """What is in a container."""
+    if _is_record(container):
+        return [getattr(container, field.name) for field in dataclasses.fields(container)]
+    return list(container.values() if isinstance(container, Mapping) else container)
+
+
+def map_items(
+    change: Callable[[Any], Any], value: Any, make: Callable[..., Any] | None = None
+) -> Any:
+    """The same container with other items; what is no container as it is.
+
+    Args:
+        change: from an item to what takes its place.
+        make: of class, arguments and arguments by name, makes containers of classes of their own;
+            by default it calls the class.
+
+    Raises TraceError for a class that can't be made of its items.
+    """
+    make = make or _made
+    if _is_record(value):
+        given: dict[str, Any] = {}
+        for field in dataclasses.fields(value):
+            item = getattr(value, field.name)
+            # What isn't given is None in outputs of transformers.
+            if field.init and (item is not None or field.default is not None):
+                given[field.name] = change(item)
+        return make(type(value), (), given)
+    if isinstance(value, Mapping):
+        inside = {key: change(item) for key, item in value.items()}
+        return inside if type(value) is dict else make(type(value), (inside,), {})
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return make(type(value), tuple(change(item) for item in value), {})
+    if isinstance(value, (list, tuple)):
+        return type(value)(change(item) for item in value)
+    return value
+
+
+def _made(kind: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    try:
+        return kind(*args, **kwargs)
+    except Exception as error:  # a class of the user or of some library that is made otherwise
+        if args and issubclass(kind, Mapping):
+            return args[0]
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise TraceError(
+            f"a {kind.__name__} can't be made of its items: {reason}; use a plain tuple or dict"
+        ) from error
+
+
 # Results in containers: taken apart into tensors for torch.export, and put together again -------
 
 
@@ -184,17 +246,8 @@ def take_apart(value: Any) -> tuple[tuple[Any, ...], Any]:
             return Slot(len(found) - 1)
         if item is None or isinstance(item, (bool, int, float, str)):
             return item
-        if dataclasses.is_dataclass(item) and not isinstance(item, type):
-            fields = {f.name: getattr(item, f.name) for f in dataclasses.fields(item)}
-            kept = {name: walk(field) for name, field in fields.items() if field is not None}
-            return Built(type(item), (), kept)
-        if isinstance(item, Mapping):
-            inside = {key: walk(field) for key, field in item.items()}
-            return inside if type(item) is dict else Built(type(item), (inside,), {})
-        if isinstance(item, tuple) and hasattr(item, "_fields"):
-            return Built(type(item), tuple(walk(field) for field in item), {})
-        if isinstance(item, (list, tuple)):
-            return type(item)(walk(field) for field in item)
+        if is_container(item):
+            return map_items(walk, item, Built)
         raise TraceError(
             f"the model's result holds a {type(item).__name__}: return tensors, in tuples, lists, "
             "dicts or dataclasses (for Hugging Face models set use_cache=False)"
@@ -219,11 +272,7 @@ def fill(structure: Any, leaves: Sequence[Any]) -> Any:
         if isinstance(item, Built):
             kwargs = {name: filled(field) for name, field in item.kwargs.items()}
             return item.make(*(filled(field) for field in item.args), **kwargs)
-        if isinstance(item, dict):
-            return {key: filled(field) for key, field in item.items()}
-        if isinstance(item, (list, tuple)):
-            return type(item)(filled(field) for field in item)
-        return item
+        return map_items(filled, item)
 
     return filled(structure)
 
@@ -236,8 +285,4 @@ def put_together(graph: fx.Graph, structure: Any, leaves: tuple[fx.Node, ...]) -
         args = tuple(put_together(graph, item, leaves) for item in structure.args)
         kwargs = {k: put_together(graph, item, leaves) for k, item in structure.kwargs.items()}
         return graph.call_function(structure.make, args, kwargs)
-    if isinstance(structure, dict):
-        return {key: put_together(graph, item, leaves) for key, item in structure.items()}
-    if isinstance(structure, (list, tuple)):
-        return type(structure)(put_together(graph, item, leaves) for item in structure)
-    return structure
+    return map_items(lambda item: put_together(graph, item, leaves), structure)

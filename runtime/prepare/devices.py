@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 
 from ...planner.plan import Plan
 from ...profiles.errors import PlanError, UserError
+from ...profiles.tracing.pieces import map_items
 from ...profiles.tracing.random_states import set_states, states
 from ..settings import RunSettings
 
@@ -143,14 +144,7 @@ def put(value: Any, device: torch.device) -> Any:
     moves = getattr(value, "to", None)
     if callable(moves):
         return moves(device)
-    if isinstance(value, Mapping):
-        inside = {key: put(item, device) for key, item in value.items()}
-        return inside if type(value) is dict else type(value)(inside)  # type: ignore[call-arg]
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(put(item, device) for item in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(put(item, device) for item in value)
-    return value
+    return map_items(lambda item: put(item, device), value)
 
 
 # Random numbers ---------------------------------------------------------------------------------

@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections import UserDict
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -19,10 +21,11 @@ from timeprest.cli.tables.profile import layer_sum_ratios
 from timeprest.profiles.autograd.boundary import SavedBytes
 from timeprest.profiles.errors import UserError
 from timeprest.profiles.measuring.bench import relative_error, worst_error
-from timeprest.profiles.measuring.measure import default_sizes, measure
+from timeprest.profiles.measuring.measure import _placed, default_sizes, measure
 from timeprest.profiles.measuring.platforms import platform_of
 from timeprest.profiles.target import resolve
 from timeprest.profiles.tasks.task import root_of
+from timeprest.profiles.tracing.call import Call
 from timeprest.profiles.tracing.front_ends import trace
 
 BIN = Path(sys.executable).parent
@@ -270,3 +273,24 @@ def test_from_python(tmp_path):
     found = timeprest.profile(str(published), batch_size=100)
     assert not found.can_run
     assert found.layers[0].measurements[0].forward_s == 1e-3
+
+
+def test_targets_are_placed_whatever_container_they_are_in():
+    """Of classes that torch's pytree doesn't know, such as what a tokenizer gives."""
+
+    class Elsewhere:
+        place = staticmethod(lambda tensor: tensor.to("meta"))
+
+    @dataclass
+    class Boxes:
+        corners: torch.Tensor
+        names: tuple[str, ...]
+
+    here = torch.zeros(2)
+    target = UserDict({"labels": here, "boxes": [Boxes(here, ("a", "b"))]})
+    call, placed = _placed(Elsewhere(), Call((here,), (None,)), target)
+    assert call.tensors[0].is_meta
+    assert type(placed) is UserDict
+    assert placed["labels"].is_meta
+    assert placed["boxes"][0].corners.is_meta
+    assert placed["boxes"][0].names == ("a", "b")
