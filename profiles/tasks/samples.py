@@ -4,9 +4,10 @@ DataLoader. How many there are, how they are read, a few of them, and rows of a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import (
@@ -21,7 +22,7 @@ from torch.utils.data import (
 
 from ..errors import TargetError, TraceError
 from ..tracing.call import Call
-from ..tracing.pieces import take_apart
+from ..tracing.pieces import is_container, items_in, map_items, take_apart
 from .prefetch import OwnRandomness
 from .task import Split
 
@@ -351,39 +352,78 @@ def rows_of(inputs: Sequence[Tensor], split: Split) -> int:
 
 
 def pick(value: Any, taken: slice | Tensor, rows: int) -> Any:
-    """These samples' part of a nest of tensors and lists.
+    """These samples' part of a nest of tensors, arrays and lists.
 
-    What has no row for each sample (a number, a text) is the same for all of them.
+    A list with an entry for each sample, and no tensor in it, is cut as tensors are. What has
+    nothing of each sample (a number, a text) is the same for all of them.
 
-    Raises TargetError for a tensor whose rows aren't samples.
+    Raises TargetError for a tensor whose rows aren't samples, and where nobody can tell what is
+    which sample's.
     """
-    if isinstance(value, Tensor):
-        if not value.dim():
-            return value
-        if value.shape[0] != rows:
-            raise TargetError(
-                f"a batch of {rows} samples holds a tensor of shape {list(value.shape)}, without a "
-                "row for every sample: it can't be cut into micro-batches"
-            )
-        if isinstance(taken, slice) and range(*taken.indices(rows)) == range(rows):
-            return value
-        # Of its own memory: what a micro-batch keeps isn't all of its mini-batch.
-        return value[taken].clone() if isinstance(taken, slice) else value[taken]
-    if isinstance(value, Mapping):
-        inside = {key: pick(item, taken, rows) for key, item in value.items()}
-        return inside if type(value) is dict else _of_kind(value, inside)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(pick(item, taken, rows) for item in value))
-    if isinstance(value, (list, tuple)):
-        if len(value) == rows and not any(isinstance(item, (Tensor, Mapping)) for item in value):
-            chosen = range(rows)[taken] if isinstance(taken, slice) else taken.tolist()
-            return type(value)(value[k] for k in chosen)
-        return type(value)(pick(item, taken, rows) for item in value)
+    if isinstance(value, (Tensor, np.ndarray)):
+        return _some_rows(value, taken, rows)
+    if _lists_samples(value, rows):
+        chosen = range(rows)[taken] if isinstance(taken, slice) else taken.tolist()
+        return type(value)(value[k] for k in chosen)
+    if is_container(value):
+        return map_items(lambda item: pick(item, taken, rows), value)
+    inside = getattr(value, "__dict__", {}).values()
+    if not isinstance(value, (str, bytes, type)) and (
+        length_of(value) == rows or any(isinstance(item, Tensor) for item in inside)
+    ):
+        raise TargetError(
+            f"a batch of {rows} samples holds a {type(value).__name__}, which can't be cut into "
+            "micro-batches: give what is in it as tensors, in tuples, lists, dicts or dataclasses"
+        )
     return value
 
 
-def _of_kind(value: Any, inside: dict[Any, Any]) -> Any:
-    try:
-        return type(value)(inside)
-    except Exception:  # a class of some library that is made otherwise
-        return inside
+def _some_rows(value: Any, taken: slice | Tensor, rows: int) -> Any:
+    if not value.ndim:
+        return value
+    if value.shape[0] != rows:
+        raise TargetError(
+            f"a batch of {rows} samples holds a tensor of shape {list(value.shape)}, without a "
+            "row for every sample: it can't be cut into micro-batches"
+        )
+    array = isinstance(value, np.ndarray)
+    if not isinstance(taken, slice):
+        return value[taken.numpy()] if array else value[taken]
+    if range(*taken.indices(rows)) == range(rows):
+        return value
+    # Of its own memory: what a micro-batch keeps isn't all of its mini-batch.
+    return value[taken].copy() if array else value[taken].clone()
+
+
+def _lists_samples(value: Any, rows: int) -> bool:
+    """Whether it is a list of samples, which hold whatever they like, and not a container of what
+    all samples have a part of, as anything is that tensors are in.
+
+    Raises TargetError where it may be either.
+    """
+    if not _is_list(value) or len(value) != rows:
+        return False
+    counts = {count for item in value for count in _counts_in(item)}
+    tensors = any(of_tensor for of_tensor, _ in counts)
+    alike = all(isinstance(item, Mapping) and set(item) == set(value[0]) for item in value)
+    if rows > 1 and {count for _, count in counts} == {rows} and (alike or not tensors):
+        raise TargetError(
+            f"a batch of {rows} samples holds a {type(value).__name__} of {rows}, each with "
+            f"{rows} of something: nobody can tell whether these are the samples; give tensors "
+            "with a row for every sample, or a dict of such tensors and lists"
+        )
+    return not tensors
+
+
+def _counts_in(value: Any) -> Iterator[tuple[bool, int]]:
+    """Rows of tensors (True) and lengths of innermost lists (False) in a nest."""
+    if isinstance(value, (Tensor, np.ndarray)) and value.ndim:
+        yield True, value.shape[0]
+    elif is_container(value):
+        inside = [count for item in items_in(value) for count in _counts_in(item)]
+        yield from inside or ([(False, len(value))] if _is_list(value) else ())
+
+
+def _is_list(value: Any) -> bool:
+    """Whether what is in it has no names."""
+    return isinstance(value, (list, tuple)) and not hasattr(value, "_fields")

@@ -3,12 +3,16 @@ when they fail."""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import json
 import multiprocessing
 import os
 import select
 import signal
 import threading
 import time
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -154,6 +158,41 @@ def test_rows_of_a_nest():
     assert (part["n"], part["t"].item()) == (6, 2.0)
     with pytest.raises(TargetError, match=r"batch of 6 samples holds a tensor of shape \[3\]"):
         pick({"odd": torch.zeros(3)}, slice(0, 2), 6)
+
+
+@dataclasses.dataclass
+class Boxes:
+    corners: torch.Tensor
+    names: tuple[str, ...]
+    scale: float | None = None
+
+
+def test_rows_of_containers_with_as_many_entries_as_there_are_samples():
+    x, one = torch.arange(2), slice(0, 1)
+    ((a, b), (c, d)) = pick(((x, x + 2), (x + 4, x + 6)), one, 2)
+    assert [t.tolist() for t in (a, b, c, d)] == [[0], [2], [4], [6]]
+    found = pick([Boxes(x, ("a", "b"))] * 3, one, 2)
+    assert [(each.corners.tolist(), each.names) for each in found] == [([0], ("a",))] * 3
+    assert pick(x.numpy() + 5, torch.tensor([1]), 2).tolist() == [6]
+    # Of each sample whatever it has.
+    assert pick([("a", "b", "c"), ("d",)], one, 2) == [("a", "b", "c")]
+    assert pick([{"name": "a"}, {"name": "b"}], slice(1, 2), 2) == [{"name": "b"}]
+    assert pick(list(x), one, 2) == [x[0]]
+    assert pick([("a",)], one, 1) == [("a",)]
+
+
+@pytest.mark.parametrize(
+    ("odd", "words"),
+    [
+        ([("a", "b"), ("c", "d")], "holds a list of 2, each with 2"),
+        ([{"x": torch.zeros(2, 4)}] * 2, "holds a list of 2, each with 2"),
+        ({"a", "b"}, "holds a set, which can't be cut"),
+        (SimpleNamespace(x=torch.zeros(2)), "holds a SimpleNamespace, which can't be cut"),
+    ],
+)
+def test_rows_that_nobody_can_tell(odd, words):
+    with pytest.raises(TargetError, match=words):
+        pick({"odd": odd}, slice(0, 1), 2)
 
 
 # Training -----------------------------------------------------------------------------------------
