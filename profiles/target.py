@@ -99,13 +99,8 @@ class Target:
                 )
         return model
 
-    def sample(self, samples: int) -> tuple[tuple[Tensor, ...], Any]:
-        """Inputs of the model, each ``[samples, ...]``, and the target (None without a task)."""
-        call, target = self.call(samples)
-        return call.tensors, target
-
     def call(self, samples: int) -> tuple[Call, Any]:
-        """Like `sample`, with the names of the arguments that the inputs are for."""
+        """Inputs of the model, each ``[samples, ...]``, and the target (None without a task)."""
         if self.task is None:
             tensors = tuple(spec.sample(samples) for spec in self._inputs)
             return Call(tensors, tuple(spec.name for spec in self._inputs)), None

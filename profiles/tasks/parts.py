@@ -175,8 +175,8 @@ def fetch_parts(
         parts is () or None.
     """
     if isinstance(dataset, TensorDataset) or (parts == ALL and seeds is None):
-        inputs, target = fetch(dataset, indices, names)
-        return inputs if INPUTS in parts else (), target if TARGET in parts else None, False
+        call, target = fetch(dataset, indices, names)
+        return call.tensors if INPUTS in parts else (), target if TARGET in parts else None, False
     indices, drew = [int(k) for k in indices], False
     if seeds is None:
         samples = [dataset[k] for k in indices]

@@ -161,7 +161,7 @@ def dataset_size(dataset: Dataset[Any], split: Split) -> int:
 
 def fetch(
     dataset: Dataset[Any], indices: Sequence[int] | Tensor, names: Names = sorted
-) -> tuple[tuple[Tensor, ...], Any]:
+) -> tuple[Call, Any]:
     """Collate the samples at `indices`.
 
     Args:
@@ -174,14 +174,6 @@ def fetch(
         TargetError: the samples aren't ``(inputs, target)`` with tensors as inputs, or can't be
             collated.
     """
-    call, target = fetch_call(dataset, indices, names)
-    return call.tensors, target
-
-
-def fetch_call(
-    dataset: Dataset[Any], indices: Sequence[int] | Tensor, names: Names = sorted
-) -> tuple[Call, Any]:
-    """Like `fetch`, with the arguments that the inputs are for."""
     if isinstance(dataset, TensorDataset):
         # With a tensor as index, a third of the time that a list takes.
         batch: Any = dataset[indices if isinstance(indices, Tensor) else torch.tensor(indices)]
@@ -274,7 +266,7 @@ def some_samples(given: Given, split: Split, count: int, names: Names = sorted) 
     """
     if not comes_in_batches(given):
         size = dataset_size(given, split)
-        return fetch_call(given, [k % size for k in range(count)], names)
+        return fetch(given, [k % size for k in range(count)], names)
     if isinstance(given, DataLoader) and not is_stream(given) and not may_vary(given):
         size = dataset_size(given.dataset, split)
         chosen = [given.dataset[k % size] for k in range(count)]
@@ -322,18 +314,8 @@ def few(given: Given, split: Split, count: int) -> Given:
     if not is_stream(given) and given.batch_size is not None:
         some = Subset(given.dataset, range(min(count, dataset_size(given.dataset, split))))
         return DataLoader(some, batch_size=given.batch_size, collate_fn=given.collate_fn)
-    return DataLoader(_FirstBatches([first_batch(given, split, count)]), batch_size=None)
-
-
-class _FirstBatches(Dataset[Any]):
-    def __init__(self, batches: Sequence[Any]) -> None:
-        self.batches = batches
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __getitem__(self, k: int) -> Any:
-        return self.batches[k]
+    # A list will do as a data set.
+    return DataLoader([first_batch(given, split, count)], batch_size=None)  # type: ignore[arg-type]
 
 
 # Rows of a batch ----------------------------------------------------------------------------------

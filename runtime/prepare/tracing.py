@@ -162,11 +162,11 @@ class TracedTask:
         from torch.utils.flop_counter import FlopCounterMode
 
         graph = self.training[samples]
-        inputs, _ = self.target.sample(samples)
+        call, _ = self.target.call(samples)
         try:
             # The other way round, the cache of fake tensors would hide operations.
             with unchanged(graph.module), FakeTensorMode(allow_non_fake_inputs=True) as mode:
-                given = [mode.from_tensor(tensor) for tensor in inputs]
+                given = [mode.from_tensor(tensor) for tensor in call.tensors]
                 with FlopCounterMode(display=False) as counter:
                     graph.module(*given)
         except Exception:  # an operation without a fake form, of whatever library

@@ -12,7 +12,7 @@ from helpers.plans import plan_by_hand, with_times
 from timeprest.profiles.errors import RunError, TargetError
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
-from timeprest.profiles.tasks.samples import fetch_call
+from timeprest.profiles.tasks.samples import fetch
 from timeprest.profiles.tasks.task import read_loss
 from timeprest.profiles.zoo.hf import hugging_face
 from timeprest.runtime.run import run
@@ -40,7 +40,7 @@ def offline(monkeypatch):
 
 
 def first_batch(task, samples=4, split="train"):
-    call, labels = fetch_call(task.data(split), list(range(samples)))
+    call, labels = fetch(task.data(split), list(range(samples)))
     return dict(zip(call.names, call.tensors, strict=True)), labels
 
 

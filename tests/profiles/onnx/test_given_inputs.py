@@ -32,8 +32,8 @@ def save(folder, nodes, inputs):
 
 def shapes(path, *texts):
     """Of the inputs that the file's model is called with, for 2 samples."""
-    tensors, _ = resolve(path, [parse_input(text) for text in texts]).sample(2)
-    return [tuple(tensor.shape) for tensor in tensors]
+    call, _ = resolve(path, [parse_input(text) for text in texts]).call(2)
+    return [tuple(tensor.shape) for tensor in call.tensors]
 
 
 def refused(path, *texts):
