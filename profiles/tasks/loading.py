@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, TensorDataset
 
-from .batches import Batches
+from .batches import Batches, DryError
 from .prefetch import OwnRandomness
 from .samples import Names, batch_size_of, comes_in_batches, dataset_size, fetch, size_of
 
@@ -39,25 +39,27 @@ def loading_s_per_sample(
     size = size_of(given, "train", mini_batch)
     most = _MOST if size is None else size // (batch_size_of(given) or mini_batch)
     batches = Batches(given, "train", 0, mini_batch, names)
+    # Workers come with their first batches at once, late by their start; what several of them make
+    # comes in bursts: whole rounds are timed.
+    first, rounds = workers, 2
+    passed, done, samples = 0.0, 0, 0
     try:
-        # Workers come with their first batches at once, late by their start.
-        first, rounds = workers, 2
-        if most < first + workers:
-            return None
         for k in range(first):
             batches.batch(0, k)
-        begin, done, samples = time.perf_counter(), 0, 0
+        begin = time.perf_counter()
         while first + done + workers <= most:
-            # Whole rounds: what several workers make comes in bursts.
-            for _ in range(workers):
-                samples += batches.batch(0, first + done).rows
-                done += 1
+            numbers = range(first + done, first + done + workers)
+            rows = sum(batches.batch(0, k).rows for k in numbers)
             passed = time.perf_counter() - begin
+            done, samples = done + workers, samples + rows
             if passed > seconds and done >= rounds * workers:
                 break
-        return passed / samples
+    except DryError:
+        # Data without a length may be few.
+        pass
     finally:
         batches.close()
+    return passed / samples if samples else None
 
 
 def _one_by_one(given: Any, mini_batch: int, names: Names, seconds: float) -> float:

@@ -281,6 +281,9 @@ def test_loading_is_measured_where_samples_are_not_in_memory():
     # A sleep is never too short, but the first of them may be over.
     assert 1e-3 < loading_s_per_sample(task("Slow").data("train"), 8, seconds=0.1) < 1
     assert 2e-3 <= loading_s_per_sample(task("Slow").samples("train"), 8, seconds=0.1) < 1
+    # A stream that says no length may be over soon: six mini-batches, or one.
+    assert loading_s_per_sample(task("EndlessStream").data("train"), 8) > 0
+    assert loading_s_per_sample(task("EndlessStream").data("train"), 42) is None
     # What was loaded ahead while nobody asked comes sooner.
     assert loading_s_per_sample(task("Slow").data("train"), 8, seconds=0) > 5e-4
 
