@@ -6,7 +6,7 @@ import itertools
 import multiprocessing
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,13 @@ from ..tracing.random_states import seed_all
 from .hooks import describe_error
 from .parts import SEEDS, each_alone, has_only
 from .prefetch import OwnRandomness
-from .samples import batch_size_of, length_of
+from .samples import length_of
 from .task import Split
 
 # Sequence -----------------------------------------------------------------------------------------
+
+_ENDLESS = 1 << 20
+"""Samples, and twice the data set, behind which a sampler without a length is taken for endless."""
 
 
 def sequence_of(loader: DataLoader[Any], epoch: int, seed: int) -> list[Any]:
@@ -32,20 +35,20 @@ def sequence_of(loader: DataLoader[Any], epoch: int, seed: int) -> list[Any]:
     Raises TargetError for one without end.
     """
     sampler = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
-    if (
-        isinstance(sampler, Iterable)
-        and length_of(sampler) is None
-        and batch_size_of(loader) is None
-    ):
-        raise TargetError(
-            f"data(split): the DataLoader's {type(sampler).__name__} has no length; give it a "
-            "__len__: batches in an epoch"
-        )
+    count, most = length_of(sampler), _ENDLESS + 2 * (length_of(loader.dataset) or 0)
+    found: list[Any] = []
+    taken = 0
     prepare_epoch(loader, epoch, seed)
     with OwnRandomness(seed)():
-        count = length_of(sampler)
-        found = itertools.islice(iter(sampler), count)
-        return [list(each) if isinstance(each, (list, tuple)) else each for each in found]
+        for each in itertools.islice(iter(sampler), count):
+            found.append(list(each) if isinstance(each, (list, tuple)) else each)
+            taken += len(found[-1]) if isinstance(found[-1], list) else 1
+            if count is None and taken > most:
+                raise TargetError(
+                    f"data(split): the DataLoader's sampler has no length, and no end within "
+                    f"{most} samples; give it a __len__: how many it gives in an epoch"
+                )
+    return found
 
 
 def prepare_epoch(loader: DataLoader[Any], epoch: int, seed: int) -> None:

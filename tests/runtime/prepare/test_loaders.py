@@ -351,6 +351,29 @@ def test_a_stream_that_runs_dry_says_so(plan, tmp_path):
         batches("BatchesOfEightAtOnce", 0, 6)
 
 
+class _Endless:
+    """A sampler that doesn't say how many there are."""
+
+    def __init__(self, most=None):
+        self.most = most
+
+    def __iter__(self):
+        return itertools.islice(itertools.cycle(range(40)), self.most)
+
+
+def test_a_sampler_without_end_is_refused(monkeypatch):
+    monkeypatch.setattr("timeprest.profiles.tasks.loaders._ENDLESS", 100)
+    data = Rows42(Loaded(), "train")
+
+    def batches_of(**how):
+        return Batches(DataLoader(data, **how), "train", seed=0, mini_batch=8)
+
+    for size in (8, None):
+        with pytest.raises(TargetError, match=r"sampler has no length, and no end within 184 sam"):
+            batches_of(batch_size=size, sampler=_Endless()).batch(0, 0)
+    assert batches_of(batch_size=8, sampler=_Endless(20)).sizes() == [8, 8, 4]
+
+
 def test_a_worker_of_the_loader_that_dies_ends_the_run(plan, tmp_path):
     with pytest.raises(RunError, match=r"a worker of its DataLoader is gone: DataLoader worker"):
         trained(plan, "LoadedDying", tmp_path / "run")
