@@ -6,10 +6,13 @@
     │   ├── TargetError     a model or task that can't be imported or built
     │   ├── TraceError      a model that can't be traced
     │   ├── PlanError       a plan that contradicts its profile, its model or itself
+    │   │   └── OrderError  an order of the user's that breaks a rule
+    │   ├── PluginError     a system from outside that is missing, fails or breaks a rule
     │   └── InfeasibleError no plan fits the limits
-    ├── ScheduleError          an order that breaks its rules (a bug here, or an edited plan)
+    ├── ScheduleError       an order that breaks its rules (a bug here, or an edited plan)
     └── RunError            training failed: a worker died or got stuck, or the user's code raised
         └── StoppedError    a signal from outside ended it
+    TaskWarning             no error: something may be meant otherwise than it is taken
 
 Messages are one line: what is wrong, where, and what to do about it.
 """

@@ -131,6 +131,13 @@ def test_a_class_name_has_one_meaning(trees):
                 assert first == module, f"class {node.name} in {first} and in {module}"
 
 
+def test_every_error_is_drawn_once(trees):
+    tree = trees[("profiles", "errors")]
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            assert len(re.findall(rf"\b{node.name} ", ast.get_docstring(tree))) == 1, node.name
+
+
 def test_names_are_the_fields(trees):
     for module, tree in trees.items():
         defined = [
