@@ -14,10 +14,15 @@
         └── StoppedError    a signal from outside ended it
     TaskWarning             no error: something may be meant otherwise than it is taken
 
-Messages are one line: what is wrong, where, and what to do about it.
+Messages are one line: what is wrong, where, and what to do about it. Where the user's code failed,
+it is their line that is named (`is_users`).
 """
 
 from __future__ import annotations
+
+import sys
+import sysconfig
+from pathlib import Path
 
 
 class TimeprestError(Exception):
@@ -87,3 +92,26 @@ class RunError(TimeprestError):
 
 class StoppedError(RunError):
     """A signal from outside ended the run; the message names it."""
+
+
+_PACKAGES = (Path(__file__).parents[1], Path(__file__).resolve().parents[1])
+"""Ours, under either name where it is reached by a link."""
+
+
+def is_users(file: str, *, models: bool = False) -> bool:
+    """Whether a file, as tracebacks name it, is the user's: not ours, Python's or a library's.
+
+    Args:
+        models: what is looked for is a model's line, and the models of libraries and of our zoo are
+            the user's, too.
+    """
+    ours = ["profiles/tracing"] if models else ["profiles", "planner", "runtime", "cli"]
+    libraries = ["stdlib"] if models else ["stdlib", "purelib", "platlib"]
+    others = [package / folder for package in _PACKAGES for folder in ours]
+    torch = getattr(sys.modules.get("torch"), "__file__", None)
+    if torch is not None:
+        # Which an environment may have by a link.
+        others.append(Path(torch).parent)
+    if not (models and "site-packages" in file):
+        others += [Path(sysconfig.get_path(name)) for name in libraries]
+    return not file.startswith("<") and not any(map(Path(file).is_relative_to, others))

@@ -6,31 +6,21 @@ import functools
 import inspect
 import math
 import signal
-import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ..errors import RunError, StoppedError, TargetError, TimeprestError
+from ..errors import RunError, StoppedError, TargetError, TimeprestError, is_users
 from ..tracing.pieces import map_tensors
 from .task import Loss, Task, read_figure, read_loss
 
 Named = Sequence[tuple[str, nn.Parameter]]
 """Parameters under the model's own names."""
-
-_PACKAGES = (Path(__file__).parents[2], Path(__file__).resolve().parents[2])
-"""Ours, under either name where it is reached by a link."""
-_LIBRARIES = (
-    *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")},
-    # Which an environment may have by a link.
-    str(Path(torch.__file__).parent),
-)
 
 _SHOWN_NAMES = 3
 
@@ -397,13 +387,8 @@ def from_users_code(error: BaseException) -> bool:
 
 
 def _users_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    folders = ("profiles", "planner", "runtime", "cli")
-    ours = tuple(str(package / folder) for package in _PACKAGES for folder in folders)
-    return [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith((*ours, *_LIBRARIES, "<"))
-    ]
+    frames = traceback.extract_tb(error.__traceback__)
+    return [frame for frame in frames if is_users(frame.filename)]
 
 
 def describe_error(error: BaseException) -> str:

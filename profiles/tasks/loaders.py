@@ -7,13 +7,12 @@ import multiprocessing
 import os
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from ..errors import RunError, TargetError, TimeprestError
+from ..errors import RunError, TargetError, TimeprestError, is_users
 from ..tracing.random_states import seed_all
 from .hooks import describe_error
 from .parts import SEEDS, each_alone, has_only
@@ -162,8 +161,7 @@ def why(error: BaseException) -> str:
     lines = text.splitlines()
     indented = [k for k, line in enumerate(lines) if line.startswith("  ")]
     reason = " ".join(" ".join(lines[indented[-1] + 1 if indented else 0 :]).split())
-    ours = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
-    frames = [(path, line) for path, line in _FRAME.findall(text) if not path.startswith(ours)]
+    frames = [(path, line) for path, line in _FRAME.findall(text) if is_users(path)]
     return f"{frames[-1][0]}:{frames[-1][1]}: {reason}" if frames else reason
 
 

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import re
-import sysconfig
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from operator import getitem
-from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from ..errors import TargetError, TaskWarning, TimeprestError, TraceError
+from ..errors import TargetError, TaskWarning, TimeprestError, TraceError, is_users
 from ..profile import FRONT_ENDS
 from .call import Call, unchanged
 from .export import trace_export
@@ -257,16 +255,9 @@ def _reason(error: Exception) -> str:
 
 def _where(model: nn.Module, target: str, failures: Sequence[Exception]) -> str:
     """The line of the user's code that the first failure with one came from, else the model."""
-    torch_folder = str(Path(torch.__file__).parent)
-    here = str(Path(__file__).parent)
-    library = sysconfig.get_path("stdlib")
     for error in failures:
-        frames = [
-            frame
-            for frame in traceback.extract_tb(error.__traceback__)
-            if not frame.filename.startswith((torch_folder, here, "<"))
-            and (not frame.filename.startswith(library) or "site-packages" in frame.filename)
-        ]
+        found = traceback.extract_tb(error.__traceback__)
+        frames = [frame for frame in found if is_users(frame.filename, models=True)]
         if frames:
             return f"{frames[-1].filename}:{frames[-1].lineno}: `{frames[-1].line}`"
     return f"{target} ({type(model).__name__}.forward)"

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import re
+import sysconfig
 from functools import partial
 
 import pytest
 import torch
 from click.testing import CliRunner
-from helpers.paths import TESTS
+from helpers.paths import ROOT, TESTS
 from helpers.plain_training import train_plainly
 from helpers.plans import plan_by_hand, with_times
 from timeprest.cli.profile import main as tp_profile
 from timeprest.cli.run import main as tp_run
-from timeprest.profiles.errors import RunError, TargetError, TaskWarning, TimeprestError, UserError
+from timeprest.profiles.errors import (
+    RunError,
+    TargetError,
+    TaskWarning,
+    TimeprestError,
+    UserError,
+    is_users,
+)
 from timeprest.profiles.files import write_file
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.measuring.platforms import platform_of
@@ -327,3 +335,19 @@ def test_a_model_that_ends_the_program_is_said_so(name, said):
     assert result.exit_code in (1, 2)
     (line,) = result.stderr.splitlines()
     assert re.search(rf"{said}\S*hook_tasks\.py:\d+: SystemExit: 0$", line)
+
+
+# Whose line is named -------------------------------------------------------------------------
+
+
+def test_whose_code_a_file_is():
+    assert is_users(str(ROOT / "cli_task.py"))
+    assert is_users("mine.py")
+    ours, library = str(ROOT / "cli/errors.py"), f"{sysconfig.get_path('purelib')}/click/core.py"
+    for file in (ours, library, torch.__file__, re.__file__, "<string>"):
+        assert not is_users(file)
+    # Where a model fails, a library's model is named, and torch isn't.
+    assert is_users(library, models=True)
+    assert is_users(str(ROOT / "profiles/zoo/gpt2.py"), models=True)
+    for file in (torch.__file__, re.__file__, str(ROOT / "profiles/tracing/fx.py")):
+        assert not is_users(file, models=True)

@@ -441,6 +441,7 @@ def test_data_that_never_come_are_given_up():
 def test_errors_of_workers_are_told_by_the_users_line():
     text = (
         "Caught ValueError in DataLoader worker process 0.\nOriginal Traceback (most recent call "
-        'last):\n  File "/x/site.py", line 3, in go\n    run()\nValueError: no\n'
+        'last):\n  File "/x/site.py", line 3, in go\n    run()\n'
+        f'  File "{json.__file__}", line 7, in loads\n    decode()\nValueError: no\n'
     )
     assert why(ValueError(text)) == "/x/site.py:3: ValueError: no"
