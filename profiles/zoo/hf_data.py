@@ -10,7 +10,7 @@ import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
 from ..errors import FileError, TargetError
 from ..files import check_regular
@@ -76,27 +76,9 @@ class Columns:
         """Rows with these alone."""
         return Columns({name: self._columns[name] for name in names})
 
-
-class _Part:
-    """Some of the rows."""
-
-    def __init__(self, rows: Any, part: range) -> None:
-        self._rows, self._part = rows, part
-
-    def __len__(self) -> int:
-        return len(self._part)
-
-    def __getitem__(self, index: int) -> Any:
-        return self._rows[self._part[index]]
-
-    @property
-    def column_names(self) -> Any:
-        """As of all rows; None where they don't say, or these can't be had alone."""
-        return None if transforms(self._rows) else getattr(self._rows, "column_names", None)
-
-    def select_columns(self, names: Sequence[str]) -> _Part:
-        """Rows with these alone."""
-        return _Part(self._rows.select_columns(names), self._part)
+    def select(self, part: range) -> Columns:
+        """Some of the rows, one behind the other."""
+        return Columns({name: c[part.start : part.stop] for name, c in self._columns.items()})
 
 
 def splits_of(target: str, found: Any) -> dict[Split, Any]:
@@ -123,7 +105,10 @@ def splits_of(target: str, found: Any) -> dict[Split, Any]:
         found = chosen["train"]
     count = len(found)
     border = count - max(1, count // TESTED) if count > 1 else count
-    return {"train": _Part(found, range(border)), "test": _Part(found, range(border, count))}
+    # Selected by the library `datasets`, rows still say what it knows of them: lengths, names.
+    own = isinstance(found, Columns) or isinstance(getattr(found, "features", None), Mapping)
+    select = found.select if own else partial(Subset, found)
+    return {"train": select(range(border)), "test": select(range(border, count))}
 
 
 def rows_of(request: Request) -> dict[Split, Any]:

@@ -370,6 +370,8 @@ def test_images_are_sized_and_scaled():
         ("gpt2", [{"input_ids": [[2], [2, 3]]}], "row 0: its input_ids must be a list of whole"),
         ("gpt2,length=4", [{"input_ids": 3}], r"row 0: its input_ids have shape \[\]"),
         (
+    # Lengths are read without the rows.
+    assert all(hasattr(task.data(split)._rows, "data") for split in ("train", "test"))
             "gpt2",
             [{"input_ids": [2, 3], "attention_mask": [1]}],
             "row 0: there are 1 attention_mask and 2 input_ids",
