@@ -208,14 +208,20 @@ class Coder:
             )
         return None
 
-    def ids(self, text: str, length: int | None = None) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Ids of a text: as one sample's of that length at most, or of running text."""
+    def ids(
+        self, text: str, length: int | None = None, *, answer: bool = False
+    ) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Ids of a text: as one sample's of that length at most, or of running text.
+
+        Args:
+            answer: a decoder is to write it, maybe in another language.
+        """
         if self._tokenizer is None:
             found = np.frombuffer(text.encode(), np.uint8).astype(np.int64) + FIRST_ID
             return found[:length]
         with quiet():
             found = self._tokenizer(
-                text,
+                **{"text_target" if answer else "text": text},
                 add_special_tokens=length is not None,
                 truncation=length is not None,
                 max_length=length,
@@ -408,7 +414,7 @@ class HuggingFaceSamples(Dataset[Any]):
             return self._class(index, row)
         given = next((row[name] for name in _LABELS if name in row), None)
         if given is None and family == "seq2seq":
-            given = self._coder.ids(str(row["target"]), self._lengths.labels)
+            given = self._coder.ids(str(row["target"]), self._lengths.labels, answer=True)
         if given is not None:
             where = f"{self._request.target}: row {index}"
             labels = whole_numbers(where, "labels", given)

@@ -282,6 +282,16 @@ def test_no_padding_is_hidden_wherever_it_stands():
 
 
 def test_lines_with_a_tab_are_pairs(tmp_path):
+def test_what_a_decoder_is_to_write_may_be_another_language(monkeypatch):
+    def tokenizer(text=None, text_target=None, **_):
+        return {"input_ids": [5] if text_target is None else [6]}
+
+    monkeypatch.setattr("timeprest.profiles.zoo.hf_data.tokenizer_of", lambda *_: tokenizer)
+    rows = [{"source": "a", "target": "b"}] * 2
+    inputs, labels = hugging_face(f"t5,{SIZES},tokenizer=x,length=4", rows).data("train")[0]
+    assert (inputs["input_ids"][0], labels[0]) == (5, 6)
+
+
     file = tmp_path / "pairs.tsv"
     file.write_text("".join(f"abc{k}\t{'good' if k % 2 else 'bad'}\n" for k in range(10)))
     task = resolve(f"hf:bert,{TINY},head=classification,num_labels=2,data={file}").task
