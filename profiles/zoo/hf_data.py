@@ -23,6 +23,7 @@ from torch.utils.data import Dataset, Subset
 from ..errors import FileError, TargetError
 from ..files import check_regular
 from ..tasks.parts import ALL, INPUTS, TARGET, Parts, transforms
+from .hf_classes import LABELS, check_class_numbers, labels_of_text
 from ..tasks.task import Split
 from .hf_columns import BESIDE, check_length, longest, whole_numbers
 from .hf_model import (
@@ -176,8 +177,7 @@ def _text_rows(request: Request, text: str) -> dict[Split, Any]:
             )
     seconds: list[Any] = [line[1] for line in lines]
     if second == "label":
-        classes = {name: k for k, name in enumerate(sorted(set(seconds)))}
-        seconds = [classes[name] for name in seconds]
+        seconds = labels_of_text(request, seconds)
     return splits_of(request.target, {first: [line[0] for line in lines], second: seconds})
 
 
@@ -239,7 +239,6 @@ class Coder:
 # From rows to samples ---------------------------------------------------------------------------
 
 IDS = ("input_ids", "decoder_input_ids")
-_LABELS = ("labels", "label")
 _TEXTS = ("text", "source")
 _NEEDED = {
     "causal": "input_ids or text",
@@ -303,6 +302,8 @@ class HuggingFaceSamples(Dataset[Any]):
             first = rows[0]
             self._check_columns(first)
             self._columns = set(first)
+            if not transforms(rows):
+                check_class_numbers(request, rows)
         self._parts = ALL
 
     def __len__(self) -> int:
@@ -339,14 +340,14 @@ class HuggingFaceSamples(Dataset[Any]):
         if select is not None and columns and not transforms(self._rows):
             made = found._made
             inputs = {*IDS, *BESIDE, "text", "source", "pixel_values", "image"}
-            labels = {*_LABELS, "target"}
+            labels = {*LABELS, "target"}
             wanted = (inputs if INPUTS in made else set()) | (labels if TARGET in made else set())
             found._rows = select([name for name in columns if name in wanted])
         return found
 
     @cached_property
     def _labelled(self) -> bool:
-        return bool(self._columns & set(_LABELS))
+        return bool(self._columns & set(LABELS))
 
     @property
     def _made(self) -> Parts:
@@ -365,7 +366,7 @@ class HuggingFaceSamples(Dataset[Any]):
                 "a dict by the names of columns"
             )
         family, names = self._request.family, set(row)
-        labelled = bool(names & set(_LABELS))
+        labelled = bool(names & set(LABELS))
         there = "input_ids" in names or bool(names & set(_TEXTS))
         if family == "image":
             there = bool(names & {"pixel_values", "image"})
@@ -412,7 +413,7 @@ class HuggingFaceSamples(Dataset[Any]):
         family = self._request.family
         if family in ("classification", "image"):
             return self._class(index, row)
-        given = next((row[name] for name in _LABELS if name in row), None)
+        given = next((row[name] for name in LABELS if name in row), None)
         if given is None and family == "seq2seq":
             given = self._coder.ids(str(row["target"]), self._lengths.labels, answer=True)
         if given is not None:
@@ -495,7 +496,7 @@ class HuggingFaceSamples(Dataset[Any]):
 
     def _class(self, index: int, row: Mapping[str, Any]) -> Tensor:
         """A class, or what is to be told instead by the config's problem_type."""
-        given = np.asarray(next(row[name] for name in _LABELS if name in row))
+        given = np.asarray(next(row[name] for name in LABELS if name in row))
         kind = self._request.problem
         if kind != "single_label_classification":
             return torch.from_numpy(given.astype(np.float32))

@@ -309,6 +309,62 @@ def test_what_a_decoder_is_to_write_may_be_another_language(monkeypatch):
 
 
 def test_a_datasets_folder_is_read(folder, tmp_path):
+CLASSIFIER = f"bert,{TINY},head=classification,vocab_size=300"
+
+
+@pytest.fixture
+def named(tmp_path):
+    """A folder with a classifier whose classes have names, and what a file of these labels is."""
+    config = transformers.BertConfig(
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=24,
+        vocab_size=300,
+        id2label={0: "positive", 1: "negative", 2: "neither"},
+        label2id={"positive": 0, "negative": 1, "neither": 2},
+        architectures=["BertForSequenceClassification"],
+    )
+    config.save_pretrained(tmp_path / "model")
+
+    def labels(*names):
+        file = tmp_path / "pairs.tsv"
+        file.write_text("".join(f"a\t{name}\n" for name in names))
+        data = resolve(f"hf:{tmp_path / 'model'},tokenizer=bytes,data={file}").task.data("train")
+        return [data[k][1].item() for k in range(len(data))]
+
+    return labels
+
+
+def test_classes_of_a_text_file_have_the_models_numbers(named, tmp_path):
+    assert named("positive", "negative", "negative", "negative") == [0, 1, 1]
+    assert named("2", "1", "2", "0") == [2, 1, 2]
+    with pytest.raises(TargetError, match=r"its line 2 has the class 'good', and .*positive, neg"):
+        named("positive", "good", "positive")
+    file = tmp_path / "pairs.tsv"
+    file.write_text("a\t2.5\nb\t-1\nc\t0\n")
+    data = resolve(f"hf:{CLASSIFIER},num_labels=1,data={file}").task.data("train")
+    assert [data[k][1].item() for k in range(2)] == [2.5, -1]
+    file.write_text("a\t2.5\nb\tlow\n")
+    assert "its line 2 must be text, a tab and a number" in refusal(
+        f"{CLASSIFIER},num_labels=1,data={file}"
+    )
+    several = "num_labels=2,problem_type=multi_label_classification"
+    assert "give a datasets folder" in refusal(f"{CLASSIFIER},{several},data={file}")
+
+
+def test_named_classes_of_other_numbers_are_refused(named, tmp_path):
+    named("positive", "negative")
+    classes = datasets.ClassLabel(names=["negative", "positive"])
+    features = datasets.Features({"text": datasets.Value("string"), "label": classes})
+    rows = datasets.Dataset.from_dict({"text": ["a"] * 4, "label": [0, 1, 0, 1]}, features)
+    model = f"{tmp_path / 'model'},tokenizer=bytes"
+    assert "class 'negative' has number 0 in the data and 1 in the model" in refusal(model, rows)
+    numbers = {"positive": 0, "negative": 1}
+    aligned = rows.align_labels_with_mapping(numbers, "label")
+    assert int(hugging_face(model, aligned).data("train")[0][1]) == 1
+
+
     rows = [{"input_ids": list(range(2, 4 + k % 3)), "other": "x"} for k in range(20)]
     datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "tokens"))
     task = resolve(f"hf:gpt2,data={tmp_path / 'tokens'}").task
