@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -23,9 +22,10 @@ from torch.utils.data import Dataset, Subset
 from ..errors import FileError, TargetError
 from ..files import check_regular
 from ..tasks.parts import ALL, INPUTS, TARGET, Parts, transforms
-from .hf_classes import LABELS, check_class_numbers, labels_of_text
 from ..tasks.task import Split
+from .hf_classes import LABELS, check_class_numbers, labels_of_text
 from .hf_columns import BESIDE, check_length, longest, whole_numbers
+from .hf_images import PixelScale, pixel_scale, pixels
 from .hf_model import (
     BYTES,
     FIRST_ID,
@@ -511,21 +511,12 @@ class HuggingFaceSamples(Dataset[Any]):
         return label
 
     def _pixels(self, index: int, row: Mapping[str, Any]) -> Tensor:
-        """Of an image ``[channels, size, size]``; pixels from 0 to 255 as the folder's
-        preprocessor has them, or from −1 to 1."""
+        """Of an image ``[channels, size, size]``."""
         if "pixel_values" in row:
             found = _tensor(row["pixel_values"], np.float32)
         else:
-            mean, deviation = self._pixel_scale
-            image = np.asarray(row["image"], np.float32) / 255
-            image = image[..., None].repeat(3, -1) if image.ndim == 2 else image[..., :3]
-            found = functional.interpolate(
-                torch.from_numpy(image).permute(2, 0, 1)[None],
-                size=(self._request.size, self._request.size),
-                mode="bilinear",
-                antialias=True,
-            )[0]
-            found = (found - mean) / deviation
+            where = f"{self._request.target}: row {index}"
+            found = pixels(where, row["image"], self._request.size, self._pixel_scale)
         if found.dim() != 3 or (
             "image_size" in self._request.config.to_dict()
             and found.shape[1:] != (self._request.size, self._request.size)
@@ -538,13 +529,8 @@ class HuggingFaceSamples(Dataset[Any]):
         return found
 
     @cached_property
-    def _pixel_scale(self) -> tuple[Tensor, Tensor]:
-        file = Path(self._request.folder).expanduser() / "preprocessor_config.json"
-        said: dict[str, Any] = {}
-        if self._request.folder and file.is_file():
-            said = json.loads(file.read_text(encoding="utf-8"))
-        mean, deviation = (said.get(name, 0.5) for name in ("image_mean", "image_std"))
-        return torch.tensor(mean).reshape(-1, 1, 1), torch.tensor(deviation).reshape(-1, 1, 1)
+    def _pixel_scale(self) -> PixelScale:
+        return pixel_scale(self._request)
 
 
 def _tensor(value: Any, dtype: type[np.generic]) -> Tensor:

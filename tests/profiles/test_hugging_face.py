@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from helpers.plans import plan_by_hand, with_times
@@ -281,7 +282,6 @@ def test_no_padding_is_hidden_wherever_it_stands():
         assert (data[20][1] == -100).all()
 
 
-def test_lines_with_a_tab_are_pairs(tmp_path):
 def test_what_a_decoder_is_to_write_may_be_another_language(monkeypatch):
     def tokenizer(text=None, text_target=None, **_):
         return {"input_ids": [5] if text_target is None else [6]}
@@ -292,6 +292,7 @@ def test_what_a_decoder_is_to_write_may_be_another_language(monkeypatch):
     assert (inputs["input_ids"][0], labels[0]) == (5, 6)
 
 
+def test_lines_with_a_tab_are_pairs(tmp_path):
     file = tmp_path / "pairs.tsv"
     file.write_text("".join(f"abc{k}\t{'good' if k % 2 else 'bad'}\n" for k in range(10)))
     task = resolve(f"hf:bert,{TINY},head=classification,num_labels=2,data={file}").task
@@ -308,7 +309,6 @@ def test_what_a_decoder_is_to_write_may_be_another_language(monkeypatch):
     assert "give a datasets folder" in refusal(f"bert,head=tokens,data={file}")
 
 
-def test_a_datasets_folder_is_read(folder, tmp_path):
 CLASSIFIER = f"bert,{TINY},head=classification,vocab_size=300"
 
 
@@ -365,10 +365,13 @@ def test_named_classes_of_other_numbers_are_refused(named, tmp_path):
     assert int(hugging_face(model, aligned).data("train")[0][1]) == 1
 
 
+def test_a_datasets_folder_is_read(folder, tmp_path):
     rows = [{"input_ids": list(range(2, 4 + k % 3)), "other": "x"} for k in range(20)]
     datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "tokens"))
     task = resolve(f"hf:gpt2,data={tmp_path / 'tokens'}").task
     assert [len(task.data(split)) for split in ("train", "test")] == [18, 2]
+    # Lengths are read without the rows.
+    assert all(hasattr(task.data(split)._rows, "data") for split in ("train", "test"))
     inputs, labels = first_batch(task, 3)
     assert sorted(inputs) == ["attention_mask", "input_ids"]
     assert inputs["input_ids"].tolist() == [[2, 3, 0, 0], [2, 3, 4, 0], [2, 3, 4, 5]]
@@ -398,6 +401,62 @@ def test_images_are_sized_and_scaled():
     assert inputs["pixel_values"].shape == (3, 16, 16)
     assert torch.allclose(inputs["pixel_values"], torch.ones(()))
     assert int(label) == 1
+
+
+@pytest.fixture
+def seen(tmp_path):
+    """What a white pixel and a grey one become, by the folder's preprocessor."""
+    config = transformers.ViTConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24
+    )
+    config.image_size, config.num_labels = 16, 2
+    config.save_pretrained(tmp_path)
+    image = np.full((16, 16, 3), 255, np.uint8)
+    image[8:] = 51
+    white = [{"image": image, "label": 1}] * 3
+
+    def first_and_last(rows=white, **said):
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps(said))
+        pixels = hugging_face(str(tmp_path), rows).data("train")[0][0]["pixel_values"]
+        assert pixels.shape == (3, 16, 16)
+        return [round(pixels[0, k, 0].item(), 4) for k in (0, -1)]
+
+    return first_and_last
+
+
+def test_images_are_scaled_as_the_folder_says(seen):
+    assert seen() == [1, -0.6]
+    assert seen(image_mean=[0, 0, 0], image_std=[2, 2, 2]) == [0.5, 0.1]
+    assert seen(do_normalize=False, image_mean=[0.5] * 3) == [1, 0.2]
+    assert seen(do_normalize=False, do_rescale=False) == [255, 51]
+    assert seen(do_normalize=False, rescale_factor=1 / 51) == [5, 1]
+    for said, words in {
+        "do_flip_channel_order": "do_flip_channel_order isn't done here",
+        "rescale_offset": "rescale_offset isn't done here",
+        "image_mean": "preprocessor_config.json: can't be followed",
+    }.items():
+        with pytest.raises(TargetError, match=words):
+            seen(**{said: {"a": 1}})
+
+
+@pytest.mark.parametrize(
+    ("image", "words"),
+    [
+        (np.zeros((3, 16, 16), np.uint8), r"its image has shape \[3, 16, 16\]; it must be height"),
+        (np.full((16, 16), 0.5), "numbers from 0.5 to 0.5; pixels go from 0 to 255"),
+        (np.full((16, 16), 4000, np.uint16), "numbers from 4000 to 4000"),
+        (np.eye(16, dtype=bool), "numbers from 0 to 1"),
+    ],
+)
+def test_images_of_other_numbers_are_refused(image, words, seen):
+    with pytest.raises(TargetError, match=words):
+        seen([{"image": image, "label": 1}] * 3)
+
+
+def test_images_of_a_palette_are_seen_in_colour(seen):
+    image = pytest.importorskip("PIL.Image").new("P", (16, 16))
+    image.putpalette([255, 0, 0])
+    assert seen([{"image": image, "label": 1}] * 3) == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -436,8 +495,6 @@ def test_images_are_sized_and_scaled():
         ("gpt2", [{"input_ids": [[2], [2, 3]]}], "row 0: its input_ids must be a list of whole"),
         ("gpt2,length=4", [{"input_ids": 3}], r"row 0: its input_ids have shape \[\]"),
         (
-    # Lengths are read without the rows.
-    assert all(hasattr(task.data(split)._rows, "data") for split in ("train", "test"))
             "gpt2",
             [{"input_ids": [2, 3], "attention_mask": [1]}],
             "row 0: there are 1 attention_mask and 2 input_ids",
