@@ -128,7 +128,6 @@ class Request:
         own_head: the model has this head where it comes from, with weights.
         data: where samples come from, a file or a folder; empty: they are synthetic.
         tokenizer: a folder; empty: there is none; "bytes".
-        given: the config's keys that the user set.
         padding: LONGEST or MAX_LENGTH.
     """
 
@@ -143,7 +142,6 @@ class Request:
     own_head: bool = True
     data: str = ""
     tokenizer: str = ""
-    given: frozenset[str] = frozenset()
     padding: str = MAX_LENGTH
 
     @property
@@ -176,15 +174,14 @@ class Request:
         return getattr(library(self.target), HEADS[self.family].maker)
 
 
-def library(target: str, module: str = "transformers", extra: str = "hf") -> Any:
+def library(target: str, module: str = "transformers") -> Any:
     """A module of an optional library. Raises TargetError where it isn't installed."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
         name = module.partition(".")[0]
         raise TargetError(
-            f"{target}: needs the library {name} ({error}): in the checkout, "
-            f"pip install -e '.[{extra}]'"
+            f"{target}: needs the library {name} ({error}): in the checkout, pip install -e '.[hf]'"
         ) from None
 
 
@@ -246,7 +243,6 @@ def read(target: str, argument: str) -> Request:
         own_head=own == family,
         data=settings["data"],
         tokenizer=settings["tokenizer"] or own_tokenizer(folder),
-        given=frozenset(given),
         padding=padding,
     )
 
