@@ -105,6 +105,8 @@ class Batches:
         self._ahead: Ahead[Any] | None = None
         self._alone = OwnRandomness(seed)
         self._jobs: list[tuple[int, Any]] = []
+        """Of a map-style data set: a seed for each batch of the epoch, and what is in it. One list
+        for all epochs, as a loader that keeps its workers has it for its sampler."""
         self._fetched: DataLoader[Any] | None = None
         self._workers: Iterator[Any] | None = None
 
@@ -150,7 +152,8 @@ class Batches:
         """End what loads an epoch."""
         ahead, self._ahead = self._ahead, None
         ended = ahead is None or ahead.close()
-        self._epoch, self._kept, self._jobs = -1, {}, []
+        self._epoch, self._kept = -1, {}
+        self._jobs.clear()
         workers, self._workers = self._workers, None
         if ended:
             self._items = iter(())
@@ -180,12 +183,12 @@ class Batches:
             self._workers = opened(loader)
             return _behind(self._workers, first)
         order = sequence_of(loader, epoch, seed)[first:]
-        self._jobs = [(self._number(epoch, first + k), each) for k, each in enumerate(order)]
+        self._jobs += [(self._number(epoch, first + k), each) for k, each in enumerate(order)]
         if not loader.num_workers or self._looks:
             self._here = Fetched(loader, self._read_by)
             return map(self._here.__getitem__, self._jobs)
         if self._fetched is None:
-            self._fetched = _loader_of_jobs(loader, _Jobs(self), self._read_by)
+            self._fetched = _loader_of_jobs(loader, self._jobs, self._read_by)
         self._fetched.generator = torch.Generator().manual_seed(seed)
         self._workers = opened(self._fetched)
         return self._workers
@@ -196,11 +199,6 @@ class Batches:
         k = number - self._first
         known = epoch == self._epoch and 0 <= k < len(self._jobs)
         return repr(self._jobs[k][1]) if known else ""
-
-    @property
-    def jobs(self) -> list[tuple[int, Any]]:
-        """Of a map-style data set: a seed for each batch still to come, and what is in it."""
-        return self._jobs
 
     def _take(self) -> Any:
         begins = self._next == self._first
@@ -249,23 +247,10 @@ class DryError(TargetError):
     """There are no more batches."""
 
 
-class _Jobs:
-    """The jobs of the epoch at hand, as a loader's sampler."""
-
-    def __init__(self, of: Batches) -> None:
-        self._of = of
-
-    def __iter__(self) -> Iterator[tuple[int, Any]]:
-        return iter(self._of.jobs)
-
-    def __len__(self) -> int:
-        return len(self._of.jobs)
-
-
 def _loader_of_jobs(
-    loader: DataLoader[Any], jobs: _Jobs, read: tuple[Any, Any] | None
+    loader: DataLoader[Any], jobs: list[tuple[int, Any]], read: tuple[Any, Any] | None
 ) -> DataLoader[Any]:
-    """The user's loader, whose workers are given jobs."""
+    """The user's loader, whose workers are given jobs: those in the list when an epoch begins."""
     return DataLoader(
         Fetched(loader, read),
         batch_size=None,
