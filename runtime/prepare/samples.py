@@ -203,12 +203,13 @@ class Samples:
     def _filled(
         self, real: list[int], padding: int, size: int, seeds: list[int] | None
     ) -> tuple[tuple[Tensor, ...], Any]:
+        # Taken once: a sample that draws random numbers is another one the next time.
+        inputs, target = self._fetch(real or [padding], None if seeds is None else seeds or [0])
         missing = size - len(real)
-        filling = None if seeds is None else seeds + (seeds[:1] or [0]) * missing
-        inputs, target = self._fetch(real + [padding] * missing, filling)
-        if missing:
-            target = self._fetch(real, seeds)[1] if real else None
-        return inputs, target
+        if not missing:
+            return inputs, target
+        rows = [*range(len(real)), *[0] * missing]
+        return tuple(tensor[rows] for tensor in inputs), target if real else None
 
     @property
     def evaluations(self) -> int:

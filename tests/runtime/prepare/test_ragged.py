@@ -51,6 +51,32 @@ def few_profile():
     return profile_of("FewSamples")
 
 
+class DrawnPairs:
+    """Task whose samples draw one number, which is the input and the target."""
+
+    def data(self, split):
+        class Pairs(torch.utils.data.Dataset):
+            def __len__(self):
+                return 10
+
+            def __getitem__(self, k):
+                drawn = torch.rand(1)
+                return drawn, drawn
+
+        return Pairs()
+
+
+@pytest.mark.parametrize("real", [0, 1, 3])
+def test_what_is_filled_up_is_drawn_once(real):
+    samples = Samples(DrawnPairs(), "train", 4, seed=0)
+    (drawn,), target = samples.take(0, range(real))
+    assert drawn.shape == (4, 1)
+    assert torch.equal(drawn[real:], drawn[:1].expand(4 - real, 1))
+    assert target is None if not real else torch.equal(target, drawn[:real])
+    (drawn,), target, left = samples.evaluation(2)
+    assert torch.equal(target, drawn[:left])
+
+
 def train_in_whole_mini_batches(name, mini_batch, *, last):
     """Losses and model of a plain loop; `last`: train on what doesn't fill a mini-batch too."""
     task = resolve(f"{FILE}:{name}").task
