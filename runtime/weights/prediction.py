@@ -11,6 +11,7 @@ direction read from the optimizer's state. Which direction is the system's choic
   and the decoupled weight decay of AdamW and Muon on top.
 
 SGD without momentum has no state: there the last gradient is kept, as it was stepped along.
+Optimizers that maximize keep states of negated gradients, so a prediction is the same there.
 Before the first update nothing is known, and the weights themselves are the prediction.
 """
 
@@ -75,15 +76,15 @@ class Predictor:
             decay = group["weight_decay"]
             for p in group["params"]:
                 if p.grad is not None:
-                    self.last[p] = p.grad.add(p.detach(), alpha=decay) if decay else p.grad
+                    grad = p.grad.neg() if group["maximize"] else p.grad
+                    self.last[p] = grad.add(p.detach(), alpha=decay) if decay else grad
 
     def predict(self, steps: int, into: dict[nn.Parameter, Tensor]) -> None:
         """Write the weights so many updates ahead. `into`: a tensor for each of some parameters."""
         left = dict(into)
         with torch.no_grad():
             for group in self.optimizer.param_groups:
-                sign = -1 if group.get("maximize") else 1
-                rate = float(group["lr"]) * steps * sign * self._share()
+                rate = float(group["lr"]) * steps * self._share()
                 for p in group["params"]:
                     direction = self._direction(self, p, group) if p in left else None
                     if direction is not None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers.drawn.pipelines import ALL
 from helpers.plans import plan_by_hand, with_times
+from mlp_task import MLPTask
 from timeprest.planner.cluster.cluster import uniform_cluster
 from timeprest.planner.search.solve import solve
 from timeprest.planner.systems.orders import parse_order
@@ -82,6 +83,33 @@ def compare(run_dir, trained):
 
 def settings_of(task, **options):
     return RunSettings(task=task, steps=STEPS, evaluate=False, **options)
+
+
+# Predictions -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+        partial(torch.optim.SGD, lr=0.05, weight_decay=0.1),
+        partial(torch.optim.AdamW, lr=0.01),
+    ],
+)
+@pytest.mark.parametrize("variant", ["spectrain", "pipeoptim"])
+def test_what_maximizes_the_negated_loss_predicts_the_same(
+    variant, make, mlp_profile, tmp_path, monkeypatch
+):
+    plan = plan_by_hand(with_times(mlp_profile), variant, 3, 1)
+    ends = []
+    for sign in (1, -1):
+        loss = partial(lambda sign, found, wanted: sign * ((found - wanted) ** 2).mean(), sign)
+        monkeypatch.setattr(MLPTask, "loss", staticmethod(loss))
+        monkeypatch.setattr(MLPTask, "optimizer", staticmethod(partial(make, maximize=sign < 0)))
+        run(plan, settings_of("mlp_task:MLPTask"), tmp_path / f"{sign}", inline=True)
+        ends.append(load_weights(tmp_path / f"{sign}"))
+    for name, weight in ends[0].items():
+        assert torch.equal(ends[1][name], weight), name
 
 
 # Clipping ----------------------------------------------------------------------------------
