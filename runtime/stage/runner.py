@@ -305,7 +305,7 @@ class StageRunner:
                     message = message.clone()
                 shape = self.stage.made_shape(op, name)
                 grads[name] = c.add_gradient(grads.get(name), message, mine, shape)
-        if self._loss_weights is not None and not self.prepared.pipeline.variant.split_backward:
+        if self._loss_weights is not None:
             self._loss_weights.settle(op.mini_batch)
         start = clock()
         version, forward_version, back = self.stage.backward(op, grads, self.channels.held_bytes)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from contextlib import nullcontext
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
 from helpers.plans import plan_by_hand, with_times
-from mlp_task import MLPTask, WeightedTask
+from mlp_task import MLPTask, TiedShort, WeightedTask
 from timeprest.profiles.errors import RunError, TargetError
 from timeprest.profiles.measuring.measure import measure
 from timeprest.profiles.target import resolve
@@ -45,6 +46,16 @@ class FourthIsEmpty(NothingCounts):
     """The same in the fourth one."""
 
     empty = (7, 8)
+
+
+class TwiceOnALaterStage(TiedShort):
+    """Its last two layers have the same weight; mini-batches have unlike ones."""
+
+    TIES: ClassVar = {"l3.weight": "l2.weight"}
+
+    @staticmethod
+    def counts(y):
+        return (y > 0.2) * (y * 0 + 1)
 
 
 class Fickle(WeightedTask):
@@ -112,6 +123,19 @@ def test_with_skip_all_stages_leave_its_update_out(variant, update_every, mlp_pr
     before, after = ends.values()
     for name, weight in before.items():
         assert torch.equal(after[name], weight), name
+
+
+def test_split_backwards_of_a_weight_that_is_used_twice(tmp_path):
+    """It gets its gradient in the first part, which mustn't meet those of the mini-batch before."""
+    target = here("TwiceOnALaterStage")
+    profile = with_times(measure(resolve(target), batch_size=8, micro_batch_sizes=[4], seconds=0))
+    settings, ends = RunSettings(task=target, steps=4, evaluate=False), []
+    for variant in ("zb-h1", "pipedream-flush"):
+        plan = plan_by_hand(profile, variant, 2, 2, update_every=2)
+        run(plan, settings, tmp_path / variant, inline=True)
+        ends.append(load_weights(tmp_path / variant))
+    for name, weight in ends[0].items():
+        torch.testing.assert_close(ends[1][name], weight, rtol=0, atol=1e-12)
 
 
 @pytest.fixture(scope="module")
