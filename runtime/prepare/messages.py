@@ -42,7 +42,7 @@ def mark_missing(slot: Tensor) -> None:
 
 
 def missing_gradients(message: Tensor) -> list[bool]:
-    """For each slot of a gradient message ``[micro-batches, samples, ...]``, whether it has none.
+    """For each slot of a gradient message ``[micro-batches, ...]``, whether it has none.
 
     Where only some samples have none (they came from several senders), theirs become zeros.
     """
@@ -50,14 +50,11 @@ def missing_gradients(message: Tensor) -> list[bool]:
     mark = _MARKS.get(message.dtype)
     if mark is None or not message.numel():
         return [False] * slots
-    bits = message.contiguous().view(mark[0]).reshape(slots, -1)
-    rows = message.shape[1] if message.dim() > 1 else 1
-    # The first number of each sample tells of all of it.
-    if not (bits[:, :: bits.shape[1] // rows] == mark[1]).any():
+    marked = message.view(mark[0]) == mark[1]
+    if not marked.any():
         return [False] * slots
-    marked = bits == mark[1]
-    gone: list[bool] = marked.all(1).tolist()
-    message.masked_fill_(marked.reshape(message.shape), 0.0)
+    gone: list[bool] = marked.reshape(slots, -1).all(1).tolist()
+    message.masked_fill_(marked, 0.0)
     for slot, none in zip(message, gone, strict=True):
         if none:
             mark_missing(slot)

@@ -53,6 +53,11 @@ def test_samples_without_one_beside_others_count_as_zero():
     mark_missing(found[0, 1])
     assert missing_gradients(found) == [False, True]
     assert found[0].tolist() == [[1.0] * 3, [0.0] * 3]
+    # Samples may be another dimension.
+    found = message(torch.float32, False)
+    mark_missing(found[0, :, 2])
+    assert missing_gradients(found) == [False]
+    assert found[0].tolist() == [[1.0, 1.0, 0.0]] * 2
 
 
 def test_what_has_no_mark_is_zero():
