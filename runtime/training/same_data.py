@@ -9,13 +9,10 @@ and targets are known to belong together; later on at which samples they are.
 from __future__ import annotations
 
 import hashlib
-import random
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
@@ -23,6 +20,7 @@ from torch.utils.data import TensorDataset
 
 from ...profiles.errors import TargetError
 from ...profiles.tasks.parts import ALL, INPUTS, TARGET, Parts
+from ...profiles.tasks.prefetch import OwnRandomness
 from ...profiles.tasks.task import Split
 from ..communication.all_reduce import ALL_WORKERS
 from ..prepare.data import Segment
@@ -142,11 +140,11 @@ def _compare(
         samples = runner.samples(split)
         # What one stage alone takes may depend on random numbers (crops of an image): there all
         # have the same ones, so that other causes show. What several must have alike may not.
-        with _seeded(0 if alone else 1 + runner.replica.number) as used:
+        drawn = OwnRandomness(0 if alone else 1 + runner.replica.number)
+        with drawn():
             inputs, targets = _digests(take(samples))
-            random_crops = used() and not alone and len(taking) == 1
-        if random_crops:
-            with _seeded(0):
+        if drawn.used and not alone and len(taking) == 1:
+            with OwnRandomness(0)():
                 inputs, _ = _digests(take(samples))
         there = samples.parts
         has = [there == ALL, there == {TARGET}, INPUTS in there]
@@ -186,7 +184,7 @@ def _look(
     """
     ways = [samples.for_a_look(parts) for parts in (ALL, Parts({TARGET}))]
     try:
-        with _seeded(0):
+        with OwnRandomness(0)():
             pairs, read = ([*take(way)] for way in ways)
     finally:
         for way in ways:
@@ -252,36 +250,3 @@ def _add(found: Any, leaf: Any) -> None:
         found.update(memoryview(leaf.reshape(-1).view(torch.uint8).numpy()))
     else:
         found.update(f"{type(leaf).__name__} {leaf!r} ".encode())
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[Callable[[], bool]]:
-    """Python's, NumPy's and torch's own generators seeded, and put back afterwards.
-
-    Gives a function that says whether any has been used.
-    """
-
-    def states() -> tuple[Any, ...]:
-        return torch.get_rng_state(), random.getstate(), np.random.get_state()
-
-    before = states()
-    torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed)
-    seeded = states()
-
-    def used() -> bool:
-        now = states()
-        return not (
-            torch.equal(now[0], seeded[0])
-            and now[1] == seeded[1]
-            and now[2][2:] == seeded[2][2:]
-            and np.array_equal(now[2][1], seeded[2][1])
-        )
-
-    try:
-        yield used
-    finally:
-        torch.set_rng_state(before[0])
-        random.setstate(before[1])
-        np.random.set_state(before[2])
